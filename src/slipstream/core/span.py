@@ -1,0 +1,85 @@
+"""Span: what the target has just read. One noun for a chunk of a prompt, an accepted path and a training sequence."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from slipstream.core.cache import KVCache
+from slipstream.core.tree import Tree
+from slipstream.core.verify import Verdict
+
+
+@dataclass(frozen=True)
+class Output:
+    """One pass of the target over R rows, of which the first N are nodes.
+
+    Attributes:
+        logits: at the nodes that were asked for, float32 (float64 models: float64).
+        features: the drafter's taps, side by side (F = taps·H); `None` where it has none.
+        seconds: spent inside the model, without layout and masks.
+    """
+
+    logits: Float[Tensor, "B K V"]
+    features: Float[Tensor, "B R F"] | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """T columns per row, of which `count` are real; a row may have none (the shorter prompts of a ragged batch).
+
+    Attributes:
+        tokens: what was read; column j stands at position start + j.
+        nexts: the token after each: `nexts[:, j] == tokens[:, j + 1]`, and after the last the target's own choice.
+        features: the target's taps at each token.
+        probes, probed: taps of the probes behind the last token, and the rows whose last token had any.
+        cache: the target's, these tokens included.
+        tree, path, logits: the pass this span came from, and the accepted slots; `picks` are made of them.
+    """
+
+    tokens: Int[Tensor, "B T"]
+    nexts: Int[Tensor, "B T"]
+    start: Int[Tensor, " B"]
+    count: Int[Tensor, " B"]
+    cache: KVCache
+    features: Float[Tensor, "B T F"] | None = None
+    probes: Float[Tensor, "B M F"] | None = None
+    probed: Bool[Tensor, " B"] | None = None
+    tree: Tree | None = None
+    path: Int[Tensor, "B T"] | None = None
+    logits: Float[Tensor, "B N V"] | None = None
+
+    @property
+    def mask(self) -> Bool[Tensor, "B T"]:
+        """Which columns are real."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.count[:, None]
+
+    @property
+    def picks(self) -> Int[Tensor, "B N"]:
+        """The target's likeliest token after every node, accepted or not."""
+        if self.logits is None:
+            raise ValueError("this span comes from a prompt or a data set, which has no tree and so no picks")
+        return self.logits.argmax(-1)
+
+    def last(self, x: Tensor) -> Tensor:
+        """Row b of `x` [B, T, …] at the last real column, [B, …]; column 0 for a row without any."""
+        return x[torch.arange(len(x), device=x.device), (self.count - 1).clamp(min=0)]
+
+
+def commit(tree: Tree, out: Output, verdict: Verdict, cache: KVCache) -> Span:
+    """Keep the accepted path in the cache and say what was read."""
+    start, rows = cache.lengths, torch.arange(len(verdict.count), device=verdict.count.device)
+    cache.keep(None if tree.is_chain else verdict.path, verdict.count)
+    tokens = tree.tokens.gather(1, verdict.path)
+    nexts = torch.cat([tokens[:, 1:], verdict.next[:, None]], 1)
+    nexts[rows, verdict.count - 1] = verdict.next
+    features = None if out.features is None else out.features[rows[:, None], verdict.path]
+    behind = hosted = None
+    if features is not None and out.features is not None and tree.probes is not None and tree.hosts is not None:
+        groups = out.features[:, tree.nodes :].unflatten(1, (-1, len(tree.probes)))
+        hosting = tree.hosts == verdict.path[:, -1:]
+        behind, hosted = groups[rows, hosting.int().argmax(1)], hosting.any(1)
+    path, logits = verdict.path, out.logits
+    return Span(tokens, nexts, start, verdict.count, cache, features, behind, hosted, tree, path, logits)

@@ -1,0 +1,109 @@
+"""Tree: what one round asks the target to check, as data. Topology is tensors, never control flow."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+PAD = -1  # a token id that no draw can match
+
+
+class Layout(NamedTuple):
+    """Where the R = N + G·M rows of a pass stand and what they see of each other."""
+
+    depths: Int[Tensor, "#B R"]  # position of a row = cache length + depth
+    visible: Bool[Tensor, "#B R R"]  # visible[b, i, j]: row i may read row j
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Guesses for B rows: N nodes each, node 0 the root (chosen, but not yet read by the target).
+
+    Attributes:
+        tokens: token ids; `PAD` marks a node that can never be accepted.
+        parents: slot of each node's parent, parents before children, the root its own. `None` is a chain.
+        depth: upper bound on the depth of any node (root: 0), known without reading a tensor.
+        law: sampled drafts only: row i is the full-vocabulary law q that the children of node i were drawn from,
+            without replacement and in slot order. `None`: candidates are point masses (top-k).
+        probes: vectors that ride behind every host, see its ancestors and itself, and are never accepted (BiTA §3.1).
+        hosts: slots of the nodes that carry probes; `PAD` for none. Every node of a row may be a host.
+    """
+
+    tokens: Int[Tensor, "B N"]
+    parents: Int[Tensor, "#B N"] | None
+    depth: int
+    law: Float[Tensor, "B N V"] | None = None
+    probes: Float[Tensor, "M H"] | None = None
+    hosts: Int[Tensor, "#B G"] | None = None
+
+    @property
+    def nodes(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents is None
+
+    @property
+    def rows(self) -> int:
+        """Rows of a target pass: nodes and probes."""
+        if self.probes is None or self.hosts is None:
+            return self.nodes
+        return self.nodes + self.hosts.shape[1] * self.probes.shape[0]
+
+    def parent_slots(self) -> Int[Tensor, "#B N"]:
+        """`parents`, written out for a chain too."""
+        if self.parents is not None:
+            return self.parents
+        return (torch.arange(self.nodes, device=self.tokens.device) - 1).clamp(min=0)[None]
+
+    def layout(self) -> Layout:
+        """Depths and visibility of all rows; closed form for a chain, pointer chasing over `depth` levels otherwise."""
+        N, device = self.nodes, self.tokens.device
+        if self.parents is None:
+            depths = torch.arange(N, device=device)[None]
+            ancestors = depths[:, None, :] <= depths[:, :, None]
+        else:
+            ancestors = torch.eye(N, dtype=torch.bool, device=device).expand(len(self.parents), N, N).clone()
+            up = self.parents
+            for _ in range(self.depth):
+                ancestors.scatter_(2, up[..., None], True)
+                up = self.parents.gather(1, up)
+            depths = ancestors.sum(-1) - 1
+        if self.probes is None or self.hosts is None:
+            return Layout(depths, ancestors)
+        return _with_probes(depths, ancestors, self.hosts, M=len(self.probes))
+
+    def clip(self, depth: int) -> "Tree":
+        """The same tree with every node deeper than `depth` made unacceptable, for the end of the context window."""
+        if depth >= self.depth:
+            return self
+        if self.parents is None:
+            law = None if self.law is None else self.law[:, : depth + 1]
+            return replace(self, tokens=self.tokens[:, : depth + 1], depth=depth, law=law)
+        deep = replace(self, probes=None).layout().depths > depth
+        return replace(
+            self, tokens=self.tokens.masked_fill(deep, PAD), parents=self.parents.masked_fill(deep, 0), depth=max(depth, 1)
+        )
+
+
+def _with_probes(depths: Tensor, ancestors: Tensor, hosts: Tensor, M: int) -> Layout:
+    """Append G groups of M probes: probe j of a host stands j+1 after it and sees what the host sees, the host, and the
+    earlier probes of its own group. A missing host (PAD) leaves a group that reads itself alone."""
+    B, N, G = max(len(depths), len(hosts)), ancestors.shape[-1], hosts.shape[1]
+    depths, ancestors, hosts = depths.expand(B, N), ancestors.expand(B, N, N), hosts.expand(B, G)
+    there, host = hosts >= 0, hosts.clamp(min=0)
+    j = torch.arange(G * M, device=depths.device)
+    of_host = host.repeat_interleave(M, 1)  # [B, G·M]
+    visible = ancestors.new_zeros(B, N + G * M, N + G * M)
+    visible[:, :N, :N] = ancestors
+    visible[:, N:, :N] = ancestors.gather(1, of_host[..., None].expand(-1, -1, N)) & there.repeat_interleave(M, 1)[..., None]
+    visible[:, N:, N:] = (j[:, None] // M == j // M) & (j[:, None] >= j)
+    return Layout(torch.cat([depths, depths.gather(1, of_host) + 1 + j % M], 1), visible)
+
+
+def chain(tokens: Int[Tensor, "B N"], law: Float[Tensor, "B N V"] | None = None) -> Tree:
+    """root → t1 → t2 → …; `tokens[:, :1]` is a bare root, which is plain decoding."""
+    return Tree(tokens, None, tokens.shape[1] - 1, law)

@@ -1,0 +1,119 @@
+"""verify: which guesses the target agrees with. Two laws, one walk from the root.
+
+*Coupled*: draw the target's own token at each node and descend while a child matches; exact for any tree, and the text
+does not depend on the tree. *Multi-round speculative sampling* (EAGLE, Algorithm 1; Leviathan's rule on a chain): accept
+a sampled child x with min(1, p(x)/q(x)), else go on with norm(max(p − q, 0)) and the next sibling; exact in distribution.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from slipstream.core.sampling import Sampler
+from slipstream.core.tree import Tree
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was accepted: `path[:, :count]` are slots, root first; `next` is the target's own token after the last."""
+
+    path: Int[Tensor, "B D1"]  # columns past count repeat the last slot
+    count: Int[Tensor, " B"]
+    next: Int[Tensor, " B"]
+
+
+Law = Callable[[Tree, Int[Tensor, " B"], Float[Tensor, "B V"], Int[Tensor, " B"], Sampler], tuple[Tensor, Tensor]]
+
+
+def coupled(
+    tree: Tree, node: Int[Tensor, " B"], logits: Float[Tensor, "B V"], position: Int[Tensor, " B"], sampler: Sampler
+) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
+    """Child slot (−1: none) and token at one node per row: the keyed draw, and the first child that carries it."""
+    token = sampler.draw(sampler.scores(logits), position)
+    match = _children(tree, node) & (tree.tokens == token[:, None])
+    return torch.where(match.any(1), match.int().argmax(1), -1), token
+
+
+def multi_round(
+    tree: Tree, node: Int[Tensor, " B"], logits: Float[Tensor, "B V"], position: Int[Tensor, " B"], sampler: Sampler
+) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
+    """Child slot (−1: none) and token at one node per row, by sequential rejection over the siblings in slot order."""
+    rows = torch.arange(len(node), device=node.device)
+    p = sampler.law(logits)
+    q = None if tree.law is None else tree.law[rows, node].double()
+    waiting, child = _children(tree, node), torch.full_like(node, -1)
+    sibling = 0
+    while bool(waiting.any()):
+        here, slot = waiting.any(1), waiting.int().argmax(1)
+        x = tree.tokens[rows, slot].clamp(min=0)
+        ratio = acceptance(p, q, x)
+        accepted = here & sampler.accept(ratio, position, sibling)
+        child = torch.where(accepted, slot, child)
+        rejected = (here & ~accepted)[:, None]
+        p = torch.where(rejected, residual(p, q, x), p)
+        q = None if q is None else torch.where(rejected, without(q, x), q)
+        waiting = waiting.scatter(1, slot[:, None], False) & ~accepted[:, None]
+        sibling += 1
+    token = sampler.draw(p.log(), position)
+    return child, torch.where(child >= 0, tree.tokens[rows, child.clamp(min=0)], token)
+
+
+def acceptance(p: Tensor, q: Tensor | None, x: Tensor) -> Float[Tensor, " B"]:
+    """min(1, p/q) at x before the minimum; a point-mass proposal (q None) has q(x) = 1."""
+    px = p.gather(1, x[:, None])[:, 0]
+    return px if q is None else px / q.gather(1, x[:, None])[:, 0].clamp(min=torch.finfo(q.dtype).tiny)
+
+
+def residual(p: Tensor, q: Tensor | None, x: Tensor) -> Float[Tensor, "B V"]:
+    """norm(max(p − q, 0)); for a point mass, p without x."""
+    return without(p, x) if q is None else _normalised((p - q).clamp(min=0), otherwise=p)
+
+
+def without(p: Tensor, x: Tensor) -> Float[Tensor, "B V"]:
+    """p given that it is not x."""
+    return _normalised(p.scatter(1, x[:, None], 0.0), otherwise=p)
+
+
+def _normalised(p: Tensor, otherwise: Tensor) -> Tensor:
+    """p over its mass; where rounding left none (p = q to the last bit), there was nothing to reject: `otherwise`."""
+    mass = p.sum(-1, keepdim=True)
+    return torch.where(mass > 0, p / mass, otherwise)
+
+
+def _children(tree: Tree, node: Int[Tensor, " B"]) -> Tensor:
+    """Slots [B, N] of the node's children that could be accepted."""
+    real = tree.tokens >= 0
+    real[:, 0] = False
+    return real & (tree.parent_slots() == node[:, None])
+
+
+def verify(
+    tree: Tree, logits: Float[Tensor, "B N V"], lengths: Int[Tensor, " B"], sampler: Sampler, law: Law = coupled
+) -> Verdict:
+    """Walk from the root while the target agrees. Histories in `sampler` are extended by what is accepted.
+
+    Args:
+        logits: the target's, at every node.
+        lengths: tokens before the root, so that a node of depth d stands at position lengths + d.
+        law: `coupled` or `multi_round`.
+    """
+    B, device = len(lengths), lengths.device
+    rows = torch.arange(B, device=device)
+    node, alive = torch.zeros_like(lengths), torch.ones(B, dtype=torch.bool, device=device)
+    path, count, token = [node], torch.ones_like(lengths), torch.zeros_like(lengths)
+    sampler.observe(tree.tokens[:, 0], alive)
+    for depth in range(tree.depth + 1):
+        child, drawn = law(tree, node, logits[rows, node], lengths + depth + 1, sampler)
+        token = torch.where(alive, drawn, token)
+        alive = alive & (child >= 0)
+        if depth == tree.depth or (device.type == "cpu" and not bool(alive.any())):  # a GPU walks on: no sync here
+            break
+        node = torch.where(alive, child, node)
+        sampler.observe(tree.tokens[rows, node], alive)
+        count = count + alive
+        path.append(node)
+    path += [node] * (tree.depth + 1 - len(path))
+    return Verdict(torch.stack(path, 1), count, token)

@@ -1,0 +1,225 @@
+"""generate: prompts in, answers out, with the arguments people know from Hugging Face."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import IO, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.core.drafter import Drafter
+from slipstream.core.sampling import Sampler, Sampling, rows_of
+from slipstream.core.span import Span
+from slipstream.core.verify import Law, coupled, multi_round
+from slipstream.decode.answer import Answer, Finish, Round
+from slipstream.decode.round import Decoder, Seconds
+from slipstream.drafters import load_drafter
+from slipstream.targets.hf import Target
+
+LAWS: dict[str, Law] = {"coupled": coupled, "multi-round": multi_round}
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+
+
+class Streamer(Protocol):
+    """What Hugging Face streamers (`TextStreamer`, …) offer: the prompt first, then tokens as they come."""
+
+    def put(self, value: Tensor) -> None: ...
+    def end(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer.
+
+    Attributes:
+        prompt, tokens: token ids; `tokens` includes a closing EOS.
+        text: without special tokens and stop string.
+        finish: "eos", "stop" or "length".
+        rounds: one entry per target pass; the prompt's own pass and the token it yields are not among them.
+        seconds: of the whole batch this answer was made in.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    text: str
+    finish: Finish
+    rounds: list[Round]
+    seconds: Seconds
+
+    @property
+    def tau(self) -> float:
+        """τ: tokens committed per target pass, the target's own included; 1 for plain decoding."""
+        return sum(r.kept for r in self.rounds) / len(self.rounds) if self.rounds else 1.0
+
+
+def generate(
+    target: Target,
+    prompts: Prompt | Sequence[Prompt],
+    drafter: str | Drafter = "vanilla",
+    *,
+    max_new_tokens: int = 256,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    seed: int = 0,
+    processors: Sequence[Any] = (),
+    eos_token_ids: Iterable[int] | None = None,
+    stop: str | Sequence[str] = (),
+    law: str = "coupled",
+    streamer: Streamer | None = None,
+    trace: IO[str] | None = None,
+) -> Any:
+    """Answer one prompt (a `Generation`) or several as one ragged batch (a list of them).
+
+    The text is a function of (prompt, sampling, seed) alone, whatever the drafter and the batch: row i of a batch draws
+    noise keyed by (seed, i). What is not given comes from the target's `generation_config`, as in Hugging Face.
+
+    Args:
+        prompts: text (put through the chat template where there is one), messages, or token ids; or a list of such.
+        drafter: a name or a `Drafter`.
+        temperature, …, processors: see `Sampling`.
+        eos_token_ids: ids that end an answer; default: the target's.
+        stop: strings that end an answer; they are not part of its text.
+        law: "coupled" (same seed, same text) or "multi-round" (exact in distribution).
+        streamer: gets the prompt and then tokens as they come; one prompt only.
+        trace: receives one JSON line per row and round.
+
+    Raises:
+        ValueError: an argument outside its range, an empty prompt, or one that fills the target's window.
+    """
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, dict)))
+    ids = [target.encode(prompt) for prompt in ([prompts] if single else prompts)]  # type: ignore[arg-type,list-item]
+    if not ids:
+        raise ValueError("there are no prompts: give at least one")
+    if max_new_tokens <= 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    if law not in LAWS:
+        raise ValueError(f"Unknown law: {law!r}. Available: {', '.join(LAWS)}")
+    if streamer is not None and len(ids) > 1:
+        raise ValueError(f"a streamer takes one prompt, {len(ids)} were given: call generate once for each")
+    for prompt in ids:
+        if len(prompt) >= target.window:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens; {target.name} has a window of {target.window} for prompt and answer: "
+                "shorten the prompt"
+            )
+    given = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    sampling = Sampling(
+        **_with_defaults(target, given),
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        processors=tuple(processors),
+    )
+    if isinstance(drafter, str):
+        drafter = load_drafter(drafter)
+    eos = frozenset(_eos(target) if eos_token_ids is None else eos_token_ids)
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    answers = [Answer(target, min(max_new_tokens, target.window - len(prompt)), eos, stops) for prompt in ids]
+    seconds = decode(target, drafter, ids, rows_of(sampling, len(ids)), answers, LAWS[law], streamer, trace)
+    made = [
+        Generation(prompt, a.tokens, a.text if target.tokenizer else "", a.finish or "length", a.rounds, seconds)
+        for prompt, a in zip(ids, answers, strict=True)
+    ]
+    return made[0] if single else made
+
+
+@torch.inference_mode()
+def decode(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sequence[Sampling],
+    answers: Sequence[Answer],
+    law: Law = coupled,
+    streamer: Streamer | None = None,
+    trace: IO[str] | None = None,
+) -> Seconds:
+    """Fill `answers`, one per prompt; rows leave the batch as they finish. Returns where the time went."""
+    sampler = Sampler(sampling, prompts, target.vocab, target.device)
+    capacity = max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))
+    decoder = Decoder.start(target, drafter, sampler, capacity, law)
+    lengths, live = list(map(len, prompts)), list(range(len(prompts)))
+    if streamer is not None:
+        streamer.put(torch.tensor(prompts[0]))
+    span = decoder.prefill(prompts)
+    began = perf_counter()
+    news = [[token] for token in span.last(span.nexts).tolist()]
+    drafted = None  # the prompt's pass is no round
+    while True:
+        for i, row in enumerate(live):
+            taken = answers[row].extend(news[i])
+            if drafted is not None:
+                answers[row].rounds.append(Round(drafted[i], len(news[i]) - 1, len(taken)))
+            if streamer is not None:
+                streamer.put(torch.tensor(taken))
+        going = [i for i, row in enumerate(live) if answers[row].finish is None]
+        if not going:
+            break
+        if len(going) < len(live):
+            live, lengths = [live[i] for i in going], [lengths[i] for i in going]
+            decoder.select(going)
+        decoder.cache.settle(lengths)
+        decoder.seconds.host += perf_counter() - began
+        span = decoder.step(limit=target.window - 1 - max(lengths))
+        began = perf_counter()
+        news, drafted = _read(span)
+        lengths = [length + len(tokens) for length, tokens in zip(lengths, news, strict=True)]
+        if trace is not None:
+            _write(trace, span, live, [len(answers[row].rounds) for row in live])
+    decoder.seconds.host += perf_counter() - began
+    if streamer is not None:
+        streamer.end()
+    return decoder.seconds
+
+
+def _read(span: Span) -> tuple[list[list[int]], list[int]]:
+    """New tokens and drafted depth of each row: the round's one copy to the host."""
+    assert span.tree is not None
+    real = (span.tree.tokens >= 0).sum(1) - 1
+    drafted = real if span.tree.is_chain else real.clamp(max=span.tree.depth)
+    table = torch.cat([span.count[:, None], drafted[:, None], span.nexts], 1).tolist()
+    return [row[2 : 2 + row[0]] for row in table], [row[1] for row in table]
+
+
+def _write(trace: IO[str], span: Span, live: Sequence[int], rounds: Sequence[int]) -> None:
+    """One JSON line per row: the tree, the accepted slots and the target's own token."""
+    assert span.tree is not None and span.path is not None
+    parents = span.tree.parent_slots().expand_as(span.tree.tokens).tolist()
+    path, count, nexts = span.path.tolist(), span.count.tolist(), span.last(span.nexts).tolist()
+    for i, tokens in enumerate(span.tree.tokens.tolist()):
+        line = {"row": live[i], "round": rounds[i], "tokens": tokens, "parents": parents[i]}
+        trace.write(json.dumps({**line, "accepted": path[i][: count[i]], "next": nexts[i]}) + "\n")
+
+
+def _with_defaults(target: Target, given: dict[str, Any]) -> dict[str, Any]:
+    """What was not given, from the target's generation_config; greedy unless that says `do_sample`."""
+    config, values = target.generation_config, {}
+    for name, value in given.items():
+        default = getattr(config, name, None)
+        if name == "temperature" and not config.do_sample:
+            default = 0.0
+        if value is None and default is not None:
+            value = default
+        if value is not None:
+            values[name] = value
+    return values
+
+
+def _eos(target: Target) -> list[int]:
+    ids = target.generation_config.eos_token_id
+    if ids is None:
+        ids = getattr(target.tokenizer, "eos_token_id", None)
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

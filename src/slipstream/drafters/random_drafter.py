@@ -1,0 +1,77 @@
+"""A public test double: random trees with probes and memory, the worst that a drafter may do and stay lossless."""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from slipstream.core.drafter import Drafter, State
+from slipstream.core.noise import Stream
+from slipstream.core.sampling import Sampler
+from slipstream.core.span import Span
+from slipstream.core.tree import PAD, Tree
+
+
+@dataclass
+class RandomState(State):
+    position: Int[Tensor, " B"]  # of the root
+
+
+@final
+class RandomDrafter(Drafter):
+    """Every node has `width` children down to `depth`, drawn without replacement from a random law.
+
+    Args:
+        vocab: V.
+        probes: vectors [M, H] that ride behind the root and a random node.
+        memory: keys and values [L, 2, P, heads, D] that the probes read.
+        sampled: put the law on the tree, for multi-round verification; otherwise candidates count as point masses.
+        seed: of the laws. The draws use the sampler's own draft stream.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        depth: int = 2,
+        width: int = 2,
+        probes: Float[Tensor, "M H"] | None = None,
+        memory: Float[Tensor, "L 2 P heads D"] | None = None,
+        sampled: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if not 1 <= width <= vocab:
+            raise ValueError(f"RandomDrafter got width={width}; it must be between 1 and the vocabulary's {vocab}")
+        self.vocab, self.depth, self.width = vocab, depth, width
+        self.probes, self.memory, self.sampled, self.seed = probes, memory, sampled, seed
+        self.nodes = sum(width**d for d in range(depth + 1))
+        self.inner = self.nodes - width**depth
+        self.rows = self.nodes + (0 if probes is None else 2 * len(probes))
+
+    def start(self, batch: int, capacity: int, device: torch.device) -> RandomState:
+        zeros = torch.zeros(batch, dtype=torch.long, device=device)
+        return RandomState(zeros, zeros)
+
+    def absorb(self, span: Span, state: State) -> None:
+        assert isinstance(state, RandomState)
+        state.root, state.position = span.last(span.nexts), span.start + span.count
+
+    def propose(self, state: State, sampler: Sampler) -> Tree:
+        assert isinstance(state, RandomState)
+        B, device = len(state.root), state.root.device
+        u = sampler.uniform(Stream.DRAFT, state.position, self.inner * self.vocab).view(B, self.inner, self.vocab)
+        weights = torch.Generator().manual_seed(self.seed)
+        log_q = torch.randn(self.inner, self.vocab, generator=weights, dtype=torch.float64).to(device).log_softmax(-1)
+        kids = (log_q - (-u.log()).log()).topk(self.width).indices  # Gumbel top-k: without replacement, in order
+        tokens = torch.cat([state.root[:, None], kids.flatten(1)], 1)
+        parents = (torch.arange(self.nodes, device=device) - 1).div(self.width, rounding_mode="floor").clamp(min=0)
+        law = None
+        if self.sampled:
+            law = torch.zeros(B, self.nodes, self.vocab, dtype=torch.float64, device=device)
+            law[:, : self.inner] = log_q.exp()
+        hosts = None
+        if self.probes is not None:
+            second = 1 + (u[:, 0, 0] * (self.nodes - 1)).long()
+            hosts = torch.stack([torch.zeros_like(second), torch.where(u[:, 0, 1] < 0.25, PAD, second)], 1)
+        return Tree(tokens, parents.expand(B, -1), self.depth, law, self.probes, hosts)

@@ -1,0 +1,74 @@
+"""A public test double: proposes the known answer among wrong siblings, so that a loop can be tried in every way."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from slipstream.core.drafter import Drafter, State
+from slipstream.core.sampling import Sampler
+from slipstream.core.span import Span
+from slipstream.core.tree import PAD, Tree
+
+
+@dataclass
+class OracleState(State):
+    row: Int[Tensor, " B"]
+    position: Int[Tensor, " B"]  # of the root
+    round: Int[Tensor, " B"]
+
+
+@final
+class TreeOracle(Drafter):
+    """Is right about exactly 0, 1, …, `depth` tokens in turn, with the right token at every sibling rank in turn.
+
+    Every level hangs `width` siblings under the last right node; the right one's slot moves from round to round, so
+    accepted slots are not contiguous. From depth 2 on, a decoy carries the right token under a wrong parent.
+
+    Args:
+        texts: prompt and answer of each row, as token ids; past their end it proposes nothing.
+        vocab: V, more than `width`.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]], vocab: int, depth: int = 4, width: int = 3) -> None:
+        if width >= vocab:
+            raise ValueError(f"TreeOracle got width={width} and vocab={vocab}: wrong siblings need a wider vocabulary")
+        self.texts, self.vocab, self.depth, self.width = [list(text) for text in texts], vocab, depth, width
+        self.rows = 1 + depth * width + depth - 1
+
+    def start(self, batch: int, capacity: int, device: torch.device) -> OracleState:
+        zeros = torch.zeros(batch, dtype=torch.long, device=device)
+        return OracleState(zeros, torch.arange(batch, device=device), zeros, zeros)
+
+    def absorb(self, span: Span, state: State) -> None:
+        assert isinstance(state, OracleState)
+        state.root, state.position, state.round = span.last(span.nexts), span.start + span.count, state.round + 1
+
+    def propose(self, state: State, sampler: Sampler) -> Tree:
+        assert isinstance(state, OracleState)
+        rows = zip(state.root.tolist(), state.row.tolist(), state.position.tolist(), state.round.tolist(), strict=True)
+        tokens, parents = zip(*(self._row(*row) for row in rows), strict=True)
+        device = state.root.device
+        return Tree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device), self.depth)
+
+    def _row(self, root: int, row: int, position: int, turn: int) -> tuple[list[int], list[int]]:
+        tokens, parents, parent, decoy = [root], [0], 0, None
+        hit = (turn + row) % (self.depth + 1)
+        for depth in range(1, self.depth + 1):
+            at = position + depth
+            truth = self.texts[row][at] if at < len(self.texts[row]) else PAD
+            siblings = [(truth + 1 + i) % self.vocab if truth >= 0 else PAD for i in range(self.width)]
+            rank = (turn // (self.depth + 1) + depth + row) % self.width
+            if depth <= hit:
+                siblings[rank] = truth
+            first = len(tokens)
+            tokens += siblings
+            parents += [parent] * self.width
+            if decoy is not None:
+                tokens.append(truth)
+                parents.append(decoy)
+            parent, decoy = first + rank, first + (rank + 1) % self.width
+        return tokens, parents

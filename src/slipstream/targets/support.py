@@ -1,0 +1,54 @@
+"""What a target must be, and what is refused by name with the reason."""
+
+from typing import Any
+
+ROPE_REFUSED = ("dynamic", "longrope", "su")
+LAYERS_KNOWN = ("full_attention", "sliding_attention")
+
+
+def check_supported(config: Any, stateful: bool = False) -> None:
+    """Refuse architectures that a tree pass with explicit positions and masks cannot serve exactly.
+
+    Args:
+        config: the model's Hugging Face text config.
+        stateful: the model class keeps a recurrent state (`PreTrainedModel._is_stateful`).
+
+    Raises:
+        ValueError: names the model type and the reason.
+    """
+    kind = getattr(config, "model_type", type(config).__name__)
+
+    def refuse(reason: str) -> None:
+        raise ValueError(f"Unsupported target: {kind}: {reason}. Supported: decoder-only models with attention in every layer")
+
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("it is an encoder-decoder; one token tree has no place in its encoder")
+    layers = set(getattr(config, "layer_types", None) or ())
+    if stateful or layers & {"linear_attention", "mamba", "recurrent", "conv"}:
+        refuse("it keeps a recurrent state, which cannot be read at several branches of a tree at once")
+    attention = getattr(config, "attn_config", None)
+    if getattr(config, "alibi", False) or getattr(attention, "alibi", False) or kind in ("bloom", "mpt"):
+        refuse("ALiBi derives positions from cache slots, where the nodes of a tree do not stand in order")
+    if unknown := layers - set(LAYERS_KNOWN):
+        refuse(f"layers of type {', '.join(sorted(unknown))} use a mask that is not implemented")
+    for rope in rope_types(config):
+        if rope in ROPE_REFUSED:
+            refuse(f"{rope} RoPE scaling changes every position with the longest text of the batch, so a row is not its own")
+
+
+def rope_types(config: Any) -> set[str]:
+    """The RoPE scaling types in force, over all layer types."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    return {str(each.get("rope_type", each.get("type", "default"))) for each in nested}
+
+
+def attention_windows(config: Any) -> dict[str, int | None]:
+    """Sliding window by layer type; `None` is full attention."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window is None:
+        return {"full_attention": None}
+    layers = getattr(config, "layer_types", None)
+    if layers is None:
+        return {"sliding_attention": window}
+    return {layer: window if layer == "sliding_attention" else None for layer in sorted(set(layers))}
