@@ -1,0 +1,44 @@
+"""Slipstream makes a frozen LLM answer faster without changing one token of what it says."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slipstream.core.drafter import Drafter, State
+    from slipstream.core.sampling import Sampling
+    from slipstream.core.span import Span
+    from slipstream.core.tree import Tree
+    from slipstream.decode.generate import Generation, generate
+    from slipstream.drafters import load_drafter
+    from slipstream.targets import Target, load_target
+
+_HOMES = {  # imported on first use: torch and transformers take seconds
+    "Drafter": "core.drafter",
+    "Generation": "decode.generate",
+    "Sampling": "core.sampling",
+    "Span": "core.span",
+    "State": "core.drafter",
+    "Target": "targets",
+    "Tree": "core.tree",
+    "generate": "decode.generate",
+    "load_drafter": "drafters",
+    "load_target": "targets",
+}
+__all__ = [
+    "Drafter",
+    "Generation",
+    "Sampling",
+    "Span",
+    "State",
+    "Target",
+    "Tree",
+    "generate",
+    "load_drafter",
+    "load_target",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'slipstream' has no attribute {name!r}. Available: {', '.join(__all__)}")
+    return getattr(import_module(f"slipstream.{_HOMES[name]}"), name)

@@ -130,8 +130,8 @@ class Sampler:
     def scores(self, logits: Float[Tensor, "B V"], slack: float = 0.0) -> Float[Tensor, "B V"]:
         """Log weights of the next token, up to a constant per row; −inf outside the support. Greedy rows: the logits.
 
-        `slack` widens (or, negative, narrows) the support by that much in logits and in mass: what an audit needs to tell
-        a boundary case from an error.
+        `slack` widens (or, negative, narrows) the support by what a difference of that much between two scores can
+        explain: what an audit needs to tell a boundary case from an error.
         """
         x = logits.double()
         if self._seen is not None and self._count is not None:
@@ -169,7 +169,7 @@ class Sampler:
             total = torch.where(c.top_k > 0, top.masked_fill(top < kth, -torch.inf).logsumexp(-1, keepdim=True), total)
         else:
             kth = torch.full_like(total, -torch.inf)
-        p = torch.where(c.top_p < 1, c.top_p + slack, 2.0)
+        p = torch.where(c.top_p < 1, c.top_p + slack / 4, 2.0)  # logits that move by slack/2 move a set's mass by slack/4
         if top.shape[-1] < self.vocab and bool(((top - total).exp().sum(-1, keepdim=True) < p).logical_and(p <= 1).any()):
             top = x.sort(-1, descending=True).values
         mass = (top - total).exp().cumsum(-1)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from time import perf_counter
 from typing import IO, Any, Protocol
 
@@ -109,15 +109,13 @@ def generate(
                 f"the prompt has {len(prompt)} tokens; {target.name} has a window of {target.window} for prompt and answer: "
                 "shorten the prompt"
             )
-    given = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-    }
-    sampling = Sampling(
-        **_with_defaults(target, given),
+    sampling = resolve_sampling(
+        target,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         seed=seed,
@@ -204,18 +202,15 @@ def _write(trace: IO[str], span: Span, live: Sequence[int], rounds: Sequence[int
         trace.write(json.dumps({**line, "accepted": path[i][: count[i]], "next": nexts[i]}) + "\n")
 
 
-def _with_defaults(target: Target, given: dict[str, Any]) -> dict[str, Any]:
-    """What was not given, from the target's generation_config; greedy unless that says `do_sample`."""
-    config, values = target.generation_config, {}
-    for name, value in given.items():
-        default = getattr(config, name, None)
-        if name == "temperature" and not config.do_sample:
-            default = 0.0
-        if value is None and default is not None:
-            value = default
-        if value is not None:
-            values[name] = value
-    return values
+def resolve_sampling(target: Target, **given: Any) -> Sampling:
+    """`Sampling` from what was given and, for what is None, the target's generation_config; greedy unless that says
+    `do_sample`."""
+    config = target.generation_config
+    defaults = {f.name: getattr(config, f.name, None) for f in fields(Sampling)}
+    if not config.do_sample:
+        defaults["temperature"] = 0.0
+    settled = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    return Sampling(**{name: value for name, value in settled.items() if value is not None})
 
 
 def _eos(target: Target) -> list[int]:

@@ -99,6 +99,11 @@ class Target:
     def generation_config(self) -> GenerationConfig:
         return self.model.generation_config or GenerationConfig()
 
+    @property
+    def has_chat(self) -> bool:
+        """Whether text becomes a user's turn of a chat template."""
+        return self.tokenizer is not None and self.tokenizer.chat_template is not None
+
     def new_cache(self, batch: int, capacity: int, memory: Tensor | None = None) -> KVCache:
         """An empty cache for `batch` rows of `capacity` slots; `memory` is what a drafter's probes read."""
         return KVCache(self.config.num_hidden_layers, batch, capacity, self.device, memory)
@@ -209,7 +214,7 @@ class Target:
             return [int(token) for token in prompt]  # type: ignore[call-overload]
         if self.tokenizer is None:
             raise ValueError(f"target {self.name} has no tokenizer: give the prompt as token ids")
-        if isinstance(prompt, str) and self.tokenizer.chat_template is None:
+        if isinstance(prompt, str) and not self.has_chat:
             return self.tokenizer(prompt)["input_ids"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]

@@ -1,0 +1,87 @@
+"""demo: the same answers twice, and what the drafter saved."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+
+from slipstream.bench.audit import audit, margin_of
+from slipstream.bench.questions import Question
+from slipstream.bench.report import ACCEPTED, OWN
+from slipstream.bench.run import HF, Answered, Contest, Tally
+from slipstream.targets.hf import Target
+
+
+def demo(contest: Contest, drafter: str, questions: Sequence[Question], console: Console) -> None:
+    """Answer each question plainly, with Hugging Face `generate` (timed, not shown) and with the drafter; compare."""
+    target = contest.target
+    totals = {method: Tally() for method in contest.methods}
+    with console.status("warming up"):
+        contest.warm_up(target.encode(questions[0].turns[0]))
+    for number, question in enumerate(questions, 1):
+        prompt = target.encode(question.turns[0])
+        console.rule(f"{number} of {len(questions)}: {question.category}", align="left")
+        console.print(Text(question.turns[0], "italic dim"))
+        answers = {}
+        for method in ("vanilla", HF, drafter):
+            if method == HF:
+                with console.status("Hugging Face generate"):
+                    answers[method] = contest.ask(method, prompt)
+            else:
+                legend = "plain" if method == "vanilla" else f"{method}  [dim](green: drafted, and accepted by the target)[/dim]"
+                console.print(f"\n[bold]{legend}")
+                answers[method] = contest.ask(method, prompt, _Painter(target, console))
+                console.print()
+            totals[method].add(answers[method])
+        console.print(_verdict(contest, prompt, answers["vanilla"], answers[drafter]))
+        tallies = {method: Tally() for method in answers}
+        for method, answered in answers.items():
+            tallies[method].add(answered)
+        console.print(_figures(tallies, drafter), end="\n\n")
+    console.rule("all answers", align="left")
+    console.print(_figures(totals, drafter))
+
+
+class _Painter:
+    """A streamer that prints tokens as they come, in green those that were drafted: all of a round but its last."""
+
+    def __init__(self, target: Target, console: Console) -> None:
+        self.target, self.console = target, console
+        self.tokens: list[int] = []
+        self.shown = ""
+        self.prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        if not self.prompt_seen:
+            self.prompt_seen = True
+            return
+        tokens = value.tolist()
+        for i, token in enumerate(tokens, 1):
+            self.tokens.append(token)
+            text = self.target.decode(self.tokens)
+            if not text.endswith("\ufffd"):  # else the character is incomplete
+                piece, self.shown = text[len(self.shown) :], text
+                self.console.print(Text(piece, ACCEPTED if i < len(tokens) else OWN), end="", soft_wrap=True)
+
+    def end(self) -> None:
+        self.console.print()
+
+
+def _verdict(contest: Contest, prompt: list[int], plain: Answered, drafted: Answered) -> Text:
+    if drafted.tokens == plain.tokens:
+        return Text("the same text", "green")
+    found = audit(contest.target, prompt, drafted.tokens, contest.sampling)
+    largest = max((d.margin for d in found), default=0.0)
+    if largest <= margin_of(contest.target):
+        return Text(f"a near-tie turned by rounding at token {found[0].position} (margin {largest:.2g} in logits)", "yellow")
+    return Text(f"NOT the same text, and no near-tie: margin {largest:.2g} in logits. Please report this", "bold red")
+
+
+def _figures(tallies: dict[str, Tally], drafter: str) -> Text:
+    speed = {method: tally.tokens_per_second for method, tally in tallies.items()}
+    return Text.assemble(
+        (f"τ {tallies[drafter].tau:.2f}", "bold"),
+        f"   {speed[drafter]:.1f} tokens/s   plain {speed['vanilla']:.1f}   HF generate {speed[HF]:.1f}   ",
+        (f"{speed[drafter] / speed['vanilla']:.2f}× plain   {speed[drafter] / speed[HF]:.2f}× HF generate", "bold"),
+    )

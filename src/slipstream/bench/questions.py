@@ -1,0 +1,68 @@
+"""Questions in FastChat's question.jsonl form: question_id, category, turns."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+OWN = files("slipstream.bench") / "questions.jsonl"
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question of one or more turns; `file` is where it came from."""
+
+    file: str
+    id: str
+    category: str
+    turns: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}:{self.id}"
+
+
+def load_questions(paths: Sequence[str] = (), limit: int | None = None) -> list[Question]:
+    """Questions of all files, the project's own where none is named; `limit` is per file.
+
+    Taking a few takes them evenly over the file, so that a small limit still sees every category.
+
+    Raises:
+        ValueError: a file that cannot be read, or a malformed line (numbered).
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}; it must be at least 1")
+    sources = [(Path(path).name, _text(path)) for path in paths] or [("questions.jsonl", OWN.read_text("utf-8"))]
+    chosen = []
+    for name, text in sources:
+        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        if not lines:
+            raise ValueError(f"question file {name} is empty: give one JSON object a line")
+        found = [_question(name, number, line) for number, line in lines]
+        n = min(limit or len(found), len(found))
+        chosen += [found[i * len(found) // n] for i in range(n)]
+    return chosen
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ValueError(f"question file {path} cannot be read: {reason}") from error
+
+
+def _question(file: str, number: int, line: str) -> Question:
+    try:
+        data: Any = json.loads(line)
+        turns = data["turns"]
+        if not (isinstance(turns, list) and turns and all(isinstance(turn, str) and turn.strip() for turn in turns)):
+            raise ValueError('"turns" must be a list of non-empty texts')
+    except (ValueError, KeyError, TypeError) as error:
+        reason = 'it needs "turns"' if isinstance(error, (KeyError, TypeError)) else str(error)
+        raise ValueError(
+            f'{file} line {number}: {reason}. Each line is an object like {{"question_id": 1, "turns": ["…"]}}'
+        ) from error
+    return Question(file, str(data.get("question_id", number)), str(data.get("category") or file), tuple(turns))

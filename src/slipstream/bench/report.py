@@ -1,0 +1,91 @@
+"""Tables and coloured text for the terminal."""
+
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+ACCEPTED, OWN = "bold green", "default"
+
+
+def bench_table(report: dict[str, Any]) -> Group:
+    """One line per drafter, then one per category and drafter."""
+    hf = report["hf_generate"]["tokens_per_second"]
+    title = f"{report['target']}, {report['dtype']}, T = {report['temperature']:g}, {report['hardware']['cpu']}"
+    main = _table(title, "drafter", "τ", "tokens/s", "× vanilla", "× HF generate", "draft", "verify", "host", "same text")
+    for row in report["results"]:
+        spent = row["seconds"]
+        busy = max(spent["draft"] + spent["verify"] + spent["host"], 1e-9)
+        main.add_row(
+            row["drafter"],
+            f"{row['tau']:.2f}",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['speedup']['vanilla']:.2f}",
+            f"{row['speedup']['hf_generate']:.2f}",
+            *(f"{spent[part] / busy:.1%}" for part in ("draft", "verify", "host")),
+            _sameness(row),
+        )
+    main.add_row("HF generate", "1.00", f"{hf:.1f}", "", "1.00", "", "", "", "", style="dim")
+    return Group(main, _categories(report), *_depths(report))
+
+
+def _categories(report: dict[str, Any]) -> Table:
+    drafters = [row for row in report["results"] if row["drafter"] != "vanilla"] or report["results"]
+    table = _table(None, "category", "turns", *(f"{row['drafter']}: {head}" for row in drafters for head in ("τ", "× vanilla")))
+    for category, first in drafters[0]["by_category"].items():
+        cells = []
+        for row in drafters:
+            part = row["by_category"][category]
+            cells += [f"{part['tau']:.2f}", f"{part['speedup']['vanilla']:.2f}"]
+        table.add_row(category, str(first["questions"]), *cells)
+    return table
+
+
+def _depths(report: dict[str, Any]) -> list[Text]:
+    lines = []
+    for row in report["results"]:
+        if row["acceptance_by_depth"]:
+            of_all = " ".join(f"{rate:.2f}" for rate in row["acceptance_by_depth"])
+            given = " ".join(f"{rate:.2f}" for rate in row["acceptance_by_depth_conditional"])
+            lines.append(Text(f"{row['drafter']}: accepted by depth, of all passes {of_all}; where drafted that far {given}"))
+    return lines
+
+
+def _sameness(row: dict[str, Any]) -> Text:
+    if row["unexplained"]:
+        return Text(f"NO: {row['unexplained']} unexplained", "bold red")
+    return Text("yes", "green") if row["identical"] else Text(f"but {len(row['divergences'])} near-ties", "yellow")
+
+
+def certificate(report: dict[str, Any]) -> Group:
+    """What `certify` found, one line per drafter and temperature, and the verdict."""
+    title = f"{report['target']}, {report['dtype']}, margin {report['margin']:g} in logits"
+    table = _table(title, "drafter", "T", "answers", "tokens", "identical", "near-ties", "largest margin", "unexplained")
+    for row in report["results"]:
+        margin = row["largest_margin"]
+        table.add_row(
+            row["drafter"],
+            f"{row['temperature']:g}",
+            str(row["questions"]),
+            str(row["tokens"]),
+            str(row["identical"]),
+            str(len(row["divergences"]) - row["unexplained"]),
+            f"{margin:.2g}" if isinstance(margin, float) else margin,
+            Text(str(row["unexplained"]), "bold red" if row["unexplained"] else "green"),
+        )
+    verdict = (
+        Text("certified: every token is plain decoding's, near-ties within the margin aside", "bold green")
+        if report["certified"]
+        else Text("NOT certified: some tokens are not plain decoding's; please report this with the JSON", "bold red")
+    )
+    return Group(table, verdict)
+
+
+def _table(title: str | None, first: str, *others: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table

@@ -1,0 +1,242 @@
+"""bench: drafters beside both baselines, in alternation, on the same prompts."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from slipstream.bench.audit import audit, margin_of
+from slipstream.bench.machine import SCHEMA, hardware, versions
+from slipstream.bench.questions import Question
+from slipstream.core.drafter import Drafter
+from slipstream.core.sampling import Sampling
+from slipstream.decode.answer import Round
+from slipstream.decode.generate import Generation, Streamer, generate, resolve_sampling
+from slipstream.decode.round import Seconds
+from slipstream.drafters import load_drafter
+from slipstream.targets.hf import Target
+
+HF = "hf_generate"
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One answer of one method; `wall` seconds include the prompt. Hugging Face says nothing of its rounds."""
+
+    tokens: list[int]
+    wall: float
+    rounds: list[Round] = field(default_factory=list)
+    seconds: Seconds = field(default_factory=Seconds)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Methods that answer the same prompts under the same settings: Hugging Face, plain decoding, and the drafters."""
+
+    target: Target
+    drafters: dict[str, Drafter]
+    max_new_tokens: int
+    temperature: float
+    seed: int
+
+    @classmethod
+    def of(cls, target: Target, drafters: Sequence[str], max_new_tokens: int, temperature: float, seed: int) -> "Contest":
+        """Both baselines and the named drafters. Raises ValueError for a name that is not known."""
+        made = {name: load_drafter(name) for name in dict.fromkeys(["vanilla", *drafters])}
+        return cls(target, made, max_new_tokens, temperature, seed)
+
+    @property
+    def methods(self) -> list[str]:
+        return [HF, *self.drafters]
+
+    @property
+    def sampling(self) -> Sampling:
+        return resolve_sampling(self.target, temperature=self.temperature, seed=self.seed)
+
+    def warm_up(self, prompt: list[int]) -> None:
+        """First calls allocate and choose kernels; they are not timed."""
+        short = replace(self, max_new_tokens=4)
+        for method in self.methods:
+            short.ask(method, prompt)
+
+    def ask(self, method: str, prompt: list[int], streamer: Streamer | None = None) -> Answered:
+        """One answer, timed from the prompt's first token to the answer's last."""
+        began = time.perf_counter()
+        if method == HF:
+            tokens = self._ask_hf(prompt)
+            return Answered(tokens, time.perf_counter() - began)
+        done: Generation = generate(
+            self.target,
+            prompt,
+            self.drafters[method],
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+            streamer=streamer,
+        )
+        return Answered(done.tokens, time.perf_counter() - began, done.rounds, done.seconds)
+
+    def _ask_hf(self, prompt: list[int]) -> list[int]:
+        how: dict[str, Any] = {"do_sample": False}
+        if self.temperature:
+            torch.manual_seed(self.seed)
+            how = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+        ids = torch.tensor([prompt], device=self.target.device)
+        return self.target.hf_generate(ids, max_new_tokens=self.max_new_tokens, **how)[0, len(prompt) :].tolist()
+
+
+@dataclass
+class Tally:
+    """All answers of one method, or of one category of it."""
+
+    questions: int = 0
+    new_tokens: int = 0
+    wall: float = 0.0
+    rounds: list[Round] = field(default_factory=list)
+    seconds: Seconds = field(default_factory=Seconds)
+    divergences: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, answered: Answered) -> None:
+        """Count one more answer."""
+        self.questions, self.new_tokens = self.questions + 1, self.new_tokens + len(answered.tokens)
+        self.wall, self.rounds = self.wall + answered.wall, self.rounds + answered.rounds
+        self.seconds = self.seconds + answered.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.wall if self.wall else 0.0
+
+    @property
+    def tau(self) -> float:
+        """Tokens committed per target pass; the prompt's pass and the token it yields are in neither."""
+        return sum(r.kept for r in self.rounds) / len(self.rounds) if self.rounds else 1.0
+
+    def acceptance(self, conditional: bool) -> list[float]:
+        """By depth d: the share of passes that accepted d drafted tokens or more; conditional: of those that drafted d and
+        accepted d − 1."""
+        rates = []
+        for depth in range(1, max((r.drafted for r in self.rounds), default=0) + 1):
+            tried = [r for r in self.rounds if r.drafted >= depth and r.accepted >= depth - 1] if conditional else self.rounds
+            rates.append(round(sum(r.accepted >= depth for r in tried) / len(tried), 4) if tried else 0.0)
+        return rates
+
+
+def bench(
+    target: Target,
+    drafters: Sequence[str],
+    questions: Sequence[Question],
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Answer every turn of every question with every method, one after the other, and compare.
+
+    Each turn is asked of all methods in turn, in an order that rotates, so that a machine that slows down slows all of
+    them. A later turn continues plain decoding's conversation, so all methods read the same prompts. Answers that differ
+    from plain decoding's are audited after the clock has stopped.
+
+    Returns:
+        DESIGN's schema 1, `by_category` beside it.
+    """
+    contest = Contest.of(target, drafters, max_new_tokens, temperature, seed)
+    methods = contest.methods
+    tallies: dict[str, dict[str, Tally]] = {name: {} for name in methods}
+    progress("warming up")
+    contest.warm_up(target.encode(questions[0].turns[0]))
+    asked = 0
+    for question in questions:
+        messages: list[dict[str, str]] = []
+        for turn in question.turns:
+            messages.append({"role": "user", "content": turn})
+            prompt = target.encode(messages if target.has_chat else turn)
+            answers = {}
+            for name in methods[asked % len(methods) :] + methods[: asked % len(methods)]:
+                progress(f"{question.name} {name}")
+                answers[name] = contest.ask(name, prompt)
+                tallies[name].setdefault(question.category, Tally()).add(answers[name])
+            plain = answers["vanilla"].tokens
+            for name in contest.drafters:
+                if answers[name].tokens != plain:
+                    found = audit(target, prompt, answers[name].tokens, contest.sampling)
+                    where = {"question": question.name, "turn": len(messages) // 2}
+                    tallies[name][question.category].divergences += [{**where, **asdict(d)} for d in found]
+            messages.append({"role": "assistant", "content": target.decode(plain)})
+            asked += 1
+    return _report(contest, tallies, questions)
+
+
+def _report(contest: Contest, tallies: dict[str, dict[str, Tally]], questions: Sequence[Question]) -> dict[str, Any]:
+    target = contest.target
+    total = {name: _sum(list(by.values())) for name, by in tallies.items()}
+    rows = []
+    for name, tally in total.items():
+        if name == HF:
+            continue
+        margins = [d["margin"] for d in tally.divergences]
+        rows.append(
+            {
+                "drafter": name,
+                "questions": tally.questions,
+                "new_tokens": tally.new_tokens,
+                "target_passes": len(tally.rounds),
+                "tau": round(tally.tau, 4),
+                "acceptance_by_depth": tally.acceptance(conditional=False),
+                "acceptance_by_depth_conditional": tally.acceptance(conditional=True),
+                "tokens_per_second": round(tally.tokens_per_second, 2),
+                "speedup": _speedup(tally, total),
+                "identical": not tally.divergences,
+                "unexplained": sum(margin > margin_of(target) for margin in margins),
+                "divergences": tally.divergences,
+                "seconds": {key: round(value, 3) for key, value in asdict(tally.seconds).items()},
+                "host_share": round(tally.seconds.host / max(tally.seconds.total - tally.seconds.prefill, 1e-9), 4),
+                "by_category": {
+                    category: {
+                        "questions": part.questions,
+                        "new_tokens": part.new_tokens,
+                        "tau": round(part.tau, 4),
+                        "tokens_per_second": round(part.tokens_per_second, 2),
+                        "speedup": _speedup(part, {other: by[category] for other, by in tallies.items()}),
+                    }
+                    for category, part in tallies[name].items()
+                },
+            }
+        )
+    return {
+        "schema": SCHEMA,
+        "hardware": hardware(),
+        "versions": versions(),
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "margin": margin_of(target),
+        "temperature": contest.temperature,
+        "seed": contest.seed,
+        "max_new_tokens": contest.max_new_tokens,
+        "prompts": [question.name for question in questions],
+        HF: {"tokens_per_second": round(total[HF].tokens_per_second, 2), "new_tokens": total[HF].new_tokens},
+        "results": rows,
+    }
+
+
+def _sum(parts: Sequence[Tally]) -> Tally:
+    whole = Tally()
+    for part in parts:
+        whole = Tally(
+            whole.questions + part.questions,
+            whole.new_tokens + part.new_tokens,
+            whole.wall + part.wall,
+            whole.rounds + part.rounds,
+            whole.seconds + part.seconds,
+            whole.divergences + part.divergences,
+        )
+    return whole
+
+
+def _speedup(tally: Tally, total: dict[str, Tally]) -> dict[str, float]:
+    """Ratios of tokens per second, so that answers of different length compare."""
+    return {
+        baseline: round(tally.tokens_per_second / max(total[baseline].tokens_per_second, 1e-9), 3)
+        for baseline in ("vanilla", HF)
+    }

@@ -1,0 +1,1 @@
+"""The round, ragged batches, `generate`, streaming and traces."""

@@ -1,0 +1,253 @@
+"""A tree pass through Hugging Face's own modelling code, against each path run alone by the untouched model."""
+
+import pytest
+import tiny
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+import slipstream.decode.round
+from slipstream.core.cache import KVCache
+from slipstream.core.sampling import Sampler, Sampling
+from slipstream.core.span import Output
+from slipstream.core.tree import PAD, Tree, chain
+from slipstream.decode.round import Decoder
+from slipstream.drafters.ngram import NGram
+from slipstream.targets import Target
+from slipstream.targets.hf import GROUPED
+
+PROMPTS = tiny.prompts(3)
+PARENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 3], [0, 0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 2, 5]])
+TOKENS = torch.randint(tiny.VOCAB, PARENTS.shape, generator=torch.Generator().manual_seed(1))
+HOSTS = torch.tensor([[0, 6], [3, PAD], [4, 2]])
+TREE = Tree(TOKENS, PARENTS, depth=6)
+
+every_family = pytest.mark.parametrize("family", tiny.FAMILIES)
+
+
+def noise(*shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def prefilled(target: Target, memory: Tensor | None = None) -> KVCache:
+    """A cache that has read the prompts, which are ragged."""
+    lengths = list(map(len, PROMPTS))
+    tokens = torch.tensor([prompt + [0] * (max(lengths) - len(prompt)) for prompt in PROMPTS])
+    cache = target.new_cache(len(PROMPTS), 64, memory)
+    target(chain(tokens), cache)
+    cache.keep(None, torch.tensor(lengths))
+    cache.settle(lengths)
+    return cache
+
+
+def with_probes(probes: Tensor, hosts: Tensor = HOSTS) -> Tree:
+    return Tree(TOKENS, PARENTS, TREE.depth, probes=probes, hosts=hosts)
+
+
+def memory_of(target: Target, length: int = 3, **how: float) -> Tensor:
+    layers, heads, width = tiny.kv_shape(target)
+    return noise(layers, 2, length, heads, width, **how)
+
+
+def path_to(row: int, node: int) -> list[int]:
+    """Slots from the root to a node."""
+    return [0] if node == 0 else [*path_to(row, int(PARENTS[row, node])), node]
+
+
+def text_to(row: int, node: int) -> list[int]:
+    """The prompt and the tokens from the root to a node."""
+    return PROMPTS[row] + TOKENS[row, path_to(row, node)].tolist()
+
+
+@torch.no_grad()
+def alone(family: str, text: list[int], **how: object):
+    """The untouched model on one text, without any cache."""
+    return tiny.reference(family)(input_ids=torch.tensor([text]), use_cache=False, **how)
+
+
+@every_family
+def test_every_node_reads_its_own_path(family):
+    """A mask that shows a node its cousins, a window in cache slots instead of positions, a depth taken for a slot."""
+    target = tiny.target(family)
+    logits = target(TREE, prefilled(target)).logits
+    want = [[alone(family, text_to(b, i)).logits[0, -1] for i in range(TREE.nodes)] for b in range(len(PROMPTS))]
+    torch.testing.assert_close(logits, torch.stack([torch.stack(row) for row in want]), rtol=1e-9, atol=1e-9)
+
+
+@every_family
+def test_rounds_after_an_accepted_path_read_what_was_kept(family):
+    """Compaction that keeps the wrong slots, or keys whose positions are those of the slots they were written to."""
+    target = tiny.target(family)
+    cache = prefilled(target)
+    target(TREE, cache)
+    path = torch.tensor([path_to(b, 6)[:3] for b in range(len(PROMPTS))])
+    cache.keep(path, torch.tensor([3, 3, 2]))
+    texts = [text_to(b, int(path[b, n - 1])) for b, n in enumerate([3, 3, 2])]
+    logits = target(chain(torch.tensor([[7], [8], [9]])), cache).logits[:, 0]
+    want = [alone(family, [*text, root]).logits[0, -1] for text, root in zip(texts, [7, 8, 9], strict=True)]
+    torch.testing.assert_close(logits, torch.stack(want), rtol=1e-9, atol=1e-9)
+
+
+def prefill(target: Target) -> tuple[Decoder, Tensor]:
+    """A decoder after its prompts, and what they had to say about the next token."""
+    sampler = Sampler([Sampling()] * len(PROMPTS), PROMPTS, target.vocab)
+    decoder = Decoder.start(target, NGram(), sampler, capacity=40)
+    span = decoder.prefill(PROMPTS)
+    assert span.logits is not None
+    return decoder, span.logits
+
+
+@every_family
+def test_prefill_in_chunks_equals_prefill_in_one(family, monkeypatch):
+    """Chunks cut so that a short prompt is read twice, late or not at all, or its drafter misses tokens."""
+    target = tiny.target(family)
+    whole, whole_logits = prefill(target)
+    monkeypatch.setattr(slipstream.decode.round, "CHUNK", 4)
+    parts, parts_logits = prefill(target)
+    torch.testing.assert_close(parts_logits, whole_logits, rtol=1e-9, atol=1e-9)
+    assert parts.cache.lengths.tolist() == whole.cache.lengths.tolist() == list(map(len, PROMPTS))
+    for b, prompt in enumerate(PROMPTS):
+        kept = slice(0, len(prompt))
+        torch.testing.assert_close(parts.cache.keys[:, b, :, kept], whole.cache.keys[:, b, :, kept], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(parts.cache.values[:, b, :, kept], whole.cache.values[:, b, :, kept], rtol=1e-9, atol=1e-9)
+        assert parts.state.text[b, kept].tolist() == prompt
+    assert parts.state.length.tolist() == list(map(len, PROMPTS))
+    assert parts.state.root.tolist() == whole.state.root.tolist()
+
+
+@every_family
+def test_probes_and_memory_change_no_bit_of_ordinary_rows(family):
+    """Probes that leak into the rows they ride behind, by attention or, scaled up, through a mask that only dampens."""
+    target = tiny.target(family)
+
+    def nodes(scale: float, seed: int) -> Tensor:
+        cache = prefilled(target, memory_of(target, scale=scale, seed=seed))
+        return target(with_probes(noise(2, 32, scale=scale, seed=seed)), cache).logits
+
+    quiet = nodes(1.0, 0)
+    for scale, seed in ((1.0, 1), (1e6, 2), (0.0, 3)):
+        assert torch.equal(nodes(scale, seed), quiet)
+    without = target(TREE, prefilled(target)).logits
+    torch.testing.assert_close(quiet, without, rtol=1e-5, atol=1e-5 * float(without.abs().max()))
+
+
+@every_family
+def test_probe_rows_continue_their_hosts_path(family):
+    """Probes at the wrong position, that see another group or another branch, or are scaled like token embeddings twice."""
+    target, model = tiny.target(family), tiny.reference(family)
+    probes = noise(2, 32)
+    features = target(with_probes(probes), prefilled(target), taps=("final",)).features
+    for b, hosts in enumerate(HOSTS.tolist()):
+        for group, host in enumerate(hosts):
+            if host == PAD:
+                continue
+            with torch.no_grad():
+                embedded = model.get_input_embeddings()(torch.tensor([text_to(b, host)]))
+                out = model(inputs_embeds=torch.cat([embedded, probes[None]], 1), use_cache=False, output_hidden_states=True)
+            rows = features[b, TREE.nodes + 2 * group :][:2]
+            torch.testing.assert_close(rows, out.hidden_states[-1][0, -2:], rtol=1e-9, atol=1e-9)
+
+
+def test_probes_read_memory_and_their_path():
+    """Memory that is rotated, misplaced, or read at one layer only."""
+    target, model, probes = tiny.target("llama"), tiny.reference("llama"), noise(2, 32)
+    memory = memory_of(target)
+    features = target(with_probes(probes), prefilled(target, memory), taps=("final",)).features
+    P, M = memory.shape[2], len(probes)
+    for b, hosts in enumerate(HOSTS.tolist()):
+        text = text_to(b, hosts[0])
+        T = len(text)
+        cache = DynamicCache()
+        for layer, (keys, values) in enumerate(memory.transpose(2, 3).unbind(0)[i].unbind(0) for i in range(len(memory))):
+            cache.update(keys[None], values[None], layer)
+        seen = torch.ones(T + M, P + T + M, dtype=torch.bool).tril(P)
+        seen[:T, :P] = False
+        with torch.no_grad():
+            embedded = torch.cat([model.get_input_embeddings()(torch.tensor([text])), probes[None]], 1)
+            out = model(
+                inputs_embeds=embedded,
+                position_ids=torch.arange(T + M)[None],
+                attention_mask=torch.zeros(1, 1, *seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf),
+                past_key_values=cache,
+                output_hidden_states=True,
+            )
+        torch.testing.assert_close(features[b, TREE.nodes :][:M], out.hidden_states[-1][0, -M:], rtol=1e-9, atol=1e-9)
+
+
+def watched(family: str, text: list[int]) -> dict[str, Tensor]:
+    """What each block and the LM head of the untouched model really receive, by the names of the taps."""
+    model, seen = tiny.reference(family), {}
+
+    def remember(tap: str):
+        return lambda _, inputs: seen.update({tap: inputs[0][0]})
+
+    layers = model.config.num_hidden_layers
+    blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers)
+    hooks = [block.register_forward_pre_hook(remember(f"input of block {i}")) for i, block in enumerate(blocks)]
+    hooks.append(model.get_output_embeddings().register_forward_pre_hook(remember("final")))
+    alone(family, text)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@every_family
+def test_taps_are_what_blocks_and_head_receive(family):
+    """Hidden states off by one block, "final" taken before the last norm, features in another order than the taps'."""
+    target = tiny.target(family)
+    taps = ("input of block 1", "final", "input of block 0")
+    features = target(TREE, prefilled(target), taps).features
+    for b in range(len(PROMPTS)):
+        text, path = text_to(b, 6), path_to(b, 6)
+        seen = watched(family, text)
+        want = torch.cat([seen[tap][len(PROMPTS[b]) :] for tap in taps], -1)
+        torch.testing.assert_close(features[b, path], want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("tap", ["input of block 2", "input of block -1", "Final", "block 1"])
+def test_unknown_taps_are_refused_with_the_choices(tap):
+    """A tap that does not exist, taken for another one."""
+    target = tiny.target("llama")
+    with pytest.raises(ValueError, match=f"Unknown tap: '{tap}'.*'final', 'input of block 0' to 'input of block 1'"):
+        target(TREE, target.new_cache(3, 16), taps=(tap,))
+
+
+@every_family
+@pytest.mark.parametrize("probes", [None, noise(2, 32)], ids=["plain", "probes"])
+def test_rows_give_the_logits_of_those_rows(family, probes):
+    """Logits of other rows where the wanted ones are ragged, unsorted or none."""
+    target = tiny.target(family)
+    tree = TREE if probes is None else with_probes(probes)
+
+    def run(rows: Tensor | None) -> Output:
+        return target(tree, prefilled(target), rows=rows)
+
+    everything = run(None).logits
+    assert everything.shape == (3, TREE.nodes, tiny.VOCAB)
+    for rows in (torch.tensor([[6, 2], [0, 0], [3, 4]]), torch.tensor([[1], [5], [3]]), torch.zeros(3, 0, dtype=torch.long)):
+        want = everything.gather(1, rows[..., None].expand(-1, -1, tiny.VOCAB))
+        torch.testing.assert_close(run(rows).logits, want, rtol=1e-12, atol=1e-12)
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "falcon, new"])
+def test_hf_generate_runs_hugging_faces_own_attention(family, monkeypatch):
+    """A baseline measured, or an equality checked, with our own attention; ours not restored when it is interrupted."""
+    target = tiny.target(family)
+    theirs = tiny.reference(family).config._attn_implementation
+    ours = GROUPED if family == "llama" else theirs
+    during = []
+
+    def generate(*_: object, **__: object) -> Tensor:
+        during.append(target.config._attn_implementation)
+        raise Interrupted
+
+    assert target.config._attn_implementation == ours
+    monkeypatch.setattr(target.model, "generate", generate)
+    with pytest.raises(Interrupted):
+        target.hf_generate(torch.tensor([PROMPTS[0]]))
+    assert during == [theirs]
+    assert target.config._attn_implementation == ours

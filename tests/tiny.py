@@ -1,0 +1,116 @@
+"""Tiny float64 models of every family, with weights so large that their laws are far from uniform, and a tokenizer."""
+
+import string
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import cache
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GenerationConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    PhiConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from slipstream.core.tree import chain
+from slipstream.targets import Target
+
+VOCAB = 64
+WINDOW = 6  # of the families with sliding attention: shorter than most prompts
+LETTERS = string.ascii_letters + string.digits + " "
+EOS = len(LETTERS)  # of the tokenizer; the models themselves name no EOS
+
+SHORT = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "vocab_size": VOCAB}
+SHAPE = SHORT | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+GROUPED = SHAPE | {"num_key_value_heads": 2}
+MIXED = GROUPED | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+FALCON = SHORT | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
+
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**GROUPED),
+    "qwen2": Qwen2Config(**MIXED, use_sliding_window=True),
+    "qwen3": Qwen3Config(**GROUPED, head_dim=8),
+    "mistral": MistralConfig(**GROUPED, sliding_window=WINDOW),
+    "mixtral": MixtralConfig(**GROUPED, sliding_window=WINDOW, num_local_experts=4, experts_implementation="eager"),
+    "gemma2": Gemma2Config(**MIXED, head_dim=8, attn_implementation="eager"),
+    "gemma3": Gemma3TextConfig(**MIXED, head_dim=8),
+    "gpt-neox": GPTNeoXConfig(**SHAPE),
+    "gpt2": GPT2Config(**SHORT, n_embd=32, n_layer=2, n_head=4, n_positions=128),
+    "opt": OPTConfig(**(SHAPE | {"pad_token_id": 1}), ffn_dim=48, word_embed_proj_dim=32),
+    "phi": PhiConfig(**SHAPE),
+    "falcon, multi-query": FalconConfig(**FALCON, alibi=False, multi_query=True),
+    "falcon, new": FalconConfig(**FALCON, alibi=False, new_decoder_architecture=True, num_kv_heads=2),
+}
+
+
+def build(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A random float64 model whose next-token laws are neither uniform nor certain."""
+    model = AutoModelForCausalLM.from_config(deepcopy(config)).double().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            p.copy_(0.3 * noise if p.dim() > 1 else p + 0.1 * noise)
+    model.generation_config = GenerationConfig()
+    return model
+
+
+@cache
+def reference(family: str) -> PreTrainedModel:
+    """The family's model as Hugging Face runs it."""
+    return build(FAMILIES[family])
+
+
+@cache
+def target(family: str) -> Target:
+    """The same weights as a target."""
+    return Target(deepcopy(reference(family)), name=family)
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a letter, joined without spaces, so that strings span tokens; the last id is EOS."""
+    vocab = {letter: i for i, letter in enumerate(LETTERS)} | {"</s>": EOS}
+    words = Tokenizer(models.WordLevel(vocab, unk_token=" "))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    words.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", clean_up_tokenization_spaces=False)
+
+
+def prompts(n: int, shortest: int = 5, seed: int = 0) -> list[list[int]]:
+    """Random prompts of n different lengths, not in order of length."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = shortest + 2 * torch.randperm(n, generator=generator)
+    return [torch.randint(VOCAB, (int(length),), generator=generator).tolist() for length in lengths]
+
+
+def kv_shape(target: Target) -> tuple[int, int, int]:
+    """Layers, heads and head width of what the target caches."""
+    cache = target.new_cache(1, 1)
+    target(chain(torch.zeros(1, 1, dtype=torch.long)), cache)
+    assert cache.keys is not None
+    layers, _, heads, _, width = cache.keys.shape
+    return layers, heads, width
