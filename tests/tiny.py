@@ -1,7 +1,6 @@
 """Tiny float64 models of every family, with weights so large that their laws are far from uniform, and a tokenizer."""
 
 import string
-from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
 
@@ -105,6 +104,11 @@ def prompts(n: int, shortest: int = 5, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = shortest + 2 * torch.randperm(n, generator=generator)
     return [torch.randint(VOCAB, (int(length),), generator=generator).tolist() for length in lengths]
+
+
+def noise(*shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
+    """Normal float64 numbers."""
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def kv_shape(target: Target) -> tuple[int, int, int]:

@@ -18,6 +18,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+STOPPED = 130
 out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 
 TargetName = Annotated[str, typer.Option("--target", help="alias (smollm2), directory, hub id or GGUF file")]
@@ -25,8 +26,8 @@ Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64"
 Device = Annotated[str, typer.Option(help="cpu, cuda, …")]
 DrafterName = Annotated[str, typer.Option("--drafter", help="vanilla or ngram")]
 DrafterNames = Annotated[list[str], typer.Option("--drafter", help="vanilla or ngram; may be repeated")]
-Files = Annotated[list[str], typer.Option("--questions", help="question.jsonl; may be repeated  [default: the project's own]")]
-Limit = Annotated[int | None, typer.Option(help="questions per file, taken evenly over it  [default: all]")]
+Files = Annotated[list[str], typer.Option("--questions", help="question.jsonl; may be repeated  (default: the project's own)")]
+Limit = Annotated[int | None, typer.Option(help="questions per file, taken evenly over it  (default: all)")]
 MaxNewTokens = Annotated[int, typer.Option(help="tokens per answer, at most")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy")]
 Seed = Annotated[int, typer.Option(help="the same seed gives the same text, whatever the drafter")]
@@ -71,7 +72,7 @@ def generate(
     target: TargetName = "smollm2",
     drafter: DrafterName = "ngram",
     max_new_tokens: MaxNewTokens = 256,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy  [default: the target's]")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy  (default: the target's)")] = None,
     top_k: Annotated[int | None, typer.Option(help="keep the k likeliest tokens")] = None,
     top_p: Annotated[float | None, typer.Option(help="keep the likeliest tokens with this mass")] = None,
     min_p: Annotated[float | None, typer.Option(help="keep tokens this fraction as likely as the likeliest")] = None,
@@ -235,20 +236,19 @@ def _progress(steps: int | None) -> Iterator[Callable[[str], None]]:
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one line and exit code 2, Ctrl-C is 130."""
+    """Entry point: a user's mistake is one line and exit code 2, Ctrl-C is one line and 130."""
     try:
         code = app(standalone_mode=False)
     except KeyboardInterrupt:
-        err.print("stopped")
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(141)
+        code = STOPPED
     except ValueError as error:
         _fail(str(error))
     except Exception as error:
         if not hasattr(error, "format_message"):  # typer's own complaint about the command line
             raise
         _fail(f"{error.format_message()} (see slipstream --help)")
+    if code == STOPPED:  # typer turns Ctrl-C into this
+        err.print("slipstream: stopped")
     sys.exit(code if isinstance(code, int) else 0)
 
 

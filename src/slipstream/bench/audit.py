@@ -22,7 +22,7 @@ from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.targets.hf import Target
 
-MARGINS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 1.0}  # in logits
+MARGINS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}  # in logits
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from slipstream.bench.report import ACCEPTED, OWN
 from slipstream.bench.run import HF, Answered, Contest, Tally
 from slipstream.targets.hf import Target
 
+BASELINES = {"vanilla": "plain", HF: "HF generate"}
+
 
 def demo(contest: Contest, drafter: str, questions: Sequence[Question], console: Console) -> None:
     """Answer each question plainly, with Hugging Face `generate` (timed, not shown) and with the drafter; compare."""
@@ -80,8 +82,5 @@ def _verdict(contest: Contest, prompt: list[int], plain: Answered, drafted: Answ
 
 def _figures(tallies: dict[str, Tally], drafter: str) -> Text:
     speed = {method: tally.tokens_per_second for method, tally in tallies.items()}
-    return Text.assemble(
-        (f"τ {tallies[drafter].tau:.2f}", "bold"),
-        f"   {speed[drafter]:.1f} tokens/s   plain {speed['vanilla']:.1f}   HF generate {speed[HF]:.1f}   ",
-        (f"{speed[drafter] / speed['vanilla']:.2f}× plain   {speed[drafter] / speed[HF]:.2f}× HF generate", "bold"),
-    )
+    ratios = (f"{speed[drafter] / speed[base]:.2f}× {name} ({speed[base]:.1f})" for base, name in BASELINES.items())
+    return Text.assemble((f"τ {tallies[drafter].tau:.2f}   {speed[drafter]:.1f} tokens/s   ", "bold"), "   ".join(ratios))

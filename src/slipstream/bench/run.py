@@ -13,7 +13,7 @@ from slipstream.bench.questions import Question
 from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling
 from slipstream.decode.answer import Round
-from slipstream.decode.generate import Generation, Streamer, generate, resolve_sampling
+from slipstream.decode.generate import Generation, Streamer, check_limits, generate, resolve_sampling
 from slipstream.decode.round import Seconds
 from slipstream.drafters import load_drafter
 from slipstream.targets.hf import Target
@@ -56,7 +56,8 @@ class Contest:
         return resolve_sampling(self.target, temperature=self.temperature, seed=self.seed)
 
     def warm_up(self, prompt: list[int]) -> None:
-        """First calls allocate and choose kernels; they are not timed."""
+        """First calls allocate and choose kernels; they are not timed. Raises ValueError for settings out of range."""
+        check_limits(self.target, [prompt], self.max_new_tokens)
         short = replace(self, max_new_tokens=4)
         for method in self.methods:
             short.ask(method, prompt)

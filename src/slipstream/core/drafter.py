@@ -2,8 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -13,6 +13,8 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
 
+S = TypeVar("S", bound="State")
+
 
 @dataclass
 class State:
@@ -20,24 +22,18 @@ class State:
 
     root: Int[Tensor, " B"]  # chosen by the target, not yet read by it
 
-    def select(self, rows: Sequence[int]) -> Self:
+    def select(self: S, rows: Sequence[int]) -> S:
         """The state of some of the rows."""
-        return self._map(lambda x: x[torch.tensor(list(rows), dtype=torch.long, device=x.device)])
+        index = torch.tensor(list(rows), dtype=torch.long, device=self.root.device)
+        return replace(self, **{name: value[index] for name, value in self._tensors().items()})
 
-    def insert(self, other: Self) -> Self:
+    def insert(self: S, other: S) -> S:
         """The state of these rows followed by another's."""
-        return replace(self, **{f.name: _joined(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)})
+        theirs = other._tensors()
+        return replace(self, **{name: torch.cat([mine, theirs[name]]) for name, mine in self._tensors().items()})
 
-    def _map(self, pick) -> Self:
-        changed = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            changed[f.name] = pick(value) if isinstance(value, Tensor) else value
-        return replace(self, **changed)
-
-
-def _joined(a, b):
-    return torch.cat([a, b]) if isinstance(a, Tensor) else a
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
 
 class Drafter(ABC):

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from time import perf_counter
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ LAWS: dict[str, Law] = {"coupled": coupled, "multi-round": multi_round}
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 
 
+@runtime_checkable
 class Streamer(Protocol):
     """What Hugging Face streamers (`TextStreamer`, …) offer: the prompt first, then tokens as they come."""
 
@@ -97,18 +98,11 @@ def generate(
     ids = [target.encode(prompt) for prompt in ([prompts] if single else prompts)]  # type: ignore[arg-type,list-item]
     if not ids:
         raise ValueError("there are no prompts: give at least one")
-    if max_new_tokens <= 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
     if law not in LAWS:
         raise ValueError(f"Unknown law: {law!r}. Available: {', '.join(LAWS)}")
     if streamer is not None and len(ids) > 1:
         raise ValueError(f"a streamer takes one prompt, {len(ids)} were given: call generate once for each")
-    for prompt in ids:
-        if len(prompt) >= target.window:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens; {target.name} has a window of {target.window} for prompt and answer: "
-                "shorten the prompt"
-            )
+    check_limits(target, ids, max_new_tokens)
     sampling = resolve_sampling(
         target,
         temperature=temperature,
@@ -200,6 +194,18 @@ def _write(trace: IO[str], span: Span, live: Sequence[int], rounds: Sequence[int
     for i, tokens in enumerate(span.tree.tokens.tolist()):
         line = {"row": live[i], "round": rounds[i], "tokens": tokens, "parents": parents[i]}
         trace.write(json.dumps({**line, "accepted": path[i][: count[i]], "next": nexts[i]}) + "\n")
+
+
+def check_limits(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Refuse an answer without tokens and a prompt without room for one. Raises ValueError."""
+    if max_new_tokens <= 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    for prompt in prompts:
+        if len(prompt) >= target.window:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens; {target.name} has a window of {target.window} for prompt and answer: "
+                "shorten the prompt"
+            )
 
 
 def resolve_sampling(target: Target, **given: Any) -> Sampling:

@@ -30,13 +30,17 @@ def load_target(name: str, dtype: str = "bfloat16", device: str = "cpu") -> Targ
     """
     if dtype not in DTYPES:
         raise ValueError(f"Unknown dtype: {dtype!r}. Available: {', '.join(DTYPES)}")
+    try:
+        place = torch.empty(0, device=device).device
+    except RuntimeError as error:
+        raise ValueError(f"Unknown or missing device: {device!r}. Use cpu, cuda, cuda:1, … ({_first_line(error)})") from error
     path = _resolve(name)
     gguf = path if path.suffix == ".gguf" else next(iter(path.glob("*.gguf")), None)
     if gguf is not None and not (path / "config.json").exists():
         model, tokenizer = _load_gguf(gguf, DTYPES[dtype])
     else:
         model, tokenizer = _load(str(path) if path.exists() else name, DTYPES[dtype])
-    return Target(model.to(torch.device(device)), tokenizer, name)
+    return Target(model.to(place), tokenizer, name)
 
 
 def _resolve(name: str) -> Path:

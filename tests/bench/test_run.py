@@ -1,0 +1,87 @@
+"""bench's arithmetic and its JSON."""
+
+import json
+from copy import deepcopy
+
+import pytest
+import tiny
+from rich.console import Console
+
+from slipstream.bench.audit import certify
+from slipstream.bench.machine import check_writable, write_json
+from slipstream.bench.questions import Question
+from slipstream.bench.report import bench_table, certificate
+from slipstream.bench.run import Tally, bench
+from slipstream.decode.answer import Round
+from slipstream.targets import Target
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target(deepcopy(tiny.reference("llama")), tiny.tokenizer())
+
+
+def test_tau_and_acceptance_by_depth():
+    """Passes that drafted nothing count in the unconditional rates and not in the conditional ones."""
+    tally = Tally(rounds=[Round(3, 2, 3), Round(3, 0, 1), Round(0, 0, 1), Round(1, 1, 2)])
+    assert tally.tau == 7 / 4
+    assert tally.acceptance(conditional=False) == [0.5, 0.25, 0.0]
+    assert tally.acceptance(conditional=True) == [round(2 / 3, 4), 1.0, 0.0]
+
+
+@pytest.fixture(scope="module")
+def report(target):
+    questions = [Question("f", "1", "chat", ("a b c", "d e")), Question("f", "2", "math", ("a b a b a b",))]
+    steps = []
+    made = bench(target, ["ngram"], questions, max_new_tokens=12, progress=steps.append)
+    assert len(steps) == 1 + 3 * 3
+    return made
+
+
+def test_the_report_has_designs_schema(report):
+    assert report["schema"] == 1
+    assert {"cpu", "threads"} <= set(report["hardware"])
+    assert {"torch", "transformers", "slipstream", "commit"} <= set(report["versions"])
+    vanilla, ngram = report["results"]
+    assert (vanilla["drafter"], ngram["drafter"]) == ("vanilla", "ngram")
+    for row in (vanilla, ngram):
+        assert row["questions"] == 3
+        assert row["identical"] is True
+        assert row["divergences"] == []
+        assert set(row["speedup"]) == {"vanilla", "hf_generate"}
+        assert set(row["seconds"]) == {"prefill", "draft", "verify", "host"}
+        assert set(row["by_category"]) == {"chat", "math"}
+        # every pass commits tau tokens, and each turn's first token comes from its prompt's pass
+        assert row["new_tokens"] == pytest.approx(row["tau"] * row["target_passes"] + row["questions"], abs=0.01)
+    assert vanilla["tau"] == 1
+    assert vanilla["speedup"]["vanilla"] == 1
+    assert vanilla["new_tokens"] == ngram["new_tokens"]
+    assert ngram["target_passes"] <= vanilla["target_passes"]
+    json.dumps(report)
+
+
+def test_tables_show_every_drafter(target, report, capsys):
+    console = Console(width=200)
+    console.print(bench_table(report))
+    console.print(certificate(certify(target, ["ngram"], [Question("f", "1", "c", ("a b c",))], [0.0, 1.0], 8)))
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("vanilla", "ngram", "HF generate", "τ", "host", "math", "tree-oracle", "certified"))
+
+
+def test_results_are_written_beside_and_renamed(tmp_path, monkeypatch):
+    """A run that dies while writing must not take the last results with it."""
+    path = tmp_path / "deep" / "out.json"
+    check_writable(str(path))
+    write_json(str(path), {"a": 1})
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(ValueError, match="No space left"):
+        write_json(str(path), {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "out.json"):
+        with pytest.raises(ValueError, match="cannot be written"):
+            check_writable(str(path))

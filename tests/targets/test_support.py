@@ -1,0 +1,96 @@
+"""Architectures that would be served wrongly, in silence, are refused by name and with the reason."""
+
+import pytest
+import tiny
+from transformers import (
+    BartConfig,
+    BloomConfig,
+    FalconConfig,
+    Gemma3TextConfig,
+    JambaConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MptConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen3NextConfig,
+    RoFormerConfig,
+    RwkvConfig,
+    T5Config,
+)
+
+from slipstream.targets import Target
+from slipstream.targets.support import attention_windows, check_supported
+
+PADDED = tiny.GROUPED | {"pad_token_id": 0}
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+BY_LAYER = {"sliding_attention": DEFAULT, "full_attention": DYNAMIC}
+
+REFUSED_CONFIGS = [
+    (T5Config(), "t5: it is an encoder-decoder"),
+    (MambaConfig(), "mamba: it keeps a recurrent state"),
+    (JambaConfig(), "jamba: it keeps a recurrent state"),
+    (Qwen3NextConfig(), "qwen3_next: it keeps a recurrent state"),
+    (Lfm2Config(**PADDED, layer_types=["conv", "full_attention"]), "lfm2: it keeps a recurrent state"),
+    (BloomConfig(), "bloom: ALiBi derives positions from cache slots"),
+    (MptConfig(), "mpt: ALiBi derives positions from cache slots"),
+    (FalconConfig(**tiny.FALCON, alibi=True), "falcon: ALiBi derives positions from cache slots"),
+    (LlamaConfig(**tiny.GROUPED, rope_parameters=DYNAMIC), "llama: dynamic RoPE scaling changes every position"),
+    (Gemma3TextConfig(**tiny.MIXED, rope_parameters=BY_LAYER), "gemma3_text: dynamic RoPE scaling changes every position"),
+    (Phi3Config(**PADDED, rope_parameters=LONG), "phi3: longrope RoPE scaling changes every position"),
+    (Llama4TextConfig(), "llama4_text: layers of type chunked_attention use a mask that is not implemented"),
+]
+
+
+@pytest.mark.parametrize(("config", "reason"), REFUSED_CONFIGS, ids=lambda x: getattr(x, "model_type", None))
+def test_refused_by_config(config: PreTrainedConfig, reason: str):
+    """A target whose text would depend on the batch, the tree, or slots taken for positions."""
+    with pytest.raises(ValueError, match=f"Unsupported target: {reason}.* Supported: decoder-only models"):
+        check_supported(config)
+
+
+def test_refused_by_model_where_the_config_does_not_tell():
+    """A recurrent model that is known by its class alone."""
+    model = tiny.build(RwkvConfig(vocab_size=tiny.VOCAB, hidden_size=32, num_hidden_layers=2))
+    with pytest.raises(ValueError, match="rwkv: it keeps a recurrent state"):
+        Target(model)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BartConfig(**(tiny.SHORT | {"pad_token_id": 0}), d_model=32, decoder_layers=1, decoder_ffn_dim=48),
+        RoFormerConfig(**(tiny.SHAPE | {"pad_token_id": 0}), is_decoder=True),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_models_that_take_no_positions_are_refused(config: PreTrainedConfig):
+    """`position_ids` swallowed by a forward's **kwargs: the model counts from its cache's length, and its text is wrong."""
+    with pytest.raises(ValueError, match=f"Unsupported target: {config.model_type}: .*position_ids"):
+        Target(tiny.build(config))
+
+
+@pytest.mark.parametrize(
+    "rope", [DEFAULT, DEFAULT | {"rope_type": "linear", "factor": 2.0}], ids=lambda rope: rope["rope_type"]
+)
+def test_scaling_that_is_the_same_for_every_text_is_served(rope: dict):
+    """Refusing every scaled model for the sake of those whose scaling follows the batch."""
+    check_supported(LlamaConfig(**tiny.GROUPED, rope_parameters=rope))
+
+
+@pytest.mark.parametrize(
+    ("family", "windows"),
+    [
+        ("llama", {"full_attention": None}),
+        ("mistral", {"sliding_attention": 6}),
+        ("qwen3", {"full_attention": None}),
+        ("gemma2", {"full_attention": None, "sliding_attention": 6}),
+    ],
+)
+def test_windows_by_layer_type(family: str, windows: dict):
+    """A window applied to layers that have none, or left out where it is active."""
+    assert attention_windows(tiny.FAMILIES[family]) == windows

@@ -1,0 +1,170 @@
+"""The command line: what it prints, what it writes, and one clear line with exit code 2 for every mistake."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny
+import torch
+
+from slipstream import cli
+from slipstream.decode.generate import LAWS
+
+COMMANDS = ("demo", "generate", "bench", "certify")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A tiny Llama with a window of 128 tokens, as a directory."""
+    path = tmp_path_factory.mktemp("model")
+    tiny.reference("llama").save_pretrained(path)
+    tiny.tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a command line in this process; returns exit code, standard output and standard error."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["slipstream", *words])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        shown = capsys.readouterr()
+        return int(exit_.value.code or 0), shown.out, shown.err
+
+    return call
+
+
+@pytest.fixture
+def tiny_options(model) -> list[str]:
+    return ["--target", model, "--dtype", "float64", "--max-new-tokens", "8"]
+
+
+@pytest.fixture
+def questions(tmp_path) -> str:
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"question_id": 1, "category": "letters", "turns": ["abc abc", "de"]}\n')
+    return str(path)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples(run, command):
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert f"slipstream {command} " in out
+
+
+def test_generate_prints_the_answer_and_writes_json_and_trace(run, tiny_options, tmp_path):
+    out_json, trace = tmp_path / "out.json", tmp_path / "trace.jsonl"
+    code, out, err = run("generate", "abc abc", *tiny_options, "--json", str(out_json), "--trace", str(trace))
+    made = json.loads(out_json.read_text())
+    assert code == 0
+    assert out.strip() == made["text"].strip()
+    assert len(made["tokens"]) == 8
+    assert "τ" in err
+    assert len(trace.read_text().splitlines()) == made["target_passes"]
+
+
+def test_bench_and_certify_write_json_and_print_a_table(run, tiny_options, questions, tmp_path):
+    path = tmp_path / "bench.json"
+    code, out, _ = run("bench", *tiny_options, "--questions", questions, "--drafter", "ngram", "--json", str(path))
+    assert code == 0
+    assert "ngram" in out
+    assert [row["drafter"] for row in json.loads(path.read_text())["results"]] == ["vanilla", "ngram"]
+    path = tmp_path / "certificate.json"
+    code, out, _ = run("certify", *tiny_options, "--questions", questions, "--json", str(path))
+    assert code == 0
+    assert "certified" in out
+    assert json.loads(path.read_text())["certified"] is True
+
+
+def test_certify_fails_where_a_token_is_not_explained(run, tiny_options, questions, monkeypatch):
+    def gullible(tree, node, logits, position, sampler):
+        """Accepts whatever is drafted."""
+        token = sampler.draw(sampler.scores(logits), position)
+        drafted = (tree.parent_slots() == node[:, None]) & (torch.arange(tree.nodes) > 0) & (tree.tokens >= 0)
+        slot = drafted.int().argmax(1)
+        return torch.where(drafted.any(1), slot, -1), torch.where(drafted.any(1), tree.tokens[:, slot[0]], token)
+
+    monkeypatch.setitem(LAWS, "coupled", gullible)
+    code, out, _ = run("certify", *tiny_options, "--questions", questions)
+    assert code == 1
+    assert "NOT certified" in out
+
+
+def test_demo_shows_both_answers_and_the_figures(run, tiny_options, questions):
+    code, out, _ = run("demo", *tiny_options, "--questions", questions)
+    assert code == 0
+    assert all(word in out for word in ("plain", "ngram", "the same text", "τ", "× plain", "× HF generate"))
+
+
+MISTAKES = {
+    "unknown command": (["generat"], "Did you mean 'generate'"),
+    "unknown option": (["bench", "--limt", "3"], "--limit"),
+    "not a number": (["bench", "--limit", "x"], "--limit"),
+    "unknown drafter": (["generate", "abc", "--drafter", "ngrm"], "Did you mean 'ngram'"),
+    "unknown drafter in bench": (["bench", "--drafter", "ngrm"], "Did you mean 'ngram'"),
+    "unknown drafter in certify": (["certify", "--drafter", "egale"], "Available: vanilla, ngram"),
+    "empty prompt": (["generate", " "], "prompt is empty"),
+    "prompt longer than the window": (["generate", "a" * 200], "window of 128"),
+    "no tokens wanted": (["generate", "abc", "--max-new-tokens", "0"], "max_new_tokens is 0"),
+    "no tokens wanted in bench": (["bench", "--max-new-tokens", "-1"], "max_new_tokens is -1"),
+    "negative temperature": (["generate", "abc", "--temperature", "-1"], "temperature is -1"),
+    "negative temperature in certify": (["certify", "--temperature", "-1"], "temperature is -1"),
+    "top_p of zero": (["generate", "abc", "--temperature", "1", "--top-p", "0"], "top_p is 0"),
+    "top_p above one": (["generate", "abc", "--temperature", "1", "--top-p", "1.5"], "top_p is 1.5"),
+    "limit of zero": (["bench", "--limit", "0"], "limit is 0"),
+    "no such question file": (["bench", "--questions", "missing.jsonl"], "missing.jsonl cannot be read"),
+    "unknown dtype": (["generate", "abc", "--dtype", "fp33"], "Unknown dtype"),
+    "unknown device": (["generate", "abc", "--device", "gpu"], "missing device"),
+    "unknown law": (["generate", "abc", "--law", "copuled"], "Available: coupled, multi-round"),
+    "unwritable output": (["generate", "abc", "--json", "/proc/out.json"], "cannot be written"),
+    "unwritable output of bench": (["bench", "--json", "/proc/out.json"], "cannot be written"),
+    "unwritable trace": (["generate", "abc", "--trace", "/proc/trace.jsonl"], "cannot be written"),
+}
+
+
+@pytest.mark.parametrize(("words", "says"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_clear_line(run, model, words, says):
+    known = ["--target", model, *([] if "--dtype" in words else ["--dtype", "float64"])]
+    code, _, err = run(*words, *(known if words[0] in COMMANDS else []))
+    assert code == 2
+    assert len(err.strip().splitlines()) == 1, err
+    assert says in err
+
+
+def test_an_unknown_target_offers_the_nearest(run):
+    code, _, err = run("generate", "abc", "--target", "smolm2")
+    assert code == 2
+    assert len(err.strip().splitlines()) == 1
+    assert "Did you mean 'smollm2'" in err
+
+
+def test_a_malformed_question_names_its_line(run, model, tmp_path):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"turns": ["fine"]}\n{"turns": 3}\n')
+    code, _, err = run("bench", "--target", model, "--questions", str(file))
+    assert code == 2
+    assert "bad.jsonl line 2" in err
+
+
+def test_ctrl_c_is_one_line_and_130(model, questions, tmp_path):
+    """Interrupted in the middle of its work, with a results file of an earlier run in place: that file stays."""
+    kept = tmp_path / "out.json"
+    kept.write_text("{}")
+    with open(questions, "a") as file:
+        file.writelines('{"turns": ["abc"]}\n' for _ in range(10_000))
+    words = ["bench", "--target", model, "--dtype", "float64", "--questions", questions, "--json", str(kept)]
+    process = subprocess.Popen([sys.executable, "-m", "slipstream", *words], stderr=subprocess.PIPE, text=True, env=os.environ)
+    time.sleep(8)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "stopped" in err
+    assert kept.read_text() == "{}"

@@ -1,0 +1,75 @@
+"""The shape of the package: who may import whom, and what it promises to users."""
+
+import ast
+import sys
+from pathlib import Path
+
+import slipstream
+
+ROOT = Path(slipstream.__file__).parent
+ROOMS = {  # DESIGN, "Rooms": a room may import itself and these
+    "core": set(),
+    "targets": {"core"},
+    "drafters": {"core"},
+    "decode": {"core", "targets", "drafters"},
+    "bench": {"core", "targets", "drafters", "decode"},
+}
+CORE_MAY_IMPORT = {"torch", "numpy", "jaxtyping"}  # NumPy for its Philox alone
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "slipstream" else {node.module}
+    return found
+
+
+def test_no_room_imports_against_the_arrows():
+    """An arrow that DESIGN's table does not have ends as a cycle."""
+    seen = set()
+    for path in ROOT.rglob("*.py"):
+        room = path.relative_to(ROOT).parts[0]
+        if room not in ROOMS:
+            continue
+        seen.add(room)
+        others = {name.split(".")[1] for name in _imports(path) if name.startswith("slipstream.")} - {room}
+        assert others <= ROOMS[room], f"{path.relative_to(ROOT)} imports {sorted(others - ROOMS[room])}"
+    assert seen == set(ROOMS) == {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
+
+
+def test_core_imports_torch_only():
+    for path in (ROOT / "core").glob("*.py"):
+        outside = {name.split(".")[0] for name in _imports(path)} - set(sys.stdlib_module_names) - {"slipstream"}
+        assert outside <= CORE_MAY_IMPORT, path
+
+
+def test_no_drafter_is_named_in_the_loop():
+    for path in (ROOT / "decode" / "round.py", ROOT / "core" / "verify.py", ROOT / "core" / "span.py"):
+        assert not any(name.startswith("slipstream.drafters") for name in _imports(path)), path
+
+
+def test_public_surface():
+    """A name that appears or goes is a change to announce."""
+    assert slipstream.__all__ == [
+        "Drafter",
+        "Generation",
+        "Sampling",
+        "Span",
+        "State",
+        "Target",
+        "Tree",
+        "generate",
+        "load_drafter",
+        "load_target",
+    ]
+    for name in slipstream.__all__:
+        assert getattr(slipstream, name).__doc__, name
+
+
+def test_files_stay_readable():
+    for path in ROOT.rglob("*.py"):
+        assert len(path.read_text("utf-8").splitlines()) <= 400, path
