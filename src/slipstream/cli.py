@@ -26,8 +26,8 @@ Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64"
 Device = Annotated[str, typer.Option(help="cpu, cuda, …")]
 DrafterName = Annotated[str, typer.Option("--drafter", help="vanilla or ngram")]
 DrafterNames = Annotated[list[str], typer.Option("--drafter", help="vanilla or ngram; may be repeated")]
-Files = Annotated[list[str], typer.Option("--questions", help="question.jsonl; may be repeated  (default: the project's own)")]
-Limit = Annotated[int | None, typer.Option(help="questions per file, taken evenly over it  (default: all)")]
+Files = Annotated[list[str], typer.Option("--questions", help="question.jsonl; repeatable (default: the project's own)")]
+Limit = Annotated[int | None, typer.Option(help="questions per file, taken evenly over it (default: all)")]
 MaxNewTokens = Annotated[int, typer.Option(help="tokens per answer, at most")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy")]
 Seed = Annotated[int, typer.Option(help="the same seed gives the same text, whatever the drafter")]
@@ -72,7 +72,7 @@ def generate(
     target: TargetName = "smollm2",
     drafter: DrafterName = "ngram",
     max_new_tokens: MaxNewTokens = 256,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy  (default: the target's)")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy (default: the target's)")] = None,
     top_k: Annotated[int | None, typer.Option(help="keep the k likeliest tokens")] = None,
     top_p: Annotated[float | None, typer.Option(help="keep the likeliest tokens with this mass")] = None,
     min_p: Annotated[float | None, typer.Option(help="keep tokens this fraction as likely as the likeliest")] = None,
@@ -225,8 +225,9 @@ def _progress(steps: int | None) -> Iterator[Callable[[str], None]]:
     """A bar on standard error, advanced by each call, which says what is under way."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = [BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}")]
-    with Progress(*columns, console=err, transient=True) as bar:
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    what = TextColumn("{task.description}")
+    with Progress(BarColumn(), MofNCompleteColumn(), *times, what, console=err, transient=True) as bar:
         task = bar.add_task("loading", total=steps)
 
         def advance(what: str) -> None:

@@ -13,6 +13,7 @@ from slipstream.bench.run import HF, Answered, Contest, Tally
 from slipstream.targets.hf import Target
 
 BASELINES = {"vanilla": "plain", HF: "HF generate"}
+GREEN = "  (green: drafted, and accepted by the target)"
 
 
 def demo(contest: Contest, drafter: str, questions: Sequence[Question], console: Console) -> None:
@@ -31,8 +32,9 @@ def demo(contest: Contest, drafter: str, questions: Sequence[Question], console:
                 with console.status("Hugging Face generate"):
                     answers[method] = contest.ask(method, prompt)
             else:
-                legend = "plain" if method == "vanilla" else f"{method}  [dim](green: drafted, and accepted by the target)[/dim]"
-                console.print(f"\n[bold]{legend}")
+                console.print(
+                    Text.assemble("\n", (BASELINES.get(method, method), "bold"), "" if method == "vanilla" else GREEN)
+                )
                 answers[method] = contest.ask(method, prompt, _Painter(target, console))
                 console.print()
             totals[method].add(answers[method])
@@ -76,7 +78,7 @@ def _verdict(contest: Contest, prompt: list[int], plain: Answered, drafted: Answ
     found = audit(contest.target, prompt, drafted.tokens, contest.sampling)
     largest = max((d.margin for d in found), default=0.0)
     if largest <= margin_of(contest.target):
-        return Text(f"a near-tie turned by rounding at token {found[0].position} (margin {largest:.2g} in logits)", "yellow")
+        return Text(f"rounding turned a near-tie at token {found[0].position} (margin {largest:.2g} in logits)", "yellow")
     return Text(f"NOT the same text, and no near-tie: margin {largest:.2g} in logits. Please report this", "bold red")
 
 

@@ -65,7 +65,9 @@ def check_writable(path: str) -> None:
         if target.is_dir():
             raise IsADirectoryError(0, "it is a directory")
     except OSError as error:
-        raise ValueError(f"output {path} cannot be written: {error.strerror}: name a file in a writable directory") from error
+        raise ValueError(
+            f"output {path} cannot be written: {error.strerror}: name a file in a writable directory"
+        ) from error
 
 
 def write_json(path: str, data: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ def bench_table(report: dict[str, Any]) -> Group:
     """One line per drafter, then one per category and drafter."""
     hf = report["hf_generate"]["tokens_per_second"]
     title = f"{report['target']}, {report['dtype']}, T = {report['temperature']:g}, {report['hardware']['cpu']}"
-    main = _table(title, "drafter", "τ", "tokens/s", "× vanilla", "× HF generate", "draft", "verify", "host", "same text")
+    main = _table(title, "drafter", "τ", "tok/s", "× plain", "× HF", "draft", "verify", "host", "same text")
     for row in report["results"]:
         spent = row["seconds"]
         busy = max(spent["draft"] + spent["verify"] + spent["host"], 1e-9)
@@ -33,7 +33,8 @@ def bench_table(report: dict[str, Any]) -> Group:
 
 def _categories(report: dict[str, Any]) -> Table:
     drafters = [row for row in report["results"] if row["drafter"] != "vanilla"] or report["results"]
-    table = _table(None, "category", "turns", *(f"{row['drafter']}: {head}" for row in drafters for head in ("τ", "× vanilla")))
+    heads = [f"{row['drafter']}: {head}" for row in drafters for head in ("τ", "× plain")]
+    table = _table(None, "category", "turns", *heads)
     for category, first in drafters[0]["by_category"].items():
         cells = []
         for row in drafters:
@@ -49,7 +50,7 @@ def _depths(report: dict[str, Any]) -> list[Text]:
         if row["acceptance_by_depth"]:
             of_all = " ".join(f"{rate:.2f}" for rate in row["acceptance_by_depth"])
             given = " ".join(f"{rate:.2f}" for rate in row["acceptance_by_depth_conditional"])
-            lines.append(Text(f"{row['drafter']}: accepted by depth, of all passes {of_all}; where drafted that far {given}"))
+            lines.append(Text(f"{row['drafter']}: accepted by depth {of_all}; where drafted that far {given}"))
     return lines
 
 

@@ -119,7 +119,9 @@ class Tally:
         accepted d − 1."""
         rates = []
         for depth in range(1, max((r.drafted for r in self.rounds), default=0) + 1):
-            tried = [r for r in self.rounds if r.drafted >= depth and r.accepted >= depth - 1] if conditional else self.rounds
+            tried = self.rounds
+            if conditional:
+                tried = [r for r in tried if r.drafted >= depth and r.accepted >= depth - 1]
             rates.append(round(sum(r.accepted >= depth for r in tried) / len(tried), 4) if tried else 0.0)
         return rates
 

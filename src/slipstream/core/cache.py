@@ -56,8 +56,8 @@ class KVCache:
         """
         if self.bound + rows > self.capacity:
             raise ValueError(
-                f"the cache holds {self.capacity} slots a row; {self.bound} are used and a pass of {rows} rows does not fit: "
-                "allocate more, or draft a smaller tree"
+                f"the cache holds {self.capacity} slots a row, of which {self.bound} are used; a pass of {rows} rows does "
+                "not fit: allocate more, or draft a smaller tree"
             )
         self._slots = self.prefix + self.lengths[:, None] + torch.arange(rows, device=self.lengths.device)
         uniform = self.lengths.device.type == "cpu" and bool((self.lengths == self.lengths[0]).all())

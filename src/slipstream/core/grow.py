@@ -41,7 +41,8 @@ def static(root: Int[Tensor, " B"], paths: Sequence[Path], expand: Expand) -> Tr
         ids, _ = expand(frontier, origin)
         if level.rank.max() >= ids.shape[-1]:
             raise ValueError(
-                f"the tree asks for {int(level.rank.max()) + 1} children, the drafter offers {ids.shape[-1]}: narrow the tree"
+                f"the tree asks for {int(level.rank.max()) + 1} children a node and the drafter offers {ids.shape[-1]}: "
+                "narrow the tree"
             )
         kids = ids[:, level.under.to(device), level.rank.to(device)]
         tokens.append(kids)
@@ -72,7 +73,8 @@ def static_levels(paths: tuple[Path, ...]) -> tuple[Level, ...]:
     order = sorted(paths, key=lambda path: (len(path), path))
     slot = {path: i for i, path in enumerate([(), *order])}
     inner = {path[:-1] for path in paths}
-    levels, expanded = [], [()]
+    levels: list[Level] = []
+    expanded: list[Path] = [()]
     for depth in range(1, max(map(len, paths), default=0) + 1):
         here = [path for path in order if len(path) == depth]
         levels.append(

@@ -25,9 +25,7 @@ class Stream(IntEnum):
     DRAFT = 2  # a sampled drafter's own draws, which multi-round verification must not share
 
 
-def uniform(
-    keys: Int[Tensor, "B 2"], stream: Stream, positions: Int[Tensor, " B"], n: int
-) -> Float[Tensor, "B n"]:
+def uniform(keys: Int[Tensor, "B 2"], stream: Stream, positions: Int[Tensor, " B"], n: int) -> Float[Tensor, "B n"]:
     """`n` float64 uniforms per row, odd multiples of 2⁻⁵³ and so never 0 or 1, keyed by (seed, row) and position."""
     words = _words_numpy if positions.device.type == "cpu" else _words_torch
     return ((words(keys, stream, positions, n) & (2**52 - 1)).double() + 0.5) * 2.0**-52

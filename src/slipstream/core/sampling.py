@@ -20,7 +20,7 @@ Processor = Callable[[Int[Tensor, "1 T"], Float[Tensor, "1 V"]], Float[Tensor, "
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one row is sampled. Order of operations as in Hugging Face: penalties, processors, temperature, top-k, top-p, min-p.
+    """How one row is sampled. Order as in Hugging Face: penalties, processors, temperature, top-k, top-p, min-p.
 
     Attributes:
         temperature: 0 is greedy.

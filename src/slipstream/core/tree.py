@@ -99,7 +99,9 @@ def _with_probes(depths: Tensor, ancestors: Tensor, hosts: Tensor, M: int) -> La
     of_host = host.repeat_interleave(M, 1)  # [B, G·M]
     visible = ancestors.new_zeros(B, N + G * M, N + G * M)
     visible[:, :N, :N] = ancestors
-    visible[:, N:, :N] = ancestors.gather(1, of_host[..., None].expand(-1, -1, N)) & there.repeat_interleave(M, 1)[..., None]
+    visible[:, N:, :N] = (
+        ancestors.gather(1, of_host[..., None].expand(-1, -1, N)) & there.repeat_interleave(M, 1)[..., None]
+    )
     visible[:, N:, N:] = (j[:, None] // M == j // M) & (j[:, None] >= j)
     return Layout(torch.cat([depths, depths.gather(1, of_host) + 1 + j % M], 1), visible)
 

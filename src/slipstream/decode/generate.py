@@ -57,7 +57,7 @@ class Generation:
 
 def generate(
     target: Target,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompt | Sequence[Prompt] | Tensor,
     drafter: str | Drafter = "vanilla",
     *,
     max_new_tokens: int = 256,
@@ -82,7 +82,8 @@ def generate(
     noise keyed by (seed, i). What is not given comes from the target's `generation_config`, as in Hugging Face.
 
     Args:
-        prompts: text (put through the chat template where there is one), messages, or token ids; or a list of such.
+        prompts: text (put through the chat template where there is one), messages, or token ids; or a list of such, or
+            a tensor of ids [T] or [B, T].
         drafter: a name or a `Drafter`.
         temperature, …, processors: see `Sampling`.
         eos_token_ids: ids that end an answer; default: the target's.
@@ -94,8 +95,10 @@ def generate(
     Raises:
         ValueError: an argument outside its range, an empty prompt, or one that fills the target's window.
     """
+    if isinstance(prompts, Tensor):
+        prompts = prompts.tolist()
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, dict)))
-    ids = [target.encode(prompt) for prompt in ([prompts] if single else prompts)]  # type: ignore[arg-type,list-item]
+    ids = [target.encode(prompt) for prompt in ([prompts] if single else prompts)]  # type: ignore[arg-type]
     if not ids:
         raise ValueError("there are no prompts: give at least one")
     if law not in LAWS:
@@ -203,8 +206,8 @@ def check_limits(target: Target, prompts: Sequence[Sequence[int]], max_new_token
     for prompt in prompts:
         if len(prompt) >= target.window:
             raise ValueError(
-                f"the prompt has {len(prompt)} tokens; {target.name} has a window of {target.window} for prompt and answer: "
-                "shorten the prompt"
+                f"the prompt has {len(prompt)} tokens; {target.name} has a window of {target.window} for prompt and "
+                "answer: shorten the prompt"
             )
 
 

@@ -51,9 +51,7 @@ class Decoder:
     seconds: Seconds
 
     @classmethod
-    def start(
-        cls, target: Target, drafter: Drafter, sampler: Sampler, capacity: int, law: Law = coupled
-    ) -> "Decoder":
+    def start(cls, target: Target, drafter: Drafter, sampler: Sampler, capacity: int, law: Law = coupled) -> "Decoder":
         """Room for `capacity` tokens a row beside the rows of a round."""
         cache = target.new_cache(len(sampler), capacity + drafter.rows, drafter.memory)
         state = drafter.start(len(sampler), capacity + drafter.rows, target.device)

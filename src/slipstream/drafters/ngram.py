@@ -60,10 +60,10 @@ class NGram(Drafter):
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, NGramState)
         end, length = self._match(state)
-        if not sampler.device.type == "cpu":  # static shapes where they matter
-            return chain(self._continuation(state, end, length >= self.shortest))
         found = length >= self.shortest
-        return chain(self._continuation(state, end, found) if bool(found.any()) else state.root[:, None])
+        if found.device.type == "cpu" and not bool(found.any()):
+            return chain(state.root[:, None])  # a GPU drafts PAD instead: no sync, and one shape
+        return chain(self._continuation(state, end, found))
 
     def _match(self, state: NGramState) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
         """Where the best match ends, and how many tokens it has."""

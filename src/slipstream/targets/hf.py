@@ -210,17 +210,19 @@ class Target:
         """
         if len(prompt) == 0 or (isinstance(prompt, str) and not prompt.strip()):
             raise ValueError("the prompt is empty: give at least one token")
-        if not isinstance(prompt, str) and isinstance(prompt[0], int):
-            return [int(token) for token in prompt]  # type: ignore[call-overload]
+        tokens = [token for token in prompt if isinstance(token, int)]
+        if len(tokens) == len(prompt):
+            return tokens
         if self.tokenizer is None:
             raise ValueError(f"target {self.name} has no tokenizer: give the prompt as token ids")
         if isinstance(prompt, str) and not self.has_chat:
-            return self.tokenizer(prompt)["input_ids"]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+            return list(self.tokenizer(prompt)["input_ids"])
+        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        encoded: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
         if self.tokenizer is None:
             raise ValueError(f"target {self.name} has no tokenizer: read the token ids instead of text")
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))

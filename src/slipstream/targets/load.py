@@ -7,6 +7,7 @@ import tempfile
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -33,14 +34,16 @@ def load_target(name: str, dtype: str = "bfloat16", device: str = "cpu") -> Targ
     try:
         place = torch.empty(0, device=device).device
     except RuntimeError as error:
-        raise ValueError(f"Unknown or missing device: {device!r}. Use cpu, cuda, cuda:1, … ({_first_line(error)})") from error
+        reason = _first_line(error)
+        raise ValueError(f"Unknown or missing device: {device!r}. Use cpu, cuda, cuda:1, … ({reason})") from error
     path = _resolve(name)
     gguf = path if path.suffix == ".gguf" else next(iter(path.glob("*.gguf")), None)
     if gguf is not None and not (path / "config.json").exists():
         model, tokenizer = _load_gguf(gguf, DTYPES[dtype])
     else:
         model, tokenizer = _load(str(path) if path.exists() else name, DTYPES[dtype])
-    return Target(model.to(place), tokenizer, name)
+    model.to(place)  # type: ignore[arg-type]
+    return Target(model, tokenizer, name)
 
 
 def _resolve(name: str) -> Path:
@@ -57,9 +60,9 @@ def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedT
     try:
         config = AutoConfig.from_pretrained(source)
         check_supported(config.get_text_config(decoder=True))
-        eager = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
-        # sdpa would leave the softcap out in silence
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **({"attn_implementation": "eager"} if eager else {}))
+        softcap = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+        exact = "eager" if softcap else None  # sdpa would leave the softcap out in silence
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=exact)
         return model, AutoTokenizer.from_pretrained(source)
     except OSError as error:
         near = get_close_matches(source, ALIASES, 1)
@@ -84,9 +87,10 @@ def _load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
 
 
 def _read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    # newer transformers keep the weights packed unless told otherwise; older ones always unpack
-    dense = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    dense: dict[str, Any] = {}
+    if hasattr(transformers, "GgufConfig"):  # newer transformers keep the weights packed unless told otherwise
+        dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, **dense)
         tokenizer = AutoTokenizer.from_pretrained(**source)

@@ -19,7 +19,9 @@ def check_supported(config: Any, stateful: bool = False) -> None:
     kind = getattr(config, "model_type", type(config).__name__)
 
     def refuse(reason: str) -> None:
-        raise ValueError(f"Unsupported target: {kind}: {reason}. Supported: decoder-only models with attention in every layer")
+        raise ValueError(
+            f"Unsupported target: {kind}: {reason}. Supported: decoder-only models with attention in every layer"
+        )
 
     if getattr(config, "is_encoder_decoder", False):
         refuse("it is an encoder-decoder; one token tree has no place in its encoder")
@@ -33,7 +35,9 @@ def check_supported(config: Any, stateful: bool = False) -> None:
         refuse(f"layers of type {', '.join(sorted(unknown))} use a mask that is not implemented")
     for rope in rope_types(config):
         if rope in ROPE_REFUSED:
-            refuse(f"{rope} RoPE scaling changes every position with the longest text of the batch, so a row is not its own")
+            refuse(
+                f"{rope} RoPE scaling changes positions with the longest text of the batch, so that rows depend on others"
+            )
 
 
 def rope_types(config: Any) -> set[str]:
