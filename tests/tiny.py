@@ -1,6 +1,7 @@
 """Tiny float64 models of every family, with weights so large that their laws are far from uniform, and a tokenizer."""
 
 import string
+from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
 
@@ -27,7 +28,11 @@ from transformers import (
     Qwen3Config,
 )
 
+from slipstream.core.drafter import Drafter
 from slipstream.core.tree import chain
+from slipstream.drafters.ngram import NGram
+from slipstream.drafters.random_drafter import RandomDrafter
+from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.targets import Target
 
 VOCAB = 64
@@ -65,14 +70,14 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 }
 
 
-def build(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+def build(config: PreTrainedConfig) -> PreTrainedModel:
     """A random float64 model whose next-token laws are neither uniform nor certain."""
     model = AutoModelForCausalLM.from_config(deepcopy(config)).double().eval()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
-            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-            p.copy_(0.3 * noise if p.dim() > 1 else p + 0.1 * noise)
+            x = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            p.copy_(0.3 * x if p.dim() > 1 else p + 0.1 * x)
     model.generation_config = GenerationConfig()
     return model
 
@@ -86,7 +91,7 @@ def reference(family: str) -> PreTrainedModel:
 @cache
 def target(family: str) -> Target:
     """The same weights as a target."""
-    return Target(deepcopy(reference(family)), name=family)
+    return Target(deepcopy(reference(family)), tokenizer(), family)
 
 
 @cache
@@ -99,9 +104,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", clean_up_tokenization_spaces=False)
 
 
-def prompts(n: int, shortest: int = 5, seed: int = 0) -> list[list[int]]:
+def prompts(n: int, shortest: int = 5) -> list[list[int]]:
     """Random prompts of n different lengths, not in order of length."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     lengths = shortest + 2 * torch.randperm(n, generator=generator)
     return [torch.randint(VOCAB, (int(length),), generator=generator).tolist() for length in lengths]
 
@@ -118,3 +123,19 @@ def kv_shape(target: Target) -> tuple[int, int, int]:
     assert cache.keys is not None
     layers, _, heads, _, width = cache.keys.shape
     return layers, heads, width
+
+
+def random_drafter(target: Target, sampled: bool = False) -> RandomDrafter:
+    """Random trees, some of whose nodes carry probes that read memory."""
+    layers, heads, width = kv_shape(target)
+    memory = noise(layers, 2, 3, heads, width)
+    return RandomDrafter(target.vocab, width=4, probes=noise(2, target.config.hidden_size), memory=memory, sampled=sampled)
+
+
+Texts = list[list[int]]
+# what it is called -> a drafter for a target and the texts (prompt and plain answer) of its rows
+DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
+    "ngram": lambda target, texts: NGram(shortest=1),
+    "oracle": lambda target, texts: TreeOracle(texts, target.vocab),
+    "random, probes, memory": lambda target, texts: random_drafter(target),
+}

@@ -69,7 +69,7 @@ def test_static_builds_the_tree_of_figure_9():
     for b in range(2):
         assert [Ranks.read(token) for token in tree.tokens[b].tolist()] == [(), *FIG9]
         assert [Ranks.read(path[-1]) for path in paths_of(tree, b)] == FIG9
-        assert [tuple(map(lambda t: t % 9 - 1, path)) for path in paths_of(tree, b)] == FIG9
+        assert [tuple(token % 9 - 1 for token in path) for path in paths_of(tree, b)] == FIG9
 
 
 def test_static_takes_paths_in_any_order_with_gaps_between_ranks():
@@ -86,7 +86,7 @@ def test_static_takes_paths_in_any_order_with_gaps_between_ranks():
         ([(0,), (0,)], "distinct"),
         ([()], "non-empty"),
         ([(-1,)], "ranks from 0"),
-        ([(5,)], "asks for 6 children, the drafter offers 4"),
+        ([(5,)], "asks for 6 children.*offers 4"),
     ],
 )
 def test_static_refuses_bad_paths(paths, complaint):
@@ -130,7 +130,7 @@ def test_dynamic_equals_eagle_2_in_plain_python(seed, depth, K, width, budget):
         assert tree.tokens[b].tolist() == tokens
         assert tree.parents[b].tolist() == parents
         assert all(parent < i for i, parent in enumerate(parents[1:], 1))
-    assert tree.depth == depth >= tree.layout().depths.max()
+    assert depth >= tree.depth >= tree.layout().depths.max()
 
 
 def test_dynamic_draft_steps_know_where_their_frontier_came_from():

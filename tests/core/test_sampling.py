@@ -194,15 +194,13 @@ def test_hugging_face_processor_equals_the_built_in_penalty(prompt, answer, seed
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.fixed_dictionaries(cuts), st.integers(0, 2**32), st.sampled_from([0.01, 0.3, 2.0]))
-def test_slack_brackets_every_support_that_rounding_could_make(keywords, seed, slack):
-    """The audit's promise: scores that move by at most slack/2 each (so that no two differ by more than slack) cut a support
-    between the narrowed and the widened one.
+@given(st.fixed_dictionaries(cuts), st.integers(0, 2**32), st.sampled_from([0.3, -0.3, 2.0, -2.0]), st.floats(-6, 6))
+def test_slack_brackets_every_support_that_rounding_could_make(keywords, seed, shift, parting):
+    """The audit's promise: if no score moves by more than slack/2, the support stays between the narrowed and the widened
+    one. The worst move pushes all tokens above a parting one way and all below it the other.
     """
     logits, sampler = logits_of(seed), Sampler([Sampling(1.0, **keywords)], [[]], V)
-    moved = logits + slack * (
-        torch.rand(1, V, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64) - 0.5
-    )
+    moved, slack = logits + torch.where(logits > parting, shift, -shift) / 2, abs(shift) + 1e-9
 
     def support(x, slack=0.0):
         return set((sampler.scores(x, slack)[0] > -torch.inf).nonzero()[:, 0].tolist())
@@ -213,11 +211,21 @@ def test_slack_brackets_every_support_that_rounding_could_make(keywords, seed, s
 
 def test_slack_moves_the_boundary_by_so_much_and_no_more():
     """A slack that lets everything in would make the audit pass anything."""
-    logits = torch.tensor([[3.0, 2.0, 1.9, 1.0, 0.0]], dtype=torch.float64)
-    for s in (Sampling(1.0, top_k=2), Sampling(1.0, min_p=0.35)):
+    logits = torch.tensor([[3.0, 2.0, 1.9, 1.0, 0.0]], dtype=torch.float64)  # p: 0.53, 0.20, 0.18, 0.07, 0.03
+    for s in (Sampling(1.0, top_k=2), Sampling(1.0, min_p=0.35), Sampling(1.0, top_p=0.69)):
         sampler = Sampler([s], [[]], 5)
         kept = {slack: (sampler.scores(logits, slack) > -torch.inf).sum().item() for slack in (0.0, 0.2, -0.2)}
         assert kept == {0.0: 2, 0.2: 3, -0.2: 1}
+
+
+def test_slack_moves_the_mass_of_a_nucleus_too():
+    """A token of 0.81 that may as well have 0.78 may need a second to reach 0.8, however far below it that one is."""
+    sampler = Sampler([Sampling(1.0, top_p=0.8)], [[]], 2)
+    logits = torch.tensor([[0.81, 0.19]], dtype=torch.float64).log()
+    moved = logits + torch.tensor([[-0.1, 0.1]])
+    assert sampler.scores(logits)[0, 1] == -torch.inf
+    assert sampler.scores(moved).isfinite().all()
+    assert sampler.scores(logits, 0.2).isfinite().all()
 
 
 @pytest.mark.parametrize(

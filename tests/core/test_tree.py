@@ -83,10 +83,8 @@ def test_probes_see_their_host_and_its_ancestors_and_nobody_sees_them(parents, M
 
 def test_one_topology_serves_rows_with_their_own_hosts():
     """Parents [1, N] and hosts [B, G], as a static tree with probes has them."""
-    tree = Tree(
-        torch.zeros(2, 3).long(), torch.tensor([[0, 0, 1]]), 2, probes=torch.zeros(1, 4), hosts=torch.tensor([[2], [1]])
-    )
-    depths, visible = tree.layout()
+    parents, hosts = torch.tensor([[0, 0, 1]]), torch.tensor([[2], [1]])
+    depths, visible = Tree(torch.zeros(2, 3).long(), parents, 2, probes=torch.zeros(1, 4), hosts=hosts).layout()
     assert depths.tolist() == [[0, 1, 2, 3], [0, 1, 2, 2]]
     assert [seen_by(visible[b], 3) for b in range(2)] == [{0, 1, 2, 3}, {0, 1, 3}]
 

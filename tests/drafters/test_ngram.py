@@ -31,7 +31,7 @@ def span_of(pieces, start):
 
 
 def absorb(drafter, texts, cuts=()):
-    """Feed the texts, root last, in pieces cut so many tokens before the end: a shorter text is still silent in the first."""
+    """Feed the texts, root last, in pieces cut so many tokens before the end, where a shorter text has not begun."""
     state = drafter.start(len(texts), 64, torch.device("cpu"))
     done = [0] * len(texts)
     for cut in sorted({0, *cuts}, reverse=True):
@@ -64,9 +64,8 @@ def test_equals_a_search_in_plain_lists(texts, limits, cuts):
     if not any(found):
         assert tree.tokens.tolist() == [[text[-1]] for text in texts]
         return
-    assert tree.tokens.tolist() == [
-        [text[-1], *(draft or [PAD] * limits[0])] for text, draft in zip(texts, found, strict=True)
-    ]
+    drafts = [draft or [PAD] * limits[0] for draft in found]
+    assert tree.tokens.tolist() == [[text[-1], *draft] for text, draft in zip(texts, drafts, strict=True)]
     assert tree.nodes <= drafter.rows
     assert tree.depth == drafter.depth
 

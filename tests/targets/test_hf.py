@@ -1,12 +1,14 @@
 """A tree pass through Hugging Face's own modelling code, against each path run alone by the untouched model."""
 
+from copy import deepcopy
+
 import pytest
-import tiny
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, Gemma2Config
 
 import slipstream.decode.round
+import tiny
 from slipstream.core.cache import KVCache
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.span import Output
@@ -275,3 +277,17 @@ def test_hf_generate_runs_hugging_faces_own_attention(family, monkeypatch):
         target.hf_generate(torch.tensor([PROMPTS[0]]))
     assert during == [theirs]
     assert target.config._attn_implementation == ours
+
+
+def test_text_goes_through_the_chat_template_where_there_is_one():
+    """A base model fed a template it never saw, or a chat model without its turns and the cue to answer."""
+    model, tokenizer = deepcopy(tiny.reference("llama")), deepcopy(tiny.tokenizer())
+    ids = {text: tokenizer(text)["input_ids"] for text in ("hi", "UhiA", "UhiUyesA")}
+    assert Target(model, tokenizer).encode("hi") == ids["hi"]
+    tokenizer.chat_template = (
+        "{% for m in messages %}U{{ m.content }}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+    )
+    chat = Target(model, tokenizer)
+    assert chat.encode("hi") == ids["UhiA"]
+    assert chat.encode([{"role": "user", "content": "hi"}, {"role": "user", "content": "yes"}]) == ids["UhiUyesA"]
+    assert chat.encode(ids["hi"]) == ids["hi"]

@@ -5,11 +5,11 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+import tiny
 from slipstream.core.tree import chain
 from slipstream.targets import Target, load, load_target
 
@@ -80,7 +80,7 @@ def test_unknown_targets_are_explained(name, message):
 
 def test_unknown_dtype_lists_the_choices():
     """A dtype that is guessed, or refused without the choices."""
-    with pytest.raises(ValueError, match="Unknown dtype: 'float8'. Available: float32, bfloat16, float16, float64"):
+    with pytest.raises(ValueError, match=r"Unknown dtype: 'float8'\. Available: float32, bfloat16, float16, float64"):
         load_target("smollm2", dtype="float8")
 
 
@@ -117,7 +117,7 @@ def test_gguf_is_parsed_once_for_each_file_and_dtype(gguf, home, reads, by):
 
 
 def test_the_cache_is_written_beside_and_then_renamed(gguf, home, reads, monkeypatch):
-    """A half-written directory, left by an interrupted first start, that is taken for a model ever after, or fills the disk."""
+    """A half-written directory of an interrupted first start that fills the disk, or is taken for a model ever after."""
 
     def interrupt(*_: object) -> None:
         assert [path.name for path in home.iterdir() if path.name.startswith(gguf.stem)] == []

@@ -81,8 +81,7 @@ class KVCache:
         return self.keys[layer][:, :, : self.view], self.values[layer][:, :, : self.view]
 
     def _allocate(self, key: Tensor, value: Tensor) -> None:
-        B, heads, _, _ = key.shape
-        shape = (self.layers, B, heads, self.prefix + self.capacity)
+        shape = (self.layers, len(self.lengths), key.shape[1], self.prefix + self.capacity)
         # zeros, not empty: masked slots still enter 0 · value, and 0 · NaN is NaN
         self.keys = torch.zeros(*shape, key.shape[-1], dtype=key.dtype, device=key.device)
         self.values = torch.zeros(*shape, value.shape[-1], dtype=value.dtype, device=value.device)
@@ -92,6 +91,8 @@ class KVCache:
 
     def keep(self, path: Int[Tensor, "B D1"] | None, count: Int[Tensor, " B"]) -> None:
         """Keep the `count` reserved rows named by `path` (`None`: the first ones), in place, and forget the others."""
+        if path is not None:
+            path = path[:, : self._slots.shape[1]]  # a tree may name a depth that its nodes cannot reach
         width = self._slots.shape[1] if path is None else path.shape[1]
         if path is not None and self.keys is not None and self.values is not None:
             steps = torch.arange(width, device=path.device)
@@ -121,6 +122,9 @@ class KVCache:
         assert self.capacity == other.capacity and self.prefix == other.prefix
         new = KVCache(self.layers, len(self.lengths) + len(other.lengths), self.capacity, self.lengths.device, self.memory)
         new.lengths, new.bound = torch.cat([self.lengths, other.lengths]), max(self.bound, other.bound)
+        for empty, full in ((self, other), (other, self)):
+            if empty.keys is None and full.keys is not None and full.values is not None:
+                empty._allocate(full.keys[0], full.values[0])
         if self.keys is not None and self.values is not None and other.keys is not None and other.values is not None:
             new.keys = torch.cat([self.keys, other.keys], 1)
             new.values = torch.cat([self.values, other.values], 1)

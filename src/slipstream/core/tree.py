@@ -82,7 +82,8 @@ class Tree:
             return self
         if self.parents is None:
             law = None if self.law is None else self.law[:, : depth + 1]
-            return replace(self, tokens=self.tokens[:, : depth + 1], depth=depth, law=law)
+            hosts = None if self.hosts is None else self.hosts.masked_fill(self.hosts > depth, PAD)
+            return replace(self, tokens=self.tokens[:, : depth + 1], depth=depth, law=law, hosts=hosts)
         deep = replace(self, probes=None).layout().depths > depth
         return replace(
             self, tokens=self.tokens.masked_fill(deep, PAD), parents=self.parents.masked_fill(deep, 0), depth=max(depth, 1)
@@ -99,9 +100,8 @@ def _with_probes(depths: Tensor, ancestors: Tensor, hosts: Tensor, M: int) -> La
     of_host = host.repeat_interleave(M, 1)  # [B, G·M]
     visible = ancestors.new_zeros(B, N + G * M, N + G * M)
     visible[:, :N, :N] = ancestors
-    visible[:, N:, :N] = (
-        ancestors.gather(1, of_host[..., None].expand(-1, -1, N)) & there.repeat_interleave(M, 1)[..., None]
-    )
+    inherited = ancestors.gather(1, of_host[..., None].expand(-1, -1, N))
+    visible[:, N:, :N] = inherited & there.repeat_interleave(M, 1)[..., None]
     visible[:, N:, N:] = (j[:, None] // M == j // M) & (j[:, None] >= j)
     return Layout(torch.cat([depths, depths.gather(1, of_host) + 1 + j % M], 1), visible)
 

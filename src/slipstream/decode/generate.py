@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from time import perf_counter
-from typing import IO, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,6 +28,13 @@ class Streamer(Protocol):
 
     def put(self, value: Tensor) -> None: ...
     def end(self) -> None: ...
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """Anything with `write`: an open file, a `StringIO`."""
+
+    def write(self, text: str, /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ def generate(
     stop: str | Sequence[str] = (),
     law: str = "coupled",
     streamer: Streamer | None = None,
-    trace: IO[str] | None = None,
+    trace: Writer | None = None,
 ) -> Any:
     """Answer one prompt (a `Generation`) or several as one ragged batch (a list of them).
 
@@ -105,6 +112,9 @@ def generate(
         raise ValueError(f"Unknown law: {law!r}. Available: {', '.join(LAWS)}")
     if streamer is not None and len(ids) > 1:
         raise ValueError(f"a streamer takes one prompt, {len(ids)} were given: call generate once for each")
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "" in stops:
+        raise ValueError("a stop string is empty: leave it out, or give at least one character")
     check_limits(target, ids, max_new_tokens)
     sampling = resolve_sampling(
         target,
@@ -121,7 +131,6 @@ def generate(
     if isinstance(drafter, str):
         drafter = load_drafter(drafter)
     eos = frozenset(_eos(target) if eos_token_ids is None else eos_token_ids)
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
     answers = [Answer(target, min(max_new_tokens, target.window - len(prompt)), eos, stops) for prompt in ids]
     seconds = decode(target, drafter, ids, rows_of(sampling, len(ids)), answers, LAWS[law], streamer, trace)
     made = [
@@ -140,7 +149,7 @@ def decode(
     answers: Sequence[Answer],
     law: Law = coupled,
     streamer: Streamer | None = None,
-    trace: IO[str] | None = None,
+    trace: Writer | None = None,
 ) -> Seconds:
     """Fill `answers`, one per prompt; rows leave the batch as they finish. Returns where the time went."""
     sampler = Sampler(sampling, prompts, target.vocab, target.device)
@@ -183,13 +192,13 @@ def decode(
 def _read(span: Span) -> tuple[list[list[int]], list[int]]:
     """New tokens and drafted depth of each row: the round's one copy to the host."""
     assert span.tree is not None
-    real = (span.tree.tokens >= 0).sum(1) - 1
-    drafted = real if span.tree.is_chain else real.clamp(max=span.tree.depth)
+    depths = replace(span.tree, probes=None).layout().depths
+    drafted = depths.where(span.tree.tokens >= 0, 0).amax(1)
     table = torch.cat([span.count[:, None], drafted[:, None], span.nexts], 1).tolist()
     return [row[2 : 2 + row[0]] for row in table], [row[1] for row in table]
 
 
-def _write(trace: IO[str], span: Span, live: Sequence[int], rounds: Sequence[int]) -> None:
+def _write(trace: Writer, span: Span, live: Sequence[int], rounds: Sequence[int]) -> None:
     """One JSON line per row: the tree, the accepted slots and the target's own token."""
     assert span.tree is not None and span.path is not None
     parents = span.tree.parent_slots().expand_as(span.tree.tokens).tolist()
@@ -218,6 +227,8 @@ def resolve_sampling(target: Target, **given: Any) -> Sampling:
     defaults = {f.name: getattr(config, f.name, None) for f in fields(Sampling)}
     if not config.do_sample:
         defaults["temperature"] = 0.0
+    elif config.temperature is None:
+        defaults["temperature"] = 1.0
     settled = {**defaults, **{name: value for name, value in given.items() if value is not None}}
     return Sampling(**{name: value for name, value in settled.items() if value is not None})
 

@@ -18,7 +18,7 @@ from slipstream.core.tree import PAD, Tree, chain
 
 @dataclass
 class NGramState(State):
-    text: Int[Tensor, "B S"]
+    text: Int[Tensor, "B S"]  # the last slot takes what is only padding
     length: Int[Tensor, " B"]  # tokens of text; the root comes after
 
 
@@ -47,14 +47,12 @@ class NGram(Drafter):
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.long, device=device)
 
-        return NGramState(zeros(batch), zeros(batch, capacity), zeros(batch))
+        return NGramState(zeros(batch), zeros(batch, capacity + 1), zeros(batch))
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, NGramState)
-        at = (span.start[:, None] + torch.arange(span.tokens.shape[1], device=span.tokens.device)).clamp(
-            max=state.text.shape[1] - 1
-        )
-        state.text.scatter_(1, at, torch.where(span.mask, span.tokens, state.text.gather(1, at)))
+        at = span.start[:, None] + torch.arange(span.tokens.shape[1], device=span.tokens.device)
+        state.text.scatter_(1, at.where(span.mask, state.text.shape[1] - 1), span.tokens)
         state.length, state.root = span.start + span.count, span.last(span.nexts)
 
     def propose(self, state: State, sampler: Sampler) -> Tree:

@@ -5,6 +5,7 @@ sees (every active sliding window included), explicit positions, and probe rows 
 """
 
 from collections.abc import Sequence
+from inspect import signature
 from time import perf_counter
 from typing import Any
 
@@ -69,10 +70,12 @@ class Target:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "") -> None:
         self.config = model.config.get_text_config(decoder=True)
-        check_supported(self.config, model._is_stateful)
+        check_supported(self.config, model._is_stateful, "position_ids" in signature(model.forward).parameters)
         self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.windows = attention_windows(self.config)
+        if getattr(self.config, "attn_logit_softcapping", None) and self.config._attn_implementation == "sdpa":
+            model.set_attn_implementation("eager")  # sdpa leaves the softcap out without a word
         self._hf_attention = self.config._attn_implementation
         if model.device.type == "cpu" and self._hf_attention == "sdpa" and model._can_set_attn_implementation():
             model.set_attn_implementation(GROUPED)

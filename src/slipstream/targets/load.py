@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import shutil
 import tempfile
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.targets.hf import Target
@@ -58,11 +58,8 @@ def _resolve(name: str) -> Path:
 
 def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
-        config = AutoConfig.from_pretrained(source)
-        check_supported(config.get_text_config(decoder=True))
-        softcap = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
-        exact = "eager" if softcap else None  # sdpa would leave the softcap out in silence
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=exact)
+        check_supported(AutoConfig.from_pretrained(source).get_text_config(decoder=True))
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         return model, AutoTokenizer.from_pretrained(source)
     except OSError as error:
         near = get_close_matches(source, ALIASES, 1)
@@ -103,16 +100,15 @@ def _read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
 
 def _keep(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kept: Path) -> bool:
     """Write beside, then rename; a cache that cannot be written is no error."""
-    beside = None
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(dir=kept.parent))
-        model.save_pretrained(beside)
-        tokenizer.save_pretrained(beside)
-        os.rename(beside, kept)
-    except OSError:
-        if beside is not None:
-            shutil.rmtree(beside, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent, ignore_cleanup_errors=True) as home:
+            beside = Path(home) / "model"
+            model.save_pretrained(beside)
+            tokenizer.save_pretrained(beside)
+            os.rename(beside, kept)
+    except (OSError, SafetensorError):  # a full disk, a read-only one, or somebody was quicker
+        pass
     return kept.is_dir()
 
 

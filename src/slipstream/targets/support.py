@@ -6,12 +6,13 @@ ROPE_REFUSED = ("dynamic", "longrope", "su")
 LAYERS_KNOWN = ("full_attention", "sliding_attention")
 
 
-def check_supported(config: Any, stateful: bool = False) -> None:
+def check_supported(config: Any, stateful: bool = False, positioned: bool = True) -> None:
     """Refuse architectures that a tree pass with explicit positions and masks cannot serve exactly.
 
     Args:
         config: the model's Hugging Face text config.
         stateful: the model class keeps a recurrent state (`PreTrainedModel._is_stateful`).
+        positioned: its forward takes `position_ids`.
 
     Raises:
         ValueError: names the model type and the reason.
@@ -28,6 +29,8 @@ def check_supported(config: Any, stateful: bool = False) -> None:
     layers = set(getattr(config, "layer_types", None) or ())
     if stateful or layers & {"linear_attention", "mamba", "recurrent", "conv"}:
         refuse("it keeps a recurrent state, which cannot be read at several branches of a tree at once")
+    if not positioned:
+        refuse("its forward takes no position_ids, and the nodes of a tree do not stand in the order of their slots")
     attention = getattr(config, "attn_config", None)
     if getattr(config, "alibi", False) or getattr(attention, "alibi", False) or kind in ("bloom", "mpt"):
         refuse("ALiBi derives positions from cache slots, where the nodes of a tree do not stand in order")
@@ -35,9 +38,7 @@ def check_supported(config: Any, stateful: bool = False) -> None:
         refuse(f"layers of type {', '.join(sorted(unknown))} use a mask that is not implemented")
     for rope in rope_types(config):
         if rope in ROPE_REFUSED:
-            refuse(
-                f"{rope} RoPE scaling changes positions with the longest text of the batch, so that rows depend on others"
-            )
+            refuse(f"{rope} RoPE scaling changes every position with the longest text of the batch")
 
 
 def rope_types(config: Any) -> set[str]:

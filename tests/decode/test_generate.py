@@ -1,0 +1,296 @@
+"""`generate`: where answers end, what is streamed, traced and counted, which defaults hold, what is refused."""
+
+import io
+import json
+from copy import deepcopy
+from itertools import chain
+
+import pytest
+import torch
+from transformers import GenerationConfig, GPT2Config, NoRepeatNGramLogitsProcessor, TextStreamer
+
+import tiny
+from slipstream.core.drafter import Drafter
+from slipstream.decode.generate import Generation, generate
+from slipstream.drafters.random_drafter import RandomDrafter
+from slipstream.drafters.tree_oracle import TreeOracle
+from slipstream.drafters.vanilla import Vanilla
+from slipstream.targets import Target
+
+EVERY = {"vanilla": lambda target, texts: Vanilla(), **tiny.DRAFTERS}
+PROMPTS = tiny.prompts(4)
+PROMPT = PROMPTS[0]
+SAMPLED = {"temperature": 0.8, "seed": 3}
+ENDLESS = {"eos_token_ids": ()}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny.target("llama")
+
+
+@pytest.fixture(scope="module")
+def answer(target: Target) -> list[int]:
+    """What plain decoding says to `PROMPT`, 40 tokens of it."""
+    return generate(target, PROMPT, max_new_tokens=40, **SAMPLED, **ENDLESS).tokens
+
+
+@pytest.fixture(scope="module")
+def oracle(answer: list[int]) -> TreeOracle:
+    """Drafts past every end that a test sets."""
+    return TreeOracle([PROMPT + answer], tiny.VOCAB)
+
+
+def cut(made: Generation) -> bool:
+    """Whether the last round brought more than was kept."""
+    return made.rounds[-1].kept < made.rounds[-1].accepted + 1
+
+
+def test_an_answer_ends_at_the_first_eos_of_a_round(target, answer, oracle):
+    """Accepted tokens after an EOS kept, or only the first of several EOS ids known."""
+    cuts = 0
+    for a, b in zip(answer, reversed(answer), strict=True):
+        made = generate(target, PROMPT, oracle, **SAMPLED, eos_token_ids=[a, b])
+        end = min(answer.index(a), answer.index(b)) + 1
+        assert (made.tokens, made.finish) == (answer[:end], "eos")
+        cuts += end > 1 and cut(made)
+    assert cuts > 3
+
+
+@pytest.mark.parametrize("spans", [[(10, 13)], [(8, 14), (10, 13)], [(9, 12), (11, 14)], [(20, 21), (9, 12)]])
+def test_an_answer_ends_before_its_first_stop_string(target, answer, oracle, spans):
+    """A stop string missed because it spans tokens or rounds, found late, or left in the text."""
+    stops = [target.decode(answer[a:b]) for a, b in spans]
+    made = generate(target, PROMPT, oracle, **SAMPLED, **ENDLESS, stop=stops)
+    end = next(n for n in range(41) if any(stop in target.decode(answer[:n]) for stop in stops))
+    text = target.decode(answer[:end])
+    assert (made.tokens, made.finish) == (answer[:end], "stop")
+    assert made.text == text[: min(text.index(stop) for stop in stops if stop in text)]
+    assert not any(stop in made.text for stop in stops)
+    one = generate(target, PROMPT, **SAMPLED, **ENDLESS, stop=stops[0])
+    assert stops[0] not in one.text
+    assert target.decode(one.tokens).endswith(stops[0])
+
+
+def test_max_new_tokens_cuts_inside_a_round(target, answer, oracle):
+    """A round that brings more than was asked for."""
+    cuts = 0
+    for limit in range(1, 16):
+        made = generate(target, PROMPT, oracle, max_new_tokens=limit, **SAMPLED, **ENDLESS)
+        assert (made.tokens, made.finish) == (answer[:limit], "length")
+        cuts += limit > 1 and cut(made)
+    assert cuts > 3
+
+
+WINDOW = 24
+
+
+@pytest.mark.parametrize("drafter", EVERY)
+@pytest.mark.parametrize("prompts", [[23], [17], [20, 5, 12]], ids=str)
+def test_the_end_of_the_window(drafter, prompts):
+    """Learned positions beyond the last one: an index error, or a text that ends early or differs from plain decoding."""
+    target = Target(tiny.build(GPT2Config(**tiny.SHORT, n_embd=32, n_layer=2, n_head=4, n_positions=WINDOW)))
+    ids = [torch.randint(64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in prompts]
+    plain = generate(target, ids, **SAMPLED)
+    assert [len(each.prompt + each.tokens) for each in plain] == [WINDOW] * len(ids)
+    beyond = [each.prompt + each.tokens + [1, 2, 3, 4, 5, 6] for each in plain]
+    made = generate(target, ids, EVERY[drafter](target, beyond), **SAMPLED)
+    assert [each.tokens for each in made] == [each.tokens for each in plain]
+    assert {each.finish for each in made} == {"length"}
+
+
+class Recorder:
+    """A streamer that remembers."""
+
+    def __init__(self) -> None:
+        self.values: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        assert not self.ended
+        self.values.append(value.tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_a_streamer_gets_the_prompt_and_then_exactly_the_answer(target, answer, oracle):
+    """Tokens of a round streamed though the answer had ended, twice, or late."""
+    recorder = Recorder()
+    made = generate(target, PROMPT, oracle, **SAMPLED, eos_token_ids=[answer[23]], streamer=recorder)
+    assert recorder.values[0] == PROMPT
+    assert list(chain.from_iterable(recorder.values[1:])) == made.tokens
+    assert list(map(len, recorder.values[1:])) == [1] + [r.kept for r in made.rounds]
+    assert recorder.ended == 1
+
+
+def test_hugging_face_streamers_work(target, oracle, capsys):
+    """A tensor of a shape that `TextStreamer` does not take."""
+    streamer = TextStreamer(target.tokenizer, skip_prompt=True)
+    made = generate(target, PROMPT, oracle, max_new_tokens=20, **SAMPLED, **ENDLESS, streamer=streamer)
+    assert capsys.readouterr().out == made.text + "\n"
+
+
+def depth_of(slot: int, parents: list[int]) -> int:
+    return 0 if slot == 0 else 1 + depth_of(parents[slot], parents)
+
+
+@pytest.mark.parametrize("drafter", EVERY)
+def test_the_trace_tells_what_happened(target, drafter):
+    """A trace whose rows are renamed as others leave, or that shows other slots than were kept."""
+    plain = generate(target, PROMPTS, max_new_tokens=20)
+    texts, trace = [each.prompt + each.tokens for each in plain], io.StringIO()
+    made = generate(target, PROMPTS, EVERY[drafter](target, texts), max_new_tokens=20, trace=trace)
+    tokens = [each.tokens[:1] for each in made]
+    rounds: list[list[tuple[int, int]]] = [[] for _ in made]
+    for line in map(json.loads, trace.getvalue().splitlines()):
+        row, nodes, parents, path = (line[key] for key in ("row", "tokens", "parents", "accepted"))
+        assert nodes[0] == tokens[row][-1]
+        assert path[0] == 0
+        assert [parents[slot] for slot in path[1:]] == path[:-1]
+        assert line["round"] == len(rounds[row])
+        rounds[row].append((max(depth_of(slot, parents) for slot, t in enumerate(nodes) if t >= 0), len(path) - 1))
+        tokens[row] += [nodes[slot] for slot in path[1:]] + [line["next"]]
+    for each, seen, counted in zip(made, tokens, rounds, strict=True):
+        assert each.tokens == seen[: len(each.tokens)]
+        assert [(r.drafted, r.accepted) for r in each.rounds] == counted
+
+
+@pytest.mark.parametrize("drafter", EVERY)
+def test_counts_add_up(target, drafter):
+    """τ that counts drafted tokens, the prompt's own token, or tokens after the end."""
+    plain = generate(target, PROMPTS, max_new_tokens=20)
+    texts = [each.prompt + each.tokens for each in plain]
+    for each in generate(target, PROMPTS, EVERY[drafter](target, texts), max_new_tokens=20):
+        assert sum(r.kept for r in each.rounds) + 1 == len(each.tokens)
+        assert all(1 <= r.kept <= r.accepted + 1 <= r.drafted + 1 for r in each.rounds)
+        assert each.tau == pytest.approx((len(each.tokens) - 1) / len(each.rounds))
+        assert (each.tau == 1) == (drafter == "vanilla")
+    assert generate(target, PROMPT, max_new_tokens=1).tau == 1  # no round at all
+
+
+def test_rows_that_finish_early_leave_the_others_alone(target):
+    """State, cache or sampler rows mixed up when some rows leave a batch."""
+    how = {"max_new_tokens": 30, "repetition_penalty": 1.2, "presence_penalty": 0.3}
+    endless = generate(target, PROMPTS, **how, **ENDLESS)
+    ends = [endless[0].tokens[3], endless[2].tokens[9]]
+    alone = [generate(target, prompt, **how, eos_token_ids=ends) for prompt in PROMPTS]
+    assert len({len(each.tokens) for each in alone}) > 2
+    for drafter in tiny.DRAFTERS.values():
+        texts = [each.prompt + each.tokens for each in endless]
+        batch = generate(target, PROMPTS, drafter(target, texts), **how, eos_token_ids=ends)
+        assert [(each.tokens, each.finish) for each in batch] == [(each.tokens, each.finish) for each in alone]
+
+
+def test_rows_of_a_batch_have_noise_of_their_own(target):
+    """The same answer three times; or an answer that changes with the number of prompts beside it."""
+    three = [each.tokens for each in generate(target, [PROMPT] * 3, max_new_tokens=12, **SAMPLED, **ENDLESS)]
+    two = [each.tokens for each in generate(target, [PROMPT] * 2, max_new_tokens=12, **SAMPLED, **ENDLESS)]
+    assert three[0] == generate(target, PROMPT, max_new_tokens=12, **SAMPLED, **ENDLESS).tokens
+    assert three[:2] == two
+    assert len(set(map(tuple, three))) == 3
+
+
+def configured(**settings: object) -> Target:
+    """A target whose `generation_config` says something."""
+    model = deepcopy(tiny.reference("llama"))
+    model.generation_config = GenerationConfig(**settings)
+    return Target(model, tiny.tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("config", "explicit"),
+    [
+        ({}, {"temperature": 0.0, "eos_token_ids": [tiny.EOS]}),
+        ({"temperature": 0.7}, {"temperature": 0.0}),
+        ({"do_sample": True, "temperature": 0.7}, {"temperature": 0.7}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": True, "temperature": 2.0, "top_p": 0.6}, {"temperature": 2.0, "top_p": 0.6}),
+        ({"do_sample": True, "temperature": 2.0, "top_k": 3}, {"temperature": 2.0, "top_k": 3}),
+        ({"do_sample": True, "temperature": 2.0, "min_p": 0.3}, {"temperature": 2.0, "min_p": 0.3}),
+        ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+    ],
+    ids=str,
+)
+def test_generation_config_is_honoured(target, config, explicit):
+    """Defaults of the model ignored, or sampling switched on where it asks for greedy search."""
+    for prompt in PROMPTS:
+        want = generate(target, prompt, max_new_tokens=20, **explicit)
+        assert generate(configured(**config), prompt, max_new_tokens=20).tokens == want.tokens
+
+
+def test_what_is_given_overrules_generation_config(target, answer):
+    """A user's own temperature, penalty or EOS replaced by the model's."""
+    other = configured(
+        do_sample=True, temperature=3.0, top_k=2, repetition_penalty=3.0, eos_token_id=[answer[5], answer[7], 1]
+    )
+    given = {"top_k": 0, "repetition_penalty": 1.0}
+    assert generate(other, PROMPT, max_new_tokens=40, **SAMPLED, **given, **ENDLESS).tokens == answer
+    ended = generate(other, PROMPT, max_new_tokens=40, **SAMPLED, **given)
+    assert (ended.tokens[-1], ended.finish) == (answer[len(ended.tokens) - 1], "eos")
+    assert len(ended.tokens) <= 6
+
+
+@pytest.mark.parametrize("drafter", EVERY)
+def test_processors_see_each_nodes_own_history(target, drafter):
+    """A Hugging Face processor called with the prompt alone, with another branch, or with rejected tokens."""
+    theirs = [target.hf_generate(torch.tensor([p]), max_new_tokens=24, no_repeat_ngram_size=2)[0].tolist() for p in PROMPTS]
+    processors = [NoRepeatNGramLogitsProcessor(2)]
+    made = generate(target, PROMPTS, EVERY[drafter](target, theirs), max_new_tokens=24, processors=processors, **ENDLESS)
+    assert [each.prompt + each.tokens for each in made] == theirs
+    assert theirs != [each.prompt + each.tokens for each in generate(target, PROMPTS, max_new_tokens=24, **ENDLESS)]
+
+
+def test_laws_go_by_name(target, answer):
+    """A name that picks the other law: only the coupled one gives plain decoding's text at T > 0."""
+
+    def drafter() -> Drafter:
+        return RandomDrafter(tiny.VOCAB, width=8, sampled=True)
+
+    coupled = generate(target, PROMPT, drafter(), max_new_tokens=40, **SAMPLED, **ENDLESS, law="coupled")
+    multi_round = generate(target, PROMPT, drafter(), max_new_tokens=40, **SAMPLED, **ENDLESS, law="multi-round")
+    assert coupled.tokens == answer != multi_round.tokens
+
+
+@pytest.mark.parametrize(
+    ("prompts", "how", "message"),
+    [
+        ([], {}, "there are no prompts: give at least one"),
+        ("", {}, "the prompt is empty"),
+        ([PROMPT, []], {}, "the prompt is empty"),
+        ([1] * 128, {}, "the prompt has 128 tokens; llama has a window of 128"),
+        (PROMPT, {"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+        (PROMPT, {"temperature": -1.0}, r"temperature is -1\.0; it must be 0 \(greedy\) or a positive number"),
+        (PROMPT, {"top_p": 0.0}, r"top_p is 0\.0; it must be in \(0, 1\]"),
+        (PROMPT, {"top_p": 1.5}, r"top_p is 1\.5; it must be in \(0, 1\]"),
+        (PROMPT, {"drafter": "ngrm"}, "Unknown drafter: 'ngrm'.*Did you mean 'ngram'"),
+        (PROMPT, {"law": "leviathan"}, "Unknown law: 'leviathan'. Available: coupled, multi-round"),
+        (PROMPT, {"stop": ["a", ""]}, "a stop string is empty"),
+        ([PROMPT, PROMPT], {"streamer": Recorder()}, "a streamer takes one prompt, 2 were given"),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_mistakes_are_explained(target, prompts, how, message):
+    """A stack trace from the depths, or a silent default, in place of what is wrong and what is allowed."""
+    with pytest.raises(ValueError, match=message):
+        generate(target, prompts, **how)
+
+
+def test_prompts_come_in_many_forms(target):
+    """A list of ids taken for several prompts, or several prompts for one."""
+    text, ids = "hello", target.encode("hello")
+    want = generate(target, ids, max_new_tokens=8)
+    for prompt in (text, torch.tensor(ids)):
+        assert generate(target, prompt, max_new_tokens=8).tokens == want.tokens
+    for prompts in ([text], [ids], torch.tensor([ids])):
+        (made,) = generate(target, prompts, max_new_tokens=8)
+        assert made.tokens == want.tokens
+    assert (want.prompt, want.text) == (ids, target.decode(want.tokens))
+
+
+def test_text_needs_a_tokenizer():
+    """An attribute error on `None`."""
+    mute = Target(deepcopy(tiny.reference("llama")), name="mute")
+    with pytest.raises(ValueError, match="target mute has no tokenizer: give the prompt as token ids"):
+        generate(mute, "hello")
+    assert generate(mute, PROMPT, max_new_tokens=3).text == ""
