@@ -8,9 +8,9 @@ import sys
 import time
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from slipstream import cli
 from slipstream.decode.generate import LAWS
 
@@ -160,7 +160,9 @@ def test_ctrl_c_is_one_line_and_130(model, questions, tmp_path):
     with open(questions, "a") as file:
         file.writelines('{"turns": ["abc"]}\n' for _ in range(10_000))
     words = ["bench", "--target", model, "--dtype", "float64", "--questions", questions, "--json", str(kept)]
-    process = subprocess.Popen([sys.executable, "-m", "slipstream", *words], stderr=subprocess.PIPE, text=True, env=os.environ)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "slipstream", *words], stderr=subprocess.PIPE, text=True, env=os.environ
+    )
     time.sleep(8)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)

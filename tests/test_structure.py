@@ -24,7 +24,9 @@ def _imports(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "slipstream" else {node.module}
+            found |= (
+                {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "slipstream" else {node.module}
+            )
     return found
 
 

@@ -4,9 +4,9 @@ import json
 from copy import deepcopy
 
 import pytest
-import tiny
 from rich.console import Console
 
+import tiny
 from slipstream.bench.audit import certify
 from slipstream.bench.machine import check_writable, write_json
 from slipstream.bench.questions import Question
@@ -65,7 +65,9 @@ def test_tables_show_every_drafter(target, report, capsys):
     console.print(bench_table(report))
     console.print(certificate(certify(target, ["ngram"], [Question("f", "1", "c", ("a b c",))], [0.0, 1.0], 8)))
     shown = capsys.readouterr().out
-    assert all(word in shown for word in ("vanilla", "ngram", "HF generate", "τ", "host", "math", "tree-oracle", "certified"))
+    assert all(
+        word in shown for word in ("vanilla", "ngram", "HF generate", "τ", "host", "math", "tree-oracle", "certified")
+    )
 
 
 def test_results_are_written_beside_and_renamed(tmp_path, monkeypatch):

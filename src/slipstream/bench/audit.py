@@ -72,7 +72,8 @@ def audit(target: Target, prompt: Sequence[int], answer: Sequence[int], sampling
         if plain != token:
             mine = (sampler.scores(logits, slack / unit) + noise)[0, token]
             best = (sampler.scores(logits, -slack / unit) + noise).max()
-            found.append(Divergence(i, token, plain, max(0.0, float(best - mine) * unit)))
+            behind = float(best - mine) * unit if mine > -torch.inf else math.inf  # both may be −inf, and NaN passes for 0
+            found.append(Divergence(i, token, plain, max(0.0, behind)))
     return found
 
 

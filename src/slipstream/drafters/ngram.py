@@ -71,7 +71,7 @@ class NGram(Drafter):
         length = run.long()
         for back in range(1, self.longest):
             token = state.text.gather(1, (state.length - back).clamp(min=0)[:, None])
-            run = run & torch.nn.functional.pad(text == token, (back, 0))[:, :view] & (slot >= back)
+            run = run & torch.nn.functional.pad(text == token, (back, 0))[:, :view]
             length += run
         best = (length * view + slot).argmax(1)
         return best, length.gather(1, best[:, None])[:, 0]
