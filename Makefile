@@ -23,7 +23,7 @@ bench: $(READY)  ## ngram beside both baselines on the project's questions, bf16
 	$(RUN)/slipstream bench --drafter ngram --json benchmarks/results/bench.json
 
 exactness: $(READY)  ## the audit at full size: 20 prompts of 128 tokens, T = 0 and 1, fp32
-	$(RUN)/slipstream certify --drafter ngram --drafter tree-oracle --limit 20 --max-new-tokens 128 \
+	$(RUN)/slipstream certify --drafter ngram --limit 20 --max-new-tokens 128 \
 		--temperature 0 --temperature 1 --dtype float32 --json benchmarks/results/exactness.json
 
 # torch first and alone, from its CPU wheel: a range would let pip take gigabytes of CUDA

@@ -104,11 +104,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", clean_up_tokenization_spaces=False)
 
 
-def prompts(n: int, shortest: int = 5) -> list[list[int]]:
-    """Random prompts of n different lengths, not in order of length."""
+def prompts(*lengths: int) -> list[list[int]]:
+    """Random token ids."""
     generator = torch.Generator().manual_seed(0)
-    lengths = shortest + 2 * torch.randperm(n, generator=generator)
-    return [torch.randint(VOCAB, (int(length),), generator=generator).tolist() for length in lengths]
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
 def noise(*shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:

@@ -37,7 +37,7 @@ def test_plain_decoding_passes_and_wrong_tokens_do_not(sampling):
     target, answer = tiny.target("llama"), plain(sampling)
     assert audit(target, PROMPT, answer, sampling) == []
     for at in (0, 5, 11):
-        wrong = answer[:at] + [(answer[at] + 7) % tiny.VOCAB] + answer[at + 1 :]
+        wrong = [*answer[:at], (answer[at] + 7) % tiny.VOCAB, *answer[at + 1 :]]
         found = {d.position: d for d in audit(target, PROMPT, wrong, sampling)}
         assert found[at].plain == answer[at]
         assert found[at].margin > 1e-6

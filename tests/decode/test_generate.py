@@ -18,7 +18,7 @@ from slipstream.drafters.vanilla import Vanilla
 from slipstream.targets import Target
 
 EVERY = {"vanilla": lambda target, texts: Vanilla(), **tiny.DRAFTERS}
-PROMPTS = tiny.prompts(4)
+PROMPTS = tiny.prompts(5, 11, 7, 9)
 PROMPT = PROMPTS[0]
 SAMPLED = {"temperature": 0.8, "seed": 3}
 ENDLESS = {"eos_token_ids": ()}
@@ -57,7 +57,9 @@ def test_an_answer_ends_at_the_first_eos_of_a_round(target, answer, oracle):
     assert cuts > 3
 
 
-@pytest.mark.parametrize("spans", [[(10, 13)], [(8, 14), (10, 13)], [(9, 12), (11, 14)], [(20, 21), (9, 12)]])
+@pytest.mark.parametrize(
+    "spans", [[(10, 13)], [(8, 14), (10, 13)], [(8, 13), (10, 13)], [(9, 12), (11, 14)], [(20, 21), (9, 12)]]
+)
 def test_an_answer_ends_before_its_first_stop_string(target, answer, oracle, spans):
     """A stop string missed because it spans tokens or rounds, found late, or left in the text."""
     stops = [target.decode(answer[a:b]) for a, b in spans]
@@ -90,13 +92,18 @@ WINDOW = 24
 def test_the_end_of_the_window(drafter, prompts):
     """Learned positions beyond the last one: an index error, or a text that ends early or differs from plain decoding."""
     target = Target(tiny.build(GPT2Config(**tiny.SHORT, n_embd=32, n_layer=2, n_head=4, n_positions=WINDOW)))
-    ids = [torch.randint(64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in prompts]
+    ids = tiny.prompts(*prompts)
     plain = generate(target, ids, **SAMPLED)
     assert [len(each.prompt + each.tokens) for each in plain] == [WINDOW] * len(ids)
     beyond = [each.prompt + each.tokens + [1, 2, 3, 4, 5, 6] for each in plain]
     made = generate(target, ids, EVERY[drafter](target, beyond), **SAMPLED)
     assert [each.tokens for each in made] == [each.tokens for each in plain]
     assert {each.finish for each in made} == {"length"}
+    for each in made:
+        root = len(each.prompt)
+        for r in each.rounds:
+            assert root + r.drafted < WINDOW  # positions of the deepest guesses
+            root += r.kept
 
 
 class Recorder:
@@ -126,7 +133,7 @@ def test_a_streamer_gets_the_prompt_and_then_exactly_the_answer(target, answer, 
 
 def test_hugging_face_streamers_work(target, oracle, capsys):
     """A tensor of a shape that `TextStreamer` does not take."""
-    streamer = TextStreamer(target.tokenizer, skip_prompt=True)
+    streamer = TextStreamer(target.tokenizer, skip_prompt=True, skip_special_tokens=True)
     made = generate(target, PROMPT, oracle, max_new_tokens=20, **SAMPLED, **ENDLESS, streamer=streamer)
     assert capsys.readouterr().out == made.text + "\n"
 
@@ -165,7 +172,7 @@ def test_counts_add_up(target, drafter):
         assert sum(r.kept for r in each.rounds) + 1 == len(each.tokens)
         assert all(1 <= r.kept <= r.accepted + 1 <= r.drafted + 1 for r in each.rounds)
         assert each.tau == pytest.approx((len(each.tokens) - 1) / len(each.rounds))
-        assert (each.tau == 1) == (drafter == "vanilla")
+        assert {"vanilla": each.tau == 1, "oracle": each.tau > 2}.get(drafter, True)
     assert generate(target, PROMPT, max_new_tokens=1).tau == 1  # no round at all
 
 

@@ -10,19 +10,22 @@ from transformers import DynamicCache, Gemma2Config
 import slipstream.decode.round
 import tiny
 from slipstream.core.cache import KVCache
+from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler, Sampling
-from slipstream.core.span import Output
+from slipstream.core.span import Output, Span
 from slipstream.core.tree import PAD, Tree, chain
 from slipstream.decode.round import Decoder
-from slipstream.drafters.ngram import NGram
 from slipstream.targets import Target
 from slipstream.targets.hf import GROUPED
 
-PROMPTS = tiny.prompts(3)
-PARENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 3], [0, 0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 2, 5]])
+PROMPTS = tiny.prompts(9, 5, 14)
+BUSHY = [0, 0, 0, 1, 1, 2, 3, 3, 4, 6, 9]
+DEEP = [0, 0, 0, 2, 2, 4, 5, 5, 7, 8, 9]  # deeper than the sliding window, and its path not in contiguous slots
+WIDE = [0, 0, 0, 0, 0, 2, 5, 5, 1, 6, 9]
+PARENTS = torch.tensor([BUSHY, DEEP, WIDE])
 TOKENS = torch.randint(tiny.VOCAB, PARENTS.shape, generator=torch.Generator().manual_seed(1))
-HOSTS = torch.tensor([[0, 6], [3, PAD], [4, 2]])
-TREE = Tree(TOKENS, PARENTS, depth=6)
+HOSTS = torch.tensor([[0, 6], [10, PAD], [4, 2]])
+TREE = Tree(TOKENS, PARENTS, depth=7)
 
 TOLERANCE = {"gemma2": 1e-6}  # its eager attention takes the softmax in float32, at any precision of the model
 every_family = pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -70,6 +73,15 @@ def alone(family: str, text: list[int], **how: object):
     return tiny.reference(family)(input_ids=torch.tensor([text]), use_cache=False, **how)
 
 
+@torch.no_grad()
+def probed(family: str, text: list[int], probes: Tensor) -> Tensor:
+    """What the untouched model's head would read at vectors that continue a text."""
+    model = tiny.reference(family)
+    embedded = torch.cat([model.get_input_embeddings()(torch.tensor([text])), probes[None]], 1)
+    out = model(inputs_embeds=embedded, use_cache=False, output_hidden_states=True)
+    return out.hidden_states[-1][0, -len(probes) :]
+
+
 @every_family
 def test_every_node_reads_its_own_path(family):
     """A mask that shows a node its cousins, a window in cache slots instead of positions, a depth taken for a slot."""
@@ -94,31 +106,57 @@ def test_rounds_after_an_accepted_path_read_what_was_kept(family):
     assert_equal(family, logits, torch.stack(want))
 
 
-def prefill(target: Target) -> tuple[Decoder, Tensor]:
-    """A decoder after its prompts, and what they had to say about the next token."""
-    sampler = Sampler([Sampling()] * len(PROMPTS), PROMPTS, target.vocab)
-    decoder = Decoder.start(target, NGram(), sampler, capacity=40)
-    span = decoder.prefill(PROMPTS)
-    assert span.logits is not None
-    return decoder, span.logits
+class Listener(Drafter):
+    """Remembers all that it absorbed, and sees what its probes say."""
+
+    taps = ("final",)
+    probes = tiny.noise(2, 32)
+    rows = 3
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def start(self, batch: int, capacity: int, device: torch.device) -> State:
+        return State(torch.zeros(batch, dtype=torch.long))
+
+    def absorb(self, span: Span, state: State) -> None:
+        self.spans.append(span)
+
+    def propose(self, state: State, sampler: Sampler) -> Tree:
+        raise NotImplementedError("it only listens")
+
+    def heard(self, what: str, row: int) -> Tensor:
+        """A field of the spans at a row's real columns."""
+        return torch.cat([getattr(span, what)[row][span.mask[row]] for span in self.spans])
+
+
+def prefill(target: Target) -> tuple[KVCache, Listener]:
+    """The cache after ragged prompts, and the drafter that was told of them."""
+    listener, sampler = Listener(), Sampler([Sampling()] * len(PROMPTS), PROMPTS, target.vocab)
+    decoder = Decoder.start(target, listener, sampler, capacity=40)
+    decoder.prefill(PROMPTS)
+    return decoder.cache, listener
 
 
 @every_family
 def test_prefill_in_chunks_equals_prefill_in_one(family, monkeypatch):
     """Chunks cut so that a short prompt is read twice, late or not at all, or its drafter misses tokens."""
     target = tiny.target(family)
-    whole, whole_logits = prefill(target)
+    whole, once = prefill(target)
     monkeypatch.setattr(slipstream.decode.round, "CHUNK", 4)
-    parts, parts_logits = prefill(target)
-    assert_equal(family, parts_logits, whole_logits)
-    assert parts.cache.lengths.tolist() == whole.cache.lengths.tolist() == list(map(len, PROMPTS))
+    parts, often = prefill(target)
+    assert (len(once.spans), len(often.spans)) == (1, 4)
+    assert parts.lengths.tolist() == whole.lengths.tolist() == list(map(len, PROMPTS))
+    assert_equal(family, often.spans[-1].logits, once.spans[-1].logits)
     for b, prompt in enumerate(PROMPTS):
-        kept = slice(0, len(prompt))
-        assert_equal(family, parts.cache.keys[:, b, :, kept], whole.cache.keys[:, b, :, kept])
-        assert_equal(family, parts.cache.values[:, b, :, kept], whole.cache.values[:, b, :, kept])
-        assert parts.state.text[b, kept].tolist() == prompt
-    assert parts.state.length.tolist() == list(map(len, PROMPTS))
-    assert parts.state.root.tolist() == whole.state.root.tolist()
+        kept = (slice(None), b, slice(None), slice(0, len(prompt)))
+        assert_equal(family, parts.keys[kept], whole.keys[kept])
+        assert_equal(family, parts.values[kept], whole.values[kept])
+        assert often.heard("tokens", b).tolist() == prompt
+        assert often.heard("nexts", b)[:-1].tolist() == prompt[1:]
+        assert often.heard("nexts", b)[-1] == once.spans[-1].logits[b, 0].argmax()
+        assert_equal(family, often.heard("features", b), once.heard("features", b))
+        assert_equal(family, often.spans[-1].probes[b], probed(family, prompt, Listener.probes))
 
 
 @every_family
@@ -140,20 +178,13 @@ def test_probes_and_memory_change_no_bit_of_ordinary_rows(family):
 @every_family
 def test_probe_rows_continue_their_hosts_path(family):
     """Probes at the wrong position, that see another group or another branch, or are scaled like token embeddings twice."""
-    target, model = tiny.target(family), tiny.reference(family)
-    probes = tiny.noise(2, 32)
+    target, probes = tiny.target(family), tiny.noise(2, 32)
     features = target(with_probes(probes), prefilled(target), taps=("final",)).features
     for b, hosts in enumerate(HOSTS.tolist()):
         for group, host in enumerate(hosts):
-            if host == PAD:
-                continue
-            with torch.no_grad():
-                embedded = model.get_input_embeddings()(torch.tensor([text_to(b, host)]))
-                out = model(
-                    inputs_embeds=torch.cat([embedded, probes[None]], 1), use_cache=False, output_hidden_states=True
-                )
-            rows = features[b, TREE.nodes + 2 * group :][:2]
-            assert_equal(family, rows, out.hidden_states[-1][0, -2:])
+            if host != PAD:
+                rows = features[b, TREE.nodes + 2 * group :][:2]
+                assert_equal(family, rows, probed(family, text_to(b, host), probes))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -209,7 +240,7 @@ def test_taps_are_what_blocks_and_head_receive(family):
     taps = ("input of block 1", "final", "input of block 0")
     features = target(TREE, prefilled(target), taps).features
     for b in range(len(PROMPTS)):
-        text, path = text_to(b, 6), path_to(b, 6)
+        text, path = text_to(b, 10), path_to(b, 10)
         seen = watched(family, text)
         want = torch.cat([seen[tap][len(PROMPTS[b]) :] for tap in taps], -1)
         assert_equal(family, features[b, path], want)

@@ -27,7 +27,7 @@ def bench_table(report: dict[str, Any]) -> Group:
             *(f"{spent[part] / busy:.1%}" for part in ("draft", "verify", "host")),
             _sameness(row),
         )
-    main.add_row("HF generate", "1.00", f"{hf:.1f}", "", "1.00", "", "", "", "", style="dim")
+    main.add_row("hf_generate", "1.00", f"{hf:.1f}", "", "1.00", "", "", "", "", style="dim")
     return Group(main, _categories(report), *_depths(report))
 
 
@@ -57,7 +57,7 @@ def _depths(report: dict[str, Any]) -> list[Text]:
 def _sameness(row: dict[str, Any]) -> Text:
     if row["unexplained"]:
         return Text(f"NO: {row['unexplained']} unexplained", "bold red")
-    return Text("yes", "green") if row["identical"] else Text(f"but {len(row['divergences'])} near-ties", "yellow")
+    return Text("yes", "green") if row["identical"] else Text(f"{len(row['divergences'])} ties", "yellow")
 
 
 def certificate(report: dict[str, Any]) -> Group:
