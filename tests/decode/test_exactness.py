@@ -142,13 +142,13 @@ def test_multi_round_is_reproducible_by_seed():
         (coupled, RandomDrafter(6, width=3)),
         (multi_round, RandomDrafter(6, width=3)),
         (multi_round, RandomDrafter(6, width=3, sampled=True)),
-        (multi_round, TreeOracle([[1, 2, 3, 0, 0, 0]] * 2000, vocab=6, depth=2, width=2)),  # the same guess every time
+        (multi_round, TreeOracle([[1, 2, 3, 4, 4, 4]] * 2000, vocab=6, depth=2, width=2)),  # the same guess every time
     ],
     ids=["coupled", "random", "sampled", "fixed"],
 )
 def test_three_tokens_follow_the_targets_law(law, drafter):
     """Siblings judged against the wrong residual, or draws that share their noise: text from another distribution."""
-    V, T, prompt, batches, batch = 6, 3.0, [1, 2, 3], 2, 2000  # so hot that every sibling matters
+    V, T, prompt, batches, batch = 6, 2.0, [1, 2, 3], 2, 2000  # so hot that every sibling matters
     model = tiny.build(LlamaConfig(**(tiny.GROUPED | {"vocab_size": V})))
     pairs = torch.cartesian_prod(torch.arange(V), torch.arange(V))
     with torch.no_grad():

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slipstream.bench.machine import SCHEMA, hardware, versions
+from slipstream.bench.machine import heading
 from slipstream.bench.questions import Question
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.tree import chain
@@ -117,11 +117,7 @@ def certify(
             progress(f"T={temperature:g} audit of {name}")
             results.append(_summary(target, name, temperature, seed, answers, questions))
     return {
-        "schema": SCHEMA,
-        "hardware": hardware(),
-        "versions": versions(),
-        "target": target.name,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        **heading(target),
         "margin": margin_of(target),
         "max_new_tokens": max_new_tokens,
         "seed": seed,

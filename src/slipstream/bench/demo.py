@@ -12,7 +12,7 @@ from slipstream.bench.report import ACCEPTED, OWN
 from slipstream.bench.run import HF, Answered, Contest, Tally
 from slipstream.targets.hf import Target
 
-BASELINES = {"vanilla": "plain", HF: "HF generate"}
+SHOWN = {"vanilla": "plain", HF: "HF generate"}
 GREEN = "  (green: drafted, and accepted by the target)"
 
 
@@ -33,7 +33,7 @@ def demo(contest: Contest, drafter: str, questions: Sequence[Question], console:
                     answers[method] = contest.ask(method, prompt)
             else:
                 console.print(
-                    Text.assemble("\n", (BASELINES.get(method, method), "bold"), "" if method == "vanilla" else GREEN)
+                    Text.assemble("\n", (SHOWN.get(method, method), "bold"), "" if method == "vanilla" else GREEN)
                 )
                 answers[method] = contest.ask(method, prompt, _Painter(target, console))
                 console.print()
@@ -84,5 +84,5 @@ def _verdict(contest: Contest, prompt: list[int], plain: Answered, drafted: Answ
 
 def _figures(tallies: dict[str, Tally], drafter: str) -> Text:
     speed = {method: tally.tokens_per_second for method, tally in tallies.items()}
-    ratios = (f"{speed[drafter] / speed[base]:.2f}× {name} ({speed[base]:.1f})" for base, name in BASELINES.items())
+    ratios = (f"{speed[drafter] / speed[base]:.2f}× {name} ({speed[base]:.1f})" for base, name in SHOWN.items())
     return Text.assemble((f"τ {tallies[drafter].tau:.2f}   {speed[drafter]:.1f} tokens/s   ", "bold"), "   ".join(ratios))

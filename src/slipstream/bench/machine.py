@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 
+from slipstream.targets.hf import Target
+
 SCHEMA = 1
+
+
+def heading(target: Target) -> dict[str, Any]:
+    """What every results file begins with."""
+    dtype = str(target.dtype).removeprefix("torch.")
+    about = {"schema": SCHEMA, "hardware": hardware(), "versions": versions()}
+    return {**about, "target": target.name, "dtype": dtype}
 
 
 def hardware() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from slipstream.bench.audit import audit, margin_of
-from slipstream.bench.machine import SCHEMA, hardware, versions
+from slipstream.bench.machine import heading
 from slipstream.bench.questions import Question
 from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling
@@ -19,6 +19,7 @@ from slipstream.drafters import load_drafter
 from slipstream.targets.hf import Target
 
 HF = "hf_generate"
+BASELINES = ("vanilla", HF)
 
 
 @dataclass(frozen=True)
@@ -172,54 +173,49 @@ def bench(
 
 
 def _report(contest: Contest, tallies: dict[str, dict[str, Tally]], questions: Sequence[Question]) -> dict[str, Any]:
-    target = contest.target
-    total = {name: _sum(list(by.values())) for name, by in tallies.items()}
-    rows = []
-    for name, tally in total.items():
-        if name == HF:
-            continue
-        margins = [d["margin"] for d in tally.divergences]
-        rows.append(
-            {
-                "drafter": name,
-                "questions": tally.questions,
-                "new_tokens": tally.new_tokens,
-                "target_passes": len(tally.rounds),
-                "tau": round(tally.tau, 4),
-                "acceptance_by_depth": tally.acceptance(conditional=False),
-                "acceptance_by_depth_conditional": tally.acceptance(conditional=True),
-                "tokens_per_second": round(tally.tokens_per_second, 2),
-                "speedup": _speedup(tally, total),
-                "identical": not tally.divergences,
-                "unexplained": sum(margin > margin_of(target) for margin in margins),
-                "divergences": tally.divergences,
-                "seconds": {key: round(value, 3) for key, value in asdict(tally.seconds).items()},
-                "host_share": round(tally.seconds.host / max(tally.seconds.total - tally.seconds.prefill, 1e-9), 4),
-                "by_category": {
-                    category: {
-                        "questions": part.questions,
-                        "new_tokens": part.new_tokens,
-                        "tau": round(part.tau, 4),
-                        "tokens_per_second": round(part.tokens_per_second, 2),
-                        "speedup": _speedup(part, {other: by[category] for other, by in tallies.items()}),
-                    }
-                    for category, part in tallies[name].items()
-                },
-            }
-        )
+    hf = _sum(list(tallies[HF].values()))
     return {
-        "schema": SCHEMA,
-        "hardware": hardware(),
-        "versions": versions(),
-        "target": target.name,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "margin": margin_of(target),
+        **heading(contest.target),
+        "margin": margin_of(contest.target),
         "temperature": contest.temperature,
         "seed": contest.seed,
         "max_new_tokens": contest.max_new_tokens,
         "prompts": [question.name for question in questions],
-        HF: {"tokens_per_second": round(total[HF].tokens_per_second, 2), "new_tokens": total[HF].new_tokens},
-        "results": rows,
+        HF: {"tokens_per_second": round(hf.tokens_per_second, 2), "new_tokens": hf.new_tokens},
+        "results": [_result(contest, name, tallies) for name in contest.drafters],
+    }
+
+
+def _result(contest: Contest, name: str, tallies: dict[str, dict[str, Tally]]) -> dict[str, Any]:
+    tally = _sum(list(tallies[name].values()))
+    decoding = tally.seconds.total - tally.seconds.prefill
+    return {
+        "drafter": name,
+        **_figures(tally, {baseline: _sum(list(tallies[baseline].values())) for baseline in BASELINES}),
+        "target_passes": len(tally.rounds),
+        "acceptance_by_depth": tally.acceptance(conditional=False),
+        "acceptance_by_depth_conditional": tally.acceptance(conditional=True),
+        "identical": not tally.divergences,
+        "unexplained": sum(d["margin"] > margin_of(contest.target) for d in tally.divergences),
+        "divergences": tally.divergences,
+        "seconds": {key: round(value, 3) for key, value in asdict(tally.seconds).items()},
+        "host_share": round(tally.seconds.host / decoding, 4) if decoding else 0.0,
+        "by_category": {
+            category: _figures(part, {baseline: tallies[baseline][category] for baseline in BASELINES})
+            for category, part in tallies[name].items()
+        },
+    }
+
+
+def _figures(tally: Tally, baselines: dict[str, Tally]) -> dict[str, Any]:
+    """τ, speed, and ratios of tokens per second, so that answers of different length compare."""
+    speed = tally.tokens_per_second
+    return {
+        "questions": tally.questions,
+        "new_tokens": tally.new_tokens,
+        "tau": round(tally.tau, 4),
+        "tokens_per_second": round(speed, 2),
+        "speedup": {name: round(speed / max(base.tokens_per_second, 1e-9), 3) for name, base in baselines.items()},
     }
 
 
@@ -235,11 +231,3 @@ def _sum(parts: Sequence[Tally]) -> Tally:
             whole.divergences + part.divergences,
         )
     return whole
-
-
-def _speedup(tally: Tally, total: dict[str, Tally]) -> dict[str, float]:
-    """Ratios of tokens per second, so that answers of different length compare."""
-    return {
-        baseline: round(tally.tokens_per_second / max(total[baseline].tokens_per_second, 1e-9), 3)
-        for baseline in ("vanilla", HF)
-    }

@@ -157,25 +157,20 @@ class Sampler:
     def _threshold(self, x: Float[Tensor, "B V"], slack: float) -> Float[Tensor, "B 1"]:
         """The least score in the support. All three filters keep a top set, so one number per row describes it."""
         c = self._columns
-        short = min(SHORTLIST, self.vocab) if x.device.type == "cpu" else self.vocab
-        top = x.topk(short).values
-        total = x.logsumexp(-1, keepdim=True)
-        if bool((c.top_k > 0).any()) or short == self.vocab:
-            if int(c.top_k.max()) > short:
-                top = x.sort(-1, descending=True).values
-            k = torch.where(c.top_k > 0, c.top_k, self.vocab).clamp(max=top.shape[-1])
-            kth = torch.where(c.top_k > 0, top.gather(1, k - 1), -torch.inf)
-            # top-p measures mass within what top-k kept
-            total = torch.where(c.top_k > 0, top.masked_fill(top < kth, -torch.inf).logsumexp(-1, keepdim=True), total)
-        else:
-            kth = torch.full_like(total, -torch.inf)
-        p = torch.where(c.top_p < 1, c.top_p + slack / 4, 2.0)  # logits that move by slack/2 move a set's mass by slack/4
-        if top.shape[-1] < self.vocab and bool(((top - total).exp().sum(-1, keepdim=True) < p).logical_and(p <= 1).any()):
-            top = x.sort(-1, descending=True).values
-        mass = (top - total).exp().cumsum(-1)
+        limited = c.top_k > 0
+        p = torch.where(c.top_p < 1, c.top_p + slack / 4, 2.0)  # scores that move by slack/2 move a set's mass by slack/4
+        for width in (SHORTLIST, self.vocab) if x.device.type == "cpu" else (self.vocab,):
+            top = x.topk(min(width, self.vocab)).values
+            kth = torch.where(limited, top.gather(1, c.top_k.clamp(1, top.shape[-1]) - 1), -torch.inf)
+            kept = top.masked_fill(top < kth, -torch.inf)
+            total = torch.where(limited, kept.logsumexp(-1, keepdim=True), x.logsumexp(-1, keepdim=True))
+            mass = (kept - total).exp().cumsum(-1)  # within what top-k kept, as in Hugging Face
+            enough = torch.where(limited, c.top_k <= top.shape[-1], (mass[:, -1:] >= p) | (p > 1))
+            if width == self.vocab or bool(enough.all()):
+                break
         last = (mass < p).sum(-1, keepdim=True).clamp(max=top.shape[-1] - 1)  # the first token that reaches p
         nucleus = torch.where(p <= 1, top.gather(1, last), -torch.inf)
-        floor = top[:, :1] + torch.where(c.min_p > 0, c.min_p, 0.0).log()
+        floor = top[:, :1] + c.min_p.log()
         return torch.maximum(torch.maximum(kth, nucleus), floor) - slack
 
     def law(self, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
