@@ -247,7 +247,9 @@ def main() -> None:
     except Exception as error:
         if not hasattr(error, "format_message"):  # typer's own complaint about the command line
             raise
-        _fail(f"{error.format_message()} (see slipstream --help)")
+        if message := error.format_message():  # empty: help was asked for by giving no command
+            _fail(f"{message} (see slipstream --help)")
+        code = 2
     if code == STOPPED:  # typer turns Ctrl-C into this
         err.print("slipstream: stopped")
     sys.exit(code if isinstance(code, int) else 0)

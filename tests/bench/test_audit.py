@@ -12,7 +12,7 @@ from slipstream.decode.answer import Answer
 from slipstream.decode.generate import decode
 from slipstream.drafters.vanilla import Vanilla
 
-PROMPT = tiny.prompts(1)[0]
+PROMPT = tiny.prompts(5)[0]
 
 
 def plain(sampling: Sampling) -> list[int]:

@@ -68,7 +68,11 @@ def test_a_saved_directory_loads(tmp_path):
     ("name", "message"),
     [
         ("smolm2", "Unknown target: 'smolm2'.*Did you mean 'smollm2'"),
-        ("/nowhere/at-all", "Unknown target: '/nowhere/at-all'.*no directory with a config.json"),
+        ("/nowhere/at-all", "Unknown target: '/nowhere/at-all': there is no such file or directory"),
+        (
+            "nobody/nothing",
+            "Unknown target: 'nobody/nothing'.*no directory with a config.json, no GGUF file, and as a hub id",
+        ),
         ("/nowhere/model.gguf", "Unknown target: '/nowhere/model.gguf': there is no such file"),
     ],
 )
@@ -76,6 +80,12 @@ def test_unknown_targets_are_explained(name, message):
     """A stack trace of the hub's client in place of what is wrong and what to do."""
     with pytest.raises(ValueError, match=message):
         load_target(name)
+
+
+def test_a_directory_without_a_model_is_explained(tmp_path):
+    """An empty directory taken for a hub id."""
+    with pytest.raises(ValueError, match=r"has neither a config\.json nor a GGUF file"):
+        load_target(str(tmp_path))
 
 
 def test_unknown_dtype_lists_the_choices():

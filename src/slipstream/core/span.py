@@ -74,7 +74,7 @@ def commit(tree: Tree, out: Output, verdict: Verdict, cache: KVCache) -> Span:
     cache.keep(None if tree.is_chain else verdict.path, verdict.count)
     tokens = tree.tokens.gather(1, verdict.path)
     nexts = torch.cat([tokens[:, 1:], verdict.next[:, None]], 1)
-    nexts[rows, verdict.count - 1] = verdict.next
+    nexts[rows, (verdict.count - 1).clamp(min=0)] = verdict.next
     features = None if out.features is None else out.features[rows[:, None], verdict.path]
     behind = hosted = None
     if features is not None and out.features is not None and tree.probes is not None and tree.hosts is not None:

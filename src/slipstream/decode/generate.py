@@ -86,7 +86,7 @@ def generate(
     """Answer one prompt (a `Generation`) or several as one ragged batch (a list of them).
 
     The text is a function of (prompt, sampling, seed) alone, whatever the drafter and the batch: row i of a batch draws
-    noise keyed by (seed, i). What is not given comes from the target's `generation_config`, as in Hugging Face.
+    noise keyed by (seed, i). What is not given comes from the target's `generation_config`.
 
     Args:
         prompts: text (put through the chat template where there is one), messages, or token ids; or a list of such, or

@@ -37,6 +37,10 @@ def load_target(name: str, dtype: str = "bfloat16", device: str = "cpu") -> Targ
         reason = _first_line(error)
         raise ValueError(f"Unknown or missing device: {device!r}. Use cpu, cuda, cuda:1, … ({reason})") from error
     path = _resolve(name)
+    if path.is_dir() and not (path / "config.json").exists() and not any(path.glob("*.gguf")):
+        raise ValueError(f"target directory {name!r} has neither a config.json nor a GGUF file: give a model's directory")
+    if name.startswith(("/", ".", "~")) and not path.exists():
+        raise ValueError(f"Unknown target: {name!r}: there is no such file or directory")
     gguf = path if path.suffix == ".gguf" else next(iter(path.glob("*.gguf")), None)
     if gguf is not None and not (path / "config.json").exists():
         model, tokenizer = _load_gguf(gguf, DTYPES[dtype])
@@ -48,7 +52,10 @@ def load_target(name: str, dtype: str = "bfloat16", device: str = "cpu") -> Targ
 
 def _resolve(name: str) -> Path:
     if name not in ALIASES:
-        return Path(name)
+        path, near = Path(name).expanduser(), get_close_matches(name, ALIASES, 1, cutoff=0.8)
+        if near and not path.exists():  # before a hub is asked for a model that nobody meant
+            raise ValueError(f"Unknown target: {name!r}. Did you mean {near[0]!r}?")
+        return path
     package, file, requirement = ALIASES[name]
     found = find_spec(package)  # located, not imported: the package's own dependencies are not needed
     if found is None or found.origin is None:
@@ -62,12 +69,10 @@ def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedT
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         return model, AutoTokenizer.from_pretrained(source)
     except OSError as error:
-        near = get_close_matches(source, ALIASES, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         known = ", ".join(ALIASES)
         raise ValueError(
             f"Unknown target: {source!r}. It is no alias ({known}), no directory with a config.json, no GGUF file, and as "
-            f"a hub id it could not be loaded ({_first_line(error)}).{hint}"
+            f"a hub id it could not be loaded ({_first_line(error)})."
         ) from error
 
 
