@@ -137,11 +137,12 @@ class Target:
             keep = torch.arange(tree.nodes, device=self.device) if rows is None else rows.unique()
         if isinstance(keep, Tensor) and len(keep) == 0:
             keep = 1  # the least that every model accepts
+        mask = self._mask(layout, positions, cache, tree.nodes)
         began = perf_counter()
         out = self.model(
             **inputs,
             position_ids=positions,
-            attention_mask=self._mask(layout, positions, cache, tree.nodes),
+            attention_mask=mask,
             past_key_values=_View(cache),
             use_cache=True,
             output_hidden_states=bool(taps),
