@@ -10,16 +10,24 @@ if TYPE_CHECKING:
     from slipstream.core.tree import Tree
     from slipstream.decode.generate import Generation, generate
     from slipstream.drafters import load_drafter
+    from slipstream.drafters.ngram import NGram
+    from slipstream.drafters.random_drafter import RandomDrafter
+    from slipstream.drafters.tree_oracle import TreeOracle
+    from slipstream.drafters.vanilla import Vanilla
     from slipstream.targets import Target, load_target
 
 _HOMES = {  # imported on first use: torch and transformers take seconds
     "Drafter": "core.drafter",
     "Generation": "decode.generate",
+    "NGram": "drafters.ngram",
+    "RandomDrafter": "drafters.random_drafter",
     "Sampling": "core.sampling",
     "Span": "core.span",
     "State": "core.drafter",
     "Target": "targets",
     "Tree": "core.tree",
+    "TreeOracle": "drafters.tree_oracle",
+    "Vanilla": "drafters.vanilla",
     "generate": "decode.generate",
     "load_drafter": "drafters",
     "load_target": "targets",
@@ -27,11 +35,15 @@ _HOMES = {  # imported on first use: torch and transformers take seconds
 __all__ = [
     "Drafter",
     "Generation",
+    "NGram",
+    "RandomDrafter",
     "Sampling",
     "Span",
     "State",
     "Target",
     "Tree",
+    "TreeOracle",
+    "Vanilla",
     "generate",
     "load_drafter",
     "load_target",

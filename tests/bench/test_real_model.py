@@ -1,7 +1,9 @@
 """The promise on SmolLM2-135M-Instruct itself. `make exactness` runs the audit at full size."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,14 @@ def test_certify_finds_no_unexplained_token(target):
     assert set(rows) == {("ngram", 0), ("tree-oracle", 0), ("hf_generate", 0), ("ngram", 1), ("tree-oracle", 1)}
     assert all(row["unexplained"] == 0 and row["questions"] == 4 for row in rows.values())
     assert report["certified"]
+
+
+def test_the_readmes_lines_run(capsys):
+    """The first thing a newcomer types."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    [lines] = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    exec(compile(lines, "README.md", "exec"), {})
+    assert "gravity" in capsys.readouterr().out.lower()
 
 
 LONG = """
