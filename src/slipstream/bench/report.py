@@ -63,15 +63,15 @@ def _sameness(row: dict[str, Any]) -> Text:
 def certificate(report: dict[str, Any]) -> Group:
     """What `certify` found, one line per drafter and temperature, and the verdict."""
     title = f"{report['target']}, {report['dtype']}, margin {report['margin']:g} in logits"
-    table = _table(title, "drafter", "T", "answers", "tokens", "identical", "near-ties", "largest margin", "unexplained")
+    table = _table(title, "drafter", "T", "answers", "same", "tokens", "ties", "max margin", "unexplained")
     for row in report["results"]:
         margin = row["largest_margin"]
         table.add_row(
             row["drafter"],
             f"{row['temperature']:g}",
             str(row["questions"]),
-            str(row["tokens"]),
             str(row["identical"]),
+            str(row["tokens"]),
             str(len(row["divergences"]) - row["unexplained"]),
             f"{margin:.2g}" if isinstance(margin, float) else margin,
             Text(str(row["unexplained"]), "bold red" if row["unexplained"] else "green"),
