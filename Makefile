@@ -20,7 +20,7 @@ check: $(READY)  ## style, types, import rules, public surface
 	$(RUN)/python -m pytest tests/test_structure.py
 
 bench: $(READY)  ## ngram beside both baselines on the project's questions, bf16
-	$(RUN)/slipstream bench --drafter ngram --json benchmarks/results/bench.json
+	$(RUN)/slipstream bench --drafter ngram --limit 24 --max-new-tokens 96 --json benchmarks/results/bench.json
 
 exactness: $(READY)  ## the audit at full size: 20 prompts of 128 tokens, T = 0 and 1, fp32
 	$(RUN)/slipstream certify --drafter ngram --limit 20 --max-new-tokens 128 \
