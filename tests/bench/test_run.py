@@ -66,7 +66,7 @@ def test_tables_show_every_drafter(target, report, capsys):
     console.print(certificate(certify(target, ["ngram"], [Question("f", "1", "c", ("a b c",))], [0.0, 1.0], 8)))
     shown = capsys.readouterr().out
     assert all(
-        word in shown for word in ("vanilla", "ngram", "hf_generate", "τ", "host", "math", "tree-oracle", "certified")
+        word in shown for word in ("vanilla", "ngram", "HF generate", "τ", "host", "math", "tree-oracle", "certified")
     )
 
 

@@ -14,7 +14,7 @@ def bench_table(report: dict[str, Any]) -> Group:
     """One line per drafter, then one per category and drafter."""
     hf = report["hf_generate"]["tokens_per_second"]
     title = f"{report['target']}, {report['dtype']}, T = {report['temperature']:g}, {report['hardware']['cpu']}"
-    main = _table(title, "drafter", "τ", "tok/s", "× plain", "× HF", "draft", "verify", "host", "same text")
+    main = _table(title, "drafter", "τ", "tok/s", "× plain", "× HF", "draft", "verify", "host", "same")
     for row in report["results"]:
         spent = row["seconds"]
         busy = max(spent["draft"] + spent["verify"] + spent["host"], 1e-9)
@@ -27,7 +27,7 @@ def bench_table(report: dict[str, Any]) -> Group:
             *(f"{spent[part] / busy:.1%}" for part in ("draft", "verify", "host")),
             _sameness(row),
         )
-    main.add_row("hf_generate", "1.00", f"{hf:.1f}", "", "1.00", "", "", "", "", style="dim")
+    main.add_row("HF generate", "1.00", f"{hf:.1f}", "", "1.00", "", "", "", "", style="dim")
     return Group(main, _categories(report), *_depths(report))
 
 
@@ -86,7 +86,7 @@ def certificate(report: dict[str, Any]) -> Group:
 
 def _table(title: str | None, first: str, *others: str) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
-    table.add_column(first)
+    table.add_column(first, no_wrap=True)
     for name in others:
         table.add_column(name, justify="right")
     return table
