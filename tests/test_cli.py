@@ -70,6 +70,16 @@ def test_generate_prints_the_answer_and_writes_json_and_trace(run, tiny_options,
     assert len(trace.read_text().splitlines()) == made["target_passes"]
 
 
+def test_a_mistake_leaves_an_earlier_trace_alone(run, tiny_options, tmp_path):
+    """A trace opened for writing before the prompt was looked at: the earlier one was gone."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("earlier\n")
+    code, _, _ = run("generate", " ", *tiny_options, "--trace", str(trace))
+    assert code == 2
+    assert trace.read_text() == "earlier\n"
+    assert list(tmp_path.iterdir()) == [trace]
+
+
 def test_bench_and_certify_write_json_and_print_a_table(run, tiny_options, questions, tmp_path):
     path = tmp_path / "bench.json"
     code, out, _ = run("bench", *tiny_options, "--questions", questions, "--drafter", "ngram", "--json", str(path))

@@ -2,8 +2,8 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -90,7 +90,7 @@ def generate(
     """Answer one prompt, printed as it is made; figures go to standard error."""
     from transformers import TextStreamer
 
-    from slipstream.bench.machine import check_writable, write_json
+    from slipstream.bench.machine import check_writable, replacing, write_json
     from slipstream.decode.generate import generate as run
 
     for path in (trace, json_path):
@@ -98,7 +98,7 @@ def generate(
             check_writable(path)
     text = sys.stdin.read() if prompt == "-" else prompt
     loaded = _load(target, dtype, device)
-    with _opened(trace) as trace_file:
+    with replacing(trace) if trace is not None else nullcontext() as trace_file:
         made = run(
             loaded,
             text,
@@ -209,15 +209,6 @@ def _load(name: str, dtype: str, device: str) -> "Target":
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         return load_target(name, dtype, device)
-
-
-@contextmanager
-def _opened(path: str | None) -> Iterator[Any]:
-    if path is None:
-        yield None
-        return
-    with open(path, "w", encoding="utf-8") as file:
-        yield file
 
 
 @contextmanager

@@ -94,8 +94,7 @@ def certify(
     Returns:
         Schema, machine, and one result per drafter and temperature; `certified` is true if no token is unexplained.
     """
-    for name in drafters:
-        load_drafter(name)
+    made = {name: load_drafter(name) for name in drafters}
     results = []
     for temperature in temperatures:
         runs: dict[str, list[tuple[list[int], list[int], list[int]]]] = {}
@@ -104,7 +103,7 @@ def certify(
             settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
             plain = generate(target, prompt, "vanilla", **settings)
             oracle = TreeOracle([plain.prompt + plain.tokens], target.vocab)
-            for name, drafter in [*((name, load_drafter(name)) for name in drafters), ("tree-oracle", oracle)]:
+            for name, drafter in [*made.items(), ("tree-oracle", oracle)]:
                 progress(f"T={temperature:g} {question.name} {name}")
                 answer = generate(target, prompt, drafter, **settings)
                 runs.setdefault(name, []).append((prompt, answer.tokens, plain.tokens))

@@ -5,9 +5,11 @@ import os
 import platform
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -79,12 +81,27 @@ def check_writable(path: str) -> None:
         ) from error
 
 
-def write_json(path: str, data: dict[str, Any]) -> None:
-    """Write beside, then rename: a reader never sees half a file."""
+@contextmanager
+def replacing(path: str) -> Iterator[TextIO]:
+    """A file to write, put in the place of `path` once it is whole: what was there stays until then.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
     beside = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
     try:
-        beside.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        with open(beside, "w", encoding="utf-8") as file:
+            yield file
         os.replace(beside, path)
+    except BrokenPipeError:  # somebody else's output
+        raise
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise ValueError(f"output {path} cannot be written: {error.strerror}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_json(path: str, data: dict[str, Any]) -> None:
+    """Results, whole or not at all. Raises ValueError where they cannot be written."""
+    with replacing(path) as file:
+        file.write(json.dumps(data, indent=1, ensure_ascii=False) + "\n")

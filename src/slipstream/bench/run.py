@@ -12,7 +12,7 @@ from slipstream.bench.machine import heading
 from slipstream.bench.questions import Question
 from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling
-from slipstream.decode.answer import Round
+from slipstream.decode.answer import Round, mean_accepted_length
 from slipstream.decode.generate import Generation, Streamer, check_limits, generate, resolve_sampling
 from slipstream.decode.round import Seconds
 from slipstream.drafters import load_drafter
@@ -112,8 +112,8 @@ class Tally:
 
     @property
     def tau(self) -> float:
-        """Tokens committed per target pass; the prompt's pass and the token it yields are in neither."""
-        return sum(r.kept for r in self.rounds) / len(self.rounds) if self.rounds else 1.0
+        """`mean_accepted_length` over all answers."""
+        return mean_accepted_length(self.rounds)
 
     def acceptance(self, conditional: bool) -> list[float]:
         """By depth d: the share of passes that accepted d drafted tokens or more; conditional: of those that drafted d and

@@ -19,6 +19,14 @@ class Round:
     kept: int
 
 
+def mean_accepted_length(rounds: Sequence[Round]) -> float:
+    """τ: tokens committed per target pass, the target's own included; 1 for plain decoding.
+
+    The prompt's pass and the token it yields are in neither.
+    """
+    return sum(r.kept for r in rounds) / len(rounds) if rounds else 1.0
+
+
 @dataclass
 class Answer:
     """Ends exactly where plain decoding would: tokens are looked at one by one, whatever a round brought.

@@ -13,7 +13,7 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampler, Sampling, rows_of
 from slipstream.core.span import Span
 from slipstream.core.verify import Law, coupled, multi_round
-from slipstream.decode.answer import Answer, Finish, Round
+from slipstream.decode.answer import Answer, Finish, Round, mean_accepted_length
 from slipstream.decode.round import Decoder, Seconds
 from slipstream.drafters import load_drafter
 from slipstream.targets.hf import Target
@@ -58,8 +58,8 @@ class Generation:
 
     @property
     def tau(self) -> float:
-        """τ: tokens committed per target pass, the target's own included; 1 for plain decoding."""
-        return sum(r.kept for r in self.rounds) / len(self.rounds) if self.rounds else 1.0
+        """The answer's `mean_accepted_length`."""
+        return mean_accepted_length(self.rounds)
 
 
 def generate(
