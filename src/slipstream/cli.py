@@ -81,7 +81,7 @@ def generate(
     frequency_penalty: Annotated[float, typer.Option(help="counts the answer")] = 0.0,
     seed: Seed = 0,
     stop: Annotated[list[str], typer.Option(help="a string that ends the answer; may be repeated")] = [],  # noqa: B006
-    law: Annotated[str, typer.Option(help="coupled or multi-round")] = "coupled",
+    law: Annotated[str | None, typer.Option(help="coupled or multi-round (default: the drafter's own)")] = None,
     dtype: Dtype = "bfloat16",
     device: Device = "cpu",
     trace: Annotated[str | None, typer.Option(metavar="FILE", help="write one JSON line per round here")] = None,
@@ -90,8 +90,8 @@ def generate(
     """Answer one prompt, printed as it is made; figures go to standard error."""
     from transformers import TextStreamer
 
-    from slipstream.bench.machine import check_writable, replacing, write_json
     from slipstream.decode.generate import generate as run
+    from slipstream.files import check_writable, replacing, write_json
 
     for path in (trace, json_path):
         if path is not None:
@@ -144,10 +144,10 @@ def bench(
     json_path: JsonPath = None,
 ) -> None:
     """Measure drafters beside plain decoding and Hugging Face generate, in alternation on the same prompts."""
-    from slipstream.bench.machine import check_writable, write_json
     from slipstream.bench.questions import load_questions
     from slipstream.bench.report import bench_table
     from slipstream.bench.run import bench as run
+    from slipstream.files import check_writable, write_json
 
     if json_path is not None:
         check_writable(json_path)
@@ -183,10 +183,10 @@ def certify(
     A tree oracle always runs beside the drafters, and at T = 0 Hugging Face generate is audited too. Exit code 1 if a
     token is not explained.
     """
-    from slipstream.bench.audit import certify as run
-    from slipstream.bench.machine import check_writable, write_json
+    from slipstream.bench.certify import certify as run
     from slipstream.bench.questions import load_questions
     from slipstream.bench.report import certificate
+    from slipstream.files import check_writable, write_json
 
     if json_path is not None:
         check_writable(json_path)
@@ -198,6 +198,55 @@ def certify(
     out.print(certificate(report))
     if not report["certified"]:
         raise typer.Exit(1)
+
+
+@app.command(
+    epilog=_examples(
+        "train eagle --data answers.jsonl --out runs/eagle",
+        "train eagle --data answers.jsonl --preview",
+        "train eagle --recipe recipes/eagle_smollm2.yaml --out runs/eagle optimizer.lr=5e-4 loss.unroll=3",
+        "train eagle --recipe runs/eagle/recipe.yaml --out runs/eagle --resume",
+    )
+)
+def train(
+    method: Annotated[str, typer.Argument(help="eagle")],
+    overrides: Annotated[list[str], typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = [],  # noqa: B006
+    data: Annotated[list[str], typer.Option(help="JSONL or .txt, gzipped or not; repeatable")] = [],  # noqa: B006
+    directory: Annotated[
+        str | None, typer.Option("--out", metavar="DIR", help="drafter, checkpoints and log go here")
+    ] = None,
+    target: TargetName = "smollm2",
+    recipe: Annotated[
+        str | None, typer.Option(metavar="FILE", help="YAML; see the recipe.yaml that each run leaves")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on, exactly, from the last checkpoint in --out")] = False,
+    preview: Annotated[bool, typer.Option("--preview", help="show what is learnt of the data, coloured, and stop")] = False,
+    dtype: Annotated[str, typer.Option(help="of the target: auto, float32, bfloat16, …")] = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Train a drafter for a target. The directory holds, at any time, the best drafter so far and the last checkpoint."""
+    from slipstream.train.data import load_examples
+    from slipstream.train.recipe import load_recipe
+    from slipstream.train.show import preview as show_preview
+    from slipstream.train.show import watching
+    from slipstream.train.trainer import Trainer
+
+    if resume and recipe is None and directory is not None:
+        recipe = f"{directory}/recipe.yaml"
+    given = {"data": {"files": data}} if data else {}
+    settled = load_recipe(recipe, overrides, method=method, **given)
+    if directory is None and not preview:
+        raise ValueError("no place for the drafter: give --out DIR (or --preview to look at the data)")
+    loaded = _load(target, dtype, device)
+    if directory is None or preview:
+        kept = settled.data
+        out.print(show_preview(loaded, load_examples(kept.files, loaded, kept.max_length, kept.limit)))
+        return
+    with watching(err) as watch:
+        trainer = Trainer(loaded, settled, directory, resume)
+        trainer.prepare(watch.filling)
+        progress = trainer.run(watch.show)
+    out.print(f"predicted τ {progress.best:.2f} ({settled.head.tree}) after {progress.trained:,} tokens, in {directory}")
 
 
 def _load(name: str, dtype: str, device: str) -> "Target":

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream import load_target
-from slipstream.bench.audit import certify
+from slipstream.bench.certify import certify
 from slipstream.bench.questions import load_questions
 
 

@@ -7,12 +7,12 @@ import pytest
 from rich.console import Console
 
 import tiny
-from slipstream.bench.audit import certify
-from slipstream.bench.machine import check_writable, write_json
+from slipstream.bench.certify import certify
 from slipstream.bench.questions import Question
 from slipstream.bench.report import bench_table, certificate
 from slipstream.bench.run import Tally, bench
 from slipstream.decode.answer import Round
+from slipstream.files import check_writable, write_json
 from slipstream.targets import Target
 
 

@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from slipstream.bench.audit import audit, margin_of
 from slipstream.bench.questions import Question
 from slipstream.bench.report import ACCEPTED, OWN
 from slipstream.bench.run import HF, Answered, Contest, Tally
+from slipstream.decode.audit import audit, margin_of
 from slipstream.targets.hf import Target
 
 SHOWN = {"vanilla": "plain", HF: "HF generate"}

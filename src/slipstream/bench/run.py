@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from slipstream.bench.audit import audit, margin_of
-from slipstream.bench.machine import heading
 from slipstream.bench.questions import Question
 from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling
 from slipstream.decode.answer import Round, mean_accepted_length
+from slipstream.decode.audit import audit, margin_of
 from slipstream.decode.generate import Generation, Streamer, check_limits, generate, resolve_sampling
 from slipstream.decode.round import Seconds
 from slipstream.drafters import load_drafter
+from slipstream.machine import heading
 from slipstream.targets.hf import Target
 
 HF = "hf_generate"
@@ -45,7 +45,7 @@ class Contest:
     @classmethod
     def of(cls, target: Target, drafters: Sequence[str], max_new_tokens: int, temperature: float, seed: int) -> "Contest":
         """Both baselines and the named drafters. Raises ValueError for a name that is not known."""
-        made = {name: load_drafter(name) for name in dict.fromkeys(["vanilla", *drafters])}
+        made = {name: load_drafter(name, target.ends) for name in dict.fromkeys(["vanilla", *drafters])}
         return cls(target, made, max_new_tokens, temperature, seed)
 
     @property

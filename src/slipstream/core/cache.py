@@ -35,6 +35,7 @@ class KVCache:
         self.keys: Float[Tensor, "L B heads S D"] | None = None
         self.values: Float[Tensor, "L B heads S D"] | None = None
         self._slots: Int[Tensor, "B R"] = self.lengths[:, None]
+        self._after = 0
         self._start: int | None = None  # first slot of this round where all rows agree
 
     @property
@@ -45,21 +46,22 @@ class KVCache:
     @property
     def view(self) -> int:
         """Slots that a pass reads: memory, text and the reserved rows, up to the next bucket."""
-        used = self.prefix + self.bound + self._slots.shape[1]
+        used = self.prefix + self.bound + self._after + self._slots.shape[1]
         return min(-(-used // BUCKET) * BUCKET, self.prefix + self.capacity)
 
-    def reserve(self, rows: int) -> None:
-        """Set aside the next `rows` slots of every row.
+    def reserve(self, rows: int, after: int = 0) -> None:
+        """Set aside the next `rows` slots of every row, `after` scratch slots that an earlier pass of the round filled.
 
         Raises:
             ValueError: the capacity does not hold them.
         """
-        if self.bound + rows > self.capacity:
+        if self.bound + after + rows > self.capacity:
             raise ValueError(
-                f"the cache holds {self.capacity} slots a row, of which {self.bound} are used; a pass of {rows} rows does "
-                "not fit: allocate more, or draft a smaller tree"
+                f"the cache holds {self.capacity} slots a row, of which {self.bound + after} are used; a pass of {rows} "
+                "rows does not fit: allocate more, or draft a smaller tree"
             )
-        self._slots = self.prefix + self.lengths[:, None] + torch.arange(rows, device=self.lengths.device)
+        first = self.prefix + after + self.lengths[:, None]
+        self._slots, self._after = first + torch.arange(rows, device=self.lengths.device), after
         uniform = self.lengths.device.type == "cpu" and bool((self.lengths == self.lengths[0]).all())
         self._start = int(self._slots[0, 0]) if uniform and rows else None
 

@@ -3,12 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from slipstream.core.cache import KVCache
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
@@ -18,22 +19,43 @@ S = TypeVar("S", bound="State")
 
 @dataclass
 class State:
-    """What a drafter knows of its B rows. Every tensor field leads with B, so that rows come and go."""
+    """What a drafter knows of its B rows. Every tensor field leads with B, so that rows come and go; so do caches."""
 
     root: Int[Tensor, " B"]  # chosen by the target, not yet read by it
 
     def select(self: S, rows: Sequence[int]) -> S:
         """The state of some of the rows."""
         index = torch.tensor(list(rows), dtype=torch.long, device=self.root.device)
-        return replace(self, **{name: value[index] for name, value in self._tensors().items()})
+        kept: dict[str, Any] = {name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        kept |= {name: value.select(list(rows)) for name, value in vars(self).items() if isinstance(value, KVCache)}
+        return replace(self, **kept)
 
     def insert(self: S, other: S) -> S:
         """The state of these rows followed by another's."""
-        theirs = other._tensors()
-        return replace(self, **{name: torch.cat([mine, theirs[name]]) for name, mine in self._tensors().items()})
+        pairs = [(name, value, vars(other)[name]) for name, value in vars(self).items()]
+        joined: dict[str, Any] = {
+            name: torch.cat([mine, theirs]) for name, mine, theirs in pairs if isinstance(mine, Tensor)
+        }
+        joined |= {name: mine.insert(theirs) for name, mine, theirs in pairs if isinstance(mine, KVCache)}
+        return replace(self, **joined)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+@dataclass(frozen=True)
+class Ends:
+    """What a drafter borrows from its target: the two ends of the model, and how it is called.
+
+    Attributes:
+        embed: token ids to vectors, H wide.
+        head: the LM head's weight; `bias` where it has one.
+        config: the target's own configuration.
+        fingerprint: what a drafter directory is held against.
+    """
+
+    embed: torch.nn.Module
+    head: Float[Tensor, "V H"]
+    bias: Float[Tensor, " V"] | None
+    config: Any
+    fingerprint: str
 
 
 class Drafter(ABC):
@@ -44,6 +66,8 @@ class Drafter(ABC):
             "input of block i". Their concatenation is the feature, F = taps·H.
         rows: the most rows that a tree of this drafter takes in a target pass, probes included.
         depth: the deepest tree it proposes.
+        law: how its trees are verified: "coupled", or "multi-round" for children sampled from a law on the tree.
+        peeks: its candidates depend on `sampler.noise`, so that only the coupled law is exact for it.
         probes: vectors [M, H] that the prompt's last token hosts; later trees carry their own.
         memory: keys and values [L, 2, P, heads, D] that its probes read in the target's attention.
     """
@@ -51,6 +75,8 @@ class Drafter(ABC):
     taps: tuple[str, ...] = ()
     rows: int = 1
     depth: int = 0
+    law: str = "coupled"
+    peeks: bool = False
     probes: Float[Tensor, "M H"] | None = None
     memory: Float[Tensor, "L 2 P heads D"] | None = None
 
@@ -65,4 +91,4 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, state: State, sampler: Sampler) -> Tree:
-        """Guess. `sampler.noise` may be looked at under the coupled law; candidates must then not carry `Tree.law`."""
+        """Guess. A drafter that looks at `sampler.noise` says so (`peeks`)."""

@@ -183,6 +183,11 @@ class Sampler:
         """The token at each absolute position: argmax(scores + g), where g depends on (seed, row, position) alone."""
         return (scores if self._greedy else scores + self.noise(positions)).argmax(-1)
 
+    @property
+    def temperature(self) -> Float[Tensor, "B 1"]:
+        """Of each row, 0 for a greedy one."""
+        return self._columns.temperature
+
     def noise(self, positions: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
         """The Gumbel noise of `draw`, zero for greedy rows. Under the coupled law a drafter may look at it."""
         if self._greedy:

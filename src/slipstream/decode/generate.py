@@ -79,7 +79,7 @@ def generate(
     processors: Sequence[Any] = (),
     eos_token_ids: Iterable[int] | None = None,
     stop: str | Sequence[str] = (),
-    law: str = "coupled",
+    law: str | None = None,
     streamer: Streamer | None = None,
     trace: Writer | None = None,
 ) -> Any:
@@ -95,7 +95,7 @@ def generate(
         temperature, …, processors: see `Sampling`.
         eos_token_ids: ids that end an answer; default: the target's.
         stop: strings that end an answer; they are not part of its text.
-        law: "coupled" (same seed, same text) or "multi-round" (exact in distribution).
+        law: "coupled" (same seed, same text) or "multi-round" (exact in distribution); default: the drafter's own.
         streamer: gets the prompt and then tokens as they come; one prompt only.
         trace: receives one JSON line per row and round.
 
@@ -108,7 +108,7 @@ def generate(
     ids = [target.encode(prompt) for prompt in ([prompts] if single else prompts)]  # type: ignore[arg-type]
     if not ids:
         raise ValueError("there are no prompts: give at least one")
-    if law not in LAWS:
+    if law is not None and law not in LAWS:
         raise ValueError(f"Unknown law: {law!r}. Available: {', '.join(LAWS)}")
     if streamer is not None and len(ids) > 1:
         raise ValueError(f"a streamer takes one prompt, {len(ids)} were given: call generate once for each")
@@ -129,7 +129,10 @@ def generate(
         processors=tuple(processors),
     )
     if isinstance(drafter, str):
-        drafter = load_drafter(drafter)
+        drafter = load_drafter(drafter, target.ends)
+    law = law or drafter.law
+    if drafter.peeks and law != "coupled":
+        raise ValueError(f"this drafter looks at the target's noise, which the {law} law does not allow: use law coupled")
     eos = frozenset(_eos(target) if eos_token_ids is None else eos_token_ids)
     answers = [Answer(target, min(max_new_tokens, target.window - len(prompt)), eos, stops) for prompt in ids]
     seconds = decode(target, drafter, ids, rows_of(sampling, len(ids)), answers, LAWS[law], streamer, trace)

@@ -1,26 +1,63 @@
-"""One file per drafter, one final class each. `load_drafter` finds them by name."""
+"""One file per drafter, one final class each. `load_drafter` finds them by name or directory."""
 
+import re
 from difflib import get_close_matches
+from inspect import signature
+from pathlib import Path
+from typing import Any
 
-from slipstream.core.drafter import Drafter
+from slipstream.core.drafter import Drafter, Ends
 
-NAMES = ("vanilla", "ngram")
+NAMES = ("vanilla", "ngram", "eagle")
 
 
-def load_drafter(name: str) -> Drafter:
-    """The drafter of that name, with its defaults.
+def load_drafter(spec: str, ends: Ends | None = None) -> Drafter:
+    """A drafter by name or directory, with options: "ngram", "eagle:tree=chain-5,proposal=noise", "runs/mine:tree=fig9".
+
+    Args:
+        spec: a name (a trained one finds the weights that ship for the target) or a drafter directory, then `:` and
+            `key=value` pairs for the drafter's own arguments.
+        ends: `target.ends`; trained drafters need it.
 
     Raises:
-        ValueError: no drafter is called that; the nearest name is offered.
+        ValueError: there is no such drafter or option, or it was made for another target.
     """
+    name, _, tail = spec.partition(":")
+    options = dict(_option(part, spec) for part in re.split(r",(?=\w+=)", tail) if part)
     if name == "vanilla":
         from slipstream.drafters.vanilla import Vanilla
 
-        return Vanilla()
+        return Vanilla(**_checked(Vanilla, options, spec))
     if name == "ngram":
         from slipstream.drafters.ngram import NGram
 
-        return NGram()
+        return NGram(**_checked(NGram, options, spec))
+    if name in NAMES or Path(name).is_dir():
+        if ends is None:
+            raise ValueError(f"drafter {name!r} is made for a target: pass the target's ends, load_drafter(…, target.ends)")
+        from slipstream.drafters.eagle import Eagle
+        from slipstream.drafters.store import read_drafter, shipped
+
+        home = name if Path(name).is_dir() else shipped(name, ends)
+        config, tensors = read_drafter(home, ends)
+        if config.get("method") != "eagle":
+            raise ValueError(f"drafter directory {name}: Unknown method: {config.get('method')!r}. Available: eagle")
+        return Eagle.load(config, tensors, ends, **_checked(Eagle, options, spec, without=("head", "ends", "vocab")))
     near = get_close_matches(name, NAMES, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"Unknown drafter: {name!r}. Available: {', '.join(NAMES)}.{hint}")
+    raise ValueError(f"Unknown drafter: {name!r}. Available: {', '.join(NAMES)}, or a drafter directory.{hint}")
+
+
+def _option(part: str, spec: str) -> tuple[str, Any]:
+    key, equals, value = part.partition("=")
+    if not equals:
+        raise ValueError(f"drafter {spec!r}: {part!r} is no option: write key=value, such as eagle:tree=chain-5")
+    return key, int(value) if value.isdecimal() else value
+
+
+def _checked(drafter: type[Drafter], options: dict[str, Any], spec: str, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    known = [] if drafter.__init__ is object.__init__ else [p for p in signature(drafter).parameters if p not in without]
+    for key in options:
+        if key not in known:
+            raise ValueError(f"drafter {spec!r} has no option {key!r}. Available: {', '.join(known) or 'none'}")
+    return options

@@ -4,7 +4,9 @@ What makes a tree pass possible is all outside the model: our cache in place of 
 sees (every active sliding window included), explicit positions, and probe rows through `inputs_embeds`.
 """
 
+import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from inspect import signature
 from time import perf_counter
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface, Cache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.core.cache import KVCache
+from slipstream.core.drafter import Ends
 from slipstream.core.span import Output
 from slipstream.core.tree import Layout, Tree
 from slipstream.targets.support import attention_windows, check_supported
@@ -97,6 +100,22 @@ class Target:
     def window(self) -> int:
         """Positions the model has, or a very large number where it names no limit."""
         return getattr(self.config, "max_position_embeddings", None) or 2**31
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What a drafter was made for: the model's type and a hash of the first values of every weight. It does not
+        depend on the precision that the model was loaded in (from bf16 or fp16 weights)."""
+        parts = [
+            bytes(p.flatten()[:8].to("cpu", torch.bfloat16).view(torch.uint8).tolist()) for p in self.model.parameters()
+        ]
+        return f"{self.config.model_type}-{hashlib.sha256(b'|'.join(sorted(parts))).hexdigest()[:12]}"
+
+    @cached_property
+    def ends(self) -> Ends:
+        """The embedding and the LM head, for drafters that share them."""
+        head: Any = self.model.get_output_embeddings()
+        embed: Any = self.model.get_input_embeddings()
+        return Ends(embed, head.weight, head.bias, self.config, self.fingerprint)
 
     @property
     def generation_config(self) -> GenerationConfig:

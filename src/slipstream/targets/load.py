@@ -13,6 +13,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from slipstream.files import cache_home
 from slipstream.targets.hf import Target
 from slipstream.targets.support import check_supported
 
@@ -24,11 +25,15 @@ def load_target(name: str, dtype: str = "bfloat16", device: str = "cpu") -> Targ
     """A target from an alias ("smollm2"), a directory, a GGUF file or a hub id.
 
     Args:
-        dtype: "float32", "bfloat16", "float16" or "float64".
+        dtype: "float32", "bfloat16", "float16", "float64", or "auto": bfloat16 where the device multiplies it in
+            hardware, float32 elsewhere.
 
     Raises:
         ValueError: there is no such target, it cannot be read, or its architecture is refused.
     """
+    if dtype == "auto":
+        native = device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        dtype = "bfloat16" if native else "float32"
     if dtype not in DTYPES:
         raise ValueError(f"Unknown dtype: {dtype!r}. Available: {', '.join(DTYPES)}")
     try:
@@ -80,7 +85,7 @@ def _load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
     """Read a GGUF file, dequantised. Parsing takes over ten seconds, so the result is kept in the user's cache."""
     if not file.is_file():
         raise ValueError(f"Unknown target: {str(file)!r}: there is no such file")
-    kept = _cache_home() / f"{file.stem}-{_key(file, dtype)}"
+    kept = cache_home() / f"{file.stem}-{_key(file, dtype)}"
     if not kept.is_dir():
         model, tokenizer = _read_gguf(file, dtype)
         if not _keep(model, tokenizer, kept):
@@ -115,10 +120,6 @@ def _keep(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kept: Path
     except (OSError, SafetensorError):  # a full disk, a read-only one, or somebody was quicker
         pass
     return kept.is_dir()
-
-
-def _cache_home() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
 def _key(file: Path, dtype: torch.dtype) -> str:

@@ -5,10 +5,10 @@ import math
 import pytest
 
 import tiny
-from slipstream.bench.audit import audit
 from slipstream.core.sampling import Sampling
 from slipstream.core.verify import coupled
 from slipstream.decode.answer import Answer
+from slipstream.decode.audit import audit
 from slipstream.decode.generate import decode
 from slipstream.drafters.vanilla import Vanilla
 

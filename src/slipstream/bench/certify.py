@@ -1,80 +1,19 @@
-"""The audit: is every token of an answer the one that plain decoding would have chosen?
-
-A pass over a tree and a pass over one row round differently, so in low precision equality has an exception: a token whose
-score is within a stated margin of the best is a tie that rounding may turn. Everything else is an error.
-"""
+"""certify: proof that drafting changes nothing on this target: every token of every answer is audited."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from slipstream.bench.machine import heading
 from slipstream.bench.questions import Question
-from slipstream.core.sampling import Sampler, Sampling
-from slipstream.core.tree import chain
+from slipstream.decode.audit import audit, margin_of
 from slipstream.decode.generate import generate, resolve_sampling
-from slipstream.decode.round import Decoder
 from slipstream.drafters import load_drafter
 from slipstream.drafters.tree_oracle import TreeOracle
-from slipstream.drafters.vanilla import Vanilla
+from slipstream.machine import heading
 from slipstream.targets.hf import Target
-
-MARGINS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}  # in logits
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """A token that plain decoding, forced along the answer up to there, would not have chosen.
-
-    Attributes:
-        position: index into the answer.
-        token, plain: what was emitted, and what plain decoding chooses.
-        margin: how far the emitted token's score lies below the best, in logits; infinite outside the support.
-    """
-
-    position: int
-    token: int
-    plain: int
-    margin: float
-
-
-def margin_of(target: Target) -> float:
-    """The stated margin of the target's precision, in logits."""
-    return MARGINS[target.dtype]
-
-
-@torch.inference_mode()
-def audit(target: Target, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling) -> list[Divergence]:
-    """Teacher-force plain decoding, one row a pass, over an answer; all tokens that differ from its choice.
-
-    Supports are compared with slack: a token counts as inside if a top-k, top-p or min-p boundary moved by the margin
-    would have let it in, and only tokens inside a narrowed support can outrank it.
-    """
-    sampler = Sampler([sampling], [prompt], target.vocab, target.device)
-    decoder = Decoder.start(target, Vanilla(), sampler, len(prompt) + len(answer))
-    one = torch.ones(1, dtype=torch.long, device=target.device)
-    slack = margin_of(target)
-    unit = sampling.temperature or 1.0  # scores are logits over temperature
-    last, found = decoder.prefill([prompt]).logits, []
-    for i, token in enumerate(answer):
-        if i:
-            fed = one * answer[i - 1]
-            sampler.observe(fed, one.bool())
-            last = target(chain(fed[None]), decoder.cache).logits
-            decoder.cache.keep(None, one)
-        assert last is not None
-        position = one * (len(prompt) + i)
-        noise, logits = sampler.noise(position), last[:, -1]
-        plain = int((sampler.scores(logits) + noise).argmax())
-        if plain != token:
-            mine = (sampler.scores(logits, slack / unit) + noise)[0, token]
-            best = (sampler.scores(logits, -slack / unit) + noise).max()
-            behind = float(best - mine) * unit if mine > -torch.inf else math.inf  # both may be −inf, and NaN passes for 0
-            found.append(Divergence(i, token, plain, max(0.0, behind)))
-    return found
 
 
 def certify(
@@ -94,7 +33,7 @@ def certify(
     Returns:
         Schema, machine, and one result per drafter and temperature; `certified` is true if no token is unexplained.
     """
-    made = {name: load_drafter(name) for name in drafters}
+    made = {name: load_drafter(name, target.ends) for name in drafters}
     results = []
     for temperature in temperatures:
         runs: dict[str, list[tuple[list[int], list[int], list[int]]]] = {}

@@ -1,15 +1,11 @@
-"""What a figure was measured on, and where results are written."""
+"""What a figure was measured on."""
 
-import json
 import os
 import platform
 import subprocess
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -60,48 +56,3 @@ def _commit() -> str:
         return head + ("+changes" if head and git("status", "--porcelain", "--", "..") else "") or "unknown"
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-
-
-def check_writable(path: str) -> None:
-    """Refuse an output path before the work, not after it.
-
-    Raises:
-        ValueError: nothing can be written there.
-    """
-    target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=target.parent):
-            pass
-        if target.is_dir():
-            raise IsADirectoryError(0, "it is a directory")
-    except OSError as error:
-        raise ValueError(
-            f"output {path} cannot be written: {error.strerror}: name a file in a writable directory"
-        ) from error
-
-
-@contextmanager
-def replacing(path: str) -> Iterator[TextIO]:
-    """A file to write, put in the place of `path` once it is whole: what was there stays until then.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
-    beside = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
-    try:
-        with open(beside, "w", encoding="utf-8") as file:
-            yield file
-        os.replace(beside, path)
-    except BrokenPipeError:  # somebody else's output
-        raise
-    except OSError as error:
-        raise ValueError(f"output {path} cannot be written: {error.strerror}") from error
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def write_json(path: str, data: dict[str, Any]) -> None:
-    """Results, whole or not at all. Raises ValueError where they cannot be written."""
-    with replacing(path) as file:
-        file.write(json.dumps(data, indent=1, ensure_ascii=False) + "\n")

@@ -1,0 +1,96 @@
+"""Shape: which tree a drafter grows, by name. One vocabulary for recipes, drafter directories and the command line."""
+
+import json
+import re
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from slipstream.core.grow import Expand, Path, dynamic, static, static_levels
+from slipstream.core.tree import Tree
+
+FIG9_RANKS = """
+    0 1 2 3
+    00 01 02 10 11 20 21 30
+    000 001 002 010 011 020 021 100
+    0000 0001 0002
+    00000 00001
+"""
+FIG9 = tuple(tuple(map(int, path)) for path in FIG9_RANKS.split())  # EAGLE, Fig. 9: 25 nodes under the root
+KINDS = "chain-DEPTH, fig9, dynamic-DEPTHxWIDTHxNODES, best-first-DEPTHxNODES, or child-rank paths such as [[0],[1],[0,0]]"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tree to grow by a drafter's `expand`.
+
+    Attributes:
+        name: as the user writes it.
+        paths: of a static tree: child ranks from the root.
+        depth: the deepest node; also the draft steps, the root's own included.
+        nodes: of the tree, root included.
+        width: nodes expanded at each level, where the tree is not static.
+        children: candidates wanted for each expanded node.
+    """
+
+    name: str
+    paths: tuple[Path, ...]
+    depth: int
+    nodes: int
+    width: int
+    children: int
+
+    @classmethod
+    def parse(cls, name: str) -> "Shape":
+        """The shape of that name.
+
+        Raises:
+            ValueError: no shape is called that, or its numbers or paths make no tree.
+        """
+        text = name.strip()
+        numbers = [int(n) for n in re.findall(r"\d+", text)]
+        if 0 not in numbers and re.fullmatch(r"chain-\d+", text):
+            return cls._static(text, tuple((0,) * d for d in range(1, numbers[0] + 1)))
+        if text == "fig9":
+            return cls._static(text, FIG9)
+        if 0 not in numbers and re.fullmatch(r"dynamic-\d+x\d+x\d+", text):
+            depth, width, nodes = numbers
+            return cls(text, (), depth, min(nodes, 1 + width + (depth - 1) * width**2), width, width)
+        if 0 not in numbers and re.fullmatch(r"best-first-\d+x\d+", text):  # nothing outside the best `nodes` is expanded
+            depth, nodes = numbers
+            return cls(text, (), depth, nodes, max(nodes - 1, 1), max(nodes - 1, 1))
+        if text.startswith("["):
+            try:
+                return cls._static(text, tuple(tuple(map(int, path)) for path in json.loads(text)))
+            except (TypeError, json.JSONDecodeError):
+                pass
+        raise ValueError(f"Unknown tree: {name!r}. Available: {KINDS}")
+
+    @classmethod
+    def _static(cls, name: str, paths: tuple[Path, ...]) -> "Shape":
+        levels = static_levels(paths)
+        if not levels:
+            raise ValueError(f"tree {name!r} has no nodes: plain decoding is the drafter 'vanilla'")
+        ranks = max(int(level.rank.max()) for level in levels)
+        return cls(name, paths, len(levels), 1 + len(paths), 0, 1 + ranks)
+
+    @property
+    def scratch(self) -> int:
+        """Rows that are expanded below the root in a round."""
+        if self.paths:
+            return sum(len(level.grown) for level in static_levels(self.paths))
+        return self.width * (self.depth - 1)
+
+    @property
+    def inner(self) -> Int[Tensor, " n"]:
+        """Of a static tree: the slots that are expanded, in the order of expansion."""
+        return torch.cat([level.parent for level in static_levels(self.paths)]).unique()
+
+    def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
+        """The tree, in `depth` calls of `expand`; the first one expands the root."""
+        if not self.paths:
+            return dynamic(root, expand, self.depth, self.width, self.nodes)
+        tree = static(root, self.paths, expand)
+        return replace(tree, parents=None) if self.nodes == self.depth + 1 else tree

@@ -1,0 +1,117 @@
+"""The decoder layer that learned drafters are made of, under the tensor names of public checkpoints."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from slipstream.core.cache import KVCache
+
+# new keys and values in; all that are read, and what each row sees of them, out
+Attend = Callable[
+    [Tensor, Tensor], tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Bool[Tensor, "#B 1 T S"]]
+]
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """Sizes of a Llama-like decoder layer, under Hugging Face's names."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        H, D, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.head_dim, self.theta = D, config.rope_theta
+        self.q_proj = nn.Linear(H, config.num_attention_heads * D, bias)
+        self.k_proj = nn.Linear(H, config.num_key_value_heads * D, bias)
+        self.v_proj = nn.Linear(H, config.num_key_value_heads * D, bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * D, H, bias=False)
+
+    def forward(self, x: Float[Tensor, "B T H"], positions: Int[Tensor, "#B T"], attend: Attend) -> Float[Tensor, "B T H"]:
+        """Rows of x see what `attend` shows them."""
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        cos, sin = rotary(positions, self.head_dim, self.theta, x.dtype)
+        key, value, mask = attend(rotate(k, cos, sin), v)
+        out = F.scaled_dot_product_attention(rotate(q, cos, sin), key, value, mask, enable_gqa=q.shape[1] != key.shape[1])
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Gated, as in Llama."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        H, I = config.hidden_size, config.intermediate_size  # noqa: E741
+        self.gate_proj, self.up_proj = nn.Linear(H, I, bias=False), nn.Linear(H, I, bias=False)
+        self.down_proj = nn.Linear(I, H, bias=False)
+        self.act = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: Float[Tensor, "B T H"]) -> Float[Tensor, "B T H"]:
+        """down(act(gate(x)) · up(x))."""
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rotary(
+    positions: Int[Tensor, "#B T"], dim: int, theta: float, dtype: torch.dtype
+) -> tuple[Float[Tensor, "#B 1 T D"], Float[Tensor, "#B 1 T D"]]:
+    """cos and sin of the angles of RoPE, halves alike; computed in float32 at least."""
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    frequency = theta ** -(torch.arange(0, dim, 2, device=positions.device, dtype=exact) / dim)
+    angle = positions[:, None, :, None].to(exact) * frequency
+    angle = torch.cat([angle, angle], -1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: Float[Tensor, "B heads T D"], cos: Tensor, sin: Tensor) -> Float[Tensor, "B heads T D"]:
+    """RoPE on halves, as in Llama."""
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat([-high, low], -1) * sin
+
+
+def attend_cache(
+    cache: KVCache, layer: int, rows: int, after: int = 0, among: Bool[Tensor, "B R A"] | None = None
+) -> tuple[Attend, Int[Tensor, "B R"]]:
+    """(attend, positions of the slots) for `rows` new rows that stand `after` scratch slots behind what is kept.
+
+    Args:
+        among: what each new row sees of the round's A = after + rows scratch slots; default: the earlier ones and itself.
+    """
+    cache.reserve(rows, after)
+    slots = torch.arange(cache.view, device=cache.lengths.device)
+    new = (slots - cache.lengths[:, None])[:, None]  # [B, 1, S]; negative: kept
+    if among is None:
+        seen = new <= after + torch.arange(rows, device=slots.device)[:, None]
+    else:
+        inside = (new >= 0) & (new < after + rows)
+        index = new.clamp(0, after + rows - 1).expand(-1, rows, -1)
+        seen = (new < 0) | (inside & among.gather(2, index))
+
+    def attend(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        cache.write(layer, key, value)
+        return (*cache.read(layer), seen[:, None])
+
+    return attend, cache.lengths[:, None] + after + torch.arange(rows, device=slots.device)

@@ -1,0 +1,123 @@
+"""Drafter directories: config.json and model.safetensors, for one target."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from slipstream.core.drafter import Ends
+
+VERSION = 1
+SHIPPED = Path(__file__).parent.parent / "weights"
+
+
+def save_drafter(
+    directory: str | Path,
+    method: str,
+    target: str,
+    ends: Ends,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    training: dict[str, Any],
+    dtype: torch.dtype | None = torch.bfloat16,
+) -> None:
+    """Write a drafter directory; each file beside and renamed, the weights first.
+
+    Args:
+        target: what the target is called, for people; `ends.fingerprint` is what is checked.
+        config, tensors: what the drafter's `pack` gave. Floating tensors are stored as `dtype` (None: as they are).
+        training: a summary of how it was made.
+
+    Raises:
+        ValueError: the directory cannot be written.
+    """
+    about = {"method": method, "version": VERSION, "target": {"name": target, "fingerprint": ends.fingerprint}}
+    if dtype is not None:
+        tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    write_directory(directory, {**about, **config, "training": training}, tensors)
+
+
+def write_directory(directory: str | Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """config.json and model.safetensors, each beside and renamed. Raises ValueError where they cannot be written."""
+    home, stored = Path(directory), {name: t.contiguous().cpu() for name, t in tensors.items()}
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=home, ignore_cleanup_errors=True) as beside:
+            weights, text = Path(beside) / "model.safetensors", Path(beside) / "config.json"
+            save_file(stored, weights, metadata={"format": "pt"})
+            text.write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n")
+            for path in (weights, text):
+                os.chmod(path, 0o644)
+                os.replace(path, home / path.name)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"directory {home} cannot be written: {reason}: name a writable one") from error
+
+
+def read_drafter(directory: str | Path, ends: Ends) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Configuration and tensors of a drafter directory.
+
+    Raises:
+        ValueError: it is none, it cannot be read, or it was made for another target.
+    """
+    home = Path(directory).expanduser()
+    try:
+        config = json.loads((home / "config.json").read_text("utf-8"))
+        made_for = config["target"]["fingerprint"]
+    except OSError as error:
+        raise ValueError(f"drafter directory {directory}: config.json cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"drafter directory {directory}: config.json is not Slipstream's: `slipstream import` reads public checkpoints"
+        ) from error
+    if made_for != ends.fingerprint:
+        raise ValueError(
+            f"drafter {directory} was made for target {made_for} ({config['target'].get('name', 'unnamed')}), and this "
+            f"target is {ends.fingerprint}: load the target it was made for, or train one (slipstream train)"
+        )
+    try:
+        return config, load_file(home / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"drafter directory {directory}: model.safetensors cannot be read: {error}") from error
+
+
+def shipped(method: str, ends: Ends) -> Path:
+    """The directory of the weights that ship for a method and a target.
+
+    Raises:
+        ValueError: none do.
+    """
+    homes = {home: json.loads(home.read_text("utf-8")) for home in sorted(SHIPPED.glob(f"*/{method}/config.json"))}
+    for home, config in homes.items():
+        if config["target"]["fingerprint"] == ends.fingerprint:
+            return home.parent
+    known = ", ".join(f"{config['target']['name']} ({config['target']['fingerprint']})" for config in homes.values())
+    raise ValueError(
+        f"no {method} weights ship for this target ({ends.fingerprint}); they do for: {known or 'none'}. Train a drafter "
+        f"(slipstream train {method}) and give its directory"
+    )
+
+
+def load_weights(module: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
+    """Fill a module, every tensor named and of its shape.
+
+    Raises:
+        ValueError: tensors are missing, left over or misshapen, by name.
+    """
+    wanted = module.state_dict()
+    wrong = [f"{name} is missing" for name in wanted if name not in tensors]
+    wrong += [f"{name} is not known" for name in tensors if name not in wanted]
+    wrong += [
+        f"{name} has shape {list(t.shape)} and should have {list(wanted[name].shape)}"
+        for name, t in tensors.items()
+        if name in wanted and t.shape != wanted[name].shape
+    ]
+    if wrong:
+        raise ValueError(f"{source} does not fit: {'; '.join(wrong)}")
+    module.load_state_dict(tensors)

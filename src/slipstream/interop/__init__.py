@@ -1,0 +1,1 @@
+"""Public checkpoint formats in and out, and checks against serving engines."""

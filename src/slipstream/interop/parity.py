@@ -1,0 +1,160 @@
+"""Parity with vLLM: the same head in a serving engine must accept the same drafts and leave the text alone."""
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slipstream.core.cache import KVCache
+from slipstream.core.drafter import Ends
+from slipstream.core.sampling import Sampling
+from slipstream.decode.answer import Round
+from slipstream.decode.audit import audit, margin_of
+from slipstream.decode.generate import Generation, generate
+from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
+from slipstream.drafters.layers import attend_cache
+from slipstream.drafters.store import load_weights, read_drafter
+from slipstream.interop.eagle import export_eagle
+from slipstream.machine import heading
+from slipstream.targets import Target
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+POINTS = 0.02  # acceptance per position may differ by this much
+LOOSE = 2e-2  # relative difference of two tensors that are the same but for rounding
+
+
+def parity(
+    target: Target,
+    drafter: str,
+    prompts: Sequence[list[int]],
+    python: str,
+    new: int = 128,
+    draft: int = 3,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Serve a target with an exported eagle head in vLLM, and hold acceptance and text against our chain decoding at T = 0.
+
+    Args:
+        drafter: an eagle drafter directory.
+        python: the interpreter of the environment that vLLM is installed in (`make vllm`).
+        draft: draft tokens a round.
+
+    Returns:
+        Acceptance per position, both; answers that differ, audited; and, where they do not agree, the first tensor that
+        differs.
+
+    Raises:
+        ValueError: vLLM cannot be run, or the drafter cannot be exported.
+    """
+    if not Path(python).exists():
+        raise ValueError(f"vLLM's interpreter {python} is not there: run `make vllm`, or name another with --python")
+    head = _head(drafter, target.ends)
+    ours = Eagle(head, target.ends, None, f"chain-{draft}")  # all tokens are candidates, as in the engine
+    rounds: list[Round] = []
+    answers: list[list[int]] = []
+    for i, prompt in enumerate(prompts):
+        progress(f"ours, question {i + 1}")
+        made: Generation = generate(target, prompt, ours, max_new_tokens=new, temperature=0.0)
+        rounds += made.rounds
+        answers.append(made.tokens)
+    acceptance = [sum(r.accepted >= d for r in rounds) / len(rounds) for d in range(1, draft + 1)]
+    with tempfile.TemporaryDirectory() as home:
+        progress("vLLM, plainly and with the head (minutes)")
+        theirs = _serve(target, drafter, prompts, python, new, draft, Path(home))
+        differing = first_difference(target, head, theirs["seen"])
+    divergences: list[dict[str, Any]] = []
+    for name, said in (("vLLM with the head", theirs["drafted"]["tokens"]), ("ours", answers)):
+        for i, (prompt, answer, reference) in enumerate(zip(prompts, said, theirs["plain"]["tokens"], strict=True)):
+            if answer != reference:
+                found = {"answer": name, "question": i, "against": "vLLM, plain"}
+                at = next((j for j, (a, b) in enumerate(zip(answer, reference, strict=False)) if a != b), None)
+                margins = [asdict(d) for d in audit(target, prompt, answer, Sampling())]
+                margins += [asdict(d) for d in audit(target, prompt, reference, Sampling())]
+                divergences.append({**found, "position": at, "margin": max((d["margin"] for d in margins), default=0.0)})
+    apart = [round(a - b, 4) for a, b in zip(acceptance, theirs["drafted"]["acceptance"], strict=True)]
+    agrees = max(map(abs, apart)) <= POINTS and all(d["margin"] <= margin_of(target) for d in divergences)
+    return {
+        **heading(target),
+        "questions": len(prompts),
+        "max_new_tokens": new,
+        "draft_tokens": draft,
+        "acceptance": {"slipstream": [round(a, 4) for a in acceptance], "vllm": theirs["drafted"]["acceptance"]},
+        "difference": apart,
+        "drafts": {"slipstream": len(rounds), "vllm": theirs["drafted"]["drafts"]},
+        "margin": margin_of(target),
+        "divergences": divergences,
+        "first_tensor_that_differs": differing,
+        "agrees": agrees,
+    }
+
+
+def _head(drafter: str, ends: Ends) -> EagleHead:
+    config, tensors = read_drafter(drafter, ends)
+    head = EagleHead(EagleConfig(**config["head"]))
+    load_weights(head, {n: t for n, t in tensors.items() if n in head.state_dict()}, f"drafter {drafter}")
+    return head
+
+
+def _serve(
+    target: Target, drafter: str, prompts: Sequence[list[int]], python: str, new: int, draft: int, home: Path
+) -> dict[str, Any]:
+    assert target.tokenizer is not None
+    target.model.save_pretrained(home / "target")
+    target.tokenizer.save_pretrained(home / "target")
+    export_eagle(drafter, str(home / "head"), target.ends)
+    job = {"target": str(home / "target"), "head": str(home / "head"), "prompts": list(prompts), "new": new, "draft": draft}
+    job |= {"dtype": str(target.dtype).removeprefix("torch."), "tensors": str(home / "seen.safetensors")}
+    job |= {name: str(home / f"{name}.json") for name in ("plain", "drafted")}
+    (home / "job.json").write_text(json.dumps(job))
+    done = subprocess.run([python, str(WORKER), str(home / "job.json")], capture_output=True, text=True)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise ValueError(f"vLLM ({python}) stopped with exit code {done.returncode}: {' | '.join(lines[-6:])}")
+    answers = {name: json.loads((home / f"{name}.json").read_text()) for name in ("plain", "drafted")}
+    return {**answers, "seen": load_file(home / "seen.safetensors")}
+
+
+def first_difference(target: Target, head: EagleHead, seen: dict[str, Tensor]) -> str | None:
+    """The first tensor, in order of computation, that vLLM's head has otherwise than ours when both read what vLLM read.
+
+    None if all agree but for rounding.
+    """
+    H, ids = head.config.hidden_size, seen["in.model.embed_tokens.0"].long()
+    embedded, features = seen["in.model.fc.0"].to(target.dtype).split(H, 1)
+    positions = seen["in.model.layers.0.0"][None]
+    ours: dict[str, Tensor] = {}
+
+    def theirs(name: str) -> Tensor:
+        return seen[f"out.model.layers.0.{name}"]
+
+    for name, module in head.named_modules():
+        module.register_forward_hook(lambda module, args, out, name=name: ours.update({name: out[0]}))
+    head = head.to(target.dtype)
+    with torch.inference_mode():
+        attend, _ = attend_cache(KVCache(1, 1, len(ids)), 0, len(ids))
+        said = head(embedded[None], features[None], positions, attend)[0]
+        logits = F.linear(said[-1:], target.ends.head, target.ends.bias)
+        qkv = torch.cat([ours[f"layers.0.self_attn.{x}_proj"] for x in "qkv"], 1)
+        pairs = {
+            "the embedding": (target.ends.embed(ids), embedded),
+            "positions": (torch.arange(len(ids)).double(), positions[0]),
+            "fc": (ours["fc"], seen["out.model.fc"]),
+            "q, k, v": (qkv, theirs("self_attn.qkv_proj")),
+            "attention": (ours["layers.0.self_attn.o_proj"], theirs("self_attn.o_proj")),
+            "the norm after it": (ours["layers.0.post_attention_layernorm"], theirs("post_attention_layernorm")),
+            "mlp": (ours["layers.0.mlp"], theirs("mlp")),
+            "logits": (logits, seen["out.logits_processor"]),
+        }
+    for name, (mine, served) in pairs.items():
+        off = float((mine.float() - served.float()).norm() / mine.float().norm().clamp(min=1e-9))
+        if off > LOOSE:
+            return f"{name} (relative difference {off:.1e})"
+    return None

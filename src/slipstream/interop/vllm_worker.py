@@ -1,0 +1,103 @@
+"""Run by vLLM's own Python, where Slipstream is not installed: answers prompts plainly and with a head, counts, and looks.
+
+    python vllm_worker.py JOB.json
+
+JOB: {"target", "head", "prompts": [[ids]], "new", "draft", "dtype", "plain": OUT, "drafted": OUT, "tensors": OUT}. The
+three files are written in three processes, one engine each: plain answers, answers and acceptance with the head, and
+what the head's modules put out for the first prompt.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: the model can be looked at
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+
+
+def engine(job: dict, head: bool) -> Any:
+    from vllm import LLM
+
+    drafting = {"method": "eagle", "model": job["head"], "num_speculative_tokens": job["draft"]}
+    return LLM(
+        job["target"],
+        dtype=job["dtype"],
+        max_model_len=2048,
+        enforce_eager=True,
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        speculative_config=drafting if head else None,
+    )
+
+
+def answer(job: dict, head: bool) -> dict:
+    """Tokens of every answer, and acceptance per position."""
+    from vllm import SamplingParams
+
+    llm = engine(job, head)
+    sampling = SamplingParams(temperature=0, max_tokens=job["new"])
+    tokens = []
+    for prompt in job["prompts"]:
+        done = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
+        tokens.append(list(done[0].outputs[0].token_ids))
+    found = {metric.name: metric for metric in llm.get_metrics()}
+    result = {"tokens": tokens}
+    if head:
+        drafts = found["vllm:spec_decode_num_drafts"].value
+        accepted = found["vllm:spec_decode_num_accepted_tokens_per_pos"].values[: job["draft"]]
+        result |= {"drafts": drafts, "acceptance": [a / max(drafts, 1) for a in accepted]}
+    return result
+
+
+def look(job: dict) -> None:
+    """Weights of the head and what its modules put out in their first pass over the first prompt."""
+    import torch
+    from safetensors.torch import save_file
+    from vllm import SamplingParams
+
+    llm = engine(job, True)
+    seen = {}
+
+    def model() -> Any:
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        return runner.drafter.model
+
+    def keep(name: str) -> Any:
+        def hook(module: Any, args: Any, kwargs: Any, out: Any) -> None:
+            if f"out.{name}" not in seen:
+                out = out[0] if isinstance(out, tuple) else out
+                seen[f"out.{name}"] = out.detach().float().clone()
+                for i, arg in enumerate([*args, *kwargs.values()]):
+                    if isinstance(arg, torch.Tensor):
+                        seen[f"in.{name}.{i}"] = arg.detach().clone()
+
+        return hook
+
+    head = model()
+    weights = {f"weight.{name}": p.detach().float().clone() for name, p in head.named_parameters()}
+    for name, module in head.named_modules():
+        if name:
+            module.register_forward_hook(keep(name), with_kwargs=True)
+    llm.generate({"prompt_token_ids": job["prompts"][0]}, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+    save_file({name: t.contiguous() for name, t in {**weights, **seen}.items()}, job["tensors"])
+
+
+def main() -> None:
+    path, *part = sys.argv[1:]
+    with open(path) as file:
+        job = json.load(file)
+    if not part:
+        for name in ("plain", "drafted", "tensors"):
+            subprocess.run([sys.executable, __file__, path, name], check=True)
+    elif part[0] == "tensors":
+        look(job)
+    else:
+        with open(job[part[0]], "w") as file:
+            json.dump(answer(job, part[0] == "drafted"), file)
+
+
+if __name__ == "__main__":
+    main()

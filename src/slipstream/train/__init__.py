@@ -1,0 +1,1 @@
+"""Training a drafter: data, features, objectives, the loop, and recipes."""

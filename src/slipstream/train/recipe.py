@@ -1,0 +1,172 @@
+"""Recipes: everything a training run depends on, in one typed YAML file."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from slipstream.core.shape import Shape
+
+
+class Section(BaseModel):
+    """A part of a recipe; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Data(Section):
+    """What is learnt from.
+
+    Attributes:
+        files: JSONL (OpenAI messages, ShareGPT, Alpaca, text) or .txt, gzipped or not.
+        max_length: tokens of an example, prompt included.
+        limit: rows per file, taken evenly.
+        greedy: only rows marked as the target's own answers at temperature 0.
+        held_out: prompts kept for the prediction of τ, at most an eighth of the examples.
+        held_out_tokens: the target answers them greedily, this long.
+    """
+
+    files: list[str] = Field(default_factory=list)
+    max_length: int = Field(default=1024, ge=8)
+    limit: int | None = Field(default=None, ge=1)
+    greedy: bool = False
+    held_out: int = Field(default=32, ge=1)
+    held_out_tokens: int = Field(default=96, ge=8)
+
+
+class Features(Section):
+    """`disk_gib`: how much of the target's features may be kept on disk; the rest is computed when needed."""
+
+    disk_gib: float = Field(default=8.0, ge=0)
+
+
+class Head(Section):
+    """The drafter's own sizes.
+
+    Attributes:
+        draft_vocab: the most frequent tokens of the data, which candidates are taken from; 0: all.
+        intermediate_size: of the MLP; default: the target's.
+        input_norm: a norm before attention, which the public layout does not have.
+        tree: the tree that τ is predicted for, and the drafter's default.
+    """
+
+    draft_vocab: int = Field(default=8192, ge=0)
+    intermediate_size: int | None = Field(default=None, ge=1)
+    input_norm: bool = False
+    tree: str = "fig9"
+
+
+class Loss(Section):
+    """EAGLE §3.2: L = feature · SmoothL1 + token · soft cross-entropy, over `unroll` steps weighted by decay^j.
+
+    Attributes:
+        noise: features are blurred by U(−noise, noise).
+        unroll: steps that the head reads its own predictions (1: none, as in EAGLE; more: EAGLE-3's training-time test).
+    """
+
+    feature: float = Field(default=1.0, ge=0)
+    token: float = Field(default=0.1, ge=0)
+    noise: float = Field(default=0.1, ge=0)
+    unroll: int = Field(default=1, ge=1, le=8)
+    decay: float = Field(default=0.8, gt=0, le=1)
+
+
+class Optimizer(Section):
+    """AdamW with a cosine schedule; `clip` bounds the gradient's norm."""
+
+    lr: float = Field(default=1e-3, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip: float = Field(default=0.5, gt=0)
+    warmup: float = Field(default=0.03, ge=0, le=1)
+    floor: float = Field(default=0.05, ge=0, le=1, description="the last learning rate, as a share of the first")
+
+
+class Schedule(Section):
+    """How long, how much at once, and how often to look.
+
+    Attributes:
+        batch_tokens: padded tokens of a batch, per process.
+        evaluate_every, save_every: steps.
+        precision: "no" (float32) or "bf16", as Accelerate's mixed_precision.
+    """
+
+    epochs: float = Field(default=1.0, gt=0)
+    batch_tokens: int = Field(default=2048, ge=64)
+    evaluate_every: int = Field(default=100, ge=1)
+    save_every: int = Field(default=50, ge=1)
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    seed: int = 0
+
+
+class Recipe(Section):
+    """One run. `stages` override sections in turn; each stage goes on from the weights of the one before."""
+
+    method: Literal["eagle"] = "eagle"
+    data: Data = Data()
+    features: Features = Features()
+    head: Head = Head()
+    loss: Loss = Loss()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    stages: list[dict[Literal["data", "loss", "optimizer", "schedule"], dict[str, Any]]] = Field(default_factory=list)
+
+    def staged(self) -> list["Recipe"]:
+        """One recipe without stages for each stage."""
+        base = self.model_dump(exclude={"stages"})
+        return [
+            Recipe.model_validate({**base, **{name: {**base[name], **values} for name, values in stage.items()}})
+            for stage in self.stages or [{}]
+        ]
+
+
+def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -> Recipe:
+    """The recipe of a file (default: all defaults), `section.key=value` overrides, and what the caller gives.
+
+    Raises:
+        ValueError: it cannot be read, a key is unknown (the nearest is offered) or a value is out of range.
+    """
+    values: Any = {}
+    if path is not None:
+        try:
+            values = yaml.safe_load(Path(path).read_text("utf-8")) or {}
+        except OSError as error:
+            raise ValueError(f"recipe {path} cannot be read: {error.strerror}") from error
+        except yaml.YAMLError as error:
+            raise ValueError(f"recipe {path} is no YAML: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"recipe {path} is a {type(values).__name__}: write sections such as data: and loss:")
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        section, dot, name = key.partition(".")
+        if not equals or not dot:
+            raise ValueError(f"override {override!r}: write section.key=value, such as optimizer.lr=3e-4")
+        values = {**values, section: {**_dict(values.get(section)), name: yaml.safe_load(text)}}
+    for section, named in given.items():
+        values = {**values, section: {**_dict(values.get(section)), **named} if isinstance(named, dict) else named}
+    try:
+        recipe = Recipe.model_validate(values)
+        for stage in recipe.staged():
+            Shape.parse(stage.head.tree)
+    except ValidationError as error:
+        raise ValueError(f"recipe {path or 'overrides'}: {'; '.join(map(_complaint, error.errors()))}") from error
+    return recipe
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _complaint(error: Any) -> str:
+    where = ".".join(map(str, error["loc"]))
+    if error["type"] != "extra_forbidden":
+        return f"{where} is {error['input']!r}: {error['msg']}"
+    fields: Any = Recipe.model_fields
+    if len(error["loc"]) > 1:
+        fields = Recipe.model_fields[str(error["loc"][0])].annotation.model_fields  # type: ignore[union-attr]
+    near = get_close_matches(str(error["loc"][-1]), fields, 1)
+    hint = f", did you mean {near[0]!r}?" if near else ""
+    return f"unknown key {where}{hint} (known: {', '.join(fields)})"

@@ -1,0 +1,61 @@
+"""What people see of a training run: a coloured preview of the loss mask, and progress with the predicted τ."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TimeRemainingColumn as Remaining
+from rich.text import Text
+
+from slipstream.targets import Target
+from slipstream.train.data import Example
+from slipstream.train.trainer import Seen
+
+LEARNT, GIVEN = "black on green", "dim"
+
+
+def preview(target: Target, examples: Sequence[Example], count: int = 3) -> Group:
+    """The first examples as the drafter sees them: what it learns to predict on green, what it only reads dimmed."""
+    assert target.tokenizer is not None
+    panels = []
+    for i, example in enumerate(examples[:count]):
+        text = Text()
+        for token, learnt in zip(example.tokens, example.loss, strict=True):
+            text.append(str(target.tokenizer.decode([token])), LEARNT if learnt else GIVEN)
+        count_learnt = f"{sum(example.loss)} of {len(example.tokens)} tokens are learnt"
+        panels.append(Panel(text, title=f"example {i + 1}: {count_learnt}"))
+    legend = Text.assemble(
+        ("learnt", LEARNT), "  ", ("only read", GIVEN), "  · a token counts as an assistant's, or as its end"
+    )
+    return Group(*panels, legend)
+
+
+class Watch:
+    """Bars for what a run does; `filling` and `show` are what `Trainer` calls."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._stages: dict[int, TaskID] = {}
+
+    def filling(self, what: str, total: int) -> Callable[[int], None]:
+        """A bar for long work counted in tokens."""
+        task = self._bar.add_task(what, total=total, note="")
+        return lambda n: self._bar.update(task, advance=n, note="tokens")
+
+    def show(self, seen: Seen) -> None:
+        """A bar for each stage of training, with the latest figures."""
+        if seen.stage not in self._stages:
+            self._stages[seen.stage] = self._bar.add_task(f"stage {seen.stage + 1}", total=seen.of, note="")
+        note = f"loss {seen.loss:.3f}  agree {seen.agree:.0%}  predicted τ {seen.tau:.2f}"
+        note += f"  {seen.tokens_per_second:,.0f} tokens/s"
+        self._bar.update(self._stages[seen.stage], completed=seen.step, note=note)
+
+
+@contextmanager
+def watching(console: Console) -> Iterator[Watch]:
+    """Show a run while it lasts."""
+    columns = (TextColumn("{task.description}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), Remaining())
+    with Progress(SpinnerColumn(), *columns, TextColumn("[dim]{task.fields[note]}"), console=console) as bar:
+        yield Watch(bar)

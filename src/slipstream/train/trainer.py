@@ -1,0 +1,311 @@
+"""The training loop: steps, predictions of τ, checkpoints that continue exactly."""
+
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import Accelerator
+
+from slipstream.drafters.store import save_drafter
+from slipstream.files import check_writable, replacing
+from slipstream.targets import Target
+from slipstream.train.data import Example, hold_out, load_examples
+from slipstream.train.eagle import Batch, EagleObjective, coverage
+from slipstream.train.features import Features, pack
+from slipstream.train.recipe import Optimizer, Recipe
+from slipstream.train.replay import Prediction, Record, predict
+
+STATE, LOG, RECIPE = "state.pt", "log.jsonl", "recipe.yaml"
+
+
+@dataclass
+class Progress:
+    """Where a run is; saved with every checkpoint.
+
+    Attributes:
+        stage, step: the next one to take.
+        trained: tokens to learn that were seen, all stages.
+        seconds: spent on steps.
+        best: the highest predicted τ, whose weights the drafter directory holds.
+        history: one entry per evaluation.
+    """
+
+    stage: int = 0
+    step: int = 0
+    trained: int = 0
+    seconds: float = 0.0
+    best: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the caller is told after each step, to show: `of` steps in this stage; `tau` as last predicted."""
+
+    stage: int
+    step: int
+    of: int
+    loss: float
+    agree: float
+    tokens_per_second: float
+    tau: float
+
+
+Show = Callable[[Seen], None]
+
+
+class Trainer:
+    """One run in one directory.
+
+    Args:
+        resume: go on from the directory's last checkpoint; its own recipe must be given.
+
+    Raises:
+        ValueError: the data, the directory or the checkpoint does not fit.
+    """
+
+    def __init__(self, target: Target, recipe: Recipe, directory: str, resume: bool = False) -> None:
+        self.target, self.recipe, self.home = target, recipe, Path(directory)
+        check_writable(str(self.home / STATE))
+        if not resume and (self.home / STATE).exists():
+            raise ValueError(f"{directory} holds a training run: go on with --resume, or name another directory")
+        if resume and not (self.home / STATE).exists():
+            raise ValueError(f"{directory} holds no checkpoint to resume: leave --resume out to begin")
+        self.stages = recipe.staged()
+        self.accelerator = Accelerator(mixed_precision=recipe.schedule.precision, cpu=target.device.type == "cpu")
+        self.progress = Progress()
+        self._stop = False
+        self._saved = self._read_state() if resume else None
+
+    def prepare(self, filling: Callable[[str, int], Callable[[int], None]] = lambda what, total: lambda n: None) -> None:
+        """Read the data, let the target answer the held-out prompts, and begin or restore the objective.
+
+        Args:
+            filling: told what long work begins and how many tokens it has; returns what is told of its progress.
+        """
+        self._examples(self.stages[0])
+        kept = self.recipe.data
+        self.objective = EagleObjective.begin(self.recipe, self.target.ends, self._all)
+        self.vocab_coverage = coverage(self._all, self.objective._vocab)
+        advance = filling("answering held-out prompts", len(self._held_out) * kept.held_out_tokens)
+        self.record = Record.of(self.target, self._held_out, kept.held_out_tokens, EagleObjective.taps)
+        advance(len(self._held_out) * kept.held_out_tokens)
+        self._filling = filling
+        if self._saved is not None:
+            self.objective.load_state_dict(self._saved["objective"])
+            self.progress = Progress(**self._saved["progress"])
+            self.vocab_coverage = self._saved["coverage"]
+
+    def _examples(self, recipe: Recipe) -> list[Example]:
+        data = recipe.data
+        if not data.files:
+            raise ValueError(
+                "no training data: give --data FILE or data.files in the recipe, or write some with `synthesize`"
+            )
+        examples = load_examples(data.files, self.target, data.max_length, data.limit)
+        if data.greedy:
+            examples = [example for example in examples if example.greedy]
+        if len(examples) < 8:
+            raise ValueError(f"{len(examples)} examples remain of {', '.join(data.files)}: training takes 8 at least")
+        self._all, self._held_out = hold_out(examples, data.held_out)
+        return self._all
+
+    def run(self, show: Show = lambda seen: None) -> Progress:
+        """Train to the end, or until Ctrl-C, which leaves a checkpoint to resume from (KeyboardInterrupt).
+
+        Raises:
+            ValueError: the disk does not take a checkpoint; the last one stays.
+        """
+        self._write_recipe()
+        with self._interruptible():
+            for stage in range(self.progress.stage, len(self.stages)):
+                self._run_stage(self.stages[stage], show)
+                self.progress.stage, self.progress.step = stage + 1, 0
+                self._save(None)
+        return self.progress
+
+    def _run_stage(self, recipe: Recipe, show: Show) -> None:
+        if recipe.data != self.stages[0].data or self.progress.stage:
+            self._examples(recipe)
+        schedule, accelerator, progress = recipe.schedule, self.accelerator, self.progress
+        batches = pack(self._all, schedule.batch_tokens)
+        features = Features(self.target, self._all, batches, EagleObjective.taps, int(recipe.features.disk_gib * 2**30))
+        total = sum(len(self._all[i].tokens) for batch in batches[: features.kept] for i in batch)
+        if accelerator.is_main_process:
+            features.fill(self._filling("reading features", total))
+        accelerator.wait_for_everyone()
+        optimizer = _adamw(self.objective, recipe.optimizer)
+        model, optimizer = accelerator.prepare(self.objective, optimizer)
+        if self._saved is not None and self._saved["optimizer"] is not None:
+            optimizer.load_state_dict(self._saved["optimizer"])
+        self._saved = None
+        per_epoch = max(1, len(batches) // accelerator.num_processes)
+        steps = max(1, round(schedule.epochs * per_epoch))
+        if not progress.history:
+            self._evaluate()
+        while progress.step < steps:
+            began, step = time.perf_counter(), progress.step
+            for group in optimizer.param_groups:
+                group["lr"] = rate(recipe.optimizer, step, steps)
+            b = self._batch(step, per_epoch, len(batches), schedule.seed)
+            batch = Batch.collate([self._all[i] for i in batches[b]], features.of(b), accelerator.device)
+            noise = torch.Generator().manual_seed(_mix(schedule.seed, progress.stage, step, accelerator.process_index))
+            loss, sums = model(batch, recipe.loss, noise)
+            counted = accelerator.reduce(batch.counts.sum(), "sum")
+            accelerator.backward(loss * accelerator.num_processes / counted)  # the processes' gradients are averaged
+            accelerator.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            progress.step, progress.trained = step + 1, progress.trained + int(counted)
+            progress.seconds += (took := time.perf_counter() - began)
+            value, agree = (float(accelerator.reduce(x, "sum") / counted) for x in (loss.detach(), sums["agree_0"]))
+            if progress.step % schedule.evaluate_every == 0 or progress.step == steps:
+                self._evaluate(value)
+            tau = progress.history[-1]["tau"]
+            show(Seen(progress.stage, progress.step, steps, value, agree, int(counted) / took, tau))
+            if self._stop or (progress.step % schedule.save_every == 0 and progress.step < steps):
+                self._save(optimizer)
+            if self._stop:
+                raise KeyboardInterrupt
+
+    def _batch(self, step: int, per_epoch: int, batches: int, seed: int) -> int:
+        """Which batch this process takes: every epoch a new order, no state but the step's number."""
+        epoch, index = divmod(step, per_epoch)
+        order = torch.randperm(batches, generator=torch.Generator().manual_seed(_mix(seed, self.progress.stage, epoch, -1)))
+        return int(order[index * self.accelerator.num_processes + self.accelerator.process_index])
+
+    def _evaluate(self, loss: float | None = None) -> None:
+        """Predict τ; the best weights so far become the drafter directory."""
+        progress, tree = self.progress, self.recipe.head.tree
+        drafter = self.objective.drafter(tree, torch.bfloat16)
+        prediction = predict(drafter, self.record)
+        progress.history.append(
+            {"stage": progress.stage, "step": progress.step, "trained": progress.trained, "loss": loss}
+            | {"tau": round(prediction.tau, 4), "acceptance": [round(a, 4) for a in prediction.acceptance]}
+        )
+        if not self.accelerator.is_main_process:
+            return
+        with replacing(str(self.home / LOG)) as file:
+            file.writelines(json.dumps(entry) + "\n" for entry in progress.history)
+        if prediction.tau > progress.best:
+            config, tensors = drafter.pack()
+            vocabulary = {"size": len(drafter.vocab), "coverage": round(self.vocab_coverage, 4)}
+            config = {**config, "vocabulary": vocabulary}
+            name, training = self.target.name, self._summary(prediction)
+            save_drafter(self.home, self.recipe.method, name, self.target.ends, config, tensors, training)
+        progress.best = max(progress.best, prediction.tau)
+
+    def _summary(self, prediction: Prediction) -> dict[str, Any]:
+        progress = self.progress
+        return {
+            "predicted": {**asdict(prediction), "tree": self.recipe.head.tree, "texts": len(self.record.tokens)},
+            "trained_tokens": progress.trained,
+            "examples": len(self._all),
+            "minutes": round(progress.seconds / 60, 1),
+            "stage": progress.stage,
+            "step": progress.step,
+            "recipe": self.recipe.model_dump(exclude={"data": {"files"}}),
+            "data": [Path(file).name for file in self.recipe.data.files],
+        }
+
+    def _save(self, optimizer: Any) -> None:
+        """A checkpoint, whole or not at all."""
+        if not self.accelerator.is_main_process:
+            return
+        state = {
+            "objective": self.objective.state_dict(),
+            "optimizer": None if optimizer is None else optimizer.state_dict(),
+            "progress": asdict(self.progress),
+            "coverage": self.vocab_coverage,
+            "target": self.target.fingerprint,
+            "processes": self.accelerator.num_processes,
+            "recipe": self.recipe.model_dump(mode="json"),
+        }
+        beside = self.home / f".{STATE}.{os.getpid()}"
+        try:
+            torch.save(state, beside)
+            os.replace(beside, self.home / STATE)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+            raise ValueError(
+                f"checkpoint {self.home / STATE} cannot be written: {reason}: the last one stays; free the disk, --resume"
+            ) from error
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def _read_state(self) -> dict[str, Any]:
+        path = self.home / STATE
+        try:
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever a damaged file makes of itself
+            raise ValueError(f"checkpoint {path} cannot be read: {str(error).splitlines()[0]}") from error
+        if state["target"] != self.target.fingerprint:
+            raise ValueError(
+                f"checkpoint {path} was made for {state['target']}, and this target is {self.target.fingerprint}"
+            )
+        if state["processes"] != self.accelerator.num_processes:
+            raise ValueError(
+                f"checkpoint {path} was made by {state['processes']} processes, and here are "
+                f"{self.accelerator.num_processes}: an exact continuation needs as many"
+            )
+        if (old := state["recipe"]) != (new := self.recipe.model_dump(mode="json")):
+            changed = ", ".join(key for key in new if new[key] != old.get(key))
+            raise ValueError(
+                f"checkpoint {path} was made by another recipe ({changed} differ): resume with {self.home / RECIPE}"
+            )
+        return state
+
+    def _write_recipe(self) -> None:
+        if self.accelerator.is_main_process:
+            with replacing(str(self.home / RECIPE)) as file:
+                yaml.safe_dump(self.recipe.model_dump(mode="json"), file, sort_keys=False)
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """The first Ctrl-C waits for the end of a step, so that the checkpoint is whole; the second one does not."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(*_: Any) -> None:
+            if self._stop:
+                raise KeyboardInterrupt
+            self._stop = True
+
+        before = signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def rate(optimizer: Optimizer, step: int, steps: int) -> float:
+    """The learning rate of a step: linear warm-up, then half a cosine down to `floor`."""
+    warmup = max(1, round(optimizer.warmup * steps))
+    if step < warmup:
+        return optimizer.lr * (step + 1) / warmup
+    share = (step - warmup) / max(1, steps - warmup)
+    return optimizer.lr * (optimizer.floor + (1 - optimizer.floor) * (1 + math.cos(math.pi * share)) / 2)
+
+
+def _adamw(module: torch.nn.Module, settings: Optimizer) -> torch.optim.AdamW:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, settings.lr, settings.betas, weight_decay=settings.weight_decay)
+
+
+def _mix(*numbers: int) -> int:
+    """One seed of several numbers, the same in every process and on every machine."""
+    seed = 0x9E3779B97F4A7C15
+    for number in numbers:
+        seed = ((seed ^ (number & 0xFFFFFFFF)) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & (2**63 - 1)
+    return seed
