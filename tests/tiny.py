@@ -30,6 +30,7 @@ from transformers import (
 
 from slipstream.core.drafter import Drafter
 from slipstream.core.tree import chain
+from slipstream.drafters.eagle import Eagle, EagleHead, config_for
 from slipstream.drafters.ngram import NGram
 from slipstream.drafters.random_drafter import RandomDrafter
 from slipstream.drafters.tree_oracle import TreeOracle
@@ -131,10 +132,24 @@ def random_drafter(target: Target, sampled: bool = False) -> RandomDrafter:
     return RandomDrafter(target.vocab, width=4, probes=noise(2, target.config.hidden_size), memory=memory, sampled=sampled)
 
 
+def eagle(target: Target, tree: str = "fig9", proposal: str = "top-k", vocab: int | None = None) -> Eagle:
+    """A random head; `vocab` trims its candidates to the lowest ids."""
+    head = EagleHead(config_for(target.ends)).double()
+    generator = torch.Generator().manual_seed(1)
+    for p in head.parameters():
+        p.data.copy_((1.0 if p.dim() == 1 else 0.3) * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return Eagle(head, target.ends, None if vocab is None else torch.arange(vocab), tree, proposal)
+
+
 Texts = list[list[int]]
 # what it is called -> a drafter for a target and the texts (prompt and plain answer) of its rows
 DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
     "ngram": lambda target, texts: NGram(shortest=1),
     "oracle": lambda target, texts: TreeOracle(texts, target.vocab),
     "random, probes, memory": lambda target, texts: random_drafter(target),
+    "eagle": lambda target, texts: eagle(target),
+    "eagle, chain": lambda target, texts: eagle(target, "chain-3", vocab=40),
+    "eagle, dynamic": lambda target, texts: eagle(target, "dynamic-3x4x14"),
+    "eagle, best-first, noise": lambda target, texts: eagle(target, "best-first-3x10", "noise"),
+    "eagle, sampled": lambda target, texts: eagle(target, "[[0],[1],[2],[0,0],[1,0],[1,1],[1,0,0]]", "sampled"),
 }

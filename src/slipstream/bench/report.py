@@ -33,13 +33,12 @@ def bench_table(report: dict[str, Any]) -> Group:
 
 def _categories(report: dict[str, Any]) -> Table:
     drafters = [row for row in report["results"] if row["drafter"] != "vanilla"] or report["results"]
-    heads = [f"{row['drafter']}: {head}" for row in drafters for head in ("τ", "× plain")]
-    table = _table(None, "category", "turns", *heads)
+    table = _table("τ, and speed × plain", "category", "turns", *(row["drafter"] for row in drafters))
     for category, first in drafters[0]["by_category"].items():
         cells = []
         for row in drafters:
             part = row["by_category"][category]
-            cells += [f"{part['tau']:.2f}", f"{part['speedup']['vanilla']:.2f}"]
+            cells.append(f"{part['tau']:.2f}  {part['speedup']['vanilla']:.2f}×")
         table.add_row(category, str(first["questions"]), *cells)
     return table
 
@@ -57,6 +56,8 @@ def _depths(report: dict[str, Any]) -> list[Text]:
 def _sameness(row: dict[str, Any]) -> Text:
     if row["unexplained"]:
         return Text(f"NO: {row['unexplained']} unexplained", "bold red")
+    if row["identical"] is None:
+        return Text("in law", "cyan")
     return Text("yes", "green") if row["identical"] else Text(f"{len(row['divergences'])} ties", "yellow")
 
 
@@ -84,9 +85,25 @@ def certificate(report: dict[str, Any]) -> Group:
     return Group(table, verdict)
 
 
+def parity_table(report: dict[str, Any]) -> Group:
+    """Acceptance per position here and in vLLM, differing answers, and the verdict."""
+    title = f"{report['target']}, {report['dtype']}, {report['questions']} questions, {report['draft_tokens']} draft tokens"
+    table = _table(title, "accepted at position", *map(str, range(1, report["draft_tokens"] + 1)))
+    for name, rates in (*report["acceptance"].items(), ("difference", report["difference"])):
+        table.add_row(name, *(f"{rate:+.3f}" if name == "difference" else f"{rate:.3f}" for rate in rates))
+    lines = [
+        Text(f"{d['answer']}, question {d['question'] + 1}: leaves plain vLLM at {d['position']}, margin {d['margin']:.2g}")
+        for d in report["divergences"]
+    ]
+    if report["first_tensor_that_differs"]:
+        lines.append(Text(f"first tensor that differs: {report['first_tensor_that_differs']}", "bold red"))
+    verdict = Text("agrees", "bold green") if report["agrees"] else Text("does NOT agree", "bold red")
+    return Group(table, *lines, verdict)
+
+
 def _table(title: str | None, first: str, *others: str) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
-    table.add_column(first, no_wrap=True)
+    table.add_column(first, overflow="fold")
     for name in others:
         table.add_column(name, justify="right")
     return table

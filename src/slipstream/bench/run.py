@@ -163,7 +163,7 @@ def bench(
                 tallies[name].setdefault(question.category, Tally()).add(answers[name])
             plain = answers["vanilla"].tokens
             for name in contest.drafters:
-                if answers[name].tokens != plain:
+                if answers[name].tokens != plain and contest.drafters[name].law == "coupled":
                     found = audit(target, prompt, answers[name].tokens, contest.sampling)
                     where = {"question": question.name, "turn": len(messages) // 2}
                     tallies[name][question.category].divergences += [{**where, **asdict(d)} for d in found]
@@ -188,14 +188,15 @@ def _report(contest: Contest, tallies: dict[str, dict[str, Tally]], questions: S
 
 def _result(contest: Contest, name: str, tallies: dict[str, dict[str, Tally]]) -> dict[str, Any]:
     tally = _sum(list(tallies[name].values()))
-    decoding = tally.seconds.total - tally.seconds.prefill
+    decoding, law = tally.seconds.total - tally.seconds.prefill, contest.drafters[name].law
     return {
         "drafter": name,
         **_figures(tally, {baseline: _sum(list(tallies[baseline].values())) for baseline in BASELINES}),
         "target_passes": len(tally.rounds),
         "acceptance_by_depth": tally.acceptance(conditional=False),
         "acceptance_by_depth_conditional": tally.acceptance(conditional=True),
-        "identical": not tally.divergences,
+        "law": law,
+        "identical": not tally.divergences if law == "coupled" else None,  # multi-round: equal in distribution
         "unexplained": sum(d["margin"] > margin_of(contest.target) for d in tally.divergences),
         "divergences": tally.divergences,
         "seconds": {key: round(value, 3) for key, value in asdict(tally.seconds).items()},

@@ -36,10 +36,9 @@ def load_drafter(spec: str, ends: Ends | None = None) -> Drafter:
         if ends is None:
             raise ValueError(f"drafter {name!r} is made for a target: pass the target's ends, load_drafter(…, target.ends)")
         from slipstream.drafters.eagle import Eagle
-        from slipstream.drafters.store import read_drafter, shipped
+        from slipstream.drafters.store import find_drafter, read_drafter
 
-        home = name if Path(name).is_dir() else shipped(name, ends)
-        config, tensors = read_drafter(home, ends)
+        config, tensors = read_drafter(find_drafter(name, ends), ends)
         if config.get("method") != "eagle":
             raise ValueError(f"drafter directory {name}: Unknown method: {config.get('method')!r}. Available: eagle")
         return Eagle.load(config, tensors, ends, **_checked(Eagle, options, spec, without=("head", "ends", "vocab")))

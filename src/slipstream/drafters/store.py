@@ -60,6 +60,11 @@ def write_directory(directory: str | Path, config: dict[str, Any], tensors: dict
         raise ValueError(f"directory {home} cannot be written: {reason}: name a writable one") from error
 
 
+def find_drafter(name: str, ends: Ends) -> Path:
+    """A drafter directory, given as such or as the name of a method whose weights ship. Raises ValueError."""
+    return Path(name) if Path(name).expanduser().is_dir() else shipped(name, ends)
+
+
 def read_drafter(directory: str | Path, ends: Ends) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Configuration and tensors of a drafter directory.
 
@@ -120,4 +125,4 @@ def load_weights(module: nn.Module, tensors: dict[str, Tensor], source: str) -> 
     ]
     if wrong:
         raise ValueError(f"{source} does not fit: {'; '.join(wrong)}")
-    module.load_state_dict(tensors)
+    module.load_state_dict(tensors, assign=True)  # in their own precision

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from slipstream.core.drafter import Ends
 from slipstream.drafters.eagle import EagleConfig, EagleHead
-from slipstream.drafters.store import load_weights, read_drafter, save_drafter, write_directory
+from slipstream.drafters.layers import ACTIVATIONS
+from slipstream.drafters.store import find_drafter, load_weights, read_drafter, save_drafter, write_directory
 
 EMBEDDING = "embed_tokens.weight"
 PLAIN_ROPE = (None, "default")
@@ -79,7 +80,7 @@ def export_eagle(source: str, directory: str, ends: Ends) -> Report:
     Raises:
         ValueError: it is no eagle drafter for this target, or a variant that the layout cannot express.
     """
-    config, tensors = read_drafter(source, ends)
+    config, tensors = read_drafter(find_drafter(source, ends), ends)
     if config["method"] != "eagle":
         raise ValueError(f"drafter {source} is made by {config['method']!r}: this layout holds eagle")
     if config["head"]["input_norm"]:
@@ -136,6 +137,13 @@ def _sizes(config: dict[str, Any], ends: Ends, source: str) -> EagleConfig:
             f"checkpoint {source}: num_hidden_layers={layers}, vocab_size={vocab}, hidden_size={H}, "
             f"rope {kind or 'default'!r}; this target takes num_hidden_layers=1, vocab_size={len(ends.head)}, "
             f"hidden_size={ends.head.shape[1]} and plain rope"
+        )
+    missing = [name for name in ("intermediate_size", "num_attention_heads") if name not in config]
+    if missing or config.get("hidden_act", "silu") not in ACTIVATIONS:
+        raise ValueError(
+            f"checkpoint {source}: config.json lacks {', '.join(missing)}"
+            if missing
+            else f"checkpoint {source}: hidden_act {config['hidden_act']!r}; available: {', '.join(ACTIVATIONS)}"
         )
     heads = config["num_attention_heads"]
     defaults = {

@@ -21,7 +21,7 @@ from slipstream.decode.audit import audit, margin_of
 from slipstream.decode.generate import Generation, generate
 from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
 from slipstream.drafters.layers import attend_cache
-from slipstream.drafters.store import load_weights, read_drafter
+from slipstream.drafters.store import find_drafter, load_weights, read_drafter
 from slipstream.interop.eagle import export_eagle
 from slipstream.machine import heading
 from slipstream.targets import Target
@@ -97,7 +97,7 @@ def parity(
 
 
 def _head(drafter: str, ends: Ends) -> EagleHead:
-    config, tensors = read_drafter(drafter, ends)
+    config, tensors = read_drafter(find_drafter(drafter, ends), ends)
     head = EagleHead(EagleConfig(**config["head"]))
     load_weights(head, {n: t for n, t in tensors.items() if n in head.state_dict()}, f"drafter {drafter}")
     return head

@@ -75,7 +75,7 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             row = json.loads(line)
             rows.append((number, {"messages": messages_of(row)} | _about(row) if "text" not in row else _raw(row)))
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             bad.append(f"line {number} ({_reason(error)})")
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""

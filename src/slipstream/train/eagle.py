@@ -31,7 +31,7 @@ class Batch:
     counts: Bool[Tensor, "B T"]
 
     @classmethod
-    def collate(cls, examples: Sequence[Example], features: Sequence[Float[Tensor, "S H"]], device: Any) -> "Batch":
+    def collate(cls, examples: Sequence[Example], features: Sequence[Float[Tensor, "_ H"]], device: Any) -> "Batch":
         """Right-padded; padding counts for nothing, and causality keeps it out of sight."""
         T = max(len(e.tokens) for e in examples) - 2
         nexts, counts = torch.zeros(len(examples), T, dtype=torch.long), torch.zeros(len(examples), T, dtype=torch.bool)

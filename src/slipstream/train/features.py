@@ -77,7 +77,7 @@ class Features:
     def _tokens(self, batches: Iterable[int]) -> int:
         return sum(len(self.examples[i].tokens) for b in batches for i in self.batches[b])
 
-    def of(self, b: int) -> list[Float[Tensor, "T F"]]:
+    def of(self, b: int) -> list[Float[Tensor, "_ F"]]:
         """Features of each example of batch b."""
         if b >= self.kept:
             return self._compute(self.batches[b])
@@ -86,7 +86,7 @@ class Features:
         raw = np.fromfile(self.path, dtype=np.uint8, count=count, offset=start)
         return list(torch.from_numpy(raw).view(self._dtype).view(-1, self._width).split(lengths))
 
-    def _compute(self, batch: Sequence[int]) -> list[Float[Tensor, "T F"]]:
+    def _compute(self, batch: Sequence[int]) -> list[Float[Tensor, "_ F"]]:
         tokens = [self.examples[i].tokens for i in batch]
         features = read_features(self.target, tokens, self.taps)
         return [features[b, : len(row)] for b, row in enumerate(tokens)]

@@ -37,7 +37,7 @@ class Data(Section):
     held_out_tokens: int = Field(default=96, ge=8)
 
 
-class Features(Section):
+class Cache(Section):
     """`disk_gib`: how much of the target's features may be kept on disk; the rest is computed when needed."""
 
     disk_gib: float = Field(default=8.0, ge=0)
@@ -107,7 +107,7 @@ class Recipe(Section):
 
     method: Literal["eagle"] = "eagle"
     data: Data = Data()
-    features: Features = Features()
+    features: Cache = Cache()
     head: Head = Head()
     loss: Loss = Loss()
     optimizer: Optimizer = Optimizer()

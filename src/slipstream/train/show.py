@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -30,6 +31,29 @@ def preview(target: Target, examples: Sequence[Example], count: int = 3) -> Grou
         ("learnt", LEARNT), "  ", ("only read", GIVEN), "  · a token counts as an assistant's, or as its end"
     )
     return Group(*panels, legend)
+
+
+def draw(history: Sequence[dict[str, Any]], path: str) -> None:
+    """The predicted τ, and acceptance by depth, against the tokens that were trained on, as an SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    trained = [entry["trained"] / 1e6 for entry in history]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    left.plot(trained, [entry["tau"] for entry in history], marker="o", markersize=3)
+    left.set(xlabel="tokens trained on (millions)", ylabel="predicted τ")
+    for depth in range(len(history[0]["acceptance"])):
+        rates = [entry["acceptance"][depth] for entry in history]
+        right.plot(trained, rates, marker="o", markersize=3, label=f"depth {depth + 1}")
+    right.set(xlabel="tokens trained on (millions)", ylabel="share of rounds that accept this deep")
+    right.legend(frameon=False, fontsize="small")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+    pyplot.close(figure)
 
 
 class Watch:

@@ -1,0 +1,65 @@
+"""What commands share: the application, its consoles, options that mean the same everywhere, loading, progress."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from slipstream.targets import Target
+
+app = typer.Typer(
+    help="Slipstream makes a frozen LLM answer faster without changing one token of what it says.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+
+TargetName = Annotated[str, typer.Option("--target", help="alias (smollm2), directory, hub id or GGUF file")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64 or auto")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, …")]
+DrafterName = Annotated[
+    str, typer.Option("--drafter", help="vanilla, ngram, eagle, or a directory; with options: eagle:tree=chain-5")
+]
+DrafterNames = Annotated[list[str], typer.Option("--drafter", help=f"{DRAFTERS}; repeatable")]
+Files = Annotated[list[str], typer.Option("--questions", help="question.jsonl; repeatable (default: the project's own)")]
+Limit = Annotated[int | None, typer.Option(help="questions per file, taken evenly over it (default: all)")]
+MaxNewTokens = Annotated[int, typer.Option(help="tokens per answer, at most")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy")]
+Seed = Annotated[int, typer.Option(help="the same seed gives the same text, whatever the drafter")]
+JsonPath = Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the results here")]
+
+
+def examples(*lines: str) -> str:
+    return "[bold]Examples[/bold]\n\n" + "\n\n".join(f"  slipstream {line}" for line in lines)
+
+
+def load(name: str, dtype: str, device: str) -> "Target":
+    with err.status(f"loading {name}"):
+        from transformers.utils import logging
+
+        from slipstream.targets import load_target
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        return load_target(name, dtype, device)
+
+
+@contextmanager
+def progress_bar(steps: int | None) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error, advanced by each call, which says what is under way."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    what = TextColumn("{task.description}")
+    with Progress(BarColumn(), MofNCompleteColumn(), *times, what, console=err, transient=True) as bar:
+        task = bar.add_task("loading", total=steps)
+
+        def advance(what: str) -> None:
+            bar.update(task, description=what, advance=1)
+
+        yield advance

@@ -1,0 +1,189 @@
+"""demo, generate, bench, certify: answer, measure, prove."""
+
+import sys
+from contextlib import nullcontext
+from typing import Annotated
+
+import typer
+
+from slipstream.cli.common import (
+    Device,
+    DrafterName,
+    DrafterNames,
+    Dtype,
+    Files,
+    JsonPath,
+    Limit,
+    MaxNewTokens,
+    Seed,
+    TargetName,
+    Temperature,
+    app,
+    err,
+    examples,
+    load,
+    out,
+    progress_bar,
+)
+
+
+@app.command(epilog=examples("demo", "demo --limit 8 --temperature 1", "demo --target ./my-model --dtype float32"))
+def demo(
+    target: TargetName = "smollm2",
+    drafter: DrafterName = "ngram",
+    questions: Files = [],  # noqa: B006
+    limit: Limit = 8,
+    max_new_tokens: MaxNewTokens = 96,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
+) -> None:
+    """Answer questions twice, plainly and with a drafter: the same text, sooner."""
+    from slipstream.bench.demo import demo as run
+    from slipstream.bench.questions import load_questions
+    from slipstream.bench.run import Contest
+
+    asked = load_questions(questions, limit)
+    contest = Contest.of(load(target, dtype, device), [drafter], max_new_tokens, temperature, seed)
+    run(contest, drafter, asked, out)
+
+
+@app.command(
+    epilog=examples(
+        'generate "What is gravity?"',
+        'generate "Write a haiku." --temperature 0.8 --top-p 0.95 --seed 7',
+        "generate - --drafter ngram --json answer.json < long_prompt.txt",
+    )
+)
+def generate(
+    prompt: Annotated[str, typer.Argument(help="the user's message; - reads it from standard input")],
+    target: TargetName = "smollm2",
+    drafter: DrafterName = "ngram",
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy (default: the target's)")] = None,
+    top_k: Annotated[int | None, typer.Option(help="keep the k likeliest tokens")] = None,
+    top_p: Annotated[float | None, typer.Option(help="keep the likeliest tokens with this mass")] = None,
+    min_p: Annotated[float | None, typer.Option(help="keep tokens this fraction as likely as the likeliest")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="counts prompt and answer")] = None,
+    presence_penalty: Annotated[float, typer.Option(help="counts the answer")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="counts the answer")] = 0.0,
+    seed: Seed = 0,
+    stop: Annotated[list[str], typer.Option(help="a string that ends the answer; may be repeated")] = [],  # noqa: B006
+    law: Annotated[str | None, typer.Option(help="coupled or multi-round (default: the drafter's own)")] = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
+    trace: Annotated[str | None, typer.Option(metavar="FILE", help="write one JSON line per round here")] = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Answer one prompt, printed as it is made; figures go to standard error."""
+    from transformers import TextStreamer
+
+    from slipstream.decode.generate import generate as run
+    from slipstream.files import check_writable, replacing, write_json
+
+    for path in (trace, json_path):
+        if path is not None:
+            check_writable(path)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    loaded = load(target, dtype, device)
+    with replacing(trace) if trace is not None else nullcontext() as trace_file:
+        made = run(
+            loaded,
+            text,
+            drafter,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            seed=seed,
+            stop=stop,
+            law=law,
+            streamer=TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True),  # type: ignore[arg-type]
+            trace=trace_file,
+        )
+    speed = len(made.tokens) / made.seconds.total
+    err.print(f"{len(made.tokens)} tokens ({made.finish})   τ {made.tau:.2f}   {speed:.1f} tokens/s", style="dim")
+    if json_path is not None:
+        fields = {"text": made.text, "tokens": made.tokens, "finish": made.finish, "tau": made.tau}
+        write_json(json_path, {**fields, "target_passes": len(made.rounds), "seconds": vars(made.seconds)})
+
+
+@app.command(
+    epilog=examples(
+        "bench --drafter ngram --limit 2",
+        "bench --questions mt_bench.jsonl --questions gsm8k.jsonl --limit 20 --drafter ngram --json out.json",
+        "bench --drafter ngram --temperature 1 --dtype float32",
+    )
+)
+def bench(
+    target: TargetName = "smollm2",
+    drafter: DrafterNames = ["ngram"],  # noqa: B006
+    questions: Files = [],  # noqa: B006
+    limit: Limit = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
+    json_path: JsonPath = None,
+) -> None:
+    """Measure drafters beside plain decoding and Hugging Face generate, in alternation on the same prompts."""
+    from slipstream.bench.questions import load_questions
+    from slipstream.bench.report import bench_table
+    from slipstream.bench.run import bench as run
+    from slipstream.files import check_writable, write_json
+
+    if json_path is not None:
+        check_writable(json_path)
+    asked = load_questions(questions, limit)
+    steps = 1 + sum(len(question.turns) for question in asked) * (2 + len(set(drafter) - {"vanilla"}))
+    with progress_bar(steps) as progress:
+        report = run(load(target, dtype, device), drafter, asked, max_new_tokens, temperature, seed, progress)
+    if json_path is not None:
+        write_json(json_path, report)
+    out.print(bench_table(report))
+
+
+@app.command(
+    epilog=examples(
+        "certify --limit 4",
+        "certify --target ./my-model --drafter ngram --temperature 0 --temperature 0.7 --json certificate.json",
+    )
+)
+def certify(
+    target: TargetName = "smollm2",
+    drafter: DrafterNames = ["ngram"],  # noqa: B006
+    questions: Files = [],  # noqa: B006
+    limit: Limit = 20,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Annotated[list[float], typer.Option(help="may be repeated")] = [0.0, 1.0],  # noqa: B006
+    seed: Seed = 0,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    json_path: JsonPath = None,
+) -> None:
+    """Prove losslessness on your own model: every token of every answer is audited against plain decoding.
+
+    A tree oracle always runs beside the drafters, and at T = 0 Hugging Face generate is audited too. Exit code 1 if a
+    token is not explained.
+    """
+    from slipstream.bench.certify import certify as run
+    from slipstream.bench.questions import load_questions
+    from slipstream.bench.report import certificate
+    from slipstream.files import check_writable, write_json
+
+    if json_path is not None:
+        check_writable(json_path)
+    asked = load_questions(questions, limit)
+    with progress_bar(None) as progress:
+        report = run(load(target, dtype, device), drafter, asked, temperature, max_new_tokens, seed, progress)
+    if json_path is not None:
+        write_json(json_path, report)
+    out.print(certificate(report))
+    if not report["certified"]:
+        raise typer.Exit(1)

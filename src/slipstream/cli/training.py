@@ -1,0 +1,223 @@
+"""train, synthesize, regenerate, import, export, parity: make a drafter, and take it elsewhere."""
+
+from typing import Annotated, Any
+
+import typer
+
+from slipstream.cli.common import (
+    Device,
+    TargetName,
+    app,
+    err,
+    examples,
+    load,
+    out,
+)
+
+
+@app.command(
+    epilog=examples(
+        "train eagle --data answers.jsonl --out runs/eagle",
+        "train eagle --data answers.jsonl --preview",
+        "train eagle --recipe recipes/eagle_smollm2.yaml --out runs/eagle optimizer.lr=5e-4 loss.unroll=3",
+        "train eagle --recipe runs/eagle/recipe.yaml --out runs/eagle --resume",
+    )
+)
+def train(
+    method: Annotated[str, typer.Argument(help="eagle")],
+    overrides: Annotated[list[str], typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = [],  # noqa: B006
+    data: Annotated[list[str], typer.Option(help="JSONL or .txt, gzipped or not; repeatable")] = [],  # noqa: B006
+    directory: Annotated[
+        str | None, typer.Option("--out", metavar="DIR", help="drafter, checkpoints and log go here")
+    ] = None,
+    target: TargetName = "smollm2",
+    recipe: Annotated[
+        str | None, typer.Option(metavar="FILE", help="YAML; see the recipe.yaml that each run leaves")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on, exactly, from the last checkpoint in --out")] = False,
+    preview: Annotated[bool, typer.Option("--preview", help="show what is learnt of the data, coloured, and stop")] = False,
+    dtype: Annotated[str, typer.Option(help="of the target: auto, float32, bfloat16, …")] = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Train a drafter for a target. The directory holds, at any time, the best drafter so far and the last checkpoint."""
+    from slipstream.train.recipe import load_recipe
+    from slipstream.train.show import preview as show_preview
+    from slipstream.train.show import draw, watching
+    from slipstream.train.trainer import Trainer
+
+    if resume and recipe is None and directory is not None:
+        recipe = f"{directory}/recipe.yaml"
+    given = {"data": {"files": data}} if data else {}
+    settled = load_recipe(recipe, overrides, method=method, **given)
+    if directory is None and not preview:
+        raise ValueError("no place for the drafter: give --out DIR (or --preview to look at the data)")
+    loaded = load(target, dtype, device)
+    if directory is None or preview:
+        kept = settled.data
+        out.print(show_preview(loaded, loadexamples(kept.files, loaded, kept.max_length, kept.limit)))
+        return
+    with watching(err) as watch:
+        trainer = Trainer(loaded, settled, directory, resume)
+        trainer.prepare(watch.filling)
+        progress = trainer.run(watch.show)
+    draw(progress.history, f"{directory}/curve.svg")
+    out.print(f"predicted τ {progress.best:.2f} ({settled.head.tree}) after {progress.trained:,} tokens, in {directory}")
+
+
+Server = Annotated[str | None, typer.Option(metavar="URL", help="let this OpenAI-compatible server write (vllm serve, …)")]
+Temperatures = Annotated[list[float], typer.Option("--temperature", help="of the answers, taken in turn; repeatable")]
+Batch = Annotated[int, typer.Option(help="texts written at once")]
+
+
+@app.command(
+    epilog=examples(
+        "synthesize --prompts 500 --out answers.jsonl",
+        "synthesize --prompts 20000 --out answers.jsonl --server http://localhost:8000/v1 --batch 256",
+    )
+)
+def synthesize(
+    directory: Annotated[str, typer.Option("--out", metavar="FILE", help="JSONL; an interrupted file is gone on with")],
+    prompts: Annotated[int, typer.Option(help="how many")] = 200,
+    target: TargetName = "smollm2",
+    server: Server = None,
+    temperatures: Temperatures = [0.0, 0.7, 1.0],  # noqa: B006
+    prompt_temperature: Annotated[float, typer.Option(help="of the prompts")] = 0.8,
+    max_new_tokens: MaxNewTokens = 512,
+    batch: Batch = 32,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Training data from nothing: the target writes prompts, from its own chat template, and answers them."""
+    from slipstream.files import check_writable
+    from slipstream.train import synthesize as make
+
+    check_writable(directory)
+    loaded = load(target, dtype, device)
+    writer = make.ServerWriter(server) if server else make.TargetWriter(loaded)
+    with progress_bar(prompts) as advance:
+        asked = []
+        for prompt in make.synthesize_prompts(loaded, writer, prompts, prompt_temperature, batch, seed):
+            asked.append(prompt)
+            advance("writing prompts")
+    _answer(asked, writer, directory, temperatures, max_new_tokens, batch, seed)
+
+
+@app.command(
+    epilog=examples(
+        "regenerate questions.jsonl --out answers.jsonl",
+        "regenerate sharegpt.jsonl --out answers.jsonl --temperature 0 --server http://localhost:8000/v1 --batch 256",
+    )
+)
+def regenerate(
+    source: Annotated[str, typer.Argument(metavar="FILE", help="JSONL in any training shape; its own answers are dropped")],
+    directory: Annotated[str, typer.Option("--out", metavar="FILE", help="JSONL; an interrupted file is gone on with")],
+    target: TargetName = "smollm2",
+    server: Server = None,
+    temperatures: Temperatures = [0.0, 0.7, 1.0],  # noqa: B006
+    max_new_tokens: MaxNewTokens = 512,
+    limit: Limit = None,
+    batch: Batch = 32,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Let the target answer given prompts: a drafter learns what its target says, not what others said."""
+    from slipstream.files import check_writable
+    from slipstream.train import synthesize as make
+    from slipstream.train.data import read_rows
+
+    check_writable(directory)
+    rows = [row["messages"] for _, row in read_rows(source) if "messages" in row]
+    if not rows:
+        raise ValueError(f"{source} has no conversations: raw text is trained on as it is")
+    if limit is not None and limit < len(rows):
+        rows = [rows[i * len(rows) // limit] for i in range(limit)]
+    writer = make.ServerWriter(server) if server else make.TargetWriter(load(target, dtype, device))
+    _answer(rows, writer, directory, temperatures, max_new_tokens, batch, seed)
+
+
+@app.command("import", epilog=examples("import ./EAGLE-LLaMA3-8B --target ./llama3-8b --out drafters/llama3-eagle"))
+def import_(
+    source: Annotated[str, typer.Argument(metavar="DIR", help="a public EAGLE-1/2 checkpoint")],
+    directory: Annotated[str, typer.Option("--out", metavar="DIR", help="the drafter directory to write")],
+    target: TargetName = "smollm2",
+    tree: Annotated[str, typer.Option(help="the drafter's default tree")] = "fig9",
+    dtype: Dtype = "bfloat16",
+) -> None:
+    """Make a drafter directory of a public EAGLE checkpoint."""
+    from slipstream.interop.eagle import import_eagle
+
+    loaded = load(target, dtype, "cpu")
+    _report(import_eagle(source, directory, loaded.name, loaded.ends, tree), directory)
+
+
+@app.command("export", epilog=examples("export eagle --out vllm-head", "export runs/eagle --out vllm-head"))
+def export(
+    drafter: Annotated[str, typer.Argument(help="a name whose weights ship, or a drafter directory")],
+    directory: Annotated[str, typer.Option("--out", metavar="DIR", help="the checkpoint to write")],
+    target: TargetName = "smollm2",
+    dtype: Dtype = "bfloat16",
+) -> None:
+    """Write an eagle drafter in the public layout, which vLLM and SGLang load."""
+    from slipstream.interop.eagle import export_eagle
+
+    loaded = load(target, dtype, "cpu")
+    _report(export_eagle(drafter, directory, loaded.ends), directory)
+
+
+@app.command(
+    epilog=examples(
+        "parity eagle --python .venv-vllm/bin/python --questions gsm8k.jsonl --limit 20 --json parity.json",
+    )
+)
+def parity(
+    drafter: Annotated[str, typer.Argument(help="a name whose weights ship, or a drafter directory")],
+    python: Annotated[str, typer.Option(metavar="FILE", help="interpreter of vLLM's environment (make vllm)")],
+    target: TargetName = "smollm2",
+    questions: Files = [],  # noqa: B006
+    limit: Limit = 20,
+    max_new_tokens: MaxNewTokens = 128,
+    draft_tokens: Annotated[int, typer.Option(help="drafted a round")] = 3,
+    dtype: Dtype = "float32",
+    json_path: JsonPath = None,
+) -> None:
+    """Serve the target with an exported head in vLLM: does it accept the same drafts, and say the same?
+
+    Exit code 1 if not; the first tensor that differs is named.
+    """
+    from slipstream.bench.questions import load_questions
+    from slipstream.bench.report import parity_table
+    from slipstream.files import check_writable, write_json
+    from slipstream.interop.parity import parity as run
+
+    if json_path is not None:
+        check_writable(json_path)
+    loaded = load(target, dtype, "cpu")
+    prompts = [loaded.encode(question.turns[0]) for question in load_questions(questions, limit)]
+    with progress_bar(len(prompts) + 2) as progress:
+        report = run(loaded, drafter, prompts, python, max_new_tokens, draft_tokens, progress)
+    if json_path is not None:
+        write_json(json_path, report)
+    out.print(parity_table(report))
+    if not report["agrees"]:
+        raise typer.Exit(1)
+
+
+def _answer(rows: list[Any], writer: Any, path: str, temperatures: list[float], limit: int, batch: int, seed: int) -> None:
+    from slipstream.train.synthesize import regenerate as run
+
+    with progress_bar(len(rows)) as advance:
+
+        def answered(n: int) -> None:
+            for _ in range(n):
+                advance("answering")
+
+        lines = run(rows, writer, path, temperatures, limit, batch, seed, answered)
+    out.print(f"{lines} answers in {path}; train on them: slipstream train eagle --data {path} --out runs/eagle")
+
+
+def _report(report: Any, directory: str) -> None:
+    out.print(f"{len(report.used)} tensors and keys used; written to {directory}")
+    for note in report.notes:
+        out.print(f"  {note}", markup=False)

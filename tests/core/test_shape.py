@@ -1,0 +1,66 @@
+"""Trees by name."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from slipstream.core.shape import FIG9, Shape
+
+
+def grow(name: str):
+    """The tree of a shape under a drafter whose k-th child of token t is 10·t + k + 1, each less likely than the last."""
+    shape = Shape.parse(name)
+
+    def expand(tokens, origin):
+        ids = 10 * tokens[..., None] + 1 + torch.arange(shape.children)
+        return ids, torch.log_softmax(-torch.arange(shape.children, dtype=torch.float64), -1).expand(ids.shape)
+
+    return shape, shape.grow(torch.zeros(2, dtype=torch.long), expand)
+
+
+def test_fig9_is_the_papers_tree():
+    assert Counter(map(len, FIG9)) == {1: 4, 2: 8, 3: 8, 4: 3, 5: 2}
+    shape, tree = grow("fig9")
+    assert (tree.nodes, tree.depth, shape.children) == (26, 5, 4)
+    assert tree.tokens[0, 1:5].tolist() == [1, 2, 3, 4]
+    assert tree.tokens[0, -2:].tolist() == [11111, 11112]
+
+
+def test_a_chain_is_a_chain():
+    """Topology tensors where none are needed: layout and compaction have a quicker way for chains."""
+    shape, tree = grow("chain-4")
+    assert tree.is_chain
+    assert tree.tokens[0].tolist() == [0, 1, 11, 111, 1111]
+    assert (shape.nodes, shape.depth, shape.scratch) == (5, 4, 3)
+
+
+@pytest.mark.parametrize(
+    "name", ["fig9", "chain-3", "dynamic-3x4x14", "best-first-3x9", "[[0],[1],[2],[0,0],[2,0],[2,0,0]]"]
+)
+def test_what_a_shape_says_of_its_tree_is_true(name):
+    """Caches too small for the rows that come."""
+    shape = Shape.parse(name)
+    rows, calls = 0, 0
+
+    def expand(tokens, origin):
+        nonlocal rows, calls
+        rows, calls = rows + (tokens.shape[1] if calls else 0), calls + 1
+        ids = torch.arange(shape.children).expand(*tokens.shape, -1)
+        return ids, torch.zeros(ids.shape).log_softmax(-1)
+
+    tree = shape.grow(torch.zeros(1, dtype=torch.long), expand)
+    assert (tree.nodes, tree.depth, calls, rows) == (shape.nodes, shape.depth, shape.depth, shape.scratch)
+    if shape.paths and not tree.is_chain:
+        assert shape.inner.tolist() == tree.parents[0].unique().tolist()
+
+
+@pytest.mark.parametrize("name", ["fig8", "chain", "chain-0", "dynamic-3x4", "best-first-0x4", "[[0], 3]", "[", "[]"])
+def test_an_unknown_shape_is_refused_with_the_choices(name):
+    with pytest.raises(ValueError, match=r"Available: chain-DEPTH|no nodes"):
+        Shape.parse(name)
+
+
+def test_a_path_without_its_parent_is_refused():
+    with pytest.raises(ValueError, match=r"\(0, 1\) has no parent"):
+        Shape.parse("[[1],[0,1]]")

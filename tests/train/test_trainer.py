@@ -1,0 +1,255 @@
+"""Training: what is interrupted goes on exactly, what cannot be written loses nothing, and predictions come true."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slipstream.decode.answer import mean_accepted_length
+from slipstream.decode.generate import generate
+from slipstream.drafters import load_drafter
+from slipstream.files import cache_home
+from slipstream.train.features import Features, pack
+from slipstream.train.recipe import Recipe, load_recipe
+from slipstream.train.replay import Record, predict
+from slipstream.train.trainer import Trainer, rate
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def recipe(data: str, **schedule) -> Recipe:
+    settings = {"batch_tokens": 64, "evaluate_every": 5, "save_every": 4, "epochs": 1.0} | schedule
+    return load_recipe(
+        None,
+        data={"files": [data], "max_length": 40, "held_out_tokens": 16},
+        head={"draft_vocab": 40, "tree": "[[0],[1],[0,0],[1,0]]"},
+        schedule=settings,
+        loss={"unroll": 2},
+    )
+
+
+def train(chat, settings: Recipe, directory, resume: bool = False, show=lambda seen: None):
+    trainer = Trainer(chat, settings, str(directory), resume)
+    trainer.prepare()
+    return trainer.run(show)
+
+
+def files(directory) -> tuple[dict, list]:
+    return load_file(directory / "model.safetensors"), (directory / "log.jsonl").read_text().splitlines()
+
+
+def same(a, b) -> bool:
+    mine, theirs = torch.load(a / "state.pt", weights_only=True), torch.load(b / "state.pt", weights_only=True)
+    weights = all(torch.equal(mine["objective"][name], theirs["objective"][name]) for name in mine["objective"])
+    drafters, logs = zip(files(a), files(b), strict=True)
+    return weights and logs[0] == logs[1] and all(torch.equal(drafters[0][n], drafters[1][n]) for n in drafters[0])
+
+
+def test_a_run_leaves_a_drafter_that_decodes(chat, data, tmp_path):
+    progress = train(chat, recipe(data, epochs=2.0), tmp_path / "run")
+    drafter = load_drafter(str(tmp_path / "run"), chat.ends)
+    answer = generate(chat, "abcabc", drafter, max_new_tokens=12, temperature=0.0)
+    assert answer.tokens == generate(chat, "abcabc", max_new_tokens=12, temperature=0.0).tokens
+    about = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert about["target"]["fingerprint"] == chat.fingerprint
+    assert about["training"]["predicted"]["tau"] == pytest.approx(progress.best, abs=1e-4)
+    assert progress.history[0]["trained"] == 0 < progress.history[-1]["trained"]
+    assert progress.history[-1]["loss"] > 0
+
+
+def test_predicted_tau_is_decoded_tau(chat, data, tmp_path):
+    """A prediction that drafts with other masks, counts other tokens or walks otherwise than decoding does."""
+    settings = recipe(data)
+    trainer = Trainer(chat, settings, str(tmp_path / "run"))
+    trainer.prepare()
+    trainer.run()
+    drafter = trainer.objective.drafter(settings.head.tree, torch.float64)
+    predicted = predict(drafter, trainer.record)
+    prompts = [e.tokens[: e.loss.index(True)] for e in trainer._held_out]
+    answers = generate(chat, prompts, drafter, max_new_tokens=16, temperature=0.0)
+    rounds = [r for answer in answers for r in answer.rounds]
+    assert predicted.tau == pytest.approx(mean_accepted_length(rounds))
+    assert predicted.rounds == len(rounds)
+    assert predicted.tau > 1.05  # something was accepted
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(chat, data, tmp_path):
+    """Optimizer, schedule, data order, noise or the record of the best that begin anew."""
+    settings = recipe(data, epochs=2.0)
+    train(chat, settings, tmp_path / "whole")
+
+    class Killed(Exception):
+        pass
+
+    def stop(seen):
+        if seen.step == 11:  # three steps after a checkpoint
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(chat, settings, tmp_path / "parts", show=stop)
+    train(chat, settings, tmp_path / "parts", resume=True)
+    assert same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_stages_go_on_from_each_other_and_resume(chat, data, tmp_path):
+    staged = recipe(data).model_copy(update={"stages": [{}, {"loss": {"unroll": 1}, "optimizer": {"lr": 1e-4}}]})
+    steps = []
+    train(chat, staged, tmp_path / "whole", show=lambda seen: steps.append((seen.stage, seen.of)))
+    assert {stage for stage, _ in steps} == {0, 1}
+
+    class Killed(Exception):
+        pass
+
+    def stop(seen):
+        if (seen.stage, seen.step) == (1, 2):
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(chat, staged, tmp_path / "parts", show=stop)
+    train(chat, staged, tmp_path / "parts", resume=True)
+    assert same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_ctrl_c_leaves_a_checkpoint_at_the_step_it_came(chat, data, tmp_path):
+    settings = recipe(data, epochs=2.0)
+    train(chat, settings, tmp_path / "whole")
+
+    def interrupt(seen):
+        if seen.step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(chat, settings, tmp_path / "parts", show=interrupt)
+    kept = torch.load(tmp_path / "parts" / "state.pt", weights_only=True)["progress"]["step"]
+    assert kept in (6, 7)
+    train(chat, settings, tmp_path / "parts", resume=True)
+    assert same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_kill_9_loses_no_more_than_the_steps_since_the_last_checkpoint(chat, data, tmp_path):
+    chat.model.save_pretrained(tmp_path / "target")
+    chat.tokenizer.save_pretrained(tmp_path / "target")
+    words = ["train", "eagle", "--target", str(tmp_path / "target"), "--dtype", "float64", "--data", data]
+    words += ["--out", str(tmp_path / "run"), "schedule.batch_tokens=64", "schedule.save_every=1", "schedule.epochs=200"]
+    words += ["data.max_length=40", "data.held_out_tokens=16", "head.draft_vocab=40", "schedule.evaluate_every=1000"]
+    one = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "slipstream", *words], stderr=subprocess.DEVNULL, env=one)
+    state, patience = tmp_path / "run" / "state.pt", time.monotonic() + 120
+    while not state.exists() and time.monotonic() < patience:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    process.kill()
+    process.wait()
+    before = torch.load(state, weights_only=True)["progress"]
+    assert before["step"] > 0
+    settings = load_recipe(str(tmp_path / "run" / "recipe.yaml"))
+
+    class Enough(Exception):
+        pass
+
+    first = []
+
+    def stop(seen):
+        first.append(seen.step)
+        raise Enough
+
+    with pytest.raises(Enough):
+        train(chat, settings, tmp_path / "run", resume=True, show=stop)
+    assert first == [before["step"] + 1]
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(chat, data, tmp_path, monkeypatch):
+    settings = recipe(data)
+    saved, real = [], torch.save
+
+    def save(state, path):
+        saved.append(path)
+        if len(saved) == 2:
+            path.write_bytes(b"half")
+            raise RuntimeError(
+                "[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0: No space left on device"
+            )
+        real(state, path)
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(ValueError, match=r"state\.pt cannot be written.*the last one stays"):
+        train(chat, settings, tmp_path / "run")
+    assert torch.load(tmp_path / "run" / "state.pt", weights_only=True)["progress"]["step"] == 4
+    assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
+
+
+def test_a_full_disk_while_features_are_cached_keeps_what_is_there(chat, data, tmp_path, monkeypatch):
+    from slipstream.train.data import load_examples
+
+    examples = load_examples([data], chat, 40)
+    features = Features(chat, examples, pack(examples, 64), ("final",), 2**30)
+    read, calls = features._compute, []
+
+    def fail(batch):
+        calls.append(batch)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        return read(batch)
+
+    monkeypatch.setattr(features, "_compute", fail)
+    with pytest.raises(ValueError, match=r"No space left on device.*disk_gib"):
+        features.fill(lambda n: None)
+    fresh = Features(chat, examples, pack(examples, 64), ("final",), 2**30)
+    told = []
+    fresh.fill(told.append)
+    assert told[0] == sum(len(examples[i].tokens) for batch in pack(examples, 64)[:2] for i in batch)
+    online = Features(chat, examples, pack(examples, 64), ("final",), 0)
+    assert (online.kept, online.bytes) == (0, 0)
+    for b in range(len(fresh.batches)):
+        assert all(torch.equal(x, y) for x, y in zip(fresh.of(b), online.of(b), strict=True))
+    assert list((cache_home() / "features").iterdir()) == [fresh.path]
+
+
+def test_directories_and_checkpoints_that_do_not_fit_are_refused(chat, data, tmp_path):
+    settings = recipe(data)
+    train(chat, settings, tmp_path / "run")
+    with pytest.raises(ValueError, match="holds a training run: go on with --resume"):
+        Trainer(chat, settings, str(tmp_path / "run"))
+    with pytest.raises(ValueError, match="holds no checkpoint to resume"):
+        Trainer(chat, settings, str(tmp_path / "other"), resume=True)
+    with pytest.raises(ValueError, match=r"another recipe \(schedule differ\)"):
+        Trainer(chat, recipe(data, epochs=3.0), str(tmp_path / "run"), resume=True)
+    with pytest.raises(ValueError, match="cannot be written"):
+        Trainer(chat, settings, "/proc/run")
+    (tmp_path / "run" / "state.pt").write_bytes(b"half")
+    with pytest.raises(ValueError, match=r"checkpoint .*state\.pt cannot be read"):
+        Trainer(chat, settings, str(tmp_path / "run"), resume=True)
+
+
+def test_too_little_data_is_refused(chat, data, tmp_path):
+    settings = load_recipe(None, data={"files": [data], "limit": 3})
+    with pytest.raises(ValueError, match="3 examples remain"):
+        Trainer(chat, settings, str(tmp_path / "run")).prepare()
+    with pytest.raises(ValueError, match="no training data: give --data"):
+        Trainer(chat, load_recipe(None), str(tmp_path / "run")).prepare()
+
+
+def test_the_rate_warms_up_and_falls_to_its_floor():
+    optimizer = Recipe().optimizer
+    rates = [rate(optimizer, step, 100) for step in range(100)]
+    assert rates[0] < rates[1] < rates[2] <= optimizer.lr
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert optimizer.floor * optimizer.lr < rates[-1] < 1.05 * optimizer.floor * optimizer.lr
+
+
+def test_a_record_ends_where_an_answer_ends(chat, data):
+    """Tokens past the end of an answer that count as accepted."""
+    from slipstream.train.data import load_examples
+
+    record = Record.of(chat, load_examples([data], chat, 40)[:5], 16, ("final",))
+    assert (record.lengths - record.prompts <= 16).all()
+    assert (record.tokens.gather(1, record.lengths[:, None] - 1) >= 0).all()
