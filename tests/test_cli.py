@@ -15,6 +15,7 @@ from slipstream import cli
 from slipstream.decode.generate import LAWS
 
 COMMANDS = ("demo", "generate", "bench", "certify")
+MAKING = ("train", "synthesize", "regenerate", "import", "export", "parity")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def questions(tmp_path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS + MAKING)
 def test_help_has_examples(run, command):
     code, out, _ = run(command, "--help")
     assert code == 0
@@ -135,14 +136,29 @@ MISTAKES = {
     "unknown law": (["generate", "abc", "--law", "copuled"], "Available: coupled, multi-round"),
     "unwritable output": (["generate", "abc", "--json", "/proc/out.json"], "cannot be written"),
     "unwritable output of bench": (["bench", "--json", "/proc/out.json"], "cannot be written"),
+    "an option that is none": (["generate", "abc", "--drafter", "ngram:dpth=3"], "no option 'dpth'"),
+    "no weights for this target": (["generate", "abc", "--drafter", "eagle"], "no eagle weights ship for this target"),
+    "an unknown method": (["train", "medusa", "--out", "x"], "method is 'medusa'"),
+    "an unknown section": (["train", "eagle", "--out", "x", "optimiser.lr=1"], "did you mean 'optimizer'"),
+    "no data": (["train", "eagle", "--out", "x"], "no training data"),
+    "no place": (["train", "eagle", "--data", "x.jsonl"], "give --out DIR"),
+    "missing data": (["train", "eagle", "--data", "x.jsonl", "--out", "x"], "x.jsonl cannot be read"),
+    "unwritable drafter": (["train", "eagle", "--data", "x.jsonl", "--out", "/proc/x"], "cannot be written"),
+    "nothing to resume": (["train", "eagle", "--resume", "--out", "x"], "x/recipe.yaml cannot be read"),
+    "no server": (["regenerate", "x.jsonl", "--out", "y.jsonl"], "x.jsonl cannot be read"),
+    "no template": (["synthesize", "--out", "y.jsonl"], "has no chat template"),
+    "no checkpoint": (["import", "nowhere", "--out", "x"], "nowhere has no config.json"),
+    "no drafter": (["export", "nowhere", "--out", "x"], "no nowhere weights ship"),
+    "no vLLM": (["parity", "eagle", "--python", "/no/python"], "run `make vllm`"),
     "unwritable trace": (["generate", "abc", "--trace", "/proc/trace.jsonl"], "cannot be written"),
 }
 
 
 @pytest.mark.parametrize(("words", "says"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_clear_line(run, model, words, says):
+def test_a_mistake_is_one_clear_line(run, model, words, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     known = ["--target", model, *([] if "--dtype" in words else ["--dtype", "float64"])]
-    code, _, err = run(*words, *(known if words[0] in COMMANDS else []))
+    code, _, err = run(*words, *(known if words[0] in COMMANDS + MAKING else []))
     assert code == 2
     assert len(err.strip().splitlines()) == 1, err
     assert says in err

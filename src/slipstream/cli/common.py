@@ -22,9 +22,8 @@ out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 TargetName = Annotated[str, typer.Option("--target", help="alias (smollm2), directory, hub id or GGUF file")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64 or auto")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, …")]
-DrafterName = Annotated[
-    str, typer.Option("--drafter", help="vanilla, ngram, eagle, or a directory; with options: eagle:tree=chain-5")
-]
+DRAFTERS = "vanilla, ngram, eagle, or a directory; with options: eagle:tree=chain-5"
+DrafterName = Annotated[str, typer.Option("--drafter", help=DRAFTERS)]
 DrafterNames = Annotated[list[str], typer.Option("--drafter", help=f"{DRAFTERS}; repeatable")]
 Files = Annotated[list[str], typer.Option("--questions", help="question.jsonl; repeatable (default: the project's own)")]
 Limit = Annotated[int | None, typer.Option(help="questions per file, taken evenly over it (default: all)")]

@@ -6,12 +6,19 @@ import typer
 
 from slipstream.cli.common import (
     Device,
+    Dtype,
+    Files,
+    JsonPath,
+    Limit,
+    MaxNewTokens,
+    Seed,
     TargetName,
     app,
     err,
     examples,
     load,
     out,
+    progress_bar,
 )
 
 
@@ -41,8 +48,8 @@ def train(
 ) -> None:
     """Train a drafter for a target. The directory holds, at any time, the best drafter so far and the last checkpoint."""
     from slipstream.train.recipe import load_recipe
-    from slipstream.train.show import preview as show_preview
     from slipstream.train.show import draw, watching
+    from slipstream.train.show import preview as show_preview
     from slipstream.train.trainer import Trainer
 
     if resume and recipe is None and directory is not None:

@@ -128,6 +128,8 @@ def regenerate(
     with _appending(out) as file:
         for i in range(done // batch, -(-len(asked) // batch)):
             fresh = asked[max(done, i * batch) : (i + 1) * batch]
+            if not fresh:
+                continue
             temperature = temperatures[i % len(temperatures)]
             answers = writer.answer(fresh, temperature, limit, seed + i)
             for question, answer in zip(fresh, answers, strict=True):

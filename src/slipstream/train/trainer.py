@@ -19,10 +19,10 @@ from accelerate import Accelerator
 from slipstream.drafters.store import save_drafter
 from slipstream.files import check_writable, replacing
 from slipstream.targets import Target
-from slipstream.train.data import Example, hold_out, load_examples
+from slipstream.train.data import hold_out, load_examples
 from slipstream.train.eagle import Batch, EagleObjective, coverage
 from slipstream.train.features import Features, pack
-from slipstream.train.recipe import Optimizer, Recipe
+from slipstream.train.recipe import Data, Optimizer, Recipe
 from slipstream.train.replay import Prediction, Record, predict
 
 STATE, LOG, RECIPE = "state.pt", "log.jsonl", "recipe.yaml"
@@ -93,7 +93,7 @@ class Trainer:
         Args:
             filling: told what long work begins and how many tokens it has; returns what is told of its progress.
         """
-        self._examples(self.stages[0])
+        self._read_data(self.stages[0].data)
         kept = self.recipe.data
         self.objective = EagleObjective.begin(self.recipe, self.target.ends, self._all)
         self.vocab_coverage = coverage(self._all, self.objective._vocab)
@@ -106,8 +106,7 @@ class Trainer:
             self.progress = Progress(**self._saved["progress"])
             self.vocab_coverage = self._saved["coverage"]
 
-    def _examples(self, recipe: Recipe) -> list[Example]:
-        data = recipe.data
+    def _read_data(self, data: Data) -> None:
         if not data.files:
             raise ValueError(
                 "no training data: give --data FILE or data.files in the recipe, or write some with `synthesize`"
@@ -118,7 +117,7 @@ class Trainer:
         if len(examples) < 8:
             raise ValueError(f"{len(examples)} examples remain of {', '.join(data.files)}: training takes 8 at least")
         self._all, self._held_out = hold_out(examples, data.held_out)
-        return self._all
+        self._data = data
 
     def run(self, show: Show = lambda seen: None) -> Progress:
         """Train to the end, or until Ctrl-C, which leaves a checkpoint to resume from (KeyboardInterrupt).
@@ -127,62 +126,77 @@ class Trainer:
             ValueError: the disk does not take a checkpoint; the last one stays.
         """
         self._write_recipe()
-        with self._interruptible():
-            for stage in range(self.progress.stage, len(self.stages)):
-                self._run_stage(self.stages[stage], show)
-                self.progress.stage, self.progress.step = stage + 1, 0
-                self._save(None)
+        for stage in range(self.progress.stage, len(self.stages)):
+            self._run_stage(self.stages[stage], show)
+            self.progress.stage, self.progress.step = stage + 1, 0
+            self._save(None)
         return self.progress
 
     def _run_stage(self, recipe: Recipe, show: Show) -> None:
-        if recipe.data != self.stages[0].data or self.progress.stage:
-            self._examples(recipe)
-        schedule, accelerator, progress = recipe.schedule, self.accelerator, self.progress
-        batches = pack(self._all, schedule.batch_tokens)
-        features = Features(self.target, self._all, batches, EagleObjective.taps, int(recipe.features.disk_gib * 2**30))
-        total = sum(len(self._all[i].tokens) for batch in batches[: features.kept] for i in batch)
-        if accelerator.is_main_process:
-            features.fill(self._filling("reading features", total))
-        accelerator.wait_for_everyone()
+        accelerator, progress, schedule = self.accelerator, self.progress, recipe.schedule
+        features = self._features(recipe)
         optimizer = _adamw(self.objective, recipe.optimizer)
         model, optimizer = accelerator.prepare(self.objective, optimizer)
         if self._saved is not None and self._saved["optimizer"] is not None:
             optimizer.load_state_dict(self._saved["optimizer"])
         self._saved = None
-        per_epoch = max(1, len(batches) // accelerator.num_processes)
+        per_epoch = max(1, len(features.batches) // accelerator.num_processes)
         steps = max(1, round(schedule.epochs * per_epoch))
         if not progress.history:
             self._evaluate()
-        while progress.step < steps:
-            began, step = time.perf_counter(), progress.step
-            for group in optimizer.param_groups:
-                group["lr"] = rate(recipe.optimizer, step, steps)
-            b = self._batch(step, per_epoch, len(batches), schedule.seed)
-            batch = Batch.collate([self._all[i] for i in batches[b]], features.of(b), accelerator.device)
-            noise = torch.Generator().manual_seed(_mix(schedule.seed, progress.stage, step, accelerator.process_index))
-            loss, sums = model(batch, recipe.loss, noise)
-            counted = accelerator.reduce(batch.counts.sum(), "sum")
-            accelerator.backward(loss * accelerator.num_processes / counted)  # the processes' gradients are averaged
-            accelerator.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            progress.step, progress.trained = step + 1, progress.trained + int(counted)
-            progress.seconds += (took := time.perf_counter() - began)
-            value, agree = (float(accelerator.reduce(x, "sum") / counted) for x in (loss.detach(), sums["agree_0"]))
-            if progress.step % schedule.evaluate_every == 0 or progress.step == steps:
-                self._evaluate(value)
-            tau = progress.history[-1]["tau"]
-            show(Seen(progress.stage, progress.step, steps, value, agree, int(counted) / took, tau))
-            if self._stop or (progress.step % schedule.save_every == 0 and progress.step < steps):
-                self._save(optimizer)
-            if self._stop:
-                raise KeyboardInterrupt
+        with self._interruptible():
+            while progress.step < steps:
+                began = time.perf_counter()
+                batch = self._batch(features, per_epoch, schedule.seed)
+                loss, agree, counted, stop = self._step(model, optimizer, batch, recipe, steps)
+                progress.step, progress.trained = progress.step + 1, progress.trained + counted
+                progress.seconds += (took := time.perf_counter() - began)
+                if progress.step % schedule.evaluate_every == 0 or progress.step == steps:
+                    self._evaluate(loss)
+                tau = progress.history[-1]["tau"]
+                show(Seen(progress.stage, progress.step, steps, loss, agree, counted / took, tau))
+                if stop or (progress.step % schedule.save_every == 0 and progress.step < steps):
+                    self._save(optimizer)
+                if stop:
+                    raise KeyboardInterrupt
 
-    def _batch(self, step: int, per_epoch: int, batches: int, seed: int) -> int:
-        """Which batch this process takes: every epoch a new order, no state but the step's number."""
-        epoch, index = divmod(step, per_epoch)
-        order = torch.randperm(batches, generator=torch.Generator().manual_seed(_mix(seed, self.progress.stage, epoch, -1)))
-        return int(order[index * self.accelerator.num_processes + self.accelerator.process_index])
+    def _features(self, recipe: Recipe) -> Features:
+        """Features of the stage's data, cached as far as the recipe allows."""
+        if recipe.data != self._data:
+            self._read_data(recipe.data)
+        batches = pack(self._all, recipe.schedule.batch_tokens)
+        features = Features(self.target, self._all, batches, EagleObjective.taps, int(recipe.features.disk_gib * 2**30))
+        if self.accelerator.is_main_process:
+            total = sum(len(self._all[i].tokens) for batch in batches[: features.kept] for i in batch)
+            features.fill(self._filling("reading features", total))
+        self.accelerator.wait_for_everyone()
+        return features
+
+    def _step(
+        self, model: torch.nn.Module, optimizer: Any, batch: Batch, recipe: Recipe, steps: int
+    ) -> tuple[float, float, int, bool]:
+        """One step of all processes: loss a token, share of agreeing tokens, tokens, whether anyone is to stop."""
+        accelerator, progress = self.accelerator, self.progress
+        for group in optimizer.param_groups:
+            group["lr"] = rate(recipe.optimizer, progress.step, steps)
+        seed = _mix(recipe.schedule.seed, progress.stage, progress.step, accelerator.process_index)
+        loss, sums = model(batch, recipe.loss, torch.Generator().manual_seed(seed))
+        here = torch.stack([batch.counts.sum(), sums["agree_0"], loss.detach(), loss.new_tensor(self._stop)])
+        counted, agree, whole, stop = accelerator.reduce(here.double(), "sum").tolist()
+        accelerator.backward(loss * accelerator.num_processes / counted)  # the processes' gradients are averaged
+        accelerator.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return whole / counted, agree / counted, int(counted), stop > 0
+
+    def _batch(self, features: Features, per_epoch: int, seed: int) -> Batch:
+        """What this process takes next: every epoch a new order, and no state but the step's number."""
+        processes, (epoch, index) = self.accelerator.num_processes, divmod(self.progress.step, per_epoch)
+        shuffle = torch.Generator().manual_seed(_mix(seed, self.progress.stage, epoch, -1))
+        order = torch.randperm(len(features.batches), generator=shuffle)
+        b = int(order[index * processes + self.accelerator.process_index])
+        examples = [self._all[i] for i in features.batches[b]]
+        return Batch.collate(examples, features.of(b), self.accelerator.device)
 
     def _evaluate(self, loss: float | None = None) -> None:
         """Predict τ; the best weights so far become the drafter directory."""
