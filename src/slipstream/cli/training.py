@@ -47,6 +47,7 @@ def train(
     device: Device = "cpu",
 ) -> None:
     """Train a drafter for a target. The directory holds, at any time, the best drafter so far and the last checkpoint."""
+    from slipstream.train.data import load_examples
     from slipstream.train.recipe import load_recipe
     from slipstream.train.show import draw, watching
     from slipstream.train.show import preview as show_preview
@@ -61,7 +62,7 @@ def train(
     loaded = load(target, dtype, device)
     if directory is None or preview:
         kept = settled.data
-        out.print(show_preview(loaded, loadexamples(kept.files, loaded, kept.max_length, kept.limit)))
+        out.print(show_preview(loaded, load_examples(kept.files, loaded, kept.max_length, kept.limit)))
         return
     with watching(err) as watch:
         trainer = Trainer(loaded, settled, directory, resume)
