@@ -148,7 +148,7 @@ MISTAKES = {
     "no server": (["regenerate", "x.jsonl", "--out", "y.jsonl"], "x.jsonl cannot be read"),
     "no template": (["synthesize", "--out", "y.jsonl"], "has no chat template"),
     "no checkpoint": (["import", "nowhere", "--out", "x"], "nowhere has no config.json"),
-    "no drafter": (["export", "nowhere", "--out", "x"], "no nowhere weights ship"),
+    "no drafter": (["export", "nowhere", "--out", "x"], "Unknown drafter: 'nowhere'"),
     "no vLLM": (["parity", "eagle", "--python", "/no/python"], "run `make vllm`"),
     "unwritable trace": (["generate", "abc", "--trace", "/proc/trace.jsonl"], "cannot be written"),
 }

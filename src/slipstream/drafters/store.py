@@ -98,6 +98,8 @@ def shipped(method: str, ends: Ends) -> Path:
     Raises:
         ValueError: none do.
     """
+    if method not in {path.name for path in SHIPPED.glob("*/*")}:
+        raise ValueError(f"Unknown drafter: {method!r}: neither a directory nor a method whose weights ship")
     homes = {home: json.loads(home.read_text("utf-8")) for home in sorted(SHIPPED.glob(f"*/{method}/config.json"))}
     for home, config in homes.items():
         if config["target"]["fingerprint"] == ends.fingerprint:
