@@ -1,7 +1,7 @@
 """Predicted τ of an eagle drafter for many trees, along the target's greedy answers to question files. Minutes, not hours:
 the target answers once, and each tree is then held against the record.
 
-    python benchmarks/trees.py --questions mt_bench.jsonl --questions gsm8k.jsonl --limit 20 --json benchmarks/results/trees.json
+    python benchmarks/trees.py --questions mt_bench.jsonl --questions gsm8k.jsonl --json benchmarks/results/trees.json
 """
 
 import argparse

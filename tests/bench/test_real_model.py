@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream import load_target
+from slipstream import generate, load_drafter, load_target
 from slipstream.bench.certify import certify
 from slipstream.bench.questions import load_questions
+from slipstream.decode.answer import mean_accepted_length
+from slipstream.drafters.store import find_drafter
+from slipstream.train.data import Example
+from slipstream.train.replay import Record, predict
 
 
 @pytest.fixture(scope="module")
@@ -20,12 +24,30 @@ def target():
 
 
 def test_certify_finds_no_unexplained_token(target):
-    """n-gram and tree oracle at T = 0 and 1, and Hugging Face generate at T = 0, over 4 answers of 48 tokens each."""
-    report = certify(target, ["ngram"], load_questions(limit=4), [0.0, 1.0], max_new_tokens=48)
+    """n-gram, eagle and tree oracle at T = 0 and 1, and Hugging Face generate at T = 0: 4 answers of 48 tokens each."""
+    drafters = ["ngram", "eagle", "eagle:tree=best-first-5x10,proposal=noise"]
+    report = certify(target, drafters, load_questions(limit=4), [0.0, 1.0], max_new_tokens=48)
     rows = {(row["drafter"], row["temperature"]): row for row in report["results"]}
-    assert set(rows) == {("ngram", 0), ("tree-oracle", 0), ("hf_generate", 0), ("ngram", 1), ("tree-oracle", 1)}
+    names = [*drafters, "tree-oracle"]
+    assert set(rows) == {(name, T) for name in names for T in (0, 1)} | {("hf_generate", 0)}
     assert all(row["unexplained"] == 0 and row["questions"] == 4 for row in rows.values())
     assert report["certified"]
+
+
+def test_the_head_that_ships_drafts_well_and_as_predicted(target):
+    """Weights that were packed wrongly, or a head that no longer reads what it was trained on."""
+    home = find_drafter("eagle", target.ends)
+    assert (home / "model.safetensors").stat().st_size <= 10 * 2**20
+    prompts = [target.encode(question.turns[0]) for question in load_questions(limit=6)]
+    examples = [Example([*ids, 0], [False] * len(ids) + [True]) for ids in prompts]
+    record = Record.of(target, examples, 48, ("final",))
+    tree = load_drafter("eagle", target.ends)
+    predicted, chain = (predict(d, record).tau for d in (tree, load_drafter("eagle:tree=chain-5", target.ends)))
+    answers = generate(target, prompts, tree, max_new_tokens=48, temperature=0.0)
+    decoded = mean_accepted_length([r for answer in answers for r in answer.rounds])
+    assert predicted > 1.8
+    assert predicted > chain + 0.1
+    assert abs(predicted / decoded - 1) < 0.1
 
 
 def test_the_readmes_lines_run(capsys):
@@ -40,7 +62,7 @@ LONG = """
 import resource
 from slipstream import generate, load_target
 from slipstream.bench.questions import load_questions
-target = load_target("smollm2")
+target = load_target("smollm2", "auto")
 ids = target.encode(" ".join(question.turns[0] for question in load_questions()))
 ids = (ids * 3)[:7000]
 answers = [generate(target, ids, drafter, max_new_tokens=16).tokens for drafter in ("vanilla", "ngram")]
