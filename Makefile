@@ -10,8 +10,8 @@ RUN    := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)
 demo: $(READY)  ## SmolLM2 answers plainly and with a drafter: the same text, sooner
 	@$(RUN)/slipstream demo
 
-test: check  ## every check and every test; what CI runs
-	$(RUN)/python -m pytest
+test: check  ## every check and every test, on all cores; what CI runs
+	$(RUN)/python -m pytest -n auto
 
 check: $(READY)  ## style, types, import rules, public surface
 	$(BIN)/ruff check src tests
