@@ -5,11 +5,9 @@ import torch
 
 import tiny
 from slipstream.core.span import Span
-from slipstream.core.tree import chain
 from slipstream.drafters.layers import attend_cache
 from slipstream.train.data import Example
 from slipstream.train.eagle import Batch, EagleObjective, Unrolled, coverage, frequent
-from slipstream.train.features import read_features
 from slipstream.train.recipe import Loss
 
 
@@ -22,7 +20,7 @@ def test_unrolled_steps_are_the_steps_of_a_draft(drafter):
     """A mask that shows training what drafting will not have: losses that promise what decoding does not keep."""
     target, T, depth = tiny.target("llama"), 12, 4
     text = torch.tensor(tiny.prompts(T + 1))
-    features = read_features(target, text.tolist(), ("final",))
+    features = target.features(text.tolist(), ("final",))
     embedded, unrolled, inputs, steps = target.ends.embed(text[:, 1:]), Unrolled(T, text.device), features[:, :-1], []
     for _ in range(depth):
         said = drafter.head(embedded, inputs, unrolled.positions, unrolled.step)
@@ -48,7 +46,7 @@ def test_the_loss_is_the_papers(drafter):
     """EAGLE §3.2 written out: SmoothL1 of the next feature, and cross-entropy of the law that it gives."""
     target = tiny.target("llama")
     example = Example(tiny.prompts(9)[0], [False] * 4 + [True] * 5)
-    features = read_features(target, [example.tokens], ("final",))
+    features = target.features([example.tokens], ("final",))
     batch = Batch.collate([example], [features[0]], "cpu")
     objective = EagleObjective(drafter.head.float(), target.ends, None)
     loss, _ = objective(batch, Loss(feature=1.0, token=0.1, noise=0.0), torch.Generator())
@@ -69,7 +67,7 @@ def test_the_loss_is_the_papers(drafter):
 def test_padding_and_other_rows_change_nothing(drafter):
     target = tiny.target("llama")
     examples = [Example(p, [True] * len(p)) for p in tiny.prompts(9, 5)]
-    features = [read_features(target, [e.tokens], ("final",))[0] for e in examples]
+    features = [target.features([e.tokens], ("final",))[0] for e in examples]
     objective = EagleObjective(drafter.head.double(), target.ends, None)
     settings = Loss(noise=0.0, unroll=3)
 
@@ -88,7 +86,7 @@ def test_before_training_the_head_repeats_the_feature():
     target = tiny.target("llama")
     objective = EagleObjective.begin(Recipe(), target.ends, [])
     text = torch.tensor(tiny.prompts(6))
-    f = read_features(target, text.tolist(), ("final",)).float()
+    f = target.features(text.tolist(), ("final",)).float()
     unrolled = Unrolled(6, f.device)
     said = objective.head(target.ends.embed(text).float(), f, unrolled.positions, unrolled.step)
     assert torch.allclose(said, f, atol=1e-5)
@@ -101,4 +99,3 @@ def test_the_draft_vocabulary_is_what_is_said_most():
     assert coverage(examples, vocab) == pytest.approx(5 / 6)
     assert frequent(examples, 5, 64).tolist() == [0, 1, 5, 7, 9]  # filled up: the shape does not depend on the data
     assert frequent(examples, 0, 64) is None
-    assert chain(torch.zeros(1, 1, dtype=torch.long)).nodes == 1

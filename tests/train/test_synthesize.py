@@ -16,6 +16,7 @@ from slipstream.train.synthesize import (
     Written,
     opening_of,
     regenerate,
+    synthesize,
     synthesize_prompts,
 )
 
@@ -50,6 +51,22 @@ def test_an_interrupted_file_is_gone_on_with(chat, tmp_path):
     told = []
     regenerate(ROWS, TargetWriter(chat), str(parts), [0.0], limit=6, batch=3, advance=told.append)
     assert told == [7]
+    with pytest.raises(ValueError, match="holds answers to other questions"):
+        regenerate(ROWS[1:], TargetWriter(chat), str(parts), [0.0], limit=6, batch=3)
+
+
+def test_synthesis_goes_on_with_what_is_there(chat, tmp_path):
+    """Prompts written twice, or lost with the process."""
+
+    class Both(Known):
+        def answer(self, prompts, temperature, limit, seed):
+            return [Written(f"to {prompt[0]['content']}", True) for prompt in prompts]
+
+    out = tmp_path / "out.jsonl"
+    for n in (2, 3):
+        assert synthesize(chat, Both("abcd", "efgh", "ijkl"), str(out), n, [0.0], 0.8, 8, batch=2) == n
+    assert [row["messages"][0]["content"] for row in lines(out)] == ["abcd", "efgh", "ijkl"]
+    assert lines(out)[2]["messages"][1]["content"] == "to ijkl"
 
 
 def test_prompts_begin_where_the_template_lets_a_user_speak(chat):
@@ -73,7 +90,7 @@ class Known(Writer):
 
 def test_unusable_prompts_are_thrown_away(chat):
     made = list(synthesize_prompts(chat, Known("abcd", "", "ab", "abcd", "cut off!", "efgh"), 2, 0.8, 6))
-    assert [row[0]["content"] for row in made] == ["abcd", "efgh"]
+    assert made == ["abcd", "efgh"]
 
 
 def test_a_target_that_writes_nothing_usable_is_said_so(chat):

@@ -174,7 +174,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(chat, data, tmp_path, monkeypatch
     def save(state, path):
         saved.append(path)
         if len(saved) == 2:
-            path.write_bytes(b"half")
+            path.write(b"half")
             raise RuntimeError(
                 "[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0: No space left on device"
             )
@@ -234,7 +234,7 @@ def test_too_little_data_is_refused(chat, data, tmp_path):
     settings = load_recipe(None, data={"files": [data], "limit": 3})
     with pytest.raises(ValueError, match="3 examples remain"):
         Trainer(chat, settings, str(tmp_path / "run")).prepare()
-    with pytest.raises(ValueError, match="no training data: give --data"):
+    with pytest.raises(ValueError, match="no training data: give --data FILE"):
         Trainer(chat, load_recipe(None), str(tmp_path / "run")).prepare()
 
 

@@ -34,6 +34,12 @@ def certify(
         Schema, machine, and one result per drafter and temperature; `certified` is true if no token is unexplained.
     """
     made = {name: load_drafter(name, target.ends) for name in drafters}
+    for name, drafter in made.items():
+        if drafter.law != "coupled" and any(temperatures):
+            raise ValueError(
+                f"drafter {name!r} follows the {drafter.law} law, which keeps the distribution and not the text: certify "
+                "another proposal (top-k, noise), or at --temperature 0"
+            )
     results = []
     for temperature in temperatures:
         runs: dict[str, list[tuple[list[int], list[int], list[int]]]] = {}

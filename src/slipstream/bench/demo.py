@@ -38,7 +38,7 @@ def demo(contest: Contest, drafter: str, questions: Sequence[Question], console:
                 answers[method] = contest.ask(method, prompt, _Painter(target, console))
                 console.print()
             totals[method].add(answers[method])
-        console.print(_verdict(contest, prompt, answers["vanilla"], answers[drafter]))
+        console.print(_verdict(contest, drafter, prompt, answers["vanilla"], answers[drafter]))
         tallies = {method: Tally() for method in answers}
         for method, answered in answers.items():
             tallies[method].add(answered)
@@ -72,9 +72,11 @@ class _Painter:
         self.console.print()
 
 
-def _verdict(contest: Contest, prompt: list[int], plain: Answered, drafted: Answered) -> Text:
+def _verdict(contest: Contest, drafter: str, prompt: list[int], plain: Answered, drafted: Answered) -> Text:
     if drafted.tokens == plain.tokens:
         return Text("the same text", "green")
+    if contest.drafters[drafter].law != "coupled":
+        return Text("another draw from the same distribution", "cyan")
     found = audit(contest.target, prompt, drafted.tokens, contest.sampling)
     largest = max((d.margin for d in found), default=0.0)
     if largest <= margin_of(contest.target):

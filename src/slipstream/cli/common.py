@@ -49,8 +49,8 @@ def load(name: str, dtype: str, device: str) -> "Target":
 
 
 @contextmanager
-def progress_bar(steps: int | None) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error, advanced by each call, which says what is under way."""
+def progress_bar(steps: int | None) -> Iterator[Callable[..., None]]:
+    """A bar on standard error; each call says what is under way and advances it, by one or by `n`."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     times = (TimeElapsedColumn(), TimeRemainingColumn())
@@ -58,7 +58,7 @@ def progress_bar(steps: int | None) -> Iterator[Callable[[str], None]]:
     with Progress(BarColumn(), MofNCompleteColumn(), *times, what, console=err, transient=True) as bar:
         task = bar.add_task("loading", total=steps)
 
-        def advance(what: str) -> None:
-            bar.update(task, description=what, advance=1)
+        def advance(what: str, n: int = 1) -> None:
+            bar.update(task, description=what, advance=n)
 
         yield advance

@@ -1,5 +1,6 @@
 """train, synthesize, regenerate, import, export, parity: make a drafter, and take it elsewhere."""
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -59,6 +60,8 @@ def train(
     settled = load_recipe(recipe, overrides, method=method, **given)
     if directory is None and not preview:
         raise ValueError("no place for the drafter: give --out DIR (or --preview to look at the data)")
+    if device == "cuda" and "LOCAL_RANK" in os.environ:  # one process a device, as accelerate launches them
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
     loaded = load(target, dtype, device)
     if directory is None or preview:
         kept = settled.data
@@ -67,14 +70,20 @@ def train(
     with watching(err) as watch:
         trainer = Trainer(loaded, settled, directory, resume)
         trainer.prepare(watch.filling)
-        progress = trainer.run(watch.show)
-    draw(progress.history, f"{directory}/curve.svg")
-    out.print(f"predicted τ {progress.best:.2f} ({settled.head.tree}) after {progress.trained:,} tokens, in {directory}")
+        try:
+            progress = trainer.run(watch.show)
+        finally:
+            if trainer.leads and trainer.progress.history:
+                draw(trainer.progress.history, f"{directory}/curve.svg")
+    if trainer.leads:
+        out.print(
+            f"predicted τ {progress.best:.2f} ({settled.head.tree}) after {progress.trained:,} tokens, in {directory}"
+        )
 
 
 Server = Annotated[str | None, typer.Option(metavar="URL", help="let this OpenAI-compatible server write (vllm serve, …)")]
 Temperatures = Annotated[list[float], typer.Option("--temperature", help="of the answers, taken in turn; repeatable")]
-Batch = Annotated[int, typer.Option(help="texts written at once")]
+Batch = Annotated[int, typer.Option(min=1, help="texts written at once")]
 
 
 @app.command(
@@ -84,8 +93,8 @@ Batch = Annotated[int, typer.Option(help="texts written at once")]
     )
 )
 def synthesize(
-    directory: Annotated[str, typer.Option("--out", metavar="FILE", help="JSONL; an interrupted file is gone on with")],
-    prompts: Annotated[int, typer.Option(help="how many")] = 200,
+    path: Annotated[str, typer.Option("--out", metavar="FILE", help="JSONL; an interrupted file is gone on with")],
+    prompts: Annotated[int, typer.Option(min=1, help="how many")] = 200,
     target: TargetName = "smollm2",
     server: Server = None,
     temperatures: Temperatures = [0.0, 0.7, 1.0],  # noqa: B006
@@ -100,15 +109,13 @@ def synthesize(
     from slipstream.files import check_writable
     from slipstream.train import synthesize as make
 
-    check_writable(directory)
+    check_writable(path)
     loaded = load(target, dtype, device)
     writer = make.ServerWriter(server) if server else make.TargetWriter(loaded)
+    how = (temperatures, prompt_temperature, max_new_tokens, batch, seed)
     with progress_bar(prompts) as advance:
-        asked = []
-        for prompt in make.synthesize_prompts(loaded, writer, prompts, prompt_temperature, batch, seed):
-            asked.append(prompt)
-            advance("writing prompts")
-    _answer(asked, writer, directory, temperatures, max_new_tokens, batch, seed)
+        lines = make.synthesize(loaded, writer, path, prompts, *how, lambda n: advance("writing and answering", n))
+    _written(lines, path)
 
 
 @app.command(
@@ -119,7 +126,7 @@ def synthesize(
 )
 def regenerate(
     source: Annotated[str, typer.Argument(metavar="FILE", help="JSONL in any training shape; its own answers are dropped")],
-    directory: Annotated[str, typer.Option("--out", metavar="FILE", help="JSONL; an interrupted file is gone on with")],
+    path: Annotated[str, typer.Option("--out", metavar="FILE", help="JSONL; an interrupted file is gone on with")],
     target: TargetName = "smollm2",
     server: Server = None,
     temperatures: Temperatures = [0.0, 0.7, 1.0],  # noqa: B006
@@ -135,14 +142,17 @@ def regenerate(
     from slipstream.train import synthesize as make
     from slipstream.train.data import read_rows
 
-    check_writable(directory)
+    check_writable(path)
     rows = [row["messages"] for _, row in read_rows(source) if "messages" in row]
     if not rows:
         raise ValueError(f"{source} has no conversations: raw text is trained on as it is")
     if limit is not None and limit < len(rows):
         rows = [rows[i * len(rows) // limit] for i in range(limit)]
     writer = make.ServerWriter(server) if server else make.TargetWriter(load(target, dtype, device))
-    _answer(rows, writer, directory, temperatures, max_new_tokens, batch, seed)
+    how = (temperatures, max_new_tokens, batch, seed)
+    with progress_bar(len(rows)) as advance:
+        lines = make.regenerate(rows, writer, path, *how, lambda n: advance("answering", n))
+    _written(lines, path)
 
 
 @app.command("import", epilog=examples("import ./EAGLE-LLaMA3-8B --target ./llama3-8b --out drafters/llama3-eagle"))
@@ -212,16 +222,7 @@ def parity(
         raise typer.Exit(1)
 
 
-def _answer(rows: list[Any], writer: Any, path: str, temperatures: list[float], limit: int, batch: int, seed: int) -> None:
-    from slipstream.train.synthesize import regenerate as run
-
-    with progress_bar(len(rows)) as advance:
-
-        def answered(n: int) -> None:
-            for _ in range(n):
-                advance("answering")
-
-        lines = run(rows, writer, path, temperatures, limit, batch, seed, answered)
+def _written(lines: int, path: str) -> None:
     out.print(f"{lines} answers in {path}; train on them: slipstream train eagle --data {path} --out runs/eagle")
 
 

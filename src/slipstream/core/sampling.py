@@ -184,6 +184,11 @@ class Sampler:
         return (scores if self._greedy else scores + self.noise(positions)).argmax(-1)
 
     @property
+    def greedy(self) -> bool:
+        """All rows are at temperature 0; known without reading a tensor."""
+        return self._greedy
+
+    @property
     def temperature(self) -> Float[Tensor, "B 1"]:
         """Of each row, 0 for a greedy one."""
         return self._columns.temperature

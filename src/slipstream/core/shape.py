@@ -84,6 +84,11 @@ class Shape:
         return self.width * (self.depth - 1)
 
     @property
+    def keeps_first_children(self) -> bool:
+        """A static tree in which every child's more likely siblings are children, too."""
+        return bool(self.paths) and all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in self.paths for path in self.paths)
+
+    @property
     def inner(self) -> Int[Tensor, " n"]:
         """Of a static tree: the slots that are expanded, in the order of expansion."""
         return torch.cat([level.parent for level in static_levels(self.paths)]).unique()

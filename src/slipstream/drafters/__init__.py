@@ -32,7 +32,7 @@ def load_drafter(spec: str, ends: Ends | None = None) -> Drafter:
         from slipstream.drafters.ngram import NGram
 
         return NGram(**_checked(NGram, options, spec))
-    if name in NAMES or Path(name).is_dir():
+    if name in NAMES or Path(name).expanduser().is_dir():
         if ends is None:
             raise ValueError(f"drafter {name!r} is made for a target: pass the target's ends, load_drafter(…, target.ends)")
         from slipstream.drafters.eagle import Eagle
@@ -51,7 +51,7 @@ def _option(part: str, spec: str) -> tuple[str, Any]:
     key, equals, value = part.partition("=")
     if not equals:
         raise ValueError(f"drafter {spec!r}: {part!r} is no option: write key=value, such as eagle:tree=chain-5")
-    return key, int(value) if value.isdecimal() else value
+    return key, value
 
 
 def _checked(drafter: type[Drafter], options: dict[str, Any], spec: str, without: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -59,4 +59,8 @@ def _checked(drafter: type[Drafter], options: dict[str, Any], spec: str, without
     for key in options:
         if key not in known:
             raise ValueError(f"drafter {spec!r} has no option {key!r}. Available: {', '.join(known) or 'none'}")
+        if signature(drafter).parameters[key].annotation is int:
+            if not options[key].isdecimal():
+                raise ValueError(f"drafter {spec!r}: {key} is {options[key]!r}; it must be a whole number")
+            options[key] = int(options[key])
     return options

@@ -125,10 +125,10 @@ class Eagle(Drafter):
         if proposal not in PROPOSALS:
             raise ValueError(f"Unknown proposal: {proposal!r}. Available: {', '.join(PROPOSALS)}")
         self.shape = Shape.parse(tree) if isinstance(tree, str) else tree
-        if proposal == "sampled" and not self.shape.paths:
+        if proposal == "sampled" and not self.shape.keeps_first_children:
             raise ValueError(
-                f"tree {self.shape.name!r} drops sampled children by what they are, which the multi-round law does not "
-                "allow: use a static tree (fig9, chain-5, …) with proposal=sampled"
+                f"tree {self.shape.name!r} drops some of a node's sampled children, which the multi-round law does not "
+                "allow: use a static tree without gaps among siblings (fig9, chain-5, …) with proposal=sampled"
             )
         V = ends.head.shape[0]
         self.vocab = torch.arange(V, device=ends.head.device) if vocab is None else vocab.to(ends.head.device).long()
@@ -148,18 +148,23 @@ class Eagle(Drafter):
     def load(cls, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, **options: Any) -> "Eagle":
         """A drafter from what `pack` gave. Raises ValueError for tensors that do not fit."""
         tensors = dict(tensors)
+        try:
+            sizes, tree = EagleConfig(**config["head"]), config["tree"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"config.json of this eagle head is not complete: {error}") from error
         vocab = tensors.pop("draft_vocab", None)
         tensors.pop("embed_tokens.weight", None)  # kept for export only
-        head = EagleHead(EagleConfig(**config["head"]))
+        head = EagleHead(sizes)
         load_weights(head, tensors, "this eagle head")
-        return cls(head, ends, vocab, **{"tree": config["tree"], **options})
+        return cls(head, ends, vocab, **{"tree": tree, **options})
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What a drafter directory says of this drafter: configuration and tensors, without the target's own."""
         tensors = dict(self.head.state_dict())
         if len(self.vocab) < len(self.ends.head):
             tensors["draft_vocab"] = self.vocab.int()
-        return {"head": asdict(self.head.config), "taps": list(TAPS), "tree": self.shape.name}, tensors
+        about: dict[str, Any] = {"head": asdict(self.head.config), "taps": list(TAPS), "tree": self.shape.name}
+        return about | ({"variant": "eagle-prenorm"} if self.head.config.input_norm else {}), tensors
 
     def start(self, batch: int, capacity: int, device: torch.device) -> EagleState:
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
@@ -177,15 +182,14 @@ class Eagle(Drafter):
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, EagleState)
-        hidden, level, after = state.hidden[:, None], 0, 0
+        hidden, level = state.hidden[:, None], 0
         ancestors = torch.ones(len(hidden), 1, 0, dtype=torch.bool, device=hidden.device)  # among the scratch rows
         laws: list[Tensor] = []
 
         def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal hidden, level, after, ancestors
+            nonlocal hidden, level, ancestors
             if level:  # the root's own step was taken when it was absorbed
                 hidden, ancestors = self._step(state.cache, tokens, origin, hidden, ancestors, level)
-                after += tokens.shape[1]
             level += 1
             return self._candidates(hidden, sampler, state.cache.lengths + level, laws)
 
@@ -220,9 +224,9 @@ class Eagle(Drafter):
     ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
         """Children of the frontier, which stand at `position`; in sampled mode their law is appended to `laws`."""
         scores, K = self.logits(hidden), self.shape.children
-        hot = sampler.temperature > 0
-        if self.proposal != "top-k" and bool(hot.any()):
-            scores = scores / torch.where(hot, sampler.temperature, 1.0)[..., None]
+        if self.proposal != "top-k" and not sampler.greedy:
+            T = sampler.temperature
+            scores = scores / torch.where(T > 0, T, 1.0)[..., None]
             if self.proposal == "noise":
                 scores = scores + sampler.noise(position)[:, None, self.vocab]
             else:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from slipstream.core.drafter import Ends
 
 VERSION = 1
+SHIPPING = ("eagle",)  # methods whose weights ship, for some targets
 SHIPPED = Path(__file__).parent.parent / "weights"
 
 
@@ -61,8 +62,10 @@ def write_directory(directory: str | Path, config: dict[str, Any], tensors: dict
 
 
 def find_drafter(name: str, ends: Ends) -> Path:
-    """A drafter directory, given as such or as the name of a method whose weights ship. Raises ValueError."""
-    return Path(name) if Path(name).expanduser().is_dir() else shipped(name, ends)
+    """A drafter directory, by the name of a method whose weights ship or as a path. Raises ValueError."""
+    if name in SHIPPING or not Path(name).expanduser().is_dir():
+        return shipped(name, ends)
+    return Path(name).expanduser()
 
 
 def read_drafter(directory: str | Path, ends: Ends) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -74,13 +77,15 @@ def read_drafter(directory: str | Path, ends: Ends) -> tuple[dict[str, Any], dic
     home = Path(directory).expanduser()
     try:
         config = json.loads((home / "config.json").read_text("utf-8"))
-        made_for = config["target"]["fingerprint"]
+        made_for, version = config["target"]["fingerprint"], config["version"]
     except OSError as error:
         raise ValueError(f"drafter directory {directory}: config.json cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"drafter directory {directory}: config.json is not Slipstream's: `slipstream import` reads public checkpoints"
         ) from error
+    if version != VERSION:
+        raise ValueError(f"drafter directory {directory} has version {version}; this Slipstream reads {VERSION}")
     if made_for != ends.fingerprint:
         raise ValueError(
             f"drafter {directory} was made for target {made_for} ({config['target'].get('name', 'unnamed')}), and this "
@@ -98,7 +103,7 @@ def shipped(method: str, ends: Ends) -> Path:
     Raises:
         ValueError: none do.
     """
-    if method not in {path.name for path in SHIPPED.glob("*/*")}:
+    if method not in SHIPPING:
         raise ValueError(f"Unknown drafter: {method!r}: neither a directory nor a method whose weights ship")
     homes = {home: json.loads(home.read_text("utf-8")) for home in sorted(SHIPPED.glob(f"*/{method}/config.json"))}
     for home, config in homes.items():

@@ -4,6 +4,7 @@ A directory with config.json, the target's with one layer, and model.safetensors
 `EagleHead`'s, and `embed_tokens.weight`, a copy of the target's embedding.
 """
 
+import hashlib
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream.core.drafter import Ends
+from slipstream.core.shape import Shape
 from slipstream.drafters.eagle import EagleConfig, EagleHead
 from slipstream.drafters.layers import ACTIVATIONS
 from slipstream.drafters.store import find_drafter, load_weights, read_drafter, save_drafter, write_directory
@@ -43,6 +45,7 @@ def import_eagle(source: str, directory: str, target: str, ends: Ends, tree: str
         ValueError: a file is missing or damaged, a tensor missing, unknown or misshapen (by name), or the head does not fit
             this target.
     """
+    Shape.parse(tree)
     config, tensors = _read(Path(source).expanduser())
     report = Report()
     head = EagleHead(_sizes(config, ends, source))
@@ -61,11 +64,11 @@ def import_eagle(source: str, directory: str, target: str, ends: Ends, tree: str
             "target it was made for"
         )
     load_weights(head, tensors, f"checkpoint {source}")
-    report.used = [*tensors, *sorted(SIZES & set(config))]
+    report.used = [*tensors, *sorted((SIZES | HELD) & set(config))]
     ignored = sorted(set(config) - SIZES - HELD)
     report.notes.append(f"config keys kept for export but not used here: {', '.join(ignored) or 'none'}")
     about: dict[str, Any] = {"head": vars(head.config), "taps": ["final"], "tree": tree, "public": config}
-    about["public_embedding"] = None if embedding is None else str(embedding.dtype).removeprefix("torch.")
+    about["public_embedding"] = None if embedding is None else _about(embedding)
     save_drafter(
         directory, "eagle", target, ends, about, {**tensors, **kept}, {"imported_from": Path(source).name}, dtype=None
     )
@@ -90,23 +93,25 @@ def export_eagle(source: str, directory: str, ends: Ends) -> Report:
         report.notes.append(f"draft_vocab: left out; engines take candidates from all tokens, not from these {len(vocab)}")
     head = EagleHead(EagleConfig(**config["head"]))
     load_weights(head, {name: t for name, t in tensors.items() if name != EMBEDDING}, f"drafter {source}")
-    stored = config.get("public_embedding", str(_embedding(ends).dtype).removeprefix("torch."))
+    stored = config.get("public_embedding", _about(_embedding(ends)))
     if EMBEDDING in tensors:
         report.notes.append(f"{EMBEDDING}: as it was imported")
     elif stored is not None:
-        tensors[EMBEDDING] = _embedding(ends).to(getattr(torch, stored)).cpu().contiguous()
+        tensors[EMBEDDING] = _embedding(ends).to(getattr(torch, stored["dtype"])).cpu().contiguous()
+        if _about(tensors[EMBEDDING]) != stored:
+            raise ValueError(f"drafter {source}: load the target in the precision this head was imported with (--dtype)")
         report.notes.append(f"{EMBEDDING}: a copy of the target's")
     if head.config.bias:
         report.notes.append(
             'fc.bias: vLLM leaves it out, and reads the key "bias" as one of attention; SGLang and EAGLE use it'
         )
     report.used = list(tensors)
-    public = config.get("public") or _public_config(head.config, ends, stored or "float32")
+    public = config.get("public") or _public_config(head.config, ends)
     write_directory(directory, public, tensors)
     return report
 
 
-def _public_config(head: EagleConfig, ends: Ends, dtype: str) -> dict[str, Any]:
+def _public_config(head: EagleConfig, ends: Ends) -> dict[str, Any]:
     """The target's configuration, with one layer and the head's own sizes."""
     target = ends.config.to_dict()
     gone = (
@@ -122,7 +127,7 @@ def _public_config(head: EagleConfig, ends: Ends, dtype: str) -> dict[str, Any]:
     plain = {"num_hidden_layers": 1, "rope_parameters": {"rope_type": "default", "rope_theta": head.rope_theta}}
     if head.bias:
         del sizes["bias"]
-    return {**kept, **sizes, **plain, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": dtype}
+    return {**kept, **sizes, **plain, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
 
 def _sizes(config: dict[str, Any], ends: Ends, source: str) -> EagleConfig:
@@ -155,6 +160,12 @@ def _sizes(config: dict[str, Any], ends: Ends, source: str) -> EagleConfig:
     return EagleConfig(**{**defaults, **given})
 
 
+def _about(embedding: Tensor) -> dict[str, str]:
+    """Enough to know an embedding again."""
+    data = embedding.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return {"dtype": str(embedding.dtype).removeprefix("torch."), "sha256": hashlib.sha256(data).hexdigest()}
+
+
 def _embedding(ends: Ends) -> Tensor:
     weight: Any = ends.embed.weight
     return weight.detach()
@@ -172,4 +183,6 @@ def _read(home: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{SAFE} or {PICKLE}"
         ) from error
     except Exception as error:  # whatever a damaged or a harmful file makes of itself
-        raise ValueError(f"checkpoint {home} cannot be read: {str(error).strip().splitlines()[0]}") from error
+        raise ValueError(
+            f"checkpoint {home} cannot be read: {str(error).strip().split(chr(10))[0] or type(error).__name__}"
+        ) from error

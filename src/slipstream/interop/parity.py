@@ -1,10 +1,10 @@
 """Parity with vLLM: the same head in a serving engine must accept the same drafts and leave the text alone."""
 
 import json
+import math
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from slipstream.core.sampling import Sampling
 from slipstream.decode.answer import Round
 from slipstream.decode.audit import audit, margin_of
 from slipstream.decode.generate import Generation, generate
-from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
+from slipstream.drafters.eagle import TAPS, Eagle, EagleConfig, EagleHead
 from slipstream.drafters.layers import attend_cache
 from slipstream.drafters.store import find_drafter, load_weights, read_drafter
 from slipstream.interop.eagle import export_eagle
@@ -54,7 +54,7 @@ def parity(
     Raises:
         ValueError: vLLM cannot be run, or the drafter cannot be exported.
     """
-    if not Path(python).exists():
+    if not Path(python).is_file():
         raise ValueError(f"vLLM's interpreter {python} is not there: run `make vllm`, or name another with --python")
     head = _head(drafter, target.ends)
     ours = Eagle(head, target.ends, None, f"chain-{draft}")  # all tokens are candidates, as in the engine
@@ -62,23 +62,23 @@ def parity(
     answers: list[list[int]] = []
     for i, prompt in enumerate(prompts):
         progress(f"ours, question {i + 1}")
-        made: Generation = generate(target, prompt, ours, max_new_tokens=new, temperature=0.0)
+        made: Generation = generate(target, prompt, ours, max_new_tokens=new, temperature=0.0, repetition_penalty=1.0)
         rounds += made.rounds
         answers.append(made.tokens)
     acceptance = [sum(r.accepted >= d for r in rounds) / len(rounds) for d in range(1, draft + 1)]
     with tempfile.TemporaryDirectory() as home:
         progress("vLLM, plainly and with the head (minutes)")
         theirs = _serve(target, drafter, prompts, python, new, draft, Path(home))
-        differing = first_difference(target, head, theirs["seen"])
+        differing = first_difference(target, head, theirs["seen"], prompts[0])
     divergences: list[dict[str, Any]] = []
     for name, said in (("vLLM with the head", theirs["drafted"]["tokens"]), ("ours", answers)):
         for i, (prompt, answer, reference) in enumerate(zip(prompts, said, theirs["plain"]["tokens"], strict=True)):
             if answer != reference:
                 found = {"answer": name, "question": i, "against": "vLLM, plain"}
                 at = next((j for j, (a, b) in enumerate(zip(answer, reference, strict=False)) if a != b), None)
-                margins = [asdict(d) for d in audit(target, prompt, answer, Sampling())]
-                margins += [asdict(d) for d in audit(target, prompt, reference, Sampling())]
-                divergences.append({**found, "position": at, "margin": max((d["margin"] for d in margins), default=0.0)})
+                margins = [d.margin for text in (answer, reference) for d in audit(target, prompt, text, Sampling())]
+                behind = math.inf if at is None else max(margins, default=0.0)  # one that only ends early is no tie
+                divergences.append({**found, "position": at, "margin": behind})
     apart = [round(a - b, 4) for a, b in zip(acceptance, theirs["drafted"]["acceptance"], strict=True)]
     agrees = max(map(abs, apart)) <= POINTS and all(d["margin"] <= margin_of(target) for d in divergences)
     return {
@@ -122,14 +122,16 @@ def _serve(
     return {**answers, "seen": load_file(home / "seen.safetensors")}
 
 
-def first_difference(target: Target, head: EagleHead, seen: dict[str, Tensor]) -> str | None:
-    """The first tensor, in order of computation, that vLLM's head has otherwise than ours when both read what vLLM read.
-
-    None if all agree but for rounding.
-    """
+def first_difference(target: Target, head: EagleHead, seen: dict[str, Tensor], prompt: list[int]) -> str | None:
+    """The first tensor, in order of computation, that vLLM's head has otherwise than ours over the first prompt: its inputs
+    are held against what ours would read, its parts against ours on the inputs that it had. None if all agree."""
     H, ids = head.config.hidden_size, seen["in.model.embed_tokens.0"].long()
     embedded, features = seen["in.model.fc.0"].to(target.dtype).split(H, 1)
     positions = seen["in.model.layers.0.0"][None]
+    if ids[:-1].tolist() != prompt[1:]:
+        return "the tokens that the head reads"
+    if positions[0].tolist() != list(range(len(prompt))):
+        return "positions"
     ours: dict[str, Tensor] = {}
 
     def theirs(name: str) -> Tensor:
@@ -145,7 +147,7 @@ def first_difference(target: Target, head: EagleHead, seen: dict[str, Tensor]) -
         qkv = torch.cat([ours[f"layers.0.self_attn.{x}_proj"] for x in "qkv"], 1)
         pairs = {
             "the embedding": (target.ends.embed(ids), embedded),
-            "positions": (torch.arange(len(ids)).double(), positions[0]),
+            "the target's features": (target.features([prompt], TAPS)[0], features),
             "fc": (ours["fc"], seen["out.model.fc"]),
             "q, k, v": (qkv, theirs("self_attn.qkv_proj")),
             "attention": (ours["layers.0.self_attn.o_proj"], theirs("self_attn.o_proj")),

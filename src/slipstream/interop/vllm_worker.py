@@ -53,7 +53,7 @@ def answer(job: dict, head: bool) -> dict:
 
 
 def look(job: dict) -> None:
-    """Weights of the head and what its modules put out in their first pass over the first prompt."""
+    """What the modules of the head read and put out in their first pass over the first prompt."""
     import torch
     from safetensors.torch import save_file
     from vllm import SamplingParams
@@ -77,12 +77,11 @@ def look(job: dict) -> None:
         return hook
 
     head = model()
-    weights = {f"weight.{name}": p.detach().float().clone() for name, p in head.named_parameters()}
     for name, module in head.named_modules():
         if name:
             module.register_forward_hook(keep(name), with_kwargs=True)
     llm.generate({"prompt_token_ids": job["prompts"][0]}, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
-    save_file({name: t.contiguous() for name, t in {**weights, **seen}.items()}, job["tensors"])
+    save_file({name: t.contiguous() for name, t in seen.items()}, job["tensors"])
 
 
 def main() -> None:

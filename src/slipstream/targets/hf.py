@@ -20,7 +20,7 @@ from transformers import AttentionInterface, Cache, GenerationConfig, PreTrained
 from slipstream.core.cache import KVCache
 from slipstream.core.drafter import Ends
 from slipstream.core.span import Output
-from slipstream.core.tree import Layout, Tree
+from slipstream.core.tree import Layout, Tree, chain
 from slipstream.targets.support import attention_windows, check_supported
 
 GROUPED = "slipstream_grouped_sdpa"
@@ -103,11 +103,9 @@ class Target:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What a drafter was made for: the model's type and a hash of the first values of every weight. It does not
-        depend on the precision that the model was loaded in (from bf16 or fp16 weights)."""
-        parts = [
-            bytes(p.flatten()[:8].to("cpu", torch.bfloat16).view(torch.uint8).tolist()) for p in self.model.parameters()
-        ]
+        """What a drafter was made for: the model's type and a hash of the signs of the first values of every weight, which
+        no precision that the model may be loaded in changes."""
+        parts = [bytes(torch.signbit(p.flatten()[:256]).tolist()) for p in self.model.parameters()]
         return f"{self.config.model_type}-{hashlib.sha256(b'|'.join(sorted(parts))).hexdigest()[:12]}"
 
     @cached_property
@@ -185,6 +183,14 @@ class Target:
         if tap == "final":
             return blocks
         raise ValueError(f"Unknown tap: {tap!r}. Available: 'final', 'input of block 0' to 'input of block {blocks - 1}'")
+
+    def features(self, rows: Sequence[Sequence[int]], taps: Sequence[str]) -> Float[Tensor, "B T F"]:
+        """The taps at every token of whole texts, in one pass; columns past a row's end are meaningless."""
+        width = max(map(len, rows))
+        tokens = torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=self.device)
+        out = self(chain(tokens), self.new_cache(len(rows), width), taps, rows=tokens[:, :0])
+        assert out.features is not None
+        return out.features.clone()  # outside inference mode: what autograd may read
 
     def _mask(
         self, layout: Layout, positions: Int[Tensor, "B R"], cache: KVCache, nodes: int

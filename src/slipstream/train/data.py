@@ -2,10 +2,13 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jinja2 import TemplateError
 
 from slipstream.targets import Target
 
@@ -34,7 +37,9 @@ def load_examples(paths: Sequence[str], target: Target, max_length: int, limit: 
     Raises:
         ValueError: a file or a line cannot be read (lines are numbered), or no row has an assistant's text.
     """
-    examples = []
+    if not paths:
+        raise ValueError("no training data: give --data FILE, or let the target write some: slipstream synthesize")
+    examples, max_length = [], min(max_length, target.window)
     for path in paths:
         rows = list(read_rows(path))
         if limit is not None and limit < len(rows):
@@ -63,7 +68,7 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         with opener(path, "rt", encoding="utf-8") as file:
             text = file.read()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ValueError(f"training data {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if Path(path.removesuffix(".gz")).suffix == ".txt":
         yield from ((number, {"text": part}) for number, part in _paragraphs(text))
@@ -103,7 +108,10 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
     for role, content in turns:
         if role not in ROLES or not isinstance(content, str):
             raise ValueError(f"role {role!r}" if role not in ROLES else f"content of a {role} is no text")
-    return [{"role": ROLES[role], "content": content} for role, content in turns]
+    messages = [{"role": ROLES[role], "content": content} for role, content in turns]
+    while messages and messages[0]["role"] == "assistant":  # an answer to nothing
+        del messages[0]
+    return messages
 
 
 def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
@@ -167,7 +175,10 @@ def _end_tokens(target: Target) -> set[int]:
 def _render(target: Target, messages: list[dict[str, str]], ask: bool) -> str:
     assert target.tokenizer is not None
     conversation: Any = messages
-    return str(target.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=ask))
+    try:
+        return str(target.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=ask))
+    except (TemplateError, IndexError) as error:
+        raise ValueError(f"the target's chat template refuses these turns: {error}") from error
 
 
 def _ids(target: Target, text: str) -> list[int]:

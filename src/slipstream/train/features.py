@@ -1,14 +1,16 @@
 """What the target's taps say about each example: computed once and kept on disk within a budget, or computed each time."""
 
+import fcntl
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from slipstream.core.tree import chain
 from slipstream.files import cache_home
 from slipstream.targets import Target
 from slipstream.train.data import Example
@@ -41,10 +43,11 @@ class Features:
         self.kept = int((ends <= budget).sum())
         self.bytes = int(ends[self.kept - 1]) if self.kept else 0
         self._starts = [0, *ends.tolist()]
-        self.path = cache_home() / "features" / f"{self._key()}.bin"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = cache_home() / "features" / f"{self.key}.bin"
 
-    def _key(self) -> str:
+    @cached_property
+    def key(self) -> str:
+        """A hash of everything the features depend on."""
         key = hashlib.sha256(f"{self.target.fingerprint} {self._dtype} {self.taps}".encode())
         for batch in self.batches:
             for i in batch:
@@ -57,12 +60,17 @@ class Features:
         Raises:
             ValueError: the disk does not take it; what was written stays and is gone on with.
         """
-        done = self.path.stat().st_size if self.path.exists() else 0
-        first = sum(end <= done for end in self._starts[1 : self.kept + 1])
-        advance(self._tokens(range(first)))
+        if not self.kept:
+            return
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "ab") as file:
-                file.truncate(self._starts[first])
+                fcntl.flock(file, fcntl.LOCK_EX)  # of two runs on the same data one writes, the other waits
+                done = os.fstat(file.fileno()).st_size
+                first = sum(end <= done for end in self._starts[1 : self.kept + 1])
+                advance(self._tokens(range(first)))
+                if first < self.kept:
+                    file.truncate(self._starts[first])  # an example that was cut off
                 for b in range(first, self.kept):
                     for features in self._compute(self.batches[b]):
                         file.write(_bytes(features))
@@ -88,18 +96,8 @@ class Features:
 
     def _compute(self, batch: Sequence[int]) -> list[Float[Tensor, "_ F"]]:
         tokens = [self.examples[i].tokens for i in batch]
-        features = read_features(self.target, tokens, self.taps)
+        features = self.target.features(tokens, self.taps)
         return [features[b, : len(row)] for b, row in enumerate(tokens)]
-
-
-def read_features(target: Target, rows: Sequence[Sequence[int]], taps: tuple[str, ...]) -> Float[Tensor, "B T F"]:
-    """One pass of the target over whole texts; columns past a row's end are meaningless."""
-    width = max(map(len, rows))
-    tokens = torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=target.device)
-    cache = target.new_cache(len(rows), width)
-    features = target(chain(tokens), cache, taps, rows=tokens.new_zeros(len(rows), 0)).features
-    assert features is not None
-    return features.clone()  # outside inference mode: what autograd may read
 
 
 def pack(examples: Sequence[Example], tokens: int) -> list[list[int]]:

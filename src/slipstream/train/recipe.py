@@ -1,12 +1,13 @@
 """Recipes: everything a training run depends on, in one typed YAML file."""
 
+import json
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from slipstream.core.shape import Shape
 
@@ -58,6 +59,11 @@ class Head(Section):
     input_norm: bool = False
     tree: str = "fig9"
 
+    @field_validator("tree", mode="before")
+    @classmethod
+    def _paths(cls, tree: Any) -> Any:
+        return json.dumps(tree) if isinstance(tree, list) else tree
+
 
 class Loss(Section):
     """EAGLE §3.2: L = feature · SmoothL1 + token · soft cross-entropy, over `unroll` steps weighted by decay^j.
@@ -98,7 +104,7 @@ class Schedule(Section):
     batch_tokens: int = Field(default=2048, ge=64)
     evaluate_every: int = Field(default=100, ge=1)
     save_every: int = Field(default=50, ge=1)
-    precision: Literal["no", "bf16", "fp16"] = "no"
+    precision: Literal["no", "bf16"] = "no"
     seed: int = 0
 
 
@@ -144,7 +150,11 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
         section, dot, name = key.partition(".")
         if not equals or not dot:
             raise ValueError(f"override {override!r}: write section.key=value, such as optimizer.lr=3e-4")
-        values = {**values, section: {**_dict(values.get(section)), name: yaml.safe_load(text)}}
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"override {override!r}: the value is no YAML: {error}") from error
+        values = {**values, section: {**_dict(values.get(section)), name: value}}
     for section, named in given.items():
         values = {**values, section: {**_dict(values.get(section)), **named} if isinstance(named, dict) else named}
     try:

@@ -20,7 +20,6 @@ from slipstream.core.verify import verify
 from slipstream.decode.generate import generate
 from slipstream.targets import Target
 from slipstream.train.data import Example
-from slipstream.train.features import read_features
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,9 @@ class Record:
             raise ValueError(
                 "every held-out prompt is answered by the end token at once: give prompts that the target answers"
             )
-        width = max(map(len, rows))
+        width = max(map(len, rows)) + 1  # past the longest, too, nothing matches
         features = torch.cat(
-            [_padded(read_features(target, rows[i : i + batch], taps), width) for i in range(0, len(rows), batch)]
+            [_padded(target.features(rows[i : i + batch], taps), width) for i in range(0, len(rows), batch)]
         )
         tokens = torch.tensor([row + [-1] * (width - len(row)) for row in rows])
         lengths = torch.tensor([len(row) for row in rows])
@@ -81,7 +80,7 @@ def predict(drafter: Drafter, record: Record) -> Prediction:
     B = len(record.tokens)
     rows = torch.arange(B, device=record.tokens.device)[:, None]
     sampler = Sampler([Sampling()] * B, [[]] * B, 1, record.tokens.device)
-    cache = KVCache(0, B, 2 * record.tokens.shape[1] + drafter.rows + 512)
+    cache = KVCache(0, B, 2 * record.tokens.shape[1] + drafter.rows, record.tokens.device)
     state = drafter.start(B, cache.capacity, record.tokens.device)
     width = int(record.prompts.max())
     at = torch.arange(width, device=rows.device).expand(B, -1)
@@ -113,7 +112,7 @@ def predict(drafter: Drafter, record: Record) -> Prediction:
         tree = drafter.propose(state, sampler)
         cache.reserve(tree.rows)
         position = (cache.lengths[:, None] + tree.layout().depths).clamp(max=record.tokens.shape[1] - 1)
-        out = Output(torch.zeros(B, tree.nodes, 1), record.features[rows, position.expand(B, -1)], 0.0)
+        out = Output(record.features.new_zeros(B, tree.nodes, 1), record.features[rows, position.expand(B, -1)], 0.0)
         verdict = verify(tree, out.logits, cache.lengths, sampler, known)
         left = (record.lengths - cache.lengths - 1).clamp(min=0)
         accepted.append(torch.where(live, torch.minimum(verdict.count, left), 0))

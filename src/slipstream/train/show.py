@@ -52,8 +52,12 @@ def draw(history: Sequence[dict[str, Any]], path: str) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ValueError(f"picture {path} cannot be written: {error.strerror}; log.jsonl has the figures") from error
+    finally:
+        pyplot.close(figure)
 
 
 class Watch:

@@ -2,21 +2,21 @@
 
 import json
 import os
-import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count
-from pathlib import Path
-from typing import Any, final
+from itertools import count, islice
+from typing import Any, TypeVar, final
 
 from slipstream.decode.generate import Generation, generate
 from slipstream.targets import Target
 
+T = TypeVar("T")
 Messages = list[dict[str, str]]
 HERE = "\u2983slipstream\u2984"  # stands for the user's words while the template is cut open
+PATIENCE = 5  # batches without a usable prompt
 PROMPT_TOKENS = (4, 200)  # shorter and longer prompts are thrown away
 
 
@@ -71,38 +71,44 @@ class ServerWriter(Writer):
 
     def __init__(self, url: str, model: str | None = None) -> None:
         self.url = url.rstrip("/")
-        self.model = model or str(self._ask("models", None)["data"][0]["id"])
+        self.model = model or self._ask("models", None, lambda reply: str(reply["data"][0]["id"]))
 
     def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
         def one(item: tuple[int, Messages]) -> Written:
             settings = {"temperature": temperature, "max_tokens": limit, "seed": seed + item[0]}
-            done = self._ask("chat/completions", {"model": self.model, "messages": item[1], **settings})["choices"][0]
-            return Written((done["message"]["content"] or "").strip(), done["finish_reason"] == "stop")
+            return self._ask("chat/completions", {"model": self.model, "messages": item[1], **settings}, _answer)
 
         with ThreadPoolExecutor(max(len(prompts), 1)) as pool:  # the server makes a batch of them
             return list(pool.map(one, enumerate(prompts)))
 
     def go_on(self, text: str, n: int, temperature: float, limit: int, seed: int) -> list[Written]:
         settings = {"temperature": temperature, "max_tokens": limit, "seed": seed, "n": n}
-        done = self._ask("completions", {"model": self.model, "prompt": text, **settings})
-        return [Written(choice["text"].strip(), choice["finish_reason"] == "stop") for choice in done["choices"]]
+        return self._ask("completions", {"model": self.model, "prompt": text, **settings}, _continuations)
 
-    def _ask(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=600) as reply:
-                answer: dict[str, Any] = json.load(reply)
-                return answer
-        except (urllib.error.URLError, OSError, ValueError) as error:
+                return read(json.load(reply))
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:  # no server, or another kind of server
             raise ValueError(
                 f"server {self.url}/{path}: {error}: give the base of an OpenAI-compatible server, such as "
                 "http://localhost:8000/v1"
             ) from error
 
 
+def _answer(reply: Any) -> Written:
+    choice = reply["choices"][0]
+    return Written((choice["message"]["content"] or "").strip(), choice["finish_reason"] == "stop")
+
+
+def _continuations(reply: Any) -> list[Written]:
+    return [Written(choice["text"].strip(), choice["finish_reason"] == "stop") for choice in reply["choices"]]
+
+
 def regenerate(
-    rows: Iterable[Messages],
+    rows: Sequence[Messages],
     writer: Writer,
     out: str,
     temperatures: Sequence[float],
@@ -121,48 +127,73 @@ def regenerate(
 
     Returns:
         Lines in the file.
+
+    Raises:
+        ValueError: the file holds answers to other questions, or cannot be written.
     """
-    asked = [_question(messages) for messages in rows]
-    done = _lines(out)
-    advance(min(done, len(asked)))
-    with _appending(out) as file:
-        for i in range(done // batch, -(-len(asked) // batch)):
-            fresh = asked[max(done, i * batch) : (i + 1) * batch]
-            if not fresh:
-                continue
-            temperature = temperatures[i % len(temperatures)]
-            answers = writer.answer(fresh, temperature, limit, seed + i)
-            for question, answer in zip(fresh, answers, strict=True):
-                messages = [*question, {"role": "assistant", "content": answer.text}]
-                about = {"source": "regenerated", "temperature": temperature, "finished": answer.finished}
-                file.write(json.dumps({**about, "messages": messages}, ensure_ascii=False) + "\n")
-            file.flush()
-            advance(len(fresh))
-    return max(done, len(asked))
+    asked = [question for messages in rows if (question := _question(messages))]
+    written = [_question(messages) for messages in _written(out)]
+    if written != asked[: len(written)]:
+        raise ValueError(f"{out} holds answers to other questions than these: name another file")
+    advance(len(written))
+    for start in range(len(written) // batch * batch, len(asked), batch):
+        if not (fresh := asked[max(len(written), start) : start + batch]):
+            break
+        _append(out, fresh, writer, temperatures[start // batch % len(temperatures)], limit, seed + start)
+        advance(len(fresh))
+    return len(asked)
+
+
+def synthesize(
+    target: Target,
+    writer: Writer,
+    out: str,
+    n: int,
+    temperatures: Sequence[float],
+    prompt_temperature: float,
+    limit: int,
+    batch: int,
+    seed: int = 0,
+    advance: Callable[[int], None] = lambda n: None,
+) -> int:
+    """`n` prompts that the target writes, and its answers, batch by batch; an interrupted file is gone on with.
+
+    Returns:
+        Lines in the file.
+    """
+    asked = [_question(messages)[0]["content"] for messages in _written(out)]
+    done = len(asked)
+    advance(min(done, n))
+    prompts = synthesize_prompts(target, writer, n, prompt_temperature, batch, seed + done, asked)
+    while fresh := [[{"role": "user", "content": text}] for text in islice(prompts, batch)]:
+        _append(out, fresh, writer, temperatures[done // batch % len(temperatures)], limit, seed + done)
+        done += len(fresh)
+        advance(len(fresh))
+    return done
 
 
 def synthesize_prompts(
-    target: Target, writer: Writer, n: int, temperature: float, batch: int, seed: int = 0
-) -> Iterator[Messages]:
-    """Prompts that the target writes when it is asked to go on where its chat template lets a user speak.
-
-    Empty, overlong, unfinished and repeated ones are thrown away.
+    target: Target, writer: Writer, n: int, temperature: float, batch: int, seed: int = 0, known: Iterable[str] = ()
+) -> Iterator[str]:
+    """Prompts that the target writes when it is asked to go on where its chat template lets a user speak, until there are
+    `n` with the `known` ones. Empty, overlong, unfinished and repeated ones are thrown away.
 
     Raises:
         ValueError: the target has no chat template, or does not write usable prompts.
     """
-    opening, seen = opening_of(target), set[str]()
+    opening, seen, idle = opening_of(target), set(known), 0
+    assert target.tokenizer is not None
     for i in count():
+        if len(seen) >= n:
+            return
         before = len(seen)
         for written in writer.go_on(opening, batch, temperature, PROMPT_TOKENS[1], seed + i):
-            assert target.tokenizer is not None
             length = len(target.tokenizer(written.text)["input_ids"])
-            if written.finished and length >= PROMPT_TOKENS[0] and written.text not in seen:
+            if written.finished and length >= PROMPT_TOKENS[0] and written.text not in seen and len(seen) < n:
                 seen.add(written.text)
-                yield [{"role": "user", "content": written.text}]
-                if len(seen) == n:
-                    return
-        if len(seen) == before and i > 4:
+                yield written.text
+        idle = idle + 1 if len(seen) == before else 0
+        if idle == PATIENCE:
             raise ValueError(
                 f"target {target.name} wrote {len(seen)} usable prompts and then none: raise the temperature, or give "
                 "prompts of your own to `slipstream regenerate`"
@@ -184,19 +215,28 @@ def _question(messages: Messages) -> Messages:
     return messages[: turns.index("assistant")] if "assistant" in turns else messages
 
 
-def _lines(path: str) -> int:
-    """Whole lines of a file; a half-written last one is cut off."""
+def _written(path: str) -> list[Messages]:
+    """Conversations that a file already holds; a half-written last line is cut off."""
     if not os.path.exists(path):
-        return 0
+        return []
     with open(path, "rb+") as file:
         data = file.read()
         file.truncate(data.rfind(b"\n") + 1)
-    return data.count(b"\n")
-
-
-def _appending(path: str) -> Any:
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "a", encoding="utf-8")
+        return [json.loads(line)["messages"] for line in data.split(b"\n")[:-1]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds something else than answers: name another file") from error
+
+
+def _append(path: str, asked: Sequence[Messages], writer: Writer, temperature: float, limit: int, seed: int) -> None:
+    answers = writer.answer(asked, temperature, limit, seed)
+    about = {"source": "self", "temperature": temperature}
+    rows = [
+        {**about, "finished": answer.finished, "messages": [*question, {"role": "assistant", "content": answer.text}]}
+        for question, answer in zip(asked, answers, strict=True)
+    ]
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     except OSError as error:
-        raise ValueError(f"output {path} cannot be written: {error.strerror}") from error
+        raise ValueError(f"output {path} cannot be written: {error.strerror}: what is there stays; run it again") from error

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
 
 from slipstream.drafters.store import save_drafter
 from slipstream.files import check_writable, replacing
@@ -82,9 +83,12 @@ class Trainer:
         if resume and not (self.home / STATE).exists():
             raise ValueError(f"{directory} holds no checkpoint to resume: leave --resume out to begin")
         self.stages = recipe.staged()
-        self.accelerator = Accelerator(mixed_precision=recipe.schedule.precision, cpu=target.device.type == "cpu")
+        patience = InitProcessGroupKwargs(timeout=timedelta(days=1))  # the others wait while one reads features
+        on_cpu, precision = target.device.type == "cpu", recipe.schedule.precision
+        self.accelerator = Accelerator(mixed_precision=precision, cpu=on_cpu, kwargs_handlers=[patience])
         self.progress = Progress()
-        self._stop = False
+        self.leads = self.accelerator.is_main_process  # the one that writes
+        self._stop, self._data_key = False, ""
         self._saved = self._read_state() if resume else None
 
     def prepare(self, filling: Callable[[str, int], Callable[[int], None]] = lambda what, total: lambda n: None) -> None:
@@ -107,10 +111,6 @@ class Trainer:
             self.vocab_coverage = self._saved["coverage"]
 
     def _read_data(self, data: Data) -> None:
-        if not data.files:
-            raise ValueError(
-                "no training data: give --data FILE or data.files in the recipe, or write some with `synthesize`"
-            )
         examples = load_examples(data.files, self.target, data.max_length, data.limit)
         if data.greedy:
             examples = [example for example in examples if example.greedy]
@@ -165,8 +165,16 @@ class Trainer:
         if recipe.data != self._data:
             self._read_data(recipe.data)
         batches = pack(self._all, recipe.schedule.batch_tokens)
+        if len(batches) < self.accelerator.num_processes:
+            raise ValueError(
+                f"{len(batches)} batches are too few for {self.accelerator.num_processes} processes: "
+                "give more data, or lower schedule.batch_tokens"
+            )
         features = Features(self.target, self._all, batches, EagleObjective.taps, int(recipe.features.disk_gib * 2**30))
-        if self.accelerator.is_main_process:
+        self._data_key = features.key
+        if self._saved is not None and self._saved["data"] not in (None, features.key):
+            raise ValueError(f"the training data has changed since the checkpoint in {self.home}: begin a new run")
+        if self.leads:
             total = sum(len(self._all[i].tokens) for batch in batches[: features.kept] for i in batch)
             features.fill(self._filling("reading features", total))
         self.accelerator.wait_for_everyone()
@@ -180,8 +188,8 @@ class Trainer:
         for group in optimizer.param_groups:
             group["lr"] = rate(recipe.optimizer, progress.step, steps)
         seed = _mix(recipe.schedule.seed, progress.stage, progress.step, accelerator.process_index)
-        loss, sums = model(batch, recipe.loss, torch.Generator().manual_seed(seed))
-        here = torch.stack([batch.counts.sum(), sums["agree_0"], loss.detach(), loss.new_tensor(self._stop)])
+        loss, agreed = model(batch, recipe.loss, torch.Generator().manual_seed(seed))
+        here = torch.stack([batch.counts.sum(), agreed, loss.detach(), loss.new_tensor(self._stop)])
         counted, agree, whole, stop = accelerator.reduce(here.double(), "sum").tolist()
         accelerator.backward(loss * accelerator.num_processes / counted)  # the processes' gradients are averaged
         accelerator.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
@@ -207,17 +215,17 @@ class Trainer:
             {"stage": progress.stage, "step": progress.step, "trained": progress.trained, "loss": loss}
             | {"tau": round(prediction.tau, 4), "acceptance": [round(a, 4) for a in prediction.acceptance]}
         )
-        if not self.accelerator.is_main_process:
+        better, progress.best = prediction.tau > progress.best, max(progress.best, prediction.tau)
+        if not self.leads:
             return
         with replacing(str(self.home / LOG)) as file:
             file.writelines(json.dumps(entry) + "\n" for entry in progress.history)
-        if prediction.tau > progress.best:
+        if better:
             config, tensors = drafter.pack()
             vocabulary = {"size": len(drafter.vocab), "coverage": round(self.vocab_coverage, 4)}
             config = {**config, "vocabulary": vocabulary}
             name, training = self.target.name, self._summary(prediction)
             save_drafter(self.home, self.recipe.method, name, self.target.ends, config, tensors, training)
-        progress.best = max(progress.best, prediction.tau)
 
     def _summary(self, prediction: Prediction) -> dict[str, Any]:
         progress = self.progress
@@ -234,7 +242,7 @@ class Trainer:
 
     def _save(self, optimizer: Any) -> None:
         """A checkpoint, whole or not at all."""
-        if not self.accelerator.is_main_process:
+        if not self.leads:
             return
         state = {
             "objective": self.objective.state_dict(),
@@ -242,12 +250,17 @@ class Trainer:
             "progress": asdict(self.progress),
             "coverage": self.vocab_coverage,
             "target": self.target.fingerprint,
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "data": None if optimizer is None else self._data_key,
             "processes": self.accelerator.num_processes,
             "recipe": self.recipe.model_dump(mode="json"),
         }
-        beside = self.home / f".{STATE}.{os.getpid()}"
+        beside = self.home / f".{STATE}"
         try:
-            torch.save(state, beside)
+            with open(beside, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(beside, self.home / STATE)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
             reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
@@ -262,11 +275,15 @@ class Trainer:
         try:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # whatever a damaged file makes of itself
-            raise ValueError(f"checkpoint {path} cannot be read: {str(error).splitlines()[0]}") from error
+            reason = str(error).split("\n")[0] or type(error).__name__
+            raise ValueError(f"checkpoint {path} cannot be read: {reason}") from error
         if state["target"] != self.target.fingerprint:
             raise ValueError(
                 f"checkpoint {path} was made for {state['target']}, and this target is {self.target.fingerprint}"
             )
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        if state["dtype"] != dtype:
+            raise ValueError(f"checkpoint {path} was made in {state['dtype']}, not {dtype}: give --dtype {state['dtype']}")
         if state["processes"] != self.accelerator.num_processes:
             raise ValueError(
                 f"checkpoint {path} was made by {state['processes']} processes, and here are "
@@ -280,7 +297,7 @@ class Trainer:
         return state
 
     def _write_recipe(self) -> None:
-        if self.accelerator.is_main_process:
+        if self.leads:
             with replacing(str(self.home / RECIPE)) as file:
                 yaml.safe_dump(self.recipe.model_dump(mode="json"), file, sort_keys=False)
 
@@ -291,8 +308,12 @@ class Trainer:
             yield
             return
 
+        first = 0.0
+
         def stop(*_: Any) -> None:
-            if self._stop:
+            nonlocal first
+            first = first or time.monotonic()
+            if self._stop and time.monotonic() - first > 1:  # a launcher may pass the same Ctrl-C on a second time
                 raise KeyboardInterrupt
             self._stop = True
 
