@@ -19,7 +19,7 @@ from slipstream.train.replay import Record, predict
 
 TREES = ["chain-2", "chain-3", "chain-5", "[[0],[1],[2],[3]]", "best-first-3x4", "best-first-4x6", "best-first-4x8"]
 TREES += ["best-first-5x10", "best-first-5x12", "best-first-5x16", "best-first-5x20", "best-first-5x26", "best-first-6x26"]
-TREES += ["dynamic-5x4x16", "dynamic-5x8x16", "dynamic-5x8x26", "dynamic-6x10x60", "fig9"]
+TREES += ["dynamic-5x4x16", "dynamic-5x8x16", "dynamic-5x8x26", "fig9"]
 
 options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 options.add_argument("--target", default="smollm2")

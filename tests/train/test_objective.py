@@ -84,9 +84,9 @@ def test_before_training_the_head_repeats_the_feature():
     from slipstream.train.recipe import Recipe
 
     target = tiny.target("llama")
-    objective = EagleObjective.begin(Recipe(), target.ends, [])
     text = torch.tensor(tiny.prompts(6))
     f = target.features(text.tolist(), ("final",)).float()
+    objective = EagleObjective.begin(Recipe(), target.ends, [Example(text[0].tolist(), [True] * 6)], f[0])
     unrolled = Unrolled(6, f.device)
     said = objective.head(target.ends.embed(text).float(), f, unrolled.positions, unrolled.step)
     assert torch.allclose(said, f, atol=1e-5)
@@ -99,3 +99,16 @@ def test_the_draft_vocabulary_is_what_is_said_most():
     assert coverage(examples, vocab) == pytest.approx(5 / 6)
     assert frequent(examples, 5, 64).tolist() == [0, 1, 5, 7, 9]  # filled up: the shape does not depend on the data
     assert frequent(examples, 0, 64) is None
+
+
+def test_the_scale_of_embeddings_is_folded_into_the_drafter(drafter):
+    """A head that is trained on scaled embeddings and drafts with plain ones."""
+    target, text = tiny.target("llama"), torch.tensor(tiny.prompts(6))
+    f, embedded = target.features(text.tolist(), ("final",)).float(), target.ends.embed(text).float()
+    objective = EagleObjective(drafter.head.float(), target.ends, None, gain=7.0)
+    made = objective.drafter("chain-3", torch.float64).head.float()
+    said = [
+        head(x, f, u.positions, u.step)
+        for head, x, u in ((objective.head, 7 * embedded, Unrolled(6, f.device)), (made, embedded, Unrolled(6, f.device)))
+    ]
+    assert torch.allclose(said[0], said[1], atol=1e-4)

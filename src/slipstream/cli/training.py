@@ -72,6 +72,9 @@ def train(
         trainer.prepare(watch.filling)
         try:
             progress = trainer.run(watch.show)
+        except KeyboardInterrupt:
+            err.print(f"checkpoint at step {trainer.progress.step} in {directory}: go on with --resume")
+            raise
         finally:
             if trainer.leads and trainer.progress.history:
                 draw(trainer.progress.history, f"{directory}/curve.svg")

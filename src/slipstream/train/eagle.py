@@ -47,17 +47,24 @@ class Batch:
 class EagleObjective(nn.Module):
     """What is trained, and its loss.
 
+    An embedding is often far smaller than a feature (SmolLM2: 0.12 against 1.9), and Adam moves every weight by about the
+    learning rate, so the fc would take thousands of steps to hear which token comes next. The head is trained on embeddings
+    scaled to the features' size, and `drafter` folds the scale into the fc.
+
     Args:
         ends: the target's embedding and LM head, frozen.
         vocab: draft vocabulary, target ids.
+        gain: what embeddings are multiplied by in training.
     """
 
     taps = TAPS
     lm_head: Tensor
     lm_bias: Tensor | None
+    gain: Tensor
 
-    def __init__(self, head: EagleHead, ends: Ends, vocab: Int[Tensor, " Vd"] | None) -> None:
+    def __init__(self, head: EagleHead, ends: Ends, vocab: Int[Tensor, " Vd"] | None, gain: float = 1.0) -> None:
         super().__init__()
+        self.register_buffer("gain", torch.tensor(gain))
         self.head = head
         self._ends, self._vocab = ends, vocab  # plain attributes: neither trained nor saved
         lm_head = ends.head if vocab is None else ends.head[vocab]
@@ -66,13 +73,17 @@ class EagleObjective(nn.Module):
         self.register_buffer("lm_bias", None if bias is None else bias.detach().float().clone(), persistent=False)
 
     @classmethod
-    def begin(cls, recipe: Recipe, ends: Ends, examples: Iterable[Example]) -> "EagleObjective":
-        """An untrained head for this target, that says f̂_{i+1} = f_i."""
+    def begin(
+        cls, recipe: Recipe, ends: Ends, examples: Sequence[Example], features: Float[Tensor, "T H"]
+    ) -> "EagleObjective":
+        """An untrained head for this target, that says f̂_{i+1} = f_i. Some features show how large they are."""
         config = config_for(ends, recipe.head.intermediate_size)
         config = EagleConfig(**{**vars(config), "input_norm": recipe.head.input_norm})
         head = EagleHead(config).start_as_identity(torch.Generator().manual_seed(recipe.schedule.seed))
         vocab = frequent(examples, recipe.head.draft_vocab, len(ends.head))
-        return cls(head, ends, vocab)
+        tokens = torch.tensor([token for example in examples[:64] for token in example.tokens], device=features.device)
+        sizes = [x.float().pow(2).mean().sqrt() for x in (features, ends.embed(tokens).detach())]
+        return cls(head, ends, vocab, float(sizes[0] / sizes[1]))
 
     def forward(self, batch: Batch, settings: Loss, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """The loss summed over counting tokens (to be divided by `batch.counts.sum()` of all processes), and for how many
@@ -80,7 +91,7 @@ class EagleObjective(nn.Module):
         f = batch.features.float()
         inputs, labels = f[:, :-1], f[:, 1:]
         blur = (torch.rand(inputs.shape, generator=generator) * 2 - 1).to(inputs.device) * settings.noise
-        inputs, embedded = inputs + blur, self._ends.embed(batch.nexts).detach().float()
+        inputs, embedded = inputs + blur, self._ends.embed(batch.nexts).detach().float() * self.gain
         unrolled = Unrolled(batch.nexts.shape[1], f.device)
         total = f.new_zeros(())
         agreed = total
@@ -107,7 +118,9 @@ class EagleObjective(nn.Module):
     def drafter(self, tree: str, dtype: torch.dtype) -> Eagle:
         """A drafter with a copy of the head as it is now, rounded to `dtype` as it will be stored."""
         head = EagleHead(self.head.config)
-        head.load_state_dict({name: t.to(dtype).float() for name, t in self.head.state_dict().items()})
+        head.load_state_dict(self.head.state_dict())
+        head.fc.weight.data[:, : self.head.config.hidden_size] *= self.gain.cpu()
+        head.to(dtype).float()
         return Eagle(head, self._ends, self._vocab, tree)
 
 

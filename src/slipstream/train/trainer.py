@@ -99,11 +99,12 @@ class Trainer:
         """
         self._read_data(self.stages[0].data)
         kept = self.recipe.data
-        self.objective = EagleObjective.begin(self.recipe, self.target.ends, self._all)
-        self.vocab_coverage = coverage(self._all, self.objective._vocab)
         advance = filling("answering held-out prompts", len(self._held_out) * kept.held_out_tokens)
         self.record = Record.of(self.target, self._held_out, kept.held_out_tokens, EagleObjective.taps)
         advance(len(self._held_out) * kept.held_out_tokens)
+        features = torch.cat([f[:n] for f, n in zip(self.record.features, self.record.lengths, strict=True)])
+        self.objective = EagleObjective.begin(self.recipe, self.target.ends, self._all, features)
+        self.vocab_coverage = coverage(self._all, self.objective._vocab)
         self._filling = filling
         if self._saved is not None:
             self.objective.load_state_dict(self._saved["objective"])
