@@ -48,7 +48,7 @@ def draw(history: Sequence[dict[str, Any]], path: str) -> None:
         rates = [entry["acceptance"][depth] for entry in history]
         right.plot(trained, rates, marker="o", markersize=3, label=f"depth {depth + 1}")
     right.set(xlabel="tokens trained on (millions)", ylabel="share of rounds that accept this deep")
-    right.legend(frameon=False, fontsize="small")
+    right.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
