@@ -1,12 +1,12 @@
 """The promise on SmolLM2-135M-Instruct itself. `make exactness` runs the audit at full size."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from slipstream import generate, load_drafter, load_target
 from slipstream.bench.certify import certify
@@ -19,14 +19,13 @@ from slipstream.train.replay import Record, predict
 
 @pytest.fixture(scope="module")
 def target():
-    torch.set_num_threads(2)
     return load_target("smollm2", "float32")
 
 
 def test_certify_finds_no_unexplained_token(target):
-    """n-gram, eagle and tree oracle at T = 0 and 1, and Hugging Face generate at T = 0: 4 answers of 48 tokens each."""
-    drafters = ["ngram", "eagle", "eagle:tree=best-first-5x10,proposal=noise"]
-    report = certify(target, drafters, load_questions(limit=4), [0.0, 1.0], max_new_tokens=48)
+    """n-gram, eagle and tree oracle at T = 0 and 1, and Hugging Face generate at T = 0: 4 answers of 32 tokens each."""
+    drafters = ["ngram", "eagle:proposal=noise"]
+    report = certify(target, drafters, load_questions(limit=4), [0.0, 1.0], max_new_tokens=32)
     rows = {(row["drafter"], row["temperature"]): row for row in report["results"]}
     names = [*drafters, "tree-oracle"]
     assert set(rows) == {(name, T) for name in names for T in (0, 1)} | {("hf_generate", 0)}
@@ -38,12 +37,12 @@ def test_the_head_that_ships_drafts_well_and_as_predicted(target):
     """Weights that were packed wrongly, or a head that no longer reads what it was trained on."""
     home = find_drafter("eagle", target.ends)
     assert (home / "model.safetensors").stat().st_size <= 10 * 2**20
-    prompts = [target.encode(question.turns[0]) for question in load_questions(limit=6)]
+    prompts = [target.encode(question.turns[0]) for question in load_questions(limit=5)]
     examples = [Example([*ids, 0], [False] * len(ids) + [True]) for ids in prompts]
-    record = Record.of(target, examples, 48, ("final",))
+    record = Record.of(target, examples, 40, ("final",))
     tree = load_drafter("eagle", target.ends)
     predicted, chain = (predict(d, record).tau for d in (tree, load_drafter("eagle:tree=chain-5", target.ends)))
-    answers = generate(target, prompts, tree, max_new_tokens=48, temperature=0.0)
+    answers = generate(target, prompts, tree, max_new_tokens=40, temperature=0.0)
     decoded = mean_accepted_length([r for answer in answers for r in answer.rounds])
     assert predicted > 1.8
     assert predicted > chain + 0.1
@@ -72,7 +71,8 @@ print(answers[0] == answers[1], resource.getrusage(resource.RUSAGE_SELF).ru_maxr
 
 def test_a_prompt_of_7000_tokens_fits_in_memory_and_decodes_exactly():
     """Prefill in one piece would take a 7,000 x 7,000 mask and 7,000 rows of logits: 1.4 GB of those alone."""
-    done = subprocess.run([sys.executable, "-c", LONG], capture_output=True, text=True, timeout=300, check=True)
+    one = os.environ | {"OMP_NUM_THREADS": "1"}  # the other core is another test's
+    done = subprocess.run([sys.executable, "-c", LONG], capture_output=True, text=True, timeout=300, check=True, env=one)
     same, peak_gib = done.stdout.split()
     assert same == "True"
     assert float(peak_gib) < 2.5
