@@ -125,12 +125,10 @@ def _serve(
 def first_difference(target: Target, head: EagleHead, seen: dict[str, Tensor], prompt: list[int]) -> str | None:
     """The first tensor, in order of computation, that vLLM's head has otherwise than ours over the first prompt: its inputs
     are held against what ours would read, its parts against ours on the inputs that it had. None if all agree."""
-    H, ids = head.config.hidden_size, seen["in.model.embed_tokens.0"].long()
+    H, T = head.config.hidden_size, len(prompt)
     embedded, features = seen["in.model.fc.0"].to(target.dtype).split(H, 1)
     positions = seen["in.model.layers.0.0"][None]
-    if ids[:-1].tolist() != prompt[1:]:
-        return "the tokens that the head reads"
-    if positions[0].tolist() != list(range(len(prompt))):
+    if positions[0].tolist() != list(range(T)):
         return "positions"
     ours: dict[str, Tensor] = {}
 
@@ -141,12 +139,12 @@ def first_difference(target: Target, head: EagleHead, seen: dict[str, Tensor], p
         module.register_forward_hook(lambda module, args, out, name=name: ours.update({name: out[0]}))
     head = head.to(target.dtype)
     with torch.inference_mode():
-        attend, _ = attend_cache(KVCache(1, 1, len(ids)), 0, len(ids))
+        attend, _ = attend_cache(KVCache(1, 1, T), 0, T)
         said = head(embedded[None], features[None], positions, attend)[0]
         logits = F.linear(said[-1:], target.ends.head, target.ends.bias)
         qkv = torch.cat([ours[f"layers.0.self_attn.{x}_proj"] for x in "qkv"], 1)
         pairs = {
-            "the embedding": (target.ends.embed(ids), embedded),
+            "the tokens that it reads": (target.ends.embed(torch.tensor(prompt[1:])), embedded[:-1]),
             "the target's features": (target.features([prompt], TAPS)[0], features),
             "fc": (ours["fc"], seen["out.model.fc"]),
             "q, k, v": (qkv, theirs("self_attn.qkv_proj")),
