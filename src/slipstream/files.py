@@ -1,12 +1,20 @@
-"""Files: where results go, whole or not at all, and where what can be made again is kept."""
+"""Files: some rows of one, where results go, whole or not at all, and where what can be made again is kept."""
 
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
+
+T = TypeVar("T")
+
+
+def evenly(rows: Sequence[T], limit: int | None) -> list[T]:
+    """At most `limit` of the rows, taken evenly over all of them; None: all."""
+    n = len(rows) if limit is None else min(limit, len(rows))
+    return [rows[i * len(rows) // n] for i in range(n)]
 
 
 def cache_home() -> Path:

@@ -16,9 +16,8 @@ SCHEMA = 1
 
 def heading(target: Target) -> dict[str, Any]:
     """What every results file begins with."""
-    dtype = str(target.dtype).removeprefix("torch.")
     about = {"schema": SCHEMA, "hardware": hardware(), "versions": versions()}
-    return {**about, "target": target.name, "dtype": dtype}
+    return {**about, "target": target.name, "dtype": target.dtype_name}
 
 
 def hardware() -> dict[str, Any]:

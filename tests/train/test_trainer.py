@@ -43,6 +43,21 @@ def train(chat, settings: Recipe, directory, resume: bool = False, show=lambda s
     return trainer.run(show)
 
 
+class Killed(Exception):
+    """What ends a run without a word to it."""
+
+
+def killed(chat, settings: Recipe, directory, stage: int, step: int) -> None:
+    """A run that ends right after a step."""
+
+    def stop(seen):
+        if (seen.stage, seen.step) == (stage, step):
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(chat, settings, directory, show=stop)
+
+
 def files(directory) -> tuple[dict, list]:
     return load_file(directory / "model.safetensors"), (directory / "log.jsonl").read_text().splitlines()
 
@@ -87,15 +102,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(chat, data, tmp_path):
     settings = recipe(data, epochs=2.0)
     train(chat, settings, tmp_path / "whole")
 
-    class Killed(Exception):
-        pass
-
-    def stop(seen):
-        if seen.step == 11:  # three steps after a checkpoint
-            raise Killed
-
-    with pytest.raises(Killed):
-        train(chat, settings, tmp_path / "parts", show=stop)
+    killed(chat, settings, tmp_path / "parts", stage=0, step=11)  # three steps after a checkpoint
     train(chat, settings, tmp_path / "parts", resume=True)
     assert same(tmp_path / "whole", tmp_path / "parts")
 
@@ -106,15 +113,7 @@ def test_stages_go_on_from_each_other_and_resume(chat, data, tmp_path):
     train(chat, staged, tmp_path / "whole", show=lambda seen: steps.append((seen.stage, seen.of)))
     assert {stage for stage, _ in steps} == {0, 1}
 
-    class Killed(Exception):
-        pass
-
-    def stop(seen):
-        if (seen.stage, seen.step) == (1, 2):
-            raise Killed
-
-    with pytest.raises(Killed):
-        train(chat, staged, tmp_path / "parts", show=stop)
+    killed(chat, staged, tmp_path / "parts", stage=1, step=2)
     train(chat, staged, tmp_path / "parts", resume=True)
     assert same(tmp_path / "whole", tmp_path / "parts")
 

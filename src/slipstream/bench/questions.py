@@ -7,6 +7,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from slipstream.files import evenly
+
 OWN = files("slipstream.bench") / "questions.jsonl"
 
 
@@ -41,8 +43,7 @@ def load_questions(paths: Sequence[str] = (), limit: int | None = None) -> list[
         if not lines:
             raise ValueError(f"question file {name} is empty: give one JSON object a line")
         found = [_question(name, number, line) for number, line in lines]
-        n = min(limit or len(found), len(found))
-        chosen += [found[i * len(found) // n] for i in range(n)]
+        chosen += evenly(found, limit)
     return chosen
 
 

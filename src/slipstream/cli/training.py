@@ -141,7 +141,7 @@ def regenerate(
     device: Device = "cpu",
 ) -> None:
     """Let the target answer given prompts: a drafter learns what its target says, not what others said."""
-    from slipstream.files import check_writable
+    from slipstream.files import check_writable, evenly
     from slipstream.train import synthesize as make
     from slipstream.train.data import read_rows
 
@@ -149,8 +149,7 @@ def regenerate(
     rows = [row["messages"] for _, row in read_rows(source) if "messages" in row]
     if not rows:
         raise ValueError(f"{source} has no conversations: raw text is trained on as it is")
-    if limit is not None and limit < len(rows):
-        rows = [rows[i * len(rows) // limit] for i in range(limit)]
+    rows = evenly(rows, limit)
     writer = make.ServerWriter(server) if server else make.TargetWriter(load(target, dtype, device))
     how = (temperatures, max_new_tokens, batch, seed)
     with progress_bar(len(rows)) as advance:

@@ -33,8 +33,7 @@ def coupled(
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
     """Child slot (−1: none) and token at one node per row: the keyed draw, and the first child that carries it."""
     token = sampler.draw(sampler.scores(logits), position)
-    match = _children(tree, node) & (tree.tokens == token[:, None])
-    return torch.where(match.any(1), match.int().argmax(1), -1), token
+    return child_with(tree, node, token), token
 
 
 def multi_round(
@@ -81,6 +80,12 @@ def _normalised(p: Tensor, otherwise: Tensor) -> Tensor:
     """p over its mass; where rounding left none (p = q to the last bit), there was nothing to reject: `otherwise`."""
     mass = p.sum(-1, keepdim=True)
     return torch.where(mass > 0, p / mass, otherwise)
+
+
+def child_with(tree: Tree, node: Int[Tensor, " B"], token: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+    """Slot of the node's first child that carries the token; −1: none."""
+    match = _children(tree, node) & (tree.tokens == token[:, None])
+    return torch.where(match.any(1), match.int().argmax(1), -1)
 
 
 def _children(tree: Tree, node: Int[Tensor, " B"]) -> Tensor:

@@ -23,6 +23,7 @@ from slipstream.drafters.store import load_weights
 
 PROPOSALS = ("top-k", "noise", "sampled")
 TAPS = ("final",)
+EMBEDDING = "embed_tokens.weight"  # public checkpoints carry a copy of the target's
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class Eagle(Drafter):
         except (KeyError, TypeError) as error:
             raise ValueError(f"config.json of this eagle head is not complete: {error}") from error
         vocab = tensors.pop("draft_vocab", None)
-        tensors.pop("embed_tokens.weight", None)  # kept for export only
+        tensors.pop(EMBEDDING, None)  # kept for export only
         head = EagleHead(sizes)
         load_weights(head, tensors, "this eagle head")
         return cls(head, ends, vocab, **{"tree": tree, **options})

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from slipstream.core.drafter import Ends
 from slipstream.core.shape import Shape
-from slipstream.drafters.eagle import EagleConfig, EagleHead
+from slipstream.drafters.eagle import EMBEDDING, EagleConfig, EagleHead
 from slipstream.drafters.layers import ACTIVATIONS
 from slipstream.drafters.store import find_drafter, load_weights, read_drafter, save_drafter, write_directory
 
-EMBEDDING = "embed_tokens.weight"
 PLAIN_ROPE = (None, "default")
 SIZES = {f.name for f in fields(EagleConfig)} - {"input_norm"}
 HELD = {"num_hidden_layers", "vocab_size", "rope_scaling", "rope_parameters", "model_type"}  # read, and checked

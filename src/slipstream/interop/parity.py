@@ -14,14 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream.core.cache import KVCache
-from slipstream.core.drafter import Ends
 from slipstream.core.sampling import Sampling
 from slipstream.decode.answer import Round
 from slipstream.decode.audit import audit, margin_of
 from slipstream.decode.generate import Generation, generate
-from slipstream.drafters.eagle import TAPS, Eagle, EagleConfig, EagleHead
+from slipstream.drafters import load_drafter
+from slipstream.drafters.eagle import TAPS, Eagle, EagleHead
 from slipstream.drafters.layers import attend_cache
-from slipstream.drafters.store import find_drafter, load_weights, read_drafter
 from slipstream.interop.eagle import export_eagle
 from slipstream.machine import heading
 from slipstream.targets import Target
@@ -56,7 +55,10 @@ def parity(
     """
     if not Path(python).is_file():
         raise ValueError(f"vLLM's interpreter {python} is not there: run `make vllm`, or name another with --python")
-    head = _head(drafter, target.ends)
+    trained = load_drafter(drafter, target.ends)
+    if not isinstance(trained, Eagle):
+        raise ValueError(f"drafter {drafter!r} is no eagle head: vLLM is given one of those")
+    head = trained.head
     ours = Eagle(head, target.ends, None, f"chain-{draft}")  # all tokens are candidates, as in the engine
     rounds: list[Round] = []
     answers: list[list[int]] = []
@@ -96,13 +98,6 @@ def parity(
     }
 
 
-def _head(drafter: str, ends: Ends) -> EagleHead:
-    config, tensors = read_drafter(find_drafter(drafter, ends), ends)
-    head = EagleHead(EagleConfig(**config["head"]))
-    load_weights(head, {n: t for n, t in tensors.items() if n in head.state_dict()}, f"drafter {drafter}")
-    return head
-
-
 def _serve(
     target: Target, drafter: str, prompts: Sequence[list[int]], python: str, new: int, draft: int, home: Path
 ) -> dict[str, Any]:
@@ -111,7 +106,7 @@ def _serve(
     target.tokenizer.save_pretrained(home / "target")
     export_eagle(drafter, str(home / "head"), target.ends)
     job = {"target": str(home / "target"), "head": str(home / "head"), "prompts": list(prompts), "new": new, "draft": draft}
-    job |= {"dtype": str(target.dtype).removeprefix("torch."), "tensors": str(home / "seen.safetensors")}
+    job |= {"dtype": target.dtype_name, "tensors": str(home / "seen.safetensors")}
     job |= {name: str(home / f"{name}.json") for name in ("plain", "drafted")}
     (home / "job.json").write_text(json.dumps(job))
     done = subprocess.run([python, str(WORKER), str(home / "job.json")], capture_output=True, text=True)
@@ -137,7 +132,6 @@ def first_difference(target: Target, head: EagleHead, seen: dict[str, Tensor], p
 
     for name, module in head.named_modules():
         module.register_forward_hook(lambda module, args, out, name=name: ours.update({name: out[0]}))
-    head = head.to(target.dtype)
     with torch.inference_mode():
         attend, _ = attend_cache(KVCache(1, 1, T), 0, T)
         said = head(embedded[None], features[None], positions, attend)[0]

@@ -92,6 +92,11 @@ class Target:
         return self.model.dtype
 
     @property
+    def dtype_name(self) -> str:
+        """As `load_target` takes it: "float32", "bfloat16", …"""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def vocab(self) -> int:
         """V, the width of the logits."""
         return self.config.vocab_size

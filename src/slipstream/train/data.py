@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from slipstream.files import evenly
 from slipstream.targets import Target
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -41,10 +42,7 @@ def load_examples(paths: Sequence[str], target: Target, max_length: int, limit: 
         raise ValueError("no training data: give --data FILE, or let the target write some: slipstream synthesize")
     examples, max_length = [], min(max_length, target.window)
     for path in paths:
-        rows = list(read_rows(path))
-        if limit is not None and limit < len(rows):
-            rows = [rows[i * len(rows) // limit] for i in range(limit)]
-        for number, row in rows:
+        for number, row in evenly(list(read_rows(path)), limit):
             try:
                 examples.append(encode_row(row, target, max_length))
             except ValueError as error:

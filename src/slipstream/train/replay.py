@@ -16,7 +16,7 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.span import Output, Span, commit
 from slipstream.core.tree import Tree
-from slipstream.core.verify import verify
+from slipstream.core.verify import child_with, verify
 from slipstream.decode.generate import generate
 from slipstream.targets import Target
 from slipstream.train.data import Example
@@ -103,9 +103,7 @@ def predict(drafter: Drafter, record: Record) -> Prediction:
     def known(tree: Tree, node: Tensor, logits: Tensor, position: Tensor, _: Sampler) -> tuple[Tensor, Tensor]:
         """The law of a text that is already written."""
         token = record.tokens.gather(1, position.clamp(max=record.tokens.shape[1] - 1)[:, None])[:, 0]
-        match = (tree.parent_slots() == node[:, None]) & (tree.tokens == token[:, None]) & (tree.tokens >= 0)
-        match[:, 0] = False
-        return torch.where(match.any(1), match.int().argmax(1), -1), token.clamp(min=0)
+        return child_with(tree, node, token), token.clamp(min=0)
 
     while bool((live := cache.lengths + 1 < record.lengths).any()):
         cache.settle(cache.lengths.tolist())

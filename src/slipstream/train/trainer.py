@@ -251,7 +251,7 @@ class Trainer:
             "progress": asdict(self.progress),
             "coverage": self.vocab_coverage,
             "target": self.target.fingerprint,
-            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "dtype": self.target.dtype_name,
             "data": None if optimizer is None else self._data_key,
             "processes": self.accelerator.num_processes,
             "recipe": self.recipe.model_dump(mode="json"),
@@ -282,7 +282,7 @@ class Trainer:
             raise ValueError(
                 f"checkpoint {path} was made for {state['target']}, and this target is {self.target.fingerprint}"
             )
-        dtype = str(self.target.dtype).removeprefix("torch.")
+        dtype = self.target.dtype_name
         if state["dtype"] != dtype:
             raise ValueError(f"checkpoint {path} was made in {state['dtype']}, not {dtype}: give --dtype {state['dtype']}")
         if state["processes"] != self.accelerator.num_processes:
