@@ -5,19 +5,20 @@ import platform
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.targets.hf import Target
+if TYPE_CHECKING:
+    from slipstream.targets.hf import Target
 
 SCHEMA = 1
 
 
-def heading(target: Target) -> dict[str, Any]:
+def heading(target: "Target") -> dict[str, Any]:
     """What every results file begins with."""
     about = {"schema": SCHEMA, "hardware": hardware(), "versions": versions()}
-    return {**about, "target": target.name, "dtype": target.dtype_name}
+    return {**about, "target": target.name, "dtype": target.dtype_name, "compiled": target.compiles}
 
 
 def hardware() -> dict[str, Any]:
@@ -27,6 +28,14 @@ def hardware() -> dict[str, Any]:
     if torch.cuda.is_available():
         about["gpu"] = torch.cuda.get_device_name()
     return about
+
+
+def place(target: "Target") -> str:
+    """Where the target runs, in what precision, and whether compiled: what costs depend on."""
+    on = f"{_cpu()} × {torch.get_num_threads()}"
+    if target.device.type == "cuda":
+        on = torch.cuda.get_device_name(target.device)
+    return f"{on}, {target.dtype_name}{', compiled' if target.compiles else ''}"
 
 
 def versions() -> dict[str, str]:

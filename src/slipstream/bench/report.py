@@ -28,7 +28,7 @@ def bench_table(report: dict[str, Any]) -> Group:
             _sameness(row),
         )
     main.add_row("HF generate", "1.00", f"{hf:.1f}", "", "1.00", "", "", "", "", style="dim")
-    return Group(main, _categories(report), *_depths(report))
+    return Group(main, _categories(report), *_depths(report), _ledgers(report))
 
 
 def _categories(report: dict[str, Any]) -> Table:
@@ -51,6 +51,16 @@ def _depths(report: dict[str, Any]) -> list[Text]:
             given = " ".join(f"{rate:.2f}" for rate in row["acceptance_by_depth_conditional"])
             lines.append(Text(f"{row['drafter']}: accepted by depth {of_all}; where drafted that far {given}"))
     return lines
+
+
+def _ledgers(report: dict[str, Any]) -> Table:
+    names = ("tau", "rows", "draft", "host", "prompt", "predicted", "measured", "remainder")
+    table = _table("speed-up over plain: a product of", "drafter", *("τ" if name == "tau" else name for name in names))
+    for row in report["results"]:
+        if row["drafter"] != "vanilla":
+            *factors, left = (row["ledger"][name] for name in names)
+            table.add_row(row["drafter"], *(f"{value:.2f}" for value in factors), f"{left:+.1%}")
+    return table
 
 
 def _sameness(row: dict[str, Any]) -> Text:
@@ -107,3 +117,36 @@ def _table(title: str | None, first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="right")
     return table
+
+
+def cost_table(report: dict[str, Any]) -> Group:
+    """Milliseconds of a pass by rows, one column per context and batch, and how near the one-row pass is to the limit."""
+    settings = dict.fromkeys((entry["context"], entry["batch"]) for entry in report["passes"])
+    title = f"{report['target']}, {report['dtype']}{', compiled' if report['compiled'] else ''}: ms a pass"
+    table = _table(title, "rows", *(f"{context} tokens × {batch}" for context, batch in settings))
+    by = {(e["rows"], e["context"], e["batch"]): e for e in report["passes"]}
+    for rows in dict.fromkeys(entry["rows"] for entry in report["passes"]):
+        table.add_row(str(rows), *(f"{by[rows, *setting]['ms']:.1f}" for setting in settings))
+    one = report["passes"][0]
+    limit = 1e3 * report["weights_gb"] / report["bandwidth_gb_s"]
+    reads = f"one row reads weights at {one['gb_s']:.1f} GB/s, {one['share']:.0%} of {report['bandwidth_gb_s']:.1f}"
+    return Group(table, Text(f"{reads}: at least {limit:.1f} ms"))
+
+
+def tuned_table(report: dict[str, Any], best: int = 8) -> Group:
+    """The best candidates at each temperature."""
+    plain, tables = report["plain"]["tokens_per_second"], []
+    for found in report["temperatures"]:
+        title = f"T = {found['temperature']:g}: plain {plain:.1f} tokens/s"
+        table = _table(
+            title, "tree", "proposal", "nodes", "depth", "τ", "draft ms", "verify ms", "host ms", "tok/s", "× plain"
+        )
+        candidates = [entry for seen in found["proposals"] for entry in seen["candidates"]]
+        for entry in sorted(candidates, key=lambda entry: -entry["tokens_per_second"])[:best]:
+            name = entry["tree"] if len(entry["tree"]) < 24 else "optimal static"
+            parts = (f"{entry[f'{part}_ms']:.1f}" for part in ("draft", "verify", "host"))
+            speed = entry["tokens_per_second"]
+            shape = (entry["proposal"], str(entry["nodes"]), str(entry["depth"]), f"{entry['tau']:.2f}")
+            table.add_row(name, *shape, *parts, f"{speed:.1f}", f"{speed / plain:.2f}")
+        tables.append(table)
+    return Group(*tables)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class Contest:
     @classmethod
     def of(cls, target: Target, drafters: Sequence[str], max_new_tokens: int, temperature: float, seed: int) -> "Contest":
         """Both baselines and the named drafters. Raises ValueError for a name that is not known."""
-        made = {name: load_drafter(name, target.ends) for name in dict.fromkeys(["vanilla", *drafters])}
+        made = {name: load_drafter(name, target.ends, temperature) for name in dict.fromkeys(["vanilla", *drafters])}
         return cls(target, made, max_new_tokens, temperature, seed)
 
     @property
@@ -201,6 +202,7 @@ def _result(contest: Contest, name: str, tallies: dict[str, dict[str, Tally]]) -
         "divergences": tally.divergences,
         "seconds": {key: round(value, 3) for key, value in asdict(tally.seconds).items()},
         "host_share": round(tally.seconds.host / decoding, 4) if decoding else 0.0,
+        "ledger": ledger(tally, _sum(list(tallies["vanilla"].values()))),
         "by_category": {
             category: _figures(part, {baseline: tallies[baseline][category] for baseline in BASELINES})
             for category, part in tallies[name].items()
@@ -218,6 +220,35 @@ def _figures(tally: Tally, baselines: dict[str, Tally]) -> dict[str, Any]:
         "tokens_per_second": round(speed, 2),
         "speedup": {name: round(speed / max(base.tokens_per_second, 1e-9), 3) for name, base in baselines.items()},
     }
+
+
+def ledger(tally: Tally, plain: Tally) -> dict[str, float]:
+    """A speed-up over plain decoding, factor by factor; the product is held against what the clock says.
+
+    Returns:
+        tau: tokens a round. rows: plain's pass over the tree's. draft: the pass over pass and draft. host: the share of a
+        round that is not the host's, over plain's. prompt: the same of prompts, and of the token that each yields.
+        predicted: their product; measured: tokens per second over plain's; remainder: what the product leaves unexplained.
+    """
+    rounds, plain_rounds = max(len(tally.rounds), 1), max(len(plain.rounds), 1)
+    ours, theirs = tally.seconds, plain.seconds
+
+    def decoding(s: Seconds) -> float:
+        return max(s.total - s.prefill, 1e-9)
+
+    def prompted(t: Tally) -> float:
+        return t.new_tokens / max(t.tau * len(t.rounds), 1e-9) * decoding(t.seconds) / max(t.seconds.total, 1e-9)
+
+    factors = {
+        "tau": tally.tau,
+        "rows": (theirs.verify / plain_rounds) / max(ours.verify / rounds, 1e-9),
+        "draft": ours.verify / max(ours.verify + ours.draft, 1e-9),
+        "host": (1 - ours.host / decoding(ours)) / max((theirs.verify / decoding(theirs)), 1e-9),
+        "prompt": prompted(tally) / max(prompted(plain), 1e-9),
+    }
+    predicted, measured = prod(factors.values()), tally.tokens_per_second / max(plain.tokens_per_second, 1e-9)
+    factors |= {"predicted": predicted, "measured": measured, "remainder": measured / max(predicted, 1e-9) - 1}
+    return {name: round(value, 4) for name, value in factors.items()}
 
 
 def _sum(parts: Sequence[Tally]) -> Tally:

@@ -2,7 +2,7 @@
 
 import sys
 
-from slipstream.cli import decoding, training  # noqa: F401  each registers its commands
+from slipstream.cli import decoding, training, tuning  # noqa: F401  each registers its commands
 from slipstream.cli.common import app, err
 
 STOPPED = 130

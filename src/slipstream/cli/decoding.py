@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from slipstream.cli.common import (
+    Compile,
     Device,
     DrafterName,
     DrafterNames,
@@ -38,6 +39,7 @@ def demo(
     seed: Seed = 0,
     dtype: Dtype = "bfloat16",
     device: Device = "cpu",
+    compile: Compile = False,
 ) -> None:
     """Answer questions twice, plainly and with a drafter: the same text, sooner."""
     from slipstream.bench.demo import demo as run
@@ -45,7 +47,7 @@ def demo(
     from slipstream.bench.run import Contest
 
     asked = load_questions(questions, limit)
-    contest = Contest.of(load(target, dtype, device), [drafter], max_new_tokens, temperature, seed)
+    contest = Contest.of(load(target, dtype, device, compile), [drafter], max_new_tokens, temperature, seed)
     run(contest, drafter, asked, out)
 
 
@@ -73,6 +75,7 @@ def generate(
     law: Annotated[str | None, typer.Option(help="coupled or multi-round (default: the drafter's own)")] = None,
     dtype: Dtype = "bfloat16",
     device: Device = "cpu",
+    compile: Compile = False,
     trace: Annotated[str | None, typer.Option(metavar="FILE", help="write one JSON line per round here")] = None,
     json_path: JsonPath = None,
 ) -> None:
@@ -80,18 +83,24 @@ def generate(
     from transformers import TextStreamer
 
     from slipstream.decode.generate import generate as run
+    from slipstream.decode.generate import resolve_sampling
+    from slipstream.drafters import load_drafter
     from slipstream.files import check_writable, replacing, write_json
 
     for path in (trace, json_path):
         if path is not None:
             check_writable(path)
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = load(target, dtype, device)
+    loaded = load(target, dtype, device, compile)
+    guide = load_drafter(drafter, loaded.ends, resolve_sampling(loaded, temperature=temperature).temperature)
+    if compile:
+        with err.status("compiling: minutes the first time"):
+            run(loaded, text, guide, max_new_tokens=4)
     with replacing(trace) if trace is not None else nullcontext() as trace_file:
         made = run(
             loaded,
             text,
-            drafter,
+            guide,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -130,6 +139,7 @@ def bench(
     seed: Seed = 0,
     dtype: Dtype = "bfloat16",
     device: Device = "cpu",
+    compile: Compile = False,
     json_path: JsonPath = None,
 ) -> None:
     """Measure drafters beside plain decoding and Hugging Face generate, in alternation on the same prompts."""
@@ -143,7 +153,7 @@ def bench(
     asked = load_questions(questions, limit)
     steps = 1 + sum(len(question.turns) for question in asked) * (2 + len(set(drafter) - {"vanilla"}))
     with progress_bar(steps) as progress:
-        report = run(load(target, dtype, device), drafter, asked, max_new_tokens, temperature, seed, progress)
+        report = run(load(target, dtype, device, compile), drafter, asked, max_new_tokens, temperature, seed, progress)
     if json_path is not None:
         write_json(json_path, report)
     out.print(bench_table(report))
@@ -165,6 +175,7 @@ def certify(
     seed: Seed = 0,
     dtype: Dtype = "float32",
     device: Device = "cpu",
+    compile: Compile = False,
     json_path: JsonPath = None,
 ) -> None:
     """Prove losslessness on your own model: every token of every answer is audited against plain decoding.
@@ -181,7 +192,7 @@ def certify(
         check_writable(json_path)
     asked = load_questions(questions, limit)
     with progress_bar(None) as progress:
-        report = run(load(target, dtype, device), drafter, asked, temperature, max_new_tokens, seed, progress)
+        report = run(load(target, dtype, device, compile), drafter, asked, temperature, max_new_tokens, seed, progress)
     if json_path is not None:
         write_json(json_path, report)
     out.print(certificate(report))

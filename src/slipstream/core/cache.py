@@ -1,10 +1,44 @@
 """KVCache: what the target has read, per row, preallocated. Slots past `lengths` are scratch."""
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from slipstream.compiled import freed
+
 BUCKET = 64  # keys are read up to a multiple of this, never to capacity
+
+
+class Window(NamedTuple):
+    """A round's view of a cache as tensors alone, for passes that are compiled: the same `write` and `read`.
+
+    Attributes:
+        keys, values: of each layer, to full capacity.
+        slots: where the new rows go.
+        used: [S], as long as what is read.
+    """
+
+    keys: tuple[Float[Tensor, "B heads C D"], ...]
+    values: tuple[Float[Tensor, "B heads C Dv"], ...]
+    slots: Int[Tensor, "B R"]
+    used: Int[Tensor, " S"]
+
+    @property
+    def layers(self) -> int:
+        return len(self.keys)
+
+    def write(self, layer: int, key: Float[Tensor, "B heads R D"], value: Float[Tensor, "B heads R Dv"]) -> None:
+        """Fill the reserved slots of one layer."""
+        rows = torch.arange(len(key), device=key.device)[:, None]
+        for storage, new in ((self.keys[layer], key), (self.values[layer], value)):
+            storage[rows, :, self.slots] = new.transpose(1, 2)
+
+    def read(self, layer: int) -> tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S Dv"]]:
+        """Keys and values of one layer."""
+        S = len(self.used)
+        return self.keys[layer][:, :, :S], self.values[layer][:, :, :S]
 
 
 class KVCache:
@@ -81,6 +115,12 @@ class KVCache:
         """Keys and values of one layer, `view` slots."""
         assert self.keys is not None and self.values is not None
         return self.keys[layer][:, :, : self.view], self.values[layer][:, :, : self.view]
+
+    def window(self) -> Window:
+        """This round's `Window`; something must have been written before."""
+        assert self.keys is not None and self.values is not None
+        keys, values = (tuple(freed(x, 0, 2) for x in storage.unbind(0)) for storage in (self.keys, self.values))
+        return Window(keys, values, freed(self._slots), freed(torch.arange(self.view, device=self.lengths.device), 0))
 
     def _allocate(self, key: Tensor, value: Tensor) -> None:
         shape = (self.layers, len(self.lengths), key.shape[1], self.prefix + self.capacity)

@@ -49,6 +49,8 @@ class Ends:
         head: the LM head's weight; `bias` where it has one.
         config: the target's own configuration.
         fingerprint: what a drafter directory is held against.
+        compiles: the target's passes are compiled, and the drafter's own shall be.
+        place: the machine, precision and compile setting, as `machine.place` says it: what a tuned tree is good for.
     """
 
     embed: torch.nn.Module
@@ -56,6 +58,8 @@ class Ends:
     bias: Float[Tensor, " V"] | None
     config: Any
     fingerprint: str
+    compiles: bool = False
+    place: str = ""
 
 
 class Drafter(ABC):

@@ -129,7 +129,7 @@ def generate(
         processors=tuple(processors),
     )
     if isinstance(drafter, str):
-        drafter = load_drafter(drafter, target.ends)
+        drafter = load_drafter(drafter, target.ends, sampling.temperature)
     law = law or drafter.law
     if drafter.peeks and law != "coupled":
         raise ValueError(f"this drafter looks at the target's noise, which the {law} law does not allow: use law coupled")

@@ -11,13 +11,14 @@ from slipstream.core.drafter import Drafter, Ends
 NAMES = ("vanilla", "ngram", "eagle")
 
 
-def load_drafter(spec: str, ends: Ends | None = None) -> Drafter:
+def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) -> Drafter:
     """A drafter by name or directory, with options: "ngram", "eagle:tree=chain-5,proposal=noise", "runs/mine:tree=fig9".
 
     Args:
         spec: a name (a trained one finds the weights that ship for the target) or a drafter directory, then `:` and
             `key=value` pairs for the drafter's own arguments.
         ends: `target.ends`; trained drafters need it.
+        temperature: what it will draft for: `tune` may have found another tree for greedy answers than for sampled ones.
 
     Raises:
         ValueError: there is no such drafter or option, or it was made for another target.
@@ -36,12 +37,14 @@ def load_drafter(spec: str, ends: Ends | None = None) -> Drafter:
         if ends is None:
             raise ValueError(f"drafter {name!r} is made for a target: pass the target's ends, load_drafter(…, target.ends)")
         from slipstream.drafters.eagle import Eagle
-        from slipstream.drafters.store import find_drafter, read_drafter
+        from slipstream.drafters.store import find_drafter, read_drafter, read_tuned
 
-        config, tensors = read_drafter(find_drafter(name, ends), ends)
+        home = find_drafter(name, ends)
+        config, tensors = read_drafter(home, ends)
         if config.get("method") != "eagle":
             raise ValueError(f"drafter directory {name}: Unknown method: {config.get('method')!r}. Available: eagle")
-        return Eagle.load(config, tensors, ends, **_checked(Eagle, options, spec, without=("head", "ends", "vocab")))
+        options = _checked(Eagle, options, spec, without=("head", "ends", "vocab"))
+        return Eagle.load(config, tensors, ends, **(options or read_tuned(home, ends.place, temperature)))
     near = get_close_matches(name, NAMES, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"Unknown drafter: {name!r}. Available: {', '.join(NAMES)}, or a drafter directory.{hint}")

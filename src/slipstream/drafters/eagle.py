@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from slipstream.core.cache import KVCache
+from slipstream.compiled import compiled, freed
+from slipstream.core.cache import KVCache, Window
 from slipstream.core.drafter import Drafter, Ends, State
 from slipstream.core.noise import Stream
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
-from slipstream.drafters.layers import MLP, Attend, Attention, LayerConfig, attend_cache
+from slipstream.drafters.layers import MLP, Attend, Attention, CacheAttend, LayerConfig, attend_cache
 from slipstream.drafters.store import load_weights
 
 PROPOSALS = ("top-k", "noise", "sampled")
@@ -123,26 +124,34 @@ class Eagle(Drafter):
         tree: str | Shape = "fig9",
         proposal: str = "top-k",
     ) -> None:
-        if proposal not in PROPOSALS:
-            raise ValueError(f"Unknown proposal: {proposal!r}. Available: {', '.join(PROPOSALS)}")
-        self.shape = Shape.parse(tree) if isinstance(tree, str) else tree
-        if proposal == "sampled" and not self.shape.keeps_first_children:
-            raise ValueError(
-                f"tree {self.shape.name!r} drops some of a node's sampled children, which the multi-round law does not "
-                "allow: use a static tree without gaps among siblings (fig9, chain-5, …) with proposal=sampled"
-            )
         V = ends.head.shape[0]
         self.vocab = torch.arange(V, device=ends.head.device) if vocab is None else vocab.to(ends.head.device).long()
-        if self.shape.children > len(self.vocab):
-            raise ValueError(
-                f"tree {self.shape.name!r} asks for {self.shape.children} children a node and the draft vocabulary has "
-                f"{len(self.vocab)}: narrow the tree"
-            )
-        self.head = head.to(ends.head.device, ends.head.dtype).requires_grad_(False)
-        self.ends, self.proposal = ends, proposal
+        self.grow_as(tree, proposal)
+        self.head, self.ends = head.to(ends.head.device, ends.head.dtype).requires_grad_(False), ends
         self.lm_head = ends.head if vocab is None else ends.head[self.vocab].contiguous()
         self.lm_bias = None if ends.bias is None else ends.bias[self.vocab]
-        self.depth, self.rows = self.shape.depth, self.shape.nodes
+        self._compiled_read, self._compiled_logits = self._read, self.logits
+        if ends.compiles:
+            self._compiled_read = compiled(self._read, ends.head.device)
+            self._compiled_logits = compiled(self.logits, ends.head.device)
+
+    def grow_as(self, tree: str | Shape, proposal: str = "top-k") -> None:
+        """Change the tree and the proposal; states that have begun are not for the new ones. Raises ValueError."""
+        if proposal not in PROPOSALS:
+            raise ValueError(f"Unknown proposal: {proposal!r}. Available: {', '.join(PROPOSALS)}")
+        shape = Shape.parse(tree) if isinstance(tree, str) else tree
+        if proposal == "sampled" and not shape.keeps_first_children:
+            raise ValueError(
+                f"tree {shape.name!r} drops some of a node's sampled children, which the multi-round law does not "
+                "allow: use a static tree without gaps among siblings (fig9, chain-5, …) with proposal=sampled"
+            )
+        if shape.children > len(self.vocab):
+            raise ValueError(
+                f"tree {shape.name!r} asks for {shape.children} children a node and the draft vocabulary has "
+                f"{len(self.vocab)}: narrow the tree"
+            )
+        self.shape, self.proposal = shape, proposal
+        self.depth, self.rows = shape.depth, shape.nodes
         self.peeks, self.law = proposal == "noise", "multi-round" if proposal == "sampled" else "coupled"
 
     @classmethod
@@ -175,8 +184,8 @@ class Eagle(Drafter):
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, EagleState) and span.features is not None
-        attend, positions = attend_cache(state.cache, 0, span.tokens.shape[1])
-        hidden = self.head(self.ends.embed(span.nexts), span.features, positions, attend)
+        attend, positions = attend_cache(state.cache, 0, span.tokens.shape[1], compiles=self.ends.compiles)
+        hidden = self._forward(span.nexts, span.features, positions, attend)
         state.cache.keep(None, span.count)
         state.cache.bound = min(state.cache.bound, span.cache.bound)
         state.hidden, state.root = span.last(hidden), span.last(span.nexts)
@@ -211,9 +220,16 @@ class Eagle(Drafter):
         after = ancestors.shape[2]
         seen = torch.cat([ancestors.gather(1, origin[..., None].expand(-1, -1, after)), own], 2)
         features = hidden.gather(1, origin[..., None].expand(-1, -1, hidden.shape[-1]))
-        attend, _ = attend_cache(cache, 0, n, after, seen)
+        attend, _ = attend_cache(cache, 0, n, after, seen, self.ends.compiles)
         positions = (cache.lengths + level - 1)[:, None].expand(-1, n)
-        return self.head(self.ends.embed(tokens), features, positions, attend), seen
+        return self._forward(tokens, features, positions, attend), seen
+
+    def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: CacheAttend) -> Float[Tensor, "B T H"]:
+        read = self._compiled_read if isinstance(attend.cache, Window) else self._read
+        return read(freed(tokens), freed(features), freed(positions), attend)
+
+    def _read(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Float[Tensor, "B T H"]:
+        return self.head(self.ends.embed(tokens), features, positions, attend)
 
     def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
         """Over the draft vocabulary, float32 at least."""
@@ -224,7 +240,7 @@ class Eagle(Drafter):
         self, hidden: Float[Tensor, "B F H"], sampler: Sampler, position: Int[Tensor, " B"], laws: list[Tensor]
     ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
         """Children of the frontier, which stand at `position`; in sampled mode their law is appended to `laws`."""
-        scores, K = self.logits(hidden), self.shape.children
+        scores, K = self._compiled_logits(freed(hidden)), self.shape.children
         if self.proposal != "top-k" and not sampler.greedy:
             T = sampler.temperature
             scores = scores / torch.where(T > 0, T, 1.0)[..., None]

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from slipstream.core.cache import KVCache
+from slipstream.compiled import freed
+from slipstream.core.cache import KVCache, Window
 
 # new keys and values in; all that are read, and what each row sees of them, out
 Attend = Callable[
@@ -92,13 +93,32 @@ def rotate(x: Float[Tensor, "B heads T D"], cos: Tensor, sin: Tensor) -> Float[T
     return x * cos + torch.cat([-high, low], -1) * sin
 
 
+@dataclass(frozen=True)
+class CacheAttend:
+    """`Attend` of one layer of a cache; tensors alone where that is a `Window`."""
+
+    cache: KVCache | Window
+    layer: int
+    seen: Bool[Tensor, "#B R S"]
+
+    def __call__(self, key: Tensor, value: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:
+        self.cache.write(self.layer, key, value)
+        return (*self.cache.read(self.layer), self.seen[:, None])
+
+
 def attend_cache(
-    cache: KVCache, layer: int, rows: int, after: int = 0, among: Bool[Tensor, "B R A"] | None = None
-) -> tuple[Attend, Int[Tensor, "B R"]]:
+    cache: KVCache,
+    layer: int,
+    rows: int,
+    after: int = 0,
+    among: Bool[Tensor, "B R A"] | None = None,
+    compiles: bool = False,
+) -> tuple[CacheAttend, Int[Tensor, "B R"]]:
     """(attend, positions of the slots) for `rows` new rows that stand `after` scratch slots behind what is kept.
 
     Args:
         among: what each new row sees of the round's A = after + rows scratch slots; default: the earlier ones and itself.
+        compiles: attend by the cache's `Window`, once it holds something.
     """
     cache.reserve(rows, after)
     slots = torch.arange(cache.view, device=cache.lengths.device)
@@ -110,8 +130,6 @@ def attend_cache(
         index = new.clamp(0, after + rows - 1).expand(-1, rows, -1)
         seen = (new < 0) | (inside & among.gather(2, index))
 
-    def attend(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        cache.write(layer, key, value)
-        return (*cache.read(layer), seen[:, None])
-
-    return attend, cache.lengths[:, None] + after + torch.arange(rows, device=slots.device)
+    place = cache.window() if compiles and cache.keys is not None else cache
+    positions = cache.lengths[:, None] + after + torch.arange(rows, device=slots.device)
+    return CacheAttend(place, layer, freed(seen, 0, 1, 2)), positions

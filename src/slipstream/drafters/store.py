@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from slipstream.core.drafter import Ends
+from slipstream.files import cache_home, check_writable, write_json
 
 VERSION = 1
 SHIPPING = ("eagle",)  # methods whose weights ship, for some targets
+TUNED = "tuned.json"
 SHIPPED = Path(__file__).parent.parent / "weights"
 
 
@@ -95,6 +97,40 @@ def read_drafter(directory: str | Path, ends: Ends) -> tuple[dict[str, Any], dic
         return config, load_file(home / "model.safetensors")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"drafter directory {directory}: model.safetensors cannot be read: {error}") from error
+
+
+def read_tuned(directory: str | Path, place: str, temperature: float) -> dict[str, str]:
+    """The tree and the proposal that `tune` found best for this drafter here; nothing where it was not asked."""
+    try:
+        found = json.loads(_tuned(directory).read_text("utf-8"))[place][_heat(temperature)]
+        return {"tree": str(found["tree"]), "proposal": str(found["proposal"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def save_tuned(directory: str | Path, place: str, chosen: dict[float, dict[str, Any]]) -> Path:
+    """Keep what `tune` chose, by temperature. Raises ValueError where it cannot be written."""
+    path = _tuned(directory)
+    try:
+        known = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    check_writable(str(path))
+    here = known.get(place, {}) | {_heat(temperature): entry for temperature, entry in chosen.items()}
+    write_json(str(path), {**known, place: here})
+    return path
+
+
+def _tuned(directory: str | Path) -> Path:
+    """Beside the weights; for those that ship, which belong to the package, in the user's cache."""
+    home = Path(directory).expanduser().resolve()
+    if SHIPPED.resolve() in home.parents:
+        home = cache_home() / "tuned" / home.relative_to(SHIPPED.resolve())
+    return home / TUNED
+
+
+def _heat(temperature: float) -> str:
+    return "T > 0" if temperature else "T = 0"
 
 
 def shipped(method: str, ends: Ends) -> Path:

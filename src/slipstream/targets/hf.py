@@ -17,10 +17,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import AttentionInterface, Cache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from slipstream.core.cache import KVCache
+from slipstream.compiled import compiled, freed
+from slipstream.core.cache import KVCache, Window
 from slipstream.core.drafter import Ends
 from slipstream.core.span import Output
 from slipstream.core.tree import Layout, Tree, chain
+from slipstream.machine import place
 from slipstream.targets.support import attention_windows, check_supported
 
 GROUPED = "slipstream_grouped_sdpa"
@@ -43,7 +45,7 @@ AttentionInterface.register(GROUPED, _grouped_sdpa)
 class _View(Cache):
     """Hands the model's layers our cache for one pass."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache | Window) -> None:
         super().__init__(layers=[])
         self._cache = cache
 
@@ -66,12 +68,19 @@ class Target:
             they are; `hf_attention` puts Hugging Face's own back.
         tokenizer: may be missing where prompts are token ids.
         name: what the user called it.
+        compile: passes over the rows of a round are compiled; prompts are not. The weights must not change afterwards.
 
     Raises:
         ValueError: the architecture cannot be served exactly (`check_supported`).
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        name: str = "",
+        compile: bool = False,
+    ) -> None:
         self.config = model.config.get_text_config(decoder=True)
         check_supported(self.config, model._is_stateful, "position_ids" in signature(model.forward).parameters)
         self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
@@ -82,6 +91,10 @@ class Target:
         self._hf_attention = self.config._attn_implementation
         if model.device.type == "cpu" and self._hf_attention == "sdpa" and model._can_set_attn_implementation():
             model.set_attn_implementation(GROUPED)
+        self.compiles = compile
+        self._compiled_pass = compiled(self._pass, self.device) if compile else None
+        if compile:  # transformers hooks its layers when states are first asked for, which no compiler follows
+            self.features([[0]], ("final",))
 
     @property
     def device(self) -> torch.device:
@@ -118,7 +131,7 @@ class Target:
         """The embedding and the LM head, for drafters that share them."""
         head: Any = self.model.get_output_embeddings()
         embed: Any = self.model.get_input_embeddings()
-        return Ends(embed, head.weight, head.bias, self.config, self.fingerprint)
+        return Ends(embed, head.weight, head.bias, self.config, self.fingerprint, self.compiles, place(self))
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -161,6 +174,30 @@ class Target:
             keep = 1  # the least that every model accepts
         mask = self._mask(layout, positions, cache, tree.nodes)
         began = perf_counter()
+        if self._compiled_pass is None or rows is not None or cache.keys is None:
+            logits, features = self._pass(inputs, positions, mask, cache, keep, tuple(taps))
+        else:
+            taps = tuple(taps) or ("final",)  # the same graph with taps and without
+            inputs = {name: freed(x) for name, x in inputs.items()}
+            for x in mask.values() if isinstance(mask, dict) else (mask,):
+                freed(x, 0, 2, 3)
+            logits, features = self._compiled_pass(inputs, freed(positions), mask, cache.window(), keep, taps)
+        seconds = perf_counter() - began
+        if rows is not None:
+            at = torch.searchsorted(keep, rows) if isinstance(keep, Tensor) else rows
+            logits = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
+        return Output(logits, features, seconds)
+
+    def _pass(
+        self,
+        inputs: dict[str, Tensor],
+        positions: Int[Tensor, "B R"],
+        mask: Tensor | dict[str, Tensor],
+        cache: KVCache | Window,
+        keep: int | Tensor,
+        taps: tuple[str, ...],
+    ) -> tuple[Float[Tensor, "B K V"], Float[Tensor, "B R F"] | None]:
+        """Logits and features."""
         out = self.model(
             **inputs,
             position_ids=positions,
@@ -170,15 +207,9 @@ class Target:
             output_hidden_states=bool(taps),
             logits_to_keep=keep,
         )
-        seconds = perf_counter() - began
         logits = out.logits if out.logits.dtype == torch.float64 else out.logits.float()
-        if rows is not None:
-            at = torch.searchsorted(keep, rows) if isinstance(keep, Tensor) else rows
-            logits = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
-        return Output(logits, self._features(out.hidden_states, taps) if taps else None, seconds)
-
-    def _features(self, states: Sequence[Tensor], taps: Sequence[str]) -> Float[Tensor, "B R F"]:
-        return torch.cat([states[self._state_index(tap)] for tap in taps], -1)
+        features = [out.hidden_states[self._state_index(tap)] for tap in taps]
+        return logits, torch.cat(features, -1) if taps else None
 
     def _state_index(self, tap: str) -> int:
         blocks = self.config.num_hidden_layers

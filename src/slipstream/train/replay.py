@@ -1,11 +1,11 @@
 """Predicted τ: drafts along texts whose features are known, held against the text itself. No pass of the target.
 
-Along the target's own greedy text this is what decoding would do: the walk, the drafts and their cache are the same, only
-the target's answers come from a record.
+Along the target's own text this is what decoding would do: the walk, the drafts, their cache and the noise are the same,
+only the target's answers come from a record.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
@@ -13,39 +13,57 @@ from torch import Tensor
 
 from slipstream.core.cache import KVCache
 from slipstream.core.drafter import Drafter
-from slipstream.core.sampling import Sampler, Sampling
+from slipstream.core.grow import Expand
+from slipstream.core.sampling import Sampler, Sampling, rows_of
+from slipstream.core.shape import Shape
 from slipstream.core.span import Output, Span, commit
-from slipstream.core.tree import Tree
+from slipstream.core.tree import Tree, chain
 from slipstream.core.verify import child_with, verify
-from slipstream.decode.generate import generate
+from slipstream.decode.generate import Generation, generate, resolve_sampling
 from slipstream.targets import Target
 from slipstream.train.data import Example
 
 
 @dataclass(frozen=True)
 class Record:
-    """Greedy texts of the target.
+    """Texts of the target.
 
     Attributes:
         tokens: prompt and answer, right-padded with −1, which no draft matches.
         prompts, lengths: tokens of each prompt, and of prompt and answer.
         features: of every token; meaningless in the padding.
+        sampling: how each text was made: its noise, which drafts may look at.
+        vocab: V.
     """
 
     tokens: Int[Tensor, "B S"]
     prompts: Int[Tensor, " B"]
     lengths: Int[Tensor, " B"]
     features: Float[Tensor, "B S F"]
+    sampling: list[Sampling]
+    vocab: int
 
     @classmethod
-    def of(cls, target: Target, examples: Sequence[Example], new: int, taps: tuple[str, ...], batch: int = 16) -> "Record":
-        """Let the target answer the examples' first questions, at T = 0, with at most `new` tokens."""
+    def of(
+        cls,
+        target: Target,
+        examples: Sequence[Example],
+        new: int,
+        taps: tuple[str, ...],
+        batch: int = 16,
+        temperature: float = 0.0,
+    ) -> "Record":
+        """Let the target answer the examples' first questions with at most `new` tokens."""
         asked = [example.tokens[: max(example.loss.index(True), 1)] for example in examples]
-        answered = []
+        sampling = resolve_sampling(target, temperature=temperature)
+        answered: list[tuple[Generation, Sampling]] = []
         for i in range(0, len(asked), batch):
-            answered += generate(target, asked[i : i + batch], "vanilla", max_new_tokens=new, temperature=0.0)
-        rows = [answer.prompt + answer.tokens for answer in answered if len(answer.tokens) > 1]
-        prompts = [len(answer.prompt) for answer in answered if len(answer.tokens) > 1]
+            some = asked[i : i + batch]
+            made = generate(target, some, "vanilla", max_new_tokens=new, temperature=temperature)
+            answered += zip(made, rows_of(sampling, len(some)), strict=True)
+        answered = [(answer, row) for answer, row in answered if len(answer.tokens) > 1]
+        rows = [answer.prompt + answer.tokens for answer, _ in answered]
+        prompts = [len(answer.prompt) for answer, _ in answered]
         if not rows:
             raise ValueError(
                 "every held-out prompt is answered by the end token at once: give prompts that the target answers"
@@ -56,7 +74,9 @@ class Record:
         )
         tokens = torch.tensor([row + [-1] * (width - len(row)) for row in rows])
         lengths = torch.tensor([len(row) for row in rows])
-        return cls(tokens.to(target.device), torch.tensor(prompts).to(target.device), lengths.to(target.device), features)
+        at = target.device
+        made_with = [row for _, row in answered]
+        return cls(tokens.to(at), torch.tensor(prompts).to(at), lengths.to(at), features, made_with, target.vocab)
 
 
 @dataclass(frozen=True)
@@ -79,7 +99,7 @@ def predict(drafter: Drafter, record: Record) -> Prediction:
     """τ of a drafter along the record, counted as decoding counts it: tokens past an answer's end are none."""
     B = len(record.tokens)
     rows = torch.arange(B, device=record.tokens.device)[:, None]
-    sampler = Sampler([Sampling()] * B, [[]] * B, 1, record.tokens.device)
+    sampler = Sampler(record.sampling, [[]] * B, record.vocab, record.tokens.device)
     cache = KVCache(0, B, 2 * record.tokens.shape[1] + drafter.rows, record.tokens.device)
     state = drafter.start(B, cache.capacity, record.tokens.device)
     width = int(record.prompts.max())
@@ -119,6 +139,43 @@ def predict(drafter: Drafter, record: Record) -> Prediction:
     counts = counts[counts > 0]
     by_depth = [float((counts > d).float().mean()) for d in range(1, drafter.depth + 1)]
     return Prediction(float(counts.float().mean()), by_depth, len(counts))
+
+
+@dataclass(frozen=True)
+class Following(Shape):
+    """No tree, but a draft along a record's own text from every position of it, which tells the ranks of its tokens."""
+
+    record: Record
+    ranks: list[Int[Tensor, "B D"]] = field(default_factory=list)  # `children` where missed, −1 past the end
+
+    @classmethod
+    def along(cls, record: Record, depth: int, children: int) -> "Following":
+        """Ranks below `children`, for tokens up to `depth` behind each position."""
+        return cls("following", tuple((0,) * d for d in range(1, depth + 1)), depth, 1, 0, children, record)
+
+    def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
+        """A bare root, so that the next draft starts one token further on."""
+        at = self.record.prompts + len(self.ranks)
+        frontier, found = root[:, None], []
+        for depth in range(1, self.depth + 1):
+            ids, _ = expand(frontier, torch.zeros_like(frontier))
+            last = self.record.tokens.shape[1] - 1
+            frontier = self.record.tokens.gather(1, (at + depth).clamp(max=last)[:, None])
+            rank = (ids[:, 0] == frontier).int()
+            rank = torch.where(rank.any(1), rank.argmax(1), self.children)
+            found.append(torch.where(frontier[:, 0] >= 0, rank, -1))
+            frontier = frontier.clamp(min=0)
+        self.ranks.append(torch.stack(found, 1))
+        return chain(root[:, None])
+
+    def acceptance(self) -> list[list[float]]:
+        """[d][r]: how often the token after an accepted node of depth d is the r-th candidate."""
+        ranks = torch.cat(self.ranks)
+        rates = []
+        for column in ranks.unbind(1):
+            counts = torch.bincount(column[column >= 0], minlength=self.children + 1)
+            rates.append((counts[:-1] / counts.sum().clamp(min=1)).tolist())
+        return rates
 
 
 def _padded(features: Tensor, width: int) -> Tensor:

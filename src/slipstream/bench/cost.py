@@ -1,0 +1,111 @@
+"""What the parts of a round cost on this machine: a target pass by rows, a draft by tree, the host's part."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from slipstream.core.drafter import Drafter
+from slipstream.core.sampling import Sampler, Sampling
+from slipstream.core.tree import chain
+from slipstream.decode.round import Decoder
+from slipstream.machine import heading
+from slipstream.targets.hf import Target
+
+ROWS = (1, 2, 4, 6, 8, 12, 16, 20, 26, 32, 48, 64)
+
+
+def read_bandwidth(mib: int = 512, repeats: int = 5) -> float:
+    """GB/s at which all cores together read memory that no cache holds."""
+    x = torch.ones(mib * 2**20 // 8, dtype=torch.float64)
+    seconds = []
+    for _ in range(repeats):
+        began = perf_counter()
+        x.sum()
+        seconds.append(perf_counter() - began)
+    return x.nbytes / min(seconds) / 1e9
+
+
+def pass_seconds(
+    target: Target, rows: Sequence[int] = ROWS, context: int = 256, batch: int = 1, repeats: int = 5
+) -> dict[int, float]:
+    """Median seconds of a target pass by its rows, behind `context` tokens; in alternation, after one untimed pass."""
+    context = min(context, target.window - max(rows))
+    tokens = torch.arange(batch * (context + max(rows)), device=target.device).view(batch, -1) % target.vocab
+    cache = target.new_cache(batch, context + max(rows))
+    target(chain(tokens[:, :context]), cache, rows=tokens[:, :0])
+    cache.keep(None, torch.full((batch,), context, device=target.device))
+    seconds: dict[int, list[float]] = {n: [] for n in rows}
+    for _ in range(repeats + 1):
+        for n in rows:
+            began = perf_counter()
+            out = target(chain(tokens[:, :n]), cache)
+            out.logits[0, 0, 0].item()  # on an accelerator: wait for it
+            seconds[n].append(perf_counter() - began)
+    return {n: median(times[1:]) for n, times in seconds.items()}
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """Median seconds of a round's parts. Verify: the target's pass."""
+
+    draft: float
+    verify: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        return self.draft + self.verify + self.host
+
+
+def round_cost(target: Target, drafter: Drafter, prompt: Sequence[int], rounds: int = 5) -> RoundCost:
+    """Of a drafter's rounds behind a prompt, one text; the first round is not counted."""
+    sampler = Sampler([Sampling()], [prompt], target.vocab, target.device)
+    room = (rounds + 1) * (drafter.depth + 1)
+    with torch.inference_mode():
+        decoder = Decoder.start(target, drafter, sampler, len(prompt) + room)
+        decoder.prefill([prompt])
+        parts: list[tuple[float, float, float]] = []
+        for _ in range(rounds + 1):
+            decoder.cache.settle(decoder.cache.lengths.tolist())
+            before = vars(decoder.seconds).copy()
+            decoder.step(limit=target.window)
+            parts.append(tuple(vars(decoder.seconds)[key] - before[key] for key in ("draft", "verify", "host")))
+    return RoundCost(*(median(values) for values in zip(*parts[1:], strict=True)))
+
+
+def cost_curve(
+    target: Target,
+    contexts: Sequence[int] = (128, 512, 1024),
+    batches: Sequence[int] = (1, 4),
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Costs of a target pass at 1 to 64 rows, beside the least that reading the weights takes.
+
+    Returns:
+        schema 1: `bandwidth_gb_s`, `weights_gb`, and `passes`, each {"rows", "context", "batch", "ms", "gb_s", "share"}:
+        weights over time, and that over the bandwidth.
+    """
+    progress("reading memory")
+    bandwidth, weights = read_bandwidth(), weight_bytes(target) / 1e9
+    passes = []
+    for context in contexts:
+        for batch in batches:
+            progress(f"passes behind {context} tokens of {batch} texts")
+            for rows, seconds in pass_seconds(target, context=context, batch=batch).items():
+                speed = weights / seconds
+                passes.append({"rows": rows, "context": context, "batch": batch, "ms": round(seconds * 1e3, 3)})
+                passes[-1] |= {"gb_s": round(speed, 2), "share": round(speed / bandwidth, 3)}
+    about = {"bandwidth_gb_s": round(bandwidth, 1), "weights_gb": round(weights, 3)}
+    return {**heading(target), **about, "passes": passes}
+
+
+def weight_bytes(target: Target) -> int:
+    """What one pass must read: all weights but the embedding's rows that are not looked up (a tied one is the head)."""
+    model: Any = target.model
+    weights = {id(p): p.nbytes for p in model.parameters()}
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return sum(weights.values()) - (embedding.nbytes if embedding is not head else 0)

@@ -1,0 +1,142 @@
+"""tune: the tree that pays most on this machine, from what rounds cost and what would be accepted. Nothing is decoded.
+
+First the optimal static tree of every node budget and depth (`optimal_tree`), from acceptance by depth and rank along the
+target's own texts; with the measured cost of rows and of draft steps that says which sizes are worth a closer look. These,
+grown statically and by confidence, are then drafted along the same texts for their τ, and a few of their rounds timed.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slipstream.bench.cost import RoundCost, pass_seconds, round_cost
+from slipstream.core.optimal import optimal_tree
+from slipstream.core.shape import Shape
+from slipstream.drafters.eagle import Eagle
+from slipstream.drafters.vanilla import Vanilla
+from slipstream.machine import heading
+from slipstream.targets.hf import Target
+from slipstream.train.data import Example
+from slipstream.train.replay import Following, Record, predict
+
+BUDGETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 26, 32, 40, 48, 64)  # nodes, root included
+DEPTH, RANKS, WIDTH = 7, 10, 8
+CLOSE = 0.93  # sizes whose estimate is within this share of the best are looked at closely
+
+
+@dataclass(frozen=True)
+class Size:
+    """A budget and a depth, with the best static tree for them and its estimated tokens per second."""
+
+    nodes: int
+    depth: int
+    tree: str
+    estimate: float
+
+
+def tune(
+    target: Target,
+    drafter: Eagle,
+    prompts: Sequence[Sequence[int]],
+    temperatures: Sequence[float] = (0.0, 1.0),
+    new: int = 64,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """The best tree and proposal at each temperature.
+
+    Args:
+        prompts: some of the kind that will be asked; 8 to 16 are enough.
+        new: tokens of each answer along which drafts are held.
+
+    Returns:
+        schema 1: `passes_ms` by rows, `plain`, and for each temperature `chosen`, the best of all `candidates` of its
+        `proposals`; these also say `acceptance` by depth and rank, and the optimal static trees of all `budgets`.
+    """
+    context = sum(map(len, prompts)) // len(prompts) + new // 2
+    progress("cost of a pass")
+    curve = pass_seconds(target, context=context)
+    plain = round_cost(target, Vanilla(), prompts[0])
+    small, large = (round_cost(target, reshaped(drafter, tree), prompts[0]) for tree in ("chain-1", f"chain-{DEPTH}"))
+    step = max(0.0, (large.draft - small.draft) / (DEPTH - 1))
+    report: dict[str, Any] = {
+        **heading(target),
+        "context": context,
+        "passes_ms": {str(rows): round(seconds * 1e3, 3) for rows, seconds in curve.items()},
+        "draft_step_ms": round(step * 1e3, 3),
+        "plain": _figures(1.0, plain),
+        "temperatures": [],
+    }
+    for temperature in temperatures:
+        progress(f"T = {temperature:g}: the target answers")
+        examples = [Example([*prompt, 0], [False] * len(prompt) + [True]) for prompt in prompts]
+        record = Record.of(target, examples, new, drafter.taps, len(prompts), temperature)
+        found: list[dict[str, Any]] = []
+        for proposal in ("top-k", "noise") if temperature else ("top-k",):
+            progress(f"T = {temperature:g}: {proposal}")
+            rates = acceptance(drafter, record, proposal)
+            sizes = _sizes(rates, curve, small, step)
+            seen = {"proposal": proposal, "acceptance": [[round(r, 4) for r in row] for row in rates]}
+            found.append({**seen, "budgets": [asdict(size) for size in sizes]})
+            found[-1]["candidates"] = _candidates(target, drafter, record, proposal, sizes, prompts[0])
+        ranked = sorted((c for f in found for c in f["candidates"]), key=lambda c: -c["tokens_per_second"])
+        report["temperatures"].append({"temperature": temperature, "proposals": found, "chosen": ranked[0]})
+    return report
+
+
+def acceptance(drafter: Eagle, record: Record, proposal: str) -> list[list[float]]:
+    """[d][r]: how often the token after an accepted node of depth d is the r-th candidate, along the record."""
+    follow = Following.along(record, DEPTH, min(RANKS, len(drafter.vocab)))
+    predict(reshaped(drafter, follow, proposal), record)
+    return follow.acceptance()
+
+
+def _candidates(
+    target: Target, drafter: Eagle, record: Record, proposal: str, sizes: Sequence[Size], prompt: Sequence[int]
+) -> list[dict[str, Any]]:
+    """The sizes whose estimate is near the best, drafted for their τ, and some rounds of each timed."""
+    best, found = max(size.estimate for size in sizes), []
+    close = [size for size in sizes if size.estimate >= CLOSE * best]
+    for tree in dict.fromkeys(name for size in close for name in _trees(size)):
+        made = reshaped(drafter, tree, proposal)
+        cost, tau = round_cost(target, made, prompt), predict(made, record).tau
+        about = {"tree": tree, "proposal": proposal, "nodes": made.rows, "depth": made.depth}
+        found.append({**about, **_figures(tau, cost)})
+    return found
+
+
+def reshaped(drafter: Eagle, tree: str | Shape, proposal: str = "top-k") -> Eagle:
+    """The same head with another tree."""
+    made = copy(drafter)
+    made.grow_as(tree, proposal)
+    return made
+
+
+def _sizes(rates: list[list[float]], curve: dict[int, float], small: RoundCost, step: float) -> list[Size]:
+    sizes = []
+    for nodes in BUDGETS:
+        for depth in range(1, min(DEPTH, nodes - 1) + 1):
+            paths, tau = optimal_tree(rates[:depth], nodes)
+            if paths and max(map(len, paths)) == depth:
+                cost = _between(curve, nodes) + small.draft + (depth - 1) * step + small.host
+                sizes.append(Size(nodes, depth, json.dumps(sorted(paths, key=lambda p: (len(p), p))), tau / cost))
+    return sizes
+
+
+def _trees(size: Size) -> list[str]:
+    """Names of the trees of that size: the best static one, and those that follow the drafter's confidence."""
+    dynamic = f"dynamic-{size.depth}x{min(WIDTH, size.nodes - 1)}x{size.nodes}"
+    return [size.tree, dynamic] if Shape.parse(dynamic).nodes == size.nodes else [size.tree]
+
+
+def _between(curve: dict[int, float], rows: int) -> float:
+    """Seconds of a pass of that many rows, linear between measured sizes."""
+    below, above = max(n for n in curve if n <= rows), min(n for n in curve if n >= rows)
+    share = 0.0 if above == below else (rows - below) / (above - below)
+    return curve[below] + share * (curve[above] - curve[below])
+
+
+def _figures(tau: float, cost: RoundCost) -> dict[str, Any]:
+    parts = {f"{key}_ms": round(seconds * 1e3, 3) for key, seconds in asdict(cost).items()}
+    return {"tau": round(tau, 4), **parts, "tokens_per_second": round(tau / cost.total, 2)}

@@ -1,0 +1,74 @@
+"""tune: measure costs, choose trees."""
+
+from typing import Annotated
+
+import typer
+
+from slipstream.cli.common import (
+    DRAFTERS,
+    Compile,
+    Device,
+    Dtype,
+    Files,
+    JsonPath,
+    TargetName,
+    app,
+    err,
+    examples,
+    load,
+    out,
+    progress_bar,
+)
+
+
+@app.command(
+    epilog=examples(
+        "tune --drafter eagle --dtype auto --compile",
+        "tune --drafter runs/eagle --questions gsm8k.jsonl --json tuned.json --plot tuned.svg",
+        "tune --measure --plot costs.svg",
+    )
+)
+def tune(
+    target: TargetName = "smollm2",
+    drafter: Annotated[str, typer.Option(help=f"one that grows trees: {DRAFTERS}")] = "eagle",
+    questions: Files = [],  # noqa: B006
+    limit: Annotated[int, typer.Option(min=1, help="prompts that drafts are held against, in all")] = 8,
+    measure: Annotated[bool, typer.Option("--measure", help="only measure what passes of 1 to 64 rows cost")] = False,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
+    compile: Compile = False,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="draw it, as SVG")] = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Find the tree that pays most on this machine; generate and bench then grow it unless told otherwise."""
+    from slipstream.bench import cost, draw
+    from slipstream.bench.questions import load_questions
+    from slipstream.bench.report import cost_table, tuned_table
+    from slipstream.bench.tune import tune as run
+    from slipstream.drafters import load_drafter
+    from slipstream.drafters.eagle import Eagle
+    from slipstream.drafters.store import find_drafter, save_tuned
+    from slipstream.files import check_writable, evenly, write_json
+
+    for path in (plot, json_path):
+        if path is not None:
+            check_writable(path)
+    asked = evenly(load_questions(questions), limit)
+    loaded = load(target, dtype, device, compile)
+    with progress_bar(None) as progress:
+        if measure:
+            report = cost.cost_curve(loaded, progress=progress)
+        else:
+            made = load_drafter(drafter, loaded.ends)
+            if not isinstance(made, Eagle):
+                raise ValueError(f"drafter {drafter!r} grows no trees: there is nothing to tune but eagle")
+            report = run(loaded, made, [loaded.encode(question.turns[0]) for question in asked], progress=progress)
+    if json_path is not None:
+        write_json(json_path, report)
+    if plot is not None:
+        (draw.draw_costs if measure else draw.draw_tuned)(report, plot)
+    out.print((cost_table if measure else tuned_table)(report))
+    if not measure:
+        chosen = {found["temperature"]: found["chosen"] for found in report["temperatures"]}
+        kept = save_tuned(find_drafter(drafter.partition(":")[0], loaded.ends), loaded.ends.place, chosen)
+        err.print(f"kept in {kept}", style="dim")
