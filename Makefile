@@ -5,13 +5,16 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 RUN    := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)
 
-.PHONY: demo test check bench exactness vllm clean
+.PHONY: demo test test-compiled check bench exactness vllm clean
 
 demo: $(READY)  ## SmolLM2 answers plainly and with a drafter: the same text, sooner
 	@$(RUN)/slipstream demo
 
 test: check  ## every check and every test, on all cores; what CI runs
 	$(RUN)/python -m pytest -n auto
+
+test-compiled: $(READY)  ## the exactness suite with every pass compiled: minutes of compilation
+	TEST_COMPILED=1 $(RUN)/python -m pytest -n auto tests/targets/test_compiled.py tests/decode/test_exactness.py
 
 check: $(READY)  ## style, types, import rules, public surface
 	$(BIN)/ruff check src tests

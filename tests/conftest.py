@@ -1,4 +1,8 @@
-"""Shapes and types are checked in every test; nothing reaches for the network; one thread, the quickest for tiny models."""
+"""Shapes and types are checked in every test; nothing reaches for the network; one thread, the quickest for tiny models.
+
+With TEST_COMPILED=1 in the environment all targets are compiled (`make test-compiled`), and the checks, which cannot be, are
+left out.
+"""
 
 import os
 
@@ -7,5 +11,6 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 import torch
 from jaxtyping import install_import_hook
 
-install_import_hook("slipstream", "beartype.beartype")  # before anything imports slipstream
+if not os.environ.get("TEST_COMPILED"):
+    install_import_hook("slipstream", "beartype.beartype")  # before anything imports slipstream
 torch.set_num_threads(1)

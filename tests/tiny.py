@@ -1,5 +1,6 @@
 """Tiny float64 models of every family, with weights so large that their laws are far from uniform, and a tokenizer."""
 
+import os
 import string
 from collections.abc import Callable
 from copy import deepcopy
@@ -36,6 +37,7 @@ from slipstream.drafters.random_drafter import RandomDrafter
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.targets import Target
 
+COMPILED = bool(os.environ.get("TEST_COMPILED"))
 VOCAB = 64
 WINDOW = 6  # of the families with sliding attention: shorter than most prompts
 LETTERS = string.ascii_letters + string.digits + " "
@@ -92,7 +94,7 @@ def reference(family: str) -> PreTrainedModel:
 @cache
 def target(family: str) -> Target:
     """The same weights as a target."""
-    return Target(deepcopy(reference(family)), tokenizer(), family)
+    return Target(deepcopy(reference(family)), tokenizer(), family, COMPILED)
 
 
 @cache

@@ -123,7 +123,8 @@ class KVCache:
         return Window(keys, values, freed(self._slots), freed(torch.arange(self.view, device=self.lengths.device), 0))
 
     def _allocate(self, key: Tensor, value: Tensor) -> None:
-        shape = (self.layers, len(self.lengths), key.shape[1], self.prefix + self.capacity)
+        # one slot that is never read: a graph is not to be made for the case that a pass reads all there are
+        shape = (self.layers, len(self.lengths), key.shape[1], self.prefix + self.capacity + 1)
         # zeros, not empty: masked slots still enter 0 · value, and 0 · NaN is NaN
         self.keys = torch.zeros(*shape, key.shape[-1], dtype=key.dtype, device=key.device)
         self.values = torch.zeros(*shape, value.shape[-1], dtype=value.dtype, device=value.device)

@@ -221,7 +221,7 @@ class Eagle(Drafter):
         seen = torch.cat([ancestors.gather(1, origin[..., None].expand(-1, -1, after)), own], 2)
         features = hidden.gather(1, origin[..., None].expand(-1, -1, hidden.shape[-1]))
         attend, _ = attend_cache(cache, 0, n, after, seen, self.ends.compiles)
-        positions = (cache.lengths + level - 1)[:, None].expand(-1, n)
+        positions = (cache.lengths + level - 1)[:, None].repeat(1, n)  # strides of its own: one graph when compiled
         return self._forward(tokens, features, positions, attend), seen
 
     def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: CacheAttend) -> Float[Tensor, "B T H"]:

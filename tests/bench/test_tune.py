@@ -1,0 +1,125 @@
+"""Ranks, costs, the choice of a tree, and where it is kept."""
+
+import json
+
+import pytest
+import torch
+
+import tiny
+from slipstream.bench.cost import ROWS, cost_curve, pass_seconds, weight_bytes
+from slipstream.bench.draw import draw_costs, draw_tuned
+from slipstream.bench.report import cost_table, tuned_table
+from slipstream.bench.run import Tally, ledger
+from slipstream.bench.tune import acceptance, reshaped, tune
+from slipstream.core.sampling import Sampler
+from slipstream.core.shape import Shape
+from slipstream.core.span import Span
+from slipstream.decode.answer import Round
+from slipstream.decode.round import Seconds
+from slipstream.drafters import load_drafter
+from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
+from slipstream.train.data import Example
+from slipstream.train.replay import Record
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.target("llama")
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    return tiny.eagle(target)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("proposal", ["top-k", "noise"])
+def test_ranks_are_those_of_drafts_from_every_position(target, drafter, proposal, temperature):
+    """Counted by hand: from every token, the head steps along the text that is known to follow."""
+    examples = [Example([*p, 0], [False] * len(p) + [True]) for p in tiny.prompts(5, 9)]
+    record = Record.of(target, examples, 12, ("final",), temperature=temperature)
+    ranked = reshaped(drafter, "[[0],[1],[2],[3],[4],[5],[6],[7],[8],[9]]", proposal)
+    hits = torch.zeros(2, 10)
+    tried = [0, 0]
+    for b, row in enumerate(record.sampling):
+        text = record.tokens[b, : record.lengths[b]]
+        for at in range(int(record.prompts[b]), len(text) - 1):
+            sampler = Sampler([row], [[]], target.vocab)
+            state = drafter.start(1, 64, target.device)
+            cache = target.new_cache(1, 64)
+            read = Span(text[None, :at], text[None, 1 : at + 1], torch.zeros(1).long(), torch.tensor([at]), cache)
+            drafter.absorb(Span(**{**vars(read), "features": record.features[b : b + 1, :at]}), state)
+            for depth in range(min(2, len(text) - 1 - at)):
+                if depth:  # the guess is fed instead of the feature: what a draft has
+                    one, fed = torch.ones(1).long(), text[None, at + depth : at + depth + 1]
+                    step = Span(fed, fed, state.cache.lengths, one, cache, state.hidden[:, None])
+                    drafter.absorb(step, state)
+                state.root = text[at + depth][None]
+                found = ranked.propose(state, sampler).tokens[0, 1:].tolist()
+                tried[depth] += 1
+                if int(text[at + depth + 1]) in found:
+                    hits[depth, found.index(int(text[at + depth + 1]))] += 1
+    expected = hits / torch.tensor(tried)[:, None]
+    assert hits.sum() > 3
+    assert torch.allclose(torch.tensor(acceptance(reshaped(drafter, "chain-2"), record, proposal))[:2], expected, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def tuned(target, drafter):
+    return tune(target, drafter, tiny.prompts(5, 7, 9), new=12)
+
+
+def test_what_is_chosen_is_the_quickest_looked_at(tuned):
+    for found in tuned["temperatures"]:
+        looked_at = [entry for seen in found["proposals"] for entry in seen["candidates"]]
+        assert found["chosen"] == max(looked_at, key=lambda entry: entry["tokens_per_second"])
+        assert Shape.parse(found["chosen"]["tree"]).nodes == found["chosen"]["nodes"]
+        for seen in found["proposals"]:
+            estimates = {size["nodes"]: size["estimate"] for size in seen["budgets"]}
+            assert min(estimates) == 2
+    json.dumps(tuned)
+
+
+def test_a_tuned_tree_is_grown_unless_another_is_named(target, drafter, tmp_path):
+    config, tensors = drafter.pack()
+    save_drafter(tmp_path, "eagle", "llama", target.ends, config, tensors, {}, dtype=None)
+    chosen = {0.0: {"tree": "dynamic-2x3x6", "proposal": "top-k"}, 1.0: {"tree": "chain-2", "proposal": "noise"}}
+    save_tuned(tmp_path, target.ends.place, {0.0: chosen[0.0]})
+    save_tuned(tmp_path, target.ends.place, {1.0: chosen[1.0]})  # the other one stays
+    cold, hot = (load_drafter(str(tmp_path), target.ends, temperature) for temperature in (0.0, 0.7))
+    assert (cold.shape.name, cold.proposal, hot.shape.name, hot.proposal) == ("dynamic-2x3x6", "top-k", "chain-2", "noise")
+    assert load_drafter(f"{tmp_path}:tree=chain-3", target.ends).shape.name == "chain-3"
+    assert load_drafter(f"{tmp_path}:proposal=noise", target.ends).shape.name == "fig9"
+    assert read_tuned(tmp_path, "another machine", 0.0) == {}
+    (tmp_path / "tuned.json").write_text("{")
+    assert load_drafter(str(tmp_path), target.ends).shape.name == "fig9"
+
+
+def test_a_pass_costs_what_the_target_takes_and_leaves_the_cache_alone(target):
+    seconds = pass_seconds(target, context=16, repeats=1)
+    assert list(seconds) == list(ROWS)
+    assert all(value > 0 for value in seconds.values())
+    assert weight_bytes(target) == sum(p.nbytes for p in target.model.parameters()) - target.ends.embed.weight.nbytes
+
+
+def test_a_speed_up_is_the_product_of_its_factors():
+    """7 tokens a prompt and 6 a second, against 3: every factor by hand."""
+    plain = Tally(1, 3, 1.0, [Round(0, 0, 1)] * 2, Seconds(0.2, 0.0, 0.6, 0.2))
+    drafted = Tally(1, 7, 1.2, [Round(3, 2, 3)] * 2, Seconds(0.2, 0.2, 0.7, 0.1))
+    factors = ledger(drafted, plain)
+    assert factors["tau"] == 3
+    assert factors["rows"] == pytest.approx(0.6 / 0.7, abs=1e-4)
+    assert factors["draft"] == pytest.approx(0.7 / 0.9, abs=1e-4)
+    assert factors["host"] == pytest.approx(0.9 / 0.75, abs=1e-4)
+    assert factors["prompt"] == pytest.approx((7 / 6 * 1.0 / 1.2) / (3 / 2 * 0.8 / 1.0), abs=1e-4)
+    assert factors["predicted"] == pytest.approx(factors["measured"], abs=1e-3) == pytest.approx(7 / 1.2 / 3, abs=1e-3)
+
+
+def test_tables_and_pictures(target, tuned, tmp_path):
+    costs = cost_curve(target, contexts=(16,), batches=(1, 2))
+    for draw, table, report in ((draw_costs, cost_table, costs), (draw_tuned, tuned_table, tuned)):
+        draw(report, str(tmp_path / "picture.svg"))
+        assert "<svg" in (tmp_path / "picture.svg").read_text()
+        assert table(report).renderables
+        with pytest.raises(ValueError, match="cannot be written"):
+            draw(report, str(tmp_path / "missing" / "picture.svg"))

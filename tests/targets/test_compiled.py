@@ -1,0 +1,53 @@
+"""Compiled passes: the same numbers, and no new graph for a new length.
+
+`make test-compiled` runs these, and the whole exactness suite on compiled targets.
+"""
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+import tiny
+from slipstream.core.sampling import Sampling, rows_of
+from slipstream.decode.answer import Answer
+from slipstream.decode.generate import decode
+from slipstream.drafters.vanilla import Vanilla
+from slipstream.targets import Target
+
+pytestmark = pytest.mark.skipif(not tiny.COMPILED, reason="make test-compiled")
+PROMPTS = tiny.prompts(7, 13, 55)
+
+
+def answers(target: Target, drafter, prompts, rows) -> tiny.Texts:
+    made = [Answer(target, 24, frozenset(), ()) for _ in prompts]
+    decode(target, drafter, prompts, rows, made)
+    return [answer.tokens for answer in made]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return Target(deepcopy(tiny.reference("llama")), tiny.tokenizer(), compile=True)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3)], ids=["T=0", "T=0.8"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_compiled_texts_are_those_of_eager_plain_decoding(compiled, batch, sampling):
+    prompts, rows = PROMPTS[:batch], rows_of(sampling, batch)
+    plain = answers(Target(deepcopy(tiny.reference("llama"))), Vanilla(), prompts, rows)
+    assert answers(compiled, Vanilla(), prompts, rows) == plain
+    assert answers(compiled, tiny.eagle(compiled, "dynamic-3x4x14"), prompts, rows) == plain
+
+
+def test_lengths_and_trees_share_a_graph(compiled):
+    """A graph for every length would compile for minutes, again and again."""
+    rows = rows_of(Sampling(), 1)
+    drafter = tiny.eagle(compiled, "dynamic-3x4x14")
+    answers(compiled, drafter, PROMPTS[:1], rows)
+    torch._logging.set_logs(recompiles=True)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for nodes in (5, 9, 12):
+        drafter.grow_as(f"dynamic-3x4x{nodes}")
+        for prompt in PROMPTS:
+            answers(compiled, drafter, [prompt], rows)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
