@@ -1,6 +1,6 @@
 """Shapes and types are checked in every test; nothing reaches for the network; one thread, the quickest for tiny models.
 
-With TEST_COMPILED=1 in the environment (`make test-compiled`) all targets are compiled; the checks cannot be, and are left out.
+With TEST_COMPILED=1 (`make test-compiled`) all targets are compiled; the checks cannot be, and are left out.
 """
 
 import os
