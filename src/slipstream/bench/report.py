@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 ACCEPTED, OWN = "bold green", "default"
+FACTORS = {"tau": "τ", "rows": "rows", "draft": "draft", "host": "host", "prompt": "prompt"}
 
 
 def bench_table(report: dict[str, Any]) -> Group:
@@ -28,7 +29,7 @@ def bench_table(report: dict[str, Any]) -> Group:
             _sameness(row),
         )
     main.add_row("HF generate", "1.00", f"{hf:.1f}", "", "1.00", "", "", "", "", style="dim")
-    return Group(main, _categories(report), *_depths(report), _ledgers(report))
+    return Group(main, _categories(report), *_depths(report), *_ledgers(report))
 
 
 def _categories(report: dict[str, Any]) -> Table:
@@ -53,14 +54,15 @@ def _depths(report: dict[str, Any]) -> list[Text]:
     return lines
 
 
-def _ledgers(report: dict[str, Any]) -> Table:
-    names = ("tau", "rows", "draft", "host", "prompt", "predicted", "measured", "remainder")
-    table = _table("speed-up over plain: a product of", "drafter", *("τ" if name == "tau" else name for name in names))
+def _ledgers(report: dict[str, Any]) -> list[Text]:
+    lines = []
     for row in report["results"]:
         if row["drafter"] != "vanilla":
-            *factors, left = (row["ledger"][name] for name in names)
-            table.add_row(row["drafter"], *(f"{value:.2f}" for value in factors), f"{left:+.1%}")
-    return table
+            of = row["ledger"]
+            factors = " × ".join(f"{name} {of[key]:.2f}" for key, name in FACTORS.items())
+            measured = f"measured {of['measured']:.2f}, {of['remainder']:+.1%} unexplained"
+            lines.append(Text(f"{row['drafter']}: {factors} = {of['predicted']:.2f}; {measured}"))
+    return lines
 
 
 def _sameness(row: dict[str, Any]) -> Text:
