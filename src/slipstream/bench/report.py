@@ -137,7 +137,8 @@ def cost_table(report: dict[str, Any]) -> Group:
 
 def tuned_table(report: dict[str, Any], best: int = 8) -> Group:
     """The best candidates at each temperature."""
-    plain, tables = report["plain"]["tokens_per_second"], []
+    plain = report["plain"]["tokens_per_second"]
+    tables: list[Table | Text] = []
     for found in report["temperatures"]:
         title = f"T = {found['temperature']:g}: plain {plain:.1f} tokens/s"
         table = _table(
@@ -151,4 +152,6 @@ def tuned_table(report: dict[str, Any], best: int = 8) -> Group:
             shape = (entry["proposal"], str(entry["nodes"]), str(entry["depth"]), f"{entry['tau']:.2f}")
             table.add_row(name, *shape, *parts, f"{speed:.1f}", f"{speed / plain:.2f}")
         tables.append(table)
+        if found["chosen"]["tokens_per_second"] < plain:
+            tables.append(Text("no tree pays here: plain decoding (--drafter vanilla) is quicker", "yellow"))
     return Group(*tables)
