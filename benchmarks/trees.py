@@ -30,8 +30,7 @@ options.add_argument("--max-new-tokens", type=int, default=128)
 options.add_argument("--dtype", default="float32")
 options.add_argument("--json", default=None)
 given = options.parse_args()
-if given.json:
-    check_writable(given.json)
+check_writable(given.json)
 
 target = load_target(given.target, given.dtype)
 parts: dict[str, list[Example]] = {}

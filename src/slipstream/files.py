@@ -22,23 +22,24 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
-def check_writable(path: str) -> None:
-    """Refuse an output path before the work, not after it.
+def check_writable(*paths: str | None) -> None:
+    """Refuse output paths before the work, not after it; None is an output that nobody asked for.
 
     Raises:
         ValueError: nothing can be written there.
     """
-    target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=target.parent):
-            pass
-        if target.is_dir():
-            raise IsADirectoryError(0, "it is a directory")
-    except OSError as error:
-        raise ValueError(
-            f"output {path} cannot be written: {error.strerror}: name a file in a writable directory"
-        ) from error
+    for path in (path for path in paths if path is not None):
+        target = Path(path)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=target.parent):
+                pass
+            if target.is_dir():
+                raise IsADirectoryError(0, "it is a directory")
+        except OSError as error:
+            raise ValueError(
+                f"output {path} cannot be written: {error.strerror}: name a file in a writable directory"
+            ) from error
 
 
 @contextmanager

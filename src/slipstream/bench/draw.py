@@ -1,35 +1,15 @@
 """Pictures of what was measured, as SVG."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
+from slipstream.train.show import picture
 
-@contextmanager
-def _figure(path: str, columns: int) -> Iterator[Any]:
-    """Axes to fill; saved where nothing went wrong. Raises ValueError where the file cannot be written."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, columns, figsize=(4.5 * columns, 3.2), layout="constrained", squeeze=False)
-    try:
-        yield axes[0]
-        for ax in axes[0]:
-            ax.grid(alpha=0.3)
-            ax.spines[["top", "right"]].set_visible(False)
-            ax.legend(frameon=False, fontsize="small")
-        figure.savefig(path)
-    except OSError as error:
-        raise ValueError(f"picture {path} cannot be written: {error.strerror}") from error
-    finally:
-        pyplot.close(figure)
+LEGEND = {"frameon": False, "fontsize": "small"}
 
 
 def draw_costs(report: dict[str, Any], path: str) -> None:
     """A pass against its rows, for every context and batch, and against the time that reading the weights takes."""
-    with _figure(path, 1) as (ax,):
+    with picture(path, 1) as (ax,):
         for context, batch in dict.fromkeys((entry["context"], entry["batch"]) for entry in report["passes"]):
             some = [e for e in report["passes"] if (e["context"], e["batch"]) == (context, batch)]
             label = f"{context} tokens, {batch} text{'s' if batch > 1 else ''}"
@@ -37,12 +17,13 @@ def draw_costs(report: dict[str, Any], path: str) -> None:
         limit = 1e3 * report["weights_gb"] / report["bandwidth_gb_s"]
         ax.axhline(limit, color="gray", linestyle="--", linewidth=1, label="reading the weights")
         ax.set(xlabel="rows of a pass", ylabel="milliseconds", ylim=(0, None))
+        ax.legend(**LEGEND)
 
 
 def draw_tuned(report: dict[str, Any], path: str) -> None:
     """Speed-up over plain decoding against the node budget: estimated for optimal static trees, and as looked at."""
     plain = report["plain"]["tokens_per_second"]
-    with _figure(path, len(report["temperatures"])) as axes:
+    with picture(path, len(report["temperatures"])) as axes:
         for ax, found in zip(axes, report["temperatures"], strict=True):
             for seen in found["proposals"]:
                 best: dict[int, float] = {}
@@ -54,3 +35,4 @@ def draw_tuned(report: dict[str, Any], path: str) -> None:
                 ax.scatter(nodes, ups, s=14, color=line.get_color(), label=f"{seen['proposal']}, drafted and timed")
             ax.axhline(1.0, color="gray", linestyle="--", linewidth=1, label="plain")
             ax.set(title=f"T = {found['temperature']:g}", xlabel="nodes", ylabel="speed-up over plain", ylim=(0, None))
+            ax.legend(**LEGEND)

@@ -87,9 +87,7 @@ def generate(
     from slipstream.drafters import load_drafter
     from slipstream.files import check_writable, replacing, write_json
 
-    for path in (trace, json_path):
-        if path is not None:
-            check_writable(path)
+    check_writable(trace, json_path)
     text = sys.stdin.read() if prompt == "-" else prompt
     loaded = load(target, dtype, device, compile)
     guide = load_drafter(drafter, loaded.ends, resolve_sampling(loaded, temperature=temperature).temperature)
@@ -148,8 +146,7 @@ def bench(
     from slipstream.bench.run import bench as run
     from slipstream.files import check_writable, write_json
 
-    if json_path is not None:
-        check_writable(json_path)
+    check_writable(json_path)
     asked = load_questions(questions, limit)
     steps = 1 + sum(len(question.turns) for question in asked) * (2 + len(set(drafter) - {"vanilla"}))
     with progress_bar(steps) as progress:
@@ -188,8 +185,7 @@ def certify(
     from slipstream.bench.report import certificate
     from slipstream.files import check_writable, write_json
 
-    if json_path is not None:
-        check_writable(json_path)
+    check_writable(json_path)
     asked = load_questions(questions, limit)
     with progress_bar(None) as progress:
         report = run(load(target, dtype, device, compile), drafter, asked, temperature, max_new_tokens, seed, progress)

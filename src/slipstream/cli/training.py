@@ -211,8 +211,7 @@ def parity(
     from slipstream.files import check_writable, write_json
     from slipstream.interop.parity import parity as run
 
-    if json_path is not None:
-        check_writable(json_path)
+    check_writable(json_path)
     loaded = load(target, dtype, "cpu")
     prompts = [loaded.encode(question.turns[0]) for question in load_questions(questions, limit)]
     with progress_bar(len(prompts) + 2) as progress:

@@ -50,9 +50,7 @@ def tune(
     from slipstream.drafters.store import find_drafter, save_tuned
     from slipstream.files import check_writable, evenly, write_json
 
-    for path in (plot, json_path):
-        if path is not None:
-            check_writable(path)
+    check_writable(plot, json_path)
     asked = evenly(load_questions(questions), limit)
     loaded = load(target, dtype, device, compile)
     with progress_bar(None) as progress:

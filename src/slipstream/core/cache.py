@@ -31,14 +31,19 @@ class Window(NamedTuple):
 
     def write(self, layer: int, key: Float[Tensor, "B heads R D"], value: Float[Tensor, "B heads R Dv"]) -> None:
         """Fill the reserved slots of one layer."""
-        rows = torch.arange(len(key), device=key.device)[:, None]
-        for storage, new in ((self.keys[layer], key), (self.values[layer], value)):
-            storage[rows, :, self.slots] = new.transpose(1, 2)
+        _put(self.keys[layer], self.slots, key)
+        _put(self.values[layer], self.slots, value)
 
     def read(self, layer: int) -> tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S Dv"]]:
         """Keys and values of one layer."""
         S = len(self.used)
         return self.keys[layer][:, :, :S], self.values[layer][:, :, :S]
+
+
+def _put(storage: Float[Tensor, "B heads C D"], slots: Int[Tensor, "B R"], new: Float[Tensor, "B heads R D"]) -> None:
+    """New rows into slots that may differ from text to text."""
+    rows = torch.arange(len(new), device=new.device)[:, None]
+    storage[rows, :, slots] = new.transpose(1, 2)
 
 
 class KVCache:
@@ -108,8 +113,7 @@ class KVCache:
             if self._start is not None:  # a plain copy: a third of the cost of index_put_
                 storage[:, :, self._start : self._start + new.shape[2]] = new
             else:
-                rows = torch.arange(len(new), device=new.device)[:, None]
-                storage[rows, :, self._slots] = new.transpose(1, 2)
+                _put(storage, self._slots, new)
 
     def read(self, layer: int) -> tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S Dv"]]:
         """Keys and values of one layer, `view` slots."""

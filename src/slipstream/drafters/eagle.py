@@ -225,8 +225,9 @@ class Eagle(Drafter):
         return self._forward(tokens, features, positions, attend), seen
 
     def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: CacheAttend) -> Float[Tensor, "B T H"]:
-        read = self._compiled_read if isinstance(attend.cache, Window) else self._read
-        return read(freed(tokens), freed(features), freed(positions), attend)
+        if not isinstance(attend.cache, Window):
+            return self._read(tokens, features, positions, attend)
+        return self._compiled_read(freed(tokens), freed(features), freed(positions), attend)
 
     def _read(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Float[Tensor, "B T H"]:
         return self.head(self.ends.embed(tokens), features, positions, attend)
@@ -240,7 +241,8 @@ class Eagle(Drafter):
         self, hidden: Float[Tensor, "B F H"], sampler: Sampler, position: Int[Tensor, " B"], laws: list[Tensor]
     ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
         """Children of the frontier, which stand at `position`; in sampled mode their law is appended to `laws`."""
-        scores, K = self._compiled_logits(freed(hidden)), self.shape.children
+        scores = self._compiled_logits(freed(hidden)) if self.ends.compiles else self.logits(hidden)
+        K = self.shape.children
         if self.proposal != "top-k" and not sampler.greedy:
             T = sampler.temperature
             scores = scores / torch.where(T > 0, T, 1.0)[..., None]

@@ -130,6 +130,7 @@ def attend_cache(
         index = new.clamp(0, after + rows - 1).expand(-1, rows, -1)
         seen = (new < 0) | (inside & among.gather(2, index))
 
-    place = cache.window() if compiles and cache.keys is not None else cache
     positions = cache.lengths[:, None] + after + torch.arange(rows, device=slots.device)
-    return CacheAttend(place, layer, freed(seen, 0, 1, 2)), positions
+    if compiles and cache.keys is not None:
+        return CacheAttend(cache.window(), layer, freed(seen, 0, 1, 2)), positions
+    return CacheAttend(cache, layer, seen), positions

@@ -33,31 +33,38 @@ def preview(target: Target, examples: Sequence[Example], count: int = 3) -> Grou
     return Group(*panels, legend)
 
 
-def draw(history: Sequence[dict[str, Any]], path: str) -> None:
-    """The predicted τ, and acceptance by depth, against the tokens that were trained on, as an SVG."""
+@contextmanager
+def picture(path: str, columns: int, otherwise: str = "") -> Iterator[Any]:
+    """Axes side by side to draw on, saved as an SVG. Raises ValueError where it cannot be written, `otherwise` added."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    trained = [entry["trained"] / 1e6 for entry in history]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    left.plot(trained, [entry["tau"] for entry in history], marker="o", markersize=3)
-    left.set(xlabel="tokens trained on (millions)", ylabel="predicted τ")
-    for depth in range(len(history[0]["acceptance"])):
-        rates = [entry["acceptance"][depth] for entry in history]
-        right.plot(trained, rates, marker="o", markersize=3, label=f"depth {depth + 1}")
-    right.set(xlabel="tokens trained on (millions)", ylabel="share of rounds that accept this deep")
-    right.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+    figure, axes = pyplot.subplots(1, columns, figsize=(4.5 * columns, 3.2), layout="constrained", squeeze=False)
     try:
+        yield axes[0]
+        for ax in axes[0]:
+            ax.grid(alpha=0.3)
+            ax.spines[["top", "right"]].set_visible(False)
         figure.savefig(path)
     except OSError as error:
-        raise ValueError(f"picture {path} cannot be written: {error.strerror}; log.jsonl has the figures") from error
+        raise ValueError(f"picture {path} cannot be written: {error.strerror}{otherwise}") from error
     finally:
         pyplot.close(figure)
+
+
+def draw(history: Sequence[dict[str, Any]], path: str) -> None:
+    """The predicted τ, and acceptance by depth, against the tokens that were trained on, as an SVG."""
+    trained = [entry["trained"] / 1e6 for entry in history]
+    with picture(path, 2, "; log.jsonl has the figures") as (left, right):
+        left.plot(trained, [entry["tau"] for entry in history], marker="o", markersize=3)
+        left.set(xlabel="tokens trained on (millions)", ylabel="predicted τ")
+        for depth in range(len(history[0]["acceptance"])):
+            rates = [entry["acceptance"][depth] for entry in history]
+            right.plot(trained, rates, marker="o", markersize=3, label=f"depth {depth + 1}")
+        right.set(xlabel="tokens trained on (millions)", ylabel="share of rounds that accept this deep")
+        right.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
 class Watch:
