@@ -12,32 +12,28 @@ BUCKET = 64  # keys are read up to a multiple of this, never to capacity
 
 
 class Window(NamedTuple):
-    """A round's view of a cache as tensors alone, for passes that are compiled: the same `write` and `read`.
+    """A round's view of one layer of a cache as tensors alone, for passes that are compiled: the same `write` and `read`.
 
     Attributes:
-        keys, values: of each layer, to full capacity.
+        keys, values: to full capacity.
         slots: where the new rows go.
         used: [S], as long as what is read.
     """
 
-    keys: tuple[Float[Tensor, "B heads C D"], ...]
-    values: tuple[Float[Tensor, "B heads C Dv"], ...]
+    keys: Float[Tensor, "B heads C D"]
+    values: Float[Tensor, "B heads C Dv"]
     slots: Int[Tensor, "B R"]
     used: Int[Tensor, " S"]
 
-    @property
-    def layers(self) -> int:
-        return len(self.keys)
-
     def write(self, layer: int, key: Float[Tensor, "B heads R D"], value: Float[Tensor, "B heads R Dv"]) -> None:
-        """Fill the reserved slots of one layer."""
-        _put(self.keys[layer], self.slots, key)
-        _put(self.values[layer], self.slots, value)
+        """Fill the reserved slots."""
+        _put(self.keys, self.slots, key)
+        _put(self.values, self.slots, value)
 
     def read(self, layer: int) -> tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S Dv"]]:
-        """Keys and values of one layer."""
+        """All keys and values that the round sees."""
         S = len(self.used)
-        return self.keys[layer][:, :, :S], self.values[layer][:, :, :S]
+        return self.keys[:, :, :S], self.values[:, :, :S]
 
 
 def _put(storage: Float[Tensor, "B heads C D"], slots: Int[Tensor, "B R"], new: Float[Tensor, "B heads R D"]) -> None:
@@ -75,6 +71,7 @@ class KVCache:
         self.values: Float[Tensor, "L B heads S D"] | None = None
         self._slots: Int[Tensor, "B R"] = self.lengths[:, None]
         self._after = 0
+        self._used = self._slots[0]  # as long as the view of this round
         self._start: int | None = None  # first slot of this round where all rows agree
 
     @property
@@ -101,6 +98,7 @@ class KVCache:
             )
         first = self.prefix + after + self.lengths[:, None]
         self._slots, self._after = first + torch.arange(rows, device=self.lengths.device), after
+        self._used = torch.arange(self.view, device=self.lengths.device)
         uniform = self.lengths.device.type == "cpu" and bool((self.lengths == self.lengths[0]).all())
         self._start = int(self._slots[0, 0]) if uniform and rows else None
 
@@ -120,11 +118,11 @@ class KVCache:
         assert self.keys is not None and self.values is not None
         return self.keys[layer][:, :, : self.view], self.values[layer][:, :, : self.view]
 
-    def window(self) -> Window:
-        """This round's `Window`; something must have been written before."""
+    def window(self, layer: int) -> Window:
+        """This round's `Window` of one layer; something must have been written before."""
         assert self.keys is not None and self.values is not None
-        keys, values = (tuple(freed(x, 0, 2) for x in storage.unbind(0)) for storage in (self.keys, self.values))
-        return Window(keys, values, freed(self._slots), freed(torch.arange(self.view, device=self.lengths.device), 0))
+        keys, values = freed(self.keys[layer], 0, 2), freed(self.values[layer], 0, 2)
+        return Window(keys, values, freed(self._slots), freed(self._used, 0))
 
     def _allocate(self, key: Tensor, value: Tensor) -> None:
         # one slot that is never read: a graph is not to be made for the case that a pass reads all there are

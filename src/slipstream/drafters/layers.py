@@ -132,5 +132,5 @@ def attend_cache(
 
     positions = cache.lengths[:, None] + after + torch.arange(rows, device=slots.device)
     if compiles and cache.keys is not None:
-        return CacheAttend(cache.window(), layer, freed(seen, 0, 1, 2)), positions
+        return CacheAttend(cache.window(layer), layer, freed(seen, 0, 1, 2)), positions
     return CacheAttend(cache, layer, seen), positions

@@ -5,8 +5,9 @@ sees (every active sliding window included), explicit positions, and probe rows 
 """
 
 import hashlib
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
 from inspect import signature
 from time import perf_counter
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, Cache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.compiled import compiled, freed
@@ -53,11 +55,35 @@ class _View(Cache):
         self._cache.write(layer_idx, key_states, value_states)
         return self._cache.read(layer_idx)
 
+    def window(self, layer: int) -> Window | None:
+        """Our cache as a compiled layer takes it; None: there is no storage yet."""
+        return self._cache.window(layer) if isinstance(self._cache, KVCache) and self._cache.keys is not None else None
+
     def get_seq_length(self, *_: Any, **__: Any) -> int:  # positions are explicit: nothing may be derived from this
         return 0
 
     def __len__(self) -> int:
-        return self._cache.layers
+        return self._cache.layers if isinstance(self._cache, KVCache) else 1
+
+
+class _Compiled:
+    """Stands in for the `forward` of one of the model's modules: one graph serves all modules of a class.
+
+    A layer's first pass, which makes the cache's storage, and passes with another cache than ours stay as they were.
+    """
+
+    def __init__(self, forward: Callable[..., Any], device: torch.device, layer: int = 0) -> None:
+        self._eager, self._compiled, self._layer = forward, compiled(forward, device), layer
+
+    def __call__(self, *args: Any, past_key_values: Cache | None = None, **kwargs: Any) -> Any:
+        if past_key_values is not None:
+            if not isinstance(past_key_values, _View) or (window := past_key_values.window(self._layer)) is None:
+                return self._eager(*args, past_key_values=past_key_values, **kwargs)
+            kwargs["past_key_values"] = _View(window)
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor):
+                freed(x, *range(x.dim()))
+        return self._compiled(*args, **kwargs)
 
 
 class Target:
@@ -89,12 +115,24 @@ class Target:
         if getattr(self.config, "attn_logit_softcapping", None) and self.config._attn_implementation == "sdpa":
             model.set_attn_implementation("eager")  # sdpa leaves the softcap out without a word
         self._hf_attention = self.config._attn_implementation
-        if model.device.type == "cpu" and self._hf_attention == "sdpa" and model._can_set_attn_implementation():
-            model.set_attn_implementation(GROUPED)
         self.compiles = compile
-        self._compiled_pass = compiled(self._pass, self.device) if compile else None
-        if compile:  # transformers hooks its layers when states are first asked for, which no compiler follows
-            self.features([[0]], ("final",))
+        self._head: _Compiled | None = None
+        if compile:
+            for i, layer in enumerate(self._blocks):
+                layer.forward = _Compiled(layer.forward, self.device, i)
+            self._head = _Compiled(model.get_output_embeddings().forward, self.device)
+        self._exchange(ours=True)
+
+    def _exchange(self, ours: bool) -> None:
+        """Our attention and compiled head in place of Hugging Face's, or its own again."""
+        if self.model.device.type == "cpu" and self._hf_attention == "sdpa" and self.model._can_set_attn_implementation():
+            self.model.set_attn_implementation(GROUPED if ours else self._hf_attention)
+        if self._head is not None:
+            head: Any = self.model.get_output_embeddings()
+            if ours:
+                head.forward = self._head
+            else:
+                del head.forward
 
     @property
     def device(self) -> torch.device:
@@ -174,14 +212,7 @@ class Target:
             keep = 1  # the least that every model accepts
         mask = self._mask(layout, positions, cache, tree.nodes)
         began = perf_counter()
-        if self._compiled_pass is None or rows is not None or cache.keys is None:
-            logits, features = self._pass(inputs, positions, mask, cache, keep, tuple(taps))
-        else:
-            taps = tuple(taps) or ("final",)  # the same graph with taps and without
-            inputs = {name: freed(x) for name, x in inputs.items()}
-            for x in mask.values() if isinstance(mask, dict) else (mask,):
-                freed(x, 0, 2, 3)
-            logits, features = self._compiled_pass(inputs, freed(positions), mask, cache.window(), keep, taps)
+        logits, features = self._pass(inputs, positions, mask, cache, keep, tuple(taps))
         seconds = perf_counter() - began
         if rows is not None:
             at = torch.searchsorted(keep, rows) if isinstance(keep, Tensor) else rows
@@ -193,32 +224,55 @@ class Target:
         inputs: dict[str, Tensor],
         positions: Int[Tensor, "B R"],
         mask: Tensor | dict[str, Tensor],
-        cache: KVCache | Window,
+        cache: KVCache,
         keep: int | Tensor,
         taps: tuple[str, ...],
     ) -> tuple[Float[Tensor, "B K V"], Float[Tensor, "B R F"] | None]:
         """Logits and features."""
-        out = self.model(
-            **inputs,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=_View(cache),
-            use_cache=True,
-            output_hidden_states=bool(taps),
-            logits_to_keep=keep,
-        )
+        with self._recording(taps) as states:
+            out = self.model(
+                **inputs,
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=_View(cache),
+                use_cache=True,
+                logits_to_keep=keep,
+            )
         logits = out.logits if out.logits.dtype == torch.float64 else out.logits.float()
-        features = [out.hidden_states[self._state_index(tap)] for tap in taps]
-        return logits, torch.cat(features, -1) if taps else None
+        return logits, torch.cat([states[tap] for tap in taps], -1) if taps else None
 
-    def _state_index(self, tap: str) -> int:
-        blocks = self.config.num_hidden_layers
+    @contextmanager
+    def _recording(self, taps: tuple[str, ...]) -> Iterator[dict[str, Float[Tensor, "B R H"]]]:
+        """The states at the taps, once a pass has run inside. Hugging Face's own recorder keeps those of all layers, and puts
+        hooks into them, where no compiler follows."""
+        states: dict[str, Tensor] = {}
+
+        def after(module: nn.Module, args: Any, out: Any) -> None:
+            states["final"] = out.last_hidden_state
+
+        def before(module: nn.Module, args: Any, kwargs: Any, tap: str) -> None:
+            states[tap] = args[0] if args else kwargs["hidden_states"]
+
+        with ExitStack() as hooks:
+            for tap in taps:
+                if tap == "final":
+                    hook = self.model.get_decoder().register_forward_hook(after)
+                else:
+                    hook = self._block(tap).register_forward_pre_hook(partial(before, tap=tap), with_kwargs=True)
+                hooks.callback(hook.remove)
+            yield states
+
+    @cached_property
+    def _blocks(self) -> nn.ModuleList:
+        count = self.config.num_hidden_layers
+        return next(m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+
+    def _block(self, tap: str) -> nn.Module:
         name, _, block = tap.rpartition(" ")
-        if name == "input of block" and block.isdecimal() and int(block) < blocks:
-            return int(block)
-        if tap == "final":
-            return blocks
-        raise ValueError(f"Unknown tap: {tap!r}. Available: 'final', 'input of block 0' to 'input of block {blocks - 1}'")
+        if name == "input of block" and block.isdecimal() and int(block) < len(self._blocks):
+            return self._blocks[int(block)]
+        last = len(self._blocks) - 1
+        raise ValueError(f"Unknown tap: {tap!r}. Available: 'final', 'input of block 0' to 'input of block {last}'")
 
     def features(self, rows: Sequence[Sequence[int]], taps: Sequence[str]) -> Float[Tensor, "B T F"]:
         """The taps at every token of whole texts, in one pass; columns past a row's end are meaningless."""
@@ -258,14 +312,11 @@ class Target:
 
     def hf_generate(self, tokens: Int[Tensor, "B T"], **kwargs: Any) -> Int[Tensor, "B T2"]:
         """Hugging Face's own `generate` on the same weights, with its own attention: the outside baseline."""
-        ours = self.config._attn_implementation
-        if ours == GROUPED:
-            self.model.set_attn_implementation(self._hf_attention)
+        self._exchange(ours=False)
         try:
             return self.model.generate(tokens, attention_mask=torch.ones_like(tokens), **kwargs)
         finally:
-            if ours == GROUPED:
-                self.model.set_attn_implementation(GROUPED)
+            self._exchange(ours=True)
 
     def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a prompt: ids as they are; messages, and text where there is a chat template, through it.
