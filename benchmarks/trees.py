@@ -1,5 +1,6 @@
-"""Predicted τ of an eagle drafter for many trees, along the target's greedy answers to question files. Minutes, not hours:
-the target answers once, and each tree is then held against the record.
+"""τ and speed of an eagle drafter with many trees and with its tuned one, along the target's greedy answers to question
+files. Minutes, not hours: the target answers once, each tree is then held against the record, and some of its rounds are
+timed, all trees in alternation.
 
     python benchmarks/trees.py --questions mt_bench.jsonl --questions gsm8k.jsonl --json benchmarks/results/trees.json
 """
@@ -9,17 +10,20 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
+from slipstream.bench.cost import round_costs
 from slipstream.bench.questions import load_questions
+from slipstream.bench.tune import reshaped
 from slipstream.drafters import load_drafter
+from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_writable, write_json
 from slipstream.machine import heading
 from slipstream.targets import load_target
-from slipstream.train.data import Example
 from slipstream.train.replay import Record, predict
 
-TREES = ["chain-2", "chain-3", "chain-5", "[[0],[1],[2],[3]]", "best-first-3x4", "best-first-4x6", "best-first-4x8"]
-TREES += ["best-first-5x10", "best-first-5x12", "best-first-5x16", "best-first-5x20", "best-first-5x26", "best-first-6x26"]
-TREES += ["dynamic-5x4x16", "dynamic-5x8x16", "dynamic-5x8x26", "fig9"]
+BUDGETS = {2: (3, 4, 5, 6, 8, 10), 3: (4, 5, 6, 8, 10, 12), 4: (6, 8, 12, 16), 5: (8, 10, 12, 16, 20, 26), 6: (26,)}
+TREES = [f"best-first-{depth}x{nodes}" for depth, budgets in BUDGETS.items() for nodes in budgets]
+TREES += [*(f"chain-{depth}" for depth in range(1, 6)), "[[0],[1],[2],[3]]", "fig9"]
+TREES += ["dynamic-5x4x16", "dynamic-5x8x16", "dynamic-5x8x26"]
 
 options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 options.add_argument("--target", default="smollm2")
@@ -28,34 +32,44 @@ options.add_argument("--questions", action="append", default=[])
 options.add_argument("--limit", type=int, default=20)
 options.add_argument("--max-new-tokens", type=int, default=128)
 options.add_argument("--dtype", default="float32")
+options.add_argument("--compile", action="store_true")
+options.add_argument("--rounds", type=int, default=9, help="of each tree that are timed")
 options.add_argument("--json", default=None)
 given = options.parse_args()
 check_writable(given.json)
 
-target = load_target(given.target, given.dtype)
-parts: dict[str, list[Example]] = {}
+target = load_target(given.target, given.dtype, compile=given.compile)
+parts: dict[str, list[list[int]]] = {}
 for question in load_questions(given.questions, given.limit):
-    ids = target.encode(question.turns[0])
-    parts.setdefault(question.file, []).append(Example([*ids, 0], [False] * len(ids) + [True]))
-records = {file: Record.of(target, examples, given.max_new_tokens, ("final",), batch=8) for file, examples in parts.items()}
+    parts.setdefault(question.file, []).append(target.encode(question.turns[0]))
+records = {file: Record.of(target, prompts, given.max_new_tokens, ("final",), batch=8) for file, prompts in parts.items()}
+
+tuned = load_drafter(given.drafter, target.ends)
+drafters = {**{tree: reshaped(tuned, tree) for tree in TREES}, "tuned": tuned}
+probe = min((prompt for prompts in parts.values() for prompt in prompts), key=len)
+plain, *costs = round_costs(target, [Vanilla(), *drafters.values()], probe, rounds=given.rounds)
 
 rows = []
-table = Table("tree", "nodes", "draft steps", *records, "all")
-for tree in TREES:
-    drafter = load_drafter(f"{given.drafter}:tree={tree}", target.ends)
+table = Table("tree", "nodes", "depth", *records, "τ", "draft ms", "verify ms", "host ms", "× plain")
+for (tree, drafter), cost in zip(drafters.items(), costs, strict=True):
     found = {file: predict(drafter, record) for file, record in records.items()}
     rounds = sum(p.rounds for p in found.values())
     tau = sum(p.tau * p.rounds for p in found.values()) / rounds
     depths = [sum(p.acceptance[d] * p.rounds for p in found.values()) / rounds for d in range(drafter.depth)]
-    table.add_row(tree, str(drafter.rows), str(drafter.depth), *(f"{p.tau:.2f}" for p in found.values()), f"{tau:.2f}")
+    speedup, ms = tau * plain.total / cost.total, [1e3 * part for part in (cost.draft, cost.verify, cost.host)]
+    parts_ms = [f"{part:.1f}" for part in ms]
+    name = f"tuned: {drafter.shape.name}" if tree == "tuned" else tree
     by_file = {file: round(p.tau, 4) for file, p in found.items()}
-    rows.append({"tree": tree, "nodes": drafter.rows, "depth": drafter.depth, "tau": round(tau, 4)})
-    rows[-1] |= {"by_file": by_file, "acceptance_by_depth": [round(a, 4) for a in depths]}
-Console().print(table)
+    table.add_row(
+        name, str(drafter.rows), str(drafter.depth), *(f"{t:.2f}" for t in by_file.values()), f"{tau:.2f}", *parts_ms,
+        f"{speedup:.2f}",
+    )  # fmt: skip
+    rows.append({"tree": name, "nodes": drafter.rows, "depth": drafter.depth, "tau": round(tau, 4), "by_file": by_file})
+    rows[-1] |= {"acceptance_by_depth": [round(a, 4) for a in depths], "speedup": round(speedup, 4)}
+    rows[-1] |= dict(zip(("draft_ms", "verify_ms", "host_ms"), (round(part, 3) for part in ms), strict=True))
+best = max(row["speedup"] for row in rows[:-1])
+Console().print(table, f"the tuned tree reaches {rows[-1]['speedup'] / best:.1%} of the best of {len(TREES)}")
 if given.json:
-    about = {
-        "drafter": given.drafter,
-        "max_new_tokens": given.max_new_tokens,
-        "questions": {f: len(e) for f, e in parts.items()},
-    }
+    about = {"drafter": given.drafter, "max_new_tokens": given.max_new_tokens}
+    about |= {"questions": {file: len(prompts) for file, prompts in parts.items()}, "plain_ms": round(1e3 * plain.total, 3)}
     write_json(given.json, {**heading(target), **about, "results": rows})

@@ -1,4 +1,4 @@
-"""Compilation: a function of tensors as one graph, for one row and for any number of them, with packed weights on the CPU."""
+"""Compilation: a function of tensors as one graph for one row and one for more, with packed weights on the CPU."""
 
 import os
 from collections.abc import Callable
@@ -48,9 +48,8 @@ def _packing(graph: fx.GraphModule, inputs: list[Any]) -> Any:
 def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear from a packed copy of the weight, made at its first use and kept with it.
 
-    MKL reads plain weights at 8 to 26 rows in nearly twice the time of oneDNN's packed ones (AVX2, fp32: 66 against 40
-    and 135 against 70 ms for SmolLM2). A CPU without bf16 instructions would take 18 GFLOP/s of them, so that bf16 weights are
-    packed as fp32 there; one row still reads the half as many bytes of the plain ones.
+    For 8 to 26 rows plain weights take nearly twice as long (AVX2, fp32). A CPU without bf16 instructions multiplies bf16
+    eight times slower than fp32, so weights are packed as fp32 there; one row still reads the plain ones, half the bytes.
     """
     widened = weight.dtype == torch.bfloat16 and not HAS_BF16
     if weight.dtype not in (torch.float32, torch.bfloat16) or (widened and x.numel() == x.shape[-1]):

@@ -13,7 +13,6 @@ from slipstream.bench.certify import certify
 from slipstream.bench.questions import load_questions
 from slipstream.decode.answer import mean_accepted_length
 from slipstream.drafters.store import find_drafter
-from slipstream.train.data import Example
 from slipstream.train.replay import Record, predict
 
 
@@ -38,8 +37,7 @@ def test_the_head_that_ships_drafts_well_and_as_predicted(target):
     home = find_drafter("eagle", target.ends)
     assert (home / "model.safetensors").stat().st_size <= 10 * 2**20
     prompts = [target.encode(question.turns[0]) for question in load_questions(limit=5)]
-    examples = [Example([*ids, 0], [False] * len(ids) + [True]) for ids in prompts]
-    record = Record.of(target, examples, 40, ("final",))
+    record = Record.of(target, prompts, 40, ("final",))
     tree = load_drafter("eagle", target.ends)
     predicted, chain = (predict(d, record).tau for d in (tree, load_drafter("eagle:tree=chain-5", target.ends)))
     answers = generate(target, prompts, tree, max_new_tokens=40, temperature=0.0)

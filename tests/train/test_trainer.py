@@ -89,7 +89,7 @@ def test_predicted_tau_is_decoded_tau(chat, data, tmp_path):
     trainer.run()
     drafter = trainer.objective.drafter(settings.head.tree, torch.float64)
     predicted = predict(drafter, trainer.record)
-    prompts = [e.tokens[: e.loss.index(True)] for e in trainer._held_out]
+    prompts = [e.prompt for e in trainer._held_out]
     answers = generate(chat, prompts, drafter, max_new_tokens=16, temperature=0.0)
     rounds = [r for answer in answers for r in answer.rounds]
     assert predicted.tau == pytest.approx(mean_accepted_length(rounds))
@@ -249,6 +249,6 @@ def test_a_record_ends_where_an_answer_ends(chat, data):
     """Tokens past the end of an answer that count as accepted."""
     from slipstream.train.data import load_examples
 
-    record = Record.of(chat, load_examples([data], chat, 40)[:5], 16, ("final",))
+    record = Record.of(chat, [e.prompt for e in load_examples([data], chat, 40)[:5]], 16, ("final",))
     assert (record.lengths - record.prompts <= 16).all()
     assert (record.tokens.gather(1, record.lengths[:, None] - 1) >= 0).all()

@@ -61,20 +61,25 @@ class RoundCost:
         return self.draft + self.verify + self.host
 
 
-def round_cost(target: Target, drafter: Drafter, prompt: Sequence[int], rounds: int = 5) -> RoundCost:
-    """Of a drafter's rounds behind a prompt, one text; the first round is not counted."""
-    sampler = Sampler([Sampling()], [prompt], target.vocab, target.device)
-    room = (rounds + 1) * (drafter.depth + 1)
+def round_costs(
+    target: Target, drafters: Sequence[Drafter], prompt: Sequence[int], temperature: float = 0.0, rounds: int = 5
+) -> list[RoundCost]:
+    """Of each drafter's rounds behind a prompt, one text; in alternation, after one round that is not counted."""
+    room = (rounds + 1) * (1 + max(drafter.depth for drafter in drafters))
+    parts: list[list[tuple[float, float, float]]] = [[] for _ in drafters]
     with torch.inference_mode():
-        decoder = Decoder.start(target, drafter, sampler, len(prompt) + room)
-        decoder.prefill([prompt])
-        parts: list[tuple[float, float, float]] = []
+        decoders = []
+        for drafter in drafters:
+            sampler = Sampler([Sampling(temperature)], [prompt], target.vocab, target.device)
+            decoders.append(Decoder.start(target, drafter, sampler, len(prompt) + room))
+            decoders[-1].prefill([prompt])
         for _ in range(rounds + 1):
-            decoder.cache.settle(decoder.cache.lengths.tolist())
-            before = vars(decoder.seconds).copy()
-            decoder.step(limit=target.window)
-            parts.append(tuple(vars(decoder.seconds)[key] - before[key] for key in ("draft", "verify", "host")))
-    return RoundCost(*(median(values) for values in zip(*parts[1:], strict=True)))
+            for decoder, seen in zip(decoders, parts, strict=True):
+                decoder.cache.settle(decoder.cache.lengths.tolist())
+                before = vars(decoder.seconds).copy()
+                decoder.step(limit=target.window)
+                seen.append(tuple(vars(decoder.seconds)[key] - before[key] for key in ("draft", "verify", "host")))
+    return [RoundCost(*(median(values) for values in zip(*seen[1:], strict=True))) for seen in parts]
 
 
 def cost_curve(

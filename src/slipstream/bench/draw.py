@@ -22,15 +22,14 @@ def draw_costs(report: dict[str, Any], path: str) -> None:
 
 def draw_tuned(report: dict[str, Any], path: str) -> None:
     """Speed-up over plain decoding against the node budget: estimated for optimal static trees, and as looked at."""
-    plain = report["plain"]["tokens_per_second"]
     with picture(path, len(report["temperatures"])) as axes:
         for ax, found in zip(axes, report["temperatures"], strict=True):
             for seen in found["proposals"]:
                 best: dict[int, float] = {}
                 for size in seen["budgets"]:
-                    best[size["nodes"]] = max(best.get(size["nodes"], 0.0), size["estimate"] / plain)
+                    best[size["nodes"]] = max(best.get(size["nodes"], 0.0), size["estimate"])
                 (line,) = ax.plot(list(best), list(best.values()), linewidth=1, label=f"{seen['proposal']}, estimated")
-                ups = [entry["tokens_per_second"] / plain for entry in seen["candidates"]]
+                ups = [entry["speedup"] for entry in seen["candidates"]]
                 nodes = [entry["nodes"] for entry in seen["candidates"]]
                 ax.scatter(nodes, ups, s=14, color=line.get_color(), label=f"{seen['proposal']}, drafted and timed")
             ax.axhline(1.0, color="gray", linestyle="--", linewidth=1, label="plain")

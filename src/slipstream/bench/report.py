@@ -137,21 +137,19 @@ def cost_table(report: dict[str, Any]) -> Group:
 
 def tuned_table(report: dict[str, Any], best: int = 8) -> Group:
     """The best candidates at each temperature."""
-    plain = report["plain"]["tokens_per_second"]
     tables: list[Table | Text] = []
     for found in report["temperatures"]:
-        title = f"T = {found['temperature']:g}: plain {plain:.1f} tokens/s"
+        title = f"T = {found['temperature']:g}: plain {found['plain']['tokens_per_second']:.1f} tokens/s"
         table = _table(
             title, "tree", "proposal", "nodes", "depth", "τ", "draft ms", "verify ms", "host ms", "tok/s", "× plain"
         )
         candidates = [entry for seen in found["proposals"] for entry in seen["candidates"]]
-        for entry in sorted(candidates, key=lambda entry: -entry["tokens_per_second"])[:best]:
+        for entry in sorted(candidates, key=lambda entry: -entry["speedup"])[:best]:
             name = entry["tree"] if len(entry["tree"]) < 24 else "optimal static"
             parts = (f"{entry[f'{part}_ms']:.1f}" for part in ("draft", "verify", "host"))
-            speed = entry["tokens_per_second"]
             shape = (entry["proposal"], str(entry["nodes"]), str(entry["depth"]), f"{entry['tau']:.2f}")
-            table.add_row(name, *shape, *parts, f"{speed:.1f}", f"{speed / plain:.2f}")
+            table.add_row(name, *shape, *parts, f"{entry['tokens_per_second']:.1f}", f"{entry['speedup']:.2f}")
         tables.append(table)
-        if found["chosen"]["tokens_per_second"] < plain:
+        if found["chosen"]["speedup"] < 1:
             tables.append(Text("no tree pays here: plain decoding (--drafter vanilla) is quicker", "yellow"))
     return Group(*tables)

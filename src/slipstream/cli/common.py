@@ -22,7 +22,7 @@ out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 TargetName = Annotated[str, typer.Option("--target", help="alias (smollm2), directory, hub id or GGUF file")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64 or auto")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, …")]
-Compile = Annotated[bool, typer.Option("--compile", help="compile all passes: minutes the first time, and then kept")]
+Compile = Annotated[bool, typer.Option("--compile", help="compile all passes: a minute the first time, then seconds")]
 DRAFTERS = "vanilla, ngram, eagle, or a directory; with options: eagle:tree=chain-5"
 DrafterName = Annotated[str, typer.Option("--drafter", help=DRAFTERS)]
 DrafterNames = Annotated[list[str], typer.Option("--drafter", help=f"{DRAFTERS}; repeatable")]
@@ -46,7 +46,11 @@ def load(name: str, dtype: str, device: str, compile: bool = False) -> "Target":
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        return load_target(name, dtype, device, compile)
+        target = load_target(name, dtype, device, compile)
+    if compile:
+        with err.status("compiling: a minute the first time, then seconds"):
+            target.warm_up()
+    return target
 
 
 @contextmanager

@@ -91,10 +91,11 @@ class Target:
 
     Args:
         model: a Hugging Face causal LM. On the CPU its `sdpa` attention is exchanged for one that reads grouped keys as
-            they are; `hf_attention` puts Hugging Face's own back.
+            they are; `hf_generate` puts Hugging Face's own back.
         tokenizer: may be missing where prompts are token ids.
         name: what the user called it.
-        compile: passes over the rows of a round are compiled; prompts are not. The weights must not change afterwards.
+        compile: layers and LM head run as compiled graphs, but for the first part of a prompt, which makes the cache. On
+            the CPU they keep a packed copy of the weights, which must not change afterwards.
 
     Raises:
         ValueError: the architecture cannot be served exactly (`check_supported`).
@@ -243,8 +244,8 @@ class Target:
 
     @contextmanager
     def _recording(self, taps: tuple[str, ...]) -> Iterator[dict[str, Float[Tensor, "B R H"]]]:
-        """The states at the taps, once a pass has run inside. Hugging Face's own recorder keeps those of all layers, and puts
-        hooks into them, where no compiler follows."""
+        """The states at the taps, once a pass has run inside. Hugging Face's own recorder keeps those of all layers, and
+        puts hooks into them, where no compiler follows."""
         states: dict[str, Tensor] = {}
 
         def after(module: nn.Module, args: Any, out: Any) -> None:
@@ -281,6 +282,12 @@ class Target:
         out = self(chain(tokens), self.new_cache(len(rows), width), taps, rows=tokens[:, :0])
         assert out.features is not None
         return out.features.clone()  # outside inference mode: what autograd may read
+
+    def warm_up(self) -> None:
+        """Compile what rounds of one text take: passes of one row and of several."""
+        cache, tokens = self.new_cache(1, 8), torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        for rows in (2, 1, 2):  # the first allocates, and is not compiled
+            self(chain(tokens[:, :rows]), cache)
 
     def _mask(
         self, layout: Layout, positions: Int[Tensor, "B R"], cache: KVCache, nodes: int

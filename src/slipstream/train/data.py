@@ -31,6 +31,11 @@ class Example:
     loss: list[bool]
     greedy: bool = False
 
+    @property
+    def prompt(self) -> list[int]:
+        """What comes before the first token to learn: a conversation's first question."""
+        return self.tokens[: max(self.loss.index(True), 1)]
+
 
 def load_examples(paths: Sequence[str], target: Target, max_length: int, limit: int | None = None) -> list[Example]:
     """Examples of all files, in order, cut at `max_length` tokens; `limit` takes rows evenly over each file.

@@ -21,7 +21,6 @@ from slipstream.core.tree import Tree, chain
 from slipstream.core.verify import child_with, verify
 from slipstream.decode.generate import Generation, generate, resolve_sampling
 from slipstream.targets import Target
-from slipstream.train.data import Example
 
 
 @dataclass(frozen=True)
@@ -47,27 +46,24 @@ class Record:
     def of(
         cls,
         target: Target,
-        examples: Sequence[Example],
+        prompts: Sequence[Sequence[int]],
         new: int,
         taps: tuple[str, ...],
-        batch: int = 16,
+        batch: int = 32,
         temperature: float = 0.0,
     ) -> "Record":
-        """Let the target answer the examples' first questions with at most `new` tokens."""
-        asked = [example.tokens[: max(example.loss.index(True), 1)] for example in examples]
+        """Let the target answer with at most `new` tokens."""
         sampling = resolve_sampling(target, temperature=temperature)
         answered: list[tuple[Generation, Sampling]] = []
-        for i in range(0, len(asked), batch):
-            some = asked[i : i + batch]
+        for i in range(0, len(prompts), batch):
+            some = prompts[i : i + batch]
             made = generate(target, some, "vanilla", max_new_tokens=new, temperature=temperature)
             answered += zip(made, rows_of(sampling, len(some)), strict=True)
         answered = [(answer, row) for answer, row in answered if len(answer.tokens) > 1]
         rows = [answer.prompt + answer.tokens for answer, _ in answered]
-        prompts = [len(answer.prompt) for answer, _ in answered]
+        starts = [len(answer.prompt) for answer, _ in answered]
         if not rows:
-            raise ValueError(
-                "every held-out prompt is answered by the end token at once: give prompts that the target answers"
-            )
+            raise ValueError("every prompt is answered by the end token at once: give prompts that the target answers")
         width = max(map(len, rows)) + 1  # past the longest, too, nothing matches
         features = torch.cat(
             [_padded(target.features(rows[i : i + batch], taps), width) for i in range(0, len(rows), batch)]
@@ -76,7 +72,7 @@ class Record:
         lengths = torch.tensor([len(row) for row in rows])
         at = target.device
         made_with = [row for _, row in answered]
-        return cls(tokens.to(at), torch.tensor(prompts).to(at), lengths.to(at), features, made_with, target.vocab)
+        return cls(tokens.to(at), torch.tensor(starts).to(at), lengths.to(at), features, made_with, target.vocab)
 
 
 @dataclass(frozen=True)

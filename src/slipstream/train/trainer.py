@@ -100,7 +100,8 @@ class Trainer:
         self._read_data(self.stages[0].data)
         kept = self.recipe.data
         advance = filling("answering held-out prompts", len(self._held_out) * kept.held_out_tokens)
-        self.record = Record.of(self.target, self._held_out, kept.held_out_tokens, EagleObjective.taps)
+        prompts = [example.prompt for example in self._held_out]
+        self.record = Record.of(self.target, prompts, kept.held_out_tokens, EagleObjective.taps)
         advance(len(self._held_out) * kept.held_out_tokens)
         features = torch.cat([f[:n] for f, n in zip(self.record.features, self.record.lengths, strict=True)])
         self.objective = EagleObjective.begin(self.recipe, self.target.ends, self._all, features)
