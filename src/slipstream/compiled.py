@@ -1,7 +1,9 @@
 """Compilation: a function of tensors as one graph for one row and one for more, with packed weights on the CPU."""
 
 import os
+from collections import defaultdict
 from collections.abc import Callable
+from operator import getitem
 from typing import Any, TypeVar
 
 import torch
@@ -36,38 +38,59 @@ def freed(x: Tensor, *dims: int) -> Tensor:
     return x
 
 
-def _packing(graph: fx.GraphModule, inputs: list[Any]) -> Any:
-    """Inductor, with `packed_linear` for every linear layer."""
-    for node in graph.graph.nodes:
+def _packing(module: fx.GraphModule, inputs: list[Any]) -> Any:
+    """Inductor, with one `packed_linear` for all linear layers that read the same."""
+    graph, readers = module.graph, defaultdict[fx.Node, list[fx.Node]](list)
+    for node in graph.nodes:
         if node.target is F.linear:
-            node.target = torch.ops.slipstream.packed_linear.default
-    graph.recompile()
-    return torch._dynamo.lookup_backend("inductor")(graph, inputs)
+            readers[node.args[0]].append(node)
+    for x, nodes in readers.items():
+        weights = [node.args[1] for node in nodes]
+        biases = [node.args[2] if len(node.args) > 2 else node.kwargs.get("bias") for node in nodes]
+        with graph.inserting_before(nodes[0]):
+            out = graph.call_function(torch.ops.slipstream.packed_linear.default, (x, weights, biases))
+            parts = graph.call_function(torch.split, (out, [len(w.meta["example_value"]) for w in weights], -1))
+            for i, node in enumerate(nodes):
+                node.replace_all_uses_with(graph.call_function(getitem, (parts, i)))
+        for node in nodes:
+            graph.erase_node(node)
+    module.recompile()
+    return torch._dynamo.lookup_backend("inductor")(module, inputs)
 
 
-def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear from a packed copy of the weight, made at its first use and kept with it.
+def _packed_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
+    """Linear layers of one input, side by side, from a packed copy of their weights that is made at the first use.
 
     For 8 to 26 rows plain weights take nearly twice as long (AVX2, fp32). A CPU without bf16 instructions multiplies bf16
     eight times slower than fp32, so weights are packed as fp32 there; one row still reads the plain ones, half the bytes.
     """
-    widened = weight.dtype == torch.bfloat16 and not HAS_BF16
-    if weight.dtype not in (torch.float32, torch.bfloat16) or (widened and x.numel() == x.shape[-1]):
-        return F.linear(x, weight, bias)
-    packed = getattr(weight, "packed", None)
+    kept, dtype = weights[0], weights[0].dtype
+    widened = dtype == torch.bfloat16 and not HAS_BF16
+    if dtype not in (torch.float32, torch.bfloat16) or (widened and x.numel() == x.shape[-1]):
+        return torch.cat([F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)], -1)
+    packed = getattr(kept, "packed", {}).get(len(weights))
     if packed is None:
-        plain = weight.detach().float() if widened else weight.detach()
-        packed = torch.ops.mkldnn._reorder_linear_weight(plain, PACKED_FOR)
-        weight.packed = packed  # type: ignore[attr-defined]
-    if not widened:
-        return _onednn(x, packed, bias, "none", [], "")
-    return _onednn(x.float(), packed, None if bias is None else bias.float(), "none", [], "").to(x.dtype)
+        packed = _pack(weights, biases, torch.float32 if widened else dtype)
+        kept.packed = {**getattr(kept, "packed", {}), len(weights): packed}  # type: ignore[attr-defined]
+    if widened:
+        return _onednn(x.float(), *packed, "none", [], "").to(dtype)
+    return _onednn(x, *packed, "none", [], "")
+
+
+def _pack(weights: list[Tensor], biases: list[Tensor | None], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """All weights in one, in oneDNN's own layout, and all biases in one."""
+    plain, bias = torch.cat([weight.detach() for weight in weights]).to(dtype), None
+    if any(b is not None for b in biases):
+        bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]).to(dtype)
+    return torch.ops.mkldnn._reorder_linear_weight(plain, PACKED_FOR), bias
+
+
+def _shape(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
+    return x.new_empty(*x.shape[:-1], sum(len(weight) for weight in weights))
 
 
 _onednn = torch.ops.mkldnn._linear_pointwise.default
 _library = torch.library.Library("slipstream", "DEF")
-_library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
+_library.define("packed_linear(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor")
 _library.impl("packed_linear", _packed_linear, "CPU")
-torch.library.register_fake(
-    "slipstream::packed_linear", lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], weight.shape[0]), lib=_library
-)
+torch.library.register_fake("slipstream::packed_linear", _shape, lib=_library)
