@@ -27,7 +27,7 @@ def compiled(function: Function, device: torch.device) -> Function:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # one graph for all layers, whatever their index
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))
-    made: Any = torch.compile(function, fullgraph=True, backend=_packing if device.type == "cpu" else "inductor")
+    made: Any = torch.compile(function, backend=_packing if device.type == "cpu" else "inductor")
     return made
 
 

@@ -10,6 +10,7 @@ import torch
 
 import tiny
 from slipstream.core.sampling import Sampling, rows_of
+from slipstream.core.tree import Tree, chain
 from slipstream.decode.answer import Answer
 from slipstream.decode.generate import decode
 from slipstream.drafters.vanilla import Vanilla
@@ -51,3 +52,23 @@ def test_lengths_and_trees_share_a_graph(compiled):
         for prompt in PROMPTS:
             answers(compiled, drafter, [prompt], rows)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_compiled_layers_say_what_eager_ones_say(family):
+    """A graph that is shared by layers which differ. Norms and rotary angles are float32 in Hugging Face's own code, and a
+    compiled sum rounds otherwise: hence 1e-4."""
+    eager, fast = (Target(deepcopy(tiny.reference(family)), compile=compile) for compile in (False, True))
+    said = []
+    for target in (eager, fast):
+        cache = target.new_cache(2, 40)
+        target(chain(torch.tensor(tiny.prompts(12, 12))), cache)
+        cache.keep(None, torch.tensor([12, 9]))
+        for nodes in (1, 6):
+            tokens = torch.arange(2 * nodes).view(2, nodes)
+            parents = torch.tensor([[0, 0, 0, 1, 1, 2]])[:, :nodes]
+            out = target(Tree(tokens, parents, 2), cache, ("input of block 1", "final"))
+            cache.keep(None, torch.tensor([1, 1]))
+            said += [out.logits, out.features]
+    for ours, theirs in zip(said[4:], said[:4], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AttentionInterface, Cache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.compiled import compiled, freed
@@ -75,14 +75,16 @@ class _Compiled:
     def __init__(self, forward: Callable[..., Any], device: torch.device, layer: int = 0) -> None:
         self._eager, self._compiled, self._layer = forward, compiled(forward, device), layer
 
-    def __call__(self, *args: Any, past_key_values: Cache | None = None, **kwargs: Any) -> Any:
-        if past_key_values is not None:
-            if not isinstance(past_key_values, _View) or (window := past_key_values.window(self._layer)) is None:
-                return self._eager(*args, past_key_values=past_key_values, **kwargs)
-            kwargs["past_key_values"] = _View(window)
-        for x in tree_leaves((args, kwargs)):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = tree_flatten((args, kwargs))
+        for i, x in enumerate(leaves):
             if isinstance(x, Tensor):
                 freed(x, *range(x.dim()))
+            elif isinstance(x, Cache):
+                if not isinstance(x, _View) or (window := x.window(self._layer)) is None:
+                    return self._eager(*args, **kwargs)
+                leaves[i] = _View(window)
+        args, kwargs = tree_unflatten(leaves, structure)
         return self._compiled(*args, **kwargs)
 
 
