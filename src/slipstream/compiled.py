@@ -3,7 +3,7 @@
 import os
 from collections import defaultdict
 from collections.abc import Callable
-from operator import getitem
+from operator import getitem, iadd, imul, isub, itruediv, setitem
 from typing import Any, TypeVar
 
 import torch
@@ -13,28 +13,30 @@ from torch import Tensor, fx
 from slipstream.files import cache_home
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-GRAPHS = 64  # of one function: one row or more, one text or more, probes, and every drafter of a run
+GRAPHS = 64  # of one function in a process: one row or more, one text or more, taps, every target and drafter
 PACKED_FOR = 8  # rows: oneDNN's layout for a few serves one as well as many
-HAS_BF16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+HAS_ONEDNN = torch.backends.mkldnn.is_available()
+HAS_BF16 = HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def compiled(function: Function, device: torch.device) -> Function:
-    """`function` as one graph for all sizes of the dimensions that were `freed`; it is kept across processes.
+    """`function` compiled for all sizes of the dimensions that were `freed`; what was made is kept across processes.
 
-    Methods of modules of one class share their graphs. On the CPU, products with weights read a packed copy of them,
-    which later changes of the weights do not reach.
+    Methods of modules of one class share their graphs. On the CPU linear layers read a packed copy of their weights,
+    which later changes of the weights do not reach. The two settings of the compiler are the whole process's.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # one graph for all layers, whatever their index
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))
-    made: Any = torch.compile(function, backend=_packing if device.type == "cpu" else "inductor")
+    made: Any = torch.compile(function, backend=_packing if device.type == "cpu" and HAS_ONEDNN else "inductor")
     return made
 
 
 def freed(x: Tensor, *dims: int) -> Tensor:
     """x itself, whose sizes along `dims` (default: the first two) are not to be compiled in."""
-    for dim in dims or (0, 1):
-        torch._dynamo.maybe_mark_dynamic(x, dim)
+    if not hasattr(x, "_dynamo_weak_dynamic_indices"):  # masks and angles come by once for every layer
+        for dim in dims or (0, 1):
+            torch._dynamo.maybe_mark_dynamic(x, dim)
     return x
 
 
@@ -42,39 +44,67 @@ def _packing(module: fx.GraphModule, inputs: list[Any]) -> Any:
     """Inductor, with one `packed_linear` for all linear layers that read the same."""
     graph, readers = module.graph, defaultdict[fx.Node, list[fx.Node]](list)
     for node in graph.nodes:
-        if node.target is F.linear:
+        if node.target is F.linear and len(node.args) > 1 and not node.kwargs and all(map(_fixed, node.args[1:])):
             readers[node.args[0]].append(node)
     for x, nodes in readers.items():
-        weights = [node.args[1] for node in nodes]
-        biases = [node.args[2] if len(node.args) > 2 else node.kwargs.get("bias") for node in nodes]
-        with graph.inserting_before(nodes[0]):
-            out = graph.call_function(torch.ops.slipstream.packed_linear.default, (x, weights, biases))
-            parts = graph.call_function(torch.split, (out, [len(w.meta["example_value"]) for w in weights], -1))
-            for i, node in enumerate(nodes):
-                node.replace_all_uses_with(graph.call_function(getitem, (parts, i)))
-        for node in nodes:
-            graph.erase_node(node)
+        groups = [[node] for node in nodes] if any(map(_in_place, x.users)) else [nodes]
+        for group in groups:
+            _merge(graph, x, group)
     module.recompile()
     return torch._dynamo.lookup_backend("inductor")(module, inputs)
+
+
+def _fixed(argument: Any) -> bool:
+    """A weight or bias as it is, not one that is computed anew in each call; or none."""
+    return argument is None or argument.op in ("placeholder", "get_attr")
+
+
+def _in_place(node: fx.Node) -> bool:
+    """Whether what a linear layer reads is changed, so that it matters when it is read."""
+    name = str(getattr(node.target, "__name__", node.target))
+    return name.endswith("_") or node.target in (iadd, imul, isub, itruediv, setitem)
+
+
+def _merge(graph: fx.Graph, x: fx.Node, nodes: list[fx.Node]) -> None:
+    weights = [node.args[1] for node in nodes]
+    biases = [node.args[2] if len(node.args) > 2 else None for node in nodes]
+    sizes = [len(weight.meta["example_value"]) for weight in weights]  # type: ignore[union-attr]
+    with graph.inserting_before(nodes[0]):
+        out = graph.call_function(torch.ops.slipstream.packed_linear.default, (x, weights, biases))
+        parts = graph.call_function(torch.split, (out, sizes, -1))
+        for i, node in enumerate(nodes):
+            node.replace_all_uses_with(graph.call_function(getitem, (parts, i)))
+    for node in nodes:
+        graph.erase_node(node)
 
 
 def _packed_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
     """Linear layers of one input, side by side, from a packed copy of their weights that is made at the first use.
 
-    For 8 to 26 rows plain weights take nearly twice as long (AVX2, fp32). A CPU without bf16 instructions multiplies bf16
-    eight times slower than fp32, so weights are packed as fp32 there; one row still reads the plain ones, half the bytes.
+    For a few rows MKL takes nearly twice as long with plain weights (docs/log.md). A CPU without bf16 instructions is many
+    times slower in bf16 than in fp32, so weights are packed as fp32 there; one row reads the plain ones, half the bytes.
     """
-    kept, dtype = weights[0], weights[0].dtype
+    dtype = weights[0].dtype
     widened = dtype == torch.bfloat16 and not HAS_BF16
     if dtype not in (torch.float32, torch.bfloat16) or (widened and x.numel() == x.shape[-1]):
         return torch.cat([F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)], -1)
-    packed = getattr(kept, "packed", {}).get(len(weights))
-    if packed is None:
-        packed = _pack(weights, biases, torch.float32 if widened else dtype)
-        kept.packed = {**getattr(kept, "packed", {}), len(weights): packed}  # type: ignore[attr-defined]
+    weight, bias = _kept(weights, biases, torch.float32 if widened else dtype)
+    product = torch.ops.mkldnn._linear_pointwise.default
     if widened:
-        return _onednn(x.float(), *packed, "none", [], "").to(dtype)
-    return _onednn(x, *packed, "none", [], "")
+        return product(x.float(), weight, bias, "none", [], "").to(dtype)
+    return product(x, weight, bias, "none", [], "")
+
+
+def _kept(weights: list[Tensor], biases: list[Tensor | None], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The packed copy, which lives with the first of the weights."""
+    copies: list[tuple[list[Tensor | None], Tensor, Tensor | None]] = vars(weights[0]).setdefault("packed", [])
+    parts = [*weights, *biases]
+    for known, weight, bias in copies:
+        if len(known) == len(parts) and all(a is b for a, b in zip(known[1:], parts[1:], strict=True)):
+            return weight, bias
+    # the first one is not held by its own attribute, or nothing would ever be freed
+    copies.append(([None, *parts[1:]], *_pack(weights, biases, dtype)))
+    return copies[-1][1:]
 
 
 def _pack(weights: list[Tensor], biases: list[Tensor | None], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -89,7 +119,6 @@ def _shape(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Ten
     return x.new_empty(*x.shape[:-1], sum(len(weight) for weight in weights))
 
 
-_onednn = torch.ops.mkldnn._linear_pointwise.default
 _library = torch.library.Library("slipstream", "DEF")
 _library.define("packed_linear(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor")
 _library.impl("packed_linear", _packed_linear, "CPU")

@@ -92,7 +92,7 @@ def generate(
     loaded = load(target, dtype, device, compile)
     guide = load_drafter(drafter, loaded.ends, resolve_sampling(loaded, temperature=temperature).temperature)
     if compile:
-        with err.status("compiling the drafter"):
+        with err.status("warming up"):
             run(loaded, text, guide, max_new_tokens=4)
     with replacing(trace) if trace is not None else nullcontext() as trace_file:
         made = run(

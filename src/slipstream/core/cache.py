@@ -11,7 +11,7 @@ from slipstream.compiled import freed
 BUCKET = 64  # keys are read up to a multiple of this, never to capacity
 
 
-class Window(NamedTuple):
+class LayerView(NamedTuple):
     """A round's view of one layer of a cache as tensors alone, for passes that are compiled: the same `write` and `read`.
 
     Attributes:
@@ -24,6 +24,10 @@ class Window(NamedTuple):
     values: Float[Tensor, "B heads C Dv"]
     slots: Int[Tensor, "B R"]
     used: Int[Tensor, " S"]
+
+    @property
+    def layers(self) -> int:
+        return 1
 
     def write(self, layer: int, key: Float[Tensor, "B heads R D"], value: Float[Tensor, "B heads R Dv"]) -> None:
         """Fill the reserved slots."""
@@ -118,11 +122,11 @@ class KVCache:
         assert self.keys is not None and self.values is not None
         return self.keys[layer][:, :, : self.view], self.values[layer][:, :, : self.view]
 
-    def window(self, layer: int) -> Window:
-        """This round's `Window` of one layer; something must have been written before."""
+    def layer(self, layer: int) -> LayerView:
+        """This round's view of one layer; something must have been written before."""
         assert self.keys is not None and self.values is not None
         keys, values = freed(self.keys[layer], 0, 2), freed(self.values[layer], 0, 2)
-        return Window(keys, values, freed(self._slots), freed(self._used, 0))
+        return LayerView(keys, values, freed(self._slots), freed(self._used, 0))
 
     def _allocate(self, key: Tensor, value: Tensor) -> None:
         # one slot that is never read: a graph is not to be made for the case that a pass reads all there are

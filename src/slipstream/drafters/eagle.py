@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from slipstream.compiled import compiled, freed
-from slipstream.core.cache import KVCache, Window
+from slipstream.core.cache import KVCache, LayerView
 from slipstream.core.drafter import Drafter, Ends, State
 from slipstream.core.noise import Stream
 from slipstream.core.sampling import Sampler
@@ -225,7 +225,7 @@ class Eagle(Drafter):
         return self._forward(tokens, features, positions, attend), seen
 
     def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: CacheAttend) -> Float[Tensor, "B T H"]:
-        if not isinstance(attend.cache, Window):
+        if not isinstance(attend.cache, LayerView):
             return self._read(tokens, features, positions, attend)
         return self._compiled_read(freed(tokens), freed(features), freed(positions), attend)
 

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from slipstream.compiled import freed
-from slipstream.core.cache import KVCache, Window
+from slipstream.core.cache import KVCache, LayerView
 
 # new keys and values in; all that are read, and what each row sees of them, out
 Attend = Callable[
@@ -95,9 +95,9 @@ def rotate(x: Float[Tensor, "B heads T D"], cos: Tensor, sin: Tensor) -> Float[T
 
 @dataclass(frozen=True)
 class CacheAttend:
-    """`Attend` of one layer of a cache; tensors alone where that is a `Window`."""
+    """`Attend` of one layer of a cache; tensors alone where that is a `LayerView`."""
 
-    cache: KVCache | Window
+    cache: KVCache | LayerView
     layer: int
     seen: Bool[Tensor, "#B R S"]
 
@@ -118,7 +118,7 @@ def attend_cache(
 
     Args:
         among: what each new row sees of the round's A = after + rows scratch slots; default: the earlier ones and itself.
-        compiles: attend by the cache's `Window`, once it holds something.
+        compiles: attend by the cache's `LayerView`, once it holds something.
     """
     cache.reserve(rows, after)
     slots = torch.arange(cache.view, device=cache.lengths.device)
@@ -132,5 +132,5 @@ def attend_cache(
 
     positions = cache.lengths[:, None] + after + torch.arange(rows, device=slots.device)
     if compiles and cache.keys is not None:
-        return CacheAttend(cache.window(layer), layer, freed(seen, 0, 1, 2)), positions
+        return CacheAttend(cache.layer(layer), layer, freed(seen, 0, 1, 2)), positions
     return CacheAttend(cache, layer, seen), positions

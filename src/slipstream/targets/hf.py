@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AttentionInterface, Cache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.compiled import compiled, freed
-from slipstream.core.cache import KVCache, Window
+from slipstream.core.cache import KVCache, LayerView
 from slipstream.core.drafter import Ends
 from slipstream.core.span import Output
 from slipstream.core.tree import Layout, Tree, chain
@@ -47,43 +47,43 @@ AttentionInterface.register(GROUPED, _grouped_sdpa)
 class _View(Cache):
     """Hands the model's layers our cache for one pass."""
 
-    def __init__(self, cache: KVCache | Window) -> None:
+    def __init__(self, cache: KVCache | LayerView) -> None:
         super().__init__(layers=[])
         self._cache = cache
+        self._stored = isinstance(cache, KVCache) and cache.keys is not None
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self._cache.write(layer_idx, key_states, value_states)
         return self._cache.read(layer_idx)
 
-    def window(self, layer: int) -> Window | None:
-        """Our cache as a compiled layer takes it; None: there is no storage yet."""
-        return self._cache.window(layer) if isinstance(self._cache, KVCache) and self._cache.keys is not None else None
+    def of(self, layer: int) -> "_View | None":
+        """The same for one compiled layer; None in a pass that begins without storage."""
+        return _View(self._cache.layer(layer)) if self._stored and isinstance(self._cache, KVCache) else None
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:  # positions are explicit: nothing may be derived from this
         return 0
 
     def __len__(self) -> int:
-        return self._cache.layers if isinstance(self._cache, KVCache) else 1
+        return self._cache.layers
 
 
 class _Compiled:
-    """Stands in for the `forward` of one of the model's modules: one graph serves all modules of a class.
-
-    A layer's first pass, which makes the cache's storage, and passes with another cache than ours stay as they were.
-    """
+    """Stands in for the `forward` of one of the model's modules, as graphs that all modules of its class share."""
 
     def __init__(self, forward: Callable[..., Any], device: torch.device, layer: int = 0) -> None:
-        self._eager, self._compiled, self._layer = forward, compiled(forward, device), layer
+        if isinstance(forward, _Compiled):
+            raise ValueError("this model is compiled for another target already: use that one, or load the model again")
+        self.plain, self._compiled, self._layer = forward, compiled(forward, device), layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, Cache))
         for i, x in enumerate(leaves):
             if isinstance(x, Tensor):
                 freed(x, *range(x.dim()))
-            elif isinstance(x, Cache):
-                if not isinstance(x, _View) or (window := x.window(self._layer)) is None:
-                    return self._eager(*args, **kwargs)
-                leaves[i] = _View(window)
+            elif isinstance(x, _View):
+                leaves[i] = x.of(self._layer)
+                if leaves[i] is None:
+                    return self.plain(*args, **kwargs)
         args, kwargs = tree_unflatten(leaves, structure)
         return self._compiled(*args, **kwargs)
 
@@ -96,8 +96,9 @@ class Target:
             they are; `hf_generate` puts Hugging Face's own back.
         tokenizer: may be missing where prompts are token ids.
         name: what the user called it.
-        compile: layers and LM head run as compiled graphs, but for the first part of a prompt, which makes the cache. On
-            the CPU they keep a packed copy of the weights, which must not change afterwards.
+        compile: layers and LM head run as compiled graphs, but for the layers in a text's first pass, which makes the
+            cache. On the CPU they keep a packed copy of the weights (bf16 ones as fp32 where it has no bf16), which must
+            not change afterwards. The model itself is changed: no other target may be made of it, nor a copy.
 
     Raises:
         ValueError: the architecture cannot be served exactly (`check_supported`).
@@ -119,23 +120,18 @@ class Target:
             model.set_attn_implementation("eager")  # sdpa leaves the softcap out without a word
         self._hf_attention = self.config._attn_implementation
         self.compiles = compile
-        self._head: _Compiled | None = None
+        self._stand_ins: list[tuple[Any, _Compiled]] = []
         if compile:
-            for i, layer in enumerate(self._blocks):
-                layer.forward = _Compiled(layer.forward, self.device, i)
-            self._head = _Compiled(model.get_output_embeddings().forward, self.device)
+            parts = [*self._blocks, model.get_output_embeddings()]
+            self._stand_ins = [(part, _Compiled(part.forward, self.device, i)) for i, part in enumerate(parts)]
         self._exchange(ours=True)
 
     def _exchange(self, ours: bool) -> None:
-        """Our attention and compiled head in place of Hugging Face's, or its own again."""
+        """Our attention and compiled parts in place of Hugging Face's, or its own again."""
         if self.model.device.type == "cpu" and self._hf_attention == "sdpa" and self.model._can_set_attn_implementation():
             self.model.set_attn_implementation(GROUPED if ours else self._hf_attention)
-        if self._head is not None:
-            head: Any = self.model.get_output_embeddings()
-            if ours:
-                head.forward = self._head
-            else:
-                del head.forward
+        for part, stand_in in self._stand_ins:
+            part.forward = stand_in if ours else stand_in.plain
 
     @property
     def device(self) -> torch.device:
