@@ -291,23 +291,30 @@ class Interrupted(Exception):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "falcon, new"])
-def test_hf_generate_runs_hugging_faces_own_attention(family, monkeypatch):
-    """A baseline measured, or an equality checked, with our own attention; ours not restored when it is interrupted."""
-    target = tiny.target(family)
+def test_hf_generate_runs_hugging_faces_own_parts(family, monkeypatch):
+    """A baseline measured, or an equality checked, with our attention or compiled layers; ours not restored when it is
+    interrupted."""
+    target = Target(deepcopy(tiny.reference(family)), compile=True)
     theirs = tiny.reference(family).config._attn_implementation
     ours = GROUPED if family == "llama" else theirs
     during = []
 
+    def parts() -> tuple[str, int]:
+        compiled = [m for m in target.model.modules() if type(m.forward).__name__ == "_Compiled"]
+        return target.config._attn_implementation, len(compiled)
+
     def generate(*_: object, **__: object) -> Tensor:
-        during.append(target.config._attn_implementation)
+        during.append(parts())
         raise Interrupted
 
-    assert target.config._attn_implementation == ours
+    assert parts() == (ours, 3)  # two layers and the head
     monkeypatch.setattr(target.model, "generate", generate)
     with pytest.raises(Interrupted):
         target.hf_generate(torch.tensor([PROMPTS[0]]))
-    assert during == [theirs]
-    assert target.config._attn_implementation == ours
+    assert during == [(theirs, 0)]
+    assert parts() == (ours, 3)
+    with pytest.raises(ValueError, match="compiled for another target"):
+        Target(target.model, compile=True)
 
 
 def test_text_goes_through_the_chat_template_where_there_is_one():
