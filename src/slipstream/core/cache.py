@@ -75,7 +75,7 @@ class KVCache:
         self.values: Float[Tensor, "L B heads S D"] | None = None
         self._slots: Int[Tensor, "B R"] = self.lengths[:, None]
         self._after = 0
-        self._used = self._slots[0]  # as long as the view of this round
+        self._used: Int[Tensor, " S"] = torch.arange(0, device=device)  # as long as the view of this round
         self._start: int | None = None  # first slot of this round where all rows agree
 
     @property
