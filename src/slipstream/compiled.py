@@ -46,10 +46,10 @@ def _packing(module: fx.GraphModule, inputs: list[Any]) -> Any:
     for node in graph.nodes:
         if node.target is F.linear and len(node.args) > 1 and not node.kwargs and all(map(_fixed, node.args[1:])):
             readers[node.args[0]].append(node)
-    for x, nodes in readers.items():
-        groups = [[node] for node in nodes] if any(map(_in_place, x.users)) else [nodes]
-        for group in groups:
-            _merge(graph, x, group)
+    for nodes in readers.values():
+        x: Any = nodes[0].args[0]  # not the key, which is gone where it was a linear layer itself
+        for group in [[node] for node in nodes] if any(map(_in_place, x.users)) else [nodes]:
+            _merge(graph, group)
     module.recompile()
     return torch._dynamo.lookup_backend("inductor")(module, inputs)
 
@@ -65,10 +65,11 @@ def _in_place(node: fx.Node) -> bool:
     return name.endswith("_") or node.target in (iadd, imul, isub, itruediv, setitem)
 
 
-def _merge(graph: fx.Graph, x: fx.Node, nodes: list[fx.Node]) -> None:
-    weights = [node.args[1] for node in nodes]
-    biases = [node.args[2] if len(node.args) > 2 else None for node in nodes]
-    sizes = [len(weight.meta["example_value"]) for weight in weights]  # type: ignore[union-attr]
+def _merge(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    x: Any = nodes[0].args[0]
+    weights: list[Any] = [node.args[1] for node in nodes]
+    biases: list[Any] = [node.args[2] if len(node.args) > 2 else None for node in nodes]
+    sizes = [len(weight.meta["example_value"]) for weight in weights]
     with graph.inserting_before(nodes[0]):
         out = graph.call_function(torch.ops.slipstream.packed_linear.default, (x, weights, biases))
         parts = graph.call_function(torch.split, (out, sizes, -1))
