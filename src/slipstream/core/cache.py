@@ -17,7 +17,7 @@ class LayerView(NamedTuple):
     Attributes:
         keys, values: to full capacity.
         slots: where the new rows go.
-        used: [S], as long as what is read.
+        used: the slots that are read.
     """
 
     keys: Float[Tensor, "B heads C D"]
@@ -75,7 +75,7 @@ class KVCache:
         self.values: Float[Tensor, "L B heads S D"] | None = None
         self._slots: Int[Tensor, "B R"] = self.lengths[:, None]
         self._after = 0
-        self._used: Int[Tensor, " S"] = torch.arange(0, device=device)  # as long as the view of this round
+        self.used: Int[Tensor, " S"] = torch.arange(0, device=device)  # the slots that this round reads
         self._start: int | None = None  # first slot of this round where all rows agree
 
     @property
@@ -102,7 +102,7 @@ class KVCache:
             )
         first = self.prefix + after + self.lengths[:, None]
         self._slots, self._after = first + torch.arange(rows, device=self.lengths.device), after
-        self._used = torch.arange(self.view, device=self.lengths.device)
+        self.used = torch.arange(self.view, device=self.lengths.device)
         uniform = self.lengths.device.type == "cpu" and bool((self.lengths == self.lengths[0]).all())
         self._start = int(self._slots[0, 0]) if uniform and rows else None
 
@@ -126,7 +126,7 @@ class KVCache:
         """This round's view of one layer; something must have been written before."""
         assert self.keys is not None and self.values is not None
         keys, values = freed(self.keys[layer], 0, 2), freed(self.values[layer], 0, 2)
-        return LayerView(keys, values, freed(self._slots), freed(self._used, 0))
+        return LayerView(keys, values, freed(self._slots), freed(self.used, 0))
 
     def _allocate(self, key: Tensor, value: Tensor) -> None:
         # one slot that is never read: a graph is not to be made for the case that a pass reads all there are

@@ -121,7 +121,7 @@ def attend_cache(
         compiles: attend by the cache's `LayerView`, once it holds something.
     """
     cache.reserve(rows, after)
-    slots = torch.arange(cache.view, device=cache.lengths.device)
+    slots = cache.used
     new = (slots - cache.lengths[:, None])[:, None]  # [B, 1, S]; negative: kept
     if among is None:
         seen = new <= after + torch.arange(rows, device=slots.device)[:, None]

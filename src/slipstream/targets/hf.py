@@ -292,7 +292,7 @@ class Target:
     ) -> Tensor | dict[str, Tensor]:
         """What each row sees of the cache's view, as the additive mask of each attention type."""
         view, P = cache.view, cache.prefix
-        slots = torch.arange(view, device=self.device) - P
+        slots = cache.used - P
         new = slots - cache.lengths[:, None]  # [B, S]: index of a slot among the new rows; negative: read before
         R = positions.shape[1]
         among = new.clamp(0, R - 1)
@@ -316,7 +316,7 @@ class Target:
         return mask.masked_fill_(~allowed, -torch.inf)[:, None]
 
     def hf_generate(self, tokens: Int[Tensor, "B T"], **kwargs: Any) -> Int[Tensor, "B T2"]:
-        """Hugging Face's own `generate` on the same weights, with its own attention: the outside baseline."""
+        """Hugging Face's own `generate` on the same weights, with its own attention and layers: the outside baseline."""
         self._exchange(ours=False)
         try:
             return self.model.generate(tokens, attention_mask=torch.ones_like(tokens), **kwargs)

@@ -13,6 +13,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from slipstream.compiled import HAS_BF16
 from slipstream.files import cache_home
 from slipstream.targets.hf import Target
 from slipstream.targets.support import check_supported
@@ -33,7 +34,7 @@ def load_target(name: str, dtype: str = "bfloat16", device: str = "cpu", compile
         ValueError: there is no such target, it cannot be read, or its architecture is refused.
     """
     if dtype == "auto":
-        native = device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        native = device != "cpu" or HAS_BF16
         dtype = "bfloat16" if native else "float32"
     if dtype not in DTYPES:
         raise ValueError(f"Unknown dtype: {dtype!r}. Available: {', '.join(DTYPES)}")
