@@ -1,5 +1,6 @@
 """`generate`: where answers end, what is streamed, traced and counted, which defaults hold, what is refused."""
 
+import gc
 import io
 import json
 from copy import deepcopy
@@ -293,6 +294,23 @@ def test_prompts_come_in_many_forms(target):
         (made,) = generate(target, prompts, max_new_tokens=8)
         assert made.tokens == want.tokens
     assert (want.prompt, want.text) == (ids, target.decode(want.tokens))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_round_leaves_nothing_behind(target, answer, name):
+    """Trees, masks or spans that somebody holds on to: memory that grows as long as the answer does."""
+    alive: list[int] = []
+
+    class Meter:
+        def put(self, value: torch.Tensor) -> None:
+            gc.collect()
+            alive.append(sum(type(thing) is torch.Tensor for thing in gc.get_objects()))
+
+        def end(self) -> None: ...
+
+    generate(target, PROMPT, EVERY[name](target, [PROMPT + answer]), max_new_tokens=40, streamer=Meter(), **ENDLESS)
+    assert len(alive) > 8
+    assert max(alive[-3:]) <= max(alive[2:6])
 
 
 def test_text_needs_a_tokenizer():
