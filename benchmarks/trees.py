@@ -10,7 +10,7 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.bench.cost import round_costs
+from slipstream.bench.cost import Rounds
 from slipstream.bench.questions import load_questions
 from slipstream.bench.tune import reshaped
 from slipstream.drafters import load_drafter
@@ -50,7 +50,7 @@ drafters = {tree: reshaped(drafter, tree) for tree in TREES}
 if tuned := read_tuned(find_drafter(given.drafter, target.ends), target.ends.place, 0.0):
     drafters["tuned"] = reshaped(drafter, **tuned)
 probe = min((prompt for prompts in parts.values() for prompt in prompts), key=len)
-plain, *costs = round_costs(target, [Vanilla(), *drafters.values()], probe, rounds=given.rounds)
+plain, *costs = Rounds(target, [Vanilla(), *drafters.values()], probe, most=given.rounds).run(given.rounds)
 
 rows = []
 table = Table("tree", "nodes", "depth", *records, "τ", "draft ms", "verify ms", "host ms", "× plain")

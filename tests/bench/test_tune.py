@@ -10,7 +10,7 @@ from slipstream.bench.cost import ROWS, cost_curve, pass_seconds, weight_bytes
 from slipstream.bench.draw import draw_costs, draw_tuned
 from slipstream.bench.report import cost_table, tuned_table
 from slipstream.bench.run import Tally, ledger
-from slipstream.bench.tune import acceptance, reshaped, tune
+from slipstream.bench.tune import RACERS, _rising, acceptance, reshaped, tune
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span
@@ -67,15 +67,24 @@ def tuned(target, drafter):
     return tune(target, drafter, tiny.prompts(5, 7, 9), new=12)
 
 
-def test_what_is_chosen_is_the_quickest_looked_at(tuned):
+def test_what_is_chosen_wins_the_race_of_what_was_predicted_best(tuned):
     for found in tuned["temperatures"]:
-        looked_at = [entry for seen in found["proposals"] for entry in seen["candidates"]]
-        assert found["chosen"] == max(looked_at, key=lambda entry: entry["speedup"])
+        timed = [entry for entry in found["candidates"] if "speedup" in entry]
+        assert len(timed) == min(RACERS, len(found["candidates"]))
+        assert found["chosen"] == timed[0]
+        assert found["chosen"]["speedup"] == max(entry["speedup"] for entry in timed[:2])
+        others = [entry["estimate"] for entry in found["candidates"] if entry not in timed]
+        assert min(entry["estimate"] for entry in timed) >= max(others, default=0.0)
         assert Shape.parse(found["chosen"]["tree"]).nodes == found["chosen"]["nodes"]
         for seen in found["proposals"]:
-            estimates = {size["nodes"]: size["estimate"] for size in seen["budgets"]}
-            assert min(estimates) == 2
+            budgets = [size["nodes"] for size in seen["budgets"]]
+            assert budgets[0] == 2
+            assert budgets == sorted(set(budgets))
     json.dumps(tuned)
+
+
+def test_more_rows_cost_no_less():
+    assert _rising({1: 5.0, 2: 3.0, 4: 4.0, 8: 7.0, 16: 6.0, 32: 9.0}) == {1: 4.0, 2: 4.0, 4: 4.0, 8: 6.5, 16: 6.5, 32: 9.0}
 
 
 def test_a_tuned_tree_is_grown_unless_another_is_named(target, drafter, tmp_path):

@@ -1,7 +1,8 @@
 """What the parts of a round cost on this machine: a target pass by rows, a draft by tree, the host's part."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.tree import chain
+from slipstream.decode.capture import recorder
 from slipstream.decode.round import Decoder
 from slipstream.machine import heading
 from slipstream.targets.hf import Target
@@ -18,13 +20,13 @@ from slipstream.targets.hf import Target
 ROWS = (1, 2, 4, 6, 8, 12, 16, 20, 26, 32, 48, 64)
 
 
-def read_bandwidth(mib: int = 512, repeats: int = 5) -> float:
-    """GB/s at which all cores together read memory that no cache holds."""
-    x = torch.ones(mib * 2**20 // 8, dtype=torch.float64)
+def read_bandwidth(device: torch.device, mib: int = 512, repeats: int = 5) -> float:
+    """GB/s at which the whole device reads memory that no cache holds."""
+    x = torch.ones(mib * 2**20 // 4, device=device)
     seconds = []
     for _ in range(repeats):
         began = perf_counter()
-        x.sum()
+        x.sum().item()
         seconds.append(perf_counter() - began)
     return x.nbytes / min(seconds) / 1e9
 
@@ -32,18 +34,22 @@ def read_bandwidth(mib: int = 512, repeats: int = 5) -> float:
 def pass_seconds(
     target: Target, rows: Sequence[int] = ROWS, context: int = 256, batch: int = 1, repeats: int = 5
 ) -> dict[int, float]:
-    """Median seconds of a target pass by its rows, behind `context` tokens; in alternation, after one untimed pass."""
+    """Median seconds of a target pass by its rows, behind `context` tokens; in alternation, after one untimed pass. Where
+    rounds are captured, of its replay."""
     context = min(context, target.window - max(rows))
     tokens = torch.arange(batch * (context + max(rows)), device=target.device).view(batch, -1) % target.vocab
     cache = target.new_cache(batch, context + max(rows))
     target(chain(tokens[:, :context]), cache, rows=tokens[:, :0])
     cache.keep(None, torch.full((batch,), context, device=target.device))
+    passes: dict[int, Callable[[], Any]] = {n: partial(target, chain(tokens[:, :n]), cache) for n in rows}
+    if record := recorder(target):
+        passes = {n: record(one)[1] for n, one in passes.items()}
     seconds: dict[int, list[float]] = {n: [] for n in rows}
     for _ in range(repeats + 1):
-        for n in rows:
+        for n, one in passes.items():
             began = perf_counter()
-            out = target(chain(tokens[:, :n]), cache)
-            out.logits[0, 0, 0].item()  # on an accelerator: wait for it
+            one()
+            cache.lengths[0].item()  # on an accelerator: wait for it
             seconds[n].append(perf_counter() - began)
     return {n: median(times[1:]) for n, times in seconds.items()}
 
@@ -61,25 +67,40 @@ class RoundCost:
         return self.draft + self.verify + self.host
 
 
-def round_costs(
-    target: Target, drafters: Sequence[Drafter], prompt: Sequence[int], temperature: float = 0.0, rounds: int = 5
-) -> list[RoundCost]:
-    """Of each drafter's rounds behind a prompt, one text; in alternation, after one round that is not counted."""
-    room = (rounds + 1) * (1 + max(drafter.depth for drafter in drafters))
-    parts: list[list[tuple[float, float, float]]] = [[] for _ in drafters]
-    with torch.inference_mode():
-        decoders = []
+class Rounds:
+    """Rounds of several drafters behind a prompt, one text each, timed in alternation.
+
+    Args:
+        most: rounds of one drafter that there is room for.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self, target: Target, drafters: Sequence[Drafter], prompt: Sequence[int], temperature: float = 0.0, most: int = 32
+    ) -> None:
+        self._decoders, self._seen = [], [list[tuple[float, float, float]]() for _ in drafters]
         for drafter in drafters:
             sampler = Sampler([Sampling(temperature)], [prompt], target.vocab, target.device)
-            decoders.append(Decoder.start(target, drafter, sampler, len(prompt) + room))
-            decoders[-1].prefill([prompt])
-        for _ in range(rounds + 1):
-            for decoder, seen in zip(decoders, parts, strict=True):
-                decoder.cache.settle(decoder.cache.lengths.tolist())
-                before = vars(decoder.seconds).copy()
-                decoder.step(limit=target.window)
-                seen.append(tuple(vars(decoder.seconds)[key] - before[key] for key in ("draft", "verify", "host")))
-    return [RoundCost(*(median(values) for values in zip(*seen[1:], strict=True))) for seen in parts]
+            room = min(len(prompt) + (most + 1) * (1 + drafter.depth), target.window)
+            self._decoders.append(Decoder.start(target, drafter, sampler, room))
+            self._decoders[-1].prefill([prompt])
+            self._step(self._decoders[-1])  # not counted: buffers are made
+
+    @torch.inference_mode()
+    def run(self, rounds: int, among: Sequence[int] | None = None) -> list[RoundCost]:
+        """So many more of each, or of some; what rounds of each cost by now."""
+        for _ in range(rounds):
+            for i in range(len(self._decoders)) if among is None else among:
+                self._seen[i].append(self._step(self._decoders[i]))
+        return [RoundCost(*(median(values) for values in zip(*seen, strict=True))) for seen in self._seen]
+
+    @staticmethod
+    def _step(decoder: Decoder) -> tuple[float, float, float]:
+        decoder.cache.settle(decoder.cache.lengths.tolist())
+        before = replace(decoder.seconds)
+        decoder.step(limit=decoder.target.window)
+        after = decoder.seconds
+        return after.draft - before.draft, after.verify - before.verify, after.host - before.host
 
 
 def cost_curve(
@@ -95,7 +116,7 @@ def cost_curve(
         weights over time, and that over the bandwidth.
     """
     progress("reading memory")
-    bandwidth, weights = read_bandwidth(), weight_bytes(target) / 1e9
+    bandwidth, weights = read_bandwidth(target.device), weight_bytes(target) / 1e9
     passes = []
     for context in contexts:
         for batch in batches:

@@ -21,17 +21,16 @@ def draw_costs(report: dict[str, Any], path: str) -> None:
 
 
 def draw_tuned(report: dict[str, Any], path: str) -> None:
-    """Speed-up over plain decoding against the node budget: estimated for optimal static trees, and as looked at."""
+    """Speed-up over plain decoding against the node budget: predicted for optimal static trees, and as timed."""
     with picture(path, len(report["temperatures"])) as axes:
         for ax, found in zip(axes, report["temperatures"], strict=True):
             for seen in found["proposals"]:
-                best: dict[int, float] = {}
-                for size in seen["budgets"]:
-                    best[size["nodes"]] = max(best.get(size["nodes"], 0.0), size["estimate"])
-                (line,) = ax.plot(list(best), list(best.values()), linewidth=1, label=f"{seen['proposal']}, estimated")
-                ups = [entry["speedup"] for entry in seen["candidates"]]
-                nodes = [entry["nodes"] for entry in seen["candidates"]]
-                ax.scatter(nodes, ups, s=14, color=line.get_color(), label=f"{seen['proposal']}, drafted and timed")
+                nodes, estimates = zip(*((size["nodes"], size["estimate"]) for size in seen["budgets"]), strict=True)
+                (line,) = ax.plot(nodes, estimates, linewidth=1, label=f"{seen['proposal']}, predicted")
+                timed = [e for e in found["candidates"] if "speedup" in e and e["proposal"] == seen["proposal"]]
+                ups = [entry["speedup"] for entry in timed]
+                at = [entry["nodes"] for entry in timed]
+                ax.scatter(at, ups, s=14, color=line.get_color(), label=f"{seen['proposal']}, timed")
             ax.axhline(1.0, color="gray", linestyle="--", linewidth=1, label="plain")
             ax.set(title=f"T = {found['temperature']:g}", xlabel="nodes", ylabel="speed-up over plain", ylim=(0, None))
             ax.legend(**LEGEND)

@@ -143,8 +143,7 @@ def tuned_table(report: dict[str, Any], best: int = 8) -> Group:
         table = _table(
             title, "tree", "proposal", "nodes", "depth", "τ", "draft ms", "verify ms", "host ms", "tok/s", "× plain"
         )
-        candidates = [entry for seen in found["proposals"] for entry in seen["candidates"]]
-        for entry in sorted(candidates, key=lambda entry: -entry["speedup"])[:best]:
+        for entry in [entry for entry in found["candidates"] if "speedup" in entry][:best]:
             name = entry["tree"] if len(entry["tree"]) < 24 else "optimal static"
             parts = (f"{entry[f'{part}_ms']:.1f}" for part in ("draft", "verify", "host"))
             shape = (entry["proposal"], str(entry["nodes"]), str(entry["depth"]), f"{entry['tau']:.2f}")

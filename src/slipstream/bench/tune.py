@@ -2,16 +2,17 @@
 
 First the optimal static tree of every node budget and depth (`optimal_tree`), from acceptance by depth and rank along the
 target's own texts; with the measured cost of rows and of draft steps that says which sizes are worth a closer look. These,
-grown statically and by confidence, are then drafted along the same texts for their τ, and a few of their rounds timed.
+grown statically and by confidence, are then drafted along the same texts for their τ, and the best of them raced.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
+from statistics import mean
 from typing import Any
 
-from slipstream.bench.cost import RoundCost, pass_seconds, round_costs
+from slipstream.bench.cost import RoundCost, Rounds, pass_seconds
 from slipstream.core.optimal import optimal_tree
 from slipstream.core.shape import Shape
 from slipstream.drafters.eagle import Eagle
@@ -22,8 +23,8 @@ from slipstream.train.replay import Following, Record, predict
 
 BUDGETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 26, 32, 40, 48, 64)  # nodes, root included
 DEPTH, RANKS, WIDTH = 7, 10, 8
-ROUNDS = 7  # of each tree that are timed
-CLOSE = 0.93  # sizes whose estimate is within this share of the best are looked at closely
+CLOSE, NEAR = 0.9, 0.75  # shares of the best estimate: sizes that are also grown by confidence, and sizes looked at at all
+RACERS, ROUNDS = 12, 6  # trees that are timed, and rounds of each before the slower half is dropped
 
 
 @dataclass(frozen=True)
@@ -51,36 +52,34 @@ def tune(
         new: tokens of each answer along which drafts are held.
 
     Returns:
-        schema 1: `passes_ms` by rows, and for each temperature `plain` and `chosen`, the best of all `candidates` of its
-        `proposals`; these also say `acceptance` by depth and rank, and the optimal static trees of all `budgets`.
+        schema 1: `passes_ms` by rows, and for each temperature `plain`, `proposals`, each with `acceptance` by depth and
+        rank and the best static tree of all `budgets`, `candidates` with the τ that they would reach, best first, those
+        with `speedup` timed, and `chosen`, the first of them.
     """
     context = sum(map(len, prompts)) // len(prompts) + new // 2
     probe = min(prompts, key=len)  # read once for every tree that is timed
     progress("cost of a pass")
-    curve = pass_seconds(target, context=context)
+    curve = _rising(pass_seconds(target, context=context))
     timed = [Vanilla(), *(reshaped(drafter, tree) for tree in ("chain-1", f"chain-{DEPTH}"))]
-    costs = Costs(curve, *round_costs(target, timed, probe))
+    costs = Costs(curve, *Rounds(target, timed, probe).run(ROUNDS))
     reports: list[dict[str, Any]] = []
     for temperature in temperatures:
         progress(f"T = {temperature:g}: the target answers")
         record = Record.of(target, prompts, new, drafter.taps, len(prompts), temperature)
-        found: list[dict[str, Any]] = []
+        proposals, sizes = [], list[tuple[str, Size]]()
         for proposal in ("top-k", "noise") if temperature else ("top-k",):
-            progress(f"T = {temperature:g}: {proposal}")
+            progress(f"T = {temperature:g}: {proposal}, ranks")
             rates = acceptance(drafter, record, proposal)
-            sizes = _sizes(rates, costs)
+            best = _sizes(rates, costs)
+            sizes += [(proposal, size) for size in best]
             seen = {"proposal": proposal, "acceptance": [[round(r, 4) for r in row] for row in rates]}
-            found.append({**seen, "budgets": [asdict(size) for size in sizes]})
-            found[-1]["candidates"] = _candidates(drafter, record, proposal, sizes)
-        progress(f"T = {temperature:g}: timing rounds")
-        candidates = [candidate for seen in found for candidate in seen["candidates"]]
-        trees = [reshaped(drafter, candidate["tree"], candidate["proposal"]) for candidate in candidates]
-        plain, *rounds = round_costs(target, [Vanilla(), *trees], probe, temperature, ROUNDS)
-        for candidate, cost in zip(candidates, rounds, strict=True):
-            candidate |= _figures(candidate["tau"], cost, plain)
-        chosen = max(candidates, key=lambda candidate: candidate["speedup"])
-        about = {"temperature": temperature, "plain": _figures(1.0, plain, plain)}
-        reports.append({**about, "proposals": found, "chosen": chosen})
+            proposals.append({**seen, "budgets": [asdict(size) for size in best]})
+        progress(f"T = {temperature:g}: drafts along the answers")
+        candidates = _candidates(drafter, record, sizes, costs)
+        progress(f"T = {temperature:g}: a race of {min(RACERS, len(candidates))}")
+        plain, candidates = _race(target, drafter, candidates, probe, temperature)
+        about = {"temperature": temperature, "plain": plain, "proposals": proposals}
+        reports.append({**about, "candidates": candidates, "chosen": candidates[0]})
     return {
         **heading(target),
         "context": context,
@@ -122,15 +121,38 @@ def acceptance(drafter: Eagle, record: Record, proposal: str) -> list[list[float
     return follow.acceptance()
 
 
-def _candidates(drafter: Eagle, record: Record, proposal: str, sizes: Sequence[Size]) -> list[dict[str, Any]]:
-    """The trees of sizes whose estimate is near the best, with the τ that they would reach."""
-    best, found = max(size.estimate for size in sizes), []
-    close = [size for size in sizes if size.estimate >= CLOSE * best]
-    for tree in dict.fromkeys(name for size in close for name in _trees(size)):
+def _candidates(drafter: Eagle, record: Record, sizes: Sequence[tuple[str, Size]], costs: Costs) -> list[dict[str, Any]]:
+    """The trees of sizes whose estimate is near the best, with the τ that they reach along the record, best first."""
+    best = max(size.estimate for _, size in sizes)
+    named = [(proposal, size.tree) for proposal, size in sizes if size.estimate >= NEAR * best]
+    named += [(proposal, _grown(size)) for proposal, size in sizes if size.estimate >= CLOSE * best and size.depth > 1]
+    found = []
+    for proposal, tree in named:
         made = reshaped(drafter, tree, proposal)
-        about = {"tree": tree, "proposal": proposal, "nodes": made.rows, "depth": made.depth}
-        found.append({**about, "tau": predict(made, record).tau})
-    return found
+        tau = predict(made, record).tau
+        about = {"tree": tree, "proposal": proposal, "nodes": made.rows, "depth": made.depth, "tau": round(tau, 4)}
+        found.append({**about, "estimate": round(costs.speedup(tau, made.rows, made.depth), 4)})
+    return sorted(found, key=lambda candidate: -candidate["estimate"])
+
+
+def _race(
+    target: Target, drafter: Eagle, candidates: list[dict[str, Any]], probe: Sequence[int], temperature: float
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(plain decoding, candidates with the first of them timed): rounds of all, then of the better half, and so on."""
+    racers = candidates[:RACERS]
+    trees = [reshaped(drafter, racer["tree"], racer["proposal"]) for racer in racers]
+    rounds = Rounds(target, [Vanilla(), *trees], probe, temperature)
+    order, left = list(range(len(racers))), len(racers)
+    while True:
+        plain, *spent = rounds.run(ROUNDS, [0, *(1 + i for i in order[:left])])
+        speed = [racer["tau"] / cost.total for racer, cost in zip(racers, spent, strict=True)]
+        order[:left] = sorted(order[:left], key=lambda i: -speed[i])
+        if left <= 2:
+            break
+        left = (left + 1) // 2
+    for racer, cost in zip(racers, spent, strict=True):
+        racer |= _figures(racer["tau"], cost, plain)
+    return _figures(1.0, plain, plain), [racers[i] for i in order] + candidates[RACERS:]
 
 
 def reshaped(drafter: Eagle, tree: str | Shape, proposal: str = "top-k") -> Eagle:
@@ -141,23 +163,37 @@ def reshaped(drafter: Eagle, tree: str | Shape, proposal: str = "top-k") -> Eagl
 
 
 def _sizes(rates: list[list[float]], costs: Costs) -> list[Size]:
+    """The best static tree of each budget."""
     sizes = []
     for nodes in BUDGETS:
+        found = []
         for depth in range(1, min(DEPTH, nodes - 1) + 1):
             paths, tau = optimal_tree(rates[:depth], nodes)
             if paths and max(map(len, paths)) == depth:
                 tree = json.dumps(sorted(paths, key=lambda p: (len(p), p)))
-                sizes.append(Size(nodes, depth, tree, costs.speedup(tau, nodes, depth)))
+                found.append(Size(nodes, depth, tree, costs.speedup(tau, nodes, depth)))
+        sizes.append(max(found, key=lambda size: size.estimate))
     return sizes
 
 
-def _trees(size: Size) -> list[str]:
-    """Names of the trees of that size: the best static one, and those that follow the drafter's confidence."""
-    dynamic = f"dynamic-{size.depth}x{min(WIDTH, size.nodes - 1)}x{size.nodes}"
-    return [size.tree, dynamic] if Shape.parse(dynamic).nodes == size.nodes else [size.tree]
+def _grown(size: Size) -> str:
+    """The tree of that size that follows the drafter's confidence."""
+    width = min(WIDTH, size.nodes - 1)
+    return f"dynamic-{size.depth}x{width}x{min(size.nodes, 1 + width + (size.depth - 1) * width**2)}"
+
+
+def _rising(seconds: dict[int, float]) -> dict[int, float]:
+    """More rows cost no less: what contradicts it is noise, and its mean is taken (pool adjacent violators)."""
+    pools: list[list[float]] = []
+    for value in seconds.values():
+        pools.append([value])
+        while len(pools) > 1 and mean(pools[-2]) > mean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return dict(zip(seconds, (mean(pool) for pool in pools for _ in pool), strict=True))
 
 
 def _figures(tau: float, cost: RoundCost, plain: RoundCost) -> dict[str, Any]:
     parts = {f"{key}_ms": round(seconds * 1e3, 3) for key, seconds in asdict(cost).items()}
     speed, speedup = tau / cost.total, tau * plain.total / cost.total
-    return {"tau": round(tau, 4), **parts, "tokens_per_second": round(speed, 2), "speedup": round(speedup, 4)}
+    return {**parts, "tokens_per_second": round(speed, 2), "speedup": round(speedup, 4)}
