@@ -35,8 +35,7 @@ def compiled(function: Function, device: torch.device) -> Function:
 def freed(x: Tensor, *dims: int) -> Tensor:
     """x itself, whose sizes along `dims` (default: the first two) are not to be compiled in."""
     if not hasattr(x, "_dynamo_weak_dynamic_indices"):  # masks and angles come by once for every layer
-        for dim in dims or (0, 1):
-            torch._dynamo.maybe_mark_dynamic(x, dim)
+        torch._dynamo.maybe_mark_dynamic(x, dims or (0, 1))
     return x
 
 
@@ -97,15 +96,13 @@ def _packed_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]
 
 
 def _kept(weights: list[Tensor], biases: list[Tensor | None], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The packed copy, which lives with the first of the weights."""
-    copies: list[tuple[list[Tensor | None], Tensor, Tensor | None]] = vars(weights[0]).setdefault("packed", [])
-    parts = [*weights, *biases]
-    for known, weight, bias in copies:
-        if len(known) == len(parts) and all(a is b for a, b in zip(known[1:], parts[1:], strict=True)):
-            return weight, bias
-    # the first one is not held by its own attribute, or nothing would ever be freed
-    copies.append(([None, *parts[1:]], *_pack(weights, biases, dtype)))
-    return copies[-1][1:]
+    """The packed copy, which lives with the first of the weights, and with it the others, so that their ids stay theirs."""
+    copies = vars(weights[0]).setdefault("packed", {})
+    key = tuple(map(id, weights)) + tuple(map(id, biases))
+    if key not in copies:
+        copies[key] = (_pack(weights, biases, dtype), weights[1:], biases)
+    packed: tuple[Tensor, Tensor | None] = copies[key][0]
+    return packed
 
 
 def _pack(weights: list[Tensor], biases: list[Tensor | None], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

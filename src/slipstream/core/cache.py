@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from slipstream.compiled import freed
+from slipstream.core import look
 
 BUCKET = 64  # keys are read up to a multiple of this, never to capacity
 
@@ -103,7 +104,7 @@ class KVCache:
         first = self.prefix + after + self.lengths[:, None]
         self._slots, self._after = first + torch.arange(rows, device=self.lengths.device), after
         self.used = torch.arange(self.view, device=self.lengths.device)
-        uniform = self.lengths.device.type == "cpu" and bool((self.lengths == self.lengths[0]).all())
+        uniform = look.may_look(self.lengths) and bool((self.lengths == self.lengths[0]).all())
         self._start = int(self._slots[0, 0]) if uniform and rows else None
 
     def write(self, layer: int, key: Float[Tensor, "B heads R D"], value: Float[Tensor, "B heads R Dv"]) -> None:
@@ -145,7 +146,7 @@ class KVCache:
         width = self._slots.shape[1] if path is None else path.shape[1]
         if path is not None and self.keys is not None and self.values is not None:
             steps = torch.arange(width, device=path.device)
-            if path.device.type != "cpu" or bool(((path != steps) & (steps < count[:, None])).any()):
+            if not look.may_look(path) or bool(((path != steps) & (steps < count[:, None])).any()):
                 rows = torch.arange(len(path), device=path.device)[:, None]
                 source, goal = self._slots.gather(1, path), self._slots[:, :width]
                 for storage in (self.keys, self.values):  # path[j] >= j and the right side is a copy: safe in place

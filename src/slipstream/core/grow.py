@@ -18,6 +18,7 @@ from slipstream.core.tree import PAD, Tree
 
 Expand = Callable[[Int[Tensor, "B F"], Int[Tensor, "B F"]], tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]]
 Path = tuple[int, ...]
+CPU = torch.device("cpu")
 
 
 def backbone(root: Int[Tensor, " B"], ids: Int[Tensor, "B D K"]) -> Tree:
@@ -35,21 +36,19 @@ def static(root: Int[Tensor, " B"], paths: Sequence[Path], expand: Expand) -> Tr
         ValueError: a path is empty, repeated, or its parent is missing.
     """
     B, device = len(root), root.device
-    tokens, slots = [root[:, None]], [torch.zeros(1, dtype=torch.long)]
+    tokens, slots = [root[:, None]], [torch.zeros(1, dtype=torch.long, device=device)]
     frontier, origin = root[:, None], torch.zeros(B, 1, dtype=torch.long, device=device)
-    for level in static_levels(tuple(paths)):
+    for level in static_levels(tuple(paths), device):
         ids, _ = expand(frontier, origin)
-        if level.rank.max() >= ids.shape[-1]:
+        if level.ranks > ids.shape[-1]:
             raise ValueError(
-                f"the tree asks for {int(level.rank.max()) + 1} children a node and the drafter offers {ids.shape[-1]}: "
-                "narrow the tree"
+                f"the tree asks for {level.ranks} children a node and the drafter offers {ids.shape[-1]}: narrow the tree"
             )
-        kids = ids[:, level.under.to(device), level.rank.to(device)]
+        kids = ids[:, level.under, level.rank]
         tokens.append(kids)
         slots.append(level.parent)
-        grown = level.grown.to(device)
-        frontier, origin = kids[:, grown], level.under.to(device)[grown].expand(B, -1)
-    return Tree(torch.cat(tokens, 1), torch.cat(slots).to(device).expand(B, -1), len(tokens) - 1)
+        frontier, origin = kids[:, level.grown], level.under[level.grown].expand(B, -1)
+    return Tree(torch.cat(tokens, 1), torch.cat(slots).expand(B, -1), len(tokens) - 1)
 
 
 class Level(NamedTuple):
@@ -59,10 +58,11 @@ class Level(NamedTuple):
     under: Int[Tensor, " n"]  # index of the parent among the nodes that were expanded to make this level
     rank: Int[Tensor, " n"]
     grown: Int[Tensor, " g"]  # the nodes of this level that are expanded next
+    ranks: int  # children wanted of a node, at most
 
 
 @lru_cache
-def static_levels(paths: tuple[Path, ...]) -> tuple[Level, ...]:
+def static_levels(paths: tuple[Path, ...], device: torch.device = CPU) -> tuple[Level, ...]:
     """Index tensors of a static tree, level by level; slots are breadth-first, siblings by rank."""
     known = {(), *paths}
     if () in paths or len(set(paths)) != len(paths):
@@ -77,14 +77,16 @@ def static_levels(paths: tuple[Path, ...]) -> tuple[Level, ...]:
     expanded: list[Path] = [()]
     for depth in range(1, max(map(len, paths), default=0) + 1):
         here = [path for path in order if len(path) == depth]
-        levels.append(
-            Level(
-                torch.tensor([slot[path[:-1]] for path in here]),
-                torch.tensor([expanded.index(path[:-1]) for path in here]),
-                torch.tensor([path[-1] for path in here]),
-                torch.tensor([i for i, path in enumerate(here) if path in inner], dtype=torch.long),
+        parent, under, rank, grown = (
+            torch.tensor(column, dtype=torch.long, device=device)
+            for column in (
+                [slot[path[:-1]] for path in here],
+                [expanded.index(path[:-1]) for path in here],
+                [path[-1] for path in here],
+                [i for i, path in enumerate(here) if path in inner],
             )
         )
+        levels.append(Level(parent, under, rank, grown, ranks=1 + max(path[-1] for path in here)))
         expanded = [path for path in here if path in inner]
     return tuple(levels)
 

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from slipstream.core import look
+
 ROUNDS = 10
 MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
@@ -27,7 +29,7 @@ class Stream(IntEnum):
 
 def uniform(keys: Int[Tensor, "B 2"], stream: Stream, positions: Int[Tensor, " B"], n: int) -> Float[Tensor, "B n"]:
     """`n` float64 uniforms per row, odd multiples of 2⁻⁵³ and so never 0 or 1, keyed by (seed, row) and position."""
-    words = _words_numpy if positions.device.type == "cpu" else _words_torch
+    words = _words_numpy if look.may_look(positions) else _words_torch
     return ((words(keys, stream, positions, n) & (2**52 - 1)).double() + 0.5) * 2.0**-52
 
 

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from slipstream.core import look
 from slipstream.core.noise import Stream, gumbel, uniform
 
 SHORTLIST = 1024  # top-p looks at this many tokens before it sorts the vocabulary
@@ -159,7 +160,7 @@ class Sampler:
         c = self._columns
         limited = c.top_k > 0
         p = torch.where(c.top_p < 1, c.top_p + slack / 4, 2.0)  # scores that move by slack/2 move a set's mass by slack/4
-        for width in (SHORTLIST, self.vocab) if x.device.type == "cpu" else (self.vocab,):
+        for width in (SHORTLIST, self.vocab) if look.may_look(x) else (self.vocab,):
             top = x.topk(min(width, self.vocab)).values
             kth = torch.where(limited, top.gather(1, c.top_k.clamp(1, top.shape[-1]) - 1), -torch.inf)
             kept = top.masked_fill(top < kth, -torch.inf)
@@ -187,6 +188,11 @@ class Sampler:
     def greedy(self) -> bool:
         """All rows are at temperature 0; known without reading a tensor."""
         return self._greedy
+
+    @property
+    def remembers(self) -> bool:
+        """Some row's draws depend on what came before."""
+        return self._seen is not None or self._processed
 
     @property
     def temperature(self) -> Float[Tensor, "B 1"]:

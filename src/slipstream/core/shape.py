@@ -73,8 +73,7 @@ class Shape:
         levels = static_levels(paths)
         if not levels:
             raise ValueError(f"tree {name!r} has no nodes: plain decoding is the drafter 'vanilla'")
-        ranks = max(int(level.rank.max()) for level in levels)
-        return cls(name, paths, len(levels), 1 + len(paths), 0, 1 + ranks)
+        return cls(name, paths, len(levels), 1 + len(paths), 0, max(level.ranks for level in levels))
 
     @property
     def scratch(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from slipstream.core import look
 from slipstream.core.sampling import Sampler
 from slipstream.core.tree import Tree
 
@@ -114,7 +115,7 @@ def verify(
         child, drawn = law(tree, node, logits[rows, node], lengths + depth + 1, sampler)
         token = torch.where(alive, drawn, token)
         alive = alive & (child >= 0)
-        if depth == tree.depth or (device.type == "cpu" and not bool(alive.any())):  # a GPU walks on: no sync here
+        if depth == tree.depth or (look.may_look(alive) and not bool(alive.any())):
             break
         node = torch.where(alive, child, node)
         sampler.observe(tree.tokens[rows, node], alive)

@@ -1,7 +1,8 @@
 """The round: propose, check, keep, absorb. No drafter is named here."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -14,6 +15,7 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span, commit
 from slipstream.core.tree import Tree
 from slipstream.core.verify import Law, Verdict, coupled, verify
+from slipstream.decode.capture import Captured, Record, recorder, rounded
 from slipstream.targets.hf import Target
 
 CHUNK = 512  # prompt tokens per prefill pass: bounds the mask and the activations
@@ -49,13 +51,17 @@ class Decoder:
     sampler: Sampler
     law: Law
     seconds: Seconds
+    record: Record | None = None  # captures rounds, where they can be
+    _captured: Captured | None = None
 
     @classmethod
     def start(cls, target: Target, drafter: Drafter, sampler: Sampler, capacity: int, law: Law = coupled) -> "Decoder":
         """Room for `capacity` tokens a row beside the rows of a round."""
+        record = recorder(target) if law is coupled and not sampler.remembers else None  # others look at what they drew
+        capacity = rounded(capacity) if record else capacity
         cache = target.new_cache(len(sampler), capacity + drafter.rows, drafter.memory)
         state = drafter.start(len(sampler), capacity + drafter.rows, target.device)
-        return cls(target, drafter, cache, state, sampler, law, Seconds())
+        return cls(target, drafter, cache, state, sampler, law, Seconds(), record)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Span:
         """Read the prompts in chunks and draw each row's first token, which is the root of its first round."""
@@ -77,23 +83,41 @@ class Decoder:
     def step(self, limit: int) -> Span:
         """One round for every row, with guesses at most `limit` deep."""
         began = perf_counter()
+        if self.record is not None and limit >= self.drafter.depth:
+            return self._replay(self.record)
         tree = self.drafter.propose(self.state, self.sampler).clip(limit)
-        drafted = perf_counter()
+        self.seconds.draft += perf_counter() - began
+        return self._check(tree)
+
+    def _check(self, tree: Tree) -> Span:
+        """The target reads the tree, what agrees is kept, and the drafter absorbs it."""
+        began = perf_counter()
         out = self.target(tree, self.cache, self.drafter.taps)
         verdict = verify(tree, out.logits, self.cache.lengths, self.sampler, self.law)
         span = commit(tree, out, verdict, self.cache)
         committed = perf_counter()
         self.drafter.absorb(span, self.state)
         ended = perf_counter()
-        self.seconds.draft += (drafted - began) + (ended - committed)
+        self.seconds.draft += ended - committed
         self.seconds.verify += out.seconds
-        self.seconds.host += (committed - drafted) - out.seconds
+        self.seconds.host += (committed - began) - out.seconds
+        return span
+
+    def _replay(self, record: Record) -> Span:
+        """The same without a limit, captured. It is not told apart where its time goes: all counts as verification."""
+        began, before = perf_counter(), replace(self.seconds)
+        if self._captured is None:
+            propose = partial(self.drafter.propose, self.state, self.sampler)
+            self._captured = Captured(propose, self._check, self.cache, self.state, self.drafter.depth, record)
+        span: Span = self._captured.step()
+        span.count.tolist()  # wait for it
+        self.seconds = replace(before, verify=before.verify + perf_counter() - began)
         return span
 
     def select(self, rows: list[int]) -> None:
         """Go on with some of the rows."""
         self.cache, self.state = self.cache.select(rows), self.state.select(rows)
-        self.sampler = self.sampler.select(rows)
+        self.sampler, self._captured = self.sampler.select(rows), None
 
 
 def _chunks(

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from slipstream.core import look
 from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
@@ -59,13 +60,13 @@ class NGram(Drafter):
         assert isinstance(state, NGramState)
         end, length = self._match(state)
         found = length >= self.shortest
-        if found.device.type == "cpu" and not bool(found.any()):
-            return chain(state.root[:, None])  # a GPU drafts PAD instead: no sync, and one shape
+        if look.may_look(found) and not bool(found.any()):
+            return chain(state.root[:, None])
         return chain(self._continuation(state, end, found))
 
     def _match(self, state: NGramState) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
         """Where the best match ends, and how many tokens it has."""
-        view = int(state.length.max()) if state.text.device.type == "cpu" else state.text.shape[1]
+        view = int(state.length.max()) if look.may_look(state.length) else state.text.shape[1]
         text, slot = state.text[:, :view], torch.arange(view, device=state.text.device)
         run = (text == state.root[:, None]) & (slot < state.length[:, None])
         length = run.long()

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AttentionInterface, Cache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.compiled import compiled, freed
@@ -50,15 +49,19 @@ class _View(Cache):
     def __init__(self, cache: KVCache | LayerView) -> None:
         super().__init__(layers=[])
         self._cache = cache
-        self._stored = isinstance(cache, KVCache) and cache.keys is not None
+
+    @property
+    def stored(self) -> bool:
+        """Whether there is storage for keys and values; the pass that makes it is not compiled."""
+        return isinstance(self._cache, LayerView) or self._cache.keys is not None
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self._cache.write(layer_idx, key_states, value_states)
         return self._cache.read(layer_idx)
 
-    def of(self, layer: int) -> "_View | None":
-        """The same for one compiled layer; None in a pass that begins without storage."""
-        return _View(self._cache.layer(layer)) if self._stored and isinstance(self._cache, KVCache) else None
+    def of(self, layer: int) -> "_View":
+        """The same for one compiled layer."""
+        return _View(self._cache.layer(layer)) if isinstance(self._cache, KVCache) else self
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:  # positions are explicit: nothing may be derived from this
         return 0
@@ -76,16 +79,17 @@ class _Compiled:
         self.plain, self._compiled, self._layer = forward, compiled(forward, device), layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, Cache))
-        for i, x in enumerate(leaves):
-            if isinstance(x, Tensor):
-                freed(x, *range(x.dim()))
-            elif isinstance(x, _View):
-                leaves[i] = x.of(self._layer)
-                if leaves[i] is None:
-                    return self.plain(*args, **kwargs)
-        args, kwargs = tree_unflatten(leaves, structure)
-        return self._compiled(*args, **kwargs)
+        if any(isinstance(x, _View) and not x.stored for x in (*args, *kwargs.values())):
+            return self.plain(*args, **kwargs)
+        return self._compiled(*map(self._own, args), **{name: self._own(x) for name, x in kwargs.items()})
+
+    def _own(self, x: Any) -> Any:
+        """An argument as the graphs take it: of any size, and the cache as this layer's part of it."""
+        if isinstance(x, Tensor):
+            return freed(x, *range(x.dim()))
+        if isinstance(x, _View):
+            return x.of(self._layer)
+        return tuple(map(self._own, x)) if type(x) is tuple else x
 
 
 class Target:
@@ -98,7 +102,8 @@ class Target:
         name: what the user called it.
         compile: layers and LM head run as compiled graphs, but for the layers in a text's first pass, which makes the
             cache. On the CPU they keep a packed copy of the weights (bf16 ones as fp32 where it has no bf16), which must
-            not change afterwards. The model itself is changed: no other target may be made of it, nor a copy.
+            not change afterwards. The model itself is changed: no other target may be made of it, nor a copy. On a GPU
+            rounds are captured as well, as CUDA graphs (`decode.capture`).
 
     Raises:
         ValueError: the architecture cannot be served exactly (`check_supported`).
@@ -120,6 +125,7 @@ class Target:
             model.set_attn_implementation("eager")  # sdpa leaves the softcap out without a word
         self._hf_attention = self.config._attn_implementation
         self.compiles = compile
+        self.captures = compile and self.device.type == "cuda"
         self._stand_ins: list[tuple[Any, _Compiled]] = []
         if compile:
             parts = [*self._blocks, model.get_output_embeddings()]

@@ -1,0 +1,101 @@
+"""A round captured once and replayed: on a GPU hundreds of launches become two.
+
+A capture is the kernels of a function and the memory that each of them reads and writes. So what changes from round to
+round are tensors that stay where they are, and sizes are settled in advance: for caches as full as the next multiple of
+`SPAN`, until one is fuller.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from slipstream.core.cache import KVCache
+from slipstream.core.drafter import State
+from slipstream.targets.hf import Target
+
+SPAN = 256
+Made = TypeVar("Made")
+# runs a function without arguments: what it returns, which every replay fills anew, and the replay
+Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
+
+
+def cuda_graph(function: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
+    """A `Record` by a CUDA graph. The first run, outside of it, lets libraries and compilers set themselves up."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = function()
+    return made, graph.replay
+
+
+def recorder(target: Target) -> Record | None:
+    """How rounds with this target are captured, where they are."""
+    return cuda_graph if target.captures else None
+
+
+class Captured:
+    """The two halves of a round over the same rows.
+
+    Args:
+        propose: makes a tree.
+        check: reads it with the target, keeps what agrees and lets the drafter absorb it.
+        cache, state: all that the halves change, in place or by new tensors of the same shapes.
+        depth: of the trees.
+    """
+
+    def __init__(
+        self,
+        propose: Callable[[], Any],
+        check: Callable[[Any], Any],
+        cache: KVCache,
+        state: State,
+        depth: int,
+        record: Record,
+    ) -> None:
+        self.propose, self.check, self.cache, self.depth, self.record = propose, check, cache, depth, record
+        self.caches = [cache, *(value for value in vars(state).values() if isinstance(value, KVCache))]
+        self._places: list[tuple[Any, str]] = [(cache, "lengths") for cache in self.caches]
+        self._places += [(state, name) for name, value in vars(state).items() if isinstance(value, Tensor)]
+        self._until = -1  # the cache's bound that the captures are good for
+
+    def step(self) -> Any:
+        """One round: what `check` returns, filled anew by the next round."""
+        bound = self.cache.bound
+        if bound > self._until:
+            self._capture(rounded(bound))
+        self._propose()
+        self._check()
+        for cache in self.caches:
+            cache.settle([bound + self.depth + 1])
+        return self._made
+
+    def _capture(self, until: int) -> None:
+        self._until = until
+        before = [getattr(*place).clone() for place in self._places]
+        tree, self._propose = self.record(lambda: self._half(self.propose))
+        self._propose()  # a check reads the tree before it is captured
+        self._made, self._check = self.record(lambda: self._half(lambda: self.check(tree)))
+        for place, value in zip(self._places, before, strict=True):
+            getattr(*place).copy_(value)
+
+    def _half(self, half: Callable[[], Any]) -> Any:
+        """One half, at the sizes of full caches; what it made anew is put where the old was."""
+        for cache in self.caches:
+            cache.settle([self._until])
+        before = [getattr(*place) for place in self._places]
+        made = half()
+        for (owner, name), old in zip(self._places, before, strict=True):
+            old.copy_(getattr(owner, name))
+            setattr(owner, name, old)
+        return made
+
+
+def rounded(length: int) -> int:
+    """The least multiple of `SPAN` that is not below."""
+    return -(-length // SPAN) * SPAN

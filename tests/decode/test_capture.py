@@ -1,0 +1,79 @@
+"""Captured rounds, with a tape in place of a CUDA graph: the same operators, in order, on the same memory, no others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import tiny
+from slipstream.core import look
+from slipstream.core.sampling import Sampling, rows_of
+from slipstream.decode import capture
+from slipstream.decode import round as rounds
+from slipstream.decode.answer import Answer
+from slipstream.decode.generate import decode
+from slipstream.drafters.vanilla import Vanilla
+
+DRAFTERS = {name: make for name, make in tiny.DRAFTERS.items() if name not in ("oracle", "random, probes, memory")}
+PROMPTS = tiny.prompts(7, 13, 40)
+NEW = 40  # past two multiples of the span below
+
+
+class Tape(TorchDispatchMode):
+    """Records operators as they run; `replay` runs them again and fills the same tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        assert operator is not torch.ops.aten._local_scalar_dense.default, "a captured round looks at a value"
+        out = operator(*args, **(kwargs or {}))
+        self.calls.append((operator, args, kwargs or {}, out))
+        return out
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for operator, args, kwargs, out in self.calls:
+            for old, new in zip(tree_leaves(out), tree_leaves(operator(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@pytest.fixture
+def tapes(monkeypatch):
+    made: list[Tape] = []
+
+    def record(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        function()  # as outside of a CUDA graph
+        made.append(Tape())
+        with made[-1]:
+            return function(), made[-1].replay
+
+    monkeypatch.setattr(look, "may_look", lambda x: False)
+    monkeypatch.setattr(capture, "SPAN", 32)
+    monkeypatch.setattr(rounds, "recorder", lambda target: record)
+    return made
+
+
+def texts(target, drafter, prompts, rows) -> tiny.Texts:
+    answers = [Answer(target, NEW - 9 * i, frozenset(), ()) for i in range(len(prompts))]  # rows leave one by one
+    decode(target, drafter, prompts, rows, answers)
+    return [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=5)], ids=["T=0", "T=0.8"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_captured_rounds_say_what_plain_decoding_says(tapes, name, sampling, batch, monkeypatch):
+    """State that moves instead of staying put, a length or a choice that was baked in, a value that was looked at."""
+    target, rows = tiny.target("llama"), rows_of(sampling, batch)
+    drafter = DRAFTERS[name](target, [])
+    captured = texts(target, drafter, PROMPTS[:batch], rows)
+    expected_captures = 0 if drafter.law != "coupled" else 2
+    monkeypatch.undo()
+    assert captured == texts(target, Vanilla(), PROMPTS[:batch], rows)
+    assert len(tapes) >= expected_captures
