@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -110,3 +111,15 @@ def test_held_out_examples_are_not_trained_on(chat, data):
     train, held_out = hold_out(examples, 32)
     assert (len(train), len(held_out)) == (35, 5)
     assert not any(example in train for example in held_out)
+    marked = [replace(example, greedy=i % 3 == 0) for i, example in enumerate(examples)]
+    train, held_out = hold_out(marked, 32)
+    assert (len(train), len(held_out)) == (35, 5)
+    assert all(example.greedy for example in held_out)
+
+
+def test_an_answer_is_what_follows_the_first_question(chat, tmp_path):
+    """The question of a second turn, held against drafts as if the target had said it."""
+    turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
+    (example,) = load_examples([write(tmp_path / "a.jsonl", {"messages": turns})], chat, 64)
+    assert chat.tokenizer.decode(example.answer) == "b</s>"
+    assert example.prompt == chat.encode("a")

@@ -245,6 +245,26 @@ def test_the_rate_warms_up_and_falls_to_its_floor():
     assert optimizer.floor * optimizer.lr < rates[-1] < 1.05 * optimizer.floor * optimizer.lr
 
 
+@pytest.mark.parametrize("honest", [True, False])
+def test_greedy_answers_of_the_data_are_not_made_again(chat, tmp_path, honest):
+    """Time that answering takes; or a prediction along what another model said."""
+    questions = ["".join(chr(97 + (7 * i + j) % 26) for j in range(3 + i % 5)) for i in range(16)]
+    answers = generate(chat, questions, max_new_tokens=12, temperature=0.0)
+    path = tmp_path / "data.jsonl"
+    with path.open("w") as file:
+        for question, answer in zip(questions, answers if honest else reversed(answers), strict=True):
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer.text}]
+            about = {"temperature": 0, "finished": answer.finish == "eos"}
+            file.write(json.dumps({"messages": messages, **about}) + "\n")
+    trainer = Trainer(chat, recipe(str(path)), str(tmp_path / "run"))
+    trainer.prepare()
+    assert (trainer._known_answers() is not None) == honest
+    anew = Record.of(chat, [e.prompt for e in trainer._held_out], 12, ("final",))
+    assert anew.greedy_share(chat) == 1.0
+    if honest:
+        assert trainer.record.tokens[:, : anew.tokens.shape[1]].equal(anew.tokens)
+
+
 def test_a_record_ends_where_an_answer_ends(chat, data):
     """Tokens past the end of an answer that count as accepted."""
     from slipstream.train.data import load_examples

@@ -36,6 +36,12 @@ class Example:
         """What comes before the first token to learn: a conversation's first question."""
         return self.tokens[: max(self.loss.index(True), 1)]
 
+    @property
+    def answer(self) -> list[int]:
+        """The tokens after it that are learnt, up to the first one that is not."""
+        rest = self.loss[len(self.prompt) :]
+        return self.tokens[len(self.prompt) :][: rest.index(False) if False in rest else None]
+
 
 def load_examples(paths: Sequence[str], target: Target, max_length: int, limit: int | None = None) -> list[Example]:
     """Examples of all files, in order, cut at `max_length` tokens; `limit` takes rows evenly over each file.
@@ -196,7 +202,10 @@ def _reason(error: Exception) -> str:
 
 
 def hold_out(examples: Sequence[Example], count: int) -> tuple[list[Example], list[Example]]:
-    """(training examples, held-out examples): `count` of them, but at most an eighth, taken evenly."""
+    """(training examples, held-out examples): `count` of them, but at most an eighth, taken evenly; where there are plenty,
+    of the greedy ones, which the target need not answer anew."""
     count = min(count, len(examples) // 8)
-    out = {i * len(examples) // count for i in range(count)}
+    greedy = [i for i, example in enumerate(examples) if example.greedy]
+    among = greedy if len(greedy) >= 2 * count else range(len(examples))
+    out = {among[i * len(among) // count] for i in range(count)}
     return [e for i, e in enumerate(examples) if i not in out], [examples[i] for i in sorted(out)]

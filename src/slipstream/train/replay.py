@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -60,19 +61,36 @@ class Record:
             made = generate(target, some, "vanilla", max_new_tokens=new, temperature=temperature)
             answered += zip(made, rows_of(sampling, len(some)), strict=True)
         answered = [(answer, row) for answer, row in answered if len(answer.tokens) > 1]
-        rows = [answer.prompt + answer.tokens for answer, _ in answered]
-        starts = [len(answer.prompt) for answer, _ in answered]
-        if not rows:
+        if not answered:
             raise ValueError("every prompt is answered by the end token at once: give prompts that the target answers")
+        texts = [(answer.prompt, answer.tokens) for answer, _ in answered]
+        return cls.along(target, texts, taps, [row for _, row in answered])
+
+    @classmethod
+    def along(
+        cls,
+        target: Target,
+        texts: Sequence[tuple[list[int], list[int]]],
+        taps: tuple[str, ...],
+        sampling: list[Sampling] | None = None,
+    ) -> "Record":
+        """Of prompts and answers that the target gave before, by default at T = 0."""
+        rows = [prompt + answer for prompt, answer in texts]
         width = max(map(len, rows)) + 1  # past the longest, too, nothing matches
-        features = torch.cat(
-            [_padded(target.features(rows[i : i + batch], taps), width) for i in range(0, len(rows), batch)]
-        )
+        features = torch.cat([_padded(target.features([row], taps), width) for row in rows])
         tokens = torch.tensor([row + [-1] * (width - len(row)) for row in rows])
-        lengths = torch.tensor([len(row) for row in rows])
-        at = target.device
-        made_with = [row for _, row in answered]
-        return cls(tokens.to(at), torch.tensor(starts).to(at), lengths.to(at), features, made_with, target.vocab)
+        lengths, starts = torch.tensor([len(row) for row in rows]), torch.tensor([len(prompt) for prompt, _ in texts])
+        at, made_with = target.device, sampling or rows_of(Sampling(), len(rows))
+        return cls(tokens.to(at), starts.to(at), lengths.to(at), features, made_with, target.vocab)
+
+    @torch.inference_mode()
+    def greedy_share(self, target: Target) -> float:
+        """The share of the answers' tokens that are the target's likeliest. Features are "final" ones."""
+        right = total = 0
+        for tokens, start, end, features in zip(self.tokens, self.prompts, self.lengths, self.features, strict=True):
+            likeliest = F.linear(features[start - 1 : end - 1], target.ends.head, target.ends.bias).argmax(-1)
+            right, total = right + int((likeliest == tokens[start:end]).sum()), total + int(end - start)
+        return right / total
 
 
 @dataclass(frozen=True)
@@ -175,4 +193,4 @@ class Following(Shape):
 
 
 def _padded(features: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(features, (0, 0, 0, width - features.shape[1]))
+    return F.pad(features, (0, 0, 0, width - features.shape[1]))
