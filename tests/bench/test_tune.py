@@ -10,7 +10,7 @@ from slipstream.bench.cost import ROWS, cost_curve, pass_seconds, weight_bytes
 from slipstream.bench.draw import draw_costs, draw_tuned
 from slipstream.bench.report import cost_table, tuned_table
 from slipstream.bench.run import Tally, ledger
-from slipstream.bench.tune import RACERS, _rising, acceptance, reshaped, tune
+from slipstream.bench.tune import SIZES, _rising, acceptance, reshaped, tune
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span
@@ -69,12 +69,12 @@ def tuned(target, drafter):
 
 def test_what_is_chosen_wins_the_race_of_what_was_predicted_best(tuned):
     for found in tuned["temperatures"]:
-        timed = [entry for entry in found["candidates"] if "speedup" in entry]
-        assert len(timed) == min(RACERS, len(found["candidates"]))
-        assert found["chosen"] == timed[0]
-        assert found["chosen"]["speedup"] == max(entry["speedup"] for entry in timed[:2])
-        others = [entry["estimate"] for entry in found["candidates"] if entry not in timed]
-        assert min(entry["estimate"] for entry in timed) >= max(others, default=0.0)
+        raced = found["candidates"]
+        assert found["chosen"] == raced[0]
+        assert raced[0]["speedup"] == max(entry["speedup"] for entry in raced[:2])
+        predicted = sorted((size["estimate"] for seen in found["proposals"] for size in seen["budgets"]), reverse=True)
+        sizes = {(s["proposal"], e["nodes"], e["depth"]): e["estimate"] for s in found["proposals"] for e in s["budgets"]}
+        assert {sizes[e["proposal"], e["nodes"], e["depth"]] for e in raced} == set(predicted[:SIZES])
         assert Shape.parse(found["chosen"]["tree"]).nodes == found["chosen"]["nodes"]
         for seen in found["proposals"]:
             budgets = [size["nodes"] for size in seen["budgets"]]

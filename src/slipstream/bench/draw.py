@@ -27,7 +27,7 @@ def draw_tuned(report: dict[str, Any], path: str) -> None:
             for seen in found["proposals"]:
                 nodes, estimates = zip(*((size["nodes"], size["estimate"]) for size in seen["budgets"]), strict=True)
                 (line,) = ax.plot(nodes, estimates, linewidth=1, label=f"{seen['proposal']}, predicted")
-                timed = [e for e in found["candidates"] if "speedup" in e and e["proposal"] == seen["proposal"]]
+                timed = [entry for entry in found["candidates"] if entry["proposal"] == seen["proposal"]]
                 ups = [entry["speedup"] for entry in timed]
                 at = [entry["nodes"] for entry in timed]
                 ax.scatter(at, ups, s=14, color=line.get_color(), label=f"{seen['proposal']}, timed")

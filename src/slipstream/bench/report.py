@@ -143,7 +143,7 @@ def tuned_table(report: dict[str, Any], best: int = 8) -> Group:
         table = _table(
             title, "tree", "proposal", "nodes", "depth", "τ", "draft ms", "verify ms", "host ms", "tok/s", "× plain"
         )
-        for entry in [entry for entry in found["candidates"] if "speedup" in entry][:best]:
+        for entry in found["candidates"][:best]:
             name = entry["tree"] if len(entry["tree"]) < 24 else "optimal static"
             parts = (f"{entry[f'{part}_ms']:.1f}" for part in ("draft", "verify", "host"))
             shape = (entry["proposal"], str(entry["nodes"]), str(entry["depth"]), f"{entry['tau']:.2f}")

@@ -23,13 +23,12 @@ from slipstream.train.replay import Following, Record, predict
 
 BUDGETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 26, 32, 40, 48, 64)  # nodes, root included
 DEPTH, RANKS, WIDTH = 7, 10, 8
-CLOSE, NEAR = 0.9, 0.75  # shares of the best estimate: sizes that are also grown by confidence, and sizes looked at at all
-RACERS, ROUNDS = 12, 6  # trees that are timed, and rounds of each before the slower half is dropped
+SIZES, ROUNDS = 6, 5  # sizes looked at closely, and rounds of each of their trees before the slower half is dropped
 
 
 @dataclass(frozen=True)
 class Size:
-    """A budget and a depth, with the best static tree for them and its estimated speed-up over plain decoding."""
+    """Nodes and depth of the best static tree for a budget, and its estimated speed-up over plain decoding."""
 
     nodes: int
     depth: int
@@ -42,7 +41,7 @@ def tune(
     drafter: Eagle,
     prompts: Sequence[Sequence[int]],
     temperatures: Sequence[float] = (0.0, 1.0),
-    new: int = 64,
+    new: int = 48,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """The best tree and proposal at each temperature.
@@ -53,13 +52,13 @@ def tune(
 
     Returns:
         schema 1: `passes_ms` by rows, and for each temperature `plain`, `proposals`, each with `acceptance` by depth and
-        rank and the best static tree of all `budgets`, `candidates` with the τ that they would reach, best first, those
-        with `speedup` timed, and `chosen`, the first of them.
+        rank and the best static tree of all `budgets`, `candidates` with the τ that they would reach and the speed-up that
+        was timed, best first, and `chosen`, the first of them.
     """
     context = sum(map(len, prompts)) // len(prompts) + new // 2
     probe = min(prompts, key=len)  # read once for every tree that is timed
     progress("cost of a pass")
-    curve = _rising(pass_seconds(target, context=context))
+    curve = _rising(pass_seconds(target, context=context, repeats=3))
     timed = [Vanilla(), *(reshaped(drafter, tree) for tree in ("chain-1", f"chain-{DEPTH}"))]
     costs = Costs(curve, *Rounds(target, timed, probe).run(ROUNDS))
     reports: list[dict[str, Any]] = []
@@ -76,7 +75,7 @@ def tune(
             proposals.append({**seen, "budgets": [asdict(size) for size in best]})
         progress(f"T = {temperature:g}: drafts along the answers")
         candidates = _candidates(drafter, record, sizes, costs)
-        progress(f"T = {temperature:g}: a race of {min(RACERS, len(candidates))}")
+        progress(f"T = {temperature:g}: a race of {len(candidates)}")
         plain, candidates = _race(target, drafter, candidates, probe, temperature)
         about = {"temperature": temperature, "plain": plain, "proposals": proposals}
         reports.append({**about, "candidates": candidates, "chosen": candidates[0]})
@@ -122,37 +121,34 @@ def acceptance(drafter: Eagle, record: Record, proposal: str) -> list[list[float
 
 
 def _candidates(drafter: Eagle, record: Record, sizes: Sequence[tuple[str, Size]], costs: Costs) -> list[dict[str, Any]]:
-    """The trees of sizes whose estimate is near the best, with the τ that they reach along the record, best first."""
-    best = max(size.estimate for _, size in sizes)
-    named = [(proposal, size.tree) for proposal, size in sizes if size.estimate >= NEAR * best]
-    named += [(proposal, _grown(size)) for proposal, size in sizes if size.estimate >= CLOSE * best and size.depth > 1]
+    """The trees of the sizes with the best estimates, and the τ that they reach along the record."""
+    best = sorted(sizes, key=lambda named: -named[1].estimate)[:SIZES]
     found = []
-    for proposal, tree in named:
+    for proposal, tree in [(proposal, tree) for proposal, size in best for tree in _trees(size)]:
         made = reshaped(drafter, tree, proposal)
         tau = predict(made, record).tau
         about = {"tree": tree, "proposal": proposal, "nodes": made.rows, "depth": made.depth, "tau": round(tau, 4)}
         found.append({**about, "estimate": round(costs.speedup(tau, made.rows, made.depth), 4)})
-    return sorted(found, key=lambda candidate: -candidate["estimate"])
+    return found
 
 
 def _race(
     target: Target, drafter: Eagle, candidates: list[dict[str, Any]], probe: Sequence[int], temperature: float
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(plain decoding, candidates with the first of them timed): rounds of all, then of the better half, and so on."""
-    racers = candidates[:RACERS]
-    trees = [reshaped(drafter, racer["tree"], racer["proposal"]) for racer in racers]
+    """(plain decoding, the candidates, best first): rounds of all, then of the better half, and so on."""
+    trees = [reshaped(drafter, each["tree"], each["proposal"]) for each in candidates]
     rounds = Rounds(target, [Vanilla(), *trees], probe, temperature)
-    order, left = list(range(len(racers))), len(racers)
+    order, left = list(range(len(trees))), len(trees)
     while True:
         plain, *spent = rounds.run(ROUNDS, [0, *(1 + i for i in order[:left])])
-        speed = [racer["tau"] / cost.total for racer, cost in zip(racers, spent, strict=True)]
+        speed = [each["tau"] / cost.total for each, cost in zip(candidates, spent, strict=True)]
         order[:left] = sorted(order[:left], key=lambda i: -speed[i])
         if left <= 2:
             break
         left = (left + 1) // 2
-    for racer, cost in zip(racers, spent, strict=True):
-        racer |= _figures(racer["tau"], cost, plain)
-    return _figures(1.0, plain, plain), [racers[i] for i in order] + candidates[RACERS:]
+    for each, cost in zip(candidates, spent, strict=True):
+        each |= _figures(each["tau"], cost, plain)
+    return _figures(1.0, plain, plain), [candidates[i] for i in order]
 
 
 def reshaped(drafter: Eagle, tree: str | Shape, proposal: str = "top-k") -> Eagle:
@@ -171,15 +167,15 @@ def _sizes(rates: list[list[float]], costs: Costs) -> list[Size]:
             paths, tau = optimal_tree(rates[:depth], nodes)
             if paths and max(map(len, paths)) == depth:
                 tree = json.dumps(sorted(paths, key=lambda p: (len(p), p)))
-                found.append(Size(nodes, depth, tree, costs.speedup(tau, nodes, depth)))
+                found.append(Size(1 + len(paths), depth, tree, costs.speedup(tau, 1 + len(paths), depth)))
         sizes.append(max(found, key=lambda size: size.estimate))
-    return sizes
+    return list(dict.fromkeys(sizes))  # where nothing more is accepted, a larger budget is not spent
 
 
-def _grown(size: Size) -> str:
-    """The tree of that size that follows the drafter's confidence."""
+def _trees(size: Size) -> list[str]:
+    """Of that size: the best static one, and where that is another one, the one that follows the drafter's confidence."""
     width = min(WIDTH, size.nodes - 1)
-    return f"dynamic-{size.depth}x{width}x{min(size.nodes, 1 + width + (size.depth - 1) * width**2)}"
+    return [size.tree, f"dynamic-{size.depth}x{width}x{size.nodes}"] if size.depth > 1 else [size.tree]
 
 
 def _rising(seconds: dict[int, float]) -> dict[int, float]:
