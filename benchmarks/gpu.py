@@ -20,7 +20,7 @@ from slipstream.bench.cost import ROWS, pass_seconds, read_bandwidth, weight_byt
 from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.files import check_writable, write_json
-from slipstream.machine import heading
+from slipstream.machine import SCHEMA, heading
 from slipstream.targets import Target, load_target
 
 MODES = ("eager", "compiled", "captured")
@@ -81,7 +81,7 @@ def measure(mode: str, bandwidth: float) -> dict[str, Any]:
     spent = (plain.seconds.total - plain.seconds.prefill) / len(plain.rounds)
     speed = weight_bytes(target) / spent / 1e9
     about = {"mode": mode, "plain_tokens_per_second": round(1 / spent, 1), "gb_s": round(speed, 1)}
-    about |= {"share": round(speed / bandwidth, 3), "heading": heading(target)}
+    about |= {"share": round(speed / bandwidth, 3), **heading(target)}
     curve = {str(c): {str(n): round(s * 1e3, 4) for n, s in found.items()} for c, found in passes.items()}
     return {**about, "passes_ms": curve}
 
@@ -95,9 +95,6 @@ for mode in MODES if given.device == "cuda" else MODES[:2]:
     gc.collect()
     if given.device == "cuda":
         torch.cuda.empty_cache()
-about = results[0].pop("heading")
-for result in results[1:]:
-    result.pop("heading")
 
 table = Table("mode", "plain tok/s", "GB/s", "share", *(f"{n} rows" for n in ROWS))
 for result in results:
@@ -106,6 +103,6 @@ for result in results:
     table.add_row(result["mode"], *figures, *(f"{ms:.2f}" for ms in curve.values()))
 console.print(table)
 if given.json:
-    write_json(given.json, {**about, "bandwidth_gb_s": round(bandwidth, 1), "proved": proved, "results": results})
+    write_json(given.json, {"schema": SCHEMA, "bandwidth_gb_s": round(bandwidth, 1), "proved": proved, "results": results})
 if not all(entry["same"] for entry in proved):
     raise SystemExit(1)

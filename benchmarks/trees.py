@@ -8,7 +8,7 @@ timed, all trees in alternation.
 import argparse
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from slipstream.bench.cost import Rounds
 from slipstream.bench.questions import load_questions
@@ -53,7 +53,7 @@ probe = min((prompt for prompts in parts.values() for prompt in prompts), key=le
 plain, *costs = Rounds(target, [Vanilla(), *drafters.values()], probe, most=given.rounds).run(given.rounds)
 
 rows = []
-table = Table("tree", "nodes", "depth", *records, "τ", "draft ms", "verify ms", "host ms", "× plain")
+table = Table(Column("tree", min_width=20), "nodes", "depth", *records, "τ", "draft", "verify", "host ms", "× plain")
 for (tree, drafter), cost in zip(drafters.items(), costs, strict=True):
     found = {file: predict(drafter, record) for file, record in records.items()}
     rounds = sum(p.rounds for p in found.values())

@@ -16,6 +16,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 GRAPHS = 64  # of one function in a process: one row or more, one text or more, taps, every target and drafter
 PACKED_FOR = 8  # rows: oneDNN's layout for a few serves one as well as many
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
+_product: Any = torch.ops.mkldnn._linear_pointwise.default if HAS_ONEDNN else None
 HAS_BF16 = HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -89,10 +90,9 @@ def _packed_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]
     if dtype not in (torch.float32, torch.bfloat16) or (widened and x.numel() == x.shape[-1]):
         return torch.cat([F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)], -1)
     weight, bias = _kept(weights, biases, torch.float32 if widened else dtype)
-    product = torch.ops.mkldnn._linear_pointwise.default
     if widened:
-        return product(x.float(), weight, bias, "none", [], "").to(dtype)
-    return product(x, weight, bias, "none", [], "")
+        return _product(x.float(), weight, bias, "none", [], "").to(dtype)
+    return _product(x, weight, bias, "none", [], "")
 
 
 def _kept(weights: list[Tensor], biases: list[Tensor | None], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

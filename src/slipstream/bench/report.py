@@ -139,15 +139,14 @@ def tuned_table(report: dict[str, Any], best: int = 8) -> Group:
     """The best candidates at each temperature."""
     tables: list[Table | Text] = []
     for found in report["temperatures"]:
-        title = f"T = {found['temperature']:g}: plain {found['plain']['tokens_per_second']:.1f} tokens/s"
-        table = _table(
-            title, "tree", "proposal", "nodes", "depth", "τ", "draft ms", "verify ms", "host ms", "tok/s", "× plain"
-        )
+        title = f"T = {found['temperature']:g}: plain {found['plain']['tokens_per_second']:.1f} tokens/s; ms of a round"
+        table = _table(title, "tree", "proposal", "nodes", "τ", "draft", "verify", "host", "× plain")
+        table.columns[0].min_width = 18
         for entry in found["candidates"][:best]:
-            name = entry["tree"] if len(entry["tree"]) < 24 else "optimal static"
+            name = entry["tree"].replace(" ", "")
             parts = (f"{entry[f'{part}_ms']:.1f}" for part in ("draft", "verify", "host"))
-            shape = (entry["proposal"], str(entry["nodes"]), str(entry["depth"]), f"{entry['tau']:.2f}")
-            table.add_row(name, *shape, *parts, f"{entry['tokens_per_second']:.1f}", f"{entry['speedup']:.2f}")
+            shape = (entry["proposal"], str(entry["nodes"]), f"{entry['tau']:.2f}")
+            table.add_row(name if len(name) < 19 else "static", *shape, *parts, f"{entry['speedup']:.2f}")
         tables.append(table)
         if found["chosen"]["speedup"] < 1:
             tables.append(Text("no tree pays here: plain decoding (--drafter vanilla) is quicker", "yellow"))

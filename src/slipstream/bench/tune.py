@@ -23,12 +23,12 @@ from slipstream.train.replay import Following, Record, predict
 
 BUDGETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 26, 32, 40, 48, 64)  # nodes, root included
 DEPTH, RANKS, WIDTH = 7, 10, 8
-SIZES, ROUNDS = 6, 5  # sizes looked at closely, and rounds of each of their trees before the slower half is dropped
+SIZES, ROUNDS = 4, 5  # sizes looked at closely, and rounds of each of their trees before the slower half is dropped
 
 
 @dataclass(frozen=True)
 class Size:
-    """Nodes and depth of the best static tree for a budget, and its estimated speed-up over plain decoding."""
+    """A budget and a depth, with the best static tree for them and its estimated speed-up over plain decoding."""
 
     nodes: int
     depth: int
@@ -41,7 +41,7 @@ def tune(
     drafter: Eagle,
     prompts: Sequence[Sequence[int]],
     temperatures: Sequence[float] = (0.0, 1.0),
-    new: int = 48,
+    new: int = 40,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """The best tree and proposal at each temperature.
@@ -165,11 +165,11 @@ def _sizes(rates: list[list[float]], costs: Costs) -> list[Size]:
         found = []
         for depth in range(1, min(DEPTH, nodes - 1) + 1):
             paths, tau = optimal_tree(rates[:depth], nodes)
-            if paths and max(map(len, paths)) == depth:
+            if len(paths) == nodes - 1 and max(map(len, paths)) == depth:  # spends all and goes as deep
                 tree = json.dumps(sorted(paths, key=lambda p: (len(p), p)))
-                found.append(Size(1 + len(paths), depth, tree, costs.speedup(tau, 1 + len(paths), depth)))
-        sizes.append(max(found, key=lambda size: size.estimate))
-    return list(dict.fromkeys(sizes))  # where nothing more is accepted, a larger budget is not spent
+                found.append(Size(nodes, depth, tree, costs.speedup(tau, nodes, depth)))
+        sizes += sorted(found, key=lambda size: -size.estimate)[:1]
+    return sizes
 
 
 def _trees(size: Size) -> list[str]:
