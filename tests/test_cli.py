@@ -15,7 +15,7 @@ from slipstream import cli
 from slipstream.decode.generate import LAWS
 
 COMMANDS = ("demo", "generate", "bench", "certify")
-MAKING = ("train", "synthesize", "regenerate", "import", "export", "parity")
+MAKING = ("tune", "train", "synthesize", "regenerate", "import", "export", "parity")
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,28 @@ def test_bench_and_certify_write_json_and_print_a_table(run, tiny_options, quest
     assert code == 0
     assert "certified" in out
     assert json.loads(path.read_text())["certified"] is True
+
+
+def test_what_was_measured_is_kept_for_each_machine(run, model, tmp_path, monkeypatch):
+    """One machine's or precision's costs in the place of another's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path, plot = tmp_path / "slipstream" / "costs.json", tmp_path / "costs.svg"
+    path.parent.mkdir()
+    path.write_text('{"another machine": {"a model": {"passes": []}}}')
+    code, out, _ = run("tune", "--measure", "--target", model, "--dtype", "float64", "--plot", str(plot))
+    assert code == 0
+    assert "rows" in out
+    (_, others), (place, here) = json.loads(path.read_text()).items()
+    assert others == {"a model": {"passes": []}}
+    assert place.endswith("float64")
+    assert here[model]["passes"]
+    assert "<svg" in plot.read_text()
+
+
+def test_only_trees_are_tuned(run, model, questions):
+    code, _, err = run("tune", "--target", model, "--drafter", "ngram", "--questions", questions)
+    assert code == 2
+    assert "'ngram' grows no trees" in err
 
 
 def test_certify_fails_where_a_token_is_not_explained(run, tiny_options, questions, monkeypatch):

@@ -18,7 +18,7 @@ def evenly(rows: Sequence[T], limit: int | None) -> list[T]:
 
 
 def cache_home() -> Path:
-    """The user's cache: converted models, cached features."""
+    """The user's cache: converted models, cached features, what was tuned and measured here."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
@@ -66,3 +66,13 @@ def write_json(path: str, data: dict[str, Any]) -> None:
     """Results, whole or not at all. Raises ValueError where they cannot be written."""
     with replacing(path) as file:
         file.write(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+def update_json(path: Path, key: str, entries: dict[str, Any]) -> None:
+    """Put entries under a key of a file of results, whose others stay. Raises ValueError where it cannot be written."""
+    try:
+        known = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    check_writable(str(path))
+    write_json(str(path), {**known, key: known.get(key, {}) | entries})

@@ -138,17 +138,15 @@ def _race(
     """(plain decoding, the candidates, best first): rounds of all, then of the better half, and so on."""
     trees = [reshaped(drafter, each["tree"], each["proposal"]) for each in candidates]
     rounds = Rounds(target, [Vanilla(), *trees], probe, temperature)
-    order, left = list(range(len(trees))), len(trees)
-    while True:
-        plain, *spent = rounds.run(ROUNDS, [0, *(1 + i for i in order[:left])])
-        speed = [each["tau"] / cost.total for each, cost in zip(candidates, spent, strict=True)]
-        order[:left] = sorted(order[:left], key=lambda i: -speed[i])
-        if left <= 2:
-            break
-        left = (left + 1) // 2
-    for each, cost in zip(candidates, spent, strict=True):
-        each |= _figures(each["tau"], cost, plain)
-    return _figures(1.0, plain, plain), [candidates[i] for i in order]
+    racing, ended = list(range(len(trees))), list[int]()
+    while racing:
+        plain, *spent = rounds.run(ROUNDS, [0, *(1 + i for i in racing)])
+        for i in racing:  # against plain rounds of the same minutes
+            candidates[i] |= _figures(candidates[i]["tau"], spent[i], plain)
+        racing.sort(key=lambda i: -candidates[i]["speedup"])
+        left = (len(racing) + 1) // 2 if len(racing) > 2 else 0
+        racing, ended = racing[:left], racing[left:] + ended
+    return _figures(1.0, plain, plain), [candidates[i] for i in ended]
 
 
 def reshaped(drafter: Eagle, tree: str | Shape, proposal: str = "top-k") -> Eagle:

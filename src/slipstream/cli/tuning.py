@@ -48,7 +48,7 @@ def tune(
     from slipstream.drafters import load_drafter
     from slipstream.drafters.eagle import Eagle
     from slipstream.drafters.store import find_drafter, save_tuned
-    from slipstream.files import check_writable, evenly, write_json
+    from slipstream.files import cache_home, check_writable, evenly, update_json, write_json
 
     check_writable(plot, json_path)
     asked = evenly(load_questions(questions), limit)
@@ -66,7 +66,10 @@ def tune(
     if plot is not None:
         (draw.draw_costs if measure else draw.draw_tuned)(report, plot)
     out.print((cost_table if measure else tuned_table)(report))
-    if not measure:
+    if measure:
+        kept = cache_home() / "costs.json"
+        update_json(kept, loaded.ends.place, {loaded.name: report})
+    else:
         chosen = {found["temperature"]: found["chosen"] for found in report["temperatures"]}
         kept = save_tuned(find_drafter(drafter.partition(":")[0], loaded.ends), loaded.ends.place, chosen)
-        err.print(f"kept in {kept}", style="dim")
+    err.print(f"kept in {kept}", style="dim")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from slipstream.core.drafter import Ends
-from slipstream.files import cache_home, check_writable, write_json
+from slipstream.files import cache_home, update_json
 
 VERSION = 1
 SHIPPING = ("eagle",)  # methods whose weights ship, for some targets
@@ -111,13 +111,7 @@ def read_tuned(directory: str | Path, place: str, temperature: float) -> dict[st
 def save_tuned(directory: str | Path, place: str, chosen: dict[float, dict[str, Any]]) -> Path:
     """Keep what `tune` chose, by temperature. Raises ValueError where it cannot be written."""
     path = _tuned(directory)
-    try:
-        known = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        known = {}
-    check_writable(str(path))
-    here = known.get(place, {}) | {_heat(temperature): entry for temperature, entry in chosen.items()}
-    write_json(str(path), {**known, place: here})
+    update_json(path, place, {_heat(temperature): entry for temperature, entry in chosen.items()})
     return path
 
 
