@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
 
 import tiny
 from slipstream import cli
+from slipstream.bench import cost
 from slipstream.decode.generate import LAWS
 
 COMMANDS = ("demo", "generate", "bench", "certify")
@@ -97,6 +100,7 @@ def test_bench_and_certify_write_json_and_print_a_table(run, tiny_options, quest
 def test_what_was_measured_is_kept_for_each_machine(run, model, tmp_path, monkeypatch):
     """One machine's or precision's costs in the place of another's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cost, "cost_curve", partial(cost.cost_curve, contexts=(16,), batches=(1,)))
     path, plot = tmp_path / "slipstream" / "costs.json", tmp_path / "costs.svg"
     path.parent.mkdir()
     path.write_text('{"another machine": {"a model": {"passes": []}}}')
@@ -212,8 +216,11 @@ def test_ctrl_c_is_one_line_and_130(model, questions, tmp_path):
         [sys.executable, "-m", "slipstream", *words], stderr=subprocess.PIPE, text=True, env=os.environ
     )
     time.sleep(8)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    for patience in (15, 15, 60):  # on a busy machine the first may come among imports, some of which swallow it
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            _, err = process.communicate(timeout=patience)
+            break
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "stopped" in err

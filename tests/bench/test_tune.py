@@ -64,7 +64,7 @@ def test_ranks_are_those_of_drafts_from_every_position(target, drafter, proposal
 
 @pytest.fixture(scope="module")
 def tuned(target, drafter):
-    return tune(target, drafter, tiny.prompts(5, 7, 9), new=12)
+    return tune(target, drafter, tiny.prompts(5, 7), new=8)
 
 
 def test_what_is_chosen_wins_the_race_of_what_was_predicted_best(tuned):

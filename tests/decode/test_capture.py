@@ -19,7 +19,7 @@ from slipstream.drafters.vanilla import Vanilla
 
 DRAFTERS = {name: make for name, make in tiny.DRAFTERS.items() if name not in ("oracle", "random, probes, memory")}
 PROMPTS = tiny.prompts(7, 13, 40)
-NEW = 40  # past two multiples of the span below
+NEW = 30  # past a multiple of the span below
 
 
 class Tape(TorchDispatchMode):
@@ -60,20 +60,20 @@ def tapes(monkeypatch):
 
 
 def texts(target, drafter, prompts, rows) -> tiny.Texts:
-    answers = [Answer(target, NEW - 9 * i, frozenset(), ()) for i in range(len(prompts))]  # rows leave one by one
+    answers = [Answer(target, NEW - 8 * i, frozenset(), ()) for i in range(len(prompts))]  # rows leave one by one
     decode(target, drafter, prompts, rows, answers)
     return [answer.tokens for answer in answers]
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=5)], ids=["T=0", "T=0.8"])
+@pytest.mark.parametrize(
+    ("batch", "sampling"), [(1, Sampling()), (3, Sampling(temperature=0.8, top_p=0.9, seed=5))], ids=["T=0", "T=0.8"]
+)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_captured_rounds_say_what_plain_decoding_says(tapes, name, sampling, batch, monkeypatch):
     """State that moves instead of staying put, a length or a choice that was baked in, a value that was looked at."""
     target, rows = tiny.target("llama"), rows_of(sampling, batch)
     drafter = DRAFTERS[name](target, [])
     captured = texts(target, drafter, PROMPTS[:batch], rows)
-    expected_captures = 0 if drafter.law != "coupled" else 2
     monkeypatch.undo()
     assert captured == texts(target, Vanilla(), PROMPTS[:batch], rows)
-    assert len(tapes) >= expected_captures
+    assert len(tapes) > 2  # two halves, more than once

@@ -1,6 +1,6 @@
 """tune: the tree that pays most on this machine, from what rounds cost and what would be accepted. Nothing is decoded.
 
-First the optimal static tree of every node budget and depth (`optimal_tree`), from acceptance by depth and rank along the
+First the optimal static tree of every node budget and depth (`optimal_trees`), from acceptance by depth and rank along the
 target's own texts; with the measured cost of rows and of draft steps that says which sizes are worth a closer look. These,
 grown statically and by confidence, are then drafted along the same texts for their τ, and the best of them raced.
 """
@@ -13,7 +13,7 @@ from statistics import mean
 from typing import Any
 
 from slipstream.bench.cost import RoundCost, Rounds, pass_seconds
-from slipstream.core.optimal import optimal_tree
+from slipstream.core.optimal import optimal_trees
 from slipstream.core.shape import Shape
 from slipstream.drafters.eagle import Eagle
 from slipstream.drafters.vanilla import Vanilla
@@ -158,16 +158,14 @@ def reshaped(drafter: Eagle, tree: str | Shape, proposal: str = "top-k") -> Eagl
 
 def _sizes(rates: list[list[float]], costs: Costs) -> list[Size]:
     """The best static tree of each budget."""
-    sizes = []
-    for nodes in BUDGETS:
-        found = []
-        for depth in range(1, min(DEPTH, nodes - 1) + 1):
-            paths, tau = optimal_tree(rates[:depth], nodes)
+    best: dict[int, Size] = {}
+    for depth in range(1, DEPTH + 1):
+        for nodes, (paths, tau) in optimal_trees(rates[:depth], BUDGETS).items():
             if len(paths) == nodes - 1 and max(map(len, paths)) == depth:  # spends all and goes as deep
                 tree = json.dumps(sorted(paths, key=lambda p: (len(p), p)))
-                found.append(Size(nodes, depth, tree, costs.speedup(tau, nodes, depth)))
-        sizes += sorted(found, key=lambda size: -size.estimate)[:1]
-    return sizes
+                size = Size(nodes, depth, tree, costs.speedup(tau, nodes, depth))
+                best[nodes] = max(best.get(nodes, size), size, key=lambda size: size.estimate)
+    return [best[nodes] for nodes in sorted(best)]
 
 
 def _trees(size: Size) -> list[str]:

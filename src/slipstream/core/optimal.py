@@ -1,12 +1,12 @@
-"""The best static tree for a node budget, from acceptance by depth and rank (Sequoia §3.1, dynamic programming)."""
+"""The best static tree for each node budget, from acceptance by depth and rank (Sequoia §3.1, dynamic programming)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from slipstream.core.grow import Path
 
 
-def optimal_tree(acceptance: Sequence[Sequence[float]], nodes: int) -> tuple[list[Path], float]:
-    """(paths, expected tokens a pass) of the tree of at most `nodes` nodes, root included, that is accepted furthest.
+def optimal_trees(acceptance: Sequence[Sequence[float]], budgets: Sequence[int]) -> dict[int, tuple[list[Path], float]]:
+    """(paths, expected tokens a pass) of the tree that is accepted furthest, for each budget of nodes, root included.
 
     Args:
         acceptance: [d][r], the chance that the token after an accepted node of depth d is the drafter's r-th candidate.
@@ -15,6 +15,7 @@ def optimal_tree(acceptance: Sequence[Sequence[float]], nodes: int) -> tuple[lis
     A subtree of n nodes whose root stands at depth d is worth 1 + the best way to share n − 1 nodes among its children:
     the child of rank r adds acceptance[d][r] times its own subtree's worth. O(depth · ranks · nodes²).
     """
+    nodes = max(budgets)
     worth = [0.0] + [1.0] * nodes  # of a subtree of n nodes at the deepest level: nothing below its root is ever drafted
     shares: list[list[list[int]]] = []  # [depth][rank][n]: nodes that the child of this rank gets of n still to share
     for rates in reversed(acceptance):
@@ -32,15 +33,13 @@ def optimal_tree(acceptance: Sequence[Sequence[float]], nodes: int) -> tuple[lis
         shares.append(chosen[::-1])
         worth = [0.0] + [1.0 + rest[n - 1] for n in range(1, nodes + 1)]
     shares.reverse()
-    paths: list[Path] = []
 
-    def spend(path: Path, n: int) -> None:
+    def spent(path: Path, n: int) -> Iterator[Path]:
         if len(path) < len(shares):
             for rank, share in enumerate(shares[len(path)]):
                 if given := share[n]:
-                    paths.append((*path, rank))
-                    spend((*path, rank), given - 1)
+                    yield (*path, rank)
+                    yield from spent((*path, rank), given - 1)
                     n -= given
 
-    spend((), nodes - 1)
-    return paths, worth[nodes]
+    return {budget: (list(spent((), budget - 1)), worth[budget]) for budget in budgets}
