@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -213,14 +212,20 @@ def test_ctrl_c_is_one_line_and_130(model, questions, tmp_path):
         file.writelines('{"turns": ["abc"]}\n' for _ in range(10_000))
     words = ["bench", "--target", model, "--dtype", "float64", "--questions", questions, "--json", str(kept)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "slipstream", *words], stderr=subprocess.PIPE, text=True, env=os.environ
+        [sys.executable, "-m", "slipstream", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # tests in the background inherit that it is ignored
     )
     time.sleep(8)
-    for patience in (15, 15, 60):  # on a busy machine the first may come among imports, some of which swallow it
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            _, err = process.communicate(timeout=patience)
-            break
+    process.send_signal(signal.SIGINT)
+    try:
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "stopped" in err
