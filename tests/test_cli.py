@@ -211,15 +211,9 @@ def test_ctrl_c_is_one_line_and_130(model, questions, tmp_path):
     with open(questions, "a") as file:
         file.writelines('{"turns": ["abc"]}\n' for _ in range(10_000))
     words = ["bench", "--target", model, "--dtype", "float64", "--questions", questions, "--json", str(kept)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "slipstream", *words],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # tests in the background inherit that it is ignored
-    )
+    # tests that run in the background inherit an ignored interrupt
+    start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import slipstream.cli as c; c.main()"
+    process = subprocess.Popen([sys.executable, "-c", start, *words], stderr=subprocess.PIPE, text=True, env=os.environ)
     time.sleep(8)
     process.send_signal(signal.SIGINT)
     try:
