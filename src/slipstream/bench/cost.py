@@ -81,7 +81,7 @@ class Rounds:
         self._decoders, self._seen = [], [list[tuple[float, float, float]]() for _ in drafters]
         for drafter in drafters:
             sampler = Sampler([Sampling(temperature)], [prompt], target.vocab, target.device)
-            room = min(len(prompt) + (most + 1) * (1 + drafter.depth), target.window)
+            room = len(prompt) + (most + 1) * (1 + drafter.depth)
             self._decoders.append(Decoder.start(target, drafter, sampler, room))
             self._decoders[-1].prefill([prompt])
             self._step(self._decoders[-1])  # not counted: buffers are made

@@ -1,4 +1,4 @@
-"""tune: the tree that pays most on this machine, from what rounds cost and what would be accepted. Nothing is decoded.
+"""tune: the tree that pays most on this machine, from what rounds cost and what would be accepted.
 
 First the optimal static tree of every node budget and depth (`optimal_trees`), from acceptance by depth and rank along the
 target's own texts; with the measured cost of rows and of draft steps that says which sizes are worth a closer look. These,

@@ -118,7 +118,8 @@ class Trainer:
 
     def _known_answers(self) -> Record | None:
         """The held-out texts of the data themselves, where they are marked as the target's greedy answers, and are."""
-        if not all(example.greedy for example in self._held_out):
+        drafted = all(len(example.answer) > 1 for example in self._held_out)  # the first token is the target's own
+        if not (drafted and all(example.greedy for example in self._held_out)):
             return None
         texts = [(e.prompt, e.answer[: self.recipe.data.held_out_tokens]) for e in self._held_out]
         record = Record.along(self.target, texts, EagleObjective.taps)
