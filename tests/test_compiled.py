@@ -1,24 +1,39 @@
 """Products with packed weights, which compiled passes use on the CPU, are those of plain ones."""
 
+from functools import partial
+
 import pytest
 import torch
-import torch.nn.functional as F
+from torch import nn
 
-from slipstream.compiled import HAS_BF16
+from slipstream.compiled import HAS_BF16, freed, packing
 
 
-@pytest.mark.parametrize("rows", [1, 2, 9])
+class Layers(nn.Module):
+    """Three linear layers of one input, side by side, the second without a bias."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, n, bias=n != 16, dtype=dtype) for n in (64, 16, 24))
+        self.requires_grad_(False)
+
+    def forward(self, x, n):
+        return [layer(x) for layer in self.layers[:n]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_linear_layers_side_by_side(dtype, rows):
-    """Weights in the wrong order, a bias that is left out, or a copy that was packed for other neighbours."""
-    make = torch.Generator().manual_seed(rows)
-    x, *weights = (torch.randn(n, 32, generator=make).to(dtype) for n in (rows, 64, 16, 24))
-    biases = [torch.randn(64, generator=make).to(dtype), None, torch.randn(24, generator=make).to(dtype)]
-    plain = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    for n in (3, 1, 3):  # all of them, and the first one alone
-        packed = torch.ops.slipstream.packed_linear(x[None], weights[:n], biases[:n])[0]
-        for ours, theirs in zip(packed.split([len(w) for w in weights[:n]], -1), plain, strict=False):
-            tolerance = {torch.float64: 0.0, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
-            assert torch.allclose(ours, theirs, rtol=0, atol=tolerance)
-    read_plain = dtype == torch.float64 or (dtype == torch.bfloat16 and not HAS_BF16 and rows == 1)
-    assert len(getattr(weights[0], "packed", [])) == (0 if read_plain else 2)
+def test_linear_layers_side_by_side(dtype):
+    """Weights in the wrong order, a bias that is left out, a copy that was packed for other neighbours or modules."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    backend = partial(packing, then=lambda module, inputs: module)
+    made = torch.compile(Layers.forward, backend=backend)
+    modules, tolerance = [Layers(dtype), Layers(dtype)], {torch.float64: 0.0, torch.float32: 1e-5, torch.bfloat16: 0.05}
+    for rows in (1, 2, 9):
+        x = torch.randn(1, rows, 32).to(dtype)
+        for module in modules:
+            for n in (3, 1, 3):  # all of them, and the first one alone
+                for ours, theirs in zip(made(module, freed(x), n), module(x, n), strict=True):
+                    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance[dtype])
+        read_plain = dtype == torch.float64 or (dtype == torch.bfloat16 and not HAS_BF16 and rows == 1)
+        assert [len(getattr(m.layers[0].weight, "packed", [])) for m in modules] == [0 if read_plain else 2] * 2
