@@ -10,15 +10,17 @@ from slipstream.compiled import HAS_BF16, freed, packing
 
 
 class Layers(nn.Module):
-    """Three linear layers of one input, side by side, the second without a bias."""
+    """Three linear layers of one input, side by side, the second without a bias; and one of what the last of them says."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(32, n, bias=n != 16, dtype=dtype) for n in (64, 16, 24))
+        self.after = nn.Linear(24, 8, dtype=dtype)
         self.requires_grad_(False)
 
     def forward(self, x, n):
-        return [layer(x) for layer in self.layers[:n]]
+        said = [layer(x) for layer in self.layers[:n]]
+        return [*said, self.after(said[-1])] if n == 3 else said
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

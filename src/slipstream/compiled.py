@@ -122,7 +122,9 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], dtype: torch.dtype) -> "_Packe
         out = out if dtype == plain.dtype else graph.call_method("to", (out, plain.dtype))
         parts = graph.call_function(torch.split, (out, sizes, -1))
         for i, node in enumerate(nodes):
-            node.replace_all_uses_with(graph.call_function(getitem, (parts, i)))
+            part = graph.call_function(getitem, (parts, i))
+            part.meta["example_value"] = node.meta["example_value"]
+            node.replace_all_uses_with(part)
     for node in nodes:
         graph.erase_node(node)
     return packed
