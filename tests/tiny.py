@@ -1,10 +1,13 @@
 """Tiny float64 models of every family, with weights so large that their laws are far from uniform, and a tokenizer."""
 
+import io
+import json
 import os
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import cache
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -31,7 +34,10 @@ from transformers import (
 
 from slipstream.core.drafter import Drafter
 from slipstream.core.tree import chain
-from slipstream.drafters.eagle import Eagle, EagleHead, config_for
+from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
+from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
+from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
+from slipstream.drafters.heads import Head, block_taps, layer_sizes
 from slipstream.drafters.ngram import NGram
 from slipstream.drafters.random_drafter import RandomDrafter
 from slipstream.drafters.tree_oracle import TreeOracle
@@ -134,13 +140,45 @@ def random_drafter(target: Target, sampled: bool = False) -> RandomDrafter:
     return RandomDrafter(target.vocab, width=4, probes=noise(2, target.config.hidden_size), memory=memory, sampled=sampled)
 
 
+def scrambled(head: Head) -> Any:
+    """Random float64 weights, so large that a law is not uniform."""
+    generator = torch.Generator().manual_seed(1)
+    for p in head.double().parameters():
+        p.data.copy_((1.0 if p.dim() == 1 else 0.3) * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return head
+
+
 def eagle(target: Target, tree: str = "fig9", proposal: str = "top-k", vocab: int | None = None) -> Eagle:
     """A random head; `vocab` trims its candidates to the lowest ids."""
-    head = EagleHead(config_for(target.ends)).double()
-    generator = torch.Generator().manual_seed(1)
-    for p in head.parameters():
-        p.data.copy_((1.0 if p.dim() == 1 else 0.3) * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    head = scrambled(EagleHead(EagleConfig(**layer_sizes(target.ends))))
     return Eagle(head, target.ends, None if vocab is None else torch.arange(vocab), tree, proposal)
+
+
+def eagle3(target: Target, tree: str = "fig9", proposal: str = "top-k", vocab: int | None = None) -> Eagle3:
+    """The same of EAGLE-3."""
+    taps = block_taps(target.config.num_hidden_layers)
+    head = scrambled(Eagle3Head(Eagle3Config(**layer_sizes(target.ends), taps=taps, draft_vocab_size=vocab or VOCAB)))
+    return Eagle3(head, target.ends, None if vocab is None else torch.arange(vocab), tree, proposal)
+
+
+def fasteagle(target: Target, tree: str = "backbone-3x4", proposal: str = "top-k", vocab: int | None = None) -> FastEagle:
+    """The same of FastEagle, three layers deep."""
+    taps = ("input of block 0", "input of block 1", "final")
+    head = scrambled(FastEagleHead(FastEagleConfig(**layer_sizes(target.ends), taps=taps, depth=3)))
+    return FastEagle(head, target.ends, None if vocab is None else torch.arange(vocab), tree, proposal)
+
+
+def drafted(text: list[int], at: int, trace: io.StringIO) -> Iterator[tuple[list[int], list[int], list[int]]]:
+    """(text up to the root, path to a node below it, its children) for every inner node of every round of a trace. The
+    answer in `text` begins `at`."""
+    for line in map(json.loads, trace.getvalue().splitlines()):
+        tokens, parents = line["tokens"], line["parents"]
+        for parent in sorted(set(parents)):
+            path, slot = list[int](), parent
+            while slot:
+                path, slot = [tokens[slot], *path], parents[slot]
+            yield text[: at + 1], path, [tokens[i] for i in range(1, len(tokens)) if parents[i] == parent]
+        at += len(line["accepted"])
 
 
 Texts = list[list[int]]
@@ -154,4 +192,11 @@ DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
     "eagle, dynamic": lambda target, texts: eagle(target, "dynamic-3x4x14"),
     "eagle, best-first, noise": lambda target, texts: eagle(target, "best-first-3x10", "noise"),
     "eagle, sampled": lambda target, texts: eagle(target, "[[0],[1],[2],[0,0],[1,0],[1,1],[1,0,0]]", "sampled"),
+    "eagle3, dynamic": lambda target, texts: eagle3(target, "dynamic-3x4x14", vocab=40),
+    "eagle3, noise": lambda target, texts: eagle3(target, proposal="noise"),
+    "eagle3, sampled": lambda target, texts: eagle3(target, "fig9", "sampled"),
+    "fasteagle": lambda target, texts: fasteagle(target),
+    "fasteagle, chain": lambda target, texts: fasteagle(target, "chain-2", vocab=40),
+    "fasteagle, best-first, noise": lambda target, texts: fasteagle(target, "best-first-3x10", "noise"),
+    "fasteagle, sampled": lambda target, texts: fasteagle(target, "[[0],[1],[2],[0,0],[1,0],[1,1],[1,0,0]]", "sampled"),
 }

@@ -31,6 +31,15 @@ def drafter(target):
     return tiny.eagle(target)
 
 
+def test_a_cascade_is_followed_as_deep_as_it_drafts(target):
+    """Every depth's law is known at once, and says nothing of the draft before it."""
+    cascade = tiny.fasteagle(target)
+    record = Record.of(target, tiny.prompts(5, 9), 12, cascade.taps)
+    rates = acceptance(cascade, record, "top-k")
+    assert len(rates) == cascade.deepest == 3
+    assert all(0 < sum(row) <= 1 for row in rates)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("proposal", ["top-k", "noise"])
 def test_ranks_are_those_of_drafts_from_every_position(target, drafter, proposal, temperature):

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core.grow import backbone, best_first, dynamic, static
+from slipstream.core.grow import dynamic, static
+from slipstream.core.shape import Shape
 from slipstream.core.tree import PAD
 
 FIG9 = [
@@ -29,11 +30,22 @@ def paths_of(tree, b=0):
     return paths[1:]
 
 
+def independent(ids, log_q=None):
+    """Draft steps of which each says the same of all paths."""
+    levels = iter(zip(ids.unbind(1), (torch.zeros(ids.shape) if log_q is None else log_q).unbind(1), strict=True))
+
+    def expand(frontier, origin):
+        return tuple(x[:, None].expand(-1, frontier.shape[1], -1) for x in next(levels))
+
+    return expand
+
+
 @pytest.mark.parametrize(("D", "K"), [(1, 1), (3, 1), (1, 4), (4, 3)])
 def test_backbone_hangs_every_level_under_the_first_of_the_last(D, K):
     """Siblings under the wrong level, or (K = 1) a chain that starts to branch."""
     ids = 10 + torch.arange(2 * D * K).view(2, D, K)
-    tree = backbone(torch.tensor([1, 2]), ids)
+    tree = Shape.parse(f"backbone-{D}x{K}").grow(torch.tensor([1, 2]), independent(ids))
+    assert tree.is_chain == (K == 1)
     assert tree.depth == tree.layout().depths.max() == D
     for b in range(2):
         spine = ids[b, :, 0].tolist()
@@ -147,7 +159,7 @@ def test_best_first_keeps_the_most_probable_of_all_paths(seed, D, K, budget):
     g = torch.Generator().manual_seed(seed)
     ids = torch.rand(2, D, 9, generator=g).argsort(-1)[..., :K]
     log_q = torch.rand(2, D, K, generator=g).log()
-    tree = best_first(torch.tensor([1, 2]), ids, log_q, budget)
+    tree = Shape.parse(f"best-first-{D}x{budget}").grow(torch.tensor([1, 2]), independent(ids, log_q))
     for b in range(2):
         levels = [dict(zip(ids[b, d].tolist(), log_q[b, d].tolist(), strict=True)) for d in range(D)]
         score = {

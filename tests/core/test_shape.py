@@ -36,7 +36,7 @@ def test_a_chain_is_a_chain():
 
 
 @pytest.mark.parametrize(
-    "name", ["fig9", "chain-3", "dynamic-3x4x14", "best-first-3x9", "[[0],[1],[2],[0,0],[2,0],[2,0,0]]"]
+    "name", ["fig9", "chain-3", "backbone-3x4", "dynamic-3x4x14", "best-first-3x9", "[[0],[1],[2],[0,0],[2,0],[2,0,0]]"]
 )
 def test_what_a_shape_says_of_its_tree_is_true(name):
     """Caches too small for the rows that come."""

@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+from jaxtyping import config
 from transformers import LlamaConfig
 
 import tiny
@@ -39,8 +40,22 @@ NEW = 24
 PROMPTS = tiny.prompts(11, 5, 19, 7, 13, 17, 55, 9)  # the longest answer runs past a bucket of the cache
 BATCHES = {1: slice(4, 5), 3: slice(5, 8), 8: slice(0, 8)}
 
+# every family with ragged prompts; alone and in a full batch with plain, sliding and learned positions
+GRID = [
+    (family, batch) for family in tiny.FAMILIES for batch in BATCHES if batch == 3 or family in ("llama", "qwen2", "gpt2")
+]
+
 every_family = pytest.mark.parametrize("family", tiny.FAMILIES)
 every_drafter = pytest.mark.parametrize("name", tiny.DRAFTERS)
+
+
+@pytest.fixture(autouse=True)
+def checked(request):
+    """Shapes and types, which take three quarters of the time to check, are checked in one family."""
+    family = getattr(request.node, "callspec", None) and request.node.callspec.params.get("family")
+    config.update("jaxtyping_disable", family not in (None, "llama"))
+    yield
+    config.update("jaxtyping_disable", False)
 
 
 def run(
@@ -69,10 +84,9 @@ def texts_of(family: str, sampling: str) -> tiny.Texts:
     return [prompt + answer for prompt, answer in zip(PROMPTS, plain(family, sampling), strict=True)]
 
 
-@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @every_drafter
-@every_family
+@pytest.mark.parametrize(("family", "batch"), GRID)
 def test_the_text_is_that_of_plain_decoding(family, name, sampling, batch):
     """Any error in masks, positions, compaction, histories, noise keys or raggedness: one of them changes a token."""
     target, some = tiny.target(family), BATCHES[batch]
@@ -148,8 +162,12 @@ def test_multi_round_is_reproducible_by_seed():
         (coupled, lambda target: tiny.eagle(target, "dynamic-2x3x8", "noise", vocab=5)),
         (multi_round, lambda target: tiny.eagle(target, "[[0],[1],[2],[0,0],[1,0]]", "sampled", vocab=5)),
         (multi_round, lambda target: tiny.eagle(target, "[[0],[1],[2],[0,0],[1,0]]", vocab=5)),
+        (coupled, lambda target: tiny.fasteagle(target, "backbone-2x3", "noise", vocab=5)),
+        (multi_round, lambda target: tiny.fasteagle(target, "[[0],[1],[2],[0,0],[1,0]]", "sampled", vocab=5)),
     ],
-    ids=["coupled", "random", "sampled", "fixed", "eagle, noise", "eagle, sampled", "eagle, top-k"],
+    ids=["coupled", "random", "sampled", "fixed"]
+    + [f"eagle, {proposal}" for proposal in ("noise", "sampled", "top-k")]
+    + [f"fasteagle, {proposal}" for proposal in ("noise", "sampled")],
 )
 def test_three_tokens_follow_the_targets_law(law, drafter):
     """Siblings judged against the wrong residual, or draws that share their noise: text from another distribution."""

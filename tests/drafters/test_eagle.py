@@ -1,7 +1,6 @@
 """EAGLE drafts what its formulas say. A wrong mask or position changes no text, only the drafts: here it shows."""
 
 import io
-import json
 import math
 
 import pytest
@@ -14,52 +13,49 @@ from slipstream.core.tree import chain
 from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.drafters.eagle import Eagle
+from slipstream.drafters.eagle3 import Eagle3Head
+from slipstream.drafters.recursive import RecursiveDrafter
 from slipstream.drafters.store import save_drafter
 
 PROMPTS = tiny.prompts(9, 4, 14)
 
 
-def naive(drafter: Eagle, target, text: list[int], path: list[int]) -> torch.Tensor:
+def naive(drafter: RecursiveDrafter, target, text: list[int], path: list[int]) -> torch.Tensor:
     """Log q of the token after `text + path`, text read with the target's features, path with guessed ones. No cache."""
-    head, H = drafter.head, drafter.head.config.hidden_size
-    out = target(chain(torch.tensor([text])), target.new_cache(1, len(text)), ("final",))
-    features = out.features[0, :-1]  # f of all but the root
+    head = drafter.head
+    out = target(chain(torch.tensor([text])), target.new_cache(1, len(text)), drafter.taps)
+    hidden = out.features[0, :-1]  # of all but the root
+    if isinstance(head, Eagle3Head):
+        hidden = hidden @ head.fc.weight.T
     tokens = text[1:]
     for token in [*path, None]:
         n = len(tokens)
         mask = torch.ones(n, n, dtype=torch.bool).tril()[None, None]
         embedded = target.ends.embed(torch.tensor([tokens]))
-        said = head(embedded, features[None], torch.arange(n)[None], lambda k, v, mask=mask: (k, v, mask))
-        if token is None:
-            logits = said[0, -1] @ target.ends.head.T
-            return logits[drafter.vocab].log_softmax(-1)
-        tokens, features = [*tokens, token], torch.cat([features, said[0, -1:]])
-    raise AssertionError(H)
+        said = head(embedded, hidden[None], torch.arange(n)[None], lambda k, v, mask=mask: (k, v, mask))[0, -1]
+        if token is not None:
+            tokens, hidden = [*tokens, token], torch.cat([hidden, said[None]])
+    if isinstance(head, Eagle3Head):
+        normed = said / (said.pow(2).mean() + head.config.rms_norm_eps).sqrt() * head.norm.weight
+        return (normed @ head.lm_head.weight.T).log_softmax(-1)
+    return (said @ target.ends.head.T)[drafter.vocab].log_softmax(-1)
 
 
+@pytest.mark.parametrize("make", [tiny.eagle, tiny.eagle3])
 @pytest.mark.parametrize("tree", ["fig9", "chain-3", "dynamic-3x4x14", "best-first-3x10"])
 @pytest.mark.parametrize("vocab", [None, 40])
-def test_every_drafted_child_is_among_the_likeliest_of_its_path(tree, vocab):
+def test_every_drafted_child_is_among_the_likeliest_of_its_path(make, tree, vocab):
     """A tree row that reads a cousin, a position off by one, a cache that keeps what was rejected, a feature lost."""
     target, trace = tiny.target("llama"), io.StringIO()
-    drafter = tiny.eagle(target, tree, vocab=vocab)
-    answers = [generate(target, p, drafter, max_new_tokens=12, temperature=0.0, trace=trace) for p in PROMPTS[:1]]
-    checked, text = 0, PROMPTS[0] + answers[0].tokens
-    at = len(PROMPTS[0])
-    for line in map(json.loads, trace.getvalue().splitlines()):
-        tokens, parents = line["tokens"], line["parents"]
-        for parent in set(parents):
-            path, slot = [], parent
-            while slot:
-                path, slot = [tokens[slot], *path], parents[slot]
-            kids = [tokens[i] for i in range(1, len(tokens)) if parents[i] == parent]
-            log_q = naive(drafter, target, text[: at + 1], path)
-            best = drafter.vocab[log_q.topk(len(kids)).indices].tolist()
-            if not tree.startswith(("dynamic", "best")):
-                assert kids == best
-            assert set(kids) == set(best)  # a dynamic tree keeps the likeliest children of a node, too
-            checked += 1
-        at += len(line["accepted"])
+    drafter = make(target, tree, vocab=vocab)
+    answer = generate(target, PROMPTS[0], drafter, max_new_tokens=12, temperature=0.0, trace=trace)
+    checked = 0
+    for text, path, kids in tiny.drafted(PROMPTS[0] + answer.tokens, len(PROMPTS[0]), trace):
+        best = drafter.vocab[naive(drafter, target, text, path).topk(len(kids)).indices].tolist()
+        if not tree.startswith(("dynamic", "best")):
+            assert kids == best
+        assert set(kids) == set(best)  # a dynamic tree keeps the likeliest children of a node, too
+        checked += 1
     assert checked > 20
 
 

@@ -1,4 +1,4 @@
-"""EAGLE's objective trains the very computation that drafting runs."""
+"""Objectives train the very computation that drafting runs."""
 
 import pytest
 import torch
@@ -7,7 +7,15 @@ import tiny
 from slipstream.core.span import Span
 from slipstream.drafters.layers import attend_cache
 from slipstream.train.data import Example
-from slipstream.train.eagle import Batch, EagleObjective, Unrolled, coverage, frequent
+from slipstream.train.objective import (
+    Batch,
+    Eagle3Objective,
+    EagleObjective,
+    FastEagleObjective,
+    Unrolled,
+    coverage,
+    frequent,
+)
 from slipstream.train.recipe import Loss
 
 
@@ -36,10 +44,76 @@ def test_unrolled_steps_are_the_steps_of_a_draft(drafter):
         hidden = state.hidden[:, None]
         assert torch.allclose(hidden[0, 0], steps[0][0, root - 1])
         for j in range(1, depth):
-            attend, _ = attend_cache(state.cache, 0, 1, j - 1)
+            [attend], _ = attend_cache(state.cache, 1, j - 1)
             at = torch.tensor([[root + j - 1]])
             hidden = drafter.head(target.ends.embed(text[:, root + j][:, None]), hidden, at, attend)
             assert torch.allclose(hidden[0, 0], steps[j][0, root + j - 1]), (root, j)
+
+
+def test_layers_of_a_cascade_are_the_steps_of_a_draft():
+    """A layer that learns another token than the one it drafts, or reads what drafting will not have."""
+    target, T = tiny.target("llama"), 9
+    drafter = tiny.fasteagle(target)
+    objective = FastEagleObjective(drafter.head, target.ends, None)
+    text = torch.tensor(tiny.prompts(T + 1))
+    features = target.features(text.tolist(), drafter.taps)[:, :-1]
+    steps = list(objective.steps(target.ends.embed(text[:, 1:]), features, Loss()))
+    assert len(steps) == 3
+    for root in range(1, T + 1):
+        cache, count = target.new_cache(1, T + 1), torch.tensor([root])
+        cache.keep(None, count)
+        state = drafter.start(1, T + 1, target.device)
+        drafter.absorb(Span(text[:, :root], text[:, 1 : root + 1], 0 * count, count, cache, features[:, :root]), state)
+        for j, step in enumerate(steps):
+            if root - 1 + j < T:
+                torch.testing.assert_close(step[0, root - 1 + j], state.hidden[0, j])
+
+
+@pytest.mark.parametrize("decay", [0.8, 1 / 0.9])
+def test_the_loss_of_a_cascade_is_the_papers(decay):
+    """FastEagle §2.3, eq. 3 to 6, but for the means over the width: depth j of row i against the state j tokens on."""
+    target = tiny.target("llama")
+    head = tiny.fasteagle(target).head.float()
+    example = Example(tiny.prompts(9)[0], [False] * 4 + [True] * 5)
+    features = target.features([example.tokens], head.config.taps).float()
+    objective = FastEagleObjective(head, target.ends, None)
+    batch, settings = Batch.collate([example], [features[0]], "cpu"), Loss(feature=1.0, token=0.1, noise=0.0, decay=decay)
+    loss, agreed = objective(batch, settings, torch.Generator())
+    mask, V = torch.ones(7, 7, dtype=torch.bool).tril()[None, None], target.ends.head.float()
+    embedded = target.ends.embed(torch.tensor([example.tokens[1:-1]])).float()
+    said = head(embedded, features[:, :7], torch.arange(7)[None], [lambda k, v: (k, v, mask)] * 3)[0]
+    f, expected = features[0, :, -32:], 0.0
+    for i in range(7):
+        for j in range(3):
+            if i + j < 7 and example.loss[i + j + 2]:  # layer j of row i says f_{i+j+1}, which predicts t_{i+j+2}
+                p, q = ((x @ V.T).log_softmax(-1) for x in (f[i + j + 1], said[i, j]))
+                feature = torch.nn.functional.smooth_l1_loss(said[i, j], f[i + j + 1])
+                expected += decay**j * (feature - 0.1 * (p.exp() * q).sum())
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    assert 0 <= int(agreed) <= 5
+
+
+def test_eagle3s_loss_is_the_cross_entropy_of_its_own_steps():
+    """Training-time test: step j reads what step j − 1 said, over the draft vocabulary, weighted by 0.8^j."""
+    target = tiny.target("llama")
+    drafter = tiny.eagle3(target, "chain-2", vocab=40)
+    head, vocab = drafter.head.float(), torch.arange(40)
+    example = Example(tiny.prompts(9)[0], [False] * 4 + [True] * 5)
+    objective = Eagle3Objective(head, target.ends, vocab)
+    features = target.features([example.tokens], (*drafter.taps, "final")).float()
+    batch = Batch.collate([example], [features[0]], "cpu")
+    loss, _ = objective(batch, Loss(feature=0.0, token=1.0, noise=0.0, unroll=2), torch.Generator())
+    unrolled, hidden = Unrolled(7, features.device), head.fuse(features[:, :7, :-32])
+    embedded, expected = target.ends.embed(torch.tensor([example.tokens[1:-1]])).float(), 0.0
+    for j in range(2):
+        said = head(embedded, hidden, unrolled.positions, unrolled.step)
+        for i in range(j, 7):
+            if example.loss[i + 2]:
+                p = (features[0, i + 1, -32:] @ target.ends.head.float()[:40].T).log_softmax(-1)
+                q = head.lm_head(head.norm(said[0, i])).log_softmax(-1)
+                expected -= 0.8**j * (p.exp() * q).sum()
+        hidden = torch.cat([hidden[:, :1], said[:, :-1]], 1)
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_loss_is_the_papers(drafter):
@@ -101,11 +175,26 @@ def test_the_draft_vocabulary_is_what_is_said_most():
     assert frequent(examples, 0, 64) is None
 
 
+@pytest.mark.parametrize("make", [tiny.eagle3, tiny.fasteagle])
+def test_the_scales_of_taps_are_folded_into_the_drafter(make):
+    target, text = tiny.target("llama"), torch.tensor(tiny.prompts(6))
+    drafter, gains = make(target, "chain-3"), torch.tensor([7.0, 0.5, 3.0, 2.0])
+    f, embedded = target.features(text.tolist(), drafter.taps).float(), target.ends.embed(text).float()
+    kind = {tiny.eagle3: Eagle3Objective, tiny.fasteagle: FastEagleObjective}[make]
+    objective = kind(drafter.head.float(), target.ends, None, gains)
+    made = kind(objective.drafter("chain-3", torch.float64).head.float(), target.ends, None)
+    scaled = f * gains[1:].repeat_interleave(32)
+    said, again = (
+        list(o.steps(e, x, Loss(unroll=2))) for o, e, x in ((objective, 7 * embedded, scaled), (made, embedded, f))
+    )
+    torch.testing.assert_close(said, again, rtol=1e-3, atol=1e-3)
+
+
 def test_the_scale_of_embeddings_is_folded_into_the_drafter(drafter):
     """A head that is trained on scaled embeddings and drafts with plain ones."""
     target, text = tiny.target("llama"), torch.tensor(tiny.prompts(6))
     f, embedded = target.features(text.tolist(), ("final",)).float(), target.ends.embed(text).float()
-    objective = EagleObjective(drafter.head.float(), target.ends, None, gain=7.0)
+    objective = EagleObjective(drafter.head.float(), target.ends, None, torch.tensor([7.0, 1.0]))
     made = objective.drafter("chain-3", torch.float64).head.float()
     said = [
         head(x, f, u.positions, u.step)

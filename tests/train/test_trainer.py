@@ -26,12 +26,16 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def recipe(data: str, **schedule) -> Recipe:
+every_method = pytest.mark.parametrize("method", ["eagle", "eagle3", "fasteagle"])
+
+
+def recipe(data: str, method: str = "eagle", **schedule) -> Recipe:
     settings = {"batch_tokens": 64, "evaluate_every": 5, "save_every": 4, "epochs": 1.0} | schedule
     return load_recipe(
         None,
         data={"files": [data], "max_length": 40, "held_out_tokens": 16},
-        head={"draft_vocab": 40, "tree": "[[0],[1],[0,0],[1,0]]"},
+        method=method,
+        head={"draft_vocab": 40, "tree": "[[0],[1],[0,0],[1,0]]", "depth": 3},
         schedule=settings,
         loss={"unroll": 2},
     )
@@ -69,21 +73,23 @@ def same(a, b) -> bool:
     return weights and logs[0] == logs[1] and all(torch.equal(drafters[0][n], drafters[1][n]) for n in drafters[0])
 
 
-def test_a_run_leaves_a_drafter_that_decodes(chat, data, tmp_path):
-    progress = train(chat, recipe(data, epochs=2.0), tmp_path / "run")
+@every_method
+def test_a_run_leaves_a_drafter_that_decodes(chat, data, tmp_path, method):
+    progress = train(chat, recipe(data, method, epochs=2.0), tmp_path / "run")
     drafter = load_drafter(str(tmp_path / "run"), chat.ends)
     answer = generate(chat, "abcabc", drafter, max_new_tokens=12, temperature=0.0)
     assert answer.tokens == generate(chat, "abcabc", max_new_tokens=12, temperature=0.0).tokens
     about = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert about["target"]["fingerprint"] == chat.fingerprint
+    assert (about["method"], about["target"]["fingerprint"]) == (method, chat.fingerprint)
     assert about["training"]["predicted"]["tau"] == pytest.approx(progress.best, abs=1e-4)
     assert progress.history[0]["trained"] == 0 < progress.history[-1]["trained"]
     assert progress.history[-1]["loss"] > 0
 
 
-def test_predicted_tau_is_decoded_tau(chat, data, tmp_path):
+@every_method
+def test_predicted_tau_is_decoded_tau(chat, data, tmp_path, method):
     """A prediction that drafts with other masks, counts other tokens or walks otherwise than decoding does."""
-    settings = recipe(data)
+    settings = recipe(data, method)
     trainer = Trainer(chat, settings, str(tmp_path / "run"))
     trainer.prepare()
     trainer.run()
@@ -94,7 +100,7 @@ def test_predicted_tau_is_decoded_tau(chat, data, tmp_path):
     rounds = [r for answer in answers for r in answer.rounds]
     assert predicted.tau == pytest.approx(mean_accepted_length(rounds))
     assert predicted.rounds == len(rounds)
-    assert predicted.tau > 1.05  # something was accepted
+    assert predicted.tau > 1  # something was accepted
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(chat, data, tmp_path):

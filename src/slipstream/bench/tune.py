@@ -15,14 +15,14 @@ from typing import Any
 from slipstream.bench.cost import RoundCost, Rounds, pass_seconds
 from slipstream.core.optimal import optimal_trees
 from slipstream.core.shape import Shape
-from slipstream.drafters.eagle import Eagle
+from slipstream.drafters.heads import HeadDrafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.machine import heading
 from slipstream.targets.hf import Target
 from slipstream.train.replay import Following, Record, predict
 
 BUDGETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 26, 32, 40, 48, 64)  # nodes, root included
-DEPTH, RANKS, WIDTH = 7, 10, 8
+DEPTH, RANKS, WIDTH = 7, 10, 8  # at most
 SIZES, ROUNDS = 4, 5  # sizes looked at closely, and rounds of each of their trees before the slower half is dropped
 
 
@@ -38,7 +38,7 @@ class Size:
 
 def tune(
     target: Target,
-    drafter: Eagle,
+    drafter: HeadDrafter,
     prompts: Sequence[Sequence[int]],
     temperatures: Sequence[float] = (0.0, 1.0),
     new: int = 40,
@@ -59,8 +59,9 @@ def tune(
     probe = min(prompts, key=len)  # read once for every tree that is timed
     progress("cost of a pass")
     curve = _rising(pass_seconds(target, context=context, repeats=3))
-    timed = [Vanilla(), *(reshaped(drafter, tree) for tree in ("chain-1", f"chain-{DEPTH}"))]
-    costs = Costs(curve, *Rounds(target, timed, probe).run(ROUNDS))
+    depth = _deepest(drafter)
+    timed = [Vanilla(), *(reshaped(drafter, tree) for tree in ("chain-1", f"chain-{depth}"))]
+    costs = Costs(depth, curve, *Rounds(target, timed, probe).run(ROUNDS))
     reports: list[dict[str, Any]] = []
     for temperature in temperatures:
         progress(f"T = {temperature:g}: the target answers")
@@ -90,8 +91,9 @@ def tune(
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of passes by rows, and of rounds without a drafter and with chains of 1 and of `DEPTH`."""
+    """Seconds of passes by rows, and of rounds without a drafter and with chains of 1 and of `depth`."""
 
+    depth: int
     passes: dict[int, float]
     plain: RoundCost
     short: RoundCost
@@ -99,7 +101,7 @@ class Costs:
 
     @property
     def step(self) -> float:
-        return max(0.0, (self.long.draft - self.short.draft) / (DEPTH - 1))
+        return max(0.0, (self.long.draft - self.short.draft) / max(1, self.depth - 1))
 
     def speedup(self, tau: float, nodes: int, depth: int) -> float:
         """Over plain decoding, of a tree of that size, which need not have been timed."""
@@ -113,14 +115,16 @@ class Costs:
         return self.passes[below] + share * (self.passes[above] - self.passes[below])
 
 
-def acceptance(drafter: Eagle, record: Record, proposal: str) -> list[list[float]]:
+def acceptance(drafter: HeadDrafter, record: Record, proposal: str) -> list[list[float]]:
     """[d][r]: how often the token after an accepted node of depth d is the r-th candidate, along the record."""
-    follow = Following.along(record, DEPTH, min(RANKS, len(drafter.vocab)))
+    follow = Following.along(record, _deepest(drafter), min(RANKS, len(drafter.vocab)))
     predict(reshaped(drafter, follow, proposal), record)
     return follow.acceptance()
 
 
-def _candidates(drafter: Eagle, record: Record, sizes: Sequence[tuple[str, Size]], costs: Costs) -> list[dict[str, Any]]:
+def _candidates(
+    drafter: HeadDrafter, record: Record, sizes: Sequence[tuple[str, Size]], costs: Costs
+) -> list[dict[str, Any]]:
     """The trees of the sizes with the best estimates, and the τ that they reach along the record."""
     best = sorted(sizes, key=lambda named: -named[1].estimate)[:SIZES]
     found = []
@@ -133,7 +137,7 @@ def _candidates(drafter: Eagle, record: Record, sizes: Sequence[tuple[str, Size]
 
 
 def _race(
-    target: Target, drafter: Eagle, candidates: list[dict[str, Any]], probe: Sequence[int], temperature: float
+    target: Target, drafter: HeadDrafter, candidates: list[dict[str, Any]], probe: Sequence[int], temperature: float
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(plain decoding, the candidates, best first): rounds of all, then of the better half, and so on."""
     trees = [reshaped(drafter, each["tree"], each["proposal"]) for each in candidates]
@@ -149,17 +153,21 @@ def _race(
     return _figures(1.0, plain, plain), [candidates[i] for i in ended]
 
 
-def reshaped(drafter: Eagle, tree: str | Shape, proposal: str = "top-k") -> Eagle:
+def reshaped(drafter: HeadDrafter, tree: str | Shape, proposal: str = "top-k") -> HeadDrafter:
     """The same head with another tree."""
     made = copy(drafter)
     made.grow_as(tree, proposal)
     return made
 
 
+def _deepest(drafter: HeadDrafter) -> int:
+    return min(DEPTH, drafter.deepest or DEPTH)
+
+
 def _sizes(rates: list[list[float]], costs: Costs) -> list[Size]:
     """The best static tree of each budget."""
     best: dict[int, Size] = {}
-    for depth in range(1, DEPTH + 1):
+    for depth in range(1, len(rates) + 1):
         for nodes, (paths, tau) in optimal_trees(rates[:depth], BUDGETS).items():
             if len(paths) == nodes - 1 and max(map(len, paths)) == depth:  # spends all and goes as deep
                 tree = json.dumps(sorted(paths, key=lambda p: (len(p), p)))

@@ -32,7 +32,7 @@ from slipstream.cli.common import (
     )
 )
 def train(
-    method: Annotated[str, typer.Argument(help="eagle")],
+    method: Annotated[str, typer.Argument(help="eagle, eagle3 or fasteagle")],
     overrides: Annotated[list[str], typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = [],  # noqa: B006
     data: Annotated[list[str], typer.Option(help="JSONL or .txt, gzipped or not; repeatable")] = [],  # noqa: B006
     directory: Annotated[
@@ -159,31 +159,34 @@ def regenerate(
 
 @app.command("import", epilog=examples("import ./EAGLE-LLaMA3-8B --target ./llama3-8b --out drafters/llama3-eagle"))
 def import_(
-    source: Annotated[str, typer.Argument(metavar="DIR", help="a public EAGLE-1/2 checkpoint")],
+    source: Annotated[str, typer.Argument(metavar="DIR", help="a checkpoint of EAGLE, EAGLE-3 or speculators")],
     directory: Annotated[str, typer.Option("--out", metavar="DIR", help="the drafter directory to write")],
     target: TargetName = "smollm2",
     tree: Annotated[str, typer.Option(help="the drafter's default tree")] = "fig9",
     dtype: Dtype = "bfloat16",
 ) -> None:
-    """Make a drafter directory of a public EAGLE checkpoint."""
-    from slipstream.interop.eagle import import_eagle
+    """Make a drafter directory of a public EAGLE or EAGLE-3 checkpoint."""
+    from slipstream.interop.public import import_head
 
     loaded = load(target, dtype, "cpu")
-    _report(import_eagle(source, directory, loaded.name, loaded.ends, tree), directory)
+    _report(import_head(source, directory, loaded.name, loaded.ends, tree), directory)
 
 
-@app.command("export", epilog=examples("export eagle --out vllm-head", "export runs/eagle --out vllm-head"))
+@app.command(
+    "export", epilog=examples("export eagle --out vllm-head", "export runs/eagle3 --out vllm-head --layout speculators")
+)
 def export(
     drafter: Annotated[str, typer.Argument(help="a name whose weights ship, or a drafter directory")],
     directory: Annotated[str, typer.Option("--out", metavar="DIR", help="the checkpoint to write")],
     target: TargetName = "smollm2",
+    layout: Annotated[str | None, typer.Option(help="eagle, eagle3 or speculators; default: the method's own")] = None,
     dtype: Dtype = "bfloat16",
 ) -> None:
-    """Write an eagle drafter in the public layout, which vLLM and SGLang load."""
-    from slipstream.interop.eagle import export_eagle
+    """Write an eagle or eagle3 drafter in a public layout, which vLLM and SGLang load."""
+    from slipstream.interop.public import export_head
 
     loaded = load(target, dtype, "cpu")
-    _report(export_eagle(drafter, directory, loaded.ends), directory)
+    _report(export_head(drafter, directory, loaded.ends, layout), directory)
 
 
 @app.command(

@@ -46,7 +46,7 @@ def tune(
     from slipstream.bench.report import cost_table, tuned_table
     from slipstream.bench.tune import tune as run
     from slipstream.drafters import load_drafter
-    from slipstream.drafters.eagle import Eagle
+    from slipstream.drafters.heads import HeadDrafter
     from slipstream.drafters.store import find_drafter, save_tuned
     from slipstream.files import cache_home, check_writable, evenly, update_json, write_json
 
@@ -58,8 +58,8 @@ def tune(
             report = cost.cost_curve(loaded, progress=progress)
         else:
             made = load_drafter(drafter, loaded.ends)
-            if not isinstance(made, Eagle):
-                raise ValueError(f"drafter {drafter!r} grows no trees: there is nothing to tune but eagle")
+            if not isinstance(made, HeadDrafter):
+                raise ValueError(f"drafter {drafter!r} grows no trees: it is no trained head")
             report = run(loaded, made, [loaded.encode(question.turns[0]) for question in asked], progress=progress)
     if json_path is not None:
         write_json(json_path, report)

@@ -21,12 +21,9 @@ Path = tuple[int, ...]
 CPU = torch.device("cpu")
 
 
-def backbone(root: Int[Tensor, " B"], ids: Int[Tensor, "B D K"]) -> Tree:
-    """K siblings per level, all under the previous level's first: 1 + D·K nodes (FastEagle §3.3; K = 1 is a chain)."""
-    B, D, K = ids.shape
-    level = torch.arange(D * K, device=ids.device) // K
-    parents = torch.cat([level.new_zeros(1), (level - 1) * K + 1]).clamp(min=0)
-    return Tree(torch.cat([root[:, None], ids.reshape(B, D * K)], 1), parents.expand(B, -1), D)
+def backbone(depth: int, width: int) -> tuple[Path, ...]:
+    """`width` siblings a level, all under the first of the level above (FastEagle §2.2; width 1 is a chain)."""
+    return tuple((*(0,) * level, rank) for level in range(depth) for rank in range(width))
 
 
 def static(root: Int[Tensor, " B"], paths: Sequence[Path], expand: Expand) -> Tree:
@@ -115,21 +112,6 @@ def dynamic(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int, bud
     kept = _best(torch.cat(scores, 1), budget).sort(1).values
     above = torch.cat(parents, 1).gather(1, kept)
     return Tree(torch.cat(tokens, 1).gather(1, kept), torch.searchsorted(kept, above), depth)
-
-
-def best_first(root: Int[Tensor, " B"], ids: Int[Tensor, "B D K"], log_q: Float[Tensor, "B D K"], budget: int) -> Tree:
-    """The `budget` most probable nodes (root included) when the law at a depth does not depend on the path to it.
-
-    Exact: at most `budget` nodes of a level can be among the best `budget` of all, so a frontier that wide misses none.
-    """
-    levels = iter(range(ids.shape[1]))
-
-    def expand(frontier: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-        level = next(levels)
-        shape = (len(root), frontier.shape[1], ids.shape[2])
-        return ids[:, level, None].expand(shape), log_q[:, level, None].expand(shape)
-
-    return dynamic(root, expand, ids.shape[1], budget, budget)
 
 
 def _best(scores: Float[Tensor, "B n"], k: int) -> Int[Tensor, "B k"]:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from slipstream.core.grow import Expand, Path, dynamic, static, static_levels
+from slipstream.core.grow import Expand, Path, backbone, dynamic, static, static_levels
 from slipstream.core.tree import Tree
 
 FIG9_RANKS = """
@@ -19,7 +19,10 @@ FIG9_RANKS = """
     00000 00001
 """
 FIG9 = tuple(tuple(map(int, path)) for path in FIG9_RANKS.split())  # EAGLE, Fig. 9: 25 nodes under the root
-KINDS = "chain-DEPTH, fig9, dynamic-DEPTHxWIDTHxNODES, best-first-DEPTHxNODES, or child-rank paths such as [[0],[1],[0,0]]"
+KINDS = (
+    "chain-DEPTH, fig9, backbone-DEPTHxWIDTH, dynamic-DEPTHxWIDTHxNODES, best-first-DEPTHxNODES, "
+    "or child-rank paths such as [[0],[1],[0,0]]"
+)
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,11 @@ class Shape:
         text = name.strip()
         numbers = [int(n) for n in re.findall(r"\d+", text)]
         if 0 not in numbers and re.fullmatch(r"chain-\d+", text):
-            return cls._static(text, tuple((0,) * d for d in range(1, numbers[0] + 1)))
+            return cls._static(text, backbone(numbers[0], 1))
         if text == "fig9":
             return cls._static(text, FIG9)
+        if 0 not in numbers and re.fullmatch(r"backbone-\d+x\d+", text):
+            return cls._static(text, backbone(*numbers))
         if 0 not in numbers and re.fullmatch(r"dynamic-\d+x\d+x\d+", text):
             depth, width, nodes = numbers
             return cls(text, (), depth, min(nodes, 1 + width + (depth - 1) * width**2), width, width)

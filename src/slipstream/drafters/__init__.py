@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.core.drafter import Drafter, Ends
 
-NAMES = ("vanilla", "ngram", "eagle")
+NAMES = ("vanilla", "ngram", "eagle", "eagle3", "fasteagle")
 
 
 def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) -> Drafter:
@@ -36,18 +36,28 @@ def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) 
     if name in NAMES or Path(name).expanduser().is_dir():
         if ends is None:
             raise ValueError(f"drafter {name!r} is made for a target: pass the target's ends, load_drafter(…, target.ends)")
-        from slipstream.drafters.eagle import Eagle
         from slipstream.drafters.store import find_drafter, read_drafter, read_tuned
 
         home = find_drafter(name, ends)
         config, tensors = read_drafter(home, ends)
-        if config.get("method") != "eagle":
-            raise ValueError(f"drafter directory {name}: Unknown method: {config.get('method')!r}. Available: eagle")
-        options = _checked(Eagle, options, spec, without=("head", "ends", "vocab"))
-        return Eagle.load(config, tensors, ends, **(options or read_tuned(home, ends.place, temperature)))
+        method = drafter_class(config.get("method"), f"drafter directory {name}")
+        options = _checked(method, options, spec, without=("head", "ends", "vocab"))
+        return method.load(config, tensors, ends, **(options or read_tuned(home, ends.place, temperature)))
     near = get_close_matches(name, NAMES, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"Unknown drafter: {name!r}. Available: {', '.join(NAMES)}, or a drafter directory.{hint}")
+
+
+def drafter_class(method: Any, source: str) -> Any:
+    """The class of a trained method. Raises ValueError."""
+    from slipstream.drafters.eagle import Eagle
+    from slipstream.drafters.eagle3 import Eagle3
+    from slipstream.drafters.fasteagle import FastEagle
+
+    classes = {cls.method: cls for cls in (Eagle, Eagle3, FastEagle)}
+    if method not in classes:
+        raise ValueError(f"{source}: Unknown method: {method!r}. Available: {', '.join(classes)}")
+    return classes[method]
 
 
 def _option(part: str, spec: str) -> tuple[str, Any]:

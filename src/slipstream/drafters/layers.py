@@ -41,16 +41,17 @@ class LayerConfig:
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
-    def __init__(self, config: LayerConfig) -> None:
+    def __init__(self, config: LayerConfig, inputs: int = 1) -> None:
+        """inputs: reads so many states side by side."""
         super().__init__()
         H, D, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.head_dim, self.theta = D, config.rope_theta
-        self.q_proj = nn.Linear(H, config.num_attention_heads * D, bias)
-        self.k_proj = nn.Linear(H, config.num_key_value_heads * D, bias)
-        self.v_proj = nn.Linear(H, config.num_key_value_heads * D, bias)
+        self.q_proj = nn.Linear(inputs * H, config.num_attention_heads * D, bias)
+        self.k_proj = nn.Linear(inputs * H, config.num_key_value_heads * D, bias)
+        self.v_proj = nn.Linear(inputs * H, config.num_key_value_heads * D, bias)
         self.o_proj = nn.Linear(config.num_attention_heads * D, H, bias=False)
 
-    def forward(self, x: Float[Tensor, "B T H"], positions: Int[Tensor, "#B T"], attend: Attend) -> Float[Tensor, "B T H"]:
+    def forward(self, x: Float[Tensor, "B T I"], positions: Int[Tensor, "#B T"], attend: Attend) -> Float[Tensor, "B T H"]:
         """Rows of x see what `attend` shows them."""
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -74,6 +75,24 @@ class MLP(nn.Module):
     def forward(self, x: Float[Tensor, "B T H"]) -> Float[Tensor, "B T H"]:
         """down(act(gate(x)) · up(x))."""
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """x += attention(norm(x)), where the norm may be missing, as in EAGLE; x += mlp(norm(x))."""
+
+    def __init__(self, config: LayerConfig, input_norm: bool = True) -> None:
+        super().__init__()
+        if input_norm:
+            self.input_layernorm: nn.Module = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        else:
+            self.input_layernorm = nn.Identity()
+        self.self_attn, self.mlp = Attention(config), MLP(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Float[Tensor, "B T H"], positions: Int[Tensor, "#B T"], attend: Attend) -> Float[Tensor, "B T H"]:
+        """One layer."""
+        x = x + self.self_attn(self.input_layernorm(x), positions, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 def rotary(
@@ -108,17 +127,17 @@ class CacheAttend:
 
 def attend_cache(
     cache: KVCache,
-    layer: int,
     rows: int,
     after: int = 0,
     among: Bool[Tensor, "B R A"] | None = None,
     compiles: bool = False,
-) -> tuple[CacheAttend, Int[Tensor, "B R"]]:
-    """(attend, positions of the slots) for `rows` new rows that stand `after` scratch slots behind what is kept.
+) -> tuple[list[CacheAttend], Int[Tensor, "B R"]]:
+    """(attend of each layer, positions of the slots) for `rows` new rows that stand `after` scratch slots behind what is
+    kept.
 
     Args:
         among: what each new row sees of the round's A = after + rows scratch slots; default: the earlier ones and itself.
-        compiles: attend by the cache's `LayerView`, once it holds something.
+        compiles: attend by the cache's `LayerView`s, once it holds something.
     """
     cache.reserve(rows, after)
     slots = cache.used
@@ -132,5 +151,6 @@ def attend_cache(
 
     positions = cache.lengths[:, None] + after + torch.arange(rows, device=slots.device)
     if compiles and cache.keys is not None:
-        return CacheAttend(cache.layer(layer), layer, freed(seen, 0, 1, 2)), positions
-    return CacheAttend(cache, layer, seen), positions
+        seen = freed(seen, 0, 1, 2)
+        return [CacheAttend(cache.layer(i), i, seen) for i in range(cache.layers)], positions
+    return [CacheAttend(cache, i, seen) for i in range(cache.layers)], positions

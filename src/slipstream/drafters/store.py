@@ -15,7 +15,7 @@ from slipstream.core.drafter import Ends
 from slipstream.files import cache_home, update_json
 
 VERSION = 1
-SHIPPING = ("eagle",)  # methods whose weights ship, for some targets
+TRAINED = ("eagle", "eagle3", "fasteagle")  # methods whose weights may ship
 TUNED = "tuned.json"
 SHIPPED = Path(__file__).parent.parent / "weights"
 
@@ -65,7 +65,7 @@ def write_directory(directory: str | Path, config: dict[str, Any], tensors: dict
 
 def find_drafter(name: str, ends: Ends) -> Path:
     """A drafter directory, by the name of a method whose weights ship or as a path. Raises ValueError."""
-    if name in SHIPPING or not Path(name).expanduser().is_dir():
+    if name in TRAINED or not Path(name).expanduser().is_dir():
         return shipped(name, ends)
     return Path(name).expanduser()
 
@@ -133,7 +133,7 @@ def shipped(method: str, ends: Ends) -> Path:
     Raises:
         ValueError: none do.
     """
-    if method not in SHIPPING:
+    if method not in TRAINED:
         raise ValueError(f"Unknown drafter: {method!r}: neither a directory nor a method whose weights ship")
     homes = {home: json.loads(home.read_text("utf-8")) for home in sorted(SHIPPED.glob(f"*/{method}/config.json"))}
     for home, config in homes.items():

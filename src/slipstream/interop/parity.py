@@ -19,9 +19,9 @@ from slipstream.decode.answer import Round
 from slipstream.decode.audit import audit, margin_of
 from slipstream.decode.generate import Generation, generate
 from slipstream.drafters import load_drafter
-from slipstream.drafters.eagle import TAPS, Eagle, EagleHead
+from slipstream.drafters.eagle import Eagle, EagleHead
 from slipstream.drafters.layers import attend_cache
-from slipstream.interop.eagle import export_eagle
+from slipstream.interop.public import export_head
 from slipstream.machine import heading
 from slipstream.targets import Target
 
@@ -104,7 +104,7 @@ def _serve(
     assert target.tokenizer is not None
     target.model.save_pretrained(home / "target")
     target.tokenizer.save_pretrained(home / "target")
-    export_eagle(drafter, str(home / "head"), target.ends)
+    export_head(drafter, str(home / "head"), target.ends)
     job = {"target": str(home / "target"), "head": str(home / "head"), "prompts": list(prompts), "new": new, "draft": draft}
     job |= {"dtype": target.dtype_name, "tensors": str(home / "seen.safetensors")}
     job |= {name: str(home / f"{name}.json") for name in ("plain", "drafted")}
@@ -133,13 +133,13 @@ def first_difference(target: Target, head: EagleHead, seen: dict[str, Tensor], p
     for name, module in head.named_modules():
         module.register_forward_hook(lambda module, args, out, name=name: ours.update({name: out[0]}))
     with torch.inference_mode():
-        attend, _ = attend_cache(KVCache(1, 1, T), 0, T)
+        [attend], _ = attend_cache(KVCache(1, 1, T), T)
         said = head(embedded[None], features[None], positions, attend)[0]
         logits = F.linear(said[-1:], target.ends.head, target.ends.bias)
         qkv = torch.cat([ours[f"layers.0.self_attn.{x}_proj"] for x in "qkv"], 1)
         pairs = {
             "the tokens that it reads": (target.ends.embed(torch.tensor(prompt[1:])), embedded[:-1]),
-            "the target's features": (target.features([prompt], TAPS)[0], features),
+            "the target's features": (target.features([prompt], head.config.taps)[0], features),
             "fc": (ours["fc"], seen["out.model.fc"]),
             "q, k, v": (qkv, theirs("self_attn.qkv_proj")),
             "attention": (ours["layers.0.self_attn.o_proj"], theirs("self_attn.o_proj")),

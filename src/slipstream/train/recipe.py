@@ -50,13 +50,19 @@ class Head(Section):
     Attributes:
         draft_vocab: the most frequent tokens of the data, which candidates are taken from; 0: all.
         intermediate_size: of the MLP; default: the target's.
-        input_norm: a norm before attention, which the public layout does not have.
+        input_norm: of eagle: a norm before attention, which the public layout does not have.
+        taps: of eagle3 and fasteagle: the states that are read; default: inputs of blocks 2, L/2 and L − 3.
+        depth: of fasteagle: N, its layers and the tokens that it drafts.
+        cascade: of fasteagle: each layer reads the one before it; false: parallel heads.
         tree: the tree that τ is predicted for, and the drafter's default.
     """
 
     draft_vocab: int = Field(default=8192, ge=0)
     intermediate_size: int | None = Field(default=None, ge=1)
     input_norm: bool = False
+    taps: list[str] | None = Field(default=None, min_length=1)
+    depth: int = Field(default=7, ge=1, le=16)
+    cascade: bool = True
     tree: str = "fig9"
 
     @field_validator("tree", mode="before")
@@ -66,18 +72,19 @@ class Head(Section):
 
 
 class Loss(Section):
-    """EAGLE §3.2: L = feature · SmoothL1 + token · soft cross-entropy, over `unroll` steps weighted by decay^j.
+    """EAGLE §3.2: L = feature · SmoothL1 + token · soft cross-entropy, over draft steps j = 0, 1, … weighted by decay^j.
 
     Attributes:
         noise: features are blurred by U(−noise, noise).
-        unroll: steps that the head reads its own predictions (1: none, as in EAGLE; more: EAGLE-3's training-time test).
+        unroll: of eagle and eagle3: steps, of which the first reads the target's states and the others what the head said
+            (1: as in EAGLE; more: EAGLE-3's training-time test). fasteagle takes one for each of its layers.
     """
 
     feature: float = Field(default=1.0, ge=0)
     token: float = Field(default=0.1, ge=0)
     noise: float = Field(default=0.1, ge=0)
     unroll: int = Field(default=1, ge=1, le=8)
-    decay: float = Field(default=0.8, gt=0, le=1)
+    decay: float = Field(default=0.8, gt=0, le=2)
 
 
 class Optimizer(Section):
@@ -108,10 +115,17 @@ class Schedule(Section):
     seed: int = 0
 
 
+# what the papers of the other methods say, where a recipe does not
+PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
+    "eagle3": {"loss": {"feature": 0.0, "token": 1.0, "noise": 0.0, "unroll": 7}, "head": {"tree": "dynamic-7x10x60"}},
+    "fasteagle": {"loss": {"noise": 0.0, "decay": 1 / 0.9}, "head": {"tree": "backbone-7x10"}},
+}
+
+
 class Recipe(Section):
     """One run. `stages` override sections in turn; each stage goes on from the weights of the one before."""
 
-    method: Literal["eagle"] = "eagle"
+    method: Literal["eagle", "eagle3", "fasteagle"] = "eagle"
     data: Data = Data()
     features: Cache = Cache()
     head: Head = Head()
@@ -157,6 +171,8 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
         values = {**values, section: {**_dict(values.get(section)), name: value}}
     for section, named in given.items():
         values = {**values, section: {**_dict(values.get(section)), **named} if isinstance(named, dict) else named}
+    for section, published in PUBLISHED.get(str(values.get("method")), {}).items():
+        values = {**values, section: {**published, **_dict(values.get(section))}}
     try:
         recipe = Recipe.model_validate(values)
         for stage in recipe.staged():

@@ -31,8 +31,9 @@ class Record:
     Attributes:
         tokens: prompt and answer, right-padded with −1, which no draft matches.
         prompts, lengths: tokens of each prompt, and of prompt and answer.
-        features: of every token; meaningless in the padding.
+        features: of every token; meaningless in the padding. A drafter reads the first of them, as many as it taps.
         sampling: how each text was made: its noise, which drafts may look at.
+        width: H, of one tap.
         vocab: V.
     """
 
@@ -41,6 +42,7 @@ class Record:
     lengths: Int[Tensor, " B"]
     features: Float[Tensor, "B S F"]
     sampling: list[Sampling]
+    width: int
     vocab: int
 
     @classmethod
@@ -80,15 +82,16 @@ class Record:
         features = torch.cat([_padded(target.features([row], taps), width) for row in rows])
         tokens = torch.tensor([row + [-1] * (width - len(row)) for row in rows])
         lengths, starts = torch.tensor([len(row) for row in rows]), torch.tensor([len(prompt) for prompt, _ in texts])
-        at, made_with = target.device, sampling or rows_of(Sampling(), len(rows))
-        return cls(tokens.to(at), starts.to(at), lengths.to(at), features, made_with, target.vocab)
+        at, made_with, H = target.device, sampling or rows_of(Sampling(), len(rows)), target.config.hidden_size
+        return cls(tokens.to(at), starts.to(at), lengths.to(at), features, made_with, H, target.vocab)
 
     @torch.inference_mode()
     def greedy_share(self, target: Target) -> float:
-        """The share of the answers' tokens that are the target's likeliest. Features are "final" ones."""
+        """The share of the answers' tokens that are the target's likeliest. The last tap is "final"."""
         right = total = 0
         for tokens, start, end, features in zip(self.tokens, self.prompts, self.lengths, self.features, strict=True):
-            likeliest = F.linear(features[start - 1 : end - 1], target.ends.head, target.ends.bias).argmax(-1)
+            final = features[start - 1 : end - 1, -self.width :]
+            likeliest = F.linear(final, target.ends.head, target.ends.bias).argmax(-1)
             right, total = right + int((likeliest == tokens[start:end]).sum()), total + int(end - start)
         return right / total
 
@@ -121,6 +124,7 @@ def predict(drafter: Drafter, record: Record) -> Prediction:
     cache.reserve(width)
     cache.keep(None, record.prompts)
     prompt = record.tokens.clamp(min=0)
+    tapped = record.features[..., : len(drafter.taps) * record.width]
     drafter.absorb(
         Span(
             prompt[:, :width],
@@ -128,7 +132,7 @@ def predict(drafter: Drafter, record: Record) -> Prediction:
             0 * record.prompts,
             record.prompts,
             cache,
-            record.features[rows, at],
+            tapped[rows, at],
         ),
         state,
     )
@@ -144,7 +148,7 @@ def predict(drafter: Drafter, record: Record) -> Prediction:
         tree = drafter.propose(state, sampler)
         cache.reserve(tree.rows)
         position = (cache.lengths[:, None] + tree.layout().depths).clamp(max=record.tokens.shape[1] - 1)
-        out = Output(record.features.new_zeros(B, tree.nodes, 1), record.features[rows, position.expand(B, -1)], 0.0)
+        out = Output(tapped.new_zeros(B, tree.nodes, 1), tapped[rows, position.expand(B, -1)], 0.0)
         verdict = verify(tree, out.logits, cache.lengths, sampler, known)
         left = (record.lengths - cache.lengths - 1).clamp(min=0)
         accepted.append(torch.where(live, torch.minimum(verdict.count, left), 0))

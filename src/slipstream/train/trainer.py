@@ -21,8 +21,8 @@ from slipstream.drafters.store import save_drafter
 from slipstream.files import check_writable, replacing
 from slipstream.targets import Target
 from slipstream.train.data import hold_out, load_examples
-from slipstream.train.eagle import Batch, EagleObjective, coverage
 from slipstream.train.features import Features, pack
+from slipstream.train.objective import OBJECTIVES, Batch, coverage
 from slipstream.train.recipe import Data, Optimizer, Recipe
 from slipstream.train.replay import Prediction, Record, predict
 
@@ -84,6 +84,8 @@ class Trainer:
         if resume and not (self.home / STATE).exists():
             raise ValueError(f"{directory} holds no checkpoint to resume: leave --resume out to begin")
         self.stages = recipe.staged()
+        self._method = OBJECTIVES[recipe.method]
+        self._taps = self._method.taps(recipe, target.config.num_hidden_layers)
         patience = InitProcessGroupKwargs(timeout=timedelta(days=1))  # the others wait while one reads features
         on_cpu, precision = target.device.type == "cpu", recipe.schedule.precision
         self.accelerator = Accelerator(mixed_precision=precision, cpu=on_cpu, kwargs_handlers=[patience])
@@ -104,11 +106,11 @@ class Trainer:
         if known is None:
             advance = filling("answering held-out prompts", len(self._held_out) * kept.held_out_tokens)
             prompts = [example.prompt for example in self._held_out]
-            known = Record.of(self.target, prompts, kept.held_out_tokens, EagleObjective.taps)
+            known = Record.of(self.target, prompts, kept.held_out_tokens, self._taps)
             advance(len(self._held_out) * kept.held_out_tokens)
         self.record = known
         features = torch.cat([f[:n] for f, n in zip(self.record.features, self.record.lengths, strict=True)])
-        self.objective = EagleObjective.begin(self.recipe, self.target.ends, self._all, features)
+        self.objective = self._method.begin(self.recipe, self.target.ends, self._all, features)
         self.vocab_coverage = coverage(self._all, self.objective._vocab)
         self._filling = filling
         if self._saved is not None:
@@ -122,7 +124,7 @@ class Trainer:
         if not (drafted and all(example.greedy for example in self._held_out)):
             return None
         texts = [(e.prompt, e.answer[: self.recipe.data.held_out_tokens]) for e in self._held_out]
-        record = Record.along(self.target, texts, EagleObjective.taps)
+        record = Record.along(self.target, texts, self._taps)
         return record if record.greedy_share(self.target) > OWN else None
 
     def _read_data(self, data: Data) -> None:
@@ -185,7 +187,7 @@ class Trainer:
                 f"{len(batches)} batches are too few for {self.accelerator.num_processes} processes: "
                 "give more data, or lower schedule.batch_tokens"
             )
-        features = Features(self.target, self._all, batches, EagleObjective.taps, int(recipe.features.disk_gib * 2**30))
+        features = Features(self.target, self._all, batches, self._taps, int(recipe.features.disk_gib * 2**30))
         self._data_key = features.key
         if self._saved is not None and self._saved["data"] not in (None, features.key):
             raise ValueError(f"the training data has changed since the checkpoint in {self.home}: begin a new run")

@@ -1,0 +1,107 @@
+"""EAGLE-3: a head that reads three of the target's states at once, and its own un-normed state after that.
+
+Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test", in the layout
+of public checkpoints: its own LM head over a draft vocabulary, no feature to predict.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from slipstream.drafters.heads import HeadConfig, copying, randomise
+from slipstream.drafters.layers import MLP, Attend, Attention
+from slipstream.drafters.recursive import RecursiveDrafter, RecursiveHead
+
+
+@dataclass(frozen=True)
+class Eagle3Config(HeadConfig):
+    """The head's sizes.
+
+    Attributes:
+        draft_vocab_size: rows of its LM head.
+        norm_before_residual: the layer's residual is the normed state, as some public checkpoints are trained.
+    """
+
+    draft_vocab_size: int = 32000
+    norm_before_residual: bool = False
+
+
+class Eagle3Layer(nn.Module):
+    """A decoder layer whose attention reads the embedding and the state side by side, each normed; the residual is the
+    state's."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = (
+            nn.RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
+        )
+        self.self_attn, self.mlp = Attention(config, inputs=2), MLP(config)
+        self.norm_before_residual = config.norm_before_residual
+
+    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Float[Tensor, "B T H"]:
+        """One layer."""
+        normed = self.hidden_norm(hidden)
+        x = torch.cat([self.input_layernorm(embedded), normed], -1)
+        x = (normed if self.norm_before_residual else hidden) + self.self_attn(x, positions, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle3Head(RecursiveHead):
+    """EAGLE-3's draft model, with the tensor names of public checkpoints."""
+
+    sizes = Eagle3Config
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config, H = config, config.hidden_size
+        self.fc = nn.Linear(len(config.taps) * H, H, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = nn.RMSNorm(H, config.rms_norm_eps)
+        self.lm_head = nn.Linear(H, config.draft_vocab_size, bias=False)
+
+    def fuse(self, features: Float[Tensor, "B T F"]) -> Float[Tensor, "B T H"]:
+        """The target's states as one; the head's own skip this."""
+        return self.fc(features)
+
+    def forward(
+        self,
+        embedded: Float[Tensor, "B T H"],
+        hidden: Float[Tensor, "B T H"],
+        positions: Int[Tensor, "#B T"],
+        attend: Attend,
+    ) -> Float[Tensor, "B T H"]:
+        """The states after, un-normed: row i reads (embedding of t_{i+1}, h_i) at position i."""
+        return self.midlayer(embedded, hidden, positions, attend)
+
+    def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
+        """Over the draft vocabulary."""
+        return self.lm_head(self.norm(hidden))
+
+    @torch.no_grad()
+    def start(self, generator: torch.Generator, lm_head: Float[Tensor, "Vd H"], norm: Float[Tensor, " H"]) -> "Eagle3Head":
+        """Before training the last tap is read as if it were the target's final state: the fc copies it, the layer adds
+        nothing, and LM head and norm are the target's."""
+        randomise(self, generator)
+        self.fc.weight.copy_(copying(self.config.hidden_size, len(self.config.taps) - 1, len(self.config.taps)))
+        self.lm_head.weight.copy_(lm_head)
+        self.norm.weight.copy_(norm)
+        return self
+
+    @torch.no_grad()
+    def scale_inputs(self, embedding: Float[Tensor, ""], taps: Float[Tensor, " taps"]) -> None:
+        """Read what was trained on scaled inputs from plain ones; embeddings are normed."""
+        self.fc.weight *= taps.repeat_interleave(self.config.hidden_size)
+
+
+@final
+class Eagle3(RecursiveDrafter):
+    """Drafts with an `Eagle3Head`."""
+
+    method, module = "eagle3", Eagle3Head
+
+    def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
+        logits = self.head.logits(hidden)
+        return logits if logits.dtype == torch.float64 else logits.float()

@@ -1,0 +1,163 @@
+"""FastEagle: N cascaded layers say N tokens in one pass (papers/fasteagle).
+
+There is no public code. Where the paper leaves a choice, it is named here, and docs/log.md has what was measured.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from slipstream.compiled import compiled, freed
+from slipstream.core.cache import KVCache, LayerView
+from slipstream.core.drafter import Ends, State
+from slipstream.core.sampling import Sampler
+from slipstream.core.shape import Shape
+from slipstream.core.span import Span
+from slipstream.core.tree import Tree
+from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, borrowed, copying, randomise
+from slipstream.drafters.layers import Attend, DecoderLayer, attend_cache
+
+
+@dataclass(frozen=True)
+class FastEagleConfig(HeadConfig):
+    """The head's sizes.
+
+    Attributes:
+        depth: N, layers and tokens drafted.
+        cascade: a layer reads what the layer before it said; otherwise all read the same, as parallel heads (Table 2).
+    """
+
+    depth: int = 7
+    cascade: bool = True
+
+
+class FastEagleHead(Head):
+    """The cascaded drafter (§2.1, eq. 1 and 2): g = FC(taps); h_1 = L_1(FC[g, e]); h_i = L_i(h_{i−1})."""
+
+    sizes = FastEagleConfig
+
+    def __init__(self, config: FastEagleConfig) -> None:
+        super().__init__()
+        self.config, H = config, config.hidden_size
+        self.fuse = nn.Linear(len(config.taps) * H, H, bias=False)
+        self.fc = nn.Linear(2 * H, H, bias=False)
+        self.layers = nn.ModuleList([DecoderLayer(config) for _ in range(config.depth)])
+
+    def forward(
+        self,
+        embedded: Float[Tensor, "B T H"],
+        features: Float[Tensor, "B T F"],
+        positions: Int[Tensor, "#B T"],
+        attends: Sequence[Attend],
+    ) -> Float[Tensor, "B T N H"]:
+        """Row i reads (g_i, embedding of t_{i+1}) at position i and says f̂_{i+1} … f̂_{i+N}, off which the target's LM head
+        reads t_{i+2} … t_{i+1+N}."""
+        x = first = self.fc(torch.cat([self.fuse(features), embedded], -1))
+        said = []
+        for layer, attend in zip(self.layers, attends, strict=True):
+            x = layer(x if self.config.cascade else first, positions, attend)
+            said.append(x)
+        return torch.stack(said, 2)
+
+    @torch.no_grad()
+    def start(self, generator: torch.Generator) -> "FastEagleHead":
+        """Before training every layer says the last tap, which is a fair guess where that is the final state."""
+        randomise(self, generator)
+        H, taps = self.config.hidden_size, len(self.config.taps)
+        self.fuse.weight.copy_(copying(H, taps - 1, taps))
+        self.fc.weight.copy_(copying(H, of=0, among=2))
+        return self
+
+    @torch.no_grad()
+    def scale_inputs(self, embedding: Float[Tensor, ""], taps: Float[Tensor, " taps"]) -> None:
+        """Read what was trained on scaled inputs from plain ones."""
+        H = self.config.hidden_size
+        self.fuse.weight *= taps.repeat_interleave(H)
+        self.fc.weight[:, H:] *= embedding
+
+
+@dataclass
+class FastEagleState(State):
+    hidden: Float[Tensor, "B N H"]  # f̂ of the root and of the N − 1 tokens behind it
+    cache: KVCache  # of every layer: what is committed, and nothing else
+
+
+@final
+class FastEagle(HeadDrafter):
+    """Drafts with a `FastEagleHead`: one pass when a path is committed, and none to grow a tree.
+
+    A token's law does not depend on the draft before it. So any tree grows from the N laws: the paper's Backbone Expansion
+    ("backbone-7x10", §2.2), other static ones, and the most probable of all ("best-first-7x26"). At T > 0 children sampled
+    from one law serve all nodes of a depth: only one of them is ever on the path, and which one does not depend on the
+    draws below it.
+    """
+
+    method, module = "fasteagle", FastEagleHead
+
+    def __init__(
+        self,
+        head: FastEagleHead,
+        ends: Ends,
+        vocab: Int[Tensor, " Vd"] | None = None,
+        tree: str | Shape = "backbone-7x10",
+        proposal: str = "top-k",
+    ) -> None:
+        super().__init__(head, ends, vocab, tree, proposal)
+        self.lm_head, self.lm_bias = borrowed(ends, self.vocab)
+        self._compiled_read, self._compiled_logits = self._read, self.logits
+        if ends.compiles:
+            self._compiled_read = compiled(self._read, ends.head.device)
+            self._compiled_logits = compiled(self.logits, ends.head.device)
+
+    @property
+    def deepest(self) -> int:
+        return int(self.head.config.depth)
+
+    def start(self, batch: int, capacity: int, device: torch.device) -> FastEagleState:
+        N, H = self.head.config.depth, self.head.config.hidden_size
+        zeros = torch.zeros(batch, dtype=torch.long, device=device)
+        hidden = torch.zeros(batch, N, H, dtype=self.lm_head.dtype, device=device)
+        return FastEagleState(zeros, hidden, KVCache(N, batch, capacity + self.depth + 1, device))
+
+    def absorb(self, span: Span, state: State) -> None:
+        assert isinstance(state, FastEagleState) and span.features is not None
+        attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.ends.compiles)
+        if isinstance(attends[0].cache, LayerView):
+            said = self._compiled_read(freed(span.nexts), freed(span.features), freed(positions), attends)
+        else:
+            said = self._read(span.nexts, span.features, positions, attends)
+        state.cache.keep(None, span.count)
+        state.cache.bound = min(state.cache.bound, span.cache.bound)
+        state.hidden, state.root = span.last(said), span.last(span.nexts)
+
+    def propose(self, state: State, sampler: Sampler) -> Tree:
+        assert isinstance(state, FastEagleState)
+        wanted = state.hidden[:, : self.depth]
+        scores = self._compiled_logits(freed(wanted)) if self.ends.compiles else self.logits(wanted)
+        level, laws = 0, list[Tensor]()
+
+        def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal level
+            level += 1
+            drawn: list[Tensor] = []
+            position = state.cache.lengths + level
+            ids, log_q = self.candidates(scores[:, level - 1 : level], sampler, position, drawn)
+            width = tokens.shape[1]
+            laws.extend(law.expand(-1, width, -1) for law in drawn)
+            return ids.expand(-1, width, -1), log_q.expand(-1, width, -1)
+
+        return self.with_laws(self.shape.grow(state.root, expand), laws)
+
+    def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
+        logits = F.linear(hidden, self.lm_head, self.lm_bias)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def _read(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]
+    ) -> Float[Tensor, "B T N H"]:
+        return self.head(self.ends.embed(tokens), features, positions, attends)

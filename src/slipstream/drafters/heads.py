@@ -1,0 +1,216 @@
+"""What trained heads share: a tree to grow, a draft vocabulary, three ways to pick candidates, and their directory."""
+
+from abc import abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from slipstream.core.drafter import Drafter, Ends
+from slipstream.core.noise import Stream
+from slipstream.core.sampling import Sampler
+from slipstream.core.shape import Shape
+from slipstream.core.tree import Tree
+from slipstream.drafters.layers import ACTIVATIONS, LayerConfig
+from slipstream.drafters.store import load_weights
+
+PROPOSALS = ("top-k", "noise", "sampled")
+EMBEDDING = "embed_tokens.weight"  # public checkpoints carry a copy of the target's
+VOCAB = "draft_vocab"
+
+
+@dataclass(frozen=True)
+class HeadConfig(LayerConfig):
+    """Sizes of a head, and what it reads.
+
+    Attributes:
+        taps: of the target, named as in `Drafter.taps`.
+    """
+
+    taps: tuple[str, ...] = ("final",)
+
+
+class Head(nn.Module):
+    """A trained module: its weights are its whole state."""
+
+    sizes: ClassVar[type[HeadConfig]]
+    config: Any  # of that type
+
+
+class HeadDrafter(Drafter):
+    """Drafts with a trained head.
+
+    Args:
+        head: the trained module.
+        ends: the target's embedding and LM head.
+        vocab: target ids that the head's candidates are taken from, sorted; all by default.
+        tree: the `Shape` to grow, or its name.
+        proposal: candidates at T > 0: "top-k" of log q; "noise": top-k of log q + g with the target's own noise g;
+            "sampled" from q without replacement, verified by the multi-round law (static trees only).
+
+    Raises:
+        ValueError: an unknown tree or proposal, or a pair of them that is not exact.
+    """
+
+    method: ClassVar[str]
+    module: ClassVar[type[Head]]
+    head: Any
+
+    @property
+    def deepest(self) -> int | None:
+        """The deepest tree that it can grow, if there is a limit."""
+        return None
+
+    def __init__(
+        self,
+        head: Head,
+        ends: Ends,
+        vocab: Int[Tensor, " Vd"] | None = None,
+        tree: str | Shape = "fig9",
+        proposal: str = "top-k",
+    ) -> None:
+        at, V = ends.head.device, ends.head.shape[0]
+        self.vocab = torch.arange(V, device=at) if vocab is None else vocab.to(at).long()
+        self.head, self.ends, self.taps = head.to(at, ends.head.dtype).requires_grad_(False), ends, head.config.taps
+        self.grow_as(tree, proposal)
+
+    def grow_as(self, tree: str | Shape, proposal: str = "top-k") -> None:
+        """Change the tree and the proposal; states that have begun are not for the new ones. Raises ValueError."""
+        if proposal not in PROPOSALS:
+            raise ValueError(f"Unknown proposal: {proposal!r}. Available: {', '.join(PROPOSALS)}")
+        shape = Shape.parse(tree) if isinstance(tree, str) else tree
+        if self.deepest is not None and shape.depth > self.deepest:
+            raise ValueError(
+                f"tree {shape.name!r} is {shape.depth} deep and this head drafts {self.deepest} tokens: name a lower tree"
+            )
+        if proposal == "sampled" and not shape.keeps_first_children:
+            raise ValueError(
+                f"tree {shape.name!r} drops some of a node's sampled children, which the multi-round law does not "
+                "allow: use a static tree without gaps among siblings (fig9, chain-5, …) with proposal=sampled"
+            )
+        if shape.children > len(self.vocab):
+            raise ValueError(
+                f"tree {shape.name!r} asks for {shape.children} children a node and the draft vocabulary has "
+                f"{len(self.vocab)}: narrow the tree"
+            )
+        self.shape, self.proposal = shape, proposal
+        self.depth, self.rows = shape.depth, shape.nodes
+        self.peeks, self.law = proposal == "noise", "multi-round" if proposal == "sampled" else "coupled"
+
+    @classmethod
+    def load(cls, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, **options: Any) -> "HeadDrafter":
+        """A drafter from what `pack` gave. Raises ValueError for tensors that do not fit."""
+        tensors = dict(tensors)
+        try:
+            sizes, tree = cls.module.sizes(**config["head"], taps=tuple(config["taps"])), config["tree"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"config.json of this {cls.method} head is not complete: {error}") from error
+        vocab = tensors.pop(VOCAB, None)
+        tensors.pop(EMBEDDING, None)  # kept for export only
+        head = cls.module(sizes)
+        load_weights(head, tensors, f"this {cls.method} head")
+        return cls(head, ends, vocab, **{"tree": tree, **options})
+
+    def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What a drafter directory says of this drafter: configuration and tensors, without the target's own."""
+        tensors = dict(self.head.state_dict())
+        if len(self.vocab) < len(self.ends.head):
+            tensors[VOCAB] = self.vocab.int()
+        sizes = asdict(self.head.config)
+        return {"taps": list(sizes.pop("taps")), "head": sizes, "tree": self.shape.name}, tensors
+
+    @abstractmethod
+    def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
+        """Over the draft vocabulary, float32 at least."""
+
+    def candidates(
+        self, scores: Float[Tensor, "B F Vd"], sampler: Sampler, position: Int[Tensor, " B"], laws: list[Tensor]
+    ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+        """Children of the frontier, which stand at `position`; in sampled mode their law is appended to `laws`."""
+        if self.proposal != "top-k" and not sampler.greedy:
+            T = sampler.temperature
+            scores = scores / torch.where(T > 0, T, 1.0)[..., None]
+            if self.proposal == "noise":
+                scores = scores + sampler.noise(position)[:, None, self.vocab]
+            else:
+                return self._sample(scores, sampler, position, laws)
+        log_q, index = scores.log_softmax(-1).topk(self.shape.children)
+        return self.vocab[index], log_q
+
+    def _sample(
+        self, scores: Float[Tensor, "B F Vd"], sampler: Sampler, position: Int[Tensor, " B"], laws: list[Tensor]
+    ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+        """Gumbel top-k: drawn without replacement, in order. A greedy row takes its top-k, and its law is its best."""
+        hot = (sampler.temperature > 0)[..., None]
+        u = sampler.uniform(Stream.DRAFT, position, scores.shape[1] * scores.shape[2]).view(scores.shape)
+        log_q = scores.double().log_softmax(-1)
+        index = torch.where(hot, log_q - (-u.log()).log(), log_q).topk(self.shape.children).indices
+        best = torch.zeros_like(log_q).scatter_(2, index[..., :1], 1.0)
+        laws.append(torch.where(hot, log_q.exp(), best))
+        return self.vocab[index], log_q.gather(2, index)
+
+    def with_laws(self, tree: Tree, laws: list[Tensor]) -> Tree:
+        """The tree, with the laws that its children were sampled from, level by level, if they were."""
+        if not laws:
+            return tree
+        V = len(self.ends.head)
+        law = torch.zeros(len(tree.tokens), tree.nodes, V, dtype=laws[0].dtype, device=laws[0].device)
+        law[:, self.shape.inner.to(law.device)[:, None], self.vocab] = torch.cat(laws, 1)
+        return Tree(tree.tokens, tree.parents, tree.depth, law)
+
+
+def borrowed(ends: Ends, vocab: Int[Tensor, " Vd"]) -> tuple[Float[Tensor, "Vd H"], Float[Tensor, " Vd"] | None]:
+    """The rows of the target's LM head that say the draft vocabulary, and their biases."""
+    if len(vocab) == len(ends.head):
+        return ends.head, ends.bias
+    return ends.head[vocab].contiguous(), None if ends.bias is None else ends.bias[vocab]
+
+
+def layer_sizes(ends: Ends, intermediate_size: int | None = None) -> dict[str, Any]:
+    """Sizes of a decoder layer like the target's own: its width, heads and rope, with plain rotary positions.
+
+    Raises:
+        ValueError: the target's LM head is not as wide as its features.
+    """
+    target = ends.config
+    H, heads = target.hidden_size, target.num_attention_heads
+    if ends.head.shape[1] != H:
+        raise ValueError(f"the target's LM head is {ends.head.shape[1]} wide and its features {H}: no head fits")
+    rope: dict[str, Any] = getattr(target, "rope_parameters", None) or {}
+    inner = intermediate_size or getattr(target, "intermediate_size", None) or 4 * H
+    act = getattr(target, "hidden_act", None)
+    return {
+        "hidden_size": H,
+        "intermediate_size": int(inner),
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(target, "head_dim", None) or H // heads,
+        "rope_theta": float(rope.get("rope_theta") or getattr(target, "rope_theta", None) or 10000.0),
+        "rms_norm_eps": float(getattr(target, "rms_norm_eps", None) or 1e-6),
+        "hidden_act": act if act in ACTIVATIONS else "silu",
+    }
+
+
+def block_taps(layers: int) -> tuple[str, ...]:
+    """A low, a middle and a high state of the target's residual stream: the inputs of blocks 2, L//2 and L−3, as EAGLE-3's
+    public checkpoints read them; nearest ones where there are fewer."""
+    return tuple(f"input of block {min(max(i, 0), layers - 1)}" for i in (2, layers // 2, layers - 3))
+
+
+@torch.no_grad()
+def randomise(head: nn.Module, generator: torch.Generator) -> None:
+    """Random weights under which every layer adds nothing to what passes through it."""
+    for name, p in head.named_parameters():
+        if p.dim() > 1:
+            p.copy_(torch.randn(p.shape, generator=generator) * p.shape[1] ** -0.5)
+        elif name.endswith("bias"):
+            p.zero_()
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            p.zero_()
+
+
+def copying(width: int, of: int, among: int) -> Float[Tensor, "H F"]:
+    """The weight of a linear layer that copies one of the states that it reads side by side."""
+    return torch.cat([torch.eye(width) if i == of else torch.zeros(width, width) for i in range(among)], 1)

@@ -1,0 +1,116 @@
+"""Heads that read their own predictions: one draft step for every level of the tree. EAGLE and EAGLE-3."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from slipstream.compiled import compiled, freed
+from slipstream.core.cache import KVCache, LayerView
+from slipstream.core.drafter import Ends, State
+from slipstream.core.sampling import Sampler
+from slipstream.core.shape import Shape
+from slipstream.core.span import Span
+from slipstream.core.tree import Tree
+from slipstream.drafters.heads import Head, HeadDrafter
+from slipstream.drafters.layers import Attend, CacheAttend, attend_cache
+
+
+class RecursiveHead(Head):
+    """What a recursive drafter asks of its module."""
+
+    def fuse(self, features: Float[Tensor, "B T F"]) -> Float[Tensor, "B T H"]:
+        """What the target's taps are to the recursion."""
+        return features
+
+    @abstractmethod
+    def forward(
+        self,
+        embedded: Float[Tensor, "B T H"],
+        hidden: Float[Tensor, "B T H"],
+        positions: Int[Tensor, "#B T"],
+        attend: Attend,
+    ) -> Float[Tensor, "B T H"]:
+        """Row i reads (embedding of t_{i+1}, h_i) at position i and says h_{i+1}, in place of the target's."""
+
+
+@dataclass
+class RecursiveState(State):
+    hidden: Float[Tensor, "B H"]  # said of the root
+    cache: KVCache  # the head's own: slot i holds the pair (h_i, t_{i+1})
+
+
+class RecursiveDrafter(HeadDrafter):
+    """Reads each guess with the state that it guessed before."""
+
+    def __init__(
+        self,
+        head: RecursiveHead,
+        ends: Ends,
+        vocab: Int[Tensor, " Vd"] | None = None,
+        tree: str | Shape = "fig9",
+        proposal: str = "top-k",
+    ) -> None:
+        super().__init__(head, ends, vocab, tree, proposal)
+        self._compiled_read, self._compiled_logits = self._read, self.logits
+        if ends.compiles:
+            self._compiled_read = compiled(self._read, ends.head.device)
+            self._compiled_logits = compiled(self.logits, ends.head.device)
+
+    def start(self, batch: int, capacity: int, device: torch.device) -> RecursiveState:
+        zeros = torch.zeros(batch, dtype=torch.long, device=device)
+        hidden = torch.zeros(batch, self.head.config.hidden_size, dtype=self.ends.head.dtype, device=device)
+        room = capacity + self.depth + 1 + self.shape.scratch  # the bound runs a round behind
+        return RecursiveState(zeros, hidden, KVCache(1, batch, room, device))
+
+    def absorb(self, span: Span, state: State) -> None:
+        assert isinstance(state, RecursiveState) and span.features is not None
+        [attend], positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.ends.compiles)
+        hidden = self._forward(span.nexts, span.features, positions, attend, fresh=True)
+        state.cache.keep(None, span.count)
+        state.cache.bound = min(state.cache.bound, span.cache.bound)
+        state.hidden, state.root = span.last(hidden), span.last(span.nexts)
+
+    def propose(self, state: State, sampler: Sampler) -> Tree:
+        assert isinstance(state, RecursiveState)
+        hidden, level = state.hidden[:, None], 0
+        ancestors = torch.ones(len(hidden), 1, 0, dtype=torch.bool, device=hidden.device)  # among the scratch rows
+        laws: list[Tensor] = []
+
+        def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal hidden, level, ancestors
+            if level:  # the root's own step was taken when it was absorbed
+                hidden, ancestors = self._step(state.cache, tokens, origin, hidden, ancestors, level)
+            level += 1
+            scores = self._compiled_logits(freed(hidden)) if self.ends.compiles else self.logits(hidden)
+            return self.candidates(scores, sampler, state.cache.lengths + level, laws)
+
+        return self.with_laws(self.shape.grow(state.root, expand), laws)
+
+    def _step(
+        self, cache: KVCache, tokens: Tensor, origin: Tensor, hidden: Tensor, ancestors: Tensor, level: int
+    ) -> tuple[Float[Tensor, "B F H"], Bool[Tensor, "B F A"]]:
+        """Read the frontier: each token with what was said of it, the state of its parent's row."""
+        B, n = tokens.shape
+        own = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(B, n, n)
+        after = ancestors.shape[2]
+        seen = torch.cat([ancestors.gather(1, origin[..., None].expand(-1, -1, after)), own], 2)
+        said = hidden.gather(1, origin[..., None].expand(-1, -1, hidden.shape[-1]))
+        [attend], _ = attend_cache(cache, n, after, seen, self.ends.compiles)
+        positions = (cache.lengths + level - 1)[:, None].repeat(1, n)  # strides of its own: one graph when compiled
+        return self._forward(tokens, said, positions, attend, fresh=False), seen
+
+    def _forward(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: CacheAttend, fresh: bool
+    ) -> Float[Tensor, "B T H"]:
+        if not isinstance(attend.cache, LayerView):
+            return self._read(tokens, hidden, positions, attend, fresh)
+        return self._compiled_read(freed(tokens), freed(hidden), freed(positions), attend, fresh)
+
+    def _read(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, fresh: bool
+    ) -> Float[Tensor, "B T H"]:
+        """fresh: `hidden` is the target's taps, not what the head said."""
+        return self.head(self.ends.embed(tokens), self.head.fuse(hidden) if fresh else hidden, positions, attend)

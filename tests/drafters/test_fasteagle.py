@@ -1,0 +1,82 @@
+"""FastEagle drafts what its formulas say, and all of it in one pass."""
+
+import io
+import math
+
+import pytest
+import torch
+
+import tiny
+from slipstream.core.sampling import Sampler, Sampling, rows_of
+from slipstream.core.span import Span
+from slipstream.core.tree import chain
+from slipstream.decode.generate import generate
+from slipstream.drafters.fasteagle import FastEagle
+
+PROMPTS = tiny.prompts(9, 4, 14)
+
+
+def naive(drafter: FastEagle, target, text: list[int]) -> torch.Tensor:
+    """Log q [N, Vd] of the N tokens after `text`. No cache."""
+    head, H, n = drafter.head, drafter.head.config.hidden_size, len(text) - 1
+    out = target(chain(torch.tensor([text])), target.new_cache(1, n + 1), drafter.taps)
+    g = sum(f @ w.T for f, w in zip(out.features[:, :-1].split(H, -1), head.fuse.weight.split(H, 1), strict=True))
+    x = torch.cat([g, target.ends.embed(torch.tensor([text[1:]]))], -1) @ head.fc.weight.T
+    mask = torch.ones(n, n, dtype=torch.bool).tril()[None, None]
+    laws = []
+    for layer in head.layers:
+        x = layer(x, torch.arange(n)[None], lambda k, v: (k, v, mask))
+        laws.append((x[0, -1] @ target.ends.head.T)[drafter.vocab].log_softmax(-1))
+    return torch.stack(laws)
+
+
+@pytest.mark.parametrize("tree", ["backbone-3x4", "chain-2", "fig3", "best-first-3x10"])
+@pytest.mark.parametrize("vocab", [None, 40])
+def test_every_drafted_child_is_among_the_likeliest_of_its_depth(tree, vocab):
+    """Layers that share a cache, a position off by one, a law of another depth, rows that were rejected and stayed."""
+    target, trace = tiny.target("llama"), io.StringIO()
+    drafter = tiny.fasteagle(target, "[[0],[1],[0,0],[1,0],[1,1]]" if tree == "fig3" else tree, vocab=vocab)
+    answer = generate(target, PROMPTS[0], drafter, max_new_tokens=12, temperature=0.0, trace=trace)
+    checked = 0
+    for text, path, kids in tiny.drafted(PROMPTS[0] + answer.tokens, len(PROMPTS[0]), trace):
+        best = drafter.vocab[naive(drafter, target, text)[len(path)].topk(len(kids)).indices].tolist()
+        assert sorted(kids) == sorted(best)
+        checked += 1
+    assert checked > 10
+
+
+def test_rows_of_a_batch_draft_as_they_do_alone():
+    """Ragged prefill, rows that end before others, slots of one row seen by another."""
+    target = tiny.target("llama")
+    drafter = tiny.fasteagle(target)
+    together = generate(target, PROMPTS, drafter, max_new_tokens=16, temperature=0.0)
+    for prompt, answer in zip(PROMPTS, together, strict=True):
+        alone = generate(target, prompt, drafter, max_new_tokens=16, temperature=0.0)
+        assert [r.accepted for r in alone.rounds] == [r.accepted for r in answer.rounds]
+
+
+def test_sampled_children_follow_the_law_of_their_depth():
+    """Draws that do not follow the q they are judged by, or that are shared between depths."""
+    target, rows, text = tiny.target("llama"), 4000, [*PROMPTS[0], 3]
+    drafter = tiny.fasteagle(target, "[[0],[1],[0,0],[1,0]]", "sampled", vocab=8)
+    tokens = torch.tensor(text).expand(rows, -1)
+    cache, count = target.new_cache(rows, 64), torch.full((rows,), len(PROMPTS[0]))
+    out = target(chain(tokens[:, :-1]), cache, drafter.taps)
+    cache.keep(None, count)
+    state = drafter.start(rows, 64, target.device)
+    drafter.absorb(Span(tokens[:, :-1], tokens[:, 1:], 0 * count, count, cache, out.features), state)
+    tree = drafter.propose(state, Sampler(rows_of(Sampling(temperature=1.5), rows), [PROMPTS[0]] * rows, target.vocab))
+    q = (naive(drafter, target, text) / 1.5).softmax(-1)
+    torch.testing.assert_close(tree.law[0, :3, :8], q[[0, 1, 1]])
+    drawn = tree.tokens[:, [1, 3]]
+    assert torch.equal(tree.tokens[:, 3], tree.tokens[:, 4])  # one draw serves all nodes of a depth
+    joint = torch.zeros(8, 8).index_put_(drawn.unbind(1), torch.ones(rows), accumulate=True)
+    for x in range(8):
+        for y in range(8):
+            p = float(q[0, x] * q[1, y])
+            assert abs(float(joint[x, y]) - rows * p) < 5 * math.sqrt(rows * p * (1 - p)) + 2
+
+
+def test_a_tree_deeper_than_the_cascade_is_refused():
+    with pytest.raises(ValueError, match="4 deep and this head drafts 3"):
+        tiny.fasteagle(tiny.target("llama"), "chain-4")

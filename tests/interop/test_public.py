@@ -1,0 +1,363 @@
+"""The public layouts of EAGLE and EAGLE-3: written by hand here, read and written back by us."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+import tiny
+from slipstream.core.drafter import Ends
+from slipstream.drafters import load_drafter
+from slipstream.interop.public import export_head, import_head
+from slipstream.targets import Target
+
+KINDS = {
+    "MHA": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "GQA": {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 80, "rope_theta": 500000.0},
+    "attention bias": {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True},
+    "no fc bias": {"num_attention_heads": 4, "num_key_value_heads": 1, "bias": False, "rms_norm_eps": 1e-2},
+    "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2, "model_type": "qwen2"},
+}
+H = 48
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """A target of another width than the other tests'."""
+    shape = tiny.GROUPED | {"hidden_size": H, "num_attention_heads": 6, "num_key_value_heads": 3}
+    return Target(tiny.build(LlamaConfig(**shape)), tiny.tokenizer(), "wide")
+
+
+def public(ends: Ends, kind: dict) -> tuple[dict, dict[str, torch.Tensor]]:
+    """config.json and random tensors of a public checkpoint."""
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": H, "intermediate_size": 64, "rms_norm_eps": 1e-6}
+    config |= {"num_hidden_layers": 1, "vocab_size": tiny.VOCAB, "hidden_act": "silu", "torch_dtype": "float64", **kind}
+    A, K, D = config["num_attention_heads"], config["num_key_value_heads"], H // config["num_attention_heads"]
+    width = config["intermediate_size"]
+    shapes = {"fc.weight": (H, 2 * H), "layers.0.post_attention_layernorm.weight": (H,)}
+    shapes |= {f"layers.0.self_attn.{x}_proj.weight": (n * D, H) for x, n in (("q", A), ("k", K), ("v", K))}
+    shapes |= {"layers.0.self_attn.o_proj.weight": (H, A * D), "layers.0.mlp.down_proj.weight": (H, width)}
+    shapes |= {f"layers.0.mlp.{x}_proj.weight": (width, H) for x in ("gate", "up")}
+    if config.get("bias", True):
+        shapes["fc.bias"] = (H,)
+    if config.get("attention_bias") or config.get("model_type") == "qwen2":
+        shapes |= {f"layers.0.self_attn.{x}_proj.bias": (n * D,) for x, n in (("q", A), ("k", K), ("v", K))}
+    tensors = {name: tiny.noise(*shape, scale=0.2, seed=i) for i, (name, shape) in enumerate(sorted(shapes.items()))}
+    return config, {**tensors, "embed_tokens.weight": ends.embed.weight.detach().clone()}
+
+
+def write(home, config: dict, tensors: dict[str, torch.Tensor], as_pickle: bool = False) -> str:
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "config.json").write_text(json.dumps(config))
+    if as_pickle:
+        torch.save(tensors, home / "pytorch_model.bin")
+    else:
+        save_file(tensors, home / "model.safetensors")
+    return str(home)
+
+
+def norm(config: dict, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return x / (x.pow(2).mean() + config["rms_norm_eps"]).sqrt() * weight
+
+
+def layer(config: dict, t: dict[str, torch.Tensor], of: str, reads: list, residuals: list) -> torch.Tensor:
+    """A decoder layer, one row and one head at a time: attention of what it reads added to the residuals, then the MLP."""
+    A, K = config["num_attention_heads"], config["num_key_value_heads"]
+    D, theta = H // A, config.get("rope_theta", 10000.0)
+
+    def linear(name: str, x: torch.Tensor) -> torch.Tensor:
+        bias = t.get(f"{of}{name}.bias")
+        return t[f"{of}{name}.weight"] @ x + (0 if bias is None else bias)
+
+    def rope(x: torch.Tensor, position: int) -> torch.Tensor:
+        out = x.clone()
+        for i in range(D // 2):
+            angle = torch.tensor(position * theta ** (-2 * i / D), dtype=torch.float64)
+            a, b = x[i], x[i + D // 2]
+            out[i], out[i + D // 2] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+        return out
+
+    said = []
+    for i, (x, residual) in enumerate(zip(reads, residuals, strict=True)):
+        heads = []
+        for head in range(A):
+            at, group = slice(head * D, (head + 1) * D), head // (A // K)
+            q = rope(linear("self_attn.q_proj", x)[at], i)
+            kv = slice(group * D, (group + 1) * D)
+            keys = [rope(linear("self_attn.k_proj", y)[kv], j) for j, y in enumerate(reads[: i + 1])]
+            values = [linear("self_attn.v_proj", y)[kv] for y in reads[: i + 1]]
+            p = torch.stack([q @ k / D**0.5 for k in keys]).softmax(0)
+            heads.append(sum(w * v for w, v in zip(p, values, strict=True)))
+        x = residual + linear("self_attn.o_proj", torch.cat(heads))
+        n = norm(config, t[f"{of}post_attention_layernorm.weight"], x)
+        gate = torch.nn.functional.silu(linear("mlp.gate_proj", n))
+        said.append(x + linear("mlp.down_proj", gate * linear("mlp.up_proj", n)))
+    return torch.stack(said)
+
+
+def formulas(config: dict, t: dict[str, torch.Tensor], ids: list[int], f: torch.Tensor) -> torch.Tensor:
+    """EAGLE's published layer, from the tensors alone. f̂ of every row."""
+    pairs = [torch.cat([t["embed_tokens.weight"][token], feature]) for token, feature in zip(ids, f, strict=True)]
+    xs = [t["fc.weight"] @ pair + t.get("fc.bias", 0) for pair in pairs]
+    return layer(config, t, "layers.0.", xs, xs)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_an_imported_head_says_what_the_formulas_say(target, tmp_path, kind):
+    """Order of the concatenation, a norm too many, rope's base or pairing, the grouping of heads, a bias left out."""
+    config, tensors = public(target.ends, kind)
+    import_head(write(tmp_path / "public", config, tensors), str(tmp_path / "d"), "wide", target.ends)
+    drafter = load_drafter(str(tmp_path / "d"), target.ends)
+    ids, f = tiny.prompts(7)[0], tiny.noise(7, H)
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
+    said = drafter.head(target.ends.embed(torch.tensor([ids])), f[None], torch.arange(7)[None], lambda k, v: (k, v, mask))[
+        0
+    ]
+    expected = formulas(config, tensors, ids, f)
+    assert torch.allclose(said, expected, atol=1e-10)
+    assert torch.allclose(drafter.logits(said), expected @ target.ends.head.T, atol=1e-10)
+
+
+@pytest.mark.parametrize("as_pickle", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_the_round_trip_is_bit_identical(target, tmp_path, dtype, as_pickle):
+    config, tensors = public(target.ends, KINDS["GQA"])
+    tensors = {name: t.to(dtype) for name, t in tensors.items()}
+    report = import_head(write(tmp_path / "a", config, tensors, as_pickle), str(tmp_path / "d"), "wide", target.ends)
+    assert "architectures, torch_dtype" in report.notes[-1]
+    back = export_head(str(tmp_path / "d"), str(tmp_path / "b"), target.ends)
+    again = load_file(tmp_path / "b" / "model.safetensors")
+    assert set(again) == set(tensors) == set(back.used)
+    assert all(torch.equal(again[name], t) and again[name].dtype == t.dtype for name, t in tensors.items())
+    assert json.loads((tmp_path / "b" / "config.json").read_text()) == config
+
+
+def test_our_own_head_is_exported_in_the_public_layout(target, tmp_path):
+    from slipstream.drafters.store import save_drafter
+
+    drafter = tiny.eagle(target, vocab=40)
+    save_drafter(tmp_path / "d", "eagle", "wide", target.ends, *drafter.pack(), {}, dtype=None)
+    report = export_head(str(tmp_path / "d"), str(tmp_path / "p"), target.ends)
+    assert any("draft_vocab" in note for note in report.notes)
+    import_head(str(tmp_path / "p"), str(tmp_path / "again"), "wide", target.ends)
+    again = load_drafter(str(tmp_path / "again"), target.ends)
+    for name, t in drafter.head.state_dict().items():
+        assert torch.equal(again.head.state_dict()[name], t)
+    assert again.head.config == drafter.head.config
+
+
+def broken(tensors: dict, how: str) -> dict:
+    if how == "missing":
+        del tensors["layers.0.mlp.up_proj.weight"]
+    elif how == "extra":
+        tensors["layers.0.input_layernorm.weight"] = torch.ones(H)
+    elif how == "misshapen":
+        tensors["fc.weight"] = torch.ones(H, H)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    {
+        "missing": r"layers\.0\.mlp\.up_proj\.weight is missing",
+        "extra": r"layers\.0\.input_layernorm\.weight is not known",
+        "misshapen": r"fc\.weight has shape \[48, 48\] and should have \[48, 96\]",
+    }.items(),
+)
+def test_tensors_that_do_not_fit_are_named(target, tmp_path, how, says):
+    config, tensors = public(target.ends, KINDS["MHA"])
+    path = write(tmp_path / "a", config, broken(tensors, how))
+    with pytest.raises(ValueError, match=says):
+        import_head(path, str(tmp_path / "d"), "wide", target.ends)
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hidden_size": 32}, "hidden_size=32"),
+        ({"vocab_size": 99}, "vocab_size=99"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers=2"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope 'linear'"),
+        ({"hidden_act": "tanh"}, "hidden_act 'tanh'"),
+    ],
+)
+def test_a_head_for_something_else_is_refused(target, tmp_path, change, says):
+    config, tensors = public(target.ends, KINDS["MHA"])
+    with pytest.raises(ValueError, match=says):
+        import_head(write(tmp_path / "a", config | change, tensors), str(tmp_path / "d"), "wide", target.ends)
+
+
+def test_another_targets_embedding_is_refused(target, tmp_path):
+    config, tensors = public(target.ends, KINDS["MHA"])
+    tensors["embed_tokens.weight"] = tiny.noise(tiny.VOCAB, H)
+    with pytest.raises(ValueError, match="is not this target's embedding"):
+        import_head(write(tmp_path / "a", config, tensors), str(tmp_path / "d"), "wide", target.ends)
+
+
+class Harmful:
+    def __reduce__(self):
+        return (print, ("this must not run",))
+
+
+def test_a_pickle_that_would_run_code_is_refused(target, tmp_path, capsys):
+    config, _ = public(target.ends, KINDS["MHA"])
+    path = write(tmp_path / "a", config, {}, as_pickle=True)
+    (tmp_path / "a" / "pytorch_model.bin").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(ValueError, match="cannot be read"):
+        import_head(path, str(tmp_path / "d"), "wide", target.ends)
+    assert "must not run" not in capsys.readouterr().out
+
+
+def test_a_missing_file_is_named(target, tmp_path):
+    config, tensors = public(target.ends, KINDS["MHA"])
+    write(tmp_path / "a", config, tensors)
+    (tmp_path / "a" / "model.safetensors").unlink()
+    for path, says in ((tmp_path / "none", "has no config.json"), (tmp_path / "a", "has no pytorch_model.bin")):
+        with pytest.raises(ValueError, match=says):
+            import_head(str(path), str(tmp_path / "d"), "wide", target.ends)
+
+
+def test_a_variant_with_a_norm_is_not_exported(target, tmp_path):
+    from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
+    from slipstream.drafters.heads import layer_sizes
+    from slipstream.drafters.store import save_drafter
+
+    head = EagleHead(EagleConfig(**layer_sizes(target.ends), input_norm=True))
+    drafter = Eagle(head, target.ends)
+    save_drafter(tmp_path / "d", "eagle", "wide", target.ends, *drafter.pack(), {})
+    with pytest.raises(ValueError, match="norm before attention"):
+        export_head(str(tmp_path / "d"), str(tmp_path / "p"), target.ends)
+
+
+DEEP = tiny.GROUPED | {"hidden_size": H, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 8}
+
+
+@pytest.fixture(scope="module")
+def deep() -> Target:
+    """A target with blocks enough for EAGLE-3's three taps."""
+    return Target(tiny.build(LlamaConfig(**DEEP)), tiny.tokenizer(), "deep")
+
+
+KINDS3 = {
+    "MHA": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "GQA": {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 80, "rope_theta": 500000.0},
+    "all tokens": {"num_attention_heads": 4, "num_key_value_heads": 2, "draft_vocab_size": tiny.VOCAB},
+    "normed residual, named taps": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "norm_before_residual": True,
+        "eagle_aux_hidden_state_layer_ids": [0, 3, 7],
+    },
+    "speculators": {"num_attention_heads": 4, "num_key_value_heads": 2, "speculators_model_type": "eagle3"},
+}
+
+
+def public3(kind: dict) -> tuple[dict, dict[str, torch.Tensor]]:
+    """The same of EAGLE-3; speculators' where the kind says so."""
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": H, "intermediate_size": 64, "rms_norm_eps": 1e-6}
+    config |= {"num_hidden_layers": 1, "vocab_size": tiny.VOCAB, "draft_vocab_size": 20, "hidden_act": "silu", **kind}
+    A, K, D = config["num_attention_heads"], config["num_key_value_heads"], H // config["num_attention_heads"]
+    width, Vd, nested = config["intermediate_size"], config["draft_vocab_size"], "speculators_model_type" in kind
+    of = "layers.0." if nested else "midlayer."
+    shapes = {"fc.weight": (H, 3 * H), "norm.weight": (H,), "lm_head.weight": (Vd, H)}
+    shapes |= {f"{of}{x}.weight": (H,) for x in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
+    shapes |= {f"{of}self_attn.{x}_proj.weight": (n * D, 2 * H) for x, n in (("q", A), ("k", K), ("v", K))}
+    shapes |= {f"{of}self_attn.o_proj.weight": (H, A * D), f"{of}mlp.down_proj.weight": (H, width)}
+    shapes |= {f"{of}mlp.{x}_proj.weight": (width, H) for x in ("gate", "up")}
+    tensors = {name: tiny.noise(*shape, scale=0.2, seed=i) for i, (name, shape) in enumerate(sorted(shapes.items()))}
+    if Vd < tiny.VOCAB:
+        vocab = torch.randperm(tiny.VOCAB, generator=torch.Generator().manual_seed(0))[:Vd].sort().values
+        tensors["d2t"] = vocab - torch.arange(Vd)
+        tensors["t2d"] = torch.isin(torch.arange(tiny.VOCAB), vocab)
+    if nested:
+        own = {name: config.pop(name) for name in ("speculators_model_type", "draft_vocab_size")}
+        config = {**own, "target_hidden_size": H, "transformer_layer_config": config}
+    return config, tensors
+
+
+def formulas3(config: dict, t: dict[str, torch.Tensor], embedded: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
+    """EAGLE-3's published head, from the tensors alone: two steps, of which the second reads what the first said."""
+    of = "layers.0." if "layers.0.hidden_norm.weight" in t else "midlayer."
+    hidden, laws = [t["fc.weight"] @ x for x in f], []
+    for _ in range(2):
+        normed = [norm(config, t[f"{of}hidden_norm.weight"], h) for h in hidden]
+        es = [norm(config, t[f"{of}input_layernorm.weight"], e) for e in embedded]
+        residuals = normed if config.get("norm_before_residual") else hidden
+        hidden = list(layer(config, t, of, [torch.cat(pair) for pair in zip(es, normed, strict=True)], residuals))
+        laws.append(torch.stack([t["lm_head.weight"] @ norm(config, t["norm.weight"], h) for h in hidden]))
+    return torch.stack(laws)
+
+
+@pytest.mark.parametrize("kind", KINDS3.values(), ids=KINDS3)
+def test_an_imported_eagle3_head_says_what_the_formulas_say(deep, tmp_path, kind):
+    """Norms exchanged, a recursion that is normed or passes the fc again, taps of other blocks, a shifted vocabulary."""
+    config, tensors = public3(kind)
+    import_head(write(tmp_path / "public", config, tensors), str(tmp_path / "d"), "deep", deep.ends)
+    drafter = load_drafter(str(tmp_path / "d"), deep.ends)
+    assert drafter.taps == tuple(f"input of block {i}" for i in kind.get("eagle_aux_hidden_state_layer_ids", (2, 4, 5)))
+    ids = torch.tensor(tiny.prompts(7))
+    states = tiny.build(LlamaConfig(**DEEP))(ids, output_hidden_states=True).hidden_states
+    f = torch.cat([states[int(tap.split()[-1])][0] for tap in drafter.taps], -1).detach()
+    assert torch.allclose(deep.features(ids.tolist(), drafter.taps)[0], f)
+    embedded, mask = deep.ends.embed(ids).detach(), torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
+    hidden, laws = drafter.head.fuse(f[None]), []
+    for _ in range(2):
+        hidden = drafter.head(embedded, hidden, torch.arange(7)[None], lambda k, v: (k, v, mask))
+        laws.append(drafter.logits(hidden)[0])
+    expected = formulas3({**config.get("transformer_layer_config", {}), **config}, tensors, embedded[0], f)
+    assert torch.allclose(torch.stack(laws), expected, atol=1e-10)
+    known = tensors.get("t2d", torch.ones(tiny.VOCAB, dtype=torch.bool)).nonzero()[:, 0]
+    assert torch.equal(drafter.vocab, known)
+
+
+@pytest.mark.parametrize("kind", KINDS3.values(), ids=KINDS3)
+def test_the_round_trip_of_an_eagle3_head_is_bit_identical(deep, tmp_path, kind):
+    config, tensors = public3(kind)
+    import_head(write(tmp_path / "a", config, tensors), str(tmp_path / "d"), "deep", deep.ends)
+    export_head(str(tmp_path / "d"), str(tmp_path / "b"), deep.ends)
+    again = load_file(tmp_path / "b" / "model.safetensors")
+    assert set(again) == set(tensors)
+    assert all(torch.equal(again[name], t) and again[name].dtype == t.dtype for name, t in tensors.items())
+    assert json.loads((tmp_path / "b" / "config.json").read_text()) == config
+
+
+@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
+def test_our_own_eagle3_head_is_exported(deep, tmp_path, layout):
+    from slipstream.drafters.store import save_drafter
+
+    drafter = tiny.eagle3(deep, vocab=40)
+    save_drafter(tmp_path / "d", "eagle3", "deep", deep.ends, *drafter.pack(), {}, dtype=None)
+    export_head(str(tmp_path / "d"), str(tmp_path / "p"), deep.ends, layout)
+    import_head(str(tmp_path / "p"), str(tmp_path / "again"), "deep", deep.ends)
+    again = load_drafter(str(tmp_path / "again"), deep.ends)
+    for name, t in drafter.head.state_dict().items():
+        assert torch.equal(again.head.state_dict()[name], t)
+    assert again.head.config == drafter.head.config
+    assert torch.equal(again.vocab, drafter.vocab)
+    with pytest.raises(ValueError, match="layout eagle3, speculators, not 'eagle'"):
+        export_head(str(tmp_path / "d"), str(tmp_path / "p"), deep.ends, "eagle")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [0, 3, 9]}, "this target has blocks 0 to 7"),
+        ({"target_hidden_size": 96}, "target_hidden_size=96"),
+        ({"draft_vocab_size": 21}, r"lm_head.weight has shape \[20, 48\] and should have \[21, 48\]"),
+    ],
+)
+def test_an_eagle3_head_for_something_else_is_refused(deep, tmp_path, change, says):
+    config, tensors = public3(KINDS3["MHA"])
+    with pytest.raises(ValueError, match=says):
+        import_head(write(tmp_path / "a", config | change, tensors), str(tmp_path / "d"), "deep", deep.ends)
+
+
+def test_a_draft_vocabulary_that_contradicts_itself_is_refused(deep, tmp_path):
+    config, tensors = public3(KINDS3["MHA"])
+    tensors["t2d"] = ~tensors["t2d"]
+    with pytest.raises(ValueError, match="d2t and t2d"):
+        import_head(write(tmp_path / "a", config, tensors), str(tmp_path / "d"), "deep", deep.ends)
