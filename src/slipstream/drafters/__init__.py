@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.drafter import Drafter, Ends
+from slipstream.drafters.store import TRAINED, find_drafter, read_drafter, read_tuned
 
-NAMES = ("vanilla", "ngram", "eagle", "eagle3", "fasteagle")
+NAMES = ("vanilla", "ngram", *TRAINED)
 
 
 def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) -> Drafter:
@@ -36,8 +37,6 @@ def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) 
     if name in NAMES or Path(name).expanduser().is_dir():
         if ends is None:
             raise ValueError(f"drafter {name!r} is made for a target: pass the target's ends, load_drafter(…, target.ends)")
-        from slipstream.drafters.store import find_drafter, read_drafter, read_tuned
-
         home = find_drafter(name, ends)
         config, tensors = read_drafter(home, ends)
         method = drafter_class(config.get("method"), f"drafter directory {name}")

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from slipstream.core.drafter import Ends
-from slipstream.core.shape import Shape
-from slipstream.drafters.heads import HeadConfig, borrowed, copying, randomise
+from slipstream.drafters.heads import HeadConfig, copying, randomise
 from slipstream.drafters.layers import Attend, DecoderLayer
 from slipstream.drafters.recursive import RecursiveDrafter, RecursiveHead
 
@@ -71,21 +68,6 @@ class Eagle(RecursiveDrafter):
 
     method, module = "eagle", EagleHead
 
-    def __init__(
-        self,
-        head: EagleHead,
-        ends: Ends,
-        vocab: Int[Tensor, " Vd"] | None = None,
-        tree: str | Shape = "fig9",
-        proposal: str = "top-k",
-    ) -> None:
-        super().__init__(head, ends, vocab, tree, proposal)
-        self.lm_head, self.lm_bias = borrowed(ends, self.vocab)
-
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         about, tensors = super().pack()
         return about | ({"variant": "eagle-prenorm"} if self.head.config.input_norm else {}), tensors
-
-    def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
-        logits = F.linear(hidden, self.lm_head, self.lm_bias)
-        return logits if logits.dtype == torch.float64 else logits.float()

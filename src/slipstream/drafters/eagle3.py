@@ -52,7 +52,7 @@ class Eagle3Layer(nn.Module):
 class Eagle3Head(RecursiveHead):
     """EAGLE-3's draft model, with the tensor names of public checkpoints."""
 
-    sizes = Eagle3Config
+    sizes, own_lm_head = Eagle3Config, True
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -101,7 +101,3 @@ class Eagle3(RecursiveDrafter):
     """Drafts with an `Eagle3Head`."""
 
     method, module = "eagle3", Eagle3Head
-
-    def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
-        logits = self.head.logits(hidden)
-        return logits if logits.dtype == torch.float64 else logits.float()

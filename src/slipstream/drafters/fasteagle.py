@@ -8,18 +8,16 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from slipstream.compiled import compiled, freed
+from slipstream.compiled import freed
 from slipstream.core.cache import KVCache, LayerView
-from slipstream.core.drafter import Ends, State
+from slipstream.core.drafter import State
 from slipstream.core.sampling import Sampler
-from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
-from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, borrowed, copying, randomise
+from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, copying, randomise
 from slipstream.drafters.layers import Attend, DecoderLayer, attend_cache
 
 
@@ -99,21 +97,6 @@ class FastEagle(HeadDrafter):
 
     method, module = "fasteagle", FastEagleHead
 
-    def __init__(
-        self,
-        head: FastEagleHead,
-        ends: Ends,
-        vocab: Int[Tensor, " Vd"] | None = None,
-        tree: str | Shape = "backbone-7x10",
-        proposal: str = "top-k",
-    ) -> None:
-        super().__init__(head, ends, vocab, tree, proposal)
-        self.lm_head, self.lm_bias = borrowed(ends, self.vocab)
-        self._compiled_read, self._compiled_logits = self._read, self.logits
-        if ends.compiles:
-            self._compiled_read = compiled(self._read, ends.head.device)
-            self._compiled_logits = compiled(self.logits, ends.head.device)
-
     @property
     def deepest(self) -> int:
         return int(self.head.config.depth)
@@ -121,7 +104,7 @@ class FastEagle(HeadDrafter):
     def start(self, batch: int, capacity: int, device: torch.device) -> FastEagleState:
         N, H = self.head.config.depth, self.head.config.hidden_size
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
-        hidden = torch.zeros(batch, N, H, dtype=self.lm_head.dtype, device=device)
+        hidden = torch.zeros(batch, N, H, dtype=self.ends.head.dtype, device=device)
         return FastEagleState(zeros, hidden, KVCache(N, batch, capacity + self.depth + 1, device))
 
     def absorb(self, span: Span, state: State) -> None:
@@ -137,8 +120,7 @@ class FastEagle(HeadDrafter):
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, FastEagleState)
-        wanted = state.hidden[:, : self.depth]
-        scores = self._compiled_logits(freed(wanted)) if self.ends.compiles else self.logits(wanted)
+        scores = self.scores(state.hidden[:, : self.depth])
         level, laws = 0, list[Tensor]()
 
         def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,10 +134,6 @@ class FastEagle(HeadDrafter):
             return ids.expand(-1, width, -1), log_q.expand(-1, width, -1)
 
         return self.with_laws(self.shape.grow(state.root, expand), laws)
-
-    def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
-        logits = F.linear(hidden, self.lm_head, self.lm_bias)
-        return logits if logits.dtype == torch.float64 else logits.float()
 
     def _read(
         self, tokens: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]

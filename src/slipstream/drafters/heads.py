@@ -5,9 +5,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from slipstream.compiled import compiled, freed
 from slipstream.core.drafter import Drafter, Ends
 from slipstream.core.noise import Stream
 from slipstream.core.sampling import Sampler
@@ -36,7 +38,8 @@ class Head(nn.Module):
     """A trained module: its weights are its whole state."""
 
     sizes: ClassVar[type[HeadConfig]]
-    config: Any  # of that type
+    own_lm_head: ClassVar[bool] = False  # `logits`, in place of the target's LM head
+    config: Any  # of type `sizes`
 
 
 class HeadDrafter(Drafter):
@@ -57,11 +60,8 @@ class HeadDrafter(Drafter):
     method: ClassVar[str]
     module: ClassVar[type[Head]]
     head: Any
-
-    @property
-    def deepest(self) -> int | None:
-        """The deepest tree that it can grow, if there is a limit."""
-        return None
+    lm_head: Float[Tensor, "Vd H"] | None  # borrowed of the target
+    lm_bias: Float[Tensor, " Vd"] | None
 
     def __init__(
         self,
@@ -74,7 +74,16 @@ class HeadDrafter(Drafter):
         at, V = ends.head.device, ends.head.shape[0]
         self.vocab = torch.arange(V, device=at) if vocab is None else vocab.to(at).long()
         self.head, self.ends, self.taps = head.to(at, ends.head.dtype).requires_grad_(False), ends, head.config.taps
+        self.lm_head, self.lm_bias = (None, None) if self.module.own_lm_head else borrowed(ends, self.vocab)
+        self._compiled_read, self._compiled_logits = self._read, self.logits
+        if ends.compiles:
+            self._compiled_read, self._compiled_logits = compiled(self._read, at), compiled(self.logits, at)
         self.grow_as(tree, proposal)
+
+    @property
+    def deepest(self) -> int | None:
+        """The deepest tree that it can grow, if there is a limit."""
+        return None
 
     def grow_as(self, tree: str | Shape, proposal: str = "top-k") -> None:
         """Change the tree and the proposal; states that have begun are not for the new ones. Raises ValueError."""
@@ -122,8 +131,18 @@ class HeadDrafter(Drafter):
         return {"taps": list(sizes.pop("taps")), "head": sizes, "tree": self.shape.name}, tensors
 
     @abstractmethod
+    def _read(self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Any, *more: Any) -> Tensor:
+        """What the head says of tokens and states: what is compiled."""
+
     def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
         """Over the draft vocabulary, float32 at least."""
+        weight = self.lm_head
+        logits = self.head.logits(hidden) if weight is None else F.linear(hidden, weight, self.lm_bias)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def scores(self, hidden: Float[Tensor, "B F H"]) -> Float[Tensor, "B F Vd"]:
+        """`logits`, compiled where the target is."""
+        return self._compiled_logits(freed(hidden)) if self.ends.compiles else self.logits(hidden)
 
     def candidates(
         self, scores: Float[Tensor, "B F Vd"], sampler: Sampler, position: Int[Tensor, " B"], laws: list[Tensor]

@@ -7,11 +7,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from slipstream.compiled import compiled, freed
+from slipstream.compiled import freed
 from slipstream.core.cache import KVCache, LayerView
-from slipstream.core.drafter import Ends, State
+from slipstream.core.drafter import State
 from slipstream.core.sampling import Sampler
-from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
 from slipstream.drafters.heads import Head, HeadDrafter
@@ -45,20 +44,6 @@ class RecursiveState(State):
 class RecursiveDrafter(HeadDrafter):
     """Reads each guess with the state that it guessed before."""
 
-    def __init__(
-        self,
-        head: RecursiveHead,
-        ends: Ends,
-        vocab: Int[Tensor, " Vd"] | None = None,
-        tree: str | Shape = "fig9",
-        proposal: str = "top-k",
-    ) -> None:
-        super().__init__(head, ends, vocab, tree, proposal)
-        self._compiled_read, self._compiled_logits = self._read, self.logits
-        if ends.compiles:
-            self._compiled_read = compiled(self._read, ends.head.device)
-            self._compiled_logits = compiled(self.logits, ends.head.device)
-
     def start(self, batch: int, capacity: int, device: torch.device) -> RecursiveState:
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
         hidden = torch.zeros(batch, self.head.config.hidden_size, dtype=self.ends.head.dtype, device=device)
@@ -84,8 +69,7 @@ class RecursiveDrafter(HeadDrafter):
             if level:  # the root's own step was taken when it was absorbed
                 hidden, ancestors = self._step(state.cache, tokens, origin, hidden, ancestors, level)
             level += 1
-            scores = self._compiled_logits(freed(hidden)) if self.ends.compiles else self.logits(hidden)
-            return self.candidates(scores, sampler, state.cache.lengths + level, laws)
+            return self.candidates(self.scores(hidden), sampler, state.cache.lengths + level, laws)
 
         return self.with_laws(self.shape.grow(state.root, expand), laws)
 

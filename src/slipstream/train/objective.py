@@ -17,6 +17,7 @@ from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
 from slipstream.drafters.heads import Head, HeadDrafter, block_taps, borrowed, layer_sizes
 from slipstream.train.data import Example
+from slipstream.train.recipe import Head as HeadRecipe
 from slipstream.train.recipe import Loss, Recipe
 
 FINAL = "final"  # the tap that the LM head reads
@@ -48,6 +49,24 @@ class Batch:
             counts[b, :n] = torch.tensor(example.loss[2:])
             padded[b, : n + 1] = f[:-1]
         return cls(padded.to(device), nexts.to(device), counts.to(device))
+
+
+@dataclass(frozen=True)
+class Given:
+    """What an untrained head is made of.
+
+    Attributes:
+        recipe: its section on the head.
+        sizes: of a layer, and the taps.
+        lm_head: the target's, for the draft vocabulary.
+        states: some of each recorded tap, the final ones last.
+    """
+
+    recipe: HeadRecipe
+    sizes: dict[str, Any]
+    lm_head: Float[Tensor, "Vd H"]
+    states: Sequence[Float[Tensor, "T H"]]
+    generator: torch.Generator
 
 
 class Objective(nn.Module):
@@ -100,21 +119,15 @@ class Objective(nn.Module):
         states = features.float().unflatten(-1, (-1, sizes["hidden_size"])).unbind(1)
         tokens = torch.tensor([token for example in examples[:64] for token in example.tokens], device=features.device)
         read = [_size(x) for x in (ends.embed(tokens).detach().float(), *states[: len(sizes["taps"])])]
-        head = cls.new(recipe, sizes, ends, vocab, states, torch.Generator().manual_seed(recipe.schedule.seed))
+        lm_head, _ = borrowed(ends, torch.arange(len(ends.head)) if vocab is None else vocab)
+        seeded = torch.Generator().manual_seed(recipe.schedule.seed)
+        head = cls.new(Given(recipe.head, sizes, lm_head.detach().float(), states, seeded))
         return cls(head, ends, vocab, _size(states[-1]) / torch.stack(read))
 
     @classmethod
     @abstractmethod
-    def new(
-        cls,
-        recipe: Recipe,
-        sizes: dict[str, Any],
-        ends: Ends,
-        vocab: Int[Tensor, " Vd"] | None,
-        states: Sequence[Float[Tensor, "T H"]],
-        generator: torch.Generator,
-    ) -> Head:
-        """A head that begins as well as it can without training; `states` are some of each tap."""
+    def new(cls, given: Given) -> Head:
+        """A head that begins as well as it can without training."""
 
     @abstractmethod
     def steps(
@@ -186,16 +199,8 @@ class EagleObjective(_Recursion):
         return (FINAL,)
 
     @classmethod
-    def new(
-        cls,
-        recipe: Recipe,
-        sizes: dict[str, Any],
-        ends: Ends,
-        vocab: Int[Tensor, " Vd"] | None,
-        states: Sequence[Float[Tensor, "T H"]],
-        generator: torch.Generator,
-    ) -> EagleHead:
-        return EagleHead(EagleConfig(**sizes, input_norm=recipe.head.input_norm)).start(generator)
+    def new(cls, given: Given) -> EagleHead:
+        return EagleHead(EagleConfig(**given.sizes, input_norm=given.recipe.input_norm)).start(given.generator)
 
 
 @final
@@ -205,21 +210,12 @@ class Eagle3Objective(_Recursion):
     drafts = Eagle3
 
     @classmethod
-    def new(
-        cls,
-        recipe: Recipe,
-        sizes: dict[str, Any],
-        ends: Ends,
-        vocab: Int[Tensor, " Vd"] | None,
-        states: Sequence[Float[Tensor, "T H"]],
-        generator: torch.Generator,
-    ) -> Eagle3Head:
-        lm_head, _ = borrowed(ends, torch.arange(len(ends.head)) if vocab is None else vocab)
-        head = Eagle3Head(Eagle3Config(**sizes, draft_vocab_size=len(lm_head)))
-        read = states[len(sizes["taps"]) - 1]
+    def new(cls, given: Given) -> Eagle3Head:
+        head = Eagle3Head(Eagle3Config(**given.sizes, draft_vocab_size=len(given.lm_head)))
+        read, final = given.states[len(given.sizes["taps"]) - 1], given.states[-1]
         normed = F.rms_norm(read, read.shape[-1:])
-        scale = states[-1].pow(2).mean(0).sqrt() / normed.pow(2).mean(0).sqrt().clamp(min=1e-6)
-        return head.start(generator, lm_head.detach().float(), scale)
+        scale = final.pow(2).mean(0).sqrt() / normed.pow(2).mean(0).sqrt().clamp(min=1e-6)
+        return head.start(given.generator, given.lm_head, scale)
 
     def student(self, said: Float[Tensor, "n H"]) -> Float[Tensor, "n Vd"]:
         return self.head.logits(said)
@@ -232,17 +228,9 @@ class FastEagleObjective(Objective):
     drafts = FastEagle
 
     @classmethod
-    def new(
-        cls,
-        recipe: Recipe,
-        sizes: dict[str, Any],
-        ends: Ends,
-        vocab: Int[Tensor, " Vd"] | None,
-        states: Sequence[Float[Tensor, "T H"]],
-        generator: torch.Generator,
-    ) -> FastEagleHead:
-        config = FastEagleConfig(**sizes, depth=recipe.head.depth, cascade=recipe.head.cascade)
-        return FastEagleHead(config).start(generator)
+    def new(cls, given: Given) -> FastEagleHead:
+        config = FastEagleConfig(**given.sizes, depth=given.recipe.depth, cascade=given.recipe.cascade)
+        return FastEagleHead(config).start(given.generator)
 
     def steps(
         self, embedded: Float[Tensor, "B T H"], features: Float[Tensor, "B T F"], settings: Loss
