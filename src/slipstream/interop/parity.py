@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,8 +18,9 @@ from slipstream.decode.answer import Round
 from slipstream.decode.audit import audit, margin_of
 from slipstream.decode.generate import Generation, generate
 from slipstream.drafters import load_drafter
-from slipstream.drafters.eagle import Eagle, EagleHead
+from slipstream.drafters.eagle import Eagle
 from slipstream.drafters.layers import attend_cache
+from slipstream.drafters.recursive import RecursiveDrafter
 from slipstream.interop.public import export_head
 from slipstream.machine import heading
 from slipstream.targets import Target
@@ -39,10 +39,10 @@ def parity(
     draft: int = 3,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Serve a target with an exported eagle head in vLLM, and hold acceptance and text against our chain decoding at T = 0.
+    """Serve a target with an exported head in vLLM, and hold acceptance and text against our chain decoding at T = 0.
 
     Args:
-        drafter: an eagle drafter directory.
+        drafter: an eagle or eagle3 drafter directory, or a name whose weights ship.
         python: the interpreter of the environment that vLLM is installed in (`make vllm`).
         draft: draft tokens a round.
 
@@ -56,10 +56,10 @@ def parity(
     if not Path(python).is_file():
         raise ValueError(f"vLLM's interpreter {python} is not there: run `make vllm`, or name another with --python")
     trained = load_drafter(drafter, target.ends)
-    if not isinstance(trained, Eagle):
-        raise ValueError(f"drafter {drafter!r} is no eagle head: vLLM is given one of those")
-    head = trained.head
-    ours = Eagle(head, target.ends, None, f"chain-{draft}")  # all tokens are candidates, as in the engine
+    if not isinstance(trained, RecursiveDrafter):
+        raise ValueError(f"drafter {drafter!r} is no eagle or eagle3 head: vLLM is given one of those")
+    vocab = trained.vocab if trained.module.own_lm_head else None  # otherwise all tokens are candidates, as in the engine
+    ours = type(trained)(trained.head, target.ends, vocab, f"chain-{draft}")
     rounds: list[Round] = []
     answers: list[list[int]] = []
     for i, prompt in enumerate(prompts):
@@ -70,8 +70,9 @@ def parity(
     acceptance = [sum(r.accepted >= d for r in rounds) / len(rounds) for d in range(1, draft + 1)]
     with tempfile.TemporaryDirectory() as home:
         progress("vLLM, plainly and with the head (minutes)")
-        theirs = _serve(target, drafter, prompts, python, new, draft, Path(home))
-        differing = first_difference(target, head, theirs["seen"], prompts[0])
+        job = {"method": ours.method, "prompts": list(prompts), "new": new, "draft": draft, "dtype": target.dtype_name}
+        theirs = _serve(target, drafter, job, python, Path(home))
+        differing = first_difference(target, ours, theirs["seen"], prompts[0])
     divergences: list[dict[str, Any]] = []
     for name, said in (("vLLM with the head", theirs["drafted"]["tokens"]), ("ours", answers)):
         for i, (prompt, answer, reference) in enumerate(zip(prompts, said, theirs["plain"]["tokens"], strict=True)):
@@ -98,15 +99,12 @@ def parity(
     }
 
 
-def _serve(
-    target: Target, drafter: str, prompts: Sequence[list[int]], python: str, new: int, draft: int, home: Path
-) -> dict[str, Any]:
+def _serve(target: Target, drafter: str, job: dict[str, Any], python: str, home: Path) -> dict[str, Any]:
     assert target.tokenizer is not None
     target.model.save_pretrained(home / "target")
     target.tokenizer.save_pretrained(home / "target")
     export_head(drafter, str(home / "head"), target.ends)
-    job = {"target": str(home / "target"), "head": str(home / "head"), "prompts": list(prompts), "new": new, "draft": draft}
-    job |= {"dtype": target.dtype_name, "tensors": str(home / "seen.safetensors")}
+    job |= {name: str(home / name) for name in ("target", "head")} | {"tensors": str(home / "seen.safetensors")}
     job |= {name: str(home / f"{name}.json") for name in ("plain", "drafted")}
     (home / "job.json").write_text(json.dumps(job))
     done = subprocess.run([python, str(WORKER), str(home / "job.json")], capture_output=True, text=True)
@@ -117,11 +115,14 @@ def _serve(
     return {**answers, "seen": load_file(home / "seen.safetensors")}
 
 
-def first_difference(target: Target, head: EagleHead, seen: dict[str, Tensor], prompt: list[int]) -> str | None:
+def first_difference(target: Target, drafter: RecursiveDrafter, seen: dict[str, Tensor], prompt: list[int]) -> str | None:
     """The first tensor, in order of computation, that vLLM's head has otherwise than ours over the first prompt: its inputs
     are held against what ours would read, its parts against ours on the inputs that it had. None if all agree."""
-    H, T = head.config.hidden_size, len(prompt)
-    embedded, features = seen["in.model.fc.0"].to(target.dtype).split(H, 1)
+    head, T, fused = drafter.head, len(prompt), seen["in.model.fc.0"].to(target.dtype)
+    if isinstance(drafter, Eagle):
+        layer, (embedded, features) = "layers.0", fused.split(head.config.hidden_size, 1)
+    else:
+        layer, embedded, features = "midlayer", seen["in.model.layers.0.1"].to(target.dtype), fused
     positions = seen["in.model.layers.0.0"][None]
     if positions[0].tolist() != list(range(T)):
         return "positions"
@@ -134,17 +135,17 @@ def first_difference(target: Target, head: EagleHead, seen: dict[str, Tensor], p
         module.register_forward_hook(lambda module, args, out, name=name: ours.update({name: out[0]}))
     with torch.inference_mode():
         [attend], _ = attend_cache(KVCache(1, 1, T), T)
-        said = head(embedded[None], features[None], positions, attend)[0]
-        logits = F.linear(said[-1:], target.ends.head, target.ends.bias)
-        qkv = torch.cat([ours[f"layers.0.self_attn.{x}_proj"] for x in "qkv"], 1)
+        said = head(embedded[None], head.fuse(features[None]), positions, attend)[0]
+        logits = drafter.logits(said[-1:])
+        qkv = torch.cat([ours[f"{layer}.self_attn.{x}_proj"] for x in "qkv"], 1)
         pairs = {
             "the tokens that it reads": (target.ends.embed(torch.tensor(prompt[1:])), embedded[:-1]),
             "the target's features": (target.features([prompt], head.config.taps)[0], features),
             "fc": (ours["fc"], seen["out.model.fc"]),
             "q, k, v": (qkv, theirs("self_attn.qkv_proj")),
-            "attention": (ours["layers.0.self_attn.o_proj"], theirs("self_attn.o_proj")),
-            "the norm after it": (ours["layers.0.post_attention_layernorm"], theirs("post_attention_layernorm")),
-            "mlp": (ours["layers.0.mlp"], theirs("mlp")),
+            "attention": (ours[f"{layer}.self_attn.o_proj"], theirs("self_attn.o_proj")),
+            "the norm after it": (ours[f"{layer}.post_attention_layernorm"], theirs("post_attention_layernorm")),
+            "mlp": (ours[f"{layer}.mlp"], theirs("mlp")),
             "logits": (logits, seen["out.logits_processor"]),
         }
     for name, (mine, served) in pairs.items():

@@ -2,9 +2,9 @@
 
     python vllm_worker.py JOB.json
 
-JOB: {"target", "head", "prompts": [[ids]], "new", "draft", "dtype", "plain": OUT, "drafted": OUT, "tensors": OUT}. The
-three files are written in three processes, one engine each: plain answers, answers and acceptance with the head, and
-what the head's modules put out for the first prompt.
+JOB: {"method", "target", "head", "prompts": [[ids]], "new", "draft", "dtype", "plain": OUT, "drafted": OUT, "tensors":
+OUT}. The three files are written in three processes, one engine each: plain answers, answers and acceptance with the
+head, and what the head's modules put out for the first prompt.
 """
 
 import json
@@ -20,7 +20,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 def engine(job: dict, head: bool) -> Any:
     from vllm import LLM
 
-    drafting = {"method": "eagle", "model": job["head"], "num_speculative_tokens": job["draft"]}
+    drafting = {"method": job["method"], "model": job["head"], "num_speculative_tokens": job["draft"]}
     return LLM(
         job["target"],
         dtype=job["dtype"],
