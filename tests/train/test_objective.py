@@ -116,14 +116,16 @@ def test_eagle3s_loss_is_the_cross_entropy_of_its_own_steps():
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_loss_is_the_papers(drafter):
-    """EAGLE §3.2 written out: SmoothL1 of the next feature, and cross-entropy of the law that it gives."""
+@pytest.mark.parametrize("acceptance", [0.0, 0.5])
+def test_the_loss_is_the_papers(drafter, acceptance):
+    """EAGLE §3.2 written out: SmoothL1 of the next feature, and cross-entropy of the law that it gives; and the chance that
+    the law's sample is accepted."""
     target = tiny.target("llama")
     example = Example(tiny.prompts(9)[0], [False] * 4 + [True] * 5)
     features = target.features([example.tokens], ("final",))
     batch = Batch.collate([example], [features[0]], "cpu")
     objective = EagleObjective(drafter.head.float(), target.ends, None)
-    loss, _ = objective(batch, Loss(feature=1.0, token=0.1, noise=0.0), torch.Generator())
+    loss, _ = objective(batch, Loss(feature=1.0, token=0.1, noise=0.0, acceptance=acceptance), torch.Generator())
     f, expected = features[0].float(), 0.0
     mask = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
     embedded = target.ends.embed(torch.tensor([example.tokens[1:-1]])).float()
@@ -133,7 +135,7 @@ def test_the_loss_is_the_papers(drafter):
             d = (said[i] - f[i + 1]).abs()
             expected += torch.where(d < 1, 0.5 * d * d, d - 0.5).mean()
             p, q = ((x @ target.ends.head.float().T).softmax(-1) for x in (f[i + 1], said[i]))
-            expected -= 0.1 * (p * q.log()).sum()
+            expected -= 0.1 * (p * q.log()).sum() + acceptance * torch.minimum(p, q).sum().log()
     assert torch.allclose(loss, expected, rtol=1e-4)
     assert int(batch.counts.sum()) == 5
 

@@ -16,6 +16,7 @@ from slipstream.files import cache_home, update_json
 
 VERSION = 1
 TRAINED = ("eagle", "eagle3", "fasteagle")  # methods whose weights may ship
+STEP = ".step"  # beside a tensor of int8
 TUNED = "tuned.json"
 SHIPPED = Path(__file__).parent.parent / "weights"
 
@@ -34,7 +35,7 @@ def save_drafter(
 
     Args:
         target: what the target is called, for people; `ends.fingerprint` is what is checked.
-        config, tensors: what the drafter's `pack` gave. Floating tensors are stored as `dtype` (None: as they are).
+        config, tensors: what the drafter's `pack` gave. They are `stored` as `dtype` (None: as they are).
         training: a summary of how it was made.
 
     Raises:
@@ -42,18 +43,39 @@ def save_drafter(
     """
     about = {"method": method, "version": VERSION, "target": {"name": target, "fingerprint": ends.fingerprint}}
     if dtype is not None:
-        tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+        tensors = stored(tensors, dtype)
     write_directory(directory, {**about, **config, "training": training}, tensors)
+
+
+def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Floating tensors as `dtype`; int8: matrices in steps of a 127th of each row's largest entry, the rest as bfloat16."""
+    kept: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if dtype == torch.int8 and tensor.is_floating_point() and tensor.ndim == 2:
+            step = tensor.detach().float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+            kept |= {name: (tensor.detach() / step).round().to(torch.int8), name + STEP: step[:, 0]}
+        elif tensor.is_floating_point():
+            kept[name] = tensor.to(torch.bfloat16 if dtype == torch.int8 else dtype)
+        else:
+            kept[name] = tensor
+    return kept
+
+
+def restored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What `stored` kept, as floating tensors: integers with steps as float32, the others as they are."""
+    steps = {name.removesuffix(STEP): tensor for name, tensor in tensors.items() if name.endswith(STEP)}
+    whole = {name: tensor for name, tensor in tensors.items() if not name.endswith(STEP)}
+    return {name: tensor * steps[name][:, None] if name in steps else tensor for name, tensor in whole.items()}
 
 
 def write_directory(directory: str | Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """config.json and model.safetensors, each beside and renamed. Raises ValueError where they cannot be written."""
-    home, stored = Path(directory), {name: t.contiguous().cpu() for name, t in tensors.items()}
+    home, whole = Path(directory), {name: t.contiguous().cpu() for name, t in tensors.items()}
     try:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home, ignore_cleanup_errors=True) as beside:
             weights, text = Path(beside) / "model.safetensors", Path(beside) / "config.json"
-            save_file(stored, weights, metadata={"format": "pt"})
+            save_file(whole, weights, metadata={"format": "pt"})
             text.write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n")
             for path in (weights, text):
                 os.chmod(path, 0o644)
@@ -94,7 +116,7 @@ def read_drafter(directory: str | Path, ends: Ends) -> tuple[dict[str, Any], dic
             f"target is {ends.fingerprint}: load the target it was made for, or train one (slipstream train)"
         )
     try:
-        return config, load_file(home / "model.safetensors")
+        return config, restored(load_file(home / "model.safetensors"))
     except (OSError, SafetensorError) as error:
         raise ValueError(f"drafter directory {directory}: model.safetensors cannot be read: {error}") from error
 

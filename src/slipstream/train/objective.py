@@ -16,6 +16,7 @@ from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
 from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
 from slipstream.drafters.heads import Head, HeadDrafter, block_taps, borrowed, layer_sizes
+from slipstream.drafters.store import restored, stored
 from slipstream.train.data import Example
 from slipstream.train.recipe import Head as HeadRecipe
 from slipstream.train.recipe import Loss, Recipe
@@ -145,9 +146,10 @@ class Objective(nn.Module):
         of them the likeliest token of the first step is the target's."""
         f, H = batch.features.float(), self._ends.config.hidden_size
         labels, read = f[:, 1:, -H:], f[:, :-1, : H * len(self.head.config.taps)]
-        blur = (torch.rand(read.shape, generator=generator) * 2 - 1).to(read.device) * settings.noise
         embedded = self._ends.embed(batch.nexts).detach().float() * self.gains[0]
-        read = read * self.gains[1:].repeat_interleave(H) + blur
+        read = read * self.gains[1:].repeat_interleave(H)
+        if settings.noise:
+            read = read + (torch.rand(read.shape, generator=generator) * 2 - 1).to(read.device) * settings.noise
         total = f.new_zeros(())
         agreed = total
         with torch.no_grad():  # the target's own law, once for all steps
@@ -157,7 +159,10 @@ class Objective(nn.Module):
             counts[:, :j] = False  # no row stands j steps behind the first
             mine, teacher = said[counts], law[counts[batch.counts]]
             logits = self.student(mine).float()
-            loss = settings.token * -(teacher * logits.log_softmax(-1)).sum()
+            log_q = logits.log_softmax(-1)
+            loss = settings.token * -(teacher * log_q).sum()
+            if settings.acceptance:
+                loss = loss - settings.acceptance * torch.minimum(teacher, log_q.exp()).sum(-1).clamp(min=1e-6).log().sum()
             if settings.feature:
                 feature = F.smooth_l1_loss(mine, labels[counts], reduction="sum") / H
                 loss = loss + settings.feature * feature
@@ -167,11 +172,11 @@ class Objective(nn.Module):
         return total, agreed
 
     def drafter(self, tree: str, dtype: torch.dtype) -> HeadDrafter:
-        """A drafter with a copy of the head as it is now, rounded to `dtype` as it will be stored."""
+        """A drafter with a copy of the head as it is now, rounded as `dtype` stores it."""
         head: Any = self.drafts.module(self.head.config)
         head.load_state_dict(self.head.state_dict())
         head.scale_inputs(self.gains[0].cpu(), self.gains[1:].cpu())
-        head.to(dtype).float()
+        head.load_state_dict(restored(stored(head.state_dict(), dtype)))
         return self.drafts(head, self._ends, self._vocab, tree)
 
 

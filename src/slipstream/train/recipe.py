@@ -55,6 +55,7 @@ class Head(Section):
         depth: of fasteagle: N, its layers and the tokens that it drafts.
         cascade: of fasteagle: each layer reads the one before it; false: parallel heads.
         tree: the tree that τ is predicted for, and the drafter's default.
+        storage: of the weights: "bfloat16", or "int8", half of that: matrices as rows of integers with a scale each.
     """
 
     draft_vocab: int = Field(default=8192, ge=0)
@@ -64,6 +65,7 @@ class Head(Section):
     depth: int = Field(default=7, ge=1, le=16)
     cascade: bool = True
     tree: str = "fig9"
+    storage: Literal["bfloat16", "int8"] = "bfloat16"
 
     @field_validator("tree", mode="before")
     @classmethod
@@ -75,6 +77,8 @@ class Loss(Section):
     """EAGLE §3.2: L = feature · SmoothL1 + token · soft cross-entropy, over draft steps j = 0, 1, … weighted by decay^j.
 
     Attributes:
+        acceptance: beyond the papers, of a third part, −log Σ min(p, q): the chance that a token sampled from the head's
+            law q is accepted by the target's p (Leviathan et al. 2023, Theorem 3.5).
         noise: features are blurred by U(−noise, noise).
         unroll: of eagle and eagle3: steps, of which the first reads the target's states and the others what the head said
             (1: as in EAGLE; more: EAGLE-3's training-time test). fasteagle takes one for each of its layers.
@@ -82,6 +86,7 @@ class Loss(Section):
 
     feature: float = Field(default=1.0, ge=0)
     token: float = Field(default=0.1, ge=0)
+    acceptance: float = Field(default=0.0, ge=0)
     noise: float = Field(default=0.1, ge=0)
     unroll: int = Field(default=1, ge=1, le=8)
     decay: float = Field(default=0.8, gt=0, le=2)

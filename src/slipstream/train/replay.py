@@ -31,9 +31,9 @@ class Record:
     Attributes:
         tokens: prompt and answer, right-padded with −1, which no draft matches.
         prompts, lengths: tokens of each prompt, and of prompt and answer.
-        features: of every token; meaningless in the padding. A drafter reads the first of them, as many as it taps.
+        features: of every token; meaningless in the padding.
+        taps: what they are, of `width` H each.
         sampling: how each text was made: its noise, which drafts may look at.
-        width: H, of one tap.
         vocab: V.
     """
 
@@ -41,8 +41,9 @@ class Record:
     prompts: Int[Tensor, " B"]
     lengths: Int[Tensor, " B"]
     features: Float[Tensor, "B S F"]
-    sampling: list[Sampling]
+    taps: tuple[str, ...]
     width: int
+    sampling: list[Sampling]
     vocab: int
 
     @classmethod
@@ -83,15 +84,20 @@ class Record:
         tokens = torch.tensor([row + [-1] * (width - len(row)) for row in rows])
         lengths, starts = torch.tensor([len(row) for row in rows]), torch.tensor([len(prompt) for prompt, _ in texts])
         at, made_with, H = target.device, sampling or rows_of(Sampling(), len(rows)), target.config.hidden_size
-        return cls(tokens.to(at), starts.to(at), lengths.to(at), features, made_with, H, target.vocab)
+        return cls(tokens.to(at), starts.to(at), lengths.to(at), features, taps, H, made_with, target.vocab)
+
+    def tapped(self, taps: Sequence[str]) -> Float[Tensor, "B S F"]:
+        """Features of some of the taps, in that order."""
+        every = dict(zip(self.taps, self.features.split(self.width, -1), strict=True))
+        return torch.cat([self.features[..., :0], *(every[tap] for tap in taps)], -1)
 
     @torch.inference_mode()
     def greedy_share(self, target: Target) -> float:
-        """The share of the answers' tokens that are the target's likeliest. The last tap is "final"."""
+        """The share of the answers' tokens that are the target's likeliest."""
         right = total = 0
-        for tokens, start, end, features in zip(self.tokens, self.prompts, self.lengths, self.features, strict=True):
-            final = features[start - 1 : end - 1, -self.width :]
-            likeliest = F.linear(final, target.ends.head, target.ends.bias).argmax(-1)
+        texts = zip(self.tokens, self.prompts, self.lengths, self.tapped(["final"]), strict=True)
+        for tokens, start, end, final in texts:
+            likeliest = F.linear(final[start - 1 : end - 1], target.ends.head, target.ends.bias).argmax(-1)
             right, total = right + int((likeliest == tokens[start:end]).sum()), total + int(end - start)
         return right / total
 
@@ -101,14 +107,27 @@ class Prediction:
     """Acceptance over all rounds.
 
     Attributes:
-        tau: tokens a target pass.
-        acceptance: by depth d: the share of the rounds that accept d drafted tokens or more.
-        rounds: target passes.
+        committed: tokens of each round, the target's own included; 0 where the text is over.
+        depth: of the tree.
     """
 
-    tau: float
-    acceptance: list[float]
-    rounds: int
+    committed: Int[Tensor, "rounds B"]
+    depth: int
+
+    @property
+    def rounds(self) -> int:
+        """Target passes."""
+        return int((self.committed > 0).sum())
+
+    @property
+    def tau(self) -> float:
+        """Tokens a target pass."""
+        return int(self.committed.sum()) / self.rounds
+
+    @property
+    def acceptance(self) -> list[float]:
+        """By depth d: the share of the rounds that accept d drafted tokens or more."""
+        return [int((self.committed > d).sum()) / self.rounds for d in range(1, self.depth + 1)]
 
 
 @torch.inference_mode()
@@ -124,7 +143,7 @@ def predict(drafter: Drafter, record: Record) -> Prediction:
     cache.reserve(width)
     cache.keep(None, record.prompts)
     prompt = record.tokens.clamp(min=0)
-    tapped = record.features[..., : len(drafter.taps) * record.width]
+    tapped = record.tapped(drafter.taps)
     drafter.absorb(
         Span(
             prompt[:, :width],
@@ -153,10 +172,7 @@ def predict(drafter: Drafter, record: Record) -> Prediction:
         left = (record.lengths - cache.lengths - 1).clamp(min=0)
         accepted.append(torch.where(live, torch.minimum(verdict.count, left), 0))
         drafter.absorb(commit(tree, out, verdict, cache), state)
-    counts = torch.stack(accepted).flatten()
-    counts = counts[counts > 0]
-    by_depth = [float((counts > d).float().mean()) for d in range(1, drafter.depth + 1)]
-    return Prediction(float(counts.float().mean()), by_depth, len(counts))
+    return Prediction(torch.stack(accepted).cpu(), drafter.depth)
 
 
 @dataclass(frozen=True)

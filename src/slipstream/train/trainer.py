@@ -226,7 +226,8 @@ class Trainer:
     def _evaluate(self, loss: float | None = None) -> None:
         """Predict τ; the best weights so far become the drafter directory."""
         progress, tree = self.progress, self.recipe.head.tree
-        drafter = self.objective.drafter(tree, torch.bfloat16)
+        storage = getattr(torch, self.recipe.head.storage)
+        drafter = self.objective.drafter(tree, storage)
         prediction = predict(drafter, self.record)
         progress.history.append(
             {"stage": progress.stage, "step": progress.step, "trained": progress.trained, "loss": loss}
@@ -242,12 +243,16 @@ class Trainer:
             vocabulary = {"size": len(drafter.vocab), "coverage": round(self.vocab_coverage, 4)}
             config = {**config, "vocabulary": vocabulary}
             name, training = self.target.name, self._summary(prediction)
-            save_drafter(self.home, self.recipe.method, name, self.target.ends, config, tensors, training)
+            save_drafter(self.home, self.recipe.method, name, self.target.ends, config, tensors, training, storage)
 
     def _summary(self, prediction: Prediction) -> dict[str, Any]:
         progress = self.progress
         return {
-            "predicted": {**asdict(prediction), "tree": self.recipe.head.tree, "texts": len(self.record.tokens)},
+            "predicted": {
+                **{name: getattr(prediction, name) for name in ("tau", "acceptance", "rounds")},
+                "tree": self.recipe.head.tree,
+                "texts": len(self.record.tokens),
+            },
             "trained_tokens": progress.trained,
             "examples": len(self._all),
             "minutes": round(progress.seconds / 60, 1),
