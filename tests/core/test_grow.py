@@ -169,3 +169,42 @@ def test_best_first_keeps_the_most_probable_of_all_paths(seed, D, K, budget):
         }
         best = sorted(score, key=score.__getitem__, reverse=True)[: budget - 1]
         assert sorted(paths_of(tree, b)) == sorted(best)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 5), st.integers(1, 12))
+def test_cape_hangs_candidates_by_confidence(seed, D, K, more):
+    """GLIDE §4.2 in plain Python: expansions that are expanded themselves, at the wrong token, or over the budget."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.rand(2, D, 9, generator=g).argsort(-1)[..., : K + 1]
+    log_q = torch.rand(2, D, K + 1, generator=g).log().sort(-1, descending=True).values
+    name = f"cape-{D}x{D + more}-{K}@0.5-{K // 2}@0.8-0"
+    tree = Shape.parse(name).grow(torch.tensor([1, 2]), independent(ids, log_q))
+    widest = 0
+    for b in range(2):
+        expected, spine, left = [], (), more
+        for d in range(D):
+            p = log_q[b, d, 0].exp().item()
+            extra = min(left, K if p <= 0.5 else K // 2 if p <= 0.8 else 0)
+            left -= extra
+            expected += [(*spine, token) for token in ids[b, d, : 1 + extra].tolist()]
+            spine = (*spine, ids[b, d, 0].item())
+        widest = max(widest, len(expected))
+        assert [path for path in paths_of(tree, b) if path[-1] != PAD] == expected
+    assert tree.nodes == 1 + widest <= Shape.parse(name).nodes
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 4))
+def test_beams_are_the_best_extensions_of_the_best_paths(seed, D, W):
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.rand(2, D, 9, generator=g).argsort(-1)[..., :W]
+    log_q = torch.rand(2, D, W, generator=g).log()
+    tree = Shape.parse(f"beam-{D}x{W}").grow(torch.tensor([1, 2]), independent(ids, log_q))
+    for b in range(2):
+        beams, expected = [(0.0, ())], []
+        for d in range(D):
+            level = list(zip(ids[b, d].tolist(), log_q[b, d].tolist(), strict=True))
+            beams = sorted(((s + q, (*path, t)) for s, path in beams for t, q in level), reverse=True)[:W]
+            expected += [path for _, path in beams]
+        assert sorted(paths_of(tree, b)) == sorted(expected)

@@ -36,7 +36,17 @@ def test_a_chain_is_a_chain():
 
 
 @pytest.mark.parametrize(
-    "name", ["fig9", "chain-3", "backbone-3x4", "dynamic-3x4x14", "best-first-3x9", "[[0],[1],[2],[0,0],[2,0],[2,0,0]]"]
+    "name",
+    [
+        "fig9",
+        "chain-3",
+        "backbone-3x4",
+        "dynamic-3x4x14",
+        "best-first-3x9",
+        "beam-3x2",
+        "cape-3x9",
+        "[[0],[1],[2],[0,0],[2,0],[2,0,0]]",
+    ],
 )
 def test_what_a_shape_says_of_its_tree_is_true(name):
     """Caches too small for the rows that come."""
@@ -55,9 +65,17 @@ def test_what_a_shape_says_of_its_tree_is_true(name):
         assert shape.inner.tolist() == tree.parents[0].unique().tolist()
 
 
-@pytest.mark.parametrize("name", ["fig8", "chain", "chain-0", "dynamic-3x4", "best-first-0x4", "[[0], 3]", "[", "[]"])
+@pytest.mark.parametrize(
+    "name", ["fig8", "chain", "chain-0", "dynamic-3x4", "best-first-0x4", "cape-0", "beam-2", "[[0], 3]", "[", "[]"]
+)
 def test_an_unknown_shape_is_refused_with_the_choices(name):
     with pytest.raises(ValueError, match=r"Available: chain-DEPTH|no nodes"):
+        Shape.parse(name)
+
+
+@pytest.mark.parametrize("name", ["cape-5x4", "cape-2x9-3@0.5-2@0.4-1"])
+def test_a_cape_that_cannot_be_is_refused(name):
+    with pytest.raises(ValueError, match="limits must rise, and"):
         Shape.parse(name)
 
 

@@ -1,4 +1,4 @@
-"""How trees grow: from fixed child-rank paths, along a backbone, best-first, or by the drafter's own confidence.
+"""How trees grow: from fixed child-rank paths, along a backbone, best-first, as beams, or by the drafter's own confidence.
 
 A drafter hands over candidates; what is kept is decided here, once for all drafters. `expand(tokens, origin)` is one
 draft step: the children of the frontier. It receives the frontier's tokens [B, F] and, for each, the index of its parent
@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from slipstream.core import look
 from slipstream.core.tree import PAD, Tree
 
 Expand = Callable[[Int[Tensor, "B F"], Int[Tensor, "B F"]], tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]]
@@ -112,6 +113,56 @@ def dynamic(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int, bud
     kept = _best(torch.cat(scores, 1), budget).sort(1).values
     above = torch.cat(parents, 1).gather(1, kept)
     return Tree(torch.cat(tokens, 1).gather(1, kept), torch.searchsorted(kept, above), depth)
+
+
+def beam(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int) -> Tree:
+    """Beam search: of all candidates behind a level's nodes, the `width` that end the best paths are the next level."""
+    frontier, slots = root[:, None], torch.zeros(len(root), 1, dtype=torch.long, device=root.device)
+    origin, score, offset = slots, torch.zeros(len(root), 1, device=root.device), 1
+    tokens, parents = [frontier], [slots]
+    for _ in range(depth):
+        ids, log_q = expand(frontier, origin)
+        path = (score[..., None] + log_q.float()).flatten(1)
+        best = _best(path, width)
+        origin, score, frontier = best // ids.shape[-1], path.gather(1, best), ids.flatten(1).gather(1, best)
+        tokens.append(frontier.masked_fill(score == -torch.inf, PAD))
+        parents.append(slots.gather(1, origin))
+        slots = (offset + torch.arange(best.shape[1], device=root.device)).expand_as(best)
+        offset += best.shape[1]
+    return Tree(torch.cat(tokens, 1), torch.cat(parents, 1), depth)
+
+
+def cape(
+    root: Int[Tensor, " B"], expand: Expand, depth: int, drafted: int, limits: Sequence[float], counts: Sequence[int]
+) -> Tree:
+    """CAPE (GLIDE §4.2): a chain of `depth` proposals, and beside each as many of the next best candidates, never expanded,
+    as its confidence p asks for: counts[i] where limits[i − 1] < p ≤ limits[i].
+
+    Args:
+        drafted: tokens in all; where they do not suffice, the deepest proposals go without.
+    """
+    frontier, origin = root[:, None], torch.zeros(len(root), 1, dtype=torch.long, device=root.device)
+    extra = torch.tensor(counts, device=root.device)
+    bounds, ranks = torch.tensor(limits, device=root.device), torch.arange(1 + max(counts), device=root.device)
+    levels, wanted = list[Tensor](), list[Tensor]()
+    for _ in range(depth):
+        ids, log_q = expand(frontier, origin)
+        few = extra[torch.bucketize(log_q[:, 0, 0].exp().to(bounds), bounds)]
+        levels.append(ids[:, 0, : len(ranks)])
+        wanted.append(ranks <= few[:, None])
+        frontier = ids[:, 0, :1]
+    first = (ranks == 0).repeat(depth)
+    want, tokens = torch.cat(wanted, 1), torch.cat(levels, 1)
+    want = first | (want & ((want & ~first).cumsum(1) <= drafted - depth))
+    count = min(drafted, want.shape[1])
+    if look.may_look(want):
+        count = int(want.sum(1).max())
+    kept = (~want).sort(dim=1, stable=True).indices[:, :count]
+    chain = want.cumsum(1)[:, first]  # slots of the proposals: the root is slot 0
+    above = torch.cat([torch.zeros_like(origin), chain[:, :-1]], 1).repeat_interleave(len(ranks), 1)
+    there = want.gather(1, kept)
+    drafts, parents = tokens.masked_fill(~want, PAD).gather(1, kept), above.gather(1, kept) * there
+    return Tree(torch.cat([root[:, None], drafts], 1), torch.cat([torch.zeros_like(origin), parents], 1), depth)
 
 
 def _best(scores: Float[Tensor, "B n"], k: int) -> Int[Tensor, "B k"]:

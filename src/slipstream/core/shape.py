@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from slipstream.core.grow import Expand, Path, backbone, dynamic, static, static_levels
+from slipstream.core.grow import Expand, Path, backbone, beam, cape, dynamic, static, static_levels
 from slipstream.core.tree import Tree
 
 FIG9_RANKS = """
@@ -20,9 +20,11 @@ FIG9_RANKS = """
 """
 FIG9 = tuple(tuple(map(int, path)) for path in FIG9_RANKS.split())  # EAGLE, Fig. 9: 25 nodes under the root
 KINDS = (
-    "chain-DEPTH, fig9, backbone-DEPTHxWIDTH, dynamic-DEPTHxWIDTHxNODES, best-first-DEPTHxNODES, "
+    "chain-DEPTH, fig9, backbone-DEPTHxWIDTH, dynamic-DEPTHxWIDTHxNODES, best-first-DEPTHxNODES, beam-DEPTHxWIDTH, "
+    "cape-DEPTH or cape-DEPTHxDRAFTED (with -COUNT@LIMIT… and a last -COUNT: cape-5x32-7@0.3-5@0.6-3@0.8-1), "
     "or child-rank paths such as [[0],[1],[0,0]]"
 )
+CAPE = "-7@0.3-5@0.6-3@0.8-1"  # GLIDE, §4.2: 7 further candidates up to a confidence of 0.3, …, 1 above 0.8
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ class Shape:
         if 0 not in numbers and re.fullmatch(r"best-first-\d+x\d+", text):  # nothing outside the best `nodes` is expanded
             depth, nodes = numbers
             return cls(text, (), depth, nodes, max(nodes - 1, 1), max(nodes - 1, 1))
+        if 0 not in numbers and re.fullmatch(r"beam-\d+x\d+", text):
+            depth, width = numbers
+            return Beam(text, (), depth, 1 + depth * width, width, width)
+        if match := re.fullmatch(r"cape-([1-9]\d*)(?:x([1-9]\d*))?((?:-\d+@[01]?\.\d+)*-\d+)?", text):
+            return Cape.of(text, int(match[1]), int(match[2] or 32), match[3] or CAPE)
         if text.startswith("["):
             try:
                 return cls._static(text, tuple(tuple(map(int, path)) for path in json.loads(text)))
@@ -103,3 +110,36 @@ class Shape:
             return dynamic(root, expand, self.depth, self.width, self.nodes)
         tree = static(root, self.paths, expand)
         return replace(tree, parents=None) if self.nodes == self.depth + 1 else tree
+
+
+@dataclass(frozen=True)
+class Beam(Shape):
+    """The best `width` paths of every level."""
+
+    def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
+        return beam(root, expand, self.depth, self.width)
+
+
+@dataclass(frozen=True)
+class Cape(Shape):
+    """A chain with further candidates beside each token, by confidence.
+
+    Attributes:
+        limits, counts: counts[i] of them up to a confidence of limits[i]; the last count beyond.
+    """
+
+    limits: tuple[float, ...]
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, depth: int, drafted: int, steps: str) -> "Cape":
+        """From the parts of its name. Raises ValueError."""
+        *below, last = [step.split("@") for step in steps[1:].split("-")]
+        limits, counts = tuple(float(limit) for _, limit in below), tuple(int(count) for count, *_ in (*below, last))
+        if list(limits) != sorted(set(limits)) or drafted < depth:
+            raise ValueError(f"tree {name!r}: limits must rise, and {depth} tokens or more be drafted (cape-5x32{CAPE})")
+        most = max(counts)
+        return cls(name, (), depth, 1 + min(drafted, depth * (1 + most)), 1, 1 + most, limits, counts)
+
+    def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
+        return cape(root, expand, self.depth, self.nodes - 1, self.limits, self.counts)
