@@ -11,7 +11,7 @@ SHARED = {"files", "machine", "compiled"}  # writing results, what they were mea
 ROOMS = {  # DESIGN, "Rooms": a room may import itself and these
     "core": set(),
     "targets": {"core"},
-    "drafters": {"core"},
+    "drafters": {"core", "targets"},  # a draft model is a target of its own
     "decode": {"core", "targets", "drafters"},
     "train": {"core", "targets", "drafters", "decode"},
     "bench": {"core", "targets", "drafters", "decode", "train"},

@@ -34,6 +34,8 @@ from transformers import (
 
 from slipstream.core.drafter import Drafter
 from slipstream.core.tree import chain
+from slipstream.drafters import load_drafter
+from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
 from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
@@ -168,6 +170,11 @@ def fasteagle(target: Target, tree: str = "backbone-3x4", proposal: str = "top-k
     return FastEagle(head, target.ends, None if vocab is None else torch.arange(vocab), tree, proposal)
 
 
+def draft_model(own: Target, tree: str, proposal: str = "top-k") -> DraftModel:
+    """Another family's model of the same vocabulary, with windows where the target has none."""
+    return DraftModel(target("llama" if own.name == "qwen2" else "qwen2"), own.ends, tree, proposal)
+
+
 def drafted(text: list[int], at: int, trace: io.StringIO) -> Iterator[tuple[list[int], list[int], list[int]]]:
     """(text up to the root, path to a node below it, its children) for every inner node of every round of a trace. The
     answer in `text` begins `at`."""
@@ -196,6 +203,10 @@ DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
     "eagle3, dynamic": lambda target, texts: eagle3(target, "dynamic-3x4x14", vocab=40),
     "eagle3, noise": lambda target, texts: eagle3(target, proposal="noise"),
     "eagle3, sampled": lambda target, texts: eagle3(target, "fig9", "sampled"),
+    "draft model": lambda target, texts: draft_model(target, "chain-3"),
+    "draft model, dynamic, noise": lambda target, texts: draft_model(target, "dynamic-3x3x9", "noise"),
+    "draft model, sampled": lambda target, texts: draft_model(target, "[[0],[1],[0,0],[1,0],[1,1],[1,0,0]]", "sampled"),
+    "self-speculative": lambda target, texts: load_drafter("self-speculative:skip=0,tree=chain-2", target.ends),
     "fasteagle": lambda target, texts: fasteagle(target),
     "fasteagle, chain": lambda target, texts: fasteagle(target, "chain-2", vocab=40),
     "fasteagle, best-first, noise": lambda target, texts: fasteagle(target, "best-first-3x10", "noise"),

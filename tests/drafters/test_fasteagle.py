@@ -78,5 +78,5 @@ def test_sampled_children_follow_the_law_of_their_depth():
 
 
 def test_a_tree_deeper_than_the_cascade_is_refused():
-    with pytest.raises(ValueError, match="4 deep and this head drafts 3"):
+    with pytest.raises(ValueError, match="4 deep and this drafter says 3"):
         tiny.fasteagle(tiny.target("llama"), "chain-4")

@@ -16,7 +16,7 @@ from slipstream.core.span import Output, Span
 from slipstream.core.tree import PAD, Tree, chain
 from slipstream.decode.round import Decoder
 from slipstream.targets import Target
-from slipstream.targets.hf import GROUPED
+from slipstream.targets.inside import GROUPED
 
 PROMPTS = tiny.prompts(9, 5, 14)
 BUSHY = [0, 0, 0, 1, 1, 2, 3, 3, 4, 6, 9]
@@ -300,7 +300,7 @@ def test_hf_generate_runs_hugging_faces_own_parts(family, monkeypatch):
     during = []
 
     def parts() -> tuple[str, int]:
-        compiled = [m for m in target.model.modules() if type(m.forward).__name__ == "_Compiled"]
+        compiled = [m for m in target.model.modules() if type(m.forward).__name__ == "StandIn"]
         return target.config._attn_implementation, len(compiled)
 
     def generate(*_: object, **__: object) -> Tensor:

@@ -1,7 +1,7 @@
 """The Drafter protocol: three methods, which every method of drafting fits."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -51,6 +51,8 @@ class Ends:
         fingerprint: what a drafter directory is held against.
         compiles: the target's passes are compiled, and the drafter's own shall be.
         place: the machine, precision and compile setting, as `machine.place` says it: what a tuned tree is good for.
+        tokenizer: what a draft model must read and write alike.
+        without: the target with some of its blocks skipped, as a model of its own.
     """
 
     embed: torch.nn.Module
@@ -60,6 +62,8 @@ class Ends:
     fingerprint: str
     compiles: bool = False
     place: str = ""
+    tokenizer: Any = None
+    without: Callable[[Sequence[int]], Any] | None = None
 
 
 class Drafter(ABC):

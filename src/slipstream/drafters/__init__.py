@@ -1,6 +1,7 @@
 """One file per drafter, one final class each. `load_drafter` finds them by name or directory."""
 
 import re
+from collections.abc import Callable
 from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from slipstream.core.drafter import Drafter, Ends
 from slipstream.drafters.store import TRAINED, find_drafter, read_drafter, read_tuned
 
-NAMES = ("vanilla", "ngram", *TRAINED)
+NAMES = ("vanilla", "ngram", *TRAINED, "draft-model", "self-speculative")
 
 
 def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) -> Drafter:
@@ -29,14 +30,18 @@ def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) 
     if name == "vanilla":
         from slipstream.drafters.vanilla import Vanilla
 
-        return Vanilla(**_checked(Vanilla, options, spec))
+        return Vanilla(**_checked(lambda: Vanilla(), options, spec))
     if name == "ngram":
         from slipstream.drafters.ngram import NGram
 
         return NGram(**_checked(NGram, options, spec))
+    if name in ("draft-model", "self-speculative"):
+        from slipstream.drafters.draft_model import DraftModel
+
+        make = DraftModel.named if name == "draft-model" else DraftModel.of_itself
+        return make(ends=_needed(ends, name), **_checked(make, options, spec, without=("ends",)))
     if name in NAMES or Path(name).expanduser().is_dir():
-        if ends is None:
-            raise ValueError(f"drafter {name!r} is made for a target: pass the target's ends, load_drafter(…, target.ends)")
+        ends = _needed(ends, name)
         home = find_drafter(name, ends)
         config, tensors = read_drafter(home, ends)
         method = drafter_class(config.get("method"), f"drafter directory {name}")
@@ -59,6 +64,12 @@ def drafter_class(method: Any, source: str) -> Any:
     return classes[method]
 
 
+def _needed(ends: Ends | None, name: str) -> Ends:
+    if ends is None:
+        raise ValueError(f"drafter {name!r} is made for a target: pass the target's ends, load_drafter(…, target.ends)")
+    return ends
+
+
 def _option(part: str, spec: str) -> tuple[str, Any]:
     key, equals, value = part.partition("=")
     if not equals:
@@ -66,13 +77,18 @@ def _option(part: str, spec: str) -> tuple[str, Any]:
     return key, value
 
 
-def _checked(drafter: type[Drafter], options: dict[str, Any], spec: str, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    known = [] if drafter.__init__ is object.__init__ else [p for p in signature(drafter).parameters if p not in without]
+def _checked(
+    make: Callable[..., Drafter], options: dict[str, Any], spec: str, without: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The options as `make` takes them. Raises ValueError for one that it does not have, or that is missing."""
+    known = {name: p for name, p in signature(make).parameters.items() if name not in without}
     for key in options:
         if key not in known:
             raise ValueError(f"drafter {spec!r} has no option {key!r}. Available: {', '.join(known) or 'none'}")
-        if signature(drafter).parameters[key].annotation is int:
+        if known[key].annotation is int:
             if not options[key].isdecimal():
                 raise ValueError(f"drafter {spec!r}: {key} is {options[key]!r}; it must be a whole number")
             options[key] = int(options[key])
+    if missing := [name for name, p in known.items() if p.default is p.empty and name not in options]:
+        raise ValueError(f"drafter {spec!r} needs {missing[0]}: write {spec}{',' if options else ':'}{missing[0]}=…")
     return options

@@ -1,4 +1,4 @@
-"""What trained heads share: a tree to grow, a draft vocabulary, three ways to pick candidates, and their directory."""
+"""What trained heads share: the target's ends, a draft vocabulary, and their directory."""
 
 from abc import abstractmethod
 from dataclasses import asdict, dataclass
@@ -10,15 +10,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from slipstream.compiled import compiled, freed
-from slipstream.core.drafter import Drafter, Ends
-from slipstream.core.noise import Stream
-from slipstream.core.sampling import Sampler
+from slipstream.core.drafter import Ends
 from slipstream.core.shape import Shape
-from slipstream.core.tree import Tree
 from slipstream.drafters.layers import ACTIVATIONS, LayerConfig
+from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import load_weights
 
-PROPOSALS = ("top-k", "noise", "sampled")
 EMBEDDING = "embed_tokens.weight"  # public checkpoints carry a copy of the target's
 VOCAB = "draft_vocab"
 
@@ -42,16 +39,14 @@ class Head(nn.Module):
     config: Any  # of type `sizes`
 
 
-class HeadDrafter(Drafter):
+class HeadDrafter(Proposer):
     """Drafts with a trained head.
 
     Args:
         head: the trained module.
         ends: the target's embedding and LM head.
         vocab: target ids that the head's candidates are taken from, sorted; all by default.
-        tree: the `Shape` to grow, or its name.
-        proposal: candidates at T > 0: "top-k" of log q; "noise": top-k of log q + g with the target's own noise g;
-            "sampled" from q without replacement, verified by the multi-round law (static trees only).
+        tree, proposal: see `Proposer`.
 
     Raises:
         ValueError: an unknown tree or proposal, or a pair of them that is not exact.
@@ -72,41 +67,12 @@ class HeadDrafter(Drafter):
         proposal: str = "top-k",
     ) -> None:
         at, V = ends.head.device, ends.head.shape[0]
-        self.vocab = torch.arange(V, device=at) if vocab is None else vocab.to(at).long()
         self.head, self.ends, self.taps = head.to(at, ends.head.dtype).requires_grad_(False), ends, head.config.taps
+        super().__init__(torch.arange(V, device=at) if vocab is None else vocab.to(at).long(), V, tree, proposal)
         self.lm_head, self.lm_bias = (None, None) if self.module.own_lm_head else borrowed(ends, self.vocab)
         self._compiled_read, self._compiled_logits = self._read, self.logits
         if ends.compiles:
             self._compiled_read, self._compiled_logits = compiled(self._read, at), compiled(self.logits, at)
-        self.grow_as(tree, proposal)
-
-    @property
-    def deepest(self) -> int | None:
-        """The deepest tree that it can grow, if there is a limit."""
-        return None
-
-    def grow_as(self, tree: str | Shape, proposal: str = "top-k") -> None:
-        """Change the tree and the proposal; states that have begun are not for the new ones. Raises ValueError."""
-        if proposal not in PROPOSALS:
-            raise ValueError(f"Unknown proposal: {proposal!r}. Available: {', '.join(PROPOSALS)}")
-        shape = Shape.parse(tree) if isinstance(tree, str) else tree
-        if self.deepest is not None and shape.depth > self.deepest:
-            raise ValueError(
-                f"tree {shape.name!r} is {shape.depth} deep and this head drafts {self.deepest} tokens: name a lower tree"
-            )
-        if proposal == "sampled" and not shape.keeps_first_children:
-            raise ValueError(
-                f"tree {shape.name!r} drops some of a node's sampled children, which the multi-round law does not "
-                "allow: use a static tree without gaps among siblings (fig9, chain-5, …) with proposal=sampled"
-            )
-        if shape.children > len(self.vocab):
-            raise ValueError(
-                f"tree {shape.name!r} asks for {shape.children} children a node and the draft vocabulary has "
-                f"{len(self.vocab)}: narrow the tree"
-            )
-        self.shape, self.proposal = shape, proposal
-        self.depth, self.rows = shape.depth, shape.nodes
-        self.peeks, self.law = proposal == "noise", "multi-round" if proposal == "sampled" else "coupled"
 
     @classmethod
     def load(cls, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, **options: Any) -> "HeadDrafter":
@@ -143,41 +109,6 @@ class HeadDrafter(Drafter):
     def scores(self, hidden: Float[Tensor, "B F H"]) -> Float[Tensor, "B F Vd"]:
         """`logits`, compiled where the target is."""
         return self._compiled_logits(freed(hidden)) if self.ends.compiles else self.logits(hidden)
-
-    def candidates(
-        self, scores: Float[Tensor, "B F Vd"], sampler: Sampler, position: Int[Tensor, " B"], laws: list[Tensor]
-    ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
-        """Children of the frontier, which stand at `position`; in sampled mode their law is appended to `laws`."""
-        if self.proposal != "top-k" and not sampler.greedy:
-            T = sampler.temperature
-            scores = scores / torch.where(T > 0, T, 1.0)[..., None]
-            if self.proposal == "noise":
-                scores = scores + sampler.noise(position)[:, None, self.vocab]
-            else:
-                return self._sample(scores, sampler, position, laws)
-        log_q, index = scores.log_softmax(-1).topk(self.shape.children)
-        return self.vocab[index], log_q
-
-    def _sample(
-        self, scores: Float[Tensor, "B F Vd"], sampler: Sampler, position: Int[Tensor, " B"], laws: list[Tensor]
-    ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
-        """Gumbel top-k: drawn without replacement, in order. A greedy row takes its top-k, and its law is its best."""
-        hot = (sampler.temperature > 0)[..., None]
-        u = sampler.uniform(Stream.DRAFT, position, scores.shape[1] * scores.shape[2]).view(scores.shape)
-        log_q = scores.double().log_softmax(-1)
-        index = torch.where(hot, log_q - (-u.log()).log(), log_q).topk(self.shape.children).indices
-        best = torch.zeros_like(log_q).scatter_(2, index[..., :1], 1.0)
-        laws.append(torch.where(hot, log_q.exp(), best))
-        return self.vocab[index], log_q.gather(2, index)
-
-    def with_laws(self, tree: Tree, laws: list[Tensor]) -> Tree:
-        """The tree, with the laws that its children were sampled from, level by level, if they were."""
-        if not laws:
-            return tree
-        V = len(self.ends.head)
-        law = torch.zeros(len(tree.tokens), tree.nodes, V, dtype=laws[0].dtype, device=laws[0].device)
-        law[:, self.shape.inner.to(law.device)[:, None], self.vocab] = torch.cat(laws, 1)
-        return Tree(tree.tokens, tree.parents, tree.depth, law)
 
 
 def borrowed(ends: Ends, vocab: Int[Tensor, " Vd"]) -> tuple[Float[Tensor, "Vd H"], Float[Tensor, " Vd"] | None]:

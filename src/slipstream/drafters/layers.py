@@ -154,3 +154,9 @@ def attend_cache(
         seen = freed(seen, 0, 1, 2)
         return [CacheAttend(cache.layer(i), i, seen) for i in range(cache.layers)], positions
     return [CacheAttend(cache, i, seen) for i in range(cache.layers)], positions
+
+
+def descended(ancestors: Bool[Tensor, "B F0 A"], origin: Int[Tensor, "B F"]) -> Bool[Tensor, "B F A1"]:
+    """What a frontier's rows see of a round's scratch rows: what their parents' rows saw, and themselves, A1 = A + F."""
+    own = torch.eye(origin.shape[1], dtype=torch.bool, device=origin.device).expand(len(origin), -1, -1)
+    return torch.cat([ancestors.gather(1, origin[..., None].expand(-1, -1, ancestors.shape[2])), own], 2)

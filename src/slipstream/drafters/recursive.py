@@ -14,7 +14,7 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
 from slipstream.drafters.heads import Head, HeadDrafter
-from slipstream.drafters.layers import Attend, CacheAttend, attend_cache
+from slipstream.drafters.layers import Attend, CacheAttend, attend_cache, descended
 
 
 class RecursiveHead(Head):
@@ -77,10 +77,7 @@ class RecursiveDrafter(HeadDrafter):
         self, cache: KVCache, tokens: Tensor, origin: Tensor, hidden: Tensor, ancestors: Tensor, level: int
     ) -> tuple[Float[Tensor, "B F H"], Bool[Tensor, "B F A"]]:
         """Read the frontier: each token with what was said of it, the state of its parent's row."""
-        B, n = tokens.shape
-        own = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(B, n, n)
-        after = ancestors.shape[2]
-        seen = torch.cat([ancestors.gather(1, origin[..., None].expand(-1, -1, after)), own], 2)
+        n, after, seen = tokens.shape[1], ancestors.shape[2], descended(ancestors, origin)
         said = hidden.gather(1, origin[..., None].expand(-1, -1, hidden.shape[-1]))
         [attend], _ = attend_cache(cache, n, after, seen, self.ends.compiles)
         positions = (cache.lengths + level - 1)[:, None].repeat(1, n)  # strides of its own: one graph when compiled

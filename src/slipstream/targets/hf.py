@@ -5,91 +5,33 @@ sees (every active sliding window included), explicit positions, and probe rows 
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import cached_property, partial
 from inspect import signature
 from time import perf_counter
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import AttentionInterface, Cache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from slipstream.compiled import compiled, freed
-from slipstream.core.cache import KVCache, LayerView
+from slipstream.core.cache import KVCache
 from slipstream.core.drafter import Ends
 from slipstream.core.span import Output
 from slipstream.core.tree import Layout, Tree, chain
 from slipstream.machine import place
+from slipstream.targets.inside import GROUPED, StandIn, View
 from slipstream.targets.support import attention_windows, check_supported
 
-GROUPED = "slipstream_grouped_sdpa"
 
-
-def _grouped_sdpa(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """SDPA that reads grouped keys as they are. Hugging Face repeats them to all heads whenever there is a mask, which on
-    a CPU doubles the time of attention (30 layers at 512 slots: 2.0 ms against 0.9 ms)."""
-    out = F.scaled_dot_product_attention(
-        query, key, value, attention_mask, scale=kwargs.get("scaling"), enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(GROUPED, _grouped_sdpa)
-
-
-class _View(Cache):
-    """Hands the model's layers our cache for one pass."""
-
-    def __init__(self, cache: KVCache | LayerView) -> None:
-        super().__init__(layers=[])
-        self._cache = cache
-
-    @property
-    def stored(self) -> bool:
-        """Whether there is storage for keys and values; the pass that makes it is not compiled."""
-        return isinstance(self._cache, LayerView) or self._cache.keys is not None
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self._cache.write(layer_idx, key_states, value_states)
-        return self._cache.read(layer_idx)
-
-    def of(self, layer: int) -> "_View":
-        """The same for one compiled layer."""
-        return _View(self._cache.layer(layer)) if isinstance(self._cache, KVCache) else self
-
-    def get_seq_length(self, *_: Any, **__: Any) -> int:  # positions are explicit: nothing may be derived from this
-        return 0
-
-    def __len__(self) -> int:
-        return self._cache.layers
-
-
-class _Compiled:
-    """Stands in for the `forward` of one of the model's modules, as graphs that all modules of its class share."""
-
-    def __init__(self, forward: Callable[..., Any], device: torch.device, layer: int = 0) -> None:
-        if isinstance(forward, _Compiled):
-            raise ValueError("this model is compiled for another target already: use that one, or load the model again")
-        self.plain, self._compiled, self._layer = forward, compiled(forward, device), layer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(x, _View) and not x.stored for x in (*args, *kwargs.values())):
-            return self.plain(*args, **kwargs)
-        return self._compiled(*map(self._own, args), **{name: self._own(x) for name, x in kwargs.items()})
-
-    def _own(self, x: Any) -> Any:
-        """An argument as the graphs take it: of any size, and the cache as this layer's part of it."""
-        if isinstance(x, Tensor):
-            return freed(x, *range(x.dim()))
-        if isinstance(x, _View):
-            return x.of(self._layer)
-        return tuple(map(self._own, x)) if type(x) is tuple else x
+def _shallow(module: Any) -> Any:
+    """Another module with the same parts, one of which may be exchanged."""
+    made = copy(module)
+    made._modules = dict(module._modules)
+    return made
 
 
 class Target:
@@ -126,10 +68,10 @@ class Target:
         self._hf_attention = self.config._attn_implementation
         self.compiles = compile
         self.captures = compile and self.device.type == "cuda"
-        self._stand_ins: list[tuple[Any, _Compiled]] = []
+        self._stand_ins: list[tuple[Any, StandIn]] = []
         if compile:
             parts = [*self._blocks, model.get_output_embeddings()]
-            self._stand_ins = [(part, _Compiled(part.forward, self.device, i)) for i, part in enumerate(parts)]
+            self._stand_ins = [(part, StandIn(part.forward, self.device, i)) for i, part in enumerate(parts)]
         self._exchange(ours=True)
 
     def _exchange(self, ours: bool) -> None:
@@ -174,7 +116,36 @@ class Target:
         """The embedding and the LM head, for drafters that share them."""
         head: Any = self.model.get_output_embeddings()
         embed: Any = self.model.get_input_embeddings()
-        return Ends(embed, head.weight, head.bias, self.config, self.fingerprint, self.compiles, place(self))
+        return Ends(
+            embed,
+            head.weight,
+            head.bias,
+            self.config,
+            self.fingerprint,
+            self.compiles,
+            place(self),
+            self.tokenizer,
+            self.without,
+        )
+
+    def without(self, blocks: Sequence[int]) -> "Target":
+        """The same weights, some blocks skipped: a draft of itself (Zhang et al. 2023, "Draft & Verify").
+
+        Raises:
+            ValueError: there is no such block, or none would be left.
+        """
+        skipped, L = set(blocks), len(self._blocks)
+        if not skipped < set(range(L)):
+            raise ValueError(f"blocks {sorted(skipped)} cannot be skipped: this target has blocks 0 to {L - 1}; keep one")
+        path = next(name for name, module in self.model.named_modules() if module is self._blocks).split(".")
+        kept: Any = nn.ModuleList([block for i, block in enumerate(self._blocks) if i not in skipped])
+        made = copy(self)
+        made.model = holder = _shallow(self.model)
+        for name in path[:-1]:
+            holder._modules[name] = _shallow(holder._modules[name])
+            holder = holder._modules[name]
+        holder._modules[path[-1]] = kept
+        return made
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -224,6 +195,19 @@ class Target:
             logits = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
         return Output(logits, features, seconds)
 
+    @torch.inference_mode()
+    def extend(self, tokens: Int[Tensor, "B R"], layout: Layout, cache: KVCache, after: int) -> Float[Tensor, "B R V"]:
+        """Logits of further rows of a round, behind `after` scratch rows of earlier passes: how a model drafts.
+
+        Args:
+            layout: depths [#B, A] of all A = after + R scratch rows, and the new rows' lines of what they see [B, R, A].
+        """
+        cache.reserve(tokens.shape[1], after)
+        positions = (cache.lengths[:, None] + layout.depths).clamp(max=self.window - 1)
+        mask = self._mask(layout, positions, cache, tokens.shape[1])
+        own = positions[:, after:].expand(len(tokens), -1)
+        return self._pass({"input_ids": tokens.clamp(min=0)}, own, mask, cache, 0, ())[0]
+
     def _pass(
         self,
         inputs: dict[str, Tensor],
@@ -239,7 +223,7 @@ class Target:
                 **inputs,
                 position_ids=positions,
                 attention_mask=mask,
-                past_key_values=_View(cache),
+                past_key_values=View(cache),
                 use_cache=True,
                 logits_to_keep=keep,
             )
@@ -294,16 +278,17 @@ class Target:
             self(chain(tokens[:, :rows]), cache)
 
     def _mask(
-        self, layout: Layout, positions: Int[Tensor, "B R"], cache: KVCache, nodes: int
+        self, layout: Layout, positions: Int[Tensor, "B A"], cache: KVCache, nodes: int
     ) -> Tensor | dict[str, Tensor]:
-        """What each row sees of the cache's view, as the additive mask of each attention type."""
+        """What each of the R new rows sees of the cache's view, as the additive mask of each attention type; the last R of
+        the round's A scratch rows are new."""
         view, P = cache.view, cache.prefix
         slots = cache.used - P
-        new = slots - cache.lengths[:, None]  # [B, S]: index of a slot among the new rows; negative: read before
-        R = positions.shape[1]
-        among = new.clamp(0, R - 1)
+        new = slots - cache.lengths[:, None]  # [B, S]: index of a slot among the scratch rows; negative: read before
+        R, A = layout.visible.shape[1:]
+        among = new.clamp(0, A - 1)
         B = len(among)
-        seen = layout.visible.expand(B, R, R).gather(2, among[:, None].expand(B, R, view)) & (new < R)[:, None]
+        seen = layout.visible.expand(B, R, A).gather(2, among[:, None].expand(B, R, view)) & (new < A)[:, None]
         seen = torch.where((new < 0)[:, None], (slots >= 0).expand(B, R, view), seen)
         if P:  # memory is for probes
             probe = torch.arange(R, device=self.device) >= nodes
@@ -313,7 +298,7 @@ class Target:
             allowed = seen
             if window is not None:
                 at = torch.where(new < 0, slots.expand(B, view), positions.gather(1, among))
-                allowed = seen & (((positions[..., None] - at[:, None]) < window) | (slots < 0))
+                allowed = seen & (((positions[:, A - R :, None] - at[:, None]) < window) | (slots < 0))
             masks[kind] = self._additive(allowed)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 

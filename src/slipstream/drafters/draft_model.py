@@ -1,0 +1,115 @@
+"""A smaller model drafts for a larger one: speculative sampling, and self-speculation, where it is the target's own layers.
+
+Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"; Chen et al. 2023, "Accelerating Large
+Language Model Decoding with Speculative Sampling"; Zhang et al. 2023, "Draft & Verify".
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from slipstream.core import look
+from slipstream.core.cache import KVCache
+from slipstream.core.drafter import Ends, State
+from slipstream.core.sampling import Sampler
+from slipstream.core.shape import Shape
+from slipstream.core.span import Span
+from slipstream.core.tree import Layout, Tree, chain
+from slipstream.drafters.layers import descended
+from slipstream.drafters.proposer import Proposer
+from slipstream.targets import Target, load_target
+
+
+@dataclass
+class DraftModelState(State):
+    scores: Float[Tensor, "B Vd"]  # logits behind the root
+    cache: KVCache  # the draft model's own; the root is in it
+
+
+@final
+class DraftModel(Proposer):
+    """Drafts with any causal LM of the target's tokenizer.
+
+    Args:
+        model: the smaller one, as a target of its own.
+        ends: of the target that it drafts for.
+        tree, proposal: see `Proposer`; "sampled" chains are speculative sampling as published.
+
+    Raises:
+        ValueError: the tokenizers differ, or see `Proposer`.
+    """
+
+    def __init__(self, model: Target, ends: Ends, tree: str | Shape = "chain-5", proposal: str = "top-k") -> None:
+        if model.tokenizer is not None and ends.tokenizer is not None:
+            mine, theirs = model.tokenizer.get_vocab(), ends.tokenizer.get_vocab()
+            if mine != theirs:
+                one = next(iter(sorted(set(mine.items()) ^ set(theirs.items()))))
+                raise ValueError(
+                    f"draft model {model.name} reads other tokens than the target ({len(mine)} against {len(theirs)}; "
+                    f"{one[0]!r} is not the same): take one of the target's tokenizer"
+                )
+        V = min(model.vocab, len(ends.head))
+        self.model = model
+        super().__init__(torch.arange(V, device=ends.head.device), len(ends.head), tree, proposal)
+
+    @classmethod
+    def named(cls, model: str, ends: Ends, tree: str = "chain-5", proposal: str = "top-k") -> "DraftModel":
+        """With a model that `load_target` finds, in the target's precision and place. Raises ValueError."""
+        dtype, device = str(ends.head.dtype).removeprefix("torch."), str(ends.head.device)
+        return cls(load_target(model, dtype, device, ends.compiles), ends, tree, proposal)
+
+    @classmethod
+    def of_itself(cls, skip: str, ends: Ends, tree: str = "chain-5", proposal: str = "top-k") -> "DraftModel":
+        """With the target itself, some blocks skipped: "10,11,12" or "10-12". Raises ValueError."""
+        blocks: list[int] = []
+        for part in skip.split(","):
+            first, _, last = part.partition("-")
+            if not first.strip().isdecimal() or (last and not last.strip().isdecimal()):
+                raise ValueError(f"skip={skip!r} names no blocks: write numbers and ranges, such as 10-14,20")
+            blocks += range(int(first), int(last or first) + 1)
+        assert ends.without is not None
+        return cls(ends.without(blocks), ends, tree, proposal)
+
+    def start(self, batch: int, capacity: int, device: torch.device) -> DraftModelState:
+        zeros = torch.zeros(batch, dtype=torch.long, device=device)
+        scores = torch.zeros(batch, len(self.vocab), device=device)
+        room = capacity + self.depth + 2 + self.shape.scratch  # the bound runs a round behind
+        return DraftModelState(zeros, scores, self.model.new_cache(batch, room))
+
+    def absorb(self, span: Span, state: State) -> None:
+        """Read what has been chosen since: the root, which the target has not read yet, included."""
+        assert isinstance(state, DraftModelState)
+        begins = (span.start == 0) & (span.count > 0)  # the first token of all is nobody's next
+        tokens = torch.cat([span.tokens[:, :1], span.nexts], 1)
+        at = (torch.arange(tokens.shape[1], device=tokens.device) + ~begins[:, None]).clamp(max=tokens.shape[1] - 1)
+        tokens, count = tokens.gather(1, at), span.count + begins
+        if look.may_look(begins) and not bool(begins.any()):
+            tokens = tokens[:, :-1]
+        last = (count - 1).clamp(min=0)[:, None]
+        prompt = tokens.shape[1] > self.depth + 2  # of a round all rows' logits, so that nothing depends on what is in it
+        logits = self.model(chain(tokens), state.cache, rows=last if prompt else None).logits
+        state.cache.keep(None, count)
+        state.cache.bound = min(state.cache.bound, span.cache.bound + 1)
+        at_last = logits if prompt else logits.gather(1, last[..., None].expand(-1, -1, logits.shape[2]))
+        state.scores, state.root = at_last[:, 0, : len(self.vocab)], span.last(span.nexts)
+
+    def propose(self, state: State, sampler: Sampler) -> Tree:
+        assert isinstance(state, DraftModelState)
+        scores, depths, level = state.scores[:, None], list[int](), 0
+        ancestors = torch.ones(len(scores), 1, 0, dtype=torch.bool, device=scores.device)
+        laws: list[Tensor] = []
+
+        def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal scores, depths, level, ancestors
+            if level:
+                depths, ancestors = depths + [level - 1] * tokens.shape[1], descended(ancestors, origin)
+                layout = Layout(torch.tensor([depths], device=tokens.device), ancestors)
+                scores = self.model.extend(tokens, layout, state.cache, ancestors.shape[2] - tokens.shape[1])
+                scores = scores[..., : len(self.vocab)]
+            level += 1
+            return self.candidates(scores, sampler, state.cache.lengths + level - 1, laws)
+
+        return self.with_laws(self.shape.grow(state.root, expand), laws)

@@ -1,0 +1,95 @@
+"""Drafters whose trees grow from candidates: by a named shape, in three ways to pick them at T > 0."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from slipstream.core.drafter import Drafter
+from slipstream.core.noise import Stream
+from slipstream.core.sampling import Sampler
+from slipstream.core.shape import Shape
+from slipstream.core.tree import Tree
+
+PROPOSALS = ("top-k", "noise", "sampled")
+
+
+class Proposer(Drafter):
+    """Grows a `Shape` from the laws that it guesses.
+
+    Args:
+        vocab: target ids that candidates are taken from, sorted.
+        width: V, of the target's logits.
+        tree: the `Shape` to grow, or its name.
+        proposal: candidates at T > 0: "top-k" of log q; "noise": top-k of log q + g with the target's own noise g;
+            "sampled" from q without replacement, verified by the multi-round law (static trees only).
+
+    Raises:
+        ValueError: an unknown tree or proposal, or a pair of them that is not exact.
+    """
+
+    def __init__(self, vocab: Int[Tensor, " Vd"], width: int, tree: str | Shape, proposal: str) -> None:
+        self.vocab, self.width = vocab, width
+        self.grow_as(tree, proposal)
+
+    @property
+    def deepest(self) -> int | None:
+        """The deepest tree that it can grow, if there is a limit."""
+        return None
+
+    def grow_as(self, tree: str | Shape, proposal: str = "top-k") -> None:
+        """Change the tree and the proposal; states that have begun are not for the new ones. Raises ValueError."""
+        if proposal not in PROPOSALS:
+            raise ValueError(f"Unknown proposal: {proposal!r}. Available: {', '.join(PROPOSALS)}")
+        shape = Shape.parse(tree) if isinstance(tree, str) else tree
+        if self.deepest is not None and shape.depth > self.deepest:
+            raise ValueError(
+                f"tree {shape.name!r} is {shape.depth} deep and this drafter says {self.deepest} tokens: name a lower tree"
+            )
+        if proposal == "sampled" and not shape.keeps_first_children:
+            raise ValueError(
+                f"tree {shape.name!r} drops some of a node's sampled children, which the multi-round law does not "
+                "allow: use a static tree without gaps among siblings (fig9, chain-5, …) with proposal=sampled"
+            )
+        if shape.children > len(self.vocab):
+            raise ValueError(
+                f"tree {shape.name!r} asks for {shape.children} children a node and the draft vocabulary has "
+                f"{len(self.vocab)}: narrow the tree"
+            )
+        self.shape, self.proposal = shape, proposal
+        self.depth, self.rows = shape.depth, shape.nodes
+        self.peeks, self.law = proposal == "noise", "multi-round" if proposal == "sampled" else "coupled"
+
+    def candidates(
+        self, scores: Float[Tensor, "B F Vd"], sampler: Sampler, position: Int[Tensor, " B"], laws: list[Tensor]
+    ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+        """Children of the frontier, which stand at `position`; in sampled mode their law is appended to `laws`."""
+        if self.proposal != "top-k" and not sampler.greedy:
+            T = sampler.temperature
+            scores = scores / torch.where(T > 0, T, 1.0)[..., None]
+            if self.proposal == "noise":
+                scores = scores + sampler.noise(position)[:, None, self.vocab]
+            else:
+                return self._sample(scores, sampler, position, laws)
+        log_q, index = scores.log_softmax(-1).topk(self.shape.children)
+        return self.vocab[index], log_q
+
+    def _sample(
+        self, scores: Float[Tensor, "B F Vd"], sampler: Sampler, position: Int[Tensor, " B"], laws: list[Tensor]
+    ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+        """Gumbel top-k: drawn without replacement, in order. A greedy row takes its top-k, and its law is its best."""
+        hot = (sampler.temperature > 0)[..., None]
+        u = sampler.uniform(Stream.DRAFT, position, scores.shape[1] * scores.shape[2]).view(scores.shape)
+        log_q = scores.double().log_softmax(-1)
+        index = torch.where(hot, log_q - (-u.log()).log(), log_q).topk(self.shape.children).indices
+        best = torch.zeros_like(log_q).scatter_(2, index[..., :1], 1.0)
+        laws.append(torch.where(hot, log_q.exp(), best))
+        return self.vocab[index], log_q.gather(2, index)
+
+    def with_laws(self, tree: Tree, laws: list[Tensor]) -> Tree:
+        """The tree, with the laws that its children were sampled from, level by level, if they were."""
+        if not laws:
+            return tree
+        shape = len(tree.tokens), tree.nodes, self.width
+        law = torch.zeros(shape, dtype=laws[0].dtype, device=laws[0].device)
+        law[:, self.shape.inner.to(law.device)[:, None], self.vocab] = torch.cat(laws, 1)
+        return Tree(tree.tokens, tree.parents, tree.depth, law)

@@ -1,0 +1,77 @@
+"""What takes the place of a Hugging Face model's own parts: its attention, its cache, the `forward` of compiled modules."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, Cache
+
+from slipstream.compiled import compiled, freed
+from slipstream.core.cache import KVCache, LayerView
+
+GROUPED = "slipstream_grouped_sdpa"
+
+
+def _grouped_sdpa(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """SDPA that reads grouped keys as they are. Hugging Face repeats them to all heads whenever there is a mask, which on
+    a CPU doubles the time of attention (30 layers at 512 slots: 2.0 ms against 0.9 ms)."""
+    out = F.scaled_dot_product_attention(
+        query, key, value, attention_mask, scale=kwargs.get("scaling"), enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(GROUPED, _grouped_sdpa)
+
+
+class View(Cache):
+    """Hands the model's layers our cache for one pass."""
+
+    def __init__(self, cache: KVCache | LayerView) -> None:
+        super().__init__(layers=[])
+        self._cache = cache
+
+    @property
+    def stored(self) -> bool:
+        """Whether there is storage for keys and values; the pass that makes it is not compiled."""
+        return isinstance(self._cache, LayerView) or self._cache.keys is not None
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self._cache.write(layer_idx, key_states, value_states)
+        return self._cache.read(layer_idx)
+
+    def of(self, layer: int) -> "View":
+        """The same for one compiled layer."""
+        return View(self._cache.layer(layer)) if isinstance(self._cache, KVCache) else self
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:  # positions are explicit: nothing may be derived from this
+        return 0
+
+    def __len__(self) -> int:
+        return self._cache.layers
+
+
+class StandIn:
+    """Stands in for the `forward` of one of the model's modules, as graphs that all modules of its class share."""
+
+    def __init__(self, forward: Callable[..., Any], device: torch.device, layer: int = 0) -> None:
+        if isinstance(forward, StandIn):
+            raise ValueError("this model is compiled for another target already: use that one, or load the model again")
+        self.plain, self._compiled, self._layer = forward, compiled(forward, device), layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, View) and not x.stored for x in (*args, *kwargs.values())):
+            return self.plain(*args, **kwargs)
+        return self._compiled(*map(self._own, args), **{name: self._own(x) for name, x in kwargs.items()})
+
+    def _own(self, x: Any) -> Any:
+        """An argument as the graphs take it: of any size, and the cache as this layer's part of it."""
+        if isinstance(x, Tensor):
+            return freed(x, *range(x.dim()))
+        if isinstance(x, View):
+            return x.of(self._layer)
+        return tuple(map(self._own, x)) if type(x) is tuple else x
