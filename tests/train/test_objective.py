@@ -6,6 +6,7 @@ import torch
 import tiny
 from slipstream.core.span import Span
 from slipstream.drafters.layers import attend_cache
+from slipstream.drafters.store import save_drafter
 from slipstream.train.data import Example
 from slipstream.train.objective import (
     Batch,
@@ -16,7 +17,7 @@ from slipstream.train.objective import (
     coverage,
     frequent,
 )
-from slipstream.train.recipe import Loss
+from slipstream.train.recipe import Loss, Recipe
 
 
 @pytest.fixture
@@ -157,8 +158,6 @@ def test_padding_and_other_rows_change_nothing(drafter):
 
 def test_before_training_the_head_repeats_the_feature():
     """Identity start: f̂_{i+1} = f_i."""
-    from slipstream.train.recipe import Recipe
-
     target = tiny.target("llama")
     text = torch.tensor(tiny.prompts(6))
     f = target.features(text.tolist(), ("final",)).float()
@@ -166,6 +165,24 @@ def test_before_training_the_head_repeats_the_feature():
     unrolled = Unrolled(6, f.device)
     said = objective.head(target.ends.embed(text).float(), f, unrolled.positions, unrolled.step)
     assert torch.allclose(said, f, atol=1e-5)
+
+
+def test_a_cascade_may_begin_as_an_eagle_head(drafter, tmp_path):
+    """The first layer says what the head says, though it is trained on scaled inputs."""
+    target, text = tiny.target("llama"), torch.tensor(tiny.prompts(6))
+    save_drafter(tmp_path, "eagle", "llama", target.ends, *drafter.pack(), {}, dtype=None)
+    taps, examples = ["input of block 0", "final"], [Example(text[0].tolist(), [True] * 6)]
+    recipe = Recipe(method="fasteagle", head={"start": str(tmp_path), "depth": 2, "taps": taps})
+    f = target.features(text.tolist(), taps)
+    made = FastEagleObjective.begin(recipe, target.ends, examples, f[0]).drafter("chain-2", torch.float64)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    attend, at, embedded = lambda k, v: (k, v, mask), torch.arange(6)[None], target.ends.embed(text)
+    said = made.head(embedded, f, at, [attend, attend])[:, :, 0]
+    torch.testing.assert_close(said, drafter.head(embedded, f[..., 32:], at, attend), rtol=1e-4, atol=1e-4)
+    for wrong in ({"taps": ["final", "input of block 0"]}, {"intermediate_size": 8}):
+        changed = recipe.model_copy(update={"head": recipe.head.model_copy(update=wrong)})
+        with pytest.raises(ValueError, match="begins as an eagle"):
+            FastEagleObjective.begin(changed, target.ends, examples, f[0])
 
 
 def test_the_draft_vocabulary_is_what_is_said_most():

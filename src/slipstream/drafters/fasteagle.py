@@ -17,6 +17,7 @@ from slipstream.core.drafter import State
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
+from slipstream.drafters.eagle import EagleHead
 from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, copying, randomise
 from slipstream.drafters.layers import Attend, DecoderLayer, attend_cache
 
@@ -28,10 +29,12 @@ class FastEagleConfig(HeadConfig):
     Attributes:
         depth: N, layers and tokens drafted.
         cascade: a layer reads what the layer before it said; otherwise all read the same, as parallel heads (Table 2).
+        input_norm: a norm before attention, which layers that began as EAGLE's do not have.
     """
 
     depth: int = 7
     cascade: bool = True
+    input_norm: bool = True
 
 
 class FastEagleHead(Head):
@@ -44,7 +47,7 @@ class FastEagleHead(Head):
         self.config, H = config, config.hidden_size
         self.fuse = nn.Linear(len(config.taps) * H, H, bias=False)
         self.fc = nn.Linear(2 * H, H, bias=False)
-        self.layers = nn.ModuleList([DecoderLayer(config) for _ in range(config.depth)])
+        self.layers = nn.ModuleList([DecoderLayer(config, config.input_norm) for _ in range(config.depth)])
 
     def forward(
         self,
@@ -69,6 +72,18 @@ class FastEagleHead(Head):
         H, taps = self.config.hidden_size, len(self.config.taps)
         self.fuse.weight.copy_(copying(H, taps - 1, taps))
         self.fc.weight.copy_(copying(H, of=0, among=2))
+        return self
+
+    @torch.no_grad()
+    def start_as(self, eagle: EagleHead) -> "FastEagleHead":
+        """Before training the first layer says what this head of the same sizes says; the others are copies of it. The
+        last tap must be the final state."""
+        H = self.config.hidden_size
+        embedding, final = eagle.fc.weight.split(H, 1)
+        self.fuse.weight.copy_(copying(H, len(self.config.taps) - 1, len(self.config.taps)))
+        self.fc.weight.copy_(torch.cat([final, embedding], 1))
+        for layer in self.layers:
+            layer.load_state_dict(eagle.layers[0].state_dict())
         return self
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from slipstream.core.drafter import Ends
+from slipstream.drafters import load_drafter
 from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
 from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
@@ -61,12 +62,16 @@ class Given:
         sizes: of a layer, and the taps.
         lm_head: the target's, for the draft vocabulary.
         states: some of each recorded tap, the final ones last.
+        gains: what embeddings, and the states of each tap that is read, are multiplied by.
+        ends: the target's.
     """
 
     recipe: HeadRecipe
     sizes: dict[str, Any]
     lm_head: Float[Tensor, "Vd H"]
     states: Sequence[Float[Tensor, "T H"]]
+    gains: Float[Tensor, " taps1"]
+    ends: Ends
     generator: torch.Generator
 
 
@@ -122,8 +127,9 @@ class Objective(nn.Module):
         read = [_size(x) for x in (ends.embed(tokens).detach().float(), *states[: len(sizes["taps"])])]
         lm_head, _ = borrowed(ends, torch.arange(len(ends.head)) if vocab is None else vocab)
         seeded = torch.Generator().manual_seed(recipe.schedule.seed)
-        head = cls.new(Given(recipe.head, sizes, lm_head.detach().float(), states, seeded))
-        return cls(head, ends, vocab, _size(states[-1]) / torch.stack(read))
+        gains = (_size(states[-1]) / torch.stack(read)).cpu()
+        head = cls.new(Given(recipe.head, sizes, lm_head.detach().float(), states, gains, ends, seeded))
+        return cls(head, ends, vocab, gains)
 
     @classmethod
     @abstractmethod
@@ -234,8 +240,21 @@ class FastEagleObjective(Objective):
 
     @classmethod
     def new(cls, given: Given) -> FastEagleHead:
-        config = FastEagleConfig(**given.sizes, depth=given.recipe.depth, cascade=given.recipe.cascade)
-        return FastEagleHead(config).start(given.generator)
+        recipe = given.recipe
+        about = {**given.sizes, "depth": recipe.depth, "cascade": recipe.cascade}
+        if recipe.start is None:
+            return FastEagleHead(FastEagleConfig(**about)).start(given.generator)
+        eagle: Any = load_drafter(recipe.start, given.ends)
+        sizes = {name: size for name, size in given.sizes.items() if name != "taps"}
+        alike = isinstance(eagle, Eagle) and all(getattr(eagle.head.config, name) == sizes[name] for name in sizes)
+        if not alike or eagle.head.config.bias or given.sizes["taps"][-1] != FINAL:
+            raise ValueError(
+                f"head.start={recipe.start!r}: a fasteagle head begins as an eagle head without fc.bias, whose layer is as wide "
+                f'as its own (head.intermediate_size), and the last of head.taps is "{FINAL}"'
+            )
+        head = FastEagleHead(FastEagleConfig(**about, input_norm=eagle.head.config.input_norm)).start_as(eagle.head)
+        head.scale_inputs(1 / given.gains[0], 1 / given.gains[1:])
+        return head
 
     def steps(
         self, embedded: Float[Tensor, "B T H"], features: Float[Tensor, "B T F"], settings: Loss

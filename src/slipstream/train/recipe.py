@@ -54,6 +54,7 @@ class Head(Section):
         taps: of eagle3 and fasteagle: the states that are read; default: inputs of blocks 2, L/2 and L − 3.
         depth: of fasteagle: N, its layers and the tokens that it drafts.
         cascade: of fasteagle: each layer reads the one before it; false: parallel heads.
+        start: of fasteagle: a trained eagle head, by name or directory, as which every layer begins.
         tree: the tree that τ is predicted for, and the drafter's default.
         storage: of the weights: "bfloat16", or "int8", half of that: matrices as rows of integers with a scale each.
     """
@@ -64,6 +65,7 @@ class Head(Section):
     taps: list[str] | None = Field(default=None, min_length=1)
     depth: int = Field(default=7, ge=1, le=16)
     cascade: bool = True
+    start: str | None = None
     tree: str = "fig9"
     storage: Literal["bfloat16", "int8"] = "bfloat16"
 
