@@ -249,8 +249,8 @@ class FastEagleObjective(Objective):
         alike = isinstance(eagle, Eagle) and all(getattr(eagle.head.config, name) == sizes[name] for name in sizes)
         if not alike or eagle.head.config.bias or given.sizes["taps"][-1] != FINAL:
             raise ValueError(
-                f"head.start={recipe.start!r}: a fasteagle head begins as an eagle head without fc.bias, whose layer is as wide "
-                f'as its own (head.intermediate_size), and the last of head.taps is "{FINAL}"'
+                f"head.start={recipe.start!r}: a fasteagle head begins as an eagle head without fc.bias, whose layer is as "
+                f'wide as its own (head.intermediate_size), and the last of head.taps is "{FINAL}"'
             )
         head = FastEagleHead(FastEagleConfig(**about, input_norm=eagle.head.config.input_norm)).start_as(eagle.head)
         head.scale_inputs(1 / given.gains[0], 1 / given.gains[1:])
