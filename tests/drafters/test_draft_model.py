@@ -1,0 +1,86 @@
+"""A draft model says what it would say by itself. A wrong mask, position or cache changes no text, only the drafts."""
+
+import io
+
+import pytest
+import torch
+
+import tiny
+from slipstream.decode import round as rounds
+from slipstream.decode.generate import generate
+from slipstream.drafters import load_drafter
+from slipstream.drafters.draft_model import DraftModel
+from slipstream.targets import Target
+
+PROMPTS = tiny.prompts(9, 4, 14)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mistral"])
+@pytest.mark.parametrize("options", [{"tree": "chain-3"}, {"tree": "[[0],[1],[0,0],[1,0],[0,0,0]]"}])
+@pytest.mark.parametrize("chunk", [512, 5])
+def test_a_model_that_drafts_for_itself_is_always_right(family, options, chunk, monkeypatch):
+    """Ragged prompts in chunks, windows that end inside the draft, rows that read a cousin or what was rejected."""
+    monkeypatch.setattr(rounds, "CHUNK", chunk)
+    target = tiny.target(family)
+    for answer in generate(target, PROMPTS, DraftModel(target, target.ends, **options), max_new_tokens=17, temperature=0.0):
+        assert [r.accepted for r in answer.rounds[:-1]] == [3] * (len(answer.rounds) - 1)
+
+
+def test_with_the_targets_own_noise_it_is_right_at_every_temperature():
+    target = tiny.target("llama")
+    drafter = DraftModel(target, target.ends, "chain-3", "noise")
+    answers = generate(target, PROMPTS, drafter, max_new_tokens=17, temperature=1.3, seed=5)
+    assert all(r.accepted == 3 for answer in answers for r in answer.rounds[:-1])
+
+
+def test_every_drafted_child_is_among_the_likeliest_of_its_path():
+    """Trees of another model, held against that model without a cache."""
+    target, trace = tiny.target("llama"), io.StringIO()
+    drafter = tiny.draft_model(target, "dynamic-3x3x9")
+    answer = generate(target, PROMPTS[0], drafter, max_new_tokens=12, temperature=0.0, trace=trace)
+    checked = 0
+    for text, path, kids in tiny.drafted(PROMPTS[0] + answer.tokens, len(PROMPTS[0]), trace):
+        logits = tiny.reference(drafter.model.name)(torch.tensor([text + path])).logits[0, -1]
+        assert set(kids) == set(logits.topk(len(kids)).indices.tolist())
+        checked += 1
+    assert checked > 12
+
+
+def test_skipping_blocks_is_the_model_without_them():
+    """The same weights and nothing copied; the target itself stays whole."""
+    target, text = tiny.target("llama"), torch.tensor(tiny.prompts(7))
+    whole = tiny.reference("llama")(text).logits
+    drafter = load_drafter("self-speculative:skip=1", target.ends)
+    model = tiny.build(tiny.FAMILIES["llama"])
+    del model.model.layers[1]
+    features = drafter.model.features(text.tolist(), ["final"])
+    torch.testing.assert_close(features @ target.ends.head.T, model(text).logits)
+    torch.testing.assert_close(target.features(text.tolist(), ["final"]) @ target.ends.head.T, whole)
+    assert set(map(id, drafter.model.model.parameters())) < set(map(id, target.model.parameters()))
+
+
+def test_another_tokenizer_is_refused_with_the_reason():
+    target, other = tiny.target("llama"), tiny.tokenizer()
+    other = type(other)(tokenizer_object=other._tokenizer, eos_token="</s>")
+    other.add_tokens(["zz"])
+    model = Target(tiny.build(tiny.FAMILIES["llama"]), other, "mine")
+    with pytest.raises(
+        ValueError, match=r"mine reads other tokens than the target \(65 against 64; 'zz' is not the same\)"
+    ):
+        DraftModel(model, target.ends)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("self-speculative", "needs skip: write self-speculative:skip=…"),
+        ("draft-model:tree=chain-3", "needs model: write draft-model:tree=chain-3,model=…"),
+        ("self-speculative:skip=0-1", "keep one"),
+        ("self-speculative:skip=7", r"blocks \[7\] cannot be skipped: this target has blocks 0 to 1"),
+        ("self-speculative:skip=a", "names no blocks"),
+        ("draft-model:model=/nowhere", "no such file or directory"),
+    ],
+)
+def test_a_draft_that_cannot_be_made_is_one_clear_line(spec, says):
+    with pytest.raises(ValueError, match=says):
+        load_drafter(spec, tiny.target("llama").ends)
