@@ -32,13 +32,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from slipstream.core.drafter import Drafter
+from slipstream.core.drafter import CACHE, Drafter
 from slipstream.core.tree import chain
 from slipstream.drafters import load_drafter
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
 from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
+from slipstream.drafters.glide import Glide, GlideConfig, GlideHead
 from slipstream.drafters.heads import Head, block_taps, layer_sizes
 from slipstream.drafters.ngram import NGram
 from slipstream.drafters.random_drafter import RandomDrafter
@@ -175,6 +176,17 @@ def draft_model(own: Target, tree: str, proposal: str = "top-k") -> DraftModel:
     return DraftModel(target("llama" if own.name == "qwen2" else "qwen2"), own.ends, tree, proposal)
 
 
+def glide(target: Target, tree: str = "cape-3x9", proposal: str = "top-k", depth: int = 1, own: bool = False) -> Glide:
+    """A random head that reads the last blocks' caches; `own` embedding and LM head or the target's."""
+    layers, heads, width = kv_shape(target)
+    sizes = layer_sizes(target.ends) | {"taps": tuple(f"{CACHE}{i}" for i in range(layers - depth, layers))}
+    about = {"depth": depth, "target_size": target.config.hidden_size, "target_head_dim": width, "target_rotary": width}
+    ends = {"vocab_size": VOCAB, "draft_vocab_size": VOCAB} if own else {}
+    queries = heads * (target.config.num_attention_heads // heads)
+    head = scrambled(GlideHead(GlideConfig(**sizes, **about, **ends, target_heads=queries)))
+    return Glide(head, target.ends, None, tree, proposal)
+
+
 def drafted(text: list[int], at: int, trace: io.StringIO) -> Iterator[tuple[list[int], list[int], list[int]]]:
     """(text up to the root, path to a node below it, its children) for every inner node of every round of a trace. The
     answer in `text` begins `at`."""
@@ -207,6 +219,9 @@ DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
     "draft model, dynamic, noise": lambda target, texts: draft_model(target, "dynamic-3x3x9", "noise"),
     "draft model, sampled": lambda target, texts: draft_model(target, "[[0],[1],[0,0],[1,0],[1,1],[1,0,0]]", "sampled"),
     "self-speculative": lambda target, texts: load_drafter("self-speculative:skip=0,tree=chain-2", target.ends),
+    "glide": lambda target, texts: glide(target),
+    "glide, two layers, noise": lambda target, texts: glide(target, "dynamic-3x3x9", "noise", depth=2),
+    "glide, sampled": lambda target, texts: glide(target, "[[0],[1],[0,0],[1,0],[1,1],[1,0,0]]", "sampled", own=True),
     "fasteagle": lambda target, texts: fasteagle(target),
     "fasteagle, chain": lambda target, texts: fasteagle(target, "chain-2", vocab=40),
     "fasteagle, best-first, noise": lambda target, texts: fasteagle(target, "best-first-3x10", "noise"),

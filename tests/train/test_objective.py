@@ -58,7 +58,7 @@ def test_layers_of_a_cascade_are_the_steps_of_a_draft():
     objective = FastEagleObjective(drafter.head, target.ends, None)
     text = torch.tensor(tiny.prompts(T + 1))
     features = target.features(text.tolist(), drafter.taps)[:, :-1]
-    steps = list(objective.steps(target.ends.embed(text[:, 1:]), features, Loss()))
+    steps = list(objective.steps(target.ends.embed(text[:, 1:]), features, Loss(), torch.Generator()))
     assert len(steps) == 3
     for root in range(1, T + 1):
         cache, count = target.new_cache(1, T + 1), torch.tensor([root])
@@ -179,7 +179,7 @@ def test_a_cascade_may_begin_as_an_eagle_head(drafter, tmp_path):
     attend, at, embedded = lambda k, v: (k, v, mask), torch.arange(6)[None], target.ends.embed(text)
     said = made.head(embedded, f, at, [attend, attend])[:, :, 0]
     torch.testing.assert_close(said, drafter.head(embedded, f[..., 32:], at, attend), rtol=1e-4, atol=1e-4)
-    for wrong in ({"taps": ["final", "input of block 0"]}, {"intermediate_size": 8}):
+    for wrong in ({"taps": ["input of block 0"]}, {"intermediate_size": 8}):
         changed = recipe.model_copy(update={"head": recipe.head.model_copy(update=wrong)})
         with pytest.raises(ValueError, match="begins as an eagle"):
             FastEagleObjective.begin(changed, target.ends, examples, f[0])
@@ -204,7 +204,8 @@ def test_the_scales_of_taps_are_folded_into_the_drafter(make):
     made = kind(objective.drafter("chain-3", torch.float64).head.float(), target.ends, None)
     scaled = f * gains[1:].repeat_interleave(32)
     said, again = (
-        list(o.steps(e, x, Loss(unroll=2))) for o, e, x in ((objective, 7 * embedded, scaled), (made, embedded, f))
+        list(o.steps(e, x, Loss(unroll=2), torch.Generator()))
+        for o, e, x in ((objective, 7 * embedded, scaled), (made, embedded, f))
     )
     torch.testing.assert_close(said, again, rtol=1e-3, atol=1e-3)
 

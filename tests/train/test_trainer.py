@@ -26,7 +26,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-every_method = pytest.mark.parametrize("method", ["eagle", "eagle3", "fasteagle"])
+every_method = pytest.mark.parametrize("method", ["eagle", "eagle3", "fasteagle", "glide"])
 
 
 def recipe(data: str, method: str = "eagle", **schedule) -> Recipe:

@@ -123,6 +123,12 @@ class KVCache:
         assert self.keys is not None and self.values is not None
         return self.keys[layer][:, :, : self.view], self.values[layer][:, :, : self.view]
 
+    def written(self, layer: int) -> Float[Tensor, "B R W"]:
+        """What this round's reserved slots of one layer hold: keys of all heads, then values."""
+        assert self.keys is not None and self.values is not None
+        rows = torch.arange(len(self._slots), device=self._slots.device)[:, None]
+        return torch.cat([stored[layer][rows, :, self._slots].flatten(2) for stored in (self.keys, self.values)], -1)
+
     def layer(self, layer: int) -> LayerView:
         """This round's view of one layer; something must have been written before."""
         assert self.keys is not None and self.values is not None

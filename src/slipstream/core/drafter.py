@@ -15,6 +15,7 @@ from slipstream.core.span import Span
 from slipstream.core.tree import Tree
 
 S = TypeVar("S", bound="State")
+FINAL, INPUT, CACHE = "final", "input of block ", "cache of block "  # taps; a block's number follows
 
 
 @dataclass
@@ -70,8 +71,9 @@ class Drafter(ABC):
     """Guesses ahead. State lives in `State`, never on the drafter; its learned maths is one `forward` of its own.
 
     Attributes:
-        taps: what `absorb` wants to see of the target, named exactly: "final" (what the LM head reads) or
-            "input of block i". Their concatenation is the feature, F = taps·H.
+        taps: what `absorb` wants to see of the target, named exactly: "final" (what the LM head reads), "input of block
+            i", or "cache of block i" (its keys, turned, and values, of all heads). Their concatenation is the feature; of
+            states F = taps·H.
         rows: the most rows that a tree of this drafter takes in a target pass, probes included.
         depth: the deepest tree it proposes.
         law: how its trees are verified: "coupled", or "multi-round" for children sampled from a law on the tree.

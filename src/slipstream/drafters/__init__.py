@@ -57,8 +57,9 @@ def drafter_class(method: Any, source: str) -> Any:
     from slipstream.drafters.eagle import Eagle
     from slipstream.drafters.eagle3 import Eagle3
     from slipstream.drafters.fasteagle import FastEagle
+    from slipstream.drafters.glide import Glide
 
-    classes = {cls.method: cls for cls in (Eagle, Eagle3, FastEagle)}
+    classes = {cls.method: cls for cls in (Eagle, Eagle3, FastEagle, Glide)}
     if method not in classes:
         raise ValueError(f"{source}: Unknown method: {method!r}. Available: {', '.join(classes)}")
     return classes[method]

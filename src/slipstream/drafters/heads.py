@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from slipstream.compiled import compiled, freed
-from slipstream.core.drafter import Ends
+from slipstream.core.drafter import FINAL, INPUT, Ends
 from slipstream.core.shape import Shape
 from slipstream.drafters.layers import ACTIVATIONS, LayerConfig
 from slipstream.drafters.proposer import Proposer
@@ -28,14 +28,14 @@ class HeadConfig(LayerConfig):
         taps: of the target, named as in `Drafter.taps`.
     """
 
-    taps: tuple[str, ...] = ("final",)
+    taps: tuple[str, ...] = (FINAL,)
 
 
 class Head(nn.Module):
     """A trained module: its weights are its whole state."""
 
     sizes: ClassVar[type[HeadConfig]]
-    own_lm_head: ClassVar[bool] = False  # `logits`, in place of the target's LM head
+    own_lm_head: bool = False  # `logits`, in place of the target's LM head
     config: Any  # of type `sizes`
 
 
@@ -69,7 +69,7 @@ class HeadDrafter(Proposer):
         at, V = ends.head.device, ends.head.shape[0]
         self.head, self.ends, self.taps = head.to(at, ends.head.dtype).requires_grad_(False), ends, head.config.taps
         super().__init__(torch.arange(V, device=at) if vocab is None else vocab.to(at).long(), V, tree, proposal)
-        self.lm_head, self.lm_bias = (None, None) if self.module.own_lm_head else borrowed(ends, self.vocab)
+        self.lm_head, self.lm_bias = (None, None) if self.head.own_lm_head else borrowed(ends, self.vocab)
         self._compiled_read, self._compiled_logits = self._read, self.logits
         if ends.compiles:
             self._compiled_read, self._compiled_logits = compiled(self._read, at), compiled(self.logits, at)
@@ -97,8 +97,8 @@ class HeadDrafter(Proposer):
         return {"taps": list(sizes.pop("taps")), "head": sizes, "tree": self.shape.name}, tensors
 
     @abstractmethod
-    def _read(self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Any, *more: Any) -> Tensor:
-        """What the head says of tokens and states: what is compiled."""
+    def _read(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the head says of tokens and of what it sees of the target: what is compiled."""
 
     def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
         """Over the draft vocabulary, float32 at least."""
@@ -146,7 +146,7 @@ def layer_sizes(ends: Ends, intermediate_size: int | None = None) -> dict[str, A
 def block_taps(layers: int) -> tuple[str, ...]:
     """A low, a middle and a high state of the target's residual stream: the inputs of blocks 2, L//2 and L−3, as EAGLE-3's
     public checkpoints read them; nearest ones where there are fewer."""
-    return tuple(f"input of block {min(max(i, 0), layers - 1)}" for i in (2, layers // 2, layers - 3))
+    return tuple(f"{INPUT}{min(max(i, 0), layers - 1)}" for i in (2, layers // 2, layers - 3))
 
 
 @torch.no_grad()

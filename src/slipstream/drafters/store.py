@@ -15,7 +15,7 @@ from slipstream.core.drafter import Ends
 from slipstream.files import cache_home, update_json
 
 VERSION = 1
-TRAINED = ("eagle", "eagle3", "fasteagle")  # methods whose weights may ship
+TRAINED = ("eagle", "eagle3", "fasteagle", "glide")  # methods whose weights may ship
 STEP = ".step"  # beside a tensor of int8
 TUNED = "tuned.json"
 SHIPPED = Path(__file__).parent.parent / "weights"

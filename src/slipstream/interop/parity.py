@@ -58,7 +58,7 @@ def parity(
     trained = load_drafter(drafter, target.ends)
     if not isinstance(trained, RecursiveDrafter):
         raise ValueError(f"drafter {drafter!r} is no eagle or eagle3 head: vLLM is given one of those")
-    vocab = trained.vocab if trained.module.own_lm_head else None  # otherwise all tokens are candidates, as in the engine
+    vocab = trained.vocab if trained.head.own_lm_head else None  # otherwise all tokens are candidates, as in the engine
     ours = type(trained)(trained.head, target.ends, vocab, f"chain-{draft}")
     rounds: list[Round] = []
     answers: list[list[int]] = []

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slipstream.core.drafter import Ends
+from slipstream.core.drafter import INPUT, Ends
 from slipstream.core.shape import Shape
 from slipstream.drafters import drafter_class
 from slipstream.drafters.eagle import EagleConfig
@@ -27,7 +27,6 @@ from slipstream.drafters.store import find_drafter, load_weights, read_drafter, 
 PLAIN_ROPE = (None, "default")
 HELD = {"num_hidden_layers", "vocab_size", "rope_scaling", "rope_parameters", "model_type"}  # read, and checked
 PICKLE, SAFE = "pytorch_model.bin", "model.safetensors"
-TAP = "input of block "
 
 
 @dataclass
@@ -108,14 +107,14 @@ class Eagle3Layout(Layout):
             raise ValueError(f"checkpoint {source}: target_hidden_size={width}; this target's is {ends.config.hidden_size}")
         return Eagle3Config(
             **_layer(config, ends, source),
-            taps=block_taps(blocks) if ids is None else tuple(f"{TAP}{i}" for i in ids),
+            taps=block_taps(blocks) if ids is None else tuple(f"{INPUT}{i}" for i in ids),
             draft_vocab_size=config.get("draft_vocab_size") or len(ends.head),
             norm_before_residual=bool(config.get("norm_before_residual")),
         )
 
     def config(self, head: Eagle3Config, ends: Ends) -> dict[str, Any]:
         sizes = {name: value for name, value in vars(head).items() if name in self.keys}
-        ids = {"eagle_aux_hidden_state_layer_ids": [int(tap.removeprefix(TAP)) for tap in head.taps]}
+        ids = {"eagle_aux_hidden_state_layer_ids": [int(tap.removeprefix(INPUT)) for tap in head.taps]}
         own = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "tie_word_embeddings": False}
         return {**_targets(ends), **sizes, **_rope(head), **own, **ids}
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.core.cache import KVCache
-from slipstream.core.drafter import Ends
+from slipstream.core.drafter import CACHE, FINAL, INPUT, Ends
 from slipstream.core.span import Output
 from slipstream.core.tree import Layout, Tree, chain
 from slipstream.machine import place
@@ -167,7 +167,7 @@ class Target:
         """One pass over the tree's rows, written to the cache as scratch.
 
         Args:
-            taps: states to return as features: "final" (what the LM head reads), "input of block i".
+            taps: what to return as features, named as in `Drafter.taps`.
             rows: the nodes whose logits are wanted, all by default; K = 0 skips the head as far as the model allows.
         """
         layout = tree.layout()
@@ -227,6 +227,7 @@ class Target:
                 use_cache=True,
                 logits_to_keep=keep,
             )
+        states |= {tap: cache.written(self._index(tap)) for tap in taps if tap.startswith(CACHE)}
         logits = out.logits if out.logits.dtype == torch.float64 else out.logits.float()
         return logits, torch.cat([states[tap] for tap in taps], -1) if taps else None
 
@@ -237,17 +238,21 @@ class Target:
         states: dict[str, Tensor] = {}
 
         def after(module: nn.Module, args: Any, out: Any) -> None:
-            states["final"] = out.last_hidden_state
+            states[FINAL] = out.last_hidden_state
 
         def before(module: nn.Module, args: Any, kwargs: Any, tap: str) -> None:
             states[tap] = args[0] if args else kwargs["hidden_states"]
 
         with ExitStack() as hooks:
             for tap in taps:
-                if tap == "final":
+                if tap.startswith(CACHE):
+                    self._index(tap)  # read off the cache after the pass
+                    continue
+                if tap == FINAL:
                     hook = self.model.get_decoder().register_forward_hook(after)
                 else:
-                    hook = self._block(tap).register_forward_pre_hook(partial(before, tap=tap), with_kwargs=True)
+                    block = self._blocks[self._index(tap)]
+                    hook = block.register_forward_pre_hook(partial(before, tap=tap), with_kwargs=True)
                 hooks.callback(hook.remove)
             yield states
 
@@ -256,12 +261,26 @@ class Target:
         count = self.config.num_hidden_layers
         return next(m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
 
-    def _block(self, tap: str) -> nn.Module:
+    def _index(self, tap: str) -> int:
+        """The block that a tap names. Raises ValueError."""
         name, _, block = tap.rpartition(" ")
-        if name == "input of block" and block.isdecimal() and int(block) < len(self._blocks):
-            return self._blocks[int(block)]
+        if f"{name} " in (INPUT, CACHE) and block.isdecimal() and int(block) < len(self._blocks):
+            return int(block)
         last = len(self._blocks) - 1
-        raise ValueError(f"Unknown tap: {tap!r}. Available: 'final', 'input of block 0' to 'input of block {last}'")
+        raise ValueError(
+            f"Unknown tap: {tap!r}. Available: '{FINAL}', '{INPUT}0' to '{INPUT}{last}', '{CACHE}0' to '{CACHE}{last}'"
+        )
+
+    def widths(self, taps: Sequence[str]) -> list[int]:
+        """How wide each tap is."""
+        return [self._cached if tap.startswith(CACHE) else self.config.hidden_size for tap in taps]
+
+    @cached_property
+    def _cached(self) -> int:
+        """Numbers that one block caches of a token."""
+        cache = self.new_cache(1, 1)
+        self(chain(torch.zeros(1, 1, dtype=torch.long, device=self.device)), cache)
+        return cache.written(0).shape[-1]
 
     def features(self, rows: Sequence[Sequence[int]], taps: Sequence[str]) -> Float[Tensor, "B T F"]:
         """The taps at every token of whole texts, in one pass; columns past a row's end are meaningless."""

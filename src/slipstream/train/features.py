@@ -37,7 +37,7 @@ class Features:
         budget: int,
     ) -> None:
         self.target, self.examples, self.batches, self.taps = target, examples, batches, taps
-        self._dtype, self._width = target.dtype, len(taps) * target.config.hidden_size
+        self._dtype, self._width = target.dtype, sum(target.widths(taps))
         row = self._width * target.dtype.itemsize
         ends = np.cumsum([row * sum(len(examples[i].tokens) for i in batch) for batch in batches])
         self.kept = int((ends <= budget).sum())

@@ -11,18 +11,17 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from slipstream.core.drafter import Ends
+from slipstream.core.drafter import CACHE, FINAL, Ends
 from slipstream.drafters import load_drafter
 from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
 from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
+from slipstream.drafters.glide import Glide, GlideConfig, GlideHead, Glimpse, apart
 from slipstream.drafters.heads import Head, HeadDrafter, block_taps, borrowed, layer_sizes
 from slipstream.drafters.store import restored, stored
 from slipstream.train.data import Example
 from slipstream.train.recipe import Head as HeadRecipe
 from slipstream.train.recipe import Loss, Recipe
-
-FINAL = "final"  # the tap that the LM head reads
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class Objective(nn.Module):
     def taps(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
         """What is recorded of a target of so many layers: what the head reads, and last what the LM head reads."""
         read = cls.reads(recipe, layers)
-        return read if read[-1] == FINAL else (*read, FINAL)
+        return read if read[-1:] == (FINAL,) else (*read, FINAL)
 
     @classmethod
     def reads(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
@@ -122,14 +121,24 @@ class Objective(nn.Module):
         vocab = frequent(examples, recipe.head.draft_vocab, len(ends.head))
         sizes = layer_sizes(ends, recipe.head.intermediate_size)
         sizes["taps"] = cls.reads(recipe, ends.config.num_hidden_layers)
-        states = features.float().unflatten(-1, (-1, sizes["hidden_size"])).unbind(1)
+        final = features[:, -ends.config.hidden_size :].float()
+        states = [*cls._apart(features.float(), sizes["taps"], final.shape[1]), final]
         tokens = torch.tensor([token for example in examples[:64] for token in example.tokens], device=features.device)
-        read = [_size(x) for x in (ends.embed(tokens).detach().float(), *states[: len(sizes["taps"])])]
+        embedded, size = ends.embed(tokens).detach().float(), _size(final)
+        gains = [size / _size(embedded)]
+        for tap, state in zip(sizes["taps"], states, strict=False):
+            gains.append(size.new_ones(()) if tap.startswith(CACHE) else size / _size(state))
         lm_head, _ = borrowed(ends, torch.arange(len(ends.head)) if vocab is None else vocab)
         seeded = torch.Generator().manual_seed(recipe.schedule.seed)
-        gains = (_size(states[-1]) / torch.stack(read)).cpu()
-        head = cls.new(Given(recipe.head, sizes, lm_head.detach().float(), states, gains, ends, seeded))
-        return cls(head, ends, vocab, gains)
+        scale = torch.stack(gains).cpu()
+        head = cls.new(Given(recipe.head, sizes, lm_head.detach().float(), states, scale, ends, seeded))
+        return cls(head, ends, vocab, scale)
+
+    @staticmethod
+    def _apart(features: Float[Tensor, "*n F"], taps: Sequence[str], H: int) -> tuple[Tensor, ...]:
+        """What each tap that is read shows; of the final state, which comes last, only if it is read."""
+        read = features if taps[-1:] == (FINAL,) else features[..., : features.shape[-1] - H]
+        return read.chunk(len(taps), -1) if taps else ()
 
     @classmethod
     @abstractmethod
@@ -138,10 +147,14 @@ class Objective(nn.Module):
 
     @abstractmethod
     def steps(
-        self, embedded: Float[Tensor, "B T H"], features: Float[Tensor, "B T F"], settings: Loss
+        self, embedded: Float[Tensor, "B T H"], features: Float[Tensor, "B T F"], settings: Loss, generator: torch.Generator
     ) -> Iterator[Float[Tensor, "B T H"]]:
         """What the head says of the same tokens 1, 2, … draft steps after the target's last state: row i of each is to be
         f_{i+1}; the first j rows of step j (from 0) mean nothing."""
+
+    def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
+        """What the head reads of tokens."""
+        return self._ends.embed(tokens).detach().float() * self.gains[0]
 
     def student(self, said: Float[Tensor, "n H"]) -> Float[Tensor, "n Vd"]:
         """Logits over the draft vocabulary."""
@@ -151,16 +164,16 @@ class Objective(nn.Module):
         """The loss summed over counting tokens (to be divided by `batch.counts.sum()` of all processes), and for how many
         of them the likeliest token of the first step is the target's."""
         f, H = batch.features.float(), self._ends.config.hidden_size
-        labels, read = f[:, 1:, -H:], f[:, :-1, : H * len(self.head.config.taps)]
-        embedded = self._ends.embed(batch.nexts).detach().float() * self.gains[0]
-        read = read * self.gains[1:].repeat_interleave(H)
+        labels, taps = f[:, 1:, -H:], self._apart(f[:, :-1], self.head.config.taps, H)
+        embedded = self.embed(batch.nexts)
+        read = torch.cat([f[:, :-1, :0], *(gain * tap for gain, tap in zip(self.gains[1:], taps, strict=True))], -1)
         if settings.noise:
             read = read + (torch.rand(read.shape, generator=generator) * 2 - 1).to(read.device) * settings.noise
         total = f.new_zeros(())
         agreed = total
         with torch.no_grad():  # the target's own law, once for all steps
             law = F.linear(labels[batch.counts], self.lm_head, self.lm_bias).softmax(-1)
-        for j, said in enumerate(self.steps(embedded, read, settings)):
+        for j, said in enumerate(self.steps(embedded, read, settings, generator)):
             counts = batch.counts.clone()
             counts[:, :j] = False  # no row stands j steps behind the first
             mine, teacher = said[counts], law[counts[batch.counts]]
@@ -190,7 +203,7 @@ class _Recursion(Objective):
     """Each step reads what the step before said, and the first one the target's states."""
 
     def steps(
-        self, embedded: Float[Tensor, "B T H"], features: Float[Tensor, "B T F"], settings: Loss
+        self, embedded: Float[Tensor, "B T H"], features: Float[Tensor, "B T F"], settings: Loss, generator: torch.Generator
     ) -> Iterator[Float[Tensor, "B T H"]]:
         unrolled, inputs = Unrolled(features.shape[1], features.device), self.head.fuse(features)
         for _ in range(settings.unroll):
@@ -228,6 +241,10 @@ class Eagle3Objective(_Recursion):
         scale = final.pow(2).mean(0).sqrt() / normed.pow(2).mean(0).sqrt().clamp(min=1e-6)
         return head.start(given.generator, given.lm_head, scale)
 
+    def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
+        """What the head reads of tokens."""
+        return self._ends.embed(tokens).detach().float() * self.gains[0]
+
     def student(self, said: Float[Tensor, "n H"]) -> Float[Tensor, "n Vd"]:
         return self.head.logits(said)
 
@@ -257,7 +274,7 @@ class FastEagleObjective(Objective):
         return head
 
     def steps(
-        self, embedded: Float[Tensor, "B T H"], features: Float[Tensor, "B T F"], settings: Loss
+        self, embedded: Float[Tensor, "B T H"], features: Float[Tensor, "B T F"], settings: Loss, generator: torch.Generator
     ) -> Iterator[Float[Tensor, "B T H"]]:
         T = features.shape[1]
         at = torch.arange(T, device=features.device)
@@ -268,8 +285,62 @@ class FastEagleObjective(Objective):
             yield F.pad(said[:, : T - j, j], (0, 0, j, 0))  # layer j of row i speaks of the token j rows on
 
 
+@final
+class GlideObjective(Objective):
+    """GLIDE §4.1 with soft labels: drafts a block ahead of what they see of the target, in blocks that begin at random."""
+
+    drafts = Glide
+
+    @classmethod
+    def reads(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
+        depth = recipe.head.depth
+        taps = recipe.head.taps or [f"{CACHE}{max(i, 0)}" for i in range(layers - depth, layers)]
+        if len(taps) != depth or not all(tap.startswith(CACHE) for tap in taps):
+            raise ValueError(
+                f"head.taps={taps}: each of the {depth} layers of glide reads a cache, such as {CACHE}{layers - 1}"
+            )
+        return tuple(taps) if recipe.head.glimpses else ()
+
+    @classmethod
+    def new(cls, given: Given) -> GlideHead:
+        recipe, ends, sizes = given.recipe, given.ends, dict(given.sizes)
+        about: dict[str, Any] = {"target_size": sizes["hidden_size"], "target_head_dim": sizes["head_dim"]}
+        about |= {"target_heads": sizes["num_attention_heads"], "target_theta": sizes["rope_theta"]}
+        rope = getattr(ends.config, "rope_parameters", None) or {}
+        share = rope.get("partial_rotary_factor") or getattr(ends.config, "partial_rotary_factor", None) or 1.0
+        about["target_rotary"] = int(share * sizes["head_dim"]) if rope or hasattr(ends.config, "rope_theta") else 0
+        if recipe.hidden_size:
+            heads = max(1, recipe.hidden_size // sizes["head_dim"])
+            sizes |= {"hidden_size": recipe.hidden_size, "num_attention_heads": heads, "num_key_value_heads": heads}
+        if recipe.own_ends:
+            about |= {"vocab_size": len(ends.head), "draft_vocab_size": len(given.lm_head)}
+        config = GlideConfig(**sizes, depth=recipe.depth, glimpses=recipe.glimpses, **about)
+        return GlideHead(config).start(given.generator, _size(given.states[-1]))
+
+    def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
+        own = self.head.embed_tokens
+        return super().embed(tokens) if own is None else own(tokens)
+
+    def student(self, said: Float[Tensor, "n H"]) -> Float[Tensor, "n Vd"]:
+        return self.head.logits(said) if self.head.own_lm_head else super().student(said)
+
+    def steps(
+        self, embedded: Float[Tensor, "B T H"], features: Float[Tensor, "B T F"], settings: Loss, generator: torch.Generator
+    ) -> Iterator[Float[Tensor, "B T H"]]:
+        config, at = self.head.config, torch.arange(features.shape[1], device=features.device)
+        causal = (at <= at[:, None])[None, None]
+        first = int(torch.randint(settings.block, (), generator=generator))
+        block = (at - first).div(settings.block, rounding_mode="floor") * settings.block + first
+        seen = (at <= block.clamp(min=0)[:, None])[None, None]  # row i drafts i − block steps behind the block's first
+        glimpses: list[Glimpse | None] = [None] * config.depth
+        for i, part in enumerate(features.chunk(len(config.taps), -1) if config.taps else ()):
+            glimpses[i] = (*apart(part, config.target_head_dim), seen)
+        attends = [lambda key, value: (key, value, causal)] * config.depth
+        yield self.head(embedded, at[None] + 1, attends, glimpses)
+
+
 OBJECTIVES: dict[str, type[Objective]] = {
-    cls.drafts.method: cls for cls in (EagleObjective, Eagle3Objective, FastEagleObjective)
+    cls.drafts.method: cls for cls in (EagleObjective, Eagle3Objective, FastEagleObjective, GlideObjective)
 }
 
 

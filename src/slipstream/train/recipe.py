@@ -51,10 +51,14 @@ class Head(Section):
         draft_vocab: the most frequent tokens of the data, which candidates are taken from; 0: all.
         intermediate_size: of the MLP; default: the target's.
         input_norm: of eagle: a norm before attention, which the public layout does not have.
-        taps: of eagle3 and fasteagle: the states that are read; default: inputs of blocks 2, L/2 and L − 3.
-        depth: of fasteagle: N, its layers and the tokens that it drafts.
+        taps: of eagle3 and fasteagle: the states that are read; default: inputs of blocks 2, L/2 and L − 3. Of glide: the
+            caches, one for each layer; default: of the last blocks.
+        depth: of fasteagle: N, its layers and the tokens that it drafts; of glide: its layers.
         cascade: of fasteagle: each layer reads the one before it; false: parallel heads.
         start: of fasteagle: a trained eagle head, by name or directory, as which every layer begins.
+        hidden_size: of glide: its own width; default: the target's.
+        glimpses: of glide: it reads the target's cache; false: a decoder of the same size that does not.
+        own_ends: of glide: an embedding and an LM head of its own, in place of the target's.
         tree: the tree that τ is predicted for, and the drafter's default.
         storage: of the weights: "bfloat16", or "int8", half of that: matrices as rows of integers with a scale each.
     """
@@ -66,6 +70,9 @@ class Head(Section):
     depth: int = Field(default=7, ge=1, le=16)
     cascade: bool = True
     start: str | None = None
+    hidden_size: int | None = Field(default=None, ge=1)
+    glimpses: bool = True
+    own_ends: bool = False
     tree: str = "fig9"
     storage: Literal["bfloat16", "int8"] = "bfloat16"
 
@@ -84,6 +91,7 @@ class Loss(Section):
         noise: features are blurred by U(−noise, noise).
         unroll: of eagle and eagle3: steps, of which the first reads the target's states and the others what the head said
             (1: as in EAGLE; more: EAGLE-3's training-time test). fasteagle takes one for each of its layers.
+        block: of glide: tokens that are drafted ahead of what the target has read; blocks begin at random.
     """
 
     feature: float = Field(default=1.0, ge=0)
@@ -91,6 +99,7 @@ class Loss(Section):
     acceptance: float = Field(default=0.0, ge=0)
     noise: float = Field(default=0.1, ge=0)
     unroll: int = Field(default=1, ge=1, le=8)
+    block: int = Field(default=5, ge=1)
     decay: float = Field(default=0.8, gt=0, le=2)
 
 
@@ -125,6 +134,7 @@ class Schedule(Section):
 # what the papers of the other methods say, where a recipe does not
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
     "eagle3": {"loss": {"feature": 0.0, "token": 1.0, "noise": 0.0, "unroll": 7}, "head": {"tree": "dynamic-7x10x60"}},
+    "glide": {"loss": {"feature": 0.0, "token": 1.0, "noise": 0.0}, "head": {"depth": 1, "tree": "cape-5x32"}},
     "fasteagle": {"loss": {"noise": 0.0, "decay": 1 / 0.9}, "head": {"tree": "backbone-7x10"}},
 }
 
@@ -132,7 +142,7 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
 class Recipe(Section):
     """One run. `stages` override sections in turn; each stage goes on from the weights of the one before."""
 
-    method: Literal["eagle", "eagle3", "fasteagle"] = "eagle"
+    method: Literal["eagle", "eagle3", "fasteagle", "glide"] = "eagle"
     data: Data = Data()
     features: Cache = Cache()
     head: Head = Head()

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from slipstream.core.cache import KVCache
-from slipstream.core.drafter import Drafter
+from slipstream.core.drafter import FINAL, Drafter
 from slipstream.core.grow import Expand
 from slipstream.core.sampling import Sampler, Sampling, rows_of
 from slipstream.core.shape import Shape
@@ -32,7 +32,7 @@ class Record:
         tokens: prompt and answer, right-padded with −1, which no draft matches.
         prompts, lengths: tokens of each prompt, and of prompt and answer.
         features: of every token; meaningless in the padding.
-        taps: what they are, of `width` H each.
+        taps, widths: what they are, and how wide each is.
         sampling: how each text was made: its noise, which drafts may look at.
         vocab: V.
     """
@@ -42,7 +42,7 @@ class Record:
     lengths: Int[Tensor, " B"]
     features: Float[Tensor, "B S F"]
     taps: tuple[str, ...]
-    width: int
+    widths: list[int]
     sampling: list[Sampling]
     vocab: int
 
@@ -83,19 +83,19 @@ class Record:
         features = torch.cat([_padded(target.features([row], taps), width) for row in rows])
         tokens = torch.tensor([row + [-1] * (width - len(row)) for row in rows])
         lengths, starts = torch.tensor([len(row) for row in rows]), torch.tensor([len(prompt) for prompt, _ in texts])
-        at, made_with, H = target.device, sampling or rows_of(Sampling(), len(rows)), target.config.hidden_size
-        return cls(tokens.to(at), starts.to(at), lengths.to(at), features, taps, H, made_with, target.vocab)
+        at, made_with, widths = target.device, sampling or rows_of(Sampling(), len(rows)), target.widths(taps)
+        return cls(tokens.to(at), starts.to(at), lengths.to(at), features, taps, widths, made_with, target.vocab)
 
     def tapped(self, taps: Sequence[str]) -> Float[Tensor, "B S F"]:
         """Features of some of the taps, in that order."""
-        every = dict(zip(self.taps, self.features.split(self.width, -1), strict=True))
+        every = dict(zip(self.taps, self.features.split(self.widths, -1), strict=True))
         return torch.cat([self.features[..., :0], *(every[tap] for tap in taps)], -1)
 
     @torch.inference_mode()
     def greedy_share(self, target: Target) -> float:
         """The share of the answers' tokens that are the target's likeliest."""
         right = total = 0
-        texts = zip(self.tokens, self.prompts, self.lengths, self.tapped(["final"]), strict=True)
+        texts = zip(self.tokens, self.prompts, self.lengths, self.tapped([FINAL]), strict=True)
         for tokens, start, end, final in texts:
             likeliest = F.linear(final[start - 1 : end - 1], target.ends.head, target.ends.bias).argmax(-1)
             right, total = right + int((likeliest == tokens[start:end]).sum()), total + int(end - start)

@@ -1,0 +1,236 @@
+"""GLIDE: a small decoder that catches a glimpse of the target's keys and values (papers/glide_cape, §4.1).
+
+The public code does not run, and turns queries by the base 10000 whatever the target's is. Where paper and code leave a
+choice, it is named here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from slipstream.compiled import freed
+from slipstream.core.cache import KVCache, LayerView
+from slipstream.core.drafter import State
+from slipstream.core.sampling import Sampler
+from slipstream.core.span import Span
+from slipstream.core.tree import Tree
+from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, randomise
+from slipstream.drafters.layers import MLP, Attend, Attention, CacheAttend, attend_cache, descended, rotary, rotate
+
+# the target's keys and values of one block, and what each row sees of them
+Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Bool[Tensor, "#B 1 #T S"]]
+
+
+@dataclass(frozen=True)
+class GlideConfig(HeadConfig):
+    """The head's sizes; those of `LayerConfig` are the draft's own, `taps` the target's caches that its layers read.
+
+    Attributes:
+        depth: N_D, its layers.
+        glimpses: they read the target's cache; otherwise it is a decoder of the same size (the paper's vanilla draft).
+        target_size: H, of the target's states.
+        target_heads, target_head_dim: of the target's queries and keys.
+        target_theta, target_rotary: base and width of the target's rotary positions; width 0 where it has none.
+        vocab_size: V, of an embedding and an LM head of its own, as published; 0: the target's.
+        draft_vocab_size: rows of its own LM head.
+    """
+
+    depth: int = 1
+    glimpses: bool = True
+    target_size: int = 0
+    target_heads: int = 1
+    target_head_dim: int = 1
+    target_theta: float = 10000.0
+    target_rotary: int = 0
+    vocab_size: int = 0
+    draft_vocab_size: int = 0
+
+
+class CrossAttention(nn.Module):
+    """Queries of the draft's over the target's cached keys and values, which it neither makes nor changes. Queries are
+    turned as the target's own, at their absolute positions."""
+
+    def __init__(self, config: GlideConfig) -> None:
+        super().__init__()
+        A, D = config.target_heads, config.target_head_dim
+        self.config = config
+        self.q_proj = nn.Linear(config.hidden_size, A * D, bias=False)
+        self.o_proj = nn.Linear(A * D, config.hidden_size, bias=False)
+
+    def forward(self, x: Float[Tensor, "B T d"], positions: Int[Tensor, "#B T"], glimpse: Glimpse) -> Tensor:
+        """Rows of x see what their mask shows them of the glimpse."""
+        key, value, mask = glimpse
+        turned, D = self.config.target_rotary, self.config.target_head_dim
+        q = self.q_proj(x).unflatten(-1, (-1, D)).transpose(1, 2)
+        if turned:
+            cos, sin = rotary(positions, turned, self.config.target_theta, x.dtype)
+            q = torch.cat([rotate(q[..., :turned], cos, sin), q[..., turned:]], -1)
+        out = F.scaled_dot_product_attention(q, key, value, mask, enable_gqa=q.shape[1] != key.shape[1])
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class GlideLayer(nn.Module):
+    """Self-attention, cross-attention, MLP, each normed and added. The public code has no norm before the second."""
+
+    def __init__(self, config: GlideConfig) -> None:
+        super().__init__()
+        self.input_layernorm, self.cross_layernorm, self.post_attention_layernorm = (
+            nn.RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
+        )
+        self.self_attn, self.mlp = Attention(config), MLP(config)
+        self.cross_attn = CrossAttention(config) if config.glimpses else None
+
+    def forward(self, x: Tensor, positions: Tensor, attend: Attend, glimpse: Glimpse | None) -> Float[Tensor, "B T d"]:
+        """One layer."""
+        x = x + self.self_attn(self.input_layernorm(x), positions, attend)
+        if self.cross_attn is not None:
+            assert glimpse is not None
+            x = x + self.cross_attn(self.cross_layernorm(x), positions, glimpse)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class GlideHead(Head):
+    """GLIDE's draft model."""
+
+    sizes = GlideConfig
+
+    def __init__(self, config: GlideConfig) -> None:
+        super().__init__()
+        self.config, d, own = config, config.hidden_size, config.vocab_size > 0
+        self.embed_tokens: Any = nn.Embedding(config.vocab_size, d) if own else None
+        self.inward: Any = None if own else nn.Linear(config.target_size, d, bias=False)
+        self.layers = nn.ModuleList([GlideLayer(config) for _ in range(config.depth)])
+        self.norm = nn.RMSNorm(d, config.rms_norm_eps)
+        self.outward = None if own else nn.Linear(d, config.target_size, bias=False)
+        self.lm_head: Any = nn.Linear(d, config.draft_vocab_size, bias=False) if own else None
+
+    @property
+    def own_lm_head(self) -> bool:  # type: ignore[override]
+        return self.lm_head is not None
+
+    def forward(
+        self,
+        embedded: Float[Tensor, "B T H"],
+        positions: Int[Tensor, "#B T"],
+        attends: Sequence[Attend],
+        glimpses: Sequence[Glimpse | None],
+    ) -> Float[Tensor, "B T H"]:
+        """Row i reads t_{i+1} at position i+1, and says the state that the LM head reads t_{i+2} off."""
+        x = embedded if self.inward is None else self.inward(embedded)
+        for layer, attend, glimpse in zip(self.layers, attends, glimpses, strict=True):
+            x = layer(x, positions, attend, glimpse)
+        x = self.norm(x)
+        return x if self.outward is None else self.outward(x)
+
+    def logits(self, hidden: Float[Tensor, "... d"]) -> Float[Tensor, "... Vd"]:
+        """Of its own LM head."""
+        return self.lm_head(hidden)
+
+    @torch.no_grad()
+    def start(self, generator: torch.Generator, size: Float[Tensor, ""]) -> "GlideHead":
+        """Before training embeddings pass through as far as the widths allow, and leave as large as the target's states."""
+        randomise(self, generator)
+        self.norm.weight.copy_(size.expand(len(self.norm.weight)))
+        for linear in (self.inward, self.outward):
+            if linear is not None:
+                linear.weight.copy_(torch.eye(*linear.weight.shape))
+        return self
+
+    @torch.no_grad()
+    def scale_inputs(self, embedding: Float[Tensor, ""], taps: Float[Tensor, " taps"]) -> None:
+        """Read what was trained on scaled embeddings from plain ones; caches are read as they are."""
+        if self.inward is not None:
+            self.inward.weight *= embedding
+
+
+@dataclass
+class GlideState(State):
+    hidden: Float[Tensor, "B H"]  # said of the root
+    cache: KVCache  # of the draft's own layers: slot i holds t_{i+1}
+    seen: KVCache  # a copy of the target's keys and values, as far as it has read: up to the token before the root
+
+
+@final
+class Glide(HeadDrafter):
+    """Drafts with a `GlideHead`. A draft's keys and values are its own; of the target's it sees what the last pass left,
+    so that the i-th drafted token is i positions ahead of what it can see."""
+
+    method, module = "glide", GlideHead
+
+    def start(self, batch: int, capacity: int, device: torch.device) -> GlideState:
+        N, zeros = self.head.config.depth, torch.zeros(batch, dtype=torch.long, device=device)
+        width = self.head.config.hidden_size if self.head.own_lm_head else self.head.config.target_size
+        hidden = torch.zeros(batch, width, dtype=self.ends.head.dtype, device=device)
+        room = capacity + self.depth + 1 + self.shape.scratch  # the bound runs a round behind
+        return GlideState(zeros, hidden, KVCache(N, batch, room, device), KVCache(len(self.taps), batch, room, device))
+
+    def absorb(self, span: Span, state: State) -> None:
+        assert isinstance(state, GlideState)
+        T, glimpses = span.tokens.shape[1], list[Glimpse | None]([None] * self.head.config.depth)
+        if self.taps:
+            assert span.features is not None
+            attends, _ = attend_cache(state.seen, T)
+            parts = span.features.chunk(len(self.taps), -1)
+            D = self.head.config.target_head_dim
+            for i, (part, attend) in enumerate(zip(parts, attends, strict=True)):
+                glimpses[i] = attend(*apart(part, D))
+            state.seen.keep(None, span.count)
+            state.seen.bound = min(state.seen.bound, span.cache.bound)
+        own, positions = attend_cache(state.cache, T, compiles=self.ends.compiles)
+        said = self._forward(span.nexts, positions + 1, own, glimpses)
+        state.cache.keep(None, span.count)
+        state.cache.bound = min(state.cache.bound, span.cache.bound)
+        state.hidden, state.root = span.last(said), span.last(span.nexts)
+
+    def propose(self, state: State, sampler: Sampler) -> Tree:
+        assert isinstance(state, GlideState)
+        hidden, level = state.hidden[:, None], 0
+        ancestors = torch.ones(len(hidden), 1, 0, dtype=torch.bool, device=hidden.device)
+        glimpses, laws = self._glimpses(state.seen), list[Tensor]()
+
+        def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal hidden, level, ancestors
+            if level:  # the root's own step was taken when it was absorbed
+                n, after, ancestors = tokens.shape[1], ancestors.shape[2], descended(ancestors, origin)
+                own, _ = attend_cache(state.cache, n, after, ancestors, self.ends.compiles)
+                positions = (state.cache.lengths + level)[:, None].repeat(1, n)
+                hidden = self._forward(tokens, positions, own, glimpses)
+            level += 1
+            return self.candidates(self.scores(hidden), sampler, state.cache.lengths + level, laws)
+
+        return self.with_laws(self.shape.grow(state.root, expand), laws)
+
+    def _glimpses(self, seen: KVCache) -> list[Glimpse | None]:
+        """All that the target has read, of each layer's cache."""
+        if not self.taps:
+            return [None] * self.head.config.depth
+        seen.reserve(0)
+        mask = (seen.used < seen.lengths[:, None])[:, None, None]
+        return [(*seen.read(i), mask) for i in range(len(self.taps))]
+
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, attends: list[CacheAttend], glimpses: list[Glimpse | None]
+    ) -> Float[Tensor, "B T H"]:
+        if not isinstance(attends[0].cache, LayerView):
+            return self._read(tokens, positions, attends, glimpses)
+        free = [None if g is None else tuple(freed(x, *range(x.dim())) for x in g) for g in glimpses]
+        return self._compiled_read(freed(tokens), freed(positions), attends, free)
+
+    def _read(
+        self, tokens: Tensor, positions: Tensor, attends: Sequence[Attend], glimpses: Sequence[Glimpse | None]
+    ) -> Float[Tensor, "B T H"]:
+        own = self.head.embed_tokens
+        return self.head((self.ends.embed if own is None else own)(tokens), positions, attends, glimpses)
+
+
+def apart(
+    cached: Float[Tensor, "B T W"], head_dim: int
+) -> tuple[Float[Tensor, "B heads T D"], Float[Tensor, "B heads T D"]]:
+    """Keys and values of a tap of a cache."""
+    key, value = (x.unflatten(-1, (-1, head_dim)).transpose(1, 2) for x in cached.chunk(2, -1))
+    return key, value
