@@ -18,6 +18,7 @@ from rich.table import Column, Table
 from slipstream.bench.cost import Rounds
 from slipstream.bench.questions import load_questions
 from slipstream.bench.tune import reshaped
+from slipstream.core.shape import Shape
 from slipstream.drafters import load_drafter
 from slipstream.drafters.heads import HeadDrafter
 from slipstream.drafters.store import find_drafter, read_drafter
@@ -28,8 +29,9 @@ from slipstream.targets import load_target
 from slipstream.train.replay import Prediction, Record, predict
 from slipstream.train.show import picture
 
-TREES = ("chain-2", "chain-4", "[[0],[1],[0,0]]", "backbone-4x4", "best-first-2x4", "best-first-3x8", "best-first-4x16")
-CHAIN, TIMED = "chain-4", ("chain-2", "chain-4", "best-first-2x4", "best-first-3x8", "best-first-4x16")
+TREES = ("chain-1", "chain-2", "chain-3", "chain-5", "[[0],[1],[0,0]]", "best-first-2x4", "best-first-2x8")
+TREES += ("backbone-3x4", "best-first-3x8", "best-first-3x16", "best-first-5x26", "dynamic-5x8x16")
+TIMED = ("chain-2", "chain-3", "chain-5", "best-first-2x4", "best-first-3x8", "best-first-3x16")
 SAMPLES = 2000
 
 options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -47,6 +49,11 @@ options.add_argument("--plot", default=None)
 given = options.parse_args()
 check_writable(given.json)
 console = Console()
+
+
+def grows(drafter: HeadDrafter, tree: str) -> bool:
+    """Whether the head is deep enough."""
+    return drafter.deepest is None or Shape.parse(tree).depth <= drafter.deepest
 
 
 def resampled(found: list[Prediction], samples: int = SAMPLES) -> torch.Tensor:
@@ -86,23 +93,24 @@ for question in load_questions(given.questions, given.limit):
     parts.setdefault(question.file, []).append(target.encode(question.turns[0]))
 taps = tuple(dict.fromkeys(tap for drafter in heads.values() for tap in drafter.taps))
 
-reference = next(iter(heads))
 for temperature in given.temperature or [0.0]:
     records = {
         file: Record.of(target, prompts, given.max_new_tokens, taps, batch=10, temperature=temperature)
         for file, prompts in parts.items()
     }
-    table = Table(Column("head"), Column("tree"), "nodes", *records, "τ", f"of {reference}'s", "by depth")
+    table = Table(Column("head"), Column("tree"), "nodes", *records, "τ", "of the first", "by depth")
     for tree in TREES:
-        base: torch.Tensor | None = None
+        base: tuple[float, torch.Tensor] | None = None  # the first head that grows this tree
         for label, drafter in heads.items():
+            if not grows(drafter, tree):
+                continue
             made = reshaped(drafter, tree)
             found = [predict(made, record) for record in records.values()]
             tau, by_depth = pooled(found)
             draws = resampled(found)
-            base = draws if base is None else base
-            share = tau / float(entries[reference]["trees"].get((temperature, tree), {}).get("tau", tau))
-            low, high = (draws / base).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+            base = (tau, draws) if base is None else base
+            share, shares = tau / base[0], draws / base[1]
+            low, high = shares.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
             by_file = {file: round(p.tau, 4) for file, p in zip(records, found, strict=True)}
             entries[label]["trees"][temperature, tree] = {
                 "temperature": temperature, "tree": tree, "nodes": made.rows, "tau": round(tau, 4), "by_file": by_file,
@@ -121,8 +129,9 @@ probe = min((prompt for prompts in parts.values() for prompt in prompts), key=le
 costs: dict[str, dict] = {}
 for compiled in (False, True) if given.compile else (False,):
     timed = load_target(given.target, given.dtype, compile=True) if compiled else target
-    kinds = [(label, tree) for label in heads for tree in TIMED]
-    drafters = [reshaped(load_drafter(name, timed.ends), tree) for name in given.heads for tree in TIMED]
+    kinds = [(label, tree) for label, drafter in heads.items() for tree in TIMED if grows(drafter, tree)]
+    own = dict(zip(heads, (load_drafter(name, timed.ends) for name in given.heads), strict=True))
+    drafters = [reshaped(own[label], tree) for label, tree in kinds]
     plain, *spent = Rounds(timed, [Vanilla(), *drafters], probe, most=given.rounds).run(given.rounds)
     how = "compiled" if compiled else "eager"
     costs[how] = {"plain_ms": round(1e3 * plain.total, 2), "heads": {label: {} for label in heads}}
@@ -144,7 +153,7 @@ if given.plot:
     with picture(given.plot, 2) as (left, right):
         for label, entry in entries.items():
             first = [e for e in entry["trees"] if e["temperature"] == (given.temperature or [0.0])[0]]
-            by_depth = next(e["acceptance_by_depth"] for e in first if e["tree"] == CHAIN)
+            by_depth = max((e["acceptance_by_depth"] for e in first if e["tree"].startswith("chain")), key=len)
             kept = [b / a for a, b in zip([1.0, *by_depth], by_depth, strict=False)]
             left.plot(range(1, len(kept) + 1), kept, marker="o", label=label)
             sizes = sorted((e["nodes"], e["tau"]) for e in first if e["tree"].startswith("best-first"))
