@@ -10,8 +10,9 @@ import tiny
 from slipstream.bench.certify import certify
 from slipstream.bench.questions import Question
 from slipstream.bench.report import bench_table, certificate
-from slipstream.bench.run import Tally, bench
+from slipstream.bench.run import Tally, bench, expected
 from slipstream.decode.answer import Round
+from slipstream.decode.round import Seconds
 from slipstream.files import check_writable, write_json
 from slipstream.targets import Target
 
@@ -27,6 +28,17 @@ def test_tau_and_acceptance_by_depth():
     assert tally.tau == 7 / 4
     assert tally.acceptance(conditional=False) == [0.5, 0.25, 0.0]
     assert tally.acceptance(conditional=True) == [round(2 / 3, 4), 1.0, 0.0]
+
+
+def test_expected_speedup_is_the_papers_formula():
+    """Leviathan et al., Theorem 3.8, with α from the tokens that were judged."""
+    ours = Tally(rounds=[Round(3, 2, 3), Round(3, 0, 1), Round(3, 3, 4)], seconds=Seconds(draft=0.9, verify=9.0))
+    plain = Tally(rounds=[Round(0, 0, 1)] * 4, seconds=Seconds(verify=8.0))
+    alpha, c = 5 / (3 + 1 + 3), 0.1 / 2
+    wanted = (1 - alpha**4) / ((1 - alpha) * (3 * c + 1))
+    assert expected(ours, plain) == {"alpha": round(alpha, 4), "c": c, "speedup": round(wanted, 4)}
+    assert expected(Tally(rounds=[Round(2, 2, 3)]), plain)["speedup"] == 3  # all accepted
+    assert expected(plain, plain)["speedup"] == 1
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,8 @@ def _depths(report: dict[str, Any]) -> list[Text]:
             of_all = " ".join(f"{rate:.2f}" for rate in row["acceptance_by_depth"])
             given = " ".join(f"{rate:.2f}" for rate in row["acceptance_by_depth_conditional"])
             lines.append(Text(f"{row['drafter']}: accepted by depth {of_all}; where drafted that far {given}"))
+            alpha, c, speedup = (row["expected"][key] for key in ("alpha", "c", "speedup"))
+            lines.append(Text(f"{row['drafter']}: α {alpha:.2f}, c {c:.3f}: {speedup:.2f} × expected if rows cost nothing"))
     return lines
 
 

@@ -202,6 +202,7 @@ def _result(contest: Contest, name: str, tallies: dict[str, dict[str, Tally]]) -
         "divergences": tally.divergences,
         "seconds": {key: round(value, 3) for key, value in asdict(tally.seconds).items()},
         "host_share": round(tally.seconds.host / decoding, 4) if decoding else 0.0,
+        "expected": expected(tally, _sum(list(tallies["vanilla"].values()))),
         "ledger": ledger(tally, _sum(list(tallies["vanilla"].values()))),
         "by_category": {
             category: _figures(part, {baseline: tallies[baseline][category] for baseline in BASELINES})
@@ -220,6 +221,24 @@ def _figures(tally: Tally, baselines: dict[str, Tally]) -> dict[str, Any]:
         "tokens_per_second": round(speed, 2),
         "speedup": {name: round(speed / max(base.tokens_per_second, 1e-9), 3) for name, base in baselines.items()},
     }
+
+
+def expected(tally: Tally, plain: Tally) -> dict[str, float]:
+    """What speed-up a draft's quality and cost alone promise (GLIDE §3; Leviathan et al. 2023, Theorem 3.8): passes over
+    several rows are taken to cost what one row costs, and tokens to be accepted independently.
+
+    Returns:
+        alpha: of the tokens that were judged, the share accepted; of a chain sampled from the draft's law E[min(p, q)], of
+        a tree the chance that some child agrees. c: a draft step over a target pass. speedup:
+        (1 − α^{γ+1}) / ((1 − α)(γc + 1)), γ the tokens drafted.
+    """
+    judged = sum(min(r.accepted + 1, r.drafted) for r in tally.rounds)
+    alpha = sum(r.accepted for r in tally.rounds) / max(judged, 1)
+    gamma = max((r.drafted for r in tally.rounds), default=0)
+    one_pass = plain.seconds.verify / max(len(plain.rounds), 1)
+    c = tally.seconds.draft / max(len(tally.rounds) * gamma, 1) / max(one_pass, 1e-9)
+    tokens = sum(alpha**i for i in range(gamma + 1))
+    return {"alpha": round(alpha, 4), "c": round(c, 4), "speedup": round(tokens / (gamma * c + 1), 4)}
 
 
 def ledger(tally: Tally, plain: Tally) -> dict[str, float]:
