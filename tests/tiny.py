@@ -211,7 +211,6 @@ DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
     "eagle, dynamic": lambda target, texts: eagle(target, "dynamic-3x4x14"),
     "eagle, best-first, noise": lambda target, texts: eagle(target, "best-first-3x10", "noise"),
     "eagle, sampled": lambda target, texts: eagle(target, "[[0],[1],[2],[0,0],[1,0],[1,1],[1,0,0]]", "sampled"),
-    "eagle, cape": lambda target, texts: eagle(target, "cape-3x9"),
     "eagle3, dynamic": lambda target, texts: eagle3(target, "dynamic-3x4x14", vocab=40),
     "eagle3, noise": lambda target, texts: eagle3(target, proposal="noise"),
     "eagle3, sampled": lambda target, texts: eagle3(target, "fig9", "sampled"),
@@ -225,6 +224,5 @@ DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
     "fasteagle": lambda target, texts: fasteagle(target),
     "fasteagle, chain": lambda target, texts: fasteagle(target, "chain-2", vocab=40),
     "fasteagle, best-first, noise": lambda target, texts: fasteagle(target, "best-first-3x10", "noise"),
-    "fasteagle, beams": lambda target, texts: fasteagle(target, "beam-3x3"),
     "fasteagle, sampled": lambda target, texts: fasteagle(target, "[[0],[1],[2],[0,0],[1,0],[1,1],[1,0,0]]", "sampled"),
 }
