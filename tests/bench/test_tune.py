@@ -16,7 +16,7 @@ from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.decode.answer import Round
 from slipstream.decode.round import Seconds
-from slipstream.drafters import load_drafter
+from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
 from slipstream.train.replay import Record
 
@@ -109,6 +109,17 @@ def test_a_tuned_tree_is_grown_unless_another_is_named(target, drafter, tmp_path
     assert read_tuned(tmp_path, "another machine", 0.0) == {}
     (tmp_path / "tuned.json").write_text("{")
     assert load_drafter(str(tmp_path), target.ends).shape.name == "fig9"
+
+
+def test_a_draft_model_is_tuned_as_well(target, monkeypatch, tmp_path):
+    """γ and the tree of speculative sampling: kept by what the model is called, whatever tree it was called with."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    spec = "self-speculative:skip=0"
+    found = tune(target, load_drafter(spec, target.ends), tiny.prompts(9, 4), [0.0], new=12)["temperatures"][0]
+    assert found["chosen"]["speedup"] >= max(each["speedup"] for each in found["candidates"])
+    save_tuned(tuned_home(f"{spec},tree=chain-2,proposal=noise", target.ends), target.ends.place, {0.0: found["chosen"]})
+    assert load_drafter(spec, target.ends).shape.name == found["chosen"]["tree"]
+    assert load_drafter("self-speculative:skip=1", target.ends).shape.name == "chain-5"
 
 
 def test_a_pass_costs_what_the_target_takes_and_leaves_the_cache_alone(target):

@@ -15,7 +15,7 @@ from typing import Any
 from slipstream.bench.cost import RoundCost, Rounds, pass_seconds
 from slipstream.core.optimal import optimal_trees
 from slipstream.core.shape import Shape
-from slipstream.drafters.heads import HeadDrafter
+from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.machine import heading
 from slipstream.targets.hf import Target
@@ -38,7 +38,7 @@ class Size:
 
 def tune(
     target: Target,
-    drafter: HeadDrafter,
+    drafter: Proposer,
     prompts: Sequence[Sequence[int]],
     temperatures: Sequence[float] = (0.0, 1.0),
     new: int = 40,
@@ -115,16 +115,14 @@ class Costs:
         return self.passes[below] + share * (self.passes[above] - self.passes[below])
 
 
-def acceptance(drafter: HeadDrafter, record: Record, proposal: str) -> list[list[float]]:
+def acceptance(drafter: Proposer, record: Record, proposal: str) -> list[list[float]]:
     """[d][r]: how often the token after an accepted node of depth d is the r-th candidate, along the record."""
     follow = Following.along(record, _deepest(drafter), min(RANKS, len(drafter.vocab)))
     predict(reshaped(drafter, follow, proposal), record)
     return follow.acceptance()
 
 
-def _candidates(
-    drafter: HeadDrafter, record: Record, sizes: Sequence[tuple[str, Size]], costs: Costs
-) -> list[dict[str, Any]]:
+def _candidates(drafter: Proposer, record: Record, sizes: Sequence[tuple[str, Size]], costs: Costs) -> list[dict[str, Any]]:
     """The trees of the sizes with the best estimates, and the τ that they reach along the record."""
     best = sorted(sizes, key=lambda named: -named[1].estimate)[:SIZES]
     found = []
@@ -137,7 +135,7 @@ def _candidates(
 
 
 def _race(
-    target: Target, drafter: HeadDrafter, candidates: list[dict[str, Any]], probe: Sequence[int], temperature: float
+    target: Target, drafter: Proposer, candidates: list[dict[str, Any]], probe: Sequence[int], temperature: float
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(plain decoding, the candidates, best first): rounds of all, then of the better half, and so on."""
     trees = [reshaped(drafter, each["tree"], each["proposal"]) for each in candidates]
@@ -153,14 +151,14 @@ def _race(
     return _figures(1.0, plain, plain), [candidates[i] for i in ended]
 
 
-def reshaped(drafter: HeadDrafter, tree: str | Shape, proposal: str = "top-k") -> HeadDrafter:
+def reshaped(drafter: Proposer, tree: str | Shape, proposal: str = "top-k") -> Proposer:
     """The same head with another tree."""
     made = copy(drafter)
     made.grow_as(tree, proposal)
     return made
 
 
-def _deepest(drafter: HeadDrafter) -> int:
+def _deepest(drafter: Proposer) -> int:
     return min(DEPTH, drafter.deepest or DEPTH)
 
 

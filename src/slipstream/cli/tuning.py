@@ -25,6 +25,7 @@ from slipstream.cli.common import (
     epilog=examples(
         "tune --drafter eagle --dtype auto --compile",
         "tune --drafter runs/eagle --questions gsm8k.jsonl --json tuned.json --plot tuned.svg",
+        "tune --drafter draft-model:model=./small --compile",
         "tune --measure --plot costs.svg",
     )
 )
@@ -45,9 +46,9 @@ def tune(
     from slipstream.bench.questions import load_questions
     from slipstream.bench.report import cost_table, tuned_table
     from slipstream.bench.tune import tune as run
-    from slipstream.drafters import load_drafter
-    from slipstream.drafters.heads import HeadDrafter
-    from slipstream.drafters.store import find_drafter, save_tuned
+    from slipstream.drafters import load_drafter, tuned_home
+    from slipstream.drafters.proposer import Proposer
+    from slipstream.drafters.store import save_tuned
     from slipstream.files import cache_home, check_writable, evenly, update_json, write_json
 
     check_writable(plot, json_path)
@@ -58,8 +59,8 @@ def tune(
             report = cost.cost_curve(loaded, progress=progress)
         else:
             made = load_drafter(drafter, loaded.ends)
-            if not isinstance(made, HeadDrafter):
-                raise ValueError(f"drafter {drafter!r} grows no trees: it is no trained head")
+            if not isinstance(made, Proposer):
+                raise ValueError(f"drafter {drafter!r} grows no trees: it has no candidates to choose among")
             report = run(loaded, made, [loaded.encode(question.turns[0]) for question in asked], progress=progress)
     if json_path is not None:
         write_json(json_path, report)
@@ -71,5 +72,5 @@ def tune(
         update_json(kept, loaded.ends.place, {loaded.name: report})
     else:
         chosen = {found["temperature"]: found["chosen"] for found in report["temperatures"]}
-        kept = save_tuned(find_drafter(drafter.partition(":")[0], loaded.ends), loaded.ends.place, chosen)
+        kept = save_tuned(tuned_home(drafter, loaded.ends), loaded.ends.place, chosen)
     err.print(f"kept in {kept}", style="dim")

@@ -9,6 +9,7 @@ from typing import Any
 
 from slipstream.core.drafter import Drafter, Ends
 from slipstream.drafters.store import TRAINED, find_drafter, read_drafter, read_tuned
+from slipstream.files import cache_home
 
 NAMES = ("vanilla", "ngram", *TRAINED, "draft-model", "self-speculative")
 
@@ -38,8 +39,11 @@ def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) 
     if name in ("draft-model", "self-speculative"):
         from slipstream.drafters.draft_model import DraftModel
 
-        make = DraftModel.named if name == "draft-model" else DraftModel.of_itself
-        return make(ends=_needed(ends, name), **_checked(make, options, spec, without=("ends",)))
+        make, ends = DraftModel.named if name == "draft-model" else DraftModel.of_itself, _needed(ends, name)
+        options = _checked(make, options, spec, without=("ends",))
+        if not {"tree", "proposal"} & options.keys():
+            options |= read_tuned(tuned_home(spec, ends), ends.place, temperature)
+        return make(ends=ends, **options)
     if name in NAMES or Path(name).expanduser().is_dir():
         ends = _needed(ends, name)
         home = find_drafter(name, ends)
@@ -50,6 +54,15 @@ def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) 
     near = get_close_matches(name, NAMES, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"Unknown drafter: {name!r}. Available: {', '.join(NAMES)}, or a drafter directory.{hint}")
+
+
+def tuned_home(spec: str, ends: Ends) -> Path:
+    """Where what `tune` finds for a drafter is kept: beside its weights, or in the user's cache if it has no directory."""
+    name, _, tail = spec.partition(":")
+    if name not in ("draft-model", "self-speculative"):
+        return find_drafter(name, ends)
+    said = re.sub(r",?(tree|proposal)=.*?(?=,\w+=|$)", "", tail).strip(",")
+    return cache_home() / "tuned" / ends.fingerprint / re.sub(r"[^\w.-]+", "_", f"{name}_{said}")
 
 
 def drafter_class(method: Any, source: str) -> Any:
