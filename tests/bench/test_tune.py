@@ -4,12 +4,14 @@ import json
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import tiny
 from slipstream.bench.cost import ROWS, cost_curve, pass_seconds, weight_bytes
 from slipstream.bench.draw import draw_costs, draw_tuned
 from slipstream.bench.report import cost_table, tuned_table
 from slipstream.bench.run import Tally, ledger
+from slipstream.bench.skip import skippable
 from slipstream.bench.tune import SIZES, _rising, acceptance, reshaped, tune
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
@@ -18,6 +20,7 @@ from slipstream.decode.answer import Round
 from slipstream.decode.round import Seconds
 from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
+from slipstream.targets import Target
 from slipstream.train.replay import Record
 
 
@@ -120,6 +123,21 @@ def test_a_draft_model_is_tuned_as_well(target, monkeypatch, tmp_path):
     save_tuned(tuned_home(f"{spec},tree=chain-2,proposal=noise", target.ends), target.ends.place, {0.0: found["chosen"]})
     assert load_drafter(spec, target.ends).shape.name == found["chosen"]["tree"]
     assert load_drafter("self-speculative:skip=1", target.ends).shape.name == "chain-5"
+
+
+def test_a_block_that_does_nothing_is_skipped_first():
+    """Blocks ranked the wrong way round, or agreement judged one token off."""
+    model = tiny.build(LlamaConfig(**(tiny.GROUPED | {"num_hidden_layers": 5})))
+    for linear in (model.model.layers[2].self_attn.o_proj, model.model.layers[2].mlp.down_proj):
+        linear.weight.data.zero_()
+    found = skippable(Target(model), tiny.prompts(9, 4, 14), new=12)
+    first, *others = found["tried"]
+    assert (first["skip"], first["alpha"]) == ("2", 1.0)
+    assert [len(each["skip"].split(",")) for each in found["tried"]] == [1, 2, 3]
+    assert all("2" in each["skip"] and each["alpha"] < 1 for each in others)
+    assert found["skip"] == max(found["tried"], key=lambda each: each["expected"])["skip"]
+    with pytest.raises(ValueError, match="has 2 blocks"):
+        skippable(tiny.target("llama"), tiny.prompts(9))
 
 
 def test_a_pass_costs_what_the_target_takes_and_leaves_the_cache_alone(target):

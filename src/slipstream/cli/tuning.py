@@ -1,6 +1,6 @@
 """tune: measure costs, choose trees."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,6 +26,7 @@ from slipstream.cli.common import (
         "tune --drafter eagle --dtype auto --compile",
         "tune --drafter runs/eagle --questions gsm8k.jsonl --json tuned.json --plot tuned.svg",
         "tune --drafter draft-model:model=./small --compile",
+        "tune --drafter self-speculative",
         "tune --measure --plot costs.svg",
     )
 )
@@ -45,6 +46,7 @@ def tune(
     from slipstream.bench import cost, draw
     from slipstream.bench.questions import load_questions
     from slipstream.bench.report import cost_table, tuned_table
+    from slipstream.bench.skip import skippable
     from slipstream.bench.tune import tune as run
     from slipstream.drafters import load_drafter, tuned_home
     from slipstream.drafters.proposer import Proposer
@@ -58,10 +60,17 @@ def tune(
         if measure:
             report = cost.cost_curve(loaded, progress=progress)
         else:
-            made = load_drafter(drafter, loaded.ends)
+            prompts, skipping = [loaded.encode(question.turns[0]) for question in asked], dict[str, Any]()
+            if drafter == "self-speculative":
+                skipping = skippable(loaded, prompts, progress=progress)
+            made = load_drafter(f"{drafter}:skip={skipping['skip']}" if skipping else drafter, loaded.ends)
             if not isinstance(made, Proposer):
                 raise ValueError(f"drafter {drafter!r} grows no trees: it has no candidates to choose among")
-            report = run(loaded, made, [loaded.encode(question.turns[0]) for question in asked], progress=progress)
+            report = run(loaded, made, prompts, progress=progress)
+            if skipping:
+                report["skipping"] = skipping["tried"]
+                for found in report["temperatures"]:
+                    found["chosen"]["skip"] = skipping["skip"]
     if json_path is not None:
         write_json(json_path, report)
     if plot is not None:

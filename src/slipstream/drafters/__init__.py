@@ -40,10 +40,9 @@ def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) 
         from slipstream.drafters.draft_model import DraftModel
 
         make, ends = DraftModel.named if name == "draft-model" else DraftModel.of_itself, _needed(ends, name)
-        options = _checked(make, options, spec, without=("ends",))
         if not {"tree", "proposal"} & options.keys():
-            options |= read_tuned(tuned_home(spec, ends), ends.place, temperature)
-        return make(ends=ends, **options)
+            options = read_tuned(tuned_home(spec, ends), ends.place, temperature) | options
+        return make(ends=ends, **_checked(make, options, spec, without=("ends",)))
     if name in NAMES or Path(name).expanduser().is_dir():
         ends = _needed(ends, name)
         home = find_drafter(name, ends)

@@ -125,7 +125,7 @@ def read_tuned(directory: str | Path, place: str, temperature: float) -> dict[st
     """The tree and the proposal that `tune` found best for this drafter here; nothing where it was not asked."""
     try:
         found = json.loads(_tuned(directory).read_text("utf-8"))[place][_heat(temperature)]
-        return {"tree": str(found["tree"]), "proposal": str(found["proposal"])}
+        return {key: str(found[key]) for key in ("skip", "tree", "proposal") if key in found}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
