@@ -103,6 +103,12 @@ class Rounds:
         return after.draft - before.draft, after.verify - before.verify, after.host - before.host
 
 
+def promised(alpha: float, gamma: int, c: float) -> float:
+    """The speed-up of γ tokens drafted in a row, each accepted with chance α, where a draft step costs c of a target pass
+    and rows cost nothing: (1 − α^{γ+1}) / ((1 − α)(γc + 1)) (Leviathan et al. 2023, Theorem 3.8)."""
+    return sum(alpha**i for i in range(gamma + 1)) / (gamma * c + 1)
+
+
 def cost_curve(
     target: Target,
     contexts: Sequence[int] = (128, 512, 1024),

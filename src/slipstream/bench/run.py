@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from slipstream.bench.cost import promised
 from slipstream.bench.questions import Question
 from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling
@@ -188,7 +189,7 @@ def _report(contest: Contest, tallies: dict[str, dict[str, Tally]], questions: S
 
 
 def _result(contest: Contest, name: str, tallies: dict[str, dict[str, Tally]]) -> dict[str, Any]:
-    tally = _sum(list(tallies[name].values()))
+    tally, plain = (_sum(list(tallies[method].values())) for method in (name, "vanilla"))
     decoding, law = tally.seconds.total - tally.seconds.prefill, contest.drafters[name].law
     return {
         "drafter": name,
@@ -202,8 +203,8 @@ def _result(contest: Contest, name: str, tallies: dict[str, dict[str, Tally]]) -
         "divergences": tally.divergences,
         "seconds": {key: round(value, 3) for key, value in asdict(tally.seconds).items()},
         "host_share": round(tally.seconds.host / decoding, 4) if decoding else 0.0,
-        "expected": expected(tally, _sum(list(tallies["vanilla"].values()))),
-        "ledger": ledger(tally, _sum(list(tallies["vanilla"].values()))),
+        "expected": expected(tally, plain),
+        "ledger": ledger(tally, plain),
         "by_category": {
             category: _figures(part, {baseline: tallies[baseline][category] for baseline in BASELINES})
             for category, part in tallies[name].items()
@@ -229,16 +230,14 @@ def expected(tally: Tally, plain: Tally) -> dict[str, float]:
 
     Returns:
         alpha: of the tokens that were judged, the share accepted; of a chain sampled from the draft's law E[min(p, q)], of
-        a tree the chance that some child agrees. c: a draft step over a target pass. speedup:
-        (1 − α^{γ+1}) / ((1 − α)(γc + 1)), γ the tokens drafted.
+        a tree the chance that some child agrees. c: a draft step over a target pass. speedup: what they promise.
     """
     judged = sum(min(r.accepted + 1, r.drafted) for r in tally.rounds)
     alpha = sum(r.accepted for r in tally.rounds) / max(judged, 1)
     gamma = max((r.drafted for r in tally.rounds), default=0)
     one_pass = plain.seconds.verify / max(len(plain.rounds), 1)
     c = tally.seconds.draft / max(len(tally.rounds) * gamma, 1) / max(one_pass, 1e-9)
-    tokens = sum(alpha**i for i in range(gamma + 1))
-    return {"alpha": round(alpha, 4), "c": round(c, 4), "speedup": round(tokens / (gamma * c + 1), 4)}
+    return {"alpha": round(alpha, 4), "c": round(c, 4), "speedup": round(promised(alpha, gamma, c), 4)}
 
 
 def ledger(tally: Tally, plain: Tally) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from slipstream.bench.cost import pass_seconds
+from slipstream.bench.cost import pass_seconds, promised
 from slipstream.core.drafter import FINAL, INPUT
 from slipstream.targets.hf import Target
 from slipstream.train.replay import Record
@@ -41,10 +41,10 @@ def skippable(
         raise ValueError(f"this target has {L} blocks; self-speculation skips some between the first and the last")
     progress("the target answers")
     taps = tuple(f"{INPUT}{i}" for i in range(L))
-    record = Record.of(target, prompts, new, (*taps, FINAL))
+    record = Record.of(target, prompts, new, taps)
     at = torch.arange(record.tokens.shape[1], device=target.device)
     read = at < record.lengths[:, None]
-    judged = read.roll(-1, 1) & (at >= record.prompts[:, None] - 1) & (at + 1 < record.lengths[:, None])
+    judged = (at >= record.prompts[:, None] - 1) & (at + 1 < record.lengths[:, None])
     states = record.tapped(taps)[read].float().unflatten(-1, (L, -1))
     alike = F.cosine_similarity(states[:, 1:-1], states[:, 2:], dim=-1).mean(0)  # of blocks 1 … L − 2
     order = [1 + i for i in alike.argsort(descending=True).tolist()]
@@ -58,7 +58,7 @@ def skippable(
         right = said == record.tokens[:, 1 : said.shape[1] + 1]
         alpha = float(right[judged[:, : said.shape[1]]].float().mean())
         c = pass_seconds(short, (1,))[1] / whole
-        expected = max(sum(alpha**i for i in range(gamma + 1)) / (gamma * c + 1) for gamma in GAMMAS)
+        expected = max(promised(alpha, gamma, c) for gamma in GAMMAS)
         found = {"skip": ",".join(map(str, blocks)), "alpha": round(alpha, 4), "c": round(c, 4)}
         tried.append({**found, "expected": round(expected, 4)})
     return {"skip": max(tried, key=lambda each: each["expected"])["skip"], "tried": tried}

@@ -18,7 +18,6 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import Layout, Tree, chain
-from slipstream.drafters.layers import descended
 from slipstream.drafters.proposer import Proposer
 from slipstream.targets import Target, load_target
 
@@ -98,18 +97,13 @@ class DraftModel(Proposer):
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, DraftModelState)
-        scores, depths, level = state.scores[:, None], list[int](), 0
-        ancestors = torch.ones(len(scores), 1, 0, dtype=torch.bool, device=scores.device)
-        laws: list[Tensor] = []
+        depths = list[int]()
 
-        def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal scores, depths, level, ancestors
-            if level:
-                depths, ancestors = depths + [level - 1] * tokens.shape[1], descended(ancestors, origin)
-                layout = Layout(torch.tensor([depths], device=tokens.device), ancestors)
-                scores = self.model.extend(tokens, layout, state.cache, ancestors.shape[2] - tokens.shape[1])
-                scores = scores[..., : len(self.vocab)]
-            level += 1
-            return self.candidates(scores, sampler, state.cache.lengths + level - 1, laws)
+        def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:
+            nonlocal depths
+            n = tokens.shape[1]
+            depths = depths + [level - 1] * n
+            layout = Layout(torch.tensor([depths], device=tokens.device), seen)
+            return self.model.extend(tokens, layout, state.cache, seen.shape[2] - n)[..., : len(self.vocab)]
 
-        return self.with_laws(self.shape.grow(state.root, expand), laws)
+        return self.step_by_step(state.root, state.cache.lengths - 1, state.scores[:, None], step, sampler)

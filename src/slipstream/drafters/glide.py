@@ -20,7 +20,7 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
 from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, randomise
-from slipstream.drafters.layers import MLP, Attend, Attention, CacheAttend, attend_cache, descended, rotary, rotate
+from slipstream.drafters.layers import MLP, Attend, Attention, CacheAttend, attend_cache, rotary, rotate
 
 # the target's keys and values of one block, and what each row sees of them
 Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Bool[Tensor, "#B 1 #T S"]]
@@ -28,11 +28,11 @@ Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Bool
 
 @dataclass(frozen=True)
 class GlideConfig(HeadConfig):
-    """The head's sizes; those of `LayerConfig` are the draft's own, `taps` the target's caches that its layers read.
+    """The head's sizes; those of `LayerConfig` are the draft's own, `taps` the target's caches that its layers read;
+    without any it is a decoder of the same size (the paper's vanilla draft).
 
     Attributes:
         depth: N_D, its layers.
-        glimpses: they read the target's cache; otherwise it is a decoder of the same size (the paper's vanilla draft).
         target_size: H, of the target's states.
         target_heads, target_head_dim: of the target's queries and keys.
         target_theta, target_rotary: base and width of the target's rotary positions; width 0 where it has none.
@@ -41,7 +41,6 @@ class GlideConfig(HeadConfig):
     """
 
     depth: int = 1
-    glimpses: bool = True
     target_size: int = 0
     target_heads: int = 1
     target_head_dim: int = 1
@@ -83,7 +82,7 @@ class GlideLayer(nn.Module):
             nn.RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
         )
         self.self_attn, self.mlp = Attention(config), MLP(config)
-        self.cross_attn = CrossAttention(config) if config.glimpses else None
+        self.cross_attn = CrossAttention(config) if config.taps else None
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend, glimpse: Glimpse | None) -> Float[Tensor, "B T d"]:
         """One layer."""
@@ -189,21 +188,15 @@ class Glide(HeadDrafter):
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, GlideState)
-        hidden, level = state.hidden[:, None], 0
-        ancestors = torch.ones(len(hidden), 1, 0, dtype=torch.bool, device=hidden.device)
-        glimpses, laws = self._glimpses(state.seen), list[Tensor]()
+        glimpses = self._glimpses(state.seen)
 
-        def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal hidden, level, ancestors
-            if level:  # the root's own step was taken when it was absorbed
-                n, after, ancestors = tokens.shape[1], ancestors.shape[2], descended(ancestors, origin)
-                own, _ = attend_cache(state.cache, n, after, ancestors, self.ends.compiles)
-                positions = (state.cache.lengths + level)[:, None].repeat(1, n)
-                hidden = self._forward(tokens, positions, own, glimpses)
-            level += 1
-            return self.candidates(self.scores(hidden), sampler, state.cache.lengths + level, laws)
+        def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:
+            n = tokens.shape[1]
+            own, _ = attend_cache(state.cache, n, seen.shape[2] - n, seen, self.ends.compiles)
+            positions = (state.cache.lengths + level)[:, None].repeat(1, n)
+            return self.scores(self._forward(tokens, positions, own, glimpses))
 
-        return self.with_laws(self.shape.grow(state.root, expand), laws)
+        return self.step_by_step(state.root, state.cache.lengths, self.scores(state.hidden[:, None]), step, sampler)
 
     def _glimpses(self, seen: KVCache) -> list[Glimpse | None]:
         """All that the target has read, of each layer's cache."""

@@ -1,7 +1,9 @@
 """Drafters whose trees grow from candidates: by a named shape, in three ways to pick them at T > 0."""
 
+from collections.abc import Callable
+
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from slipstream.core.drafter import Drafter
@@ -9,8 +11,14 @@ from slipstream.core.noise import Stream
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.tree import Tree
+from slipstream.drafters.layers import descended
 
 PROPOSALS = ("top-k", "noise", "sampled")
+# scores of a frontier, from its tokens, their parents in the frontier before, what they see of the scratch rows, the level
+Step = Callable[
+    [Int[Tensor, "B F"], Int[Tensor, "B F"], Bool[Tensor, "B F A"], int],
+    Float[Tensor, "B F Vd"],
+]
 
 
 class Proposer(Drafter):
@@ -58,6 +66,24 @@ class Proposer(Drafter):
         self.shape, self.proposal = shape, proposal
         self.depth, self.rows = shape.depth, shape.nodes
         self.peeks, self.law = proposal == "noise", "multi-round" if proposal == "sampled" else "coupled"
+
+    def step_by_step(
+        self, root: Int[Tensor, " B"], at: Int[Tensor, " B"], scores: Float[Tensor, "B 1 Vd"], step: Step, sampler: Sampler
+    ) -> Tree:
+        """The tree of a drafter that reads its own guesses, a step for every level below the root, whose position is `at`
+        and whose own scores are known."""
+        seen = torch.ones(len(root), 1, 0, dtype=torch.bool, device=root.device)
+        level, laws = 0, list[Tensor]()
+
+        def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal scores, level, seen
+            if level:
+                seen = descended(seen, origin)
+                scores = step(tokens, origin, seen, level)
+            level += 1
+            return self.candidates(scores, sampler, at + level, laws)
+
+        return self.with_laws(self.shape.grow(root, expand), laws)
 
     def candidates(
         self, scores: Float[Tensor, "B F Vd"], sampler: Sampler, position: Int[Tensor, " B"], laws: list[Tensor]

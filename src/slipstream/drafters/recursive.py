@@ -4,7 +4,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from slipstream.compiled import freed
@@ -14,7 +14,7 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
 from slipstream.drafters.heads import Head, HeadDrafter
-from slipstream.drafters.layers import Attend, CacheAttend, attend_cache, descended
+from slipstream.drafters.layers import Attend, CacheAttend, attend_cache
 
 
 class RecursiveHead(Head):
@@ -60,28 +60,20 @@ class RecursiveDrafter(HeadDrafter):
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, RecursiveState)
-        hidden, level = state.hidden[:, None], 0
-        ancestors = torch.ones(len(hidden), 1, 0, dtype=torch.bool, device=hidden.device)  # among the scratch rows
-        laws: list[Tensor] = []
+        hidden = state.hidden[:, None]
 
-        def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal hidden, level, ancestors
-            if level:  # the root's own step was taken when it was absorbed
-                hidden, ancestors = self._step(state.cache, tokens, origin, hidden, ancestors, level)
-            level += 1
-            return self.candidates(self.scores(hidden), sampler, state.cache.lengths + level, laws)
+        def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:
+            """Read the frontier: each token with what was said of it, the state of its parent's row."""
+            nonlocal hidden
+            n = tokens.shape[1]
+            said = hidden.gather(1, origin[..., None].expand(-1, -1, hidden.shape[-1]))
+            [attend], _ = attend_cache(state.cache, n, seen.shape[2] - n, seen, self.ends.compiles)
+            # repeated, not expanded: strides of its own, and so one graph when compiled
+            positions = (state.cache.lengths + level - 1)[:, None].repeat(1, n)
+            hidden = self._forward(tokens, said, positions, attend, fresh=False)
+            return self.scores(hidden)
 
-        return self.with_laws(self.shape.grow(state.root, expand), laws)
-
-    def _step(
-        self, cache: KVCache, tokens: Tensor, origin: Tensor, hidden: Tensor, ancestors: Tensor, level: int
-    ) -> tuple[Float[Tensor, "B F H"], Bool[Tensor, "B F A"]]:
-        """Read the frontier: each token with what was said of it, the state of its parent's row."""
-        n, after, seen = tokens.shape[1], ancestors.shape[2], descended(ancestors, origin)
-        said = hidden.gather(1, origin[..., None].expand(-1, -1, hidden.shape[-1]))
-        [attend], _ = attend_cache(cache, n, after, seen, self.ends.compiles)
-        positions = (cache.lengths + level - 1)[:, None].repeat(1, n)  # strides of its own: one graph when compiled
-        return self._forward(tokens, said, positions, attend, fresh=False), seen
+        return self.step_by_step(state.root, state.cache.lengths, self.scores(hidden), step, sampler)
 
     def _forward(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: CacheAttend, fresh: bool

@@ -314,7 +314,7 @@ class GlideObjective(Objective):
             sizes |= {"hidden_size": recipe.hidden_size, "num_attention_heads": heads, "num_key_value_heads": heads}
         if recipe.own_ends:
             about |= {"vocab_size": len(ends.head), "draft_vocab_size": len(given.lm_head)}
-        config = GlideConfig(**sizes, depth=recipe.depth, glimpses=recipe.glimpses, **about)
+        config = GlideConfig(**sizes, depth=recipe.depth, **about)
         return GlideHead(config).start(given.generator, _size(given.states[-1]))
 
     def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
