@@ -199,11 +199,11 @@ def test_a_full_disk_while_features_are_cached_keeps_what_is_there(chat, data, t
     features = Features(chat, examples, pack(examples, 64), ("final",), 2**30)
     read, calls = features._compute, []
 
-    def fail(batch):
+    def fail(batch, taps):
         calls.append(batch)
         if len(calls) == 3:
             raise OSError(28, "No space left on device")
-        return read(batch)
+        return read(batch, taps)
 
     monkeypatch.setattr(features, "_compute", fail)
     with pytest.raises(ValueError, match=r"No space left on device.*disk_gib"):
@@ -216,7 +216,23 @@ def test_a_full_disk_while_features_are_cached_keeps_what_is_there(chat, data, t
     assert (online.kept, online.bytes) == (0, 0)
     for b in range(len(fresh.batches)):
         assert all(torch.equal(x, y) for x, y in zip(fresh.of(b), online.of(b), strict=True))
-    assert list((cache_home() / "features").iterdir()) == [fresh.path]
+    assert list((cache_home() / "features").iterdir()) == [fresh.paths[0].parent]
+
+
+def test_runs_on_the_same_examples_share_the_features_of_each_tap(chat, data, monkeypatch):
+    from slipstream.train.data import load_examples
+
+    examples = load_examples([data], chat, 40)
+    batches = pack(examples, 64)
+    Features(chat, examples, batches, ("final",), 2**30).fill(lambda n: None)
+    both = Features(chat, examples, batches, ("input of block 1", "final"), 2**30)
+    read, asked = both._compute, []
+    monkeypatch.setattr(both, "_compute", lambda batch, taps: asked.append(taps) or read(batch, taps))
+    both.fill(lambda n: None)
+    assert asked == [("input of block 1",)] * len(batches)
+    online = Features(chat, examples, batches, ("input of block 1", "final"), 0)
+    for b in range(len(batches)):
+        assert all(torch.equal(x, y) for x, y in zip(both.of(b), online.of(b), strict=True))
 
 
 def test_directories_and_checkpoints_that_do_not_fit_are_refused(chat, data, tmp_path):

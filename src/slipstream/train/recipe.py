@@ -81,6 +81,13 @@ class Head(Section):
     def _paths(cls, tree: Any) -> Any:
         return json.dumps(tree) if isinstance(tree, list) else tree
 
+    @field_validator("taps")
+    @classmethod
+    def _apart(cls, taps: list[str] | None) -> list[str] | None:
+        if taps and len(set(taps)) < len(taps):
+            raise ValueError("a state is named twice")
+        return taps
+
 
 class Loss(Section):
     """EAGLE §3.2: L = feature · SmoothL1 + token · soft cross-entropy, over draft steps j = 0, 1, … weighted by decay^j.
