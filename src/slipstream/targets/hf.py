@@ -185,7 +185,7 @@ class Target:
         if rows is not None or tree.rows > tree.nodes:
             keep = torch.arange(tree.nodes, device=self.device) if rows is None else rows.unique()
         if isinstance(keep, Tensor) and len(keep) == 0:
-            keep = 1  # the least that every model accepts
+            keep = positions.new_zeros(1)  # one row; as a slice it would not be contiguous, and every text copy the head
         mask = self._mask(layout, positions, cache, tree.nodes)
         began = perf_counter()
         logits, features = self._pass(inputs, positions, mask, cache, keep, tuple(taps))
