@@ -35,7 +35,7 @@ from transformers import (
 from slipstream.core.drafter import CACHE, Drafter
 from slipstream.core.tree import chain
 from slipstream.drafters import load_drafter
-from slipstream.drafters.draft_model import DraftModel
+from slipstream.drafters.draft_model import DraftModel, Part
 from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
 from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
@@ -176,6 +176,13 @@ def draft_model(own: Target, tree: str, proposal: str = "top-k") -> DraftModel:
     return DraftModel(target("llama" if own.name == "qwen2" else "qwen2"), own.ends, tree, proposal)
 
 
+def distilled(target: Target, tree: str = "chain-3", proposal: str = "top-k", blocks: tuple[int, ...] = (1,)) -> DraftModel:
+    """Part of the target, as if it had been trained, over a draft vocabulary."""
+    vocab = torch.arange(0, VOCAB, 2)
+    part = scrambled(Part(blocks, target.ends, vocab))
+    return DraftModel(part.model, target.ends, tree, proposal, vocab, part)
+
+
 def glide(target: Target, tree: str = "cape-3x9", proposal: str = "top-k", depth: int = 1, own: bool = False) -> Glide:
     """A random head that reads the last blocks' caches; `own` embedding and LM head or the target's."""
     layers, heads, width = kv_shape(target)
@@ -218,6 +225,7 @@ DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
     "draft model, dynamic, noise": lambda target, texts: draft_model(target, "dynamic-3x3x9", "noise"),
     "draft model, sampled": lambda target, texts: draft_model(target, "[[0],[1],[0,0],[1,0],[1,1],[1,0,0]]", "sampled"),
     "self-speculative": lambda target, texts: load_drafter("self-speculative:skip=0,tree=chain-2", target.ends),
+    "distilled, sampled": lambda target, texts: distilled(target, "[[0],[1],[0,0],[1,0]]", "sampled"),
     "glide": lambda target, texts: glide(target),
     "glide, two layers, noise": lambda target, texts: glide(target, "dynamic-3x3x9", "noise", depth=2),
     "glide, sampled": lambda target, texts: glide(target, "[[0],[1],[0,0],[1,0],[1,1],[1,0,0]]", "sampled", own=True),

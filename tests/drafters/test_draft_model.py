@@ -6,10 +6,12 @@ import pytest
 import torch
 
 import tiny
+from slipstream.core.tree import chain
 from slipstream.decode import round as rounds
 from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.drafters.draft_model import DraftModel
+from slipstream.drafters.store import save_drafter
 from slipstream.targets import Target
 
 PROMPTS = tiny.prompts(9, 4, 14)
@@ -84,3 +86,21 @@ def test_another_tokenizer_is_refused_with_the_reason():
 def test_a_draft_that_cannot_be_made_is_one_clear_line(spec, says):
     with pytest.raises(ValueError, match=says):
         load_drafter(spec, tiny.target("llama").ends)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mistral"])
+def test_a_trained_part_comes_back_from_its_directory(family, tmp_path):
+    """Copies that share a weight with the target, or lose one on the way: drafts of a model that nobody trained."""
+    target, text = tiny.target(family), tiny.prompts(9)
+    whole = [p.clone() for p in target.model.parameters()]
+    drafter = tiny.distilled(target, blocks=(0, 1))
+    assert all(torch.equal(p, q) for p, q in zip(target.model.parameters(), whole, strict=True))
+    save_drafter(tmp_path, "draft-model", family, target.ends, *drafter.pack(), {}, dtype=None)
+    again = load_drafter(str(tmp_path), target.ends)
+    assert torch.equal(again.vocab, drafter.vocab)
+    said, before = (d.model(chain(torch.tensor(text)), d.model.new_cache(1, 9)).logits for d in (again, drafter))
+    assert torch.equal(said, before)
+    assert said.shape[-1] == tiny.VOCAB // 2
+    untrained = DraftModel(target.ends.part([0, 1], own=True, vocab=drafter.vocab), target.ends, vocab=drafter.vocab)
+    own = target(chain(torch.tensor(text)), target.new_cache(1, 9)).logits[..., drafter.vocab]
+    torch.testing.assert_close(untrained.model(chain(torch.tensor(text)), untrained.model.new_cache(1, 9)).logits, own)

@@ -8,15 +8,8 @@ from slipstream.core.span import Span
 from slipstream.drafters.layers import attend_cache
 from slipstream.drafters.store import save_drafter
 from slipstream.train.data import Example
-from slipstream.train.objective import (
-    Batch,
-    Eagle3Objective,
-    EagleObjective,
-    FastEagleObjective,
-    Unrolled,
-    coverage,
-    frequent,
-)
+from slipstream.train.methods import DistillObjective, Eagle3Objective, EagleObjective, FastEagleObjective, Unrolled
+from slipstream.train.objective import Batch, coverage, frequent
 from slipstream.train.recipe import Loss, Recipe
 
 
@@ -58,7 +51,7 @@ def test_layers_of_a_cascade_are_the_steps_of_a_draft():
     objective = FastEagleObjective(drafter.head, target.ends, None)
     text = torch.tensor(tiny.prompts(T + 1))
     features = target.features(text.tolist(), drafter.taps)[:, :-1]
-    steps = list(objective.steps(target.ends.embed(text[:, 1:]), features, Loss(), torch.Generator()))
+    steps = list(objective.steps(text, features, Loss(), torch.Generator()))
     assert len(steps) == 3
     for root in range(1, T + 1):
         cache, count = target.new_cache(1, T + 1), torch.tensor([root])
@@ -198,15 +191,12 @@ def test_the_draft_vocabulary_is_what_is_said_most():
 def test_the_scales_of_taps_are_folded_into_the_drafter(make):
     target, text = tiny.target("llama"), torch.tensor(tiny.prompts(6))
     drafter, gains = make(target, "chain-3"), torch.tensor([7.0, 0.5, 3.0, 2.0])
-    f, embedded = target.features(text.tolist(), drafter.taps).float(), target.ends.embed(text).float()
+    f = target.features(text.tolist(), drafter.taps).float()[:, :-1]
     kind = {tiny.eagle3: Eagle3Objective, tiny.fasteagle: FastEagleObjective}[make]
     objective = kind(drafter.head.float(), target.ends, None, gains)
     made = kind(objective.drafter("chain-3", torch.float64).head.float(), target.ends, None)
     scaled = f * gains[1:].repeat_interleave(32)
-    said, again = (
-        list(o.steps(e, x, Loss(unroll=2), torch.Generator()))
-        for o, e, x in ((objective, 7 * embedded, scaled), (made, embedded, f))
-    )
+    said, again = (list(o.steps(text, x, Loss(unroll=2), torch.Generator())) for o, x in ((objective, scaled), (made, f)))
     torch.testing.assert_close(said, again, rtol=1e-3, atol=1e-3)
 
 
@@ -221,3 +211,38 @@ def test_the_scale_of_embeddings_is_folded_into_the_drafter(drafter):
         for head, x, u in ((objective.head, 7 * embedded, Unrolled(6, f.device)), (made, embedded, Unrolled(6, f.device)))
     ]
     assert torch.allclose(said[0], said[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_a_part_is_trained_on_what_it_drafts_with(family):
+    """Training passes and drafting passes of another mask or position; gradients that reach the target or miss a weight."""
+    target, text = tiny.target(family), torch.tensor(tiny.prompts(11))
+    example = Example(text[0].tolist(), [True] * 11)
+    f = target.features(text.tolist(), ["final"])
+    recipe = Recipe(method="draft-model", head={"blocks": [1], "draft_vocab": 40}, loss={"feature": 0.0, "token": 1.0})
+    objective = DistillObjective.begin(recipe, target.ends, [example], f[0])
+    batch = Batch.collate([example], [f[0]], "cpu")
+    loss, _ = objective(batch, recipe.loss.model_copy(update={"noise": 0.0}), torch.Generator())
+    drafter = objective.drafter("chain-2", torch.float64)
+    head = target.ends.head[drafter.vocab].T
+    q = (drafter.model.features(text.tolist(), ["final"])[0, 1:-1] @ head).log_softmax(-1)
+    p = (f[0, 1:-1] @ head).softmax(-1)
+    torch.testing.assert_close(loss.double(), -(p * q).sum(), rtol=1e-4, atol=1e-4)
+    loss.backward()
+    assert all(weight.grad is not None for weight in objective.head.parameters())
+    assert all(weight.grad is None for weight in target.model.parameters())
+
+
+def test_hard_labels_are_the_texts_own_tokens():
+    """The target's law by mistake, or a token that the draft vocabulary lacks counted as another."""
+    target, text = tiny.target("llama"), tiny.prompts(11)[0]
+    f = target.features([text], ["final"])
+    vocab = torch.tensor(sorted({*text[2:6], 1, 2}))
+    objective = EagleObjective(tiny.eagle(target, "chain-2").head.float(), target.ends, vocab)
+    batch = Batch.collate([Example(text, [True] * 11)], [f[0]], "cpu")
+    loss, _ = objective(batch, Loss(feature=0.0, token=1.0, noise=0.0, hard=True), torch.Generator())
+    said = next(objective.steps(batch.tokens[:, :-1], f[:, :-2].float(), Loss(), torch.Generator()))[0]
+    log_q, ids, expected = objective.student(said).log_softmax(-1), vocab.tolist(), 0.0
+    for i, token in enumerate(text[2:]):
+        expected -= float(log_q[i, ids.index(token)]) if token in ids else 0.0
+    assert float(loss) == pytest.approx(expected, rel=1e-4)

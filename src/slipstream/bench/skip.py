@@ -53,7 +53,7 @@ def skippable(
     for count in range(max(1, L // 10), len(order) + 1, max(1, L // 10)):
         progress(f"{count} blocks skipped")
         blocks = sorted(order[:count])
-        short = target.without(blocks)
+        short = target.part([i for i in range(L) if i not in blocks])
         said = F.linear(short.features(rows, (FINAL,)), target.ends.head, target.ends.bias).argmax(-1)
         right = said == record.tokens[:, 1 : said.shape[1] + 1]
         alpha = float(right[judged[:, : said.shape[1]]].float().mean())

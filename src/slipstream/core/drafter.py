@@ -53,7 +53,7 @@ class Ends:
         compiles: the target's passes are compiled, and the drafter's own shall be.
         place: the machine, precision and compile setting, as `machine.place` says it: what a tuned tree is good for.
         tokenizer: what a draft model must read and write alike.
-        without: the target with some of its blocks skipped, as a model of its own.
+        part: some of the target's blocks between the same ends, as a model of its own (`Target.part`).
     """
 
     embed: torch.nn.Module
@@ -64,7 +64,7 @@ class Ends:
     compiles: bool = False
     place: str = ""
     tokenizer: Any = None
-    without: Callable[[Sequence[int]], Any] | None = None
+    part: Callable[..., Any] | None = None
 
 
 class Drafter(ABC):

@@ -48,7 +48,7 @@ def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) 
         home = find_drafter(name, ends)
         config, tensors = read_drafter(home, ends)
         method = drafter_class(config.get("method"), f"drafter directory {name}")
-        options = _checked(method, options, spec, without=("head", "ends", "vocab"))
+        options = _checked(method, options, spec, without=("head", "model", "ends", "vocab", "part"))
         return method.load(config, tensors, ends, **(options or read_tuned(home, ends.place, temperature)))
     near = get_close_matches(name, NAMES, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -66,12 +66,13 @@ def tuned_home(spec: str, ends: Ends) -> Path:
 
 def drafter_class(method: Any, source: str) -> Any:
     """The class of a trained method. Raises ValueError."""
+    from slipstream.drafters.draft_model import DraftModel
     from slipstream.drafters.eagle import Eagle
     from slipstream.drafters.eagle3 import Eagle3
     from slipstream.drafters.fasteagle import FastEagle
     from slipstream.drafters.glide import Glide
 
-    classes = {cls.method: cls for cls in (Eagle, Eagle3, FastEagle, Glide)}
+    classes = {cls.method: cls for cls in (Eagle, Eagle3, FastEagle, Glide, DraftModel)}
     if method not in classes:
         raise ValueError(f"{source}: Unknown method: {method!r}. Available: {', '.join(classes)}")
     return classes[method]

@@ -5,11 +5,11 @@ Language Model Decoding with Speculative Sampling"; Zhang et al. 2023, "Draft & 
 """
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
 from slipstream.core import look
 from slipstream.core.cache import KVCache
@@ -19,6 +19,7 @@ from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import Layout, Tree, chain
 from slipstream.drafters.proposer import Proposer
+from slipstream.drafters.store import VOCAB, load_weights
 from slipstream.targets import Target, load_target
 
 
@@ -26,6 +27,32 @@ from slipstream.targets import Target, load_target
 class DraftModelState(State):
     scores: Float[Tensor, "B Vd"]  # logits behind the root
     cache: KVCache  # the draft model's own; the root is in it
+
+
+@dataclass(frozen=True)
+class PartConfig:
+    """Which of the target's blocks."""
+
+    blocks: tuple[int, ...]
+    taps: tuple[str, ...] = ()
+
+
+class Part(nn.Module):
+    """A model of copies of some of the target's blocks, and of its last norm: its weights. The ends stay the target's.
+
+    Args:
+        vocab: the tokens that it has logits of.
+
+    Raises:
+        ValueError: there is no such block.
+    """
+
+    def __init__(self, blocks: tuple[int, ...], ends: Ends, vocab: Int[Tensor, " Vd"] | None = None) -> None:
+        super().__init__()
+        assert ends.part is not None
+        self.config = PartConfig(tuple(sorted(set(blocks))))
+        self.model: Target = ends.part(self.config.blocks, own=True, vocab=vocab)
+        self.blocks, self.between = self.model.blocks, nn.ModuleDict(self.model.between)
 
 
 @final
@@ -36,12 +63,24 @@ class DraftModel(Proposer):
         model: the smaller one, as a target of its own.
         ends: of the target that it drafts for.
         tree, proposal: see `Proposer`; "sampled" chains are speculative sampling as published.
+        vocab: what the model's logits stand for, sorted; all tokens by default.
+        part: where the model is part of the target.
 
     Raises:
         ValueError: the tokenizers differ, or see `Proposer`.
     """
 
-    def __init__(self, model: Target, ends: Ends, tree: str | Shape = "chain-5", proposal: str = "top-k") -> None:
+    method = "draft-model"
+
+    def __init__(
+        self,
+        model: Target,
+        ends: Ends,
+        tree: str | Shape = "chain-5",
+        proposal: str = "top-k",
+        vocab: Int[Tensor, " Vd"] | None = None,
+        part: Part | None = None,
+    ) -> None:
         if model.tokenizer is not None and ends.tokenizer is not None:
             mine, theirs = model.tokenizer.get_vocab(), ends.tokenizer.get_vocab()
             if mine != theirs:
@@ -50,9 +89,9 @@ class DraftModel(Proposer):
                     f"draft model {model.name} reads other tokens than the target ({len(mine)} against {len(theirs)}; "
                     f"{one[0]!r} is not the same): take one of the target's tokenizer"
                 )
-        V = min(model.vocab, len(ends.head))
-        self.model = model
-        super().__init__(torch.arange(V, device=ends.head.device), len(ends.head), tree, proposal)
+        V, at = min(model.vocab, len(ends.head)), ends.head.device
+        self.model, self.part = model, part
+        super().__init__(torch.arange(V, device=at) if vocab is None else vocab.to(at), len(ends.head), tree, proposal)
 
     @classmethod
     def named(cls, model: str, ends: Ends, tree: str = "chain-5", proposal: str = "top-k") -> "DraftModel":
@@ -69,8 +108,31 @@ class DraftModel(Proposer):
             if not first.strip().isdecimal() or (last and not last.strip().isdecimal()):
                 raise ValueError(f"skip={skip!r} names no blocks: write numbers and ranges, such as 10-14,20")
             blocks += range(int(first), int(last or first) + 1)
-        assert ends.without is not None
-        return cls(ends.without(blocks), ends, tree, proposal)
+        assert ends.part is not None
+        skipped, L = set(blocks), ends.config.num_hidden_layers
+        if not skipped < set(range(L)):
+            raise ValueError(f"blocks {sorted(skipped)} cannot be skipped: this target has blocks 0 to {L - 1}; keep one")
+        return cls(ends.part([i for i in range(L) if i not in skipped]), ends, tree, proposal)
+
+    @classmethod
+    def load(cls, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, **options: Any) -> "DraftModel":
+        """What was trained as part of the target, from what `pack` gave. Raises ValueError for tensors that do not fit."""
+        tensors = dict(tensors)
+        vocab = tensors.pop(VOCAB, None)
+        try:
+            part, tree = Part(tuple(config["blocks"]), ends, vocab), config["tree"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"config.json of this draft model is not complete: {error}") from error
+        load_weights(part, {name: tensor.to(ends.head) for name, tensor in tensors.items()}, "this draft model")
+        return cls(part.model, ends, vocab=vocab, part=part, **{"tree": tree, **options})
+
+    def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What a drafter directory says of a draft model that is part of its target."""
+        assert self.part is not None
+        tensors = dict(self.part.state_dict())
+        if len(self.vocab) < self.width:
+            tensors[VOCAB] = self.vocab.int()
+        return {"blocks": list(self.part.config.blocks), "tree": self.shape.name}, tensors
 
     def start(self, batch: int, capacity: int, device: torch.device) -> DraftModelState:
         zeros = torch.zeros(batch, dtype=torch.long, device=device)

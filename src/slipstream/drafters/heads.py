@@ -14,10 +14,9 @@ from slipstream.core.drafter import FINAL, INPUT, Ends
 from slipstream.core.shape import Shape
 from slipstream.drafters.layers import ACTIVATIONS, LayerConfig
 from slipstream.drafters.proposer import Proposer
-from slipstream.drafters.store import load_weights
+from slipstream.drafters.store import VOCAB, load_weights
 
 EMBEDDING = "embed_tokens.weight"  # public checkpoints carry a copy of the target's
-VOCAB = "draft_vocab"
 
 
 @dataclass(frozen=True)

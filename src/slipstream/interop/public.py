@@ -20,9 +20,9 @@ from slipstream.core.shape import Shape
 from slipstream.drafters import drafter_class
 from slipstream.drafters.eagle import EagleConfig
 from slipstream.drafters.eagle3 import Eagle3Config
-from slipstream.drafters.heads import EMBEDDING, VOCAB, HeadConfig, block_taps
+from slipstream.drafters.heads import EMBEDDING, HeadConfig, block_taps
 from slipstream.drafters.layers import ACTIVATIONS, LayerConfig
-from slipstream.drafters.store import find_drafter, load_weights, read_drafter, save_drafter, write_directory
+from slipstream.drafters.store import VOCAB, find_drafter, load_weights, read_drafter, save_drafter, write_directory
 
 PLAIN_ROPE = (None, "default")
 HELD = {"num_hidden_layers", "vocab_size", "rope_scaling", "rope_parameters", "model_type"}  # read, and checked

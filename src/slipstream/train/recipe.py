@@ -59,6 +59,7 @@ class Head(Section):
         hidden_size: of glide: its own width; default: the target's.
         glimpses: of glide: it reads the target's cache; false: a decoder of the same size that does not.
         own_ends: of glide: an embedding and an LM head of its own, in place of the target's.
+        blocks: of draft-model: the target's, copies of which it begins as; default: the first two and the last.
         tree: the tree that τ is predicted for, and the drafter's default.
         storage: of the weights: "bfloat16", or "int8", half of that: matrices as rows of integers with a scale each.
     """
@@ -73,6 +74,7 @@ class Head(Section):
     hidden_size: int | None = Field(default=None, ge=1)
     glimpses: bool = True
     own_ends: bool = False
+    blocks: list[int] | None = Field(default=None, min_length=1)
     tree: str = "fig9"
     storage: Literal["bfloat16", "int8"] = "bfloat16"
 
@@ -95,6 +97,7 @@ class Loss(Section):
     Attributes:
         acceptance: beyond the papers, of a third part, −log Σ min(p, q): the chance that a token sampled from the head's
             law q is accepted by the target's p (Leviathan et al. 2023, Theorem 3.5).
+        hard: the text's own tokens take the place of the target's laws.
         noise: features are blurred by U(−noise, noise).
         unroll: of eagle and eagle3: steps, of which the first reads the target's states and the others what the head said
             (1: as in EAGLE; more: EAGLE-3's training-time test). fasteagle takes one for each of its layers.
@@ -104,6 +107,7 @@ class Loss(Section):
     feature: float = Field(default=1.0, ge=0)
     token: float = Field(default=0.1, ge=0)
     acceptance: float = Field(default=0.0, ge=0)
+    hard: bool = False
     noise: float = Field(default=0.1, ge=0)
     unroll: int = Field(default=1, ge=1, le=8)
     block: int = Field(default=5, ge=1)
@@ -142,6 +146,7 @@ class Schedule(Section):
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
     "eagle3": {"loss": {"feature": 0.0, "token": 1.0, "noise": 0.0, "unroll": 7}, "head": {"tree": "dynamic-7x10x60"}},
     "glide": {"loss": {"feature": 0.0, "token": 1.0, "noise": 0.0}, "head": {"depth": 1, "tree": "cape-5x32"}},
+    "draft-model": {"loss": {"feature": 0.0, "token": 1.0, "noise": 0.0}, "head": {"tree": "chain-5"}},
     "fasteagle": {"loss": {"noise": 0.0, "decay": 1 / 0.9}, "head": {"tree": "backbone-7x10"}},
 }
 
@@ -149,7 +154,7 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
 class Recipe(Section):
     """One run. `stages` override sections in turn; each stage goes on from the weights of the one before."""
 
-    method: Literal["eagle", "eagle3", "fasteagle", "glide"] = "eagle"
+    method: Literal["eagle", "eagle3", "fasteagle", "glide", "draft-model"] = "eagle"
     data: Data = Data()
     features: Cache = Cache()
     head: Head = Head()

@@ -22,7 +22,8 @@ from slipstream.files import check_writable, replacing
 from slipstream.targets import Target
 from slipstream.train.data import hold_out, load_examples
 from slipstream.train.features import Features, pack
-from slipstream.train.objective import OBJECTIVES, Batch, coverage
+from slipstream.train.methods import OBJECTIVES
+from slipstream.train.objective import Batch, coverage
 from slipstream.train.recipe import Data, Optimizer, Recipe
 from slipstream.train.replay import Prediction, Record, predict
 
