@@ -183,6 +183,7 @@ class Following(Shape):
 
     record: Record
     ranks: list[Int[Tensor, "B D"]] = field(default_factory=list)  # `children` where missed, −1 past the end
+    confidences: list[Float[Tensor, "B D"]] = field(default_factory=list)  # of the likeliest candidates
 
     @classmethod
     def along(cls, record: Record, depth: int, children: int) -> "Following":
@@ -192,9 +193,10 @@ class Following(Shape):
     def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
         """A bare root, so that the next draft starts one token further on."""
         at = self.record.prompts + len(self.ranks)
-        frontier, found = root[:, None], []
+        frontier, found, sure = root[:, None], [], []
         for depth in range(1, self.depth + 1):
-            ids, _ = expand(frontier, torch.zeros_like(frontier))
+            ids, log_q = expand(frontier, torch.zeros_like(frontier))
+            sure.append(log_q[:, 0, 0].exp())
             last = self.record.tokens.shape[1] - 1
             frontier = self.record.tokens.gather(1, (at + depth).clamp(max=last)[:, None])
             rank = (ids[:, 0] == frontier).int()
@@ -202,6 +204,7 @@ class Following(Shape):
             found.append(torch.where(frontier[:, 0] >= 0, rank, -1))
             frontier = frontier.clamp(min=0)
         self.ranks.append(torch.stack(found, 1))
+        self.confidences.append(torch.stack(sure, 1))
         return chain(root[:, None])
 
     def acceptance(self) -> list[list[float]]:
