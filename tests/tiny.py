@@ -41,6 +41,7 @@ from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
 from slipstream.drafters.glide import Glide, GlideConfig, GlideHead
 from slipstream.drafters.heads import Head, block_taps, layer_sizes
+from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.ngram import NGram
 from slipstream.drafters.random_drafter import RandomDrafter
 from slipstream.drafters.tree_oracle import TreeOracle
@@ -171,6 +172,12 @@ def fasteagle(target: Target, tree: str = "backbone-3x4", proposal: str = "top-k
     return FastEagle(head, target.ends, None if vocab is None else torch.arange(vocab), tree, proposal)
 
 
+def medusa(target: Target, tree: str = "best-first-3x8", proposal: str = "top-k", vocab: int | None = None) -> Medusa:
+    """Three random heads of two blocks."""
+    sizes = MedusaConfig(target.config.hidden_size, vocab or VOCAB, depth=3, layers=2)
+    return Medusa(scrambled(MedusaHead(sizes)), target.ends, None if vocab is None else torch.arange(vocab), tree, proposal)
+
+
 def draft_model(own: Target, tree: str, proposal: str = "top-k") -> DraftModel:
     """Another family's model of the same vocabulary, with windows where the target has none."""
     return DraftModel(target("llama" if own.name == "qwen2" else "qwen2"), own.ends, tree, proposal)
@@ -229,6 +236,8 @@ DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
     "glide": lambda target, texts: glide(target),
     "glide, two layers, noise": lambda target, texts: glide(target, "dynamic-3x3x9", "noise", depth=2),
     "glide, sampled": lambda target, texts: glide(target, "[[0],[1],[0,0],[1,0],[1,1],[1,0,0]]", "sampled", own=True),
+    "medusa": lambda target, texts: medusa(target),
+    "medusa, sampled": lambda target, texts: medusa(target, "[[0],[1],[0,0],[1,0],[0,0,0]]", "sampled", vocab=40),
     "fasteagle": lambda target, texts: fasteagle(target),
     "fasteagle, chain": lambda target, texts: fasteagle(target, "chain-2", vocab=40),
     "fasteagle, best-first, noise": lambda target, texts: fasteagle(target, "best-first-3x10", "noise"),

@@ -242,7 +242,7 @@ def test_hard_labels_are_the_texts_own_tokens():
     batch = Batch.collate([Example(text, [True] * 11)], [f[0]], "cpu")
     loss, _ = objective(batch, Loss(feature=0.0, token=1.0, noise=0.0, hard=True), torch.Generator())
     said = next(objective.steps(batch.tokens[:, :-1], f[:, :-2].float(), Loss(), torch.Generator()))[0]
-    log_q, ids, expected = objective.student(said).log_softmax(-1), vocab.tolist(), 0.0
+    log_q, ids, expected = objective.student(said, 0).log_softmax(-1), vocab.tolist(), 0.0
     for i, token in enumerate(text[2:]):
         expected -= float(log_q[i, ids.index(token)]) if token in ids else 0.0
     assert float(loss) == pytest.approx(expected, rel=1e-4)

@@ -71,8 +71,9 @@ def drafter_class(method: Any, source: str) -> Any:
     from slipstream.drafters.eagle3 import Eagle3
     from slipstream.drafters.fasteagle import FastEagle
     from slipstream.drafters.glide import Glide
+    from slipstream.drafters.medusa import Medusa
 
-    classes = {cls.method: cls for cls in (Eagle, Eagle3, FastEagle, Glide, DraftModel)}
+    classes = {cls.method: cls for cls in (Eagle, Eagle3, FastEagle, Medusa, Glide, DraftModel)}
     if method not in classes:
         raise ValueError(f"{source}: Unknown method: {method!r}. Available: {', '.join(classes)}")
     return classes[method]

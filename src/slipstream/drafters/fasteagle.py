@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from slipstream.compiled import freed
 from slipstream.core.cache import KVCache, LayerView
 from slipstream.core.drafter import State
-from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
-from slipstream.core.tree import Tree
 from slipstream.drafters.eagle import EagleHead
-from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, copying, randomise
+from slipstream.drafters.heads import Head, HeadConfig, copying, randomise
 from slipstream.drafters.layers import Attend, DecoderLayer, attend_cache
+from slipstream.drafters.parallel import ParallelDrafter, ParallelState
 
 
 @dataclass(frozen=True)
@@ -95,32 +94,21 @@ class FastEagleHead(Head):
 
 
 @dataclass
-class FastEagleState(State):
-    hidden: Float[Tensor, "B N H"]  # f̂ of the root and of the N − 1 tokens behind it
+class FastEagleState(ParallelState):
     cache: KVCache  # of every layer: what is committed, and nothing else
 
 
 @final
-class FastEagle(HeadDrafter):
-    """Drafts with a `FastEagleHead`: one pass when a path is committed, and none to grow a tree.
-
-    A token's law does not depend on the draft before it. So any tree grows from the N laws: the paper's Backbone Expansion
-    ("backbone-7x10", §2.2), other static ones, and the most probable of all ("best-first-7x26"). At T > 0 children sampled
-    from one law serve all nodes of a depth: only one of them is ever on the path, and which one does not depend on the
-    draws below it.
-    """
+class FastEagle(ParallelDrafter):
+    """Drafts with a `FastEagleHead`: one pass when a path is committed, and none to grow a tree."""
 
     method, module = "fasteagle", FastEagleHead
-
-    @property
-    def deepest(self) -> int:
-        return int(self.head.config.depth)
 
     def start(self, batch: int, capacity: int, device: torch.device) -> FastEagleState:
         N, H = self.head.config.depth, self.head.config.hidden_size
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
         hidden = torch.zeros(batch, N, H, dtype=self.ends.head.dtype, device=device)
-        return FastEagleState(zeros, hidden, KVCache(N, batch, capacity + self.depth + 1, device))
+        return FastEagleState(zeros, hidden, zeros.clone(), KVCache(N, batch, capacity + self.depth + 1, device))
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, FastEagleState) and span.features is not None
@@ -131,24 +119,7 @@ class FastEagle(HeadDrafter):
             said = self._read(span.nexts, span.features, positions, attends)
         state.cache.keep(None, span.count)
         state.cache.bound = min(state.cache.bound, span.cache.bound)
-        state.hidden, state.root = span.last(said), span.last(span.nexts)
-
-    def propose(self, state: State, sampler: Sampler) -> Tree:
-        assert isinstance(state, FastEagleState)
-        scores = self.scores(state.hidden[:, : self.depth])
-        level, laws = 0, list[Tensor]()
-
-        def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal level
-            level += 1
-            drawn: list[Tensor] = []
-            position = state.cache.lengths + level
-            ids, log_q = self.candidates(scores[:, level - 1 : level], sampler, position, drawn)
-            width = tokens.shape[1]
-            laws.extend(law.expand(-1, width, -1) for law in drawn)
-            return ids.expand(-1, width, -1), log_q.expand(-1, width, -1)
-
-        return self.with_laws(self.shape.grow(state.root, expand), laws)
+        state.hidden, state.root, state.length = span.last(said), span.last(span.nexts), span.start + span.count
 
     def _read(
         self, tokens: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]

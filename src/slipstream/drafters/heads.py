@@ -33,7 +33,7 @@ class HeadConfig(LayerConfig):
 class Head(nn.Module):
     """A trained module: its weights are its whole state."""
 
-    sizes: ClassVar[type[HeadConfig]]
+    sizes: ClassVar[type[Any]]
     own_lm_head: bool = False  # `logits`, in place of the target's LM head
     config: Any  # of type `sizes`
 

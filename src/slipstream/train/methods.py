@@ -15,6 +15,7 @@ from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
 from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
 from slipstream.drafters.glide import Glide, GlideConfig, GlideHead, Glimpse, apart
+from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.store import load_weights, restored, stored
 from slipstream.train.objective import Given, Objective, size_of
 from slipstream.train.recipe import Loss, Recipe
@@ -63,7 +64,7 @@ class Eagle3Objective(_Recursion):
         scale = final.pow(2).mean(0).sqrt() / normed.pow(2).mean(0).sqrt().clamp(min=1e-6)
         return head.start(given.generator, given.lm_head, scale)
 
-    def student(self, said: Float[Tensor, "n H"]) -> Float[Tensor, "n Vd"]:
+    def student(self, said: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
         return self.head.logits(said)
 
 
@@ -98,9 +99,32 @@ class FastEagleObjective(Objective):
         at = torch.arange(T, device=features.device)
         causal = (at <= at[:, None])[None, None]
         attends = [lambda key, value: (key, value, causal)] * self.head.config.depth
-        said = self.head(self.embed(tokens[:, 1:]), features, at[None], attends)
-        for j in range(min(self.head.config.depth, T)):
-            yield F.pad(said[:, : T - j, j], (0, 0, j, 0))  # layer j of row i speaks of the token j rows on
+        yield from deeper(self.head(self.embed(tokens[:, 1:]), features, at[None], attends))
+
+
+@final
+class MedusaObjective(Objective):
+    """Medusa-1 (§2.2.1): the tokens of a text, each head its own, weighted by 0.8^k."""
+
+    drafts = Medusa
+
+    @classmethod
+    def reads(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
+        return (FINAL,)
+
+    @classmethod
+    def new(cls, given: Given) -> MedusaHead:
+        Vd, H = given.lm_head.shape
+        return MedusaHead(MedusaConfig(H, Vd, given.recipe.depth, given.recipe.layers)).start(given.lm_head)
+
+    def student(self, said: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
+        logits: Tensor = self.head.lm_heads[j](said)
+        return logits
+
+    def steps(
+        self, tokens: Int[Tensor, "B T1"], features: Float[Tensor, "B T F"], settings: Loss, generator: torch.Generator
+    ) -> Iterator[Float[Tensor, "B T H"]]:
+        yield from deeper(self.head(features))
 
 
 @final
@@ -139,8 +163,8 @@ class GlideObjective(Objective):
         own = self.head.embed_tokens
         return super().embed(tokens) if own is None else own(tokens)
 
-    def student(self, said: Float[Tensor, "n H"]) -> Float[Tensor, "n Vd"]:
-        return self.head.logits(said) if self.head.own_lm_head else super().student(said)
+    def student(self, said: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
+        return self.head.logits(said) if self.head.own_lm_head else super().student(said, j)
 
     def steps(
         self, tokens: Int[Tensor, "B T1"], features: Float[Tensor, "B T F"], settings: Loss, generator: torch.Generator
@@ -184,6 +208,13 @@ class DistillObjective(Objective):
         return DraftModel(part.model, self._ends, tree, vocab=self._vocab, part=part)
 
 
+def deeper(said: Float[Tensor, "B T N H"]) -> Iterator[Float[Tensor, "B T H"]]:
+    """What one pass says of every depth, as steps: the j-th of row i speaks of the token j rows on."""
+    T = said.shape[1]
+    for j in range(min(said.shape[2], T)):
+        yield F.pad(said[:, : T - j, j], (0, 0, j, 0))
+
+
 class Unrolled:
     """Attention of a training-time test (EAGLE-3 §3.2, HASS): each step reads the features that the step before guessed.
 
@@ -212,6 +243,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "eagle": EagleObjective,
     "eagle3": Eagle3Objective,
     "fasteagle": FastEagleObjective,
+    "medusa": MedusaObjective,
     "glide": GlideObjective,
     "draft-model": DistillObjective,
 }

@@ -152,8 +152,8 @@ class Objective(nn.Module):
         """What the head reads of tokens."""
         return self._ends.embed(tokens).detach().to(next(self.head.parameters()).dtype) * self.gains[0]
 
-    def student(self, said: Float[Tensor, "n H"]) -> Float[Tensor, "n Vd"]:
-        """Logits over the draft vocabulary."""
+    def student(self, said: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
+        """Logits of step j over the draft vocabulary."""
         return F.linear(said, self.lm_head, self.lm_bias)
 
     def forward(self, batch: Batch, settings: Loss, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -175,7 +175,7 @@ class Objective(nn.Module):
             counts = batch.counts.clone()
             counts[:, :j] = False  # no row stands j steps behind the first
             mine, teacher = said[counts], law[counts[batch.counts]]
-            logits = self.student(mine).float()
+            logits = self.student(mine, j).float()
             log_q = logits.log_softmax(-1)
             loss = settings.token * -(teacher * log_q).sum()
             if settings.acceptance:

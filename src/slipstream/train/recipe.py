@@ -53,7 +53,8 @@ class Head(Section):
         input_norm: of eagle: a norm before attention, which the public layout does not have.
         taps: of eagle3 and fasteagle: the states that are read; default: inputs of blocks 2, L/2 and L − 3. Of glide: the
             caches, one for each layer; default: of the last blocks.
-        depth: of fasteagle: N, its layers and the tokens that it drafts; of glide: its layers.
+        depth: of fasteagle: N, its layers and the tokens that it drafts; of medusa: its heads; of glide: its layers.
+        layers: of medusa: residual blocks of a head.
         cascade: of fasteagle: each layer reads the one before it; false: parallel heads.
         start: of fasteagle: a trained eagle head, by name or directory, as which every layer begins.
         hidden_size: of glide: its own width; default: the target's.
@@ -69,6 +70,7 @@ class Head(Section):
     input_norm: bool = False
     taps: list[str] | None = Field(default=None, min_length=1)
     depth: int = Field(default=7, ge=1, le=16)
+    layers: int = Field(default=1, ge=1)
     cascade: bool = True
     start: str | None = None
     hidden_size: int | None = Field(default=None, ge=1)
@@ -147,6 +149,10 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
     "eagle3": {"loss": {"feature": 0.0, "token": 1.0, "noise": 0.0, "unroll": 7}, "head": {"tree": "dynamic-7x10x60"}},
     "glide": {"loss": {"feature": 0.0, "token": 1.0, "noise": 0.0}, "head": {"depth": 1, "tree": "cape-5x32"}},
     "draft-model": {"loss": {"feature": 0.0, "token": 1.0, "noise": 0.0}, "head": {"tree": "chain-5"}},
+    "medusa": {
+        "loss": {"feature": 0.0, "token": 1.0, "noise": 0.0, "hard": True},
+        "head": {"depth": 4, "tree": "best-first-4x16"},
+    },
     "fasteagle": {"loss": {"noise": 0.0, "decay": 1 / 0.9}, "head": {"tree": "backbone-7x10"}},
 }
 
@@ -154,7 +160,7 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
 class Recipe(Section):
     """One run. `stages` override sections in turn; each stage goes on from the weights of the one before."""
 
-    method: Literal["eagle", "eagle3", "fasteagle", "glide", "draft-model"] = "eagle"
+    method: Literal["eagle", "eagle3", "fasteagle", "medusa", "glide", "draft-model"] = "eagle"
     data: Data = Data()
     features: Cache = Cache()
     head: Head = Head()

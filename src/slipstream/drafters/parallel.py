@@ -1,0 +1,47 @@
+"""Heads that say the tokens of every depth in one pass: each depth has one law, whatever was drafted before it. FastEagle,
+Medusa."""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from slipstream.core.drafter import State
+from slipstream.core.sampling import Sampler
+from slipstream.core.tree import Tree
+from slipstream.drafters.heads import HeadDrafter
+
+
+@dataclass
+class ParallelState(State):
+    hidden: Float[Tensor, "B N H"]  # what the laws of the N depths are read off
+    length: Int[Tensor, " B"]  # tokens before the root
+
+
+class ParallelDrafter(HeadDrafter):
+    """Drafts with N laws: any tree grows from them without another pass.
+
+    The papers' own (FastEagle's Backbone Expansion "backbone-7x10", Medusa's static trees), and the most probable of all
+    ("best-first-7x26"). At T > 0 children sampled from one law serve all nodes of a depth: only one of them is ever on the
+    path, and which one does not depend on the draws below it.
+    """
+
+    @property
+    def deepest(self) -> int:
+        return int(self.head.config.depth)
+
+    def propose(self, state: State, sampler: Sampler) -> Tree:
+        assert isinstance(state, ParallelState)
+        scores = self.scores(state.hidden[:, : self.depth])
+        level, laws = 0, list[Tensor]()
+
+        def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal level
+            level += 1
+            drawn: list[Tensor] = []
+            ids, log_q = self.candidates(scores[:, level - 1 : level], sampler, state.length + level, drawn)
+            width = tokens.shape[1]
+            laws.extend(law.expand(-1, width, -1) for law in drawn)
+            return ids.expand(-1, width, -1), log_q.expand(-1, width, -1)
+
+        return self.with_laws(self.shape.grow(state.root, expand), laws)
