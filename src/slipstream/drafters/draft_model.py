@@ -21,6 +21,7 @@ from slipstream.core.tree import Layout, Tree, chain
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import VOCAB, load_weights
 from slipstream.targets import Target, load_target
+from slipstream.targets.part import between
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Part(nn.Module):
         assert ends.part is not None
         self.config = PartConfig(tuple(sorted(set(blocks))))
         self.model: Target = ends.part(self.config.blocks, own=True, vocab=vocab)
-        self.blocks, self.between = self.model.blocks, nn.ModuleDict(self.model.between)
+        self.blocks, self.between = self.model.blocks, nn.ModuleDict(between(self.model))
 
 
 @final

@@ -7,7 +7,6 @@ sees (every active sliding window included), explicit positions, and probe rows 
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import copy, deepcopy
 from functools import cached_property, partial
 from inspect import signature
 from time import perf_counter
@@ -24,14 +23,8 @@ from slipstream.core.span import Output
 from slipstream.core.tree import Layout, Tree, chain
 from slipstream.machine import place
 from slipstream.targets.inside import GROUPED, StandIn, View
+from slipstream.targets.part import part
 from slipstream.targets.support import attention_windows, check_supported
-
-
-def _shallow(module: Any) -> Any:
-    """Another module with the same parts, one of which may be exchanged."""
-    made = copy(module)
-    made._modules = dict(module._modules)
-    return made
 
 
 class Target:
@@ -71,15 +64,15 @@ class Target:
         self._stand_ins: list[tuple[Any, StandIn]] = []
         if compile:
             parts = [*self.blocks, model.get_output_embeddings()]
-            self._stand_ins = [(part, StandIn(part.forward, self.device, i)) for i, part in enumerate(parts)]
+            self._stand_ins = [(each, StandIn(each.forward, self.device, i)) for i, each in enumerate(parts)]
         self._exchange(ours=True)
 
     def _exchange(self, ours: bool) -> None:
         """Our attention and compiled parts in place of Hugging Face's, or its own again."""
         if self.model.device.type == "cpu" and self._hf_attention == "sdpa" and self.model._can_set_attn_implementation():
             self.model.set_attn_implementation(GROUPED if ours else self._hf_attention)
-        for part, stand_in in self._stand_ins:
-            part.forward = stand_in if ours else stand_in.plain
+        for module, stand_in in self._stand_ins:
+            module.forward = stand_in if ours else stand_in.plain
 
     @property
     def device(self) -> torch.device:
@@ -129,76 +122,8 @@ class Target:
         )
 
     def part(self, blocks: Sequence[int], own: bool = False, vocab: Int[Tensor, " Vd"] | None = None) -> "Target":
-        """Some of the blocks between the same ends, as a model of its own (Zhang et al. 2023, "Draft & Verify").
-
-        Args:
-            own: copies of all but the ends, which may be changed; otherwise nothing is copied.
-            vocab: the tokens that it has logits of; all by default.
-
-        Raises:
-            ValueError: there is no such block, or none is named.
-        """
-        L = len(self.blocks)
-        if not blocks or not set(blocks) <= set(range(L)):
-            raise ValueError(f"a model of blocks {sorted(blocks)} cannot be made: this target has 0 to {L - 1}; keep one")
-        kept = [self.blocks[i] for i in sorted(set(blocks))]
-        made = copy(self)
-        made.model = _shallow(self.model)
-        made.__dict__.pop("ends", None)
-        made.blocks = nn.ModuleList([self._copied(block) for block in kept] if own else kept)
-        made._put(self.blocks, made.blocks)
-        if own:
-            made.model.get_decoder()._modules.update({name: deepcopy(each) for name, each in made.between.items()})
-        if vocab is not None:
-            head = self.model.get_output_embeddings()
-            narrow = nn.Linear(1, 1, head.bias is not None, device="meta")
-            narrow.weight = nn.Parameter(head.weight[vocab], requires_grad=False)
-            if head.bias is not None:
-                narrow.bias = nn.Parameter(head.bias[vocab], requires_grad=False)
-            made._put(head, self._compiled_alike(narrow))
-        return made
-
-    @property
-    def between(self) -> dict[str, nn.Module]:
-        """What stands between the ends beside the blocks: the last norm, perhaps positions."""
-        decoder: Any = self.model.get_decoder()
-        ends = (self.model.get_input_embeddings(), self.blocks)
-        return {name: each for name, each in decoder.named_children() if not any(each is end for end in ends)}
-
-    def _put(self, old: nn.Module, new: nn.Module) -> None:
-        """Another module in one's place; the modules around it become this target's own."""
-        path = next(name for name, module in self.model.named_modules() if module is old).split(".")
-        holder: Any = self.model
-        for name in path[:-1]:
-            holder._modules[name] = _shallow(holder._modules[name])
-            holder = holder._modules[name]
-        holder._modules[path[-1]] = new
-
-    def _copied(self, block: nn.Module) -> nn.Module:
-        plain = _shallow(block)
-        plain.__dict__.pop("forward", None)  # of a compiled one, which cannot be copied
-        return self._compiled_alike(deepcopy(plain), next(i for i, other in enumerate(self.blocks) if other is block))
-
-    def _compiled_alike(self, part: nn.Module, layer: int = 0) -> nn.Module:
-        if self.compiles:
-            part.forward = StandIn(part.forward, self.device, layer)
-        return part
-
-    def states(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
-        """The final states of whole texts, right-padded, in the blocks' precision; gradients flow: to train a `part`."""
-        embedded = self.model.get_input_embeddings()(tokens).to(next(self.blocks.parameters()).dtype)
-        at = torch.arange(tokens.shape[1], device=self.device)
-        behind, masks = at[:, None] - at, {}
-        for kind, window in self.windows.items():
-            seen = (behind >= 0) & (behind < (window or len(at)))
-            masks[kind] = torch.zeros(1, 1, *seen.shape, device=self.device, dtype=embedded.dtype).masked_fill(
-                ~seen, torch.finfo(embedded.dtype).min
-            )
-        mask = masks if len(masks) > 1 else next(iter(masks.values()))
-        decoder = self.model.get_decoder()
-        return decoder(
-            inputs_embeds=embedded, attention_mask=mask, position_ids=at[None], use_cache=False
-        ).last_hidden_state
+        """Some of the blocks between the same ends, as a model of its own: see `targets.part`."""
+        return part(self, blocks, own, vocab)
 
     @property
     def generation_config(self) -> GenerationConfig:

@@ -17,6 +17,7 @@ from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleH
 from slipstream.drafters.glide import Glide, GlideConfig, GlideHead, Glimpse, apart
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.store import load_weights, restored, stored
+from slipstream.targets.part import states
 from slipstream.train.objective import Given, Objective, size_of
 from slipstream.train.recipe import Loss, Recipe
 
@@ -200,7 +201,7 @@ class DistillObjective(Objective):
     def steps(
         self, tokens: Int[Tensor, "B T1"], features: Float[Tensor, "B T F"], settings: Loss, generator: torch.Generator
     ) -> Iterator[Float[Tensor, "B T H"]]:
-        yield self.head.model.states(tokens)[:, 1:]
+        yield states(self.head.model, tokens)[:, 1:]
 
     def drafter(self, tree: str, dtype: torch.dtype) -> DraftModel:
         part = Part(self.head.config.blocks, self._ends, self._vocab)

@@ -1,0 +1,96 @@
+"""A part of a target, as a model of its own: what drafts for it without it, or is trained to."""
+
+from collections.abc import Sequence
+from copy import copy, deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from slipstream.targets.inside import StandIn
+
+if TYPE_CHECKING:
+    from slipstream.targets.hf import Target
+
+
+def part(target: "Target", blocks: Sequence[int], own: bool, vocab: Int[Tensor, " Vd"] | None) -> "Target":
+    """Some of the blocks between the same ends (Zhang et al. 2023, "Draft & Verify").
+
+    Args:
+        own: copies of all but the ends, which may be changed; otherwise nothing is copied.
+        vocab: the tokens that it has logits of; all by default.
+
+    Raises:
+        ValueError: there is no such block, or none is named.
+    """
+    L = len(target.blocks)
+    if not blocks or not set(blocks) <= set(range(L)):
+        raise ValueError(f"a model of blocks {sorted(blocks)} cannot be made: this target has 0 to {L - 1}; keep one")
+    kept = sorted(set(blocks))
+    made = copy(target)
+    made.model = _shallow(target.model)
+    made.__dict__.pop("ends", None)
+    made.blocks = nn.ModuleList([_copied(target, i) if own else target.blocks[i] for i in kept])
+    _put(made, target.blocks, made.blocks)
+    if own:
+        made.model.get_decoder()._modules.update({name: deepcopy(each) for name, each in between(made).items()})
+    if vocab is not None:
+        head: Any = target.model.get_output_embeddings()
+        narrow = nn.Linear(1, 1, head.bias is not None, device="meta")
+        narrow.weight = nn.Parameter(head.weight[vocab], requires_grad=False)
+        if head.bias is not None:
+            narrow.bias = nn.Parameter(head.bias[vocab], requires_grad=False)
+        _put(made, head, _compiled_as(target, narrow))
+    return made
+
+
+def between(target: "Target") -> dict[str, nn.Module]:
+    """What stands between the ends beside the blocks: the last norm, perhaps positions."""
+    decoder: Any = target.model.get_decoder()
+    others = (target.model.get_input_embeddings(), target.blocks)
+    return {name: each for name, each in decoder.named_children() if not any(each is other for other in others)}
+
+
+def states(target: "Target", tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
+    """The final states of whole texts, right-padded, in the blocks' precision; gradients flow: to train a part."""
+    embedded = target.model.get_input_embeddings()(tokens).to(next(target.blocks.parameters()).dtype)
+    at = torch.arange(tokens.shape[1], device=tokens.device)
+    behind, masks = at[:, None] - at, {}
+    for kind, window in target.windows.items():
+        hidden = (behind < 0) | (behind >= (window or len(at)))
+        masks[kind] = torch.zeros_like(hidden, dtype=embedded.dtype)[None, None]
+        masks[kind].masked_fill_(hidden, torch.finfo(embedded.dtype).min)
+    mask = masks if len(masks) > 1 else next(iter(masks.values()))
+    decoder: Any = target.model.get_decoder()
+    said = decoder(inputs_embeds=embedded, attention_mask=mask, position_ids=at[None], use_cache=False)
+    return said.last_hidden_state
+
+
+def _put(target: "Target", old: nn.Module, new: nn.Module) -> None:
+    """Another module in one's place; the modules around it become this target's own."""
+    path = next(name for name, module in target.model.named_modules() if module is old).split(".")
+    holder: Any = target.model
+    for name in path[:-1]:
+        holder._modules[name] = _shallow(holder._modules[name])
+        holder = holder._modules[name]
+    holder._modules[path[-1]] = new
+
+
+def _shallow(module: Any) -> Any:
+    """Another module with the same parts, one of which may be exchanged."""
+    made = copy(module)
+    made._modules = dict(module._modules)
+    return made
+
+
+def _copied(target: "Target", i: int) -> nn.Module:
+    plain = _shallow(target.blocks[i])
+    plain.__dict__.pop("forward", None)  # of a compiled one, which cannot be copied
+    return _compiled_as(target, deepcopy(plain), i)
+
+
+def _compiled_as(target: "Target", module: nn.Module, layer: int = 0) -> nn.Module:
+    if target.compiles:
+        module.forward = StandIn(module.forward, target.device, layer)
+    return module
