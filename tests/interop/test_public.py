@@ -216,7 +216,7 @@ def test_a_missing_file_is_named(target, tmp_path):
     config, tensors = public(target.ends, KINDS["MHA"])
     write(tmp_path / "a", config, tensors)
     (tmp_path / "a" / "model.safetensors").unlink()
-    for path, says in ((tmp_path / "none", "has no config.json"), (tmp_path / "a", "has no pytorch_model.bin")):
+    for path, says in ((tmp_path / "none", "has no config.json"), (tmp_path / "a", "has no model.safetensors")):
         with pytest.raises(ValueError, match=says):
             import_head(str(path), str(tmp_path / "d"), "wide", target.ends)
 

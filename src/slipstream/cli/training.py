@@ -159,13 +159,13 @@ def regenerate(
 
 @app.command("import", epilog=examples("import ./EAGLE-LLaMA3-8B --target ./llama3-8b --out drafters/llama3-eagle"))
 def import_(
-    source: Annotated[str, typer.Argument(metavar="DIR", help="a checkpoint of EAGLE, EAGLE-3 or speculators")],
+    source: Annotated[str, typer.Argument(metavar="DIR", help="a checkpoint of EAGLE, EAGLE-3, speculators or Medusa")],
     directory: Annotated[str, typer.Option("--out", metavar="DIR", help="the drafter directory to write")],
     target: TargetName = "smollm2",
-    tree: Annotated[str, typer.Option(help="the drafter's default tree")] = "fig9",
+    tree: Annotated[str | None, typer.Option(help="the drafter's default tree; default: the method's")] = None,
     dtype: Dtype = "bfloat16",
 ) -> None:
-    """Make a drafter directory of a public EAGLE or EAGLE-3 checkpoint."""
+    """Make a drafter directory of a public EAGLE, EAGLE-3 or Medusa checkpoint."""
     from slipstream.interop.public import import_head
 
     loaded = load(target, dtype, "cpu")
@@ -179,10 +179,12 @@ def export(
     drafter: Annotated[str, typer.Argument(help="a name whose weights ship, or a drafter directory")],
     directory: Annotated[str, typer.Option("--out", metavar="DIR", help="the checkpoint to write")],
     target: TargetName = "smollm2",
-    layout: Annotated[str | None, typer.Option(help="eagle, eagle3 or speculators; default: the method's own")] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="eagle, eagle3, speculators, medusa or medusa-vllm; default: the method's own")
+    ] = None,
     dtype: Dtype = "bfloat16",
 ) -> None:
-    """Write an eagle or eagle3 drafter in a public layout, which vLLM and SGLang load."""
+    """Write an eagle, eagle3 or medusa drafter in a public layout, which vLLM and SGLang load."""
     from slipstream.interop.public import export_head
 
     loaded = load(target, dtype, "cpu")

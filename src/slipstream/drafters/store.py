@@ -69,13 +69,15 @@ def restored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor * steps[name][:, None] if name in steps else tensor for name, tensor in whole.items()}
 
 
-def write_directory(directory: str | Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """config.json and model.safetensors, each beside and renamed. Raises ValueError where they cannot be written."""
-    home, whole = Path(directory), {name: t.contiguous().cpu() for name, t in tensors.items()}
+def write_directory(
+    directory: str | Path, config: dict[str, Any], tensors: dict[str, Tensor], name: str = "model.safetensors"
+) -> None:
+    """config.json and a file of tensors, each beside and renamed. Raises ValueError where they cannot be written."""
+    home, whole = Path(directory), {key: t.contiguous().cpu() for key, t in tensors.items()}
     try:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home, ignore_cleanup_errors=True) as beside:
-            weights, text = Path(beside) / "model.safetensors", Path(beside) / "config.json"
+            weights, text = Path(beside) / name, Path(beside) / "config.json"
             save_file(whole, weights, metadata={"format": "pt"})
             text.write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n")
             for path in (weights, text):
