@@ -41,6 +41,7 @@ from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
 from slipstream.drafters.glide import Glide, GlideConfig, GlideHead
 from slipstream.drafters.heads import Head, block_taps, layer_sizes
+from slipstream.drafters.lookahead import Lookahead
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.ngram import NGram
 from slipstream.drafters.random_drafter import RandomDrafter
@@ -218,6 +219,7 @@ Texts = list[list[int]]
 # what it is called -> a drafter for a target and the texts (prompt and plain answer) of its rows
 DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
     "ngram": lambda target, texts: NGram(shortest=1),
+    "lookahead": lambda target, texts: Lookahead(window=3, ngram=3, guesses=2),
     "oracle": lambda target, texts: TreeOracle(texts, target.vocab),
     "random, probes, memory": lambda target, texts: random_drafter(target),
     "eagle": lambda target, texts: eagle(target),

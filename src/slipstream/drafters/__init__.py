@@ -11,7 +11,7 @@ from slipstream.core.drafter import Drafter, Ends
 from slipstream.drafters.store import TRAINED, find_drafter, read_drafter, read_tuned
 from slipstream.files import cache_home
 
-NAMES = ("vanilla", "ngram", *TRAINED, "draft-model", "self-speculative")
+NAMES = ("vanilla", "ngram", "lookahead", *TRAINED, "draft-model", "self-speculative")
 
 
 def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) -> Drafter:
@@ -36,6 +36,10 @@ def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) 
         from slipstream.drafters.ngram import NGram
 
         return NGram(**_checked(NGram, options, spec))
+    if name == "lookahead":
+        from slipstream.drafters.lookahead import Lookahead
+
+        return Lookahead(**_checked(Lookahead, options, spec))
     if name in ("draft-model", "self-speculative"):
         from slipstream.drafters.draft_model import DraftModel
 
