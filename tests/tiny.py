@@ -41,6 +41,7 @@ from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
 from slipstream.drafters.glide import Glide, GlideConfig, GlideHead
 from slipstream.drafters.heads import Head, block_taps, layer_sizes
+from slipstream.drafters.hybrid import Hybrid
 from slipstream.drafters.lookahead import Lookahead
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.ngram import NGram
@@ -220,6 +221,8 @@ Texts = list[list[int]]
 DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
     "ngram": lambda target, texts: NGram(shortest=1),
     "lookahead": lambda target, texts: Lookahead(window=3, ngram=3, guesses=2),
+    "hybrid": lambda target, texts: Hybrid(eagle(target, "dynamic-3x4x14"), NGram(4, shortest=1)),
+    "hybrid, noise": lambda target, texts: Hybrid(fasteagle(target, "best-first-3x8", "noise"), NGram(5, shortest=1)),
     "oracle": lambda target, texts: TreeOracle(texts, target.vocab),
     "random, probes, memory": lambda target, texts: random_drafter(target),
     "eagle": lambda target, texts: eagle(target),

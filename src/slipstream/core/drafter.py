@@ -20,15 +20,21 @@ FINAL, INPUT, CACHE = "final", "input of block ", "cache of block "  # taps; a b
 
 @dataclass
 class State:
-    """What a drafter knows of its B rows. Every tensor field leads with B, so that rows come and go; so do caches."""
+    """What a drafter knows of its B rows. Every tensor field leads with B, so that rows come and go; so do caches, and the
+    states of drafters that it is made of."""
 
     root: Int[Tensor, " B"]  # chosen by the target, not yet read by it
+
+    @property
+    def parts(self) -> list["State"]:
+        """This state and all that are in it."""
+        return [self, *(part for value in vars(self).values() if isinstance(value, State) for part in value.parts)]
 
     def select(self: S, rows: Sequence[int]) -> S:
         """The state of some of the rows."""
         index = torch.tensor(list(rows), dtype=torch.long, device=self.root.device)
         kept: dict[str, Any] = {name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        kept |= {name: value.select(list(rows)) for name, value in vars(self).items() if isinstance(value, KVCache)}
+        kept |= {name: value.select(list(rows)) for name, value in vars(self).items() if isinstance(value, KVCache | State)}
         return replace(self, **kept)
 
     def insert(self: S, other: S) -> S:
@@ -37,7 +43,7 @@ class State:
         joined: dict[str, Any] = {
             name: torch.cat([mine, theirs]) for name, mine, theirs in pairs if isinstance(mine, Tensor)
         }
-        joined |= {name: mine.insert(theirs) for name, mine, theirs in pairs if isinstance(mine, KVCache)}
+        joined |= {name: mine.insert(theirs) for name, mine, theirs in pairs if isinstance(mine, KVCache | State)}
         return replace(self, **joined)
 
 

@@ -59,9 +59,10 @@ class Captured:
         record: Record,
     ) -> None:
         self.propose, self.check, self.cache, self.depth, self.record = propose, check, cache, depth, record
-        self.caches = [cache, *(value for value in vars(state).values() if isinstance(value, KVCache))]
+        held = [(part, name, value) for part in state.parts for name, value in vars(part).items()]
+        self.caches = [cache, *(value for _, _, value in held if isinstance(value, KVCache))]
         self._places: list[tuple[Any, str]] = [(cache, "lengths") for cache in self.caches]
-        self._places += [(state, name) for name, value in vars(state).items() if isinstance(value, Tensor)]
+        self._places += [(part, name) for part, name, value in held if isinstance(value, Tensor)]
         self._until = -1  # the cache's bound that the captures are good for
 
     def step(self) -> Any:

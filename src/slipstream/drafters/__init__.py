@@ -11,7 +11,7 @@ from slipstream.core.drafter import Drafter, Ends
 from slipstream.drafters.store import TRAINED, find_drafter, read_drafter, read_tuned
 from slipstream.files import cache_home
 
-NAMES = ("vanilla", "ngram", "lookahead", *TRAINED, "draft-model", "self-speculative")
+NAMES = ("vanilla", "ngram", "lookahead", "hybrid", *TRAINED, "draft-model", "self-speculative")
 
 
 def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) -> Drafter:
@@ -40,6 +40,11 @@ def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) 
         from slipstream.drafters.lookahead import Lookahead
 
         return Lookahead(**_checked(Lookahead, options, spec))
+    if name == "hybrid":
+        from slipstream.drafters.hybrid import Hybrid
+
+        ends = _needed(ends, name)
+        return Hybrid.named(ends, **_checked(Hybrid.named, options, spec, without=("ends",)))
     if name in ("draft-model", "self-speculative"):
         from slipstream.drafters.draft_model import DraftModel
 

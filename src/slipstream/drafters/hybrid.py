@@ -1,0 +1,95 @@
+"""A trained head and n-gram matches in one tree: what the text repeats is looked up, the rest is guessed."""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from slipstream.core.drafter import Drafter, Ends, State
+from slipstream.core.sampling import Sampler
+from slipstream.core.span import Span
+from slipstream.core.tree import PAD, Tree
+from slipstream.core.verify import child_with
+from slipstream.drafters.ngram import NGram
+from slipstream.drafters.proposer import Proposer
+
+
+@dataclass
+class HybridState(State):
+    guessed: State
+    found: State
+
+
+@final
+class Hybrid(Drafter):
+    """The head's tree, the last nodes of which make room for the continuation of a match, where there is one.
+
+    So a round has as many rows as the head's tree alone. What a match and the tree begin with alike is drafted once.
+
+    Args:
+        head: any drafter whose trees grow from candidates, but not sampled ones: a match was drawn from no law.
+        ngram: what finds matches.
+
+    Raises:
+        ValueError: sampled candidates, or a tree without room for a match.
+    """
+
+    def __init__(self, head: Proposer, ngram: NGram) -> None:
+        if head.law != "coupled":
+            raise ValueError("hybrid drafts take proposal=top-k or noise: a match was drawn from no law")
+        if head.rows <= ngram.depth + 1:
+            raise ValueError(
+                f"a tree of {head.rows} nodes has no room for a match of {ngram.depth} tokens beside a guess: name a "
+                "larger tree, or a smaller depth"
+            )
+        self.head, self.ngram, self.taps, self.peeks = head, ngram, head.taps, head.peeks
+        self.rows, self.depth = head.rows, max(head.depth, ngram.depth)
+
+    @classmethod
+    def named(cls, ends: Ends, head: str = "eagle", tree: str = "best-first-4x16", depth: int = 6) -> "Hybrid":
+        """Of a head by name or directory. Raises ValueError."""
+        from slipstream.drafters import load_drafter
+
+        drafter = load_drafter(f"{head}{',' if ':' in head else ':'}tree={tree}", ends)  # what grows no tree has none
+        assert isinstance(drafter, Proposer)
+        return cls(drafter, NGram(depth))
+
+    def start(self, batch: int, capacity: int, device: torch.device) -> HybridState:
+        root = torch.zeros(batch, dtype=torch.long, device=device)
+        return HybridState(root, *(part.start(batch, capacity, device) for part in (self.head, self.ngram)))
+
+    def absorb(self, span: Span, state: State) -> None:
+        assert isinstance(state, HybridState)
+        self.head.absorb(span, state.guessed)
+        self.ngram.absorb(span, state.found)
+        state.root = state.guessed.root
+
+    def propose(self, state: State, sampler: Sampler) -> Tree:
+        assert isinstance(state, HybridState)
+        tree = self.head.propose(state.guessed, sampler)
+        return joined(tree, self.ngram.propose(state.found, sampler).tokens[:, 1:])
+
+
+def joined(tree: Tree, match: Int[Tensor, "B D"]) -> Tree:
+    """The tree with a chain behind its root in the place of its last nodes; a row of `PAD` leaves them.
+
+    Token d of the chain takes slot N − D + d, unless the tree's other nodes say the chain up to it already.
+    """
+    if not match.shape[1]:
+        return tree
+    tokens, (N, D) = tree.tokens.clone(), (tree.nodes, match.shape[1])
+    parents = tree.parent_slots().expand(len(tokens), -1).clone()
+    first = N - D
+    kept = Tree(tokens.clone(), parents.clone(), tree.depth)
+    kept.tokens[:, first:] = PAD
+    node, alike = torch.zeros_like(match[:, 0]), torch.ones_like(match[:, 0], dtype=torch.bool)
+    for d, token in enumerate(match.unbind(1)):
+        there, known = token >= 0, child_with(kept, node, token)
+        alike = alike & (known >= 0)
+        new = there & ~alike
+        tokens[:, first + d] = torch.where(new, token, tokens[:, first + d])
+        parents[:, first + d] = torch.where(new, node, parents[:, first + d])
+        node = torch.where(alike, known, torch.where(there, first + d, node))
+    return Tree(tokens, parents, max(tree.depth, D))

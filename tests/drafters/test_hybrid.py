@@ -1,0 +1,51 @@
+"""One tree of guesses and matches."""
+
+import pytest
+import torch
+
+import tiny
+from slipstream.core.tree import PAD, Tree, chain
+from slipstream.drafters import load_drafter
+from slipstream.drafters.hybrid import Hybrid, joined
+from slipstream.drafters.ngram import NGram
+
+
+def paths(tree: Tree, row: int) -> set[tuple[int, ...]]:
+    """Every path of real tokens below the root."""
+    tokens, parents = tree.tokens[row].tolist(), tree.parent_slots().expand(len(tree.tokens), -1)[row].tolist()
+
+    def path(slot: int) -> tuple[int, ...]:
+        return (*path(parents[slot]), tokens[slot]) if slot else ()
+
+    return {path(slot) for slot in range(1, len(tokens)) if PAD not in path(slot)}
+
+
+def test_a_match_takes_the_place_of_the_last_nodes():
+    """A match that lands under the wrong parent, hides a guess, or costs a row that had none."""
+    tokens = torch.tensor([[9, 1, 2, 3, 4, 5, 6, 7]]).expand(4, -1)
+    parents = torch.tensor([[0, 0, 0, 1, 1, 3, 3, 5]]).expand(4, -1)
+    tree = Tree(tokens, parents, 4)
+    match = torch.tensor([[8, 8, 8], [1, 3, 8], [PAD, PAD, PAD], [1, 8, PAD]])
+    made = joined(tree, match)
+    assert (made.nodes, made.depth) == (8, 4)
+    assert paths(made, 0) == {(1,), (2,), (1, 3), (1, 4), (8,), (8, 8), (8, 8, 8)}
+    assert paths(made, 1) == {(1,), (2,), (1, 3), (1, 4), (1, 3, 5), (1, 3, 6), (1, 3, 8)}
+    assert paths(made, 2) == paths(tree, 2)
+    assert paths(made, 3) == {(1,), (2,), (1, 3), (1, 4), (1, 3, 5), (1, 8), (1, 3, 5, 7)}
+    assert all(int(p) < slot for row in made.parents for slot, p in enumerate(row) if slot)
+
+
+def test_a_chain_may_be_joined_and_a_bare_root_changes_nothing():
+    tree = chain(torch.tensor([[9, 1, 2, 3, 4]]))
+    assert joined(tree, torch.zeros(1, 0, dtype=torch.long)) is tree
+    assert paths(joined(tree, torch.tensor([[7, 8]])), 0) == {(1,), (1, 2), (7,), (7, 8)}
+
+
+def test_what_cannot_be_joined_is_refused():
+    target = tiny.target("llama")
+    with pytest.raises(ValueError, match="drawn from no law"):
+        Hybrid(tiny.eagle(target, "fig9", "sampled"), NGram(3))
+    with pytest.raises(ValueError, match="no room for a match of 7"):
+        Hybrid(tiny.eagle(target, "best-first-3x8"), NGram(7))
+    with pytest.raises(ValueError, match="no option 'tree'"):
+        load_drafter("hybrid:head=lookahead", target.ends)
