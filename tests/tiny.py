@@ -35,6 +35,7 @@ from transformers import (
 from slipstream.core.drafter import CACHE, Drafter
 from slipstream.core.tree import chain
 from slipstream.drafters import load_drafter
+from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
 from slipstream.drafters.draft_model import DraftModel, Part
 from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
 from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
@@ -180,6 +181,13 @@ def medusa(target: Target, tree: str = "best-first-3x8", proposal: str = "top-k"
     return Medusa(scrambled(MedusaHead(sizes)), target.ends, None if vocab is None else torch.arange(vocab), tree, proposal)
 
 
+def bita(target: Target, tree: str = "backbone-3x2", proposal: str = "top-k", prompts: int = 2, hosts: int = 0) -> Bita:
+    """Random masks and prompts."""
+    layers, heads, width = kv_shape(target)
+    sizes = BitaConfig(target.config.hidden_size, layers, heads, width, depth=3, prompts=prompts)
+    return Bita(scrambled(BitaHead(sizes)), target.ends, None, tree, proposal, hosts)
+
+
 def draft_model(own: Target, tree: str, proposal: str = "top-k") -> DraftModel:
     """Another family's model of the same vocabulary, with windows where the target has none."""
     return DraftModel(target("llama" if own.name == "qwen2" else "qwen2"), own.ends, tree, proposal)
@@ -241,6 +249,9 @@ DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
     "glide": lambda target, texts: glide(target),
     "glide, two layers, noise": lambda target, texts: glide(target, "dynamic-3x3x9", "noise", depth=2),
     "glide, sampled": lambda target, texts: glide(target, "[[0],[1],[0,0],[1,0],[1,1],[1,0,0]]", "sampled", own=True),
+    "bita": lambda target, texts: bita(target),
+    "bita, noise, few hosts": lambda target, texts: bita(target, "best-first-3x8", "noise", prompts=0, hosts=3),
+    "bita, sampled": lambda target, texts: bita(target, "[[0],[1],[0,0],[0,0,0]]", "sampled", hosts=3),
     "medusa": lambda target, texts: medusa(target),
     "medusa, sampled": lambda target, texts: medusa(target, "[[0],[1],[0,0],[1,0],[0,0,0]]", "sampled", vocab=40),
     "fasteagle": lambda target, texts: fasteagle(target),

@@ -32,7 +32,7 @@ from slipstream.cli.common import (
     )
 )
 def train(
-    method: Annotated[str, typer.Argument(help="eagle, eagle3, fasteagle, medusa, glide or draft-model")],
+    method: Annotated[str, typer.Argument(help="eagle, eagle3, fasteagle, medusa, bita, glide or draft-model")],
     overrides: Annotated[list[str], typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = [],  # noqa: B006
     data: Annotated[list[str], typer.Option(help="JSONL or .txt, gzipped or not; repeatable")] = [],  # noqa: B006
     directory: Annotated[

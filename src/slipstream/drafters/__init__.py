@@ -75,6 +75,7 @@ def tuned_home(spec: str, ends: Ends) -> Path:
 
 def drafter_class(method: Any, source: str) -> Any:
     """The class of a trained method. Raises ValueError."""
+    from slipstream.drafters.bita import Bita
     from slipstream.drafters.draft_model import DraftModel
     from slipstream.drafters.eagle import Eagle
     from slipstream.drafters.eagle3 import Eagle3
@@ -82,7 +83,7 @@ def drafter_class(method: Any, source: str) -> Any:
     from slipstream.drafters.glide import Glide
     from slipstream.drafters.medusa import Medusa
 
-    classes = {cls.method: cls for cls in (Eagle, Eagle3, FastEagle, Medusa, Glide, DraftModel)}
+    classes = {cls.method: cls for cls in (Eagle, Eagle3, FastEagle, Medusa, Bita, Glide, DraftModel)}
     if method not in classes:
         raise ValueError(f"{source}: Unknown method: {method!r}. Available: {', '.join(classes)}")
     return classes[method]

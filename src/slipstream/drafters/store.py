@@ -15,7 +15,7 @@ from slipstream.core.drafter import Ends
 from slipstream.files import cache_home, update_json
 
 VERSION = 1
-TRAINED = ("eagle", "eagle3", "fasteagle", "medusa", "glide")  # methods whose weights may ship
+TRAINED = ("eagle", "eagle3", "fasteagle", "medusa", "bita", "glide")  # methods whose weights may ship
 VOCAB = "draft_vocab"  # target ids that a drafter takes its candidates from, sorted
 STEP = ".step"  # beside a tensor of int8
 TUNED = "tuned.json"

@@ -1,6 +1,6 @@
 """What takes the place of a Hugging Face model's own parts: its attention, its cache, the `forward` of compiled modules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,29 @@ class View(Cache):
 
     def __len__(self) -> int:
         return self._cache.layers
+
+
+class Behind(Cache):
+    """What a pass reads behind its own rows, layer by layer. Nothing is written in place: gradients flow.
+
+    Args:
+        layers: keys and values of each layer [B, heads, S, D]; none by default.
+    """
+
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        super().__init__(layers=[])
+        self._layers = layers
+        self.own: list[tuple[Tensor, Tensor]] = []  # keys and values of the pass's rows
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.own.append((key_states, value_states))
+        if not self._layers:
+            return key_states, value_states
+        keys, values = self._layers[layer_idx]
+        return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return 0
 
 
 class StandIn:

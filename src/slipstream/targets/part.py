@@ -1,14 +1,14 @@
-"""A part of a target, as a model of its own: what drafts for it without it, or is trained to."""
+"""A part of a target, as a model of its own, and passes through which gradients flow: what drafters are trained with."""
 
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from slipstream.targets.inside import StandIn
+from slipstream.targets.inside import Behind, StandIn
 
 if TYPE_CHECKING:
     from slipstream.targets.hf import Target
@@ -53,18 +53,37 @@ def between(target: "Target") -> dict[str, nn.Module]:
 
 
 def states(target: "Target", tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
-    """The final states of whole texts, right-padded, in the blocks' precision; gradients flow: to train a part."""
+    """The final states of whole texts, right-padded, in the blocks' precision; gradients flow."""
     embedded = target.model.get_input_embeddings()(tokens).to(next(target.blocks.parameters()).dtype)
-    at = torch.arange(tokens.shape[1], device=tokens.device)
-    behind, masks = at[:, None] - at, {}
+    at = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    return states_behind(target, embedded, at, at[:, :, None] >= at[:, None], at)
+
+
+def states_behind(
+    target: "Target",
+    embedded: Float[Tensor, "B R H"],
+    positions: Int[Tensor, "#B R"],
+    seen: Bool[Tensor, "#B R S"],
+    columns: Int[Tensor, "#B S"],
+    behind: Behind | None = None,
+) -> Float[Tensor, "B R H"]:
+    """The final states of rows given as vectors; gradients flow through them, and through what they read.
+
+    Args:
+        seen: what each row may see of the S columns, sliding windows apart: those `behind`, and then the rows.
+        columns: where the columns stand; before everything (negative) is in every window.
+    """
+    masks = {}
     for kind, window in target.windows.items():
-        hidden = (behind < 0) | (behind >= (window or len(at)))
-        masks[kind] = torch.zeros_like(hidden, dtype=embedded.dtype)[None, None]
-        masks[kind].masked_fill_(hidden, torch.finfo(embedded.dtype).min)
+        near = positions[:, :, None] - columns[:, None] < (window or target.window + 1)
+        hidden = ~(seen & (near | (columns < 0)[:, None]))[:, None]
+        zeros = torch.zeros_like(hidden, dtype=embedded.dtype)
+        masks[kind] = zeros.masked_fill(hidden, torch.finfo(embedded.dtype).min)
     mask = masks if len(masks) > 1 else next(iter(masks.values()))
     decoder: Any = target.model.get_decoder()
-    said = decoder(inputs_embeds=embedded, attention_mask=mask, position_ids=at[None], use_cache=False)
-    return said.last_hidden_state
+    cache = Behind() if behind is None else behind
+    about = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache, "use_cache": True}
+    return decoder(inputs_embeds=embedded, **about).last_hidden_state
 
 
 def _put(target: "Target", old: nn.Module, new: nn.Module) -> None:

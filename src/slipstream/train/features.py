@@ -68,7 +68,7 @@ class Features:
         Raises:
             ValueError: the disk does not take it; what was written stays and is gone on with.
         """
-        if not self.kept:
+        if not self.kept or not self.taps:
             return
         try:
             with ExitStack() as stack:
@@ -103,7 +103,7 @@ class Features:
         if b >= self.kept:
             return self._compute(self.batches[b], self.taps)
         start, tokens = self._starts[b], self._starts[b + 1] - self._starts[b]
-        parts = []
+        parts = [torch.zeros(tokens, 0, dtype=self.target.dtype)]
         for path, width in zip(self.paths, self._widths, strict=True):
             row = width * self.target.dtype.itemsize
             raw = torch.from_numpy(np.fromfile(path, dtype=np.uint8, count=row * tokens, offset=row * start))

@@ -18,6 +18,7 @@ from slipstream.drafters.glide import Glide, GlideConfig, GlideHead, Glimpse, ap
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.store import load_weights, restored, stored
 from slipstream.targets.part import states
+from slipstream.train.bita import BitaObjective
 from slipstream.train.objective import Given, Objective, size_of
 from slipstream.train.recipe import Loss, Recipe
 
@@ -245,6 +246,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "eagle3": Eagle3Objective,
     "fasteagle": FastEagleObjective,
     "medusa": MedusaObjective,
+    "bita": BitaObjective,
     "glide": GlideObjective,
     "draft-model": DistillObjective,
 }

@@ -12,12 +12,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from slipstream.core.drafter import CACHE, FINAL, Ends
-from slipstream.drafters.draft_model import DraftModel, Part
-from slipstream.drafters.heads import Head, HeadDrafter, block_taps, borrowed, layer_sizes
+from slipstream.drafters.draft_model import DraftModel
+from slipstream.drafters.heads import HeadDrafter, block_taps, borrowed, layer_sizes
 from slipstream.drafters.store import restored, stored
 from slipstream.train.data import Example
 from slipstream.train.recipe import Head as HeadRecipe
 from slipstream.train.recipe import Loss, Recipe
+from slipstream.train.replay import Prediction, Record, predict
 
 
 @dataclass(frozen=True)
@@ -84,15 +85,16 @@ class Objective(nn.Module):
     """
 
     drafts: ClassVar[Any]
+    reads_features: ClassVar[bool] = True  # in training; otherwise it makes the passes of the target that it needs
     lm_head: Tensor
     lm_bias: Tensor | None
     gains: Float[Tensor, " taps1"]
 
     def __init__(
-        self, head: Head | Part, ends: Ends, vocab: Int[Tensor, " Vd"] | None, gains: Float[Tensor, " taps1"] | None = None
+        self, head: nn.Module, ends: Ends, vocab: Int[Tensor, " Vd"] | None, gains: Float[Tensor, " taps1"] | None = None
     ) -> None:
         super().__init__()
-        taps = len(head.config.taps)
+        taps = len(head.config.taps)  # type: ignore[union-attr, arg-type]
         self.register_buffer("gains", torch.ones(1 + taps) if gains is None else gains.float().cpu())
         self.head: Any = head
         self._ends, self._vocab = ends, vocab  # plain attributes: neither trained nor saved
@@ -138,15 +140,15 @@ class Objective(nn.Module):
 
     @classmethod
     @abstractmethod
-    def new(cls, given: Given) -> Head | Part:
+    def new(cls, given: Given) -> nn.Module:
         """A head that begins as well as it can without training."""
 
-    @abstractmethod
     def steps(
         self, tokens: Int[Tensor, "B T1"], features: Float[Tensor, "B T F"], settings: Loss, generator: torch.Generator
     ) -> Iterator[Float[Tensor, "B T H"]]:
         """What the head says of the same tokens t_0 … t_T 1, 2, … draft steps after the target's last state: row i of each
         is to be f_{i+1}; the first j rows of step j (from 0) mean nothing."""
+        raise NotImplementedError
 
     def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
         """What the head reads of tokens."""
@@ -166,11 +168,7 @@ class Objective(nn.Module):
             read = read + (torch.rand(read.shape, generator=generator) * 2 - 1).to(read.device) * settings.noise
         total = f.new_zeros(())
         agreed = total
-        with torch.no_grad():  # the target's own law, or what the text says, once for all steps
-            if settings.hard:
-                law = self._one_hot(batch.tokens[:, 2:][batch.counts])
-            else:
-                law = F.linear(labels[batch.counts], self.lm_head, self.lm_bias).softmax(-1)
+        law = self._law(labels[batch.counts], batch.tokens[:, 2:][batch.counts], settings.hard)  # once for all steps
         for j, said in enumerate(self.steps(batch.tokens[:, :-1], read, settings, generator)):
             counts = batch.counts.clone()
             counts[:, :j] = False  # no row stands j steps behind the first
@@ -188,8 +186,11 @@ class Objective(nn.Module):
                 agreed = (logits.argmax(-1) == teacher.argmax(-1)).sum()
         return total, agreed
 
-    def _one_hot(self, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n Vd"]:
-        """Laws that know the token; zero for one that the draft vocabulary lacks."""
+    @torch.no_grad()
+    def _law(self, states: Float[Tensor, "n H"], tokens: Int[Tensor, " n"], hard: bool) -> Float[Tensor, "n Vd"]:
+        """What is to be said: the target's own law, or the token of the text, if the draft vocabulary has it."""
+        if not hard:
+            return F.linear(states.float(), self.lm_head, self.lm_bias).softmax(-1)
         vocab = torch.arange(len(self.lm_head)) if self._vocab is None else self._vocab
         return (tokens[:, None] == vocab.to(tokens.device)).float()
 
@@ -200,6 +201,10 @@ class Objective(nn.Module):
         head.scale_inputs(self.gains[0].cpu(), self.gains[1:].cpu())
         head.load_state_dict(restored(stored(head.state_dict(), dtype)))
         return self.drafts(head, self._ends, self._vocab, tree)
+
+    def judge(self, drafter: Any, record: Record) -> Prediction:
+        """τ on the held-out texts."""
+        return predict(drafter, record)
 
 
 def size_of(states: Float[Tensor, "T H"]) -> Float[Tensor, ""]:

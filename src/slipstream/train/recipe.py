@@ -53,7 +53,8 @@ class Head(Section):
         input_norm: of eagle: a norm before attention, which the public layout does not have.
         taps: of eagle3 and fasteagle: the states that are read; default: inputs of blocks 2, L/2 and L − 3. Of glide: the
             caches, one for each layer; default: of the last blocks.
-        depth: of fasteagle: N, its layers and the tokens that it drafts; of medusa: its heads; of glide: its layers.
+        depth: of fasteagle: N, its layers and the tokens that it drafts; of medusa: its heads; of bita:
+            its masks; of glide: its layers.
         layers: of medusa: residual blocks of a head.
         cascade: of fasteagle: each layer reads the one before it; false: parallel heads.
         start: of fasteagle: a trained eagle head, by name or directory, as which every layer begins.
@@ -61,6 +62,8 @@ class Head(Section):
         glimpses: of glide: it reads the target's cache; false: a decoder of the same size that does not.
         own_ends: of glide: an embedding and an LM head of its own, in place of the target's.
         blocks: of draft-model: the target's, copies of which it begins as; default: the first two and the last.
+        prompts: of bita: keys and values of each layer that the masks read; 0: none.
+        deep: of bita: prompts are those; false: they are vectors that enter the target's first layer.
         tree: the tree that τ is predicted for, and the drafter's default.
         storage: of the weights: "bfloat16", or "int8", half of that: matrices as rows of integers with a scale each.
     """
@@ -77,6 +80,8 @@ class Head(Section):
     glimpses: bool = True
     own_ends: bool = False
     blocks: list[int] | None = Field(default=None, min_length=1)
+    prompts: int = Field(default=16, ge=0)
+    deep: bool = True
     tree: str = "fig9"
     storage: Literal["bfloat16", "int8"] = "bfloat16"
 
@@ -103,6 +108,7 @@ class Loss(Section):
         noise: features are blurred by U(−noise, noise).
         unroll: of eagle and eagle3: steps, of which the first reads the target's states and the others what the head said
             (1: as in EAGLE; more: EAGLE-3's training-time test). fasteagle takes one for each of its layers.
+        groups: of bita: points of an answer that masks are put behind, at most.
         block: of glide: tokens that are drafted ahead of what the target has read; blocks begin at random.
     """
 
@@ -112,6 +118,7 @@ class Loss(Section):
     hard: bool = False
     noise: float = Field(default=0.1, ge=0)
     unroll: int = Field(default=1, ge=1, le=8)
+    groups: int = Field(default=64, ge=1)
     block: int = Field(default=5, ge=1)
     decay: float = Field(default=0.8, gt=0, le=2)
 
@@ -153,6 +160,11 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
         "loss": {"feature": 0.0, "token": 1.0, "noise": 0.0, "hard": True},
         "head": {"depth": 4, "tree": "best-first-4x16"},
     },
+    "bita": {
+        "loss": {"feature": 0.0, "token": 1.0, "noise": 0.0, "hard": True},
+        "head": {"depth": 3, "tree": "backbone-3x5"},
+        "optimizer": {"lr": 3e-2, "clip": 1.0},
+    },
     "fasteagle": {"loss": {"noise": 0.0, "decay": 1 / 0.9}, "head": {"tree": "backbone-7x10"}},
 }
 
@@ -160,7 +172,7 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
 class Recipe(Section):
     """One run. `stages` override sections in turn; each stage goes on from the weights of the one before."""
 
-    method: Literal["eagle", "eagle3", "fasteagle", "medusa", "glide", "draft-model"] = "eagle"
+    method: Literal["eagle", "eagle3", "fasteagle", "medusa", "bita", "glide", "draft-model"] = "eagle"
     data: Data = Data()
     features: Cache = Cache()
     head: Head = Head()

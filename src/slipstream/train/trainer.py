@@ -25,7 +25,7 @@ from slipstream.train.features import Features, pack
 from slipstream.train.methods import OBJECTIVES
 from slipstream.train.objective import Batch, coverage
 from slipstream.train.recipe import Data, Optimizer, Recipe
-from slipstream.train.replay import Prediction, Record, predict
+from slipstream.train.replay import Prediction, Record
 
 STATE, LOG, RECIPE = "state.pt", "log.jsonl", "recipe.yaml"
 OWN = 0.95  # of a greedy answer's tokens are the target's likeliest, though it was made in another precision perhaps
@@ -188,7 +188,8 @@ class Trainer:
                 f"{len(batches)} batches are too few for {self.accelerator.num_processes} processes: "
                 "give more data, or lower schedule.batch_tokens"
             )
-        features = Features(self.target, self._all, batches, self._taps, int(recipe.features.disk_gib * 2**30))
+        taps = self._taps if self._method.reads_features else ()
+        features = Features(self.target, self._all, batches, taps, int(recipe.features.disk_gib * 2**30))
         self._data_key = features.key
         if self._saved is not None and self._saved["data"] not in (None, features.key):
             raise ValueError(f"the training data has changed since the checkpoint in {self.home}: begin a new run")
@@ -229,7 +230,7 @@ class Trainer:
         progress, tree = self.progress, self.recipe.head.tree
         storage = getattr(torch, self.recipe.head.storage)
         drafter = self.objective.drafter(tree, storage)
-        prediction = predict(drafter, self.record)
+        prediction = self.objective.judge(drafter, self.record)
         progress.history.append(
             {"stage": progress.stage, "step": progress.step, "trained": progress.trained, "loss": loss}
             | {"tau": round(prediction.tau, 4), "acceptance": [round(a, 4) for a in prediction.acceptance]}

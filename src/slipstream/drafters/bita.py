@@ -1,0 +1,115 @@
+"""BiTA: the target drafts for itself, by mask tokens that ride behind its own rows (papers/bita)."""
+
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from slipstream.core import look
+from slipstream.core.drafter import FINAL, Ends, State
+from slipstream.core.sampling import Sampler
+from slipstream.core.shape import Shape
+from slipstream.core.span import Span
+from slipstream.core.tree import PAD, Tree, chain
+from slipstream.drafters.heads import Head
+from slipstream.drafters.parallel import ParallelDrafter, ParallelState
+
+
+@dataclass(frozen=True)
+class BitaConfig:
+    """Sizes.
+
+    Attributes:
+        depth: M, mask tokens, and tokens drafted.
+        prompts: P, of each layer; 0: masks alone.
+        layers, heads, head_dim: of the target's cache.
+    """
+
+    hidden_size: int
+    layers: int
+    heads: int
+    head_dim: int
+    depth: int = 3
+    prompts: int = 16
+    taps: tuple[str, ...] = (FINAL,)
+
+
+class BitaHead(Head):
+    """All that is trained: M vectors in place of embeddings, and P keys and values a layer, which only they read. Keys
+    stand at no position and are not turned (§3.1)."""
+
+    sizes = BitaConfig
+
+    def __init__(self, config: BitaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.masks = nn.Parameter(torch.zeros(config.depth, config.hidden_size))
+        self.memory = nn.Parameter(torch.zeros(config.layers, 2, config.prompts, config.heads, config.head_dim))
+
+
+@dataclass
+class BitaState(ParallelState):
+    known: Bool[Tensor, " B"]  # there were probes behind the last accepted node
+
+
+@final
+class Bita(ParallelDrafter):
+    """Drafts with a `BitaHead`: the masks behind a node say the tokens after its next one, in the pass that checks it.
+
+    The efficient tree of §3.2 is "backbone-3x5"; the public code's is triangular, [[0],[1],…] with 5, 4 and 3 children.
+
+    Args:
+        hosts: nodes that carry masks, those likeliest to end the accepted path first: low ranks and depths. 0: all.
+            After a path that ends elsewhere one token is decoded without a draft.
+        head, ends, vocab, tree, proposal: see `HeadDrafter`.
+    """
+
+    method, module = "bita", BitaHead
+
+    def __init__(
+        self,
+        head: BitaHead,
+        ends: Ends,
+        vocab: Int[Tensor, " Vd"] | None = None,
+        tree: str | Shape = "backbone-3x5",
+        proposal: str = "top-k",
+        hosts: int = 0,
+    ) -> None:
+        self.hosts = hosts
+        super().__init__(head, ends, vocab, tree, proposal)
+        self.memory = self.head.memory if self.head.config.prompts else None
+
+    def grow_as(self, tree: str | Shape, proposal: str = "top-k") -> None:
+        super().grow_as(tree, proposal)
+        self.probes = self.head.masks[: self.depth]
+        nodes, paths = list(range(self.shape.nodes)), [(), *sorted(self.shape.paths, key=lambda path: (len(path), path))]
+        if self.shape.paths:
+            nodes.sort(key=lambda slot: sum(paths[slot]) + len(paths[slot]))
+        self._hosts = torch.tensor(sorted(nodes[: self.hosts or None]))[None]
+        self.rows = self.shape.nodes + self._hosts.shape[1] * self.depth
+
+    def start(self, batch: int, capacity: int, device: torch.device) -> BitaState:
+        zeros, H = torch.zeros(batch, dtype=torch.long, device=device), self.head.config.hidden_size
+        hidden = torch.zeros(batch, self.depth, H, dtype=self.ends.head.dtype, device=device)
+        return BitaState(zeros, hidden, zeros.clone(), zeros.bool())
+
+    def absorb(self, span: Span, state: State) -> None:
+        assert isinstance(state, BitaState)
+        if span.probes is not None and span.probed is not None:
+            state.hidden, state.known = span.probes, span.probed
+        state.root, state.length = span.last(span.nexts), span.start + span.count
+
+    def propose(self, state: State, sampler: Sampler) -> Tree:
+        assert isinstance(state, BitaState)
+        hosts = self._hosts.to(state.root.device)
+        if look.may_look(state.known) and not bool(state.known.any()):
+            return replace(chain(state.root[:, None]), probes=self.probes, hosts=hosts[:, :1])
+        tree = super().propose(state, sampler)
+        real = state.known[:, None] | (torch.arange(tree.nodes, device=hosts.device) == 0)
+        return replace(tree, tokens=tree.tokens.masked_fill(~real, PAD), probes=self.probes, hosts=hosts)
+
+    def _read(self, features: Float[Tensor, "B M H"]) -> Float[Tensor, "B M H"]:
+        """Nothing: the target reads."""
+        return features

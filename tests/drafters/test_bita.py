@@ -1,0 +1,82 @@
+"""BiTA: what masks say in training and in drafting is one and the same."""
+
+import io
+import json
+
+import pytest
+import torch
+
+import tiny
+from slipstream.decode.generate import generate
+from slipstream.train import bita
+from slipstream.train.data import Example
+from slipstream.train.objective import Batch
+from slipstream.train.recipe import Loss, Recipe
+
+PROMPTS = tiny.prompts(9, 4, 14)
+
+
+def objective(target, **head):
+    """With weights so large that masks say different things."""
+    text = PROMPTS[2]
+    f = target.features([text], ("final",))[0]
+    recipe = Recipe(method="bita", head={"depth": 3, "prompts": 2, "draft_vocab": 0, **head})
+    made = bita.BitaObjective.begin(recipe, target.ends, [Example(text, [True] * len(text))], f)
+    generator = torch.Generator().manual_seed(1)
+    for p in made.head.double().parameters():
+        p.data.copy_(0.5 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mistral"])
+@pytest.mark.parametrize("head", [{}, {"deep": False}, {"prompts": 0}], ids=["deep", "shallow", "masks alone"])
+def test_masks_say_in_drafting_what_they_say_in_training(family, head, monkeypatch):
+    """Another position, a group that sees another, a prompt that is turned, a host that its masks do not see."""
+    monkeypatch.setattr(bita, "DROPOUT", 0.0)
+    target, trace = tiny.target(family), io.StringIO()
+    trained = objective(target, **head)
+    drafter = trained.drafter("[[0],[1],[0,0],[0,0,0]]", torch.float64)
+    answer = generate(target, PROMPTS[0], drafter, max_new_tokens=16, temperature=0.0, trace=trace)
+    text, at, checked = torch.tensor([PROMPTS[0] + answer.tokens]), len(PROMPTS[0]), 0
+    for line in map(json.loads, trace.getvalue().splitlines()):
+        context = target.new_cache(1, text.shape[1])
+        target(bita.chain(text), context)
+        said = trained._masks(context, torch.tensor([[0, at - 1]]), torch.Generator())[0, 1]  # behind another group
+        best = (said @ target.ends.head.T).topk(2).indices.tolist()
+        assert line["tokens"][1:] == [*best[0], best[1][0], best[2][0]]
+        at += len(line["accepted"])
+        checked += 1
+    assert checked > 4
+
+
+def test_the_loss_is_the_mean_over_groups_and_masks(monkeypatch):
+    """Labels off by one, a question's tokens learnt, a mask past the end; a batch without any that is NaN."""
+    monkeypatch.setattr(bita, "DROPOUT", 0.0)
+    target, text = tiny.target("llama"), tiny.prompts(12)[0]
+    made, learn = objective(target), [False] * 5 + [True] * 7
+    batch = Batch.collate([Example(text, learn)], [torch.zeros(12, 0)], "cpu")
+    loss, _ = made(batch, Loss(token=1.0, hard=True), torch.Generator())
+    context = target.new_cache(1, 12)
+    target(bita.chain(torch.tensor([text])), context)
+    expected = []
+    for host in range(12):
+        said = made._masks(context, torch.tensor([[host]]), torch.Generator())[0, 0] @ target.ends.head.T
+        for j, token in enumerate(range(host + 2, min(host + 5, 12))):
+            if token >= 5 and host >= 3:  # the first host is the one whose first mask says an answer's token
+                expected.append(-said[j].log_softmax(-1)[text[token]])
+    assert float(loss.detach()) == pytest.approx(
+        float(torch.stack(expected).mean().detach()) * int(batch.counts.sum()), rel=1e-4
+    )
+    loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in made.head.parameters())
+    assert all(p.grad is None for p in target.model.parameters())
+    nothing = Batch(batch.features, batch.tokens, batch.counts & False)
+    assert float(made(nothing, Loss(hard=True), torch.Generator())[0].detach()) == 0
+
+
+def test_hosts_are_those_likeliest_to_end_a_path():
+    target = tiny.target("llama")
+    drafter = tiny.bita(target, "backbone-3x2", hosts=3)
+    assert drafter._hosts.tolist() == [[0, 1, 2]]  # slots: 1 and 2 of depth one, 3 and 4 of two, 5 and 6 of three
+    assert drafter.rows == 7 + 3 * 3
+    assert tiny.bita(target, "backbone-2x2").rows == 5 + 5 * 2  # as many masks as the tree is deep
