@@ -163,7 +163,7 @@ MISTAKES = {
     "unwritable output of bench": (["bench", "--json", "/proc/out.json"], "cannot be written"),
     "an option that is none": (["generate", "abc", "--drafter", "ngram:dpth=3"], "no option 'dpth'"),
     "no weights for this target": (["generate", "abc", "--drafter", "eagle"], "no eagle weights ship for this target"),
-    "an unknown method": (["train", "medusa", "--out", "x"], "method is 'medusa'"),
+    "an unknown method": (["train", "hydra", "--out", "x"], "method is 'hydra'"),
     "an unknown section": (["train", "eagle", "--out", "x", "optimiser.lr=1"], "did you mean 'optimizer'"),
     "no data": (["train", "eagle", "--out", "x"], "no training data"),
     "no place": (["train", "eagle", "--data", "x.jsonl"], "give --out DIR"),

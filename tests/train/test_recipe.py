@@ -27,7 +27,7 @@ def test_stages_override_sections():
         ("optimizer: {betaz: 1}", "did you mean 'betas'"),
         ("optimizer: {lr: -1}", "optimizer.lr is -1: Input should be greater than 0"),
         ("loss: {unroll: 99}", "loss.unroll is 99"),
-        ("method: medusa", "method is 'medusa'"),
+        ("method: hydra", "method is 'hydra'"),
         ("head: {tree: fig8}", "Unknown tree: 'fig8'"),
         ("- 1", "is a list: write sections"),
         ("a: [", "is no YAML"),
