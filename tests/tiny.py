@@ -4,9 +4,12 @@ import io
 import json
 import os
 import string
+import sys
+import types
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -224,9 +227,21 @@ def drafted(text: list[int], at: int, trace: io.StringIO) -> Iterator[tuple[list
         at += len(line["accepted"])
 
 
+def documented() -> Any:
+    """The worked example of docs/adding_a_drafter.md."""
+    page = Path(__file__).parent.parent / "docs" / "adding_a_drafter.md"
+    code = page.read_text().split("```python\n")[1].split("```")[0]
+    assert code.count("\n") < 60
+    module = types.ModuleType("documented")
+    sys.modules["documented"] = module  # dataclasses look their module up
+    exec(compile(code, str(page), "exec"), vars(module))
+    return module.Successor
+
+
 Texts = list[list[int]]
 # what it is called -> a drafter for a target and the texts (prompt and plain answer) of its rows
 DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
+    "the documented one": lambda target, texts: documented()(target.vocab),
     "ngram": lambda target, texts: NGram(shortest=1),
     "lookahead": lambda target, texts: Lookahead(window=3, ngram=3, guesses=2),
     "hybrid": lambda target, texts: Hybrid(eagle(target, "dynamic-3x4x14"), NGram(4, shortest=1)),
