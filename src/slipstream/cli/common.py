@@ -24,8 +24,8 @@ Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64 or
 Device = Annotated[str, typer.Option(help="cpu, cuda, …")]
 Compile = Annotated[bool, typer.Option("--compile", help="compile all passes: a minute the first time, then seconds")]
 DRAFTERS = (
-    "vanilla, ngram, eagle, fasteagle, draft-model:model=DIR, self-speculative:skip=10-14, or a directory that train made; "
-    "with options: eagle:tree=chain-5"
+    "vanilla, ngram, lookahead, eagle, fasteagle, hybrid:head=eagle, draft-model:model=DIR, self-speculative:skip=10-14, "
+    "or a directory that train made; with options: eagle:tree=chain-5"
 )
 DrafterName = Annotated[str, typer.Option("--drafter", help=DRAFTERS)]
 DrafterNames = Annotated[list[str], typer.Option("--drafter", help=f"{DRAFTERS}; repeatable")]

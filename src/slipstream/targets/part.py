@@ -33,8 +33,12 @@ def part(target: "Target", blocks: Sequence[int], own: bool, vocab: Int[Tensor, 
     made.__dict__.pop("ends", None)
     made.blocks = nn.ModuleList([_copied(target, i) if own else target.blocks[i] for i in kept])
     _put(made, target.blocks, made.blocks)
+    decoder: Any = made.model.get_decoder()
+    if types := getattr(decoder.config, "layer_types", None):  # masks are picked by a layer's place
+        decoder.config = copy(decoder.config)
+        decoder.config.layer_types = [types[i] for i in kept]
     if own:
-        made.model.get_decoder()._modules.update({name: deepcopy(each) for name, each in between(made).items()})
+        decoder._modules.update({name: deepcopy(each) for name, each in between(made).items()})
     if vocab is not None:
         head: Any = target.model.get_output_embeddings()
         narrow = nn.Linear(1, 1, head.bias is not None, device="meta")
