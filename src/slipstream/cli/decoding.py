@@ -72,7 +72,10 @@ def generate(
     frequency_penalty: Annotated[float, typer.Option(help="counts the answer")] = 0.0,
     seed: Seed = 0,
     stop: Annotated[list[str], typer.Option(help="a string that ends the answer; may be repeated")] = [],  # noqa: B006
-    law: Annotated[str | None, typer.Option(help="coupled or multi-round (default: the drafter's own)")] = None,
+    law: Annotated[
+        str | None,
+        typer.Option(help="coupled or multi-round (default: the drafter's own); lossy-typical, Medusa's, changes the text"),
+    ] = None,
     dtype: Dtype = "bfloat16",
     device: Device = "cpu",
     compile: Compile = False,
@@ -82,8 +85,8 @@ def generate(
     """Answer one prompt, printed as it is made; figures go to standard error."""
     from transformers import TextStreamer
 
+    from slipstream.decode.generate import LOSSY, resolve_sampling
     from slipstream.decode.generate import generate as run
-    from slipstream.decode.generate import resolve_sampling
     from slipstream.drafters import load_drafter
     from slipstream.files import check_writable, replacing, write_json
 
@@ -115,8 +118,11 @@ def generate(
         )
     speed = len(made.tokens) / made.seconds.total
     err.print(f"{len(made.tokens)} tokens ({made.finish})   τ {made.tau:.2f}   {speed:.1f} tokens/s", style="dim")
+    if law == LOSSY:
+        err.print("lossy: typical acceptance keeps tokens that the target would not have drawn", style="yellow")
     if json_path is not None:
         fields = {"text": made.text, "tokens": made.tokens, "finish": made.finish, "tau": made.tau}
+        fields |= {"law": law or guide.law}
         write_json(json_path, {**fields, "target_passes": len(made.rounds), "seconds": vars(made.seconds)})
 
 

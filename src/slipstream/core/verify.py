@@ -3,6 +3,7 @@
 *Coupled*: draw the target's own token at each node and descend while a child matches; exact for any tree, and the text
 does not depend on the tree. *Multi-round speculative sampling* (EAGLE, Algorithm 1; Leviathan's rule on a chain): accept
 a sampled child x with min(1, p(x)/q(x)), else go on with norm(max(p − q, 0)) and the next sibling; exact in distribution.
+A third, *lossy typical* acceptance, is exact at T = 0 alone; nothing takes it but who asks for it by that name.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from torch import Tensor
 from slipstream.core import look
 from slipstream.core.sampling import Sampler
 from slipstream.core.tree import Tree
+
+LOSSY_EPSILON, LOSSY_DELTA = 0.09, 0.3  # of Medusa's typical acceptance
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,18 @@ def multi_round(
         sibling += 1
     token = sampler.draw(p.log(), position)
     return child, torch.where(child >= 0, tree.tokens[rows, child.clamp(min=0)], token)
+
+
+def lossy_typical(
+    tree: Tree, node: Int[Tensor, " B"], logits: Float[Tensor, "B V"], position: Int[Tensor, " B"], sampler: Sampler
+) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
+    """Medusa's typical acceptance (§2.3.1), which changes what is said: the first child with p > min(ε, δ·e^{−H(p)})."""
+    p = sampler.law(logits)
+    limit = (LOSSY_DELTA * torch.special.entr(p).sum(-1).neg().exp()).clamp(max=LOSSY_EPSILON)
+    typical = _children(tree, node) & (p.gather(1, tree.tokens.clamp(min=0)) > limit[:, None])
+    child = torch.where(typical.any(1), typical.int().argmax(1), -1)
+    own = sampler.draw(sampler.scores(logits), position)
+    return child, torch.where(child >= 0, tree.tokens.gather(1, child.clamp(min=0)[:, None])[:, 0], own)
 
 
 def acceptance(p: Tensor, q: Tensor | None, x: Tensor) -> Float[Tensor, " B"]:

@@ -12,13 +12,14 @@ from torch import Tensor
 from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampler, Sampling, rows_of
 from slipstream.core.span import Span
-from slipstream.core.verify import Law, coupled, multi_round
+from slipstream.core.verify import Law, coupled, lossy_typical, multi_round
 from slipstream.decode.answer import Answer, Finish, Round, mean_accepted_length
 from slipstream.decode.round import Decoder, Seconds
 from slipstream.drafters import load_drafter
 from slipstream.targets.hf import Target
 
-LAWS: dict[str, Law] = {"coupled": coupled, "multi-round": multi_round}
+LOSSY = "lossy-typical"
+LAWS: dict[str, Law] = {"coupled": coupled, "multi-round": multi_round, LOSSY: lossy_typical}
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 
 
@@ -96,6 +97,7 @@ def generate(
         eos_token_ids: ids that end an answer; default: the target's.
         stop: strings that end an answer; they are not part of its text.
         law: "coupled" (same seed, same text) or "multi-round" (exact in distribution); default: the drafter's own.
+            "lossy-typical" is Medusa's typical acceptance: at T > 0 the target would not say this.
         streamer: gets the prompt and then tokens as they come; one prompt only.
         trace: receives one JSON line per row and round.
 
