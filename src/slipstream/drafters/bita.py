@@ -91,9 +91,9 @@ class Bita(ParallelDrafter):
         self.rows = self.shape.nodes + self._hosts.shape[1] * self.depth
 
     def start(self, batch: int, capacity: int, device: torch.device) -> BitaState:
-        zeros, H = torch.zeros(batch, dtype=torch.long, device=device), self.head.config.hidden_size
-        hidden = torch.zeros(batch, self.depth, H, dtype=self.ends.head.dtype, device=device)
-        return BitaState(zeros, hidden, zeros.clone(), zeros.bool())
+        about = vars(super().start(batch, capacity, device))
+        about["hidden"] = about["hidden"][:, : self.depth]  # no more masks ride than the tree is deep
+        return BitaState(**about, known=torch.zeros(batch, dtype=torch.bool, device=device))
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, BitaState)

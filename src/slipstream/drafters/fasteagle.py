@@ -105,10 +105,8 @@ class FastEagle(ParallelDrafter):
     method, module = "fasteagle", FastEagleHead
 
     def start(self, batch: int, capacity: int, device: torch.device) -> FastEagleState:
-        N, H = self.head.config.depth, self.head.config.hidden_size
-        zeros = torch.zeros(batch, dtype=torch.long, device=device)
-        hidden = torch.zeros(batch, N, H, dtype=self.ends.head.dtype, device=device)
-        return FastEagleState(zeros, hidden, zeros.clone(), KVCache(N, batch, capacity + self.depth + 1, device))
+        cache = KVCache(self.deepest, batch, capacity + self.depth + 1, device)
+        return FastEagleState(**vars(super().start(batch, capacity, device)), cache=cache)
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, FastEagleState) and span.features is not None

@@ -82,12 +82,6 @@ class Medusa(ParallelDrafter):
 
     method, module = "medusa", MedusaHead
 
-    def start(self, batch: int, capacity: int, device: torch.device) -> ParallelState:
-        N, H = self.head.config.depth, self.head.config.hidden_size
-        zeros = torch.zeros(batch, dtype=torch.long, device=device)
-        hidden = torch.zeros(batch, N, H, dtype=self.ends.head.dtype, device=device)
-        return ParallelState(zeros, hidden, zeros.clone())
-
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, ParallelState) and span.features is not None
         last = span.last(span.features)[:, None]  # nothing else is read: no cache

@@ -3,6 +3,7 @@ Medusa."""
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -29,6 +30,11 @@ class ParallelDrafter(HeadDrafter):
     @property
     def deepest(self) -> int:
         return int(self.head.config.depth)
+
+    def start(self, batch: int, capacity: int, device: torch.device) -> ParallelState:
+        root = torch.zeros(batch, dtype=torch.long, device=device)
+        about = (batch, self.deepest, self.head.config.hidden_size)
+        return ParallelState(root, torch.zeros(about, dtype=self.ends.head.dtype, device=device), root.clone())
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, ParallelState)
