@@ -50,7 +50,10 @@ def _cpu() -> str:
     except OSError:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    name = names[0] if names else platform.processor() or platform.machine()
+    multiplies = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    bf16 = ", bf16" if multiplies else ""
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()}{bf16})"  # one name may stand for very different ones
 
 
 def _commit() -> str:
