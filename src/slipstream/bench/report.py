@@ -1,5 +1,6 @@
 """Tables and coloured text for the terminal."""
 
+from statistics import fmean
 from typing import Any
 
 from rich import box
@@ -34,13 +35,17 @@ def bench_table(report: dict[str, Any]) -> Group:
 
 def _categories(report: dict[str, Any]) -> Table:
     drafters = [row for row in report["results"] if row["drafter"] != "vanilla"] or report["results"]
-    table = _table("τ, and speed × plain", "category", "turns", *(row["drafter"] for row in drafters))
-    for category, first in drafters[0]["by_category"].items():
-        cells = []
-        for row in drafters:
-            part = row["by_category"][category]
-            cells.append(f"{part['tau']:.2f}  {part['speedup']['vanilla']:.2f}×")
-        table.add_row(category, str(first["questions"]), *cells)
+    table = _table("τ, and speed × plain", "questions", "turns", *(row["drafter"] for row in drafters))
+    for kind in ("by_category", "by_file"):
+        for key, first in drafters[0][kind].items():
+            parts = (row[kind][key] for row in drafters)
+            cells = (f"{part['tau']:.2f}  {part['speedup']['vanilla']:.2f}×" for part in parts)
+            table.add_row(key, str(first["questions"]), *cells)
+        table.add_section()
+        if len(drafters[0]["by_file"]) == 1:
+            return table
+    means = (fmean(part["speedup"]["vanilla"] for part in row["by_file"].values()) for row in drafters)
+    table.add_row("mean of the files", "", *(f"{mean:.2f}×" for mean in means))
     return table
 
 

@@ -93,7 +93,7 @@ class Contest:
 
 @dataclass
 class Tally:
-    """All answers of one method, or of one category of it."""
+    """All answers of one method, or of one part of the questions."""
 
     questions: int = 0
     new_tokens: int = 0
@@ -129,6 +129,9 @@ class Tally:
         return rates
 
 
+Tallies = dict[str, dict[tuple[str, str], Tally]]  # by method, and by the questions' file and category
+
+
 def bench(
     target: Target,
     drafters: Sequence[str],
@@ -145,11 +148,11 @@ def bench(
     from plain decoding's are audited after the clock has stopped.
 
     Returns:
-        DESIGN's schema 1, `by_category` beside it.
+        DESIGN's schema 1, `by_category` and `by_file` beside it.
     """
     contest = Contest.of(target, drafters, max_new_tokens, temperature, seed)
     methods = contest.methods
-    tallies: dict[str, dict[str, Tally]] = {name: {} for name in methods}
+    tallies: Tallies = {name: {} for name in methods}
     progress("warming up")
     contest.warm_up(target.encode(questions[0].turns[0]))
     asked = 0
@@ -162,19 +165,19 @@ def bench(
             for name in methods[asked % len(methods) :] + methods[: asked % len(methods)]:
                 progress(f"{question.name} {name}")
                 answers[name] = contest.ask(name, prompt)
-                tallies[name].setdefault(question.category, Tally()).add(answers[name])
+                tallies[name].setdefault((question.file, question.category), Tally()).add(answers[name])
             plain = answers["vanilla"].tokens
             for name in contest.drafters:
                 if answers[name].tokens != plain and contest.drafters[name].law == "coupled":
                     found = audit(target, prompt, answers[name].tokens, contest.sampling)
                     where = {"question": question.name, "turn": len(messages) // 2}
-                    tallies[name][question.category].divergences += [{**where, **asdict(d)} for d in found]
+                    tallies[name][question.file, question.category].divergences += [{**where, **asdict(d)} for d in found]
             messages.append({"role": "assistant", "content": target.decode(plain)})
             asked += 1
     return _report(contest, tallies, questions)
 
 
-def _report(contest: Contest, tallies: dict[str, dict[str, Tally]], questions: Sequence[Question]) -> dict[str, Any]:
+def _report(contest: Contest, tallies: Tallies, questions: Sequence[Question]) -> dict[str, Any]:
     hf = _sum(list(tallies[HF].values()))
     return {
         **heading(contest.target),
@@ -188,7 +191,7 @@ def _report(contest: Contest, tallies: dict[str, dict[str, Tally]], questions: S
     }
 
 
-def _result(contest: Contest, name: str, tallies: dict[str, dict[str, Tally]]) -> dict[str, Any]:
+def _result(contest: Contest, name: str, tallies: Tallies) -> dict[str, Any]:
     tally, plain = (_sum(list(tallies[method].values())) for method in (name, "vanilla"))
     decoding, law = tally.seconds.total - tally.seconds.prefill, contest.drafters[name].law
     return {
@@ -205,11 +208,19 @@ def _result(contest: Contest, name: str, tallies: dict[str, dict[str, Tally]]) -
         "host_share": round(tally.seconds.host / decoding, 4) if decoding else 0.0,
         "expected": expected(tally, plain),
         "ledger": ledger(tally, plain),
-        "by_category": {
-            category: _figures(part, {baseline: tallies[baseline][category] for baseline in BASELINES})
-            for category, part in tallies[name].items()
-        },
+        "by_category": _parts(name, tallies, 1),
+        "by_file": _parts(name, tallies, 0),
     }
+
+
+def _parts(name: str, tallies: Tallies, of: int) -> dict[str, Any]:
+    """Figures by file (of 0) or category (of 1)."""
+
+    def part(method: str, key: str) -> Tally:
+        return _sum([tally for place, tally in tallies[method].items() if place[of] == key])
+
+    keys = dict.fromkeys(place[of] for place in tallies[name])
+    return {key: _figures(part(name, key), {each: part(each, key) for each in BASELINES}) for key in keys}
 
 
 def _figures(tally: Tally, baselines: dict[str, Tally]) -> dict[str, Any]:
