@@ -60,6 +60,13 @@ def grows(drafter: Proposer, tree: str) -> bool:
     return drafter.deepest is None or Shape.parse(tree).depth <= drafter.deepest
 
 
+def pooled(parts: list[Prediction]) -> Prediction:
+    """All texts in one."""
+    rounds = max(len(part.committed) for part in parts)
+    padded = [torch.nn.functional.pad(part.committed, (0, 0, 0, rounds - len(part.committed))) for part in parts]
+    return Prediction(torch.cat(padded, 1), parts[0].depth)
+
+
 def resampled(found: Prediction, samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Tensor]:
     """τ and α of the questions drawn anew, with replacement; the same draws for all drafters. α is of a chain."""
     committed, live = found.committed.double(), (found.committed > 0).double()
@@ -94,29 +101,29 @@ for name in given.heads:
         **{name: training.get(name) for name in ("trained_tokens", "minutes")},
         "trees": {},
     }
-files, prompts = list[str](), list[list[int]]()
+asked: dict[str, list[list[int]]] = {}
 for question in load_questions(given.questions, given.limit):
-    files.append(question.file)
-    prompts.append(target.encode(question.turns[0]))
+    asked.setdefault(question.file, []).append(target.encode(question.turns[0]))
 taps = tuple(dict.fromkeys(tap for drafter in heads.values() for tap in drafter.taps))
 
 for temperature in TEMPERATURES:
-    record = Record.of(target, prompts, given.max_new_tokens, taps, batch=20, temperature=temperature)
-    assert len(record.tokens) == len(prompts), "a question is answered by the end token at once: leave it out"
-    table = Table(Column("drafter"), Column("tree"), "nodes", *dict.fromkeys(files), "τ", "of the first", "α", "by depth")
+    records = {}  # one for each file: their prompts differ in length, and rows of a record are padded
+    for file, prompts in asked.items():
+        with console.status(f"T = {temperature}: the target answers {file}"):
+            records[file] = Record.of(target, prompts, given.max_new_tokens, taps, batch=20, temperature=temperature)
+    table = Table(Column("drafter"), Column("tree"), "nodes", *asked, "τ", "of the first", "α", "by depth")
     for tree in TREES:
         base: tuple[float, torch.Tensor] | None = None  # the first one that grows this tree
         for label, drafter in heads.items():
             if not grows(drafter, tree):
                 continue
             made = reshaped(drafter, tree, given.proposal if temperature else "top-k")
-            found = predict(made, record)
+            with console.status(f"T = {temperature}: {label} {tree}"):
+                parts = {file: predict(made, record) for file, record in records.items()}
+            found = pooled(list(parts.values()))
             taus, alphas = resampled(found)
             base = (found.tau, taus) if base is None else base
-            by_file = {
-                file: round(Prediction(found.committed[:, [f == file for f in files]], found.depth).tau, 4)
-                for file in dict.fromkeys(files)
-            }
+            by_file = {file: round(part.tau, 4) for file, part in parts.items()}
             entry = {
                 "temperature": temperature, "tree": tree, "nodes": made.rows, "tau": round(found.tau, 4),
                 "by_file": by_file, "acceptance_by_depth": [round(a, 4) for a in found.acceptance],
@@ -135,7 +142,7 @@ for temperature in TEMPERATURES:
     console.print(f"T = {temperature}")
     console.print(table)
 
-probe = min(prompts, key=len)
+probe = min((prompt for prompts in asked.values() for prompt in prompts), key=len)
 costs: dict[str, dict] = {}
 for compiled in (False, True) if given.compile else (False,):
     timed = load_target(given.target, given.dtype, compile=True) if compiled else target
@@ -160,10 +167,8 @@ for compiled in (False, True) if given.compile else (False,):
 if given.json:
     for entry in entries.values():
         entry["trees"] = list(entry["trees"].values())
-    about = {
-        "max_new_tokens": given.max_new_tokens,
-        "questions": {file: files.count(file) for file in dict.fromkeys(files)},
-    }
+    counts = {file: len(prompts) for file, prompts in asked.items()}
+    about = {"max_new_tokens": given.max_new_tokens, "questions": counts}
     write_json(given.json, {**heading(target), **about, "proposal": given.proposal, "heads": entries, "costs": costs})
 if given.plot:
     with picture(given.plot, 2) as (left, right):
