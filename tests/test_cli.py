@@ -145,7 +145,7 @@ MISTAKES = {
     "not a number": (["bench", "--limit", "x"], "--limit"),
     "unknown drafter": (["generate", "abc", "--drafter", "ngrm"], "Did you mean 'ngram'"),
     "unknown drafter in bench": (["bench", "--drafter", "ngrm"], "Did you mean 'ngram'"),
-    "unknown drafter in certify": (["certify", "--drafter", "egale"], "Available: vanilla, ngram, eagle"),
+    "unknown drafter in certify": (["certify", "--drafter", "egale"], "Available: vanilla, ngram, lookahead"),
     "empty prompt": (["generate", " "], "prompt is empty"),
     "prompt longer than the window": (["generate", "a" * 200], "window of 128"),
     "no tokens wanted": (["generate", "abc", "--max-new-tokens", "0"], "max_new_tokens is 0"),
