@@ -132,12 +132,13 @@ class GlideHead(Head):
 
     @torch.no_grad()
     def start(self, generator: torch.Generator, size: Float[Tensor, ""]) -> "GlideHead":
-        """Before training embeddings pass through as far as the widths allow, and leave as large as the target's states."""
+        """Before training all tokens are alike to it. Embeddings pass through as far as the widths allow, and what leaves is
+        as large as the target's states; read off them as they are, every token would be said to follow itself."""
         randomise(self, generator)
         self.norm.weight.copy_(size.expand(len(self.norm.weight)))
-        for linear in (self.inward, self.outward):
-            if linear is not None:
-                linear.weight.copy_(torch.eye(*linear.weight.shape))
+        if self.inward is not None and self.outward is not None:
+            self.inward.weight.copy_(torch.eye(*self.inward.weight.shape))
+            self.outward.weight.zero_()
         return self
 
     @torch.no_grad()
