@@ -132,8 +132,8 @@ class GlideHead(Head):
 
     @torch.no_grad()
     def start(self, generator: torch.Generator, size: Float[Tensor, ""]) -> "GlideHead":
-        """Before training all tokens are alike to it. Embeddings pass through as far as the widths allow, and what leaves is
-        as large as the target's states; read off them as they are, every token would be said to follow itself."""
+        """Before training all tokens are alike to it: the target's LM head, if it read embeddings as they passed through,
+        would let every token follow itself."""
         randomise(self, generator)
         self.norm.weight.copy_(size.expand(len(self.norm.weight)))
         if self.inward is not None and self.outward is not None:
