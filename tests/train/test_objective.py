@@ -224,6 +224,7 @@ def test_a_part_is_trained_on_what_it_drafts_with(family):
     batch = Batch.collate([example], [f[0]], "cpu")
     loss, _ = objective(batch, recipe.loss.model_copy(update={"noise": 0.0}), torch.Generator())
     drafter = objective.drafter("chain-2", torch.float64)
+    assert {weight.dtype for weight in objective.drafter("chain-2", torch.int8).part.parameters()} == {target.dtype}
     head = target.ends.head[drafter.vocab].T
     q = (drafter.model.features(text.tolist(), ["final"])[0, 1:-1] @ head).log_softmax(-1)
     p = (f[0, 1:-1] @ head).softmax(-1)

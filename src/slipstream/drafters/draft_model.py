@@ -55,6 +55,12 @@ class Part(nn.Module):
         self.model: Target = ends.part(self.config.blocks, own=True, vocab=vocab)
         self.blocks, self.between = self.model.blocks, nn.ModuleDict(between(self.model))
 
+    def fill(self, tensors: dict[str, Tensor]) -> "Part":
+        """Trained weights, in the target's precision. Raises ValueError for tensors that do not fit."""
+        like = self.model.ends.head
+        load_weights(self, {name: tensor.to(like) for name, tensor in tensors.items()}, "this draft model")
+        return self
+
 
 @final
 class DraftModel(Proposer):
@@ -124,8 +130,7 @@ class DraftModel(Proposer):
             part, tree = Part(tuple(config["blocks"]), ends, vocab), config["tree"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"config.json of this draft model is not complete: {error}") from error
-        load_weights(part, {name: tensor.to(ends.head) for name, tensor in tensors.items()}, "this draft model")
-        return cls(part.model, ends, vocab=vocab, part=part, **{"tree": tree, **options})
+        return cls(part.fill(tensors).model, ends, vocab=vocab, part=part, **{"tree": tree, **options})
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What a drafter directory says of a draft model that is part of its target."""

@@ -16,7 +16,7 @@ from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
 from slipstream.drafters.glide import Glide, GlideConfig, GlideHead, Glimpse, apart
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
-from slipstream.drafters.store import load_weights, restored, stored
+from slipstream.drafters.store import restored, stored
 from slipstream.targets.part import states
 from slipstream.train.bita import BitaObjective
 from slipstream.train.objective import Given, Objective, size_of
@@ -205,8 +205,7 @@ class DistillObjective(Objective):
         yield states(self.head.model, tokens)[:, 1:]
 
     def drafter(self, tree: str, dtype: torch.dtype) -> DraftModel:
-        part = Part(self.head.config.blocks, self._ends, self._vocab)
-        load_weights(part, restored(stored(self.head.state_dict(), dtype)), "this draft model")
+        part = Part(self.head.config.blocks, self._ends, self._vocab).fill(restored(stored(self.head.state_dict(), dtype)))
         return DraftModel(part.model, self._ends, tree, vocab=self._vocab, part=part)
 
 
