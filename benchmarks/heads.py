@@ -171,16 +171,19 @@ if given.json:
     about = {"max_new_tokens": given.max_new_tokens, "questions": counts}
     write_json(given.json, {**heading(target), **about, "proposal": given.proposal, "heads": entries, "costs": costs})
 if given.plot:
-    with picture(given.plot, 2) as (left, right):
+    sized = [tree for tree in TREES if tree.startswith("best-first")]
+    with picture(given.plot, 1 + (len(sized) > 1)) as axes:
         for label, entry in entries.items():
             first = [e for e in entry["trees"] if e["temperature"] == TEMPERATURES[0]]
             by_depth = max((e["acceptance_by_depth"] for e in first if e["tree"].startswith("chain")), key=len, default=[])
             kept = [b / a for a, b in zip([1.0, *by_depth], by_depth, strict=False)]
-            left.plot(range(1, len(kept) + 1), kept, marker="o", label=label)
-            sizes = sorted((e["nodes"], e["tau"]) for e in first if e["tree"].startswith("best-first"))
-            right.plot(*(zip(*sizes, strict=True) if sizes else ((), ())), marker="o", label=label)
-        left.set(
+            axes[0].plot(range(1, len(kept) + 1), kept, marker="o", label=label)
+            if len(sized) > 1:
+                sizes = sorted((e["nodes"], e["tau"]) for e in first if e["tree"] in sized)
+                axes[1].plot(*zip(*sizes, strict=True), marker="o", label=label)
+                axes[1].set(xlabel="nodes of the tree", ylabel="τ", title="Tokens a target pass (best-first)")
+        axes[0].set(
             xlabel="depth", ylabel="accepted, of those accepted before", ylim=(0, 1), title="Acceptance by depth (chain)"
         )
-        right.set(xlabel="nodes of the tree", ylabel="τ", title="Tokens a target pass (best-first)")
-        left.legend(frameon=False, fontsize=8)
+        axes[0].xaxis.get_major_locator().set_params(integer=True)
+        axes[0].legend(frameon=False, fontsize=8)
