@@ -22,16 +22,15 @@ found, page = json.loads(Path(given.results).read_text()), Path(given.page).read
 files = list(found["results"][0]["by_file"])
 columns = ["drafter", "τ", "rows", "draft", "c", "α", *(Path(name).stem for name in files), "mean", "× HF"]
 lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-order = {
-    id(result): fmean(part["speedup"]["vanilla"] for part in result["by_file"].values()) for result in found["results"]
-}
-for result in sorted(found["results"], key=lambda each: -order[id(each)]):
+for result in found["results"]:
+    result["mean"] = fmean(part["speedup"]["vanilla"] for part in result["by_file"].values())
+for result in sorted(found["results"], key=lambda each: -each["mean"]):
     ledger, expected = result["ledger"], result["expected"]
     plain = result["drafter"] == "vanilla"
     cells = [f"`{result['drafter']}`", f"{result['tau']:.2f}", *(f"{ledger[part]:.2f}" for part in ("rows", "draft"))]
     cells += ["", ""] if plain else [f"{expected['c']:.3f}", f"{expected['alpha']:.2f}"]
     cells += [f"{result['by_file'][name]['speedup']['vanilla']:.2f}" for name in files]
-    cells += [f"{order[id(result)]:.2f}", f"{result['speedup']['hf_generate']:.2f}"]
+    cells += [f"{result['mean']:.2f}", f"{result['speedup']['hf_generate']:.2f}"]
     lines.append(f"| {' | '.join(cells)} |")
 hardware = found["hardware"]
 name, compiled = Path(given.results).name, ", compiled" if found["compiled"] else ""

@@ -88,8 +88,9 @@ class DraftModel(Proposer):
         vocab: Int[Tensor, " Vd"] | None = None,
         part: Part | None = None,
     ) -> None:
-        if model.tokenizer is not None and ends.tokenizer is not None:
-            mine, theirs = model.tokenizer.get_vocab(), ends.tokenizer.get_vocab()
+        own, others = model.tokenizer, ends.tokenizer
+        if own is not None and others is not None and own is not others:
+            mine, theirs = own.get_vocab(), others.get_vocab()
             if mine != theirs:
                 one = next(iter(sorted(set(mine.items()) ^ set(theirs.items()))))
                 raise ValueError(

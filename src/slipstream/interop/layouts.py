@@ -42,7 +42,7 @@ class Layout(ABC):
 
     @abstractmethod
     def sizes(self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str) -> Any:
-        """The head's sizes. Raises ValueError for one that this target cannot have."""
+        """The head's sizes; tensors are under our names. Raises ValueError for one that this target cannot have."""
 
     @abstractmethod
     def config(self, head: Any, ends: Ends) -> dict[str, Any]:
@@ -178,14 +178,13 @@ class MedusaLayout(Layout):
     block: ClassVar = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 
     def sizes(self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str) -> MedusaConfig:
-        taken = self.take(tensors, source)
-        found = [match for match in map(BLOCK.fullmatch, taken) if match]
+        found = [match for match in map(BLOCK.fullmatch, tensors) if match]
         depth, layers = (1 + max((int(match[i]) for match in found), default=-1) for i in (1, 2))
-        first, bias = taken.get("lm_heads.0.weight"), "blocks.0.0.bias" in taken
+        first, bias = tensors.get("lm_heads.0.weight"), "blocks.0.0.bias" in tensors
         if first is None or not layers:
             raise ValueError(f"checkpoint {source} has no Medusa heads: {', '.join(sorted(tensors)[:3])}, …")
         Vd, H = first.shape
-        if ends.head.shape[1] != H or Vd != len(taken.get(VOCAB, ends.head)):
+        if ends.head.shape[1] != H or Vd != len(tensors.get(VOCAB, ends.head)):
             raise ValueError(
                 f"checkpoint {source}: LM heads of {Vd} tokens and width {H}; this target has {len(ends.head)} and "
                 f"{ends.head.shape[1]}: import it for the target it was made for"

@@ -34,9 +34,10 @@ def import_head(source: str, directory: str, target: str, ends: Ends, tree: str 
     config, tensors = _read(Path(source).expanduser())
     report, called = Report(), layout_of(config, tensors)
     layout = LAYOUTS[called]
-    sizes = layout.sizes(config, tensors, ends, source)
-    tree = Shape.parse(tree or layout.tree(sizes)).name
     embedding, own = tensors.pop(EMBEDDING, None), _embedding(ends)
+    taken = layout.take(tensors, source)
+    sizes = layout.sizes(config, taken, ends, source)
+    tree = Shape.parse(tree or layout.tree(sizes)).name
     kept: dict[str, Tensor] = {}
     if layout.method == "medusa":
         pass  # reads no embedding
@@ -53,7 +54,6 @@ def import_head(source: str, directory: str, target: str, ends: Ends, tree: str 
             "target it was made for"
         )
     report.used = [*tensors, *sorted((layout.keys | HELD) & set(config))]
-    taken = layout.take(tensors, source)
     head = drafter_class(layout.method, source).module(sizes)
     load_weights(head, {name: t for name, t in taken.items() if name != VOCAB}, f"checkpoint {source}")
     ignored = sorted(set(config) - layout.keys - HELD)

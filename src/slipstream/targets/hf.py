@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,7 +22,7 @@ from slipstream.core.drafter import CACHE, FINAL, INPUT, Ends
 from slipstream.core.span import Output
 from slipstream.core.tree import Layout, Tree, chain
 from slipstream.machine import place
-from slipstream.targets.inside import GROUPED, StandIn, View
+from slipstream.targets.inside import GROUPED, StandIn, View, additive
 from slipstream.targets.part import part
 from slipstream.targets.support import attention_windows, check_supported
 
@@ -263,6 +263,8 @@ class Target:
     def features(self, rows: Sequence[Sequence[int]], taps: Sequence[str]) -> Float[Tensor, "B T F"]:
         """The taps at every token of whole texts, in one pass; columns past a row's end are meaningless."""
         width = max(map(len, rows))
+        if not taps:
+            return torch.zeros(len(rows), width, 0, dtype=self.dtype, device=self.device)
         tokens = torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=self.device)
         out = self(chain(tokens), self.new_cache(len(rows), width), taps, rows=tokens[:, :0])
         assert out.features is not None
@@ -290,18 +292,13 @@ class Target:
         if P:  # memory is for probes
             probe = torch.arange(R, device=self.device) >= nodes
             seen = seen | ((slots < 0) & probe[:, None])
-        masks = {}
+        every = {}
         for kind, window in self.windows.items():
-            allowed = seen
+            every[kind] = seen
             if window is not None:
                 at = torch.where(new < 0, slots.expand(B, view), positions.gather(1, among))
-                allowed = seen & (((positions[:, A - R :, None] - at[:, None]) < window) | (slots < 0))
-            masks[kind] = self._additive(allowed)
-        return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    def _additive(self, allowed: Bool[Tensor, "B R S"]) -> Float[Tensor, "B 1 R S"]:
-        mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(~allowed, -torch.inf)[:, None]
+                every[kind] = seen & (((positions[:, A - R :, None] - at[:, None]) < window) | (slots < 0))
+        return additive(every, self.dtype)
 
     def hf_generate(self, tokens: Int[Tensor, "B T"], **kwargs: Any) -> Int[Tensor, "B T2"]:
         """Hugging Face's own `generate` on the same weights, with its own attention and layers: the outside baseline."""

@@ -28,6 +28,15 @@ def _grouped_sdpa(
 AttentionInterface.register(GROUPED, _grouped_sdpa)
 
 
+def additive(seen: dict[str, Tensor], dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    """What rows [B, R] see of columns [S], by attention type, as Hugging Face's layers take it."""
+    masks = {
+        kind: torch.zeros(each.shape, dtype=dtype, device=each.device).masked_fill_(~each, -torch.inf)[:, None]
+        for kind, each in seen.items()
+    }
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
 class View(Cache):
     """Hands the model's layers our cache for one pass."""
 

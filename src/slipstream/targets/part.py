@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from slipstream.targets.inside import Behind, StandIn
+from slipstream.targets.inside import Behind, StandIn, additive
 
 if TYPE_CHECKING:
     from slipstream.targets.hf import Target
@@ -77,13 +77,11 @@ def states_behind(
         seen: what each row may see of the S columns, sliding windows apart: those `behind`, and then the rows.
         columns: where the columns stand; before everything (negative) is in every window.
     """
-    masks = {}
+    every = {}
     for kind, window in target.windows.items():
         near = positions[:, :, None] - columns[:, None] < (window or target.window + 1)
-        hidden = ~(seen & (near | (columns < 0)[:, None]))[:, None]
-        zeros = torch.zeros_like(hidden, dtype=embedded.dtype)
-        masks[kind] = zeros.masked_fill(hidden, torch.finfo(embedded.dtype).min)
-    mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        every[kind] = seen & (near | (columns < 0)[:, None])
+    mask = additive(every, embedded.dtype)
     decoder: Any = target.model.get_decoder()
     cache = Behind() if behind is None else behind
     about = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache, "use_cache": True}

@@ -45,7 +45,7 @@ class Features:
         tokens = [sum(len(examples[i].tokens) for i in batch) for batch in batches]
         self._starts = [0, *np.cumsum(tokens).tolist()]
         token = sum(self._widths) * target.dtype.itemsize
-        self.kept = sum(token * end <= budget for end in self._starts[1:])
+        self.kept = sum(0 < token * end <= budget for end in self._starts[1:])
         self.bytes = token * self._starts[self.kept]
 
     @cached_property
@@ -68,7 +68,7 @@ class Features:
         Raises:
             ValueError: the disk does not take it; what was written stays and is gone on with.
         """
-        if not self.kept or not self.taps:
+        if not self.kept:
             return
         try:
             with ExitStack() as stack:
@@ -103,7 +103,7 @@ class Features:
         if b >= self.kept:
             return self._compute(self.batches[b], self.taps)
         start, tokens = self._starts[b], self._starts[b + 1] - self._starts[b]
-        parts = [torch.zeros(tokens, 0, dtype=self.target.dtype)]
+        parts = []
         for path, width in zip(self.paths, self._widths, strict=True):
             row = width * self.target.dtype.itemsize
             raw = torch.from_numpy(np.fromfile(path, dtype=np.uint8, count=row * tokens, offset=row * start))

@@ -80,9 +80,7 @@ class Record:
         """Of prompts and answers that the target gave before, by default at T = 0."""
         rows = [prompt + answer for prompt, answer in texts]
         width = max(map(len, rows)) + 1  # past the longest, too, nothing matches
-        features = torch.zeros(len(rows), width, 0, dtype=target.dtype, device=target.device)
-        if taps:
-            features = torch.cat([_padded(target.features([row], taps), width) for row in rows])
+        features = torch.cat([_padded(target.features([row], taps), width) for row in rows])
         tokens = torch.tensor([row + [-1] * (width - len(row)) for row in rows])
         lengths, starts = torch.tensor([len(row) for row in rows]), torch.tensor([len(prompt) for prompt, _ in texts])
         at, made_with, widths = target.device, sampling or rows_of(Sampling(), len(rows)), target.widths(taps)

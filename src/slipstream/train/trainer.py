@@ -193,7 +193,7 @@ class Trainer:
         self._data_key = features.key
         if self._saved is not None and self._saved["data"] not in (None, features.key):
             raise ValueError(f"the training data has changed since the checkpoint in {self.home}: begin a new run")
-        if self.leads:
+        if self.leads and features.kept:
             total = sum(len(self._all[i].tokens) for batch in batches[: features.kept] for i in batch)
             features.fill(self._filling("reading features", total))
         self.accelerator.wait_for_everyone()
