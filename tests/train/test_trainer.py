@@ -244,6 +244,10 @@ def test_directories_and_checkpoints_that_do_not_fit_are_refused(chat, data, tmp
         Trainer(chat, settings, str(tmp_path / "other"), resume=True)
     with pytest.raises(ValueError, match=r"another recipe \(schedule differ\)"):
         Trainer(chat, recipe(data, epochs=3.0), str(tmp_path / "run"), resume=True)
+    older = torch.load(tmp_path / "run" / "state.pt")
+    del older["recipe"]["head"]["prompts"]  # made before there was such a field
+    torch.save(older, tmp_path / "run" / "state.pt")
+    Trainer(chat, settings, str(tmp_path / "run"), resume=True)
     with pytest.raises(ValueError, match="cannot be written"):
         Trainer(chat, settings, "/proc/run")
     (tmp_path / "run" / "state.pt").write_bytes(b"half")

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs
+from pydantic import ValidationError
 
 from slipstream.drafters.store import save_drafter
 from slipstream.files import check_writable, replacing
@@ -313,7 +314,10 @@ class Trainer:
                 f"checkpoint {path} was made by {state['processes']} processes, and here are "
                 f"{self.accelerator.num_processes}: an exact continuation needs as many"
             )
-        if (old := state["recipe"]) != (new := self.recipe.model_dump(mode="json")):
+        old, new = state["recipe"], self.recipe.model_dump(mode="json")
+        with suppress(ValidationError):  # fields that there were not yet are at their defaults
+            old = Recipe.model_validate(old).model_dump(mode="json")
+        if old != new:
             changed = ", ".join(key for key in new if new[key] != old.get(key))
             raise ValueError(
                 f"checkpoint {path} was made by another recipe ({changed} differ): resume with {self.home / RECIPE}"
