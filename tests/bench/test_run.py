@@ -10,7 +10,7 @@ import tiny
 from slipstream.bench.certify import certify
 from slipstream.bench.questions import Question
 from slipstream.bench.report import bench_table, certificate
-from slipstream.bench.run import Tally, bench, expected
+from slipstream.bench.run import Contest, Tally, bench, expected
 from slipstream.decode.answer import Round
 from slipstream.decode.round import Seconds
 from slipstream.files import check_writable, write_json
@@ -28,6 +28,27 @@ def test_tau_and_acceptance_by_depth():
     assert tally.tau == 7 / 4
     assert tally.acceptance(conditional=False) == [0.5, 0.25, 0.0]
     assert tally.acceptance(conditional=True) == [round(2 / 3, 4), 1.0, 0.0]
+
+
+def test_ctrl_c_leaves_the_figures_of_whole_turns(target, monkeypatch):
+    questions = [Question("a", "1", "one", ("Say hello.", "And again.")), Question("b", "1", "two", ("Count.",))]
+    asks, ask = [], Contest.ask
+
+    def interrupted(self, method, prompt, streamer=None):
+        asks.append(method)
+        if len(asks) == stop:
+            raise KeyboardInterrupt
+        return ask(self, method, prompt, streamer)
+
+    monkeypatch.setattr(Contest, "ask", interrupted)
+    stop = 3 + 2 * 3 + 2  # after the warm-up and two turns, in the midst of the third
+    report = bench(target, ["ngram"], questions, max_new_tokens=8)
+    assert report["prompts"] == ["a:1"]
+    assert {result["questions"] for result in report["results"]} == {2}
+    bench_table(report)
+    stop = len(asks) + 3 + 2
+    with pytest.raises(KeyboardInterrupt):
+        bench(target, ["ngram"], questions, max_new_tokens=8)
 
 
 def test_expected_speedup_is_the_papers_formula():

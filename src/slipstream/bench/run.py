@@ -102,11 +102,12 @@ class Tally:
     seconds: Seconds = field(default_factory=Seconds)
     divergences: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, answered: Answered) -> None:
+    def add(self, answered: Answered, divergences: Sequence[dict[str, Any]] = ()) -> None:
         """Count one more answer."""
         self.questions, self.new_tokens = self.questions + 1, self.new_tokens + len(answered.tokens)
         self.wall, self.rounds = self.wall + answered.wall, self.rounds + answered.rounds
         self.seconds = self.seconds + answered.seconds
+        self.divergences += divergences
 
     @property
     def tokens_per_second(self) -> float:
@@ -145,7 +146,7 @@ def bench(
 
     Each turn is asked of all methods in turn, in an order that rotates, so that a machine that slows down slows all of
     them. A later turn continues plain decoding's conversation, so all methods read the same prompts. Answers that differ
-    from plain decoding's are audited after the clock has stopped.
+    from plain decoding's are audited after the clock has stopped. Ctrl-C ends it early, with the turns that all answered.
 
     Returns:
         DESIGN's schema 1, `by_category` and `by_file` beside it.
@@ -155,29 +156,35 @@ def bench(
     tallies: Tallies = {name: {} for name in methods}
     progress("warming up")
     contest.warm_up(target.encode(questions[0].turns[0]))
-    asked = 0
-    for question in questions:
-        messages: list[dict[str, str]] = []
-        for turn in question.turns:
-            messages.append({"role": "user", "content": turn})
-            prompt = target.encode(messages if target.has_chat else turn)
-            answers = {}
-            for name in methods[asked % len(methods) :] + methods[: asked % len(methods)]:
-                progress(f"{question.name} {name}")
-                answers[name] = contest.ask(name, prompt)
-                tallies[name].setdefault((question.file, question.category), Tally()).add(answers[name])
-            plain = answers["vanilla"].tokens
-            for name in contest.drafters:
-                if answers[name].tokens != plain and contest.drafters[name].law == "coupled":
-                    found = audit(target, prompt, answers[name].tokens, contest.sampling)
-                    where = {"question": question.name, "turn": len(messages) // 2}
-                    tallies[name][question.file, question.category].divergences += [{**where, **asdict(d)} for d in found]
-            messages.append({"role": "assistant", "content": target.decode(plain)})
-            asked += 1
-    return _report(contest, tallies, questions)
+    turns, asked = 0, questions[:0]
+    try:
+        for number, question in enumerate(questions, 1):
+            messages: list[dict[str, str]] = []
+            for turn in question.turns:
+                messages.append({"role": "user", "content": turn})
+                prompt = target.encode(messages if target.has_chat else turn)
+                answers, divergences = dict[str, Answered](), dict[str, list[dict[str, Any]]]()
+                for name in methods[turns % len(methods) :] + methods[: turns % len(methods)]:
+                    progress(f"{question.name} {name}")
+                    answers[name] = contest.ask(name, prompt)
+                plain = answers["vanilla"].tokens
+                for name in contest.drafters:
+                    if answers[name].tokens != plain and contest.drafters[name].law == "coupled":
+                        found = audit(target, prompt, answers[name].tokens, contest.sampling)
+                        where = {"question": question.name, "turn": len(messages) // 2}
+                        divergences[name] = [{**where, **asdict(d)} for d in found]
+                for name, answered in answers.items():
+                    tally = tallies[name].setdefault((question.file, question.category), Tally())
+                    tally.add(answered, divergences.get(name, []))
+                messages.append({"role": "assistant", "content": target.decode(plain)})
+                turns, asked = turns + 1, questions[:number]
+    except KeyboardInterrupt:
+        if not turns:
+            raise
+    return _report(contest, tallies, asked)
 
 
-def _report(contest: Contest, tallies: Tallies, questions: Sequence[Question]) -> dict[str, Any]:
+def _report(contest: Contest, tallies: Tallies, asked: Sequence[Question]) -> dict[str, Any]:
     hf = _sum(list(tallies[HF].values()))
     return {
         **heading(contest.target),
@@ -185,7 +192,7 @@ def _report(contest: Contest, tallies: Tallies, questions: Sequence[Question]) -
         "temperature": contest.temperature,
         "seed": contest.seed,
         "max_new_tokens": contest.max_new_tokens,
-        "prompts": [question.name for question in questions],
+        "prompts": [question.name for question in asked],
         HF: {"tokens_per_second": round(hf.tokens_per_second, 2), "new_tokens": hf.new_tokens},
         "results": [_result(contest, name, tallies) for name in contest.drafters],
     }
@@ -197,6 +204,7 @@ def _result(contest: Contest, name: str, tallies: Tallies) -> dict[str, Any]:
     return {
         "drafter": name,
         **_figures(tally, {baseline: _sum(list(tallies[baseline].values())) for baseline in BASELINES}),
+        "rows": contest.drafters[name].rows,
         "target_passes": len(tally.rounds),
         "acceptance_by_depth": tally.acceptance(conditional=False),
         "acceptance_by_depth_conditional": tally.acceptance(conditional=True),

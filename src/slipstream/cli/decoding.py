@@ -160,6 +160,9 @@ def bench(
     if json_path is not None:
         write_json(json_path, report)
     out.print(bench_table(report))
+    if (done := len(report["prompts"])) < len(asked):
+        out.print(f"stopped: figures of {done} of {len(asked)} questions")
+        raise typer.Exit(130)
 
 
 @app.command(
