@@ -4,12 +4,13 @@ expected of it, and τ against the first one's with an interval.
     python benchmarks/heads.py runs/eagle3 runs/eagle runs/fasteagle --questions mt_bench.jsonl --questions gsm8k.jsonl \
         --tree chain-3 --tree best-first-2x4 --compile --json benchmarks/results/heads.json --plot docs/heads.svg
 
-The target answers once; every drafter is held against the same answers. Intervals are over questions (95 %, bootstrap):
-they say nothing of other seeds of training. α is of the first tree that is a chain: the share of drafted tokens, of those
-that the ones before them let through, that are accepted.
+The target answers once, and every drafter is held against these answers; `bita`, which is the target, decodes for itself,
+at T = 0. Intervals are over questions (95 %, bootstrap): they say nothing of other seeds of training. α is of the first
+tree that is a chain: the share of drafted tokens, of those that the ones before them let through, that are accepted.
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from slipstream.bench.questions import load_questions
 from slipstream.bench.tune import reshaped
 from slipstream.core.shape import Shape
 from slipstream.drafters import load_drafter
+from slipstream.drafters.bita import Bita
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import find_drafter, read_drafter
@@ -29,7 +31,7 @@ from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_writable, write_json
 from slipstream.machine import heading
 from slipstream.targets import load_target
-from slipstream.train.replay import Prediction, Record, predict
+from slipstream.train.replay import Prediction, Record, decoded, predict
 from slipstream.train.show import picture
 
 TREES = ("chain-3", "best-first-2x4", "best-first-3x8", "best-first-3x16")
@@ -119,7 +121,8 @@ for temperature in TEMPERATURES:
                 continue
             made = reshaped(drafter, tree, given.proposal if temperature else "top-k")
             with console.status(f"T = {temperature}: {label} {tree}"):
-                parts = {file: predict(made, record) for file, record in records.items()}
+                judge = partial(decoded, target) if isinstance(made, Bita) else predict
+                parts = {file: judge(made, record) for file, record in records.items()}
             found = pooled(list(parts.values()))
             taus, alphas = resampled(found)
             base = (found.tau, taus) if base is None else base

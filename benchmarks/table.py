@@ -1,5 +1,8 @@
 r"""A table of stored figures for a page of the docs, between its markers.
 
+Its last column is a prediction: tokens a pass over what a round costs where a pass takes the same time for any of these
+trees, as on a GPU, and the draft takes the share of a plain pass that it took here.
+
 slipstream bench --drafter … --json benchmarks/results/drafters.json
 python benchmarks/table.py benchmarks/results/drafters.json docs/drafters.md
 """
@@ -20,18 +23,21 @@ given = options.parse_args()
 
 found, page = json.loads(Path(given.results).read_text()), Path(given.page).read_text()
 files = list(found["results"][0]["by_file"])
-columns = ["drafter", "τ", "rows", "draft", "c", "α", *(Path(name).stem for name in files), "mean", "× HF"]
+head = ["drafter", "τ", "rows", "× rows", "× draft", "c", "α"]
+columns = [*head, *(Path(name).stem for name in files), "mean", "× HF", "GPU"]
 lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+plain = next(result for result in found["results"] if result["drafter"] == "vanilla")
+one_pass = plain["seconds"]["verify"] / plain["target_passes"]
 for result in found["results"]:
     result["mean"] = fmean(part["speedup"]["vanilla"] for part in result["by_file"].values())
 for result in sorted(found["results"], key=lambda each: -each["mean"]):
-    ledger, expected = result["ledger"], result["expected"]
-    plain = result["drafter"] == "vanilla"
-    cells = [f"`{result['drafter']}`", f"{result['tau']:.2f}", *(f"{ledger[part]:.2f}" for part in ("rows", "draft"))]
-    cells += ["", ""] if plain else [f"{expected['c']:.3f}", f"{expected['alpha']:.2f}"]
-    cells += [f"{result['by_file'][name]['speedup']['vanilla']:.2f}" for name in files]
-    cells += [f"{result['mean']:.2f}", f"{result['speedup']['hf_generate']:.2f}"]
-    lines.append(f"| {' | '.join(cells)} |")
+    tau, of, expected = result["tau"], result["ledger"], result["expected"]
+    draft = result["seconds"]["draft"] / result["target_passes"] / one_pass
+    speeds = [*(result["by_file"][name]["speedup"]["vanilla"] for name in files), result["mean"]]
+    speeds += [result["speedup"]["hf_generate"], tau / (1 + draft)]
+    cells = [f"`{result['drafter']}`", f"{tau:.2f}", str(result["rows"]), f"{of['rows']:.2f}", f"{of['draft']:.2f}"]
+    cells += ["", ""] if result is plain else [f"{expected['c']:.3f}", f"{expected['alpha']:.2f}"]
+    lines.append(f"| {' | '.join([*cells, *(f'{speed:.2f}' for speed in speeds)])} |")
 hardware = found["hardware"]
 name, compiled = Path(given.results).name, ", compiled" if found["compiled"] else ""
 turns, most = found["results"][0]["questions"], found["max_new_tokens"]
