@@ -246,6 +246,7 @@ DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
     "lookahead": lambda target, texts: Lookahead(window=3, ngram=3, guesses=2),
     "hybrid": lambda target, texts: Hybrid(eagle(target, "dynamic-3x4x14"), NGram(4, shortest=1)),
     "hybrid, noise": lambda target, texts: Hybrid(fasteagle(target, "best-first-3x8", "noise"), NGram(5, shortest=1)),
+    "hybrid, bita": lambda target, texts: Hybrid(bita(target, "best-first-3x8", "noise", hosts=2), NGram(5, shortest=1)),
     "oracle": lambda target, texts: TreeOracle(texts, target.vocab),
     "random, probes, memory": lambda target, texts: random_drafter(target),
     "eagle": lambda target, texts: eagle(target),

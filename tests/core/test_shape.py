@@ -41,6 +41,7 @@ def test_a_chain_is_a_chain():
         "fig9",
         "chain-3",
         "backbone-3x4",
+        "full-3x3",
         "dynamic-3x4x14",
         "best-first-3x9",
         "beam-3x2",
@@ -71,6 +72,12 @@ def test_what_a_shape_says_of_its_tree_is_true(name):
 def test_an_unknown_shape_is_refused_with_the_choices(name):
     with pytest.raises(ValueError, match=r"Available: chain-DEPTH|no nodes"):
         Shape.parse(name)
+
+
+def test_a_full_tree_has_all_paths_and_is_not_too_large():
+    assert [Shape.parse(f"full-3x{k}").nodes for k in (1, 2, 3, 4)] == [4, 15, 40, 85]
+    with pytest.raises(ValueError, match=r"9\^9 leaves: 1024 at most"):
+        Shape.parse("full-9x9")
 
 
 @pytest.mark.parametrize("name", ["cape-5x4", "cape-2x9-3@0.5-2@0.4-1"])

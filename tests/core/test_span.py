@@ -66,20 +66,22 @@ def test_a_row_without_tokens_reads_nothing():
 @pytest.mark.parametrize(
     ("hosts", "probed", "groups"),
     [
-        ([[0, 4], [0, 4]], [True, True], [1, 0]),  # each row its last accepted host
-        ([[4, 0], [PAD, 0]], [True, True], [0, 1]),
-        ([[0, 2], [1, PAD]], [False, False], None),  # accepted hosts that are not the last say nothing of what follows
-        ([[0, 0], [PAD, PAD]], [False, False], None),
+        ([[0, 4], [0, 4]], [0, 0], [1, 0]),  # each row its last accepted host
+        ([[4, 0], [PAD, 0]], [0, 0], [0, 1]),
+        ([[0, 2], [1, PAD]], [1, -1], [1, None]),  # one token came after; a host that was not accepted
+        ([[0, 0], [PAD, PAD]], [2, -1], [0, None]),
     ],
 )
-def test_probes_are_those_behind_the_last_accepted_host(hosts, probed, groups):
+def test_probes_are_those_behind_the_last_accepted_host_and_say_how_old_they_are(hosts, probed, groups):
     """Probes of another branch predict what follows another text."""
     M = 2
     tree = Tree(TOKENS, PARENTS, 2, probes=torch.zeros(M, 4), hosts=torch.tensor(hosts))
     span = commit_one(tree, VERDICT, numbered(tree.rows))
     assert span.probed.tolist() == probed
     assert span.probes.shape == (2, M, 1)
-    for b, g in enumerate(groups or []):
+    for b, g in enumerate(groups):
+        if g is None:
+            continue
         first = 100 * b + tree.nodes + g * M
         assert span.probes[b, :, 0].tolist() == [first, first + 1]
 

@@ -8,6 +8,7 @@ import torch
 
 import tiny
 from slipstream.decode.generate import generate
+from slipstream.drafters.bita import Bita
 from slipstream.train import bita
 from slipstream.train.data import Example
 from slipstream.train.objective import Batch
@@ -47,6 +48,30 @@ def test_masks_say_in_drafting_what_they_say_in_training(family, head, monkeypat
         at += len(line["accepted"])
         checked += 1
     assert checked > 4
+
+
+def test_straightforward_decoding_goes_on_with_what_earlier_masks_said(monkeypatch):
+    """Fig. 4: of c accepted tokens the first c masks are done with, the others have spoken of what comes next."""
+    monkeypatch.setattr(bita, "DROPOUT", 0.0)
+    target, trace = tiny.target("llama"), io.StringIO()
+    trained, M = objective(target), 3
+    drafter = Bita(trained.drafter("chain-3", torch.float64).head, target.ends, None, "chain-3", hosts=1)
+    drafted = dict[int, list[int]]()  # by how many tokens were accepted before
+    for prompt in PROMPTS:
+        context = target.new_cache(1, len(prompt) + 40)
+        answer = generate(target, prompt, drafter, max_new_tokens=30, temperature=0.0, trace=trace)
+        text, host, accepted = prompt + answer.tokens, len(prompt) - 1, 0
+        target(bita.chain(torch.tensor([text])), context)
+        for line in map(json.loads, trace.getvalue().splitlines()):
+            said = trained._masks(context, torch.tensor([[host]]), torch.Generator())[0, 0] @ target.ends.head.T
+            expected = said.argmax(-1).tolist()[accepted:]
+            guesses = [token for token in line["tokens"][1:] if token >= 0]
+            assert guesses == expected
+            drafted.setdefault(accepted, []).append(len(guesses))
+            host, accepted = host + accepted + 1, len(line["accepted"]) - 1
+        trace.seek(0), trace.truncate()
+    assert all(set(lengths) == {M - c} for c, lengths in drafted.items())
+    assert len(drafted) > 1
 
 
 def test_the_loss_is_the_mean_over_groups_and_masks(monkeypatch):

@@ -5,6 +5,7 @@ import torch
 
 import tiny
 from slipstream.core.tree import PAD, Tree, chain
+from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.drafters.hybrid import Hybrid, joined
 from slipstream.drafters.ngram import NGram
@@ -49,3 +50,13 @@ def test_what_cannot_be_joined_is_refused():
         Hybrid(tiny.eagle(target, "best-first-3x8"), NGram(7))
     with pytest.raises(ValueError, match="no option 'tree'"):
         load_drafter("hybrid:head=lookahead", target.ends)
+
+
+@pytest.mark.parametrize("head", ["eagle", "fasteagle", "glide", "draft_model", "bita"])
+def test_matches_deeper_than_the_head_fit_up_to_the_end(head):
+    """A cache that is sized for the head's own depth, when all of a long match is accepted in the last round."""
+    target = tiny.target("llama")
+    drafter = Hybrid(getattr(tiny, head)(target, "best-first-1x11"), NGram(8, shortest=1))
+    for prompt in tiny.prompts(12, 9):
+        for new in range(8, 40):
+            generate(target, prompt * 2, drafter, max_new_tokens=new, temperature=0.0)

@@ -1,8 +1,10 @@
 """Shape: which tree a drafter grows, by name. One vocabulary for recipes, drafter directories and the command line."""
 
 import json
+import math
 import re
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from jaxtyping import Int
@@ -20,7 +22,8 @@ FIG9_RANKS = """
 """
 FIG9 = tuple(tuple(map(int, path)) for path in FIG9_RANKS.split())  # EAGLE, Fig. 9: 25 nodes under the root
 KINDS = (
-    "chain-DEPTH, fig9, backbone-DEPTHxWIDTH, dynamic-DEPTHxWIDTHxNODES, best-first-DEPTHxNODES, beam-DEPTHxWIDTH, "
+    "chain-DEPTH, fig9, backbone-DEPTHxWIDTH, full-DEPTHxWIDTH, dynamic-DEPTHxWIDTHxNODES, best-first-DEPTHxNODES, "
+    "beam-DEPTHxWIDTH, "
     "cape-DEPTH or cape-DEPTHxDRAFTED (with -COUNT@LIMIT… and a last -COUNT: cape-5x32-7@0.3-5@0.6-3@0.8-1), "
     "or child-rank paths such as [[0],[1],[0,0]]"
 )
@@ -62,6 +65,11 @@ class Shape:
             return cls._static(text, FIG9)
         if 0 not in numbers and re.fullmatch(r"backbone-\d+x\d+", text):
             return cls._static(text, backbone(*numbers))
+        if 0 not in numbers and re.fullmatch(r"full-\d+x\d+", text):
+            depth, width = numbers
+            if depth * math.log2(max(width, 2)) > 10:
+                raise ValueError(f"tree {name!r} has {width}^{depth} leaves: 1024 at most")
+            return cls._static(text, tuple(path for d in range(depth) for path in product(range(width), repeat=d + 1)))
         if 0 not in numbers and re.fullmatch(r"dynamic-\d+x\d+x\d+", text):
             depth, width, nodes = numbers
             return cls(text, (), depth, min(nodes, 1 + width + (depth - 1) * width**2), width, width)

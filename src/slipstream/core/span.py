@@ -34,7 +34,8 @@ class Span:
         tokens: what was read; column j stands at position start + j.
         nexts: the token after each: `nexts[:, j] == tokens[:, j + 1]`, and after the last the target's own choice.
         features: the target's taps at each token.
-        probes, probed: taps of the probes behind the last token, and the rows whose last token had any.
+        probes, probed: taps of the probes behind the last token that hosts any, and how many tokens came after it; −1:
+            none does.
         cache: the target's, these tokens included.
         tree, path, logits: the pass this span came from, and the accepted slots; `picks` are made of them.
     """
@@ -46,7 +47,7 @@ class Span:
     cache: KVCache
     features: Float[Tensor, "B T F"] | None = None
     probes: Float[Tensor, "B M F"] | None = None
-    probed: Bool[Tensor, " B"] | None = None
+    probed: Int[Tensor, " B"] | None = None
     tree: Tree | None = None
     path: Int[Tensor, "B T"] | None = None
     logits: Float[Tensor, "B N V"] | None = None
@@ -76,10 +77,12 @@ def commit(tree: Tree, out: Output, verdict: Verdict, cache: KVCache) -> Span:
     nexts = torch.cat([tokens[:, 1:], verdict.next[:, None]], 1)
     nexts[rows, (verdict.count - 1).clamp(min=0)] = verdict.next
     features = None if out.features is None else out.features[rows[:, None], verdict.path]
-    behind = hosted = None
+    behind = since = None
     if features is not None and out.features is not None and tree.probes is not None and tree.hosts is not None:
         groups = out.features[:, tree.nodes :].unflatten(1, (-1, len(tree.probes)))
-        hosting = tree.hosts == verdict.path[:, -1:]
-        behind, hosted = groups[rows, hosting.int().argmax(1)], hosting.any(1)
+        column = torch.arange(verdict.path.shape[1], device=rows.device)[:, None]
+        hosting = (verdict.path[:, :, None] == tree.hosts[:, None]) & (column < verdict.count[:, None, None])
+        at, group = torch.where(hosting, column, -1).amax(1).max(1)
+        behind, since = groups[rows, group], torch.where(at < 0, at, verdict.count - 1 - at)
     path, logits = verdict.path, out.logits
-    return Span(tokens, nexts, start, verdict.count, cache, features, behind, hosted, tree, path, logits)
+    return Span(tokens, nexts, start, verdict.count, cache, features, behind, since, tree, path, logits)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from slipstream.core import look
@@ -51,18 +51,19 @@ class BitaHead(Head):
 
 @dataclass
 class BitaState(ParallelState):
-    known: Bool[Tensor, " B"]  # there were probes behind the last accepted node
+    known: Int[Tensor, " B"]  # depths that the masks have spoken of
 
 
 @final
 class Bita(ParallelDrafter):
     """Drafts with a `BitaHead`: the masks behind a node say the tokens after its next one, in the pass that checks it.
 
-    The efficient tree of §3.2 is "backbone-3x5"; the public code's is triangular, [[0],[1],…] with 5, 4 and 3 children.
+    The efficient tree of §3.2 is "backbone-3x5", the full one with k = 2 "full-3x2"; the public code's is triangular,
+    [[0],[1],…] with 5, 4 and 3 children. `hosts=1` with a chain is the straightforward decoding of Fig. 4.
 
     Args:
-        hosts: nodes that carry masks, those likeliest to end the accepted path first: low ranks and depths. 0: all.
-            After a path that ends elsewhere one token is decoded without a draft.
+        hosts: nodes that carry masks, those likeliest to end the accepted path first: low ranks and depths; 0: all. Of a
+            path that ends elsewhere, what the masks of its last host said of the tokens still to come is drafted.
         head, ends, vocab, tree, proposal: see `HeadDrafter`.
     """
 
@@ -93,12 +94,15 @@ class Bita(ParallelDrafter):
     def start(self, batch: int, capacity: int, device: torch.device) -> BitaState:
         about = vars(super().start(batch, capacity, device))
         about["hidden"] = about["hidden"][:, : self.depth]  # no more masks ride than the tree is deep
-        return BitaState(**about, known=torch.zeros(batch, dtype=torch.bool, device=device))
+        return BitaState(**about, known=torch.zeros(batch, dtype=torch.long, device=device))
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, BitaState)
         if span.probes is not None and span.probed is not None:
-            state.hidden, state.known = span.probes, span.probed
+            M, since = span.probes.shape[1], span.probed
+            state.known = torch.where(since < 0, 0, M - since).clamp(min=0)
+            later = (torch.arange(M, device=since.device) + since[:, None]).clamp(0, M - 1)
+            state.hidden = span.probes.gather(1, later[..., None].expand_as(span.probes))
         state.root, state.length = span.last(span.nexts), span.start + span.count
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
@@ -107,8 +111,8 @@ class Bita(ParallelDrafter):
         if look.may_look(state.known) and not bool(state.known.any()):
             return replace(chain(state.root[:, None]), probes=self.probes, hosts=hosts[:, :1])
         tree = super().propose(state, sampler)
-        real = state.known[:, None] | (torch.arange(tree.nodes, device=hosts.device) == 0)
-        return replace(tree, tokens=tree.tokens.masked_fill(~real, PAD), probes=self.probes, hosts=hosts)
+        known = tree.layout().depths <= state.known[:, None]
+        return replace(tree, tokens=tree.tokens.masked_fill(~known, PAD), probes=self.probes, hosts=hosts)
 
     def _read(self, features: Float[Tensor, "B M H"]) -> Float[Tensor, "B M H"]:
         """Nothing: the target reads."""

@@ -113,8 +113,8 @@ class DraftModel(Proposer):
         blocks: list[int] = []
         for part in skip.split(","):
             first, _, last = part.partition("-")
-            if not first.strip().isdecimal() or (last and not last.strip().isdecimal()):
-                raise ValueError(f"skip={skip!r} names no blocks: write numbers and ranges, such as 10-14,20")
+            if not first.strip().isdecimal() or not (last or first).strip().isdecimal() or int(first) > int(last or first):
+                raise ValueError(f"skip={skip!r} names no blocks: write numbers and rising ranges, such as 10-14,20")
             blocks += range(int(first), int(last or first) + 1)
         assert ends.part is not None
         skipped, L = set(blocks), ends.config.num_hidden_layers

@@ -1,6 +1,6 @@
 """A trained head and n-gram matches in one tree: what the text repeats is looked up, the rest is guessed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -39,13 +39,14 @@ class Hybrid(Drafter):
     def __init__(self, head: Proposer, ngram: NGram) -> None:
         if head.law != "coupled":
             raise ValueError("hybrid drafts take proposal=top-k or noise: a match was drawn from no law")
-        if head.rows <= ngram.depth + 1:
+        if head.shape.nodes <= ngram.depth + 1:
             raise ValueError(
-                f"a tree of {head.rows} nodes has no room for a match of {ngram.depth} tokens beside a guess: name a "
-                "larger tree, or a smaller depth"
+                f"a tree of {head.shape.nodes} nodes has no room for a match of {ngram.depth} tokens beside a guess: name "
+                "a larger tree, or a smaller depth"
             )
         self.head, self.ngram, self.taps, self.peeks = head, ngram, head.taps, head.peeks
         self.rows, self.depth = head.rows, max(head.depth, ngram.depth)
+        self.probes, self.memory = head.probes, head.memory
 
     @classmethod
     def named(cls, ends: Ends, head: str = "eagle", tree: str = "best-first-4x16", depth: int = 6) -> "Hybrid":
@@ -53,12 +54,16 @@ class Hybrid(Drafter):
         from slipstream.drafters import load_drafter
 
         drafter = load_drafter(f"{head}{',' if ':' in head else ':'}tree={tree}", ends)  # what grows no tree has none
-        assert isinstance(drafter, Proposer)
+        if not isinstance(drafter, Proposer):
+            raise ValueError(
+                f"drafter 'hybrid': {head!r} grows no tree: take a head such as fasteagle, or a drafter directory"
+            )
         return cls(drafter, NGram(depth))
 
     def start(self, batch: int, capacity: int, device: torch.device) -> HybridState:
         root = torch.zeros(batch, dtype=torch.long, device=device)
-        return HybridState(root, *(part.start(batch, capacity, device) for part in (self.head, self.ngram)))
+        room = capacity + self.depth - self.head.depth  # what the head absorbs is as deep as a match
+        return HybridState(root, *(part.start(batch, room, device) for part in (self.head, self.ngram)))
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, HybridState)
@@ -68,8 +73,10 @@ class Hybrid(Drafter):
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, HybridState)
-        tree = self.head.propose(state.guessed, sampler)
-        return joined(tree, self.ngram.propose(state.found, sampler).tokens[:, 1:])
+        tree, match = self.head.propose(state.guessed, sampler), self.ngram.propose(state.found, sampler)
+        if tree.nodes <= match.nodes:  # a bare root: nothing is guessed
+            return replace(match, probes=tree.probes, hosts=tree.hosts)
+        return joined(tree, match.tokens[:, 1:])
 
 
 def joined(tree: Tree, match: Int[Tensor, "B D"]) -> Tree:
@@ -92,4 +99,4 @@ def joined(tree: Tree, match: Int[Tensor, "B D"]) -> Tree:
         tokens[:, first + d] = torch.where(new, token, tokens[:, first + d])
         parents[:, first + d] = torch.where(new, node, parents[:, first + d])
         node = torch.where(alike, known, torch.where(there, first + d, node))
-    return Tree(tokens, parents, max(tree.depth, D))
+    return replace(tree, tokens=tokens, parents=parents, depth=max(tree.depth, D))
