@@ -44,7 +44,7 @@ from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
 from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
 from slipstream.drafters.glide import Glide, GlideConfig, GlideHead
-from slipstream.drafters.heads import Head, block_taps, layer_sizes
+from slipstream.drafters.heads import Head, block_taps, layer_sizes, target_rope
 from slipstream.drafters.hybrid import Hybrid
 from slipstream.drafters.lookahead import Lookahead
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
@@ -207,7 +207,8 @@ def glide(target: Target, tree: str = "cape-3x9", proposal: str = "top-k", depth
     """A random head that reads the last blocks' caches; `own` embedding and LM head or the target's."""
     layers, heads, width = kv_shape(target)
     sizes = layer_sizes(target.ends) | {"taps": tuple(f"{CACHE}{i}" for i in range(layers - depth, layers))}
-    about = {"depth": depth, "target_size": target.config.hidden_size, "target_head_dim": width, "target_rotary": width}
+    about = {"depth": depth, "target_size": target.config.hidden_size, "target_head_dim": width}
+    about["target_rope"] = tuple(target_rope(target.config, i) for i in range(layers - depth, layers))
     ends = {"vocab_size": VOCAB, "draft_vocab_size": VOCAB} if own else {}
     queries = heads * (target.config.num_attention_heads // heads)
     head = scrambled(GlideHead(GlideConfig(**sizes, **about, **ends, target_heads=queries)))

@@ -87,7 +87,7 @@ def test_the_loss_is_the_mean_over_groups_and_masks(monkeypatch):
     for host in range(12):
         said = made._masks(context, torch.tensor([[host]]), torch.Generator())[0, 0] @ target.ends.head.T
         for j, token in enumerate(range(host + 2, min(host + 5, 12))):
-            if token >= 5 and host >= 3:  # the first host is the one whose first mask says an answer's token
+            if token >= 5 and host >= 4:  # the first host is the prompt's last token
                 expected.append(-said[j].log_softmax(-1)[text[token]])
     assert float(loss.detach()) == pytest.approx(
         float(torch.stack(expected).mean().detach()) * int(batch.counts.sum()), rel=1e-4
@@ -97,6 +97,18 @@ def test_the_loss_is_the_mean_over_groups_and_masks(monkeypatch):
     assert all(p.grad is None for p in target.model.parameters())
     nothing = Batch(batch.features, batch.tokens, batch.counts & False)
     assert float(made(nothing, Loss(hard=True), torch.Generator())[0].detach()) == 0
+
+
+def test_groups_stand_where_drafting_has_hosts():
+    """A question's tokens, the token before a prompt's last, the later turns of a conversation left out."""
+    counts = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1]]).bool()
+    seen = [set(), set()]
+    for seed in range(40):
+        hosts, real = bita.groups(counts, 3, torch.Generator().manual_seed(seed))
+        assert hosts.shape == (2, 3)
+        for row, of, there in zip(seen, hosts.tolist(), real.tolist(), strict=True):
+            row |= {h for h, is_real in zip(of, there, strict=True) if is_real}
+    assert seen == [{3, 4, 9, 10, 11}, {10, 11}]
 
 
 def test_hosts_are_those_likeliest_to_end_a_path():

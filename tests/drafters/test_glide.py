@@ -1,16 +1,19 @@
 """GLIDE drafts what its formulas say, and sees of the target what it may see."""
 
 import io
+from inspect import signature
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import tiny
 from slipstream.core.span import Span
 from slipstream.core.tree import chain
 from slipstream.decode.generate import generate
 from slipstream.drafters.glide import Glide, apart
-from slipstream.drafters.layers import attend_cache
+from slipstream.drafters.heads import target_rope
+from slipstream.drafters.layers import attend_cache, turns
 from slipstream.train.methods import GlideObjective
 from slipstream.train.recipe import Loss
 
@@ -81,3 +84,33 @@ def test_a_block_of_training_is_a_draft():
                 hidden = drafter._forward(text[:, row + 1 + j, None], positions + 1, own, drafter._glimpses(state.seen))
                 torch.testing.assert_close(hidden[0, 0], said[0, row + j])
     assert len(firsts) > 2
+
+
+SCALED = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*tiny.FAMILIES, *SCALED])
+def test_queries_are_turned_as_the_targets_own(name):
+    """Another base, width or scaling than the target's: glimpses of the wrong positions (the public code's fault)."""
+    if name in SCALED:
+        model = tiny.build(LlamaConfig(**tiny.GROUPED, rope_parameters={"rope_theta": 5e5, **SCALED[name]}))
+    else:
+        model = tiny.reference(name)
+    theirs, config = getattr(model.get_decoder(), "rotary_emb", None), model.config
+    at = torch.arange(100)[None]
+    for block in range(config.num_hidden_layers):
+        frequencies, factor = target_rope(config, block)
+        assert (theirs is None) == (not frequencies)
+        if theirs is None:
+            continue
+        kind = (config.layer_types[block],) if len(signature(theirs.forward).parameters) > 2 else ()
+        wanted = theirs(torch.zeros(1), at, *kind)
+        ours = turns(at, torch.tensor(frequencies), torch.float32)
+        assert all(torch.allclose(factor * mine[:, 0], other, atol=1e-5) for mine, other in zip(ours, wanted, strict=True))

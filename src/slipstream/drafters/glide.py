@@ -20,7 +20,7 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
 from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, randomise
-from slipstream.drafters.layers import MLP, Attend, Attention, CacheAttend, attend_cache, rotary, rotate
+from slipstream.drafters.layers import MLP, Attend, Attention, CacheAttend, attend_cache, rotate, turns
 
 # the target's keys and values of one block, and what each row sees of them
 Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Bool[Tensor, "#B 1 #T S"]]
@@ -35,7 +35,8 @@ class GlideConfig(HeadConfig):
         depth: N_D, its layers.
         target_size: H, of the target's states.
         target_heads, target_head_dim: of the target's queries and keys.
-        target_theta, target_rotary: base and width of the target's rotary positions; width 0 where it has none.
+        target_rope: of each cache that is read, the frequencies of the target's rotary positions and what their cos and sin
+            are multiplied by (`target_rope`); none where it has none.
         vocab_size: V, of an embedding and an LM head of its own, as published; 0: the target's.
         draft_vocab_size: rows of its own LM head.
     """
@@ -44,8 +45,7 @@ class GlideConfig(HeadConfig):
     target_size: int = 0
     target_heads: int = 1
     target_head_dim: int = 1
-    target_theta: float = 10000.0
-    target_rotary: int = 0
+    target_rope: Sequence[Sequence[Any]] = ()
     vocab_size: int = 0
     draft_vocab_size: int = 0
 
@@ -54,20 +54,26 @@ class CrossAttention(nn.Module):
     """Queries of the draft's over the target's cached keys and values, which it neither makes nor changes. Queries are
     turned as the target's own, at their absolute positions."""
 
-    def __init__(self, config: GlideConfig) -> None:
+    def __init__(self, config: GlideConfig, layer: int) -> None:
         super().__init__()
         A, D = config.target_heads, config.target_head_dim
         self.config = config
+        frequencies, self.factor = config.target_rope[layer]
+        self.frequencies = torch.tensor(
+            frequencies, dtype=torch.float64
+        )  # no buffer, which would be rounded with the weights
         self.q_proj = nn.Linear(config.hidden_size, A * D, bias=False)
         self.o_proj = nn.Linear(A * D, config.hidden_size, bias=False)
 
     def forward(self, x: Float[Tensor, "B T d"], positions: Int[Tensor, "#B T"], glimpse: Glimpse) -> Tensor:
         """Rows of x see what their mask shows them of the glimpse."""
         key, value, mask = glimpse
-        turned, D = self.config.target_rotary, self.config.target_head_dim
-        q = self.q_proj(x).unflatten(-1, (-1, D)).transpose(1, 2)
-        if turned:
-            cos, sin = rotary(positions, turned, self.config.target_theta, x.dtype)
+        q = self.q_proj(x).unflatten(-1, (-1, self.config.target_head_dim)).transpose(1, 2)
+        if turned := 2 * len(self.frequencies):
+            if self.frequencies.device != x.device:
+                self.frequencies = self.frequencies.to(x.device)
+            exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+            cos, sin = (self.factor * part for part in turns(positions, self.frequencies.to(exact), x.dtype))
             q = torch.cat([rotate(q[..., :turned], cos, sin), q[..., turned:]], -1)
         out = F.scaled_dot_product_attention(q, key, value, mask, enable_gqa=q.shape[1] != key.shape[1])
         return self.o_proj(out.transpose(1, 2).flatten(2))
@@ -76,13 +82,13 @@ class CrossAttention(nn.Module):
 class GlideLayer(nn.Module):
     """Self-attention, cross-attention, MLP, each normed and added. The public code has no norm before the second."""
 
-    def __init__(self, config: GlideConfig) -> None:
+    def __init__(self, config: GlideConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm, self.cross_layernorm, self.post_attention_layernorm = (
             nn.RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
         )
         self.self_attn, self.mlp = Attention(config), MLP(config)
-        self.cross_attn = CrossAttention(config) if config.taps else None
+        self.cross_attn = CrossAttention(config, layer) if config.taps else None
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend, glimpse: Glimpse | None) -> Float[Tensor, "B T d"]:
         """One layer."""
@@ -103,7 +109,7 @@ class GlideHead(Head):
         self.config, d, own = config, config.hidden_size, config.vocab_size > 0
         self.embed_tokens: Any = nn.Embedding(config.vocab_size, d) if own else None
         self.inward: Any = None if own else nn.Linear(config.target_size, d, bias=False)
-        self.layers = nn.ModuleList([GlideLayer(config) for _ in range(config.depth)])
+        self.layers = nn.ModuleList([GlideLayer(config, i) for i in range(config.depth)])
         self.norm = nn.RMSNorm(d, config.rms_norm_eps)
         self.outward = None if own else nn.Linear(d, config.target_size, bias=False)
         self.lm_head: Any = nn.Linear(d, config.draft_vocab_size, bias=False) if own else None

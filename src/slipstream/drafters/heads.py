@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.compiled import compiled, freed
 from slipstream.core.drafter import FINAL, INPUT, Ends
@@ -140,6 +141,23 @@ def layer_sizes(ends: Ends, intermediate_size: int | None = None) -> dict[str, A
         "rms_norm_eps": float(getattr(target, "rms_norm_eps", None) or 1e-6),
         "hidden_act": act if act in ACTIVATIONS else "silu",
     }
+
+
+def target_rope(config: Any, block: int) -> tuple[list[float], float]:
+    """(frequencies of the rotary positions of one of the target's blocks, factor of their cos and sin): its own base, width
+    and scaling; no frequencies where it has no rotary positions."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kind = (getattr(config, "layer_types", None) or {block: None})[block]
+    nested = kind in rope
+    rope = rope[kind] if nested else rope
+    if not rope:
+        return [], 1.0
+    if (scaled := rope.get("rope_type", "default")) != "default":
+        frequencies, factor = ROPE_INIT_FUNCTIONS[scaled](config, torch.device("cpu"), layer_type=kind if nested else None)
+        return frequencies.tolist(), float(factor)
+    D = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dim = int(D * (rope.get("partial_rotary_factor") or 1.0))
+    return (1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim)).tolist(), 1.0
 
 
 def block_taps(layers: int) -> tuple[str, ...]:

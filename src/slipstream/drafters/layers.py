@@ -100,8 +100,14 @@ def rotary(
 ) -> tuple[Float[Tensor, "#B 1 T D"], Float[Tensor, "#B 1 T D"]]:
     """cos and sin of the angles of RoPE, halves alike; computed in float32 at least."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    frequency = theta ** -(torch.arange(0, dim, 2, device=positions.device, dtype=exact) / dim)
-    angle = positions[:, None, :, None].to(exact) * frequency
+    return turns(positions, theta ** -(torch.arange(0, dim, 2, device=positions.device, dtype=exact) / dim), dtype)
+
+
+def turns(
+    positions: Int[Tensor, "#B T"], frequencies: Float[Tensor, " half"], dtype: torch.dtype
+) -> tuple[Float[Tensor, "#B 1 T D"], Float[Tensor, "#B 1 T D"]]:
+    """`rotary` of any frequencies, in their precision."""
+    angle = positions[:, None, :, None].to(frequencies.dtype) * frequencies
     angle = torch.cat([angle, angle], -1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 

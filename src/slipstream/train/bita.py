@@ -4,6 +4,7 @@ from functools import cached_property
 from typing import final
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -78,11 +79,13 @@ class BitaObjective(Objective):
         """As `Objective`'s, for as many tokens as count in the batch, whatever the groups: their mean is minimised."""
         target, tokens, M = self._target, batch.tokens, self.head.config.depth
         B, S = tokens.shape
-        hosts = groups(batch.counts, settings.groups, generator)
+        hosts, real = groups(batch.counts, settings.groups, generator)
         ahead = hosts[..., None] + torch.arange(M, device=tokens.device)  # mask j of a host says token ahead + 2
-        learnt = (ahead < batch.counts.shape[1]) & batch.counts.gather(
-            1, ahead.clamp(max=batch.counts.shape[1] - 1).flatten(1)
-        ).view_as(ahead)
+        learnt = (
+            real[..., None]
+            & (ahead < batch.counts.shape[1])
+            & batch.counts.gather(1, ahead.clamp(max=batch.counts.shape[1] - 1).flatten(1)).view_as(ahead)
+        )
         context = target.new_cache(B, S)
         f = target(chain(tokens), context, (FINAL,), rows=tokens[:, :0]).features
         said = self._masks(context, hosts, generator)[learnt].float()
@@ -139,9 +142,15 @@ class BitaObjective(Objective):
         return decoded(self._target, drafter, record)
 
 
-def groups(counts: Bool[Tensor, "B T"], most: int, generator: torch.Generator) -> Int[Tensor, "B G"]:
-    """Hosts in a row from a random place in each answer. Host h has read t_h; its first mask is to say t_{h+2}."""
-    learnt, first = counts.sum(1), counts.int().argmax(1)
-    G = min(most, int(learnt.max()))
-    offset = torch.rand(len(counts), generator=generator).to(counts.device) * (learnt - G + 1).clamp(min=1)
-    return first[:, None] + offset.long()[:, None] + torch.arange(max(G, 1), device=counts.device)
+def groups(
+    counts: Bool[Tensor, "B T"], most: int, generator: torch.Generator
+) -> tuple[Int[Tensor, "B G"], Bool[Tensor, "B G"]]:
+    """Hosts in a row, from a random place, of those that drafting has, and which of them are real: host h, which has read
+    t_h, is a prompt's last token or later, and its first mask is to say t_{h+2}."""
+    hosting = counts & F.pad(counts, (1, 0))[:, :-1]  # t_{h+1} is the answer's, too
+    own = hosting.sum(1)
+    G = max(1, min(most, int(own.max())))
+    order = hosting.int().argsort(dim=1, descending=True, stable=True)  # hosts first
+    offset = (torch.rand(len(counts), generator=generator).to(counts.device) * (own - G + 1).clamp(min=1)).long()
+    at = offset[:, None] + torch.arange(G, device=counts.device)
+    return order.gather(1, at.clamp(max=counts.shape[1] - 1)), at < own[:, None]

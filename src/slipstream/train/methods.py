@@ -15,6 +15,7 @@ from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
 from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
 from slipstream.drafters.glide import Glide, GlideConfig, GlideHead, Glimpse, apart
+from slipstream.drafters.heads import target_rope
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.store import restored, stored
 from slipstream.targets.part import states
@@ -149,10 +150,8 @@ class GlideObjective(Objective):
     def new(cls, given: Given) -> GlideHead:
         recipe, ends, sizes = given.recipe, given.ends, dict(given.sizes)
         about: dict[str, Any] = {"target_size": sizes["hidden_size"], "target_head_dim": sizes["head_dim"]}
-        about |= {"target_heads": sizes["num_attention_heads"], "target_theta": sizes["rope_theta"]}
-        rope = getattr(ends.config, "rope_parameters", None) or {}
-        share = rope.get("partial_rotary_factor") or getattr(ends.config, "partial_rotary_factor", None) or 1.0
-        about["target_rotary"] = int(share * sizes["head_dim"]) if rope or hasattr(ends.config, "rope_theta") else 0
+        about |= {"target_heads": sizes["num_attention_heads"]}
+        about["target_rope"] = tuple(target_rope(ends.config, int(tap.removeprefix(CACHE))) for tap in sizes["taps"])
         if recipe.hidden_size:
             heads = max(1, recipe.hidden_size // sizes["head_dim"])
             sizes |= {"hidden_size": recipe.hidden_size, "num_attention_heads": heads, "num_key_value_heads": heads}

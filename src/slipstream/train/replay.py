@@ -132,7 +132,15 @@ class Prediction:
 
 @torch.inference_mode()
 def predict(drafter: Drafter, record: Record) -> Prediction:
-    """τ of a drafter along the record, counted as decoding counts it: tokens past an answer's end are none."""
+    """τ of a drafter along the record, counted as decoding counts it: tokens past an answer's end are none.
+
+    Raises:
+        ValueError: the drafter's probes ride in the target's passes, of which there are none here: `decoded`.
+    """
+    if drafter.probes is not None:
+        raise ValueError(
+            "this drafter guesses in the target's own passes, which a record does not have: measure it by bench"
+        )
     B = len(record.tokens)
     rows = torch.arange(B, device=record.tokens.device)[:, None]
     sampler = Sampler(record.sampling, [[]] * B, record.vocab, record.tokens.device)

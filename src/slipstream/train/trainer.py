@@ -102,8 +102,8 @@ class Trainer:
         Args:
             filling: told what long work begins and how many tokens it has; returns what is told of its progress.
         """
-        self._read_data(self.stages[0].data)
-        kept = self.recipe.data
+        self._read_data(self.stages[-1].data)  # what the drafter is for, its vocabulary included
+        kept = self._data
         known = self._known_answers()
         if known is None:
             advance = filling("answering held-out prompts", len(self._held_out) * kept.held_out_tokens)
@@ -125,7 +125,7 @@ class Trainer:
         drafted = all(len(example.answer) > 1 for example in self._held_out)  # the first token is the target's own
         if not (drafted and all(example.greedy for example in self._held_out)):
             return None
-        texts = [(e.prompt, e.answer[: self.recipe.data.held_out_tokens]) for e in self._held_out]
+        texts = [(e.prompt, e.answer[: self._data.held_out_tokens]) for e in self._held_out]
         record = Record.along(self.target, texts, self._taps)
         return record if record.greedy_share(self.target) > OWN else None
 
