@@ -198,7 +198,7 @@ def draft_model(own: Target, tree: str, proposal: str = "top-k") -> DraftModel:
 
 def distilled(target: Target, tree: str = "chain-3", proposal: str = "top-k", blocks: tuple[int, ...] = (1,)) -> DraftModel:
     """Part of the target, as if it had been trained, over a draft vocabulary."""
-    vocab = torch.arange(0, VOCAB, 2)
+    vocab = torch.arange(0, target.vocab, 2)
     part = scrambled(Part(blocks, target.ends, vocab))
     return DraftModel(part.model, target.ends, tree, proposal, vocab, part)
 

@@ -49,17 +49,38 @@ def replacing(path: str) -> Iterator[TextIO]:
     Raises:
         ValueError: it cannot be written.
     """
-    beside = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
+    place = Path(path)
+    if place.is_file() or not place.exists():
+        place = place.resolve()  # a link stays one
+        beside = place.with_name(f".{place.name}.{os.getpid()}")
+    else:
+        beside = place  # nothing takes the place of /dev/stdout
     try:
         with open(beside, "w", encoding="utf-8") as file:
             yield file
-        os.replace(beside, path)
+        if beside != place:
+            os.replace(beside, place)
     except BrokenPipeError:  # somebody else's output
         raise
     except OSError as error:
         raise ValueError(f"output {path} cannot be written: {error.strerror}") from error
     finally:
-        beside.unlink(missing_ok=True)
+        if beside != place:
+            beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def understood(what: str) -> Iterator[None]:
+    """Where files from elsewhere are read: what they cannot be read for is said in one line.
+
+    Raises:
+        ValueError: values of another type, out of range, or missing.
+    """
+    try:
+        yield
+    except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"{what} does not fit: {type(error).__name__}{': ' if reason else ''}{reason}") from error
 
 
 def write_json(path: str, data: dict[str, Any]) -> None:

@@ -164,10 +164,15 @@ def test_multi_round_is_reproducible_by_seed():
         (multi_round, lambda target: tiny.eagle(target, "[[0],[1],[2],[0,0],[1,0]]", vocab=5)),
         (coupled, lambda target: tiny.fasteagle(target, "backbone-2x3", "noise", vocab=5)),
         (multi_round, lambda target: tiny.fasteagle(target, "[[0],[1],[2],[0,0],[1,0]]", "sampled", vocab=5)),
+        (multi_round, lambda target: tiny.glide(target, "[[0],[1],[2],[0,0],[1,0]]", "sampled")),
+        (multi_round, lambda target: tiny.distilled(target, "[[0],[1],[2],[0,0],[1,0]]", "sampled")),
+        (multi_round, lambda target: tiny.bita(target, "[[0],[1],[2],[0,0],[1,0]]", "sampled", hosts=2)),
+        (multi_round, lambda target: tiny.medusa(target, "[[0],[1],[2],[0,0],[1,0]]", "sampled", vocab=5)),
     ],
     ids=["coupled", "random", "sampled", "fixed"]
     + [f"eagle, {proposal}" for proposal in ("noise", "sampled", "top-k")]
-    + [f"fasteagle, {proposal}" for proposal in ("noise", "sampled")],
+    + [f"fasteagle, {proposal}" for proposal in ("noise", "sampled")]
+    + [f"{name}, sampled" for name in ("glide", "distilled", "bita", "medusa")],
 )
 def test_three_tokens_follow_the_targets_law(law, drafter):
     """Siblings judged against the wrong residual, or draws that share their noise: text from another distribution."""

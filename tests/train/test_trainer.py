@@ -17,7 +17,7 @@ from slipstream.drafters import load_drafter
 from slipstream.files import cache_home
 from slipstream.train.features import Features, pack
 from slipstream.train.recipe import Recipe, load_recipe
-from slipstream.train.replay import Record, predict
+from slipstream.train.replay import Record
 from slipstream.train.trainer import Trainer, rate
 
 
@@ -26,7 +26,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-every_method = pytest.mark.parametrize("method", ["eagle", "eagle3", "fasteagle", "glide"])
+every_method = pytest.mark.parametrize("method", ["eagle", "eagle3", "fasteagle", "glide", "medusa", "bita", "draft-model"])
 
 
 def recipe(data: str, method: str = "eagle", **schedule) -> Recipe:
@@ -94,7 +94,7 @@ def test_predicted_tau_is_decoded_tau(chat, data, tmp_path, method):
     trainer.prepare()
     trainer.run()
     drafter = trainer.objective.drafter(settings.head.tree, torch.float64)
-    predicted = predict(drafter, trainer.record)
+    predicted = trainer.objective.judge(drafter, trainer.record)
     prompts = [e.prompt for e in trainer._held_out]
     answers = generate(chat, prompts, drafter, max_new_tokens=16, temperature=0.0)
     rounds = [r for answer in answers for r in answer.rounds]

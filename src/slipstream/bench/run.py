@@ -86,7 +86,8 @@ class Contest:
         how: dict[str, Any] = {"do_sample": False}
         if self.temperature:
             torch.manual_seed(self.seed)
-            how = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+            s = self.sampling
+            how = {"do_sample": True, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
         ids = torch.tensor([prompt], device=self.target.device)
         return self.target.hf_generate(ids, max_new_tokens=self.max_new_tokens, **how)[0, len(prompt) :].tolist()
 

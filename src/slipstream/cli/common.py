@@ -32,8 +32,8 @@ DrafterNames = Annotated[list[str], typer.Option("--drafter", help=f"{DRAFTERS};
 Files = Annotated[list[str], typer.Option("--questions", help="question.jsonl; repeatable (default: the project's own)")]
 Limit = Annotated[int | None, typer.Option(help="questions per file, taken evenly over it (default: all)")]
 MaxNewTokens = Annotated[int, typer.Option(help="tokens per answer, at most")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy")]
-Seed = Annotated[int, typer.Option(help="the same seed gives the same text, whatever the drafter")]
+Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="the same seed gives the same text, whatever the drafter")]
 JsonPath = Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the results here")]
 
 

@@ -193,17 +193,19 @@ def export(
 
 @app.command(
     epilog=examples(
-        "parity eagle --python .venv-vllm/bin/python --questions gsm8k.jsonl --limit 20 --json parity.json",
+        "parity eagle --questions gsm8k.jsonl --limit 20 --json parity.json",
     )
 )
 def parity(
     drafter: Annotated[str, typer.Argument(help="a name whose weights ship, or a drafter directory")],
-    python: Annotated[str, typer.Option(metavar="FILE", help="interpreter of vLLM's environment (make vllm)")],
+    python: Annotated[
+        str, typer.Option(metavar="FILE", help="interpreter of vLLM's environment (make vllm)")
+    ] = ".venv-vllm/bin/python",
     target: TargetName = "smollm2",
     questions: Files = [],  # noqa: B006
     limit: Limit = 20,
     max_new_tokens: MaxNewTokens = 128,
-    draft_tokens: Annotated[int, typer.Option(help="drafted a round")] = 3,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="drafted a round")] = 3,
     dtype: Dtype = "float32",
     json_path: JsonPath = None,
 ) -> None:

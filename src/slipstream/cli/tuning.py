@@ -36,7 +36,7 @@ def tune(
     questions: Files = [],  # noqa: B006
     limit: Annotated[int, typer.Option(min=1, help="prompts that drafts are held against, in all")] = 8,
     measure: Annotated[bool, typer.Option("--measure", help="only measure what passes of 1 to 64 rows cost")] = False,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     device: Device = "cpu",
     compile: Compile = False,
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="draw it, as SVG")] = None,

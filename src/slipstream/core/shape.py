@@ -27,6 +27,7 @@ KINDS = (
     "cape-DEPTH or cape-DEPTHxDRAFTED (with -COUNT@LIMIT… and a last -COUNT: cape-5x32-7@0.3-5@0.6-3@0.8-1), "
     "or child-rank paths such as [[0],[1],[0,0]]"
 )
+LARGEST = 1024
 CAPE = "-7@0.3-5@0.6-3@0.8-1"  # GLIDE, §4.2: 7 further candidates up to a confidence of 0.3, …, 1 above 0.8
 
 
@@ -58,7 +59,9 @@ class Shape:
             ValueError: no shape is called that, or its numbers or paths make no tree.
         """
         text = name.strip()
-        numbers = [int(n) for n in re.findall(r"\d+", text)]
+        numbers = [int(n[:9]) for n in re.findall(r"\d+", text)]
+        if max(numbers, default=0) > LARGEST:
+            raise ValueError(f"tree {name!r}: its numbers go up to {LARGEST}")
         if 0 not in numbers and re.fullmatch(r"chain-\d+", text):
             return cls._static(text, backbone(numbers[0], 1))
         if text == "fig9":
@@ -83,9 +86,13 @@ class Shape:
             return Cape.of(text, int(match[1]), int(match[2] or 32), match[3] or CAPE)
         if text.startswith("["):
             try:
-                return cls._static(text, tuple(tuple(map(int, path)) for path in json.loads(text)))
-            except (TypeError, json.JSONDecodeError):
-                pass
+                paths = json.loads(text)
+            except json.JSONDecodeError:
+                paths = None
+            if isinstance(paths, list) and all(
+                isinstance(path, list) and all(type(rank) is int and rank >= 0 for rank in path) for path in paths
+            ):
+                return cls._static(text, tuple(map(tuple, paths)))
         raise ValueError(f"Unknown tree: {name!r}. Available: {KINDS}")
 
     @classmethod

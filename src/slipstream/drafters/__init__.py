@@ -9,8 +9,9 @@ from typing import Any
 
 from slipstream.core.drafter import Drafter, Ends
 from slipstream.drafters.store import TRAINED, find_drafter, read_drafter, read_tuned
-from slipstream.files import cache_home
+from slipstream.files import cache_home, understood
 
+LARGEST = 1024  # whole number in an option
 NAMES = ("vanilla", "ngram", "lookahead", "hybrid", *TRAINED, "draft-model", "self-speculative")
 
 
@@ -49,16 +50,19 @@ def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) 
         from slipstream.drafters.draft_model import DraftModel
 
         make, ends = DraftModel.named if name == "draft-model" else DraftModel.of_itself, _needed(ends, name)
-        if not {"tree", "proposal"} & options.keys():
-            options = read_tuned(tuned_home(spec, ends), ends.place, temperature) | options
+        tuned = read_tuned(tuned_home(spec, ends), ends.place, temperature)
+        if {"tree", "proposal"} & options.keys():
+            tuned = {key: value for key, value in tuned.items() if key == "skip"}
+        options = tuned | options
         return make(ends=ends, **_checked(make, options, spec, without=("ends",)))
     if name in NAMES or Path(name).expanduser().is_dir():
         ends = _needed(ends, name)
         home = find_drafter(name, ends)
         config, tensors = read_drafter(home, ends)
-        method = drafter_class(config.get("method"), f"drafter directory {name}")
-        options = _checked(method, options, spec, without=("head", "model", "ends", "vocab", "part"))
-        return method.load(config, tensors, ends, **(options or read_tuned(home, ends.place, temperature)))
+        with understood(f"drafter directory {name}"):
+            method = drafter_class(config.get("method"), f"drafter directory {name}")
+            options = _checked(method, options, spec, without=("head", "model", "ends", "vocab", "part"))
+            return method.load(config, tensors, ends, **(options or read_tuned(home, ends.place, temperature)))
     near = get_close_matches(name, NAMES, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"Unknown drafter: {name!r}. Available: {', '.join(NAMES)}, or a drafter directory.{hint}")
@@ -111,8 +115,8 @@ def _checked(
         if key not in known:
             raise ValueError(f"drafter {spec!r} has no option {key!r}. Available: {', '.join(known) or 'none'}")
         if known[key].annotation is int:
-            if not options[key].isdecimal():
-                raise ValueError(f"drafter {spec!r}: {key} is {options[key]!r}; it must be a whole number")
+            if not options[key].isdecimal() or len(options[key]) > 4 or int(options[key]) > LARGEST:
+                raise ValueError(f"drafter {spec!r}: {key} is {options[key]!r}; it must be a whole number up to {LARGEST}")
             options[key] = int(options[key])
     if missing := [name for name, p in known.items() if p.default is p.empty and name not in options]:
         raise ValueError(f"drafter {spec!r} needs {missing[0]}: write {spec}{',' if options else ':'}{missing[0]}=…")

@@ -110,14 +110,14 @@ class DraftModel(Proposer):
     @classmethod
     def of_itself(cls, skip: str, ends: Ends, tree: str = "chain-5", proposal: str = "top-k") -> "DraftModel":
         """With the target itself, some blocks skipped: "10,11,12" or "10-12". Raises ValueError."""
-        blocks: list[int] = []
+        blocks, L = list[int](), ends.config.num_hidden_layers
         for part in skip.split(","):
             first, _, last = part.partition("-")
             if not first.strip().isdecimal() or not (last or first).strip().isdecimal() or int(first) > int(last or first):
                 raise ValueError(f"skip={skip!r} names no blocks: write numbers and rising ranges, such as 10-14,20")
-            blocks += range(int(first), int(last or first) + 1)
+            blocks += range(int(first), min(int(last or first), L) + 1)
         assert ends.part is not None
-        skipped, L = set(blocks), ends.config.num_hidden_layers
+        skipped = set(blocks)
         if not skipped < set(range(L)):
             raise ValueError(f"blocks {sorted(skipped)} cannot be skipped: this target has blocks 0 to {L - 1}; keep one")
         return cls(ends.part([i for i in range(L) if i not in skipped]), ends, tree, proposal)

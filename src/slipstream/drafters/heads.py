@@ -68,6 +68,8 @@ class HeadDrafter(Proposer):
     ) -> None:
         at, V = ends.head.device, ends.head.shape[0]
         self.head, self.ends, self.taps = head.to(at, ends.head.dtype).requires_grad_(False), ends, head.config.taps
+        if vocab is not None and not (len(vocab) and int(vocab.min()) >= 0 and int(vocab.max()) < V):
+            raise ValueError(f"the draft vocabulary of this {self.method} head names other tokens than this target's {V}")
         super().__init__(torch.arange(V, device=at) if vocab is None else vocab.to(at).long(), V, tree, proposal)
         self.lm_head, self.lm_bias = (None, None) if self.head.own_lm_head else borrowed(ends, self.vocab)
         self._compiled_read, self._compiled_logits = self._read, self.logits

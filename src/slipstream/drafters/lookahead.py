@@ -43,10 +43,10 @@ class Lookahead(Drafter):
     """
 
     def __init__(self, window: int = 5, ngram: int = 4, guesses: int = 5) -> None:
-        if window < 1 or ngram < 2 or guesses < 1:
+        if window < 1 or ngram < 2 or not 1 <= guesses <= POOL // LOOKS:
             raise ValueError(
                 f"lookahead got window={window}, ngram={ngram}, guesses={guesses}; it needs window >= 1, ngram >= 2 and "
-                "guesses >= 1"
+                f"guesses from 1 to {POOL // LOOKS}"
             )
         self.W, self.N, self.G = window, ngram, guesses
         first = torch.arange(window)  # slots: the first level, then the rest of each column, then the guesses

@@ -107,10 +107,15 @@ def _serve(target: Target, drafter: str, job: dict[str, Any], python: str, home:
     job |= {name: str(home / name) for name in ("target", "head")} | {"tensors": str(home / "seen.safetensors")}
     job |= {name: str(home / f"{name}.json") for name in ("plain", "drafted")}
     (home / "job.json").write_text(json.dumps(job))
-    done = subprocess.run([python, str(WORKER), str(home / "job.json")], capture_output=True, text=True)
+    try:
+        done = subprocess.run([python, str(WORKER), str(home / "job.json")], capture_output=True, text=True)
+    except OSError as error:
+        raise ValueError(f"--python {python} cannot be run: {error.strerror}: `make vllm` makes an environment") from error
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         raise ValueError(f"vLLM ({python}) stopped with exit code {done.returncode}: {' | '.join(lines[-6:])}")
+    if not (home / "drafted.json").exists():
+        raise ValueError(f"--python {python} is no interpreter with vLLM in it: `make vllm` makes an environment")
     answers = {name: json.loads((home / f"{name}.json").read_text()) for name in ("plain", "drafted")}
     return {**answers, "seen": load_file(home / "seen.safetensors")}
 

@@ -15,6 +15,7 @@ from slipstream.core.shape import Shape
 from slipstream.drafters import drafter_class
 from slipstream.drafters.heads import EMBEDDING
 from slipstream.drafters.store import VOCAB, find_drafter, load_weights, read_drafter, save_drafter, write_directory
+from slipstream.files import understood
 from slipstream.interop.layouts import HELD, LAYOUTS, Report, layout_of
 
 PICKLES, SAFE = ("pytorch_model.bin", "medusa_lm_head.pt"), ("model.safetensors", "medusa_lm_head.safetensors")
@@ -31,6 +32,11 @@ def import_head(source: str, directory: str, target: str, ends: Ends, tree: str 
         ValueError: a file is missing or damaged, a tensor missing, unknown or misshapen (by name), or the head does not fit
             this target.
     """
+    with understood(f"checkpoint {source}"):
+        return _import(source, directory, target, ends, tree)
+
+
+def _import(source: str, directory: str, target: str, ends: Ends, tree: str | None) -> "Report":
     config, tensors = _read(Path(source).expanduser())
     report, called = Report(), layout_of(config, tensors)
     layout = LAYOUTS[called]

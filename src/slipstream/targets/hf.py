@@ -5,6 +5,7 @@ sees (every active sliding window included), explicit positions, and probe rows 
 """
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -25,6 +26,8 @@ from slipstream.machine import place
 from slipstream.targets.inside import GROUPED, StandIn, View, additive
 from slipstream.targets.part import part
 from slipstream.targets.support import attention_windows, check_supported
+
+UNREADABLE = re.compile("[\ud800-\udfff]")  # bytes that were no UTF-8, as Python hands them over
 
 
 class Target:
@@ -316,6 +319,9 @@ class Target:
         """
         if len(prompt) == 0 or (isinstance(prompt, str) and not prompt.strip()):
             raise ValueError("the prompt is empty: give at least one token")
+        texts = [prompt] if isinstance(prompt, str) else [part["content"] for part in prompt if isinstance(part, dict)]
+        if any(isinstance(text, str) and UNREADABLE.search(text) for text in texts):
+            raise ValueError("the prompt is no Unicode text (bytes that are not UTF-8?): give it as UTF-8")
         tokens = [token for token in prompt if isinstance(token, int)]
         if len(tokens) == len(prompt):
             return tokens

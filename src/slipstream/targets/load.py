@@ -40,7 +40,9 @@ def load_target(name: str, dtype: str = "bfloat16", device: str = "cpu", compile
         raise ValueError(f"Unknown dtype: {dtype!r}. Available: {', '.join(DTYPES)}")
     try:
         place = torch.empty(0, device=device).device
-    except RuntimeError as error:
+        if place.type == "meta":
+            raise RuntimeError("meta tensors have no values")
+    except (RuntimeError, AssertionError, ImportError) as error:
         reason = _first_line(error)
         raise ValueError(f"Unknown or missing device: {device!r}. Use cpu, cuda, cuda:1, … ({reason})") from error
     path = _resolve(name)
@@ -75,7 +77,11 @@ def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedT
         check_supported(AutoConfig.from_pretrained(source).get_text_config(decoder=True))
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         return model, AutoTokenizer.from_pretrained(source)
-    except OSError as error:
+    except ValueError:  # ours
+        raise
+    except Exception as error:  # whatever the loaders make of damaged files
+        if Path(source).is_dir():
+            raise ValueError(f"target directory {source!r} cannot be read: {_first_line(error)}") from error
         known = ", ".join(ALIASES)
         raise ValueError(
             f"Unknown target: {source!r}. It is no alias ({known}), no directory with a config.json, no GGUF file, and as "

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from slipstream.core.drafter import CACHE, FINAL, Ends
+from slipstream.core.drafter import CACHE, FINAL, INPUT, Ends
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.heads import HeadDrafter, block_taps, borrowed, layer_sizes
 from slipstream.drafters.store import restored, stored
@@ -111,7 +111,12 @@ class Objective(nn.Module):
     @classmethod
     def reads(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
         """The taps that the head reads."""
-        return tuple(recipe.head.taps or block_taps(layers))
+        taps = tuple(recipe.head.taps or block_taps(layers))
+        if any(tap.startswith(CACHE) for tap in taps):
+            raise ValueError(
+                f"head.taps={list(taps)}: {recipe.method} reads states, such as {INPUT}2 or {FINAL}, not a cache"
+            )
+        return taps
 
     @classmethod
     def begin(cls, recipe: Recipe, ends: Ends, examples: Sequence[Example], features: Float[Tensor, "T F"]) -> "Objective":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from slipstream.core.shape import Shape
 
@@ -15,7 +15,7 @@ from slipstream.core.shape import Shape
 class Section(BaseModel):
     """A part of a recipe; unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class Data(Section):
@@ -69,7 +69,7 @@ class Head(Section):
     """
 
     draft_vocab: int = Field(default=8192, ge=0)
-    intermediate_size: int | None = Field(default=None, ge=1)
+    intermediate_size: int | None = Field(default=None, ge=1, le=2**17)
     input_norm: bool = False
     taps: list[str] | None = Field(default=None, min_length=1)
     depth: int = Field(default=7, ge=1, le=16)
@@ -121,6 +121,12 @@ class Loss(Section):
     groups: int = Field(default=64, ge=1)
     block: int = Field(default=5, ge=1)
     decay: float = Field(default=0.8, gt=0, le=2)
+
+    @model_validator(mode="after")
+    def _something(self) -> "Loss":
+        if not (self.feature or self.token or self.acceptance):
+            raise ValueError("feature, token and acceptance are all 0: nothing would be learnt")
+        return self
 
 
 class Optimizer(Section):
@@ -216,6 +222,9 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
         except yaml.YAMLError as error:
             raise ValueError(f"override {override!r}: the value is no YAML: {error}") from error
         values = {**values, section: {**_dict(values.get(section)), name: value}}
+    own, asked = values.get("method"), given.get("method")
+    if None not in (own, asked) and own != asked:
+        raise ValueError(f"recipe {path} is for {own!r}: slipstream train {own}, or a recipe for {asked!r}")
     for section, named in given.items():
         values = {**values, section: {**_dict(values.get(section)), **named} if isinstance(named, dict) else named}
     for section, published in PUBLISHED.get(str(values.get("method")), {}).items():

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.client import HTTPException
 from itertools import count, islice
 from typing import Any, TypeVar, final
 
@@ -16,6 +17,7 @@ from slipstream.targets import Target
 T = TypeVar("T")
 Messages = list[dict[str, str]]
 HERE = "\u2983slipstream\u2984"  # stands for the user's words while the template is cut open
+ABOUT = {"source": "self"}  # how every row begins
 PATIENCE = 5  # batches without a usable prompt
 PROMPT_TOKENS = (4, 200)  # shorter and longer prompts are thrown away
 
@@ -87,11 +89,11 @@ class ServerWriter(Writer):
 
     def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
         try:
+            request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=600) as reply:
                 return read(json.load(reply))
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:  # no server, or another kind of server
+        except (OSError, HTTPException, ValueError, KeyError, IndexError, TypeError) as error:  # no server, or another kind
             raise ValueError(
                 f"server {self.url}/{path}: {error}: give the base of an OpenAI-compatible server, such as "
                 "http://localhost:8000/v1"
@@ -216,23 +218,34 @@ def _question(messages: Messages) -> Messages:
 
 
 def _written(path: str) -> list[Messages]:
-    """Conversations that a file already holds; a half-written last line is cut off."""
-    if not os.path.exists(path):
-        return []
-    with open(path, "rb+") as file:
-        data = file.read()
-        file.truncate(data.rfind(b"\n") + 1)
+    """Conversations that a file already holds; a half-written last line is cut off. Nothing but what `_append` wrote is
+    touched. Raises ValueError."""
     try:
-        return [json.loads(line)["messages"] for line in data.split(b"\n")[:-1]]
-    except (ValueError, KeyError, TypeError) as error:
+        if not os.path.exists(path):
+            return []
+        with open(path, "rb+") as file:
+            *lines, half = file.read().split(b"\n")
+            rows = [json.loads(line) for line in lines]
+            begun = json.dumps(ABOUT)[:-1].encode()
+            if not all(row.items() >= ABOUT.items() for row in rows) or not (half[: len(begun)] == begun[: len(half)]):
+                raise ValueError("not written by synthesize or regenerate")
+            file.truncate(sum(len(line) + 1 for line in lines))
+            return [row["messages"] for row in rows]
+    except OSError as error:
+        raise ValueError(f"output {path} cannot be written: {error.strerror}: name another file") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds something else than answers: name another file") from error
 
 
 def _append(path: str, asked: Sequence[Messages], writer: Writer, temperature: float, limit: int, seed: int) -> None:
     answers = writer.answer(asked, temperature, limit, seed)
-    about = {"source": "self", "temperature": temperature}
     rows = [
-        {**about, "finished": answer.finished, "messages": [*question, {"role": "assistant", "content": answer.text}]}
+        {
+            **ABOUT,
+            "temperature": temperature,
+            "finished": answer.finished,
+            "messages": [*question, {"role": "assistant", "content": answer.text}],
+        }
         for question, answer in zip(asked, answers, strict=True)
     ]
     try:

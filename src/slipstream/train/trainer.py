@@ -19,7 +19,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from pydantic import ValidationError
 
 from slipstream.drafters.store import save_drafter
-from slipstream.files import check_writable, replacing
+from slipstream.files import check_writable, replacing, understood
 from slipstream.targets import Target
 from slipstream.train.data import hold_out, load_examples
 from slipstream.train.features import Features, pack
@@ -104,6 +104,7 @@ class Trainer:
         """
         self._read_data(self.stages[-1].data)  # what the drafter is for, its vocabulary included
         kept = self._data
+        self._rehearse()
         known = self._known_answers()
         if known is None:
             advance = filling("answering held-out prompts", len(self._held_out) * kept.held_out_tokens)
@@ -119,6 +120,15 @@ class Trainer:
             self.objective.load_state_dict(self._saved["objective"])
             self.progress = Progress(**self._saved["progress"])
             self.vocab_coverage = self._saved["coverage"]
+
+    def _rehearse(self) -> None:
+        """What the recipe asks for can be made: said before hours of features, not after. Raises ValueError."""
+        sample = torch.ones(8, sum(self.target.widths(self._taps)), dtype=self.target.dtype, device=self.target.device)
+        with understood("this recipe"):
+            objective = self._method.begin(self.recipe, self.target.ends, self._all, sample)
+            objective.drafter(self.recipe.head.tree, getattr(torch, self.recipe.head.storage))
+            for stage in self.stages:
+                _adamw(objective, stage.optimizer)
 
     def _known_answers(self) -> Record | None:
         """The held-out texts of the data themselves, where they are marked as the target's greedy answers, and are."""
