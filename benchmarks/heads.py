@@ -6,7 +6,8 @@ expected of it, and τ against the first one's with an interval.
 
 The target answers once, and every drafter is held against these answers; `bita`, which is the target, decodes for itself,
 at T = 0. Intervals are over questions (95 %, bootstrap): they say nothing of other seeds of training. α is of the first
-tree that is a chain: the share of drafted tokens, of those that the ones before them let through, that are accepted.
+tree that is a chain: the share of drafted tokens, of those that the ones before them let through, that are accepted, and by
+how much more than the first one's. c: drafting, in plain passes, over the tree's depth.
 """
 
 import argparse
@@ -115,7 +116,7 @@ for temperature in TEMPERATURES:
             records[file] = Record.of(target, prompts, given.max_new_tokens, taps, batch=20, temperature=temperature)
     table = Table(Column("drafter"), Column("tree"), "nodes", *asked, "τ", "of the first", "α", "by depth")
     for tree in TREES:
-        base: tuple[float, torch.Tensor] | None = None  # the first one that grows this tree
+        base: tuple[float, torch.Tensor, torch.Tensor] | None = None  # of the first one that grows this tree
         for label, drafter in heads.items():
             if not grows(drafter, tree):
                 continue
@@ -125,7 +126,7 @@ for temperature in TEMPERATURES:
                 parts = {file: judge(made, record) for file, record in records.items()}
             found = pooled(list(parts.values()))
             taus, alphas = resampled(found)
-            base = (found.tau, taus) if base is None else base
+            base = (found.tau, taus, alphas) if base is None else base
             by_file = {file: round(part.tau, 4) for file, part in parts.items()}
             entry = {
                 "temperature": temperature, "tree": tree, "nodes": made.rows, "tau": round(found.tau, 4),
@@ -134,11 +135,13 @@ for temperature in TEMPERATURES:
             }  # fmt: skip
             if tree.startswith("chain"):
                 entry |= {"alpha": round(float(alphas.mean()), 4), "alpha_interval": interval(alphas)}
+                entry["alpha_gain"] = interval(alphas - base[2])  # over the first one, on the same questions
             entries[label]["trees"][temperature, tree] = entry
             low, high = entry["interval"]
             table.add_row(
                 label, tree, str(made.rows), *(f"{t:.2f}" for t in by_file.values()), f"{found.tau:.3f}",
-                f"{entry['share']:.3f} [{low:.3f}, {high:.3f}]", f"{entry['alpha']:.3f}" if "alpha" in entry else "",
+                f"{entry['share']:.3f} [{low:.3f}, {high:.3f}]",
+                "{:.3f} [{:+.3f}, {:+.3f}]".format(entry["alpha"], *entry["alpha_gain"]) if "alpha" in entry else "",
                 " ".join(f"{a:.2f}" for a in found.acceptance),
             )  # fmt: skip
         table.add_section()
@@ -159,7 +162,7 @@ for compiled in (False, True) if given.compile else (False,):
     table = Table(Column("drafter"), Column("tree"), "draft ms", "verify", "host", "c", *expected, title=how)
     for (label, tree), cost in zip(kinds, spent, strict=True):
         times = {part: round(1e3 * getattr(cost, part), 2) for part in ("draft", "verify", "host")}
-        c = cost.draft / plain.total
+        c = cost.draft / plain.total / Shape.parse(tree).depth
         speedups = [entries[label]["trees"][T, tree]["tau"] * plain.total / cost.total for T in TEMPERATURES]
         said = dict(zip(map(str, TEMPERATURES), (round(each, 4) for each in speedups), strict=True))
         costs[how]["heads"][label][tree] = {**times, "c": round(c, 4), "expected": said}

@@ -59,6 +59,8 @@ def test_expected_speedup_is_the_papers_formula():
     wanted = (1 - alpha**4) / ((1 - alpha) * (3 * c + 1))
     assert expected(ours, plain) == {"alpha": round(alpha, 4), "c": c, "speedup": round(wanted, 4)}
     assert expected(Tally(rounds=[Round(2, 2, 3)]), plain)["speedup"] == 3  # all accepted
+    assert expected(Tally(rounds=[Round(2, 2, 3), Round(0, 0, 1)]), plain)["speedup"] == 2  # nothing found in one of two
+    assert expected(Tally(rounds=[Round(0, 0, 1)], seconds=Seconds(draft=1.0)), plain)["c"] == 0  # nothing to draft
     assert expected(plain, plain)["speedup"] == 1
 
 

@@ -205,6 +205,7 @@ def _result(contest: Contest, name: str, tallies: Tallies) -> dict[str, Any]:
     return {
         "drafter": name,
         **_figures(tally, {baseline: _sum(list(tallies[baseline].values())) for baseline in BASELINES}),
+        "tree": getattr(getattr(contest.drafters[name], "shape", None), "name", None),
         "rows": contest.drafters[name].rows,
         "target_passes": len(tally.rounds),
         "acceptance_by_depth": tally.acceptance(conditional=False),
@@ -246,18 +247,22 @@ def _figures(tally: Tally, baselines: dict[str, Tally]) -> dict[str, Any]:
 
 def expected(tally: Tally, plain: Tally) -> dict[str, float]:
     """What speed-up a draft's quality and cost alone promise (GLIDE §3; Leviathan et al. 2023, Theorem 3.8): passes over
-    several rows are taken to cost what one row costs, and tokens to be accepted independently.
+    several rows are taken to cost what one row costs, and tokens to be accepted independently. Rounds count with as many
+    tokens as they drafted, so that one that found nothing promises nothing.
 
     Returns:
-        alpha: of the tokens that were judged, the share accepted; of a chain sampled from the draft's law E[min(p, q)], of
-        a tree the chance that some child agrees. c: a draft step over a target pass. speedup: what they promise.
+        alpha: of the tokens that were judged, the share accepted; of a chain E[min(p, q)] of the laws that it was drafted
+        and judged by (at T = 0 both are certain), of a tree the chance that some child agrees. c: drafting over a target
+        pass, a token of the deepest draft. speedup: what they promise.
     """
     judged = sum(min(r.accepted + 1, r.drafted) for r in tally.rounds)
     alpha = sum(r.accepted for r in tally.rounds) / max(judged, 1)
-    gamma = max((r.drafted for r in tally.rounds), default=0)
+    rounds, gammas = max(len(tally.rounds), 1), [r.drafted for r in tally.rounds]
     one_pass = plain.seconds.verify / max(len(plain.rounds), 1)
-    c = tally.seconds.draft / max(len(tally.rounds) * gamma, 1) / max(one_pass, 1e-9)
-    return {"alpha": round(alpha, 4), "c": round(c, 4), "speedup": round(promised(alpha, gamma, c), 4)}
+    deepest = max(gammas, default=0)
+    c = tally.seconds.draft / rounds / max(one_pass, 1e-9) / deepest if deepest else 0.0
+    speedup = sum(promised(alpha, gamma, 0.0) for gamma in gammas) / rounds / (1 + c * deepest)
+    return {"alpha": round(alpha, 4), "c": round(c, 4), "speedup": round(speedup, 4)}
 
 
 def ledger(tally: Tally, plain: Tally) -> dict[str, float]:

@@ -15,14 +15,16 @@ from typing import Any
 from slipstream.bench.cost import RoundCost, Rounds, pass_seconds
 from slipstream.core.optimal import optimal_trees
 from slipstream.core.shape import Shape
+from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.machine import heading
 from slipstream.targets.hf import Target
 from slipstream.train.replay import Following, Record, predict
 
-BUDGETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 26, 32, 40, 48, 64)  # nodes, root included
+BUDGETS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 16, 20, 26, 32, 40, 48, 64)  # nodes, root included
 DEPTH, RANKS, WIDTH = 7, 10, 8  # at most
+GAMMA = 10  # of draft models, which the papers tune over 2 to 10
 SIZES, ROUNDS = 4, 5  # sizes looked at closely, and rounds of each of their trees before the slower half is dropped
 
 
@@ -159,7 +161,8 @@ def reshaped(drafter: Proposer, tree: str | Shape, proposal: str = "top-k") -> P
 
 
 def _deepest(drafter: Proposer) -> int:
-    return min(DEPTH, drafter.deepest or DEPTH)
+    most = GAMMA if isinstance(drafter, DraftModel) else DEPTH
+    return min(most, drafter.deepest or most)
 
 
 def _sizes(rates: list[list[float]], costs: Costs) -> list[Size]:
