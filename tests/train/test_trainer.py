@@ -113,6 +113,19 @@ def test_a_resumed_run_equals_an_uninterrupted_one(chat, data, tmp_path):
     assert same(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_raw_text_first_and_chat_then_is_judged_by_chat(chat, data, tmp_path):
+    """A drafter whose best weights and vocabulary are those for raw text, of which a prompt is one token."""
+    raw = tmp_path / "raw.txt"
+    raw.write_text("\n\n".join(f"ijklmnop{letter * 9}" for letter in "ijklmnopqr"))
+    staged = recipe(data).model_copy(update={"stages": [{"data": {"files": [str(raw)]}}, {}]})
+    trainer = Trainer(chat, staged, str(tmp_path / "run"))
+    trainer.prepare()
+    assert int(trainer.record.prompts.min()) > 1
+    assert trainer.vocab_coverage == 1
+    trainer.run()
+    assert [entry["stage"] for entry in trainer.progress.history][-1] == 1
+
+
 def test_stages_go_on_from_each_other_and_resume(chat, data, tmp_path):
     staged = recipe(data).model_copy(update={"stages": [{}, {"loss": {"unroll": 1}, "optimizer": {"lr": 1e-4}}]})
     steps = []
