@@ -33,7 +33,13 @@ from slipstream.cli.common import (
 )
 def train(
     method: Annotated[str, typer.Argument(help="eagle, eagle3, fasteagle, medusa, bita, glide or draft-model")],
-    overrides: Annotated[list[str], typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = [],  # noqa: B006
+    overrides: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[SECTION.KEY=VALUE]...",
+            help="of the recipe, whose sections are data, features, head, loss, optimizer and schedule (docs/training.md)",
+        ),
+    ] = [],  # noqa: B006
     data: Annotated[list[str], typer.Option(help="JSONL or .txt, gzipped or not; repeatable")] = [],  # noqa: B006
     directory: Annotated[
         str | None, typer.Option("--out", metavar="DIR", help="drafter, checkpoints and log go here")
@@ -65,7 +71,8 @@ def train(
     loaded = load(target, dtype, device)
     if directory is None or preview:
         kept = settled.data
-        out.print(show_preview(loaded, load_examples(kept.files, loaded, kept.max_length, kept.limit)))
+        read = load_examples(kept.files, loaded, kept.max_length, kept.limit, kept.greedy)
+        out.print(show_preview(loaded, read))
         return
     with watching(err) as watch:
         trainer = Trainer(loaded, settled, directory, resume)

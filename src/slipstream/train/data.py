@@ -43,8 +43,11 @@ class Example:
         return self.tokens[len(self.prompt) :][: rest.index(False) if False in rest else None]
 
 
-def load_examples(paths: Sequence[str], target: Target, max_length: int, limit: int | None = None) -> list[Example]:
-    """Examples of all files, in order, cut at `max_length` tokens; `limit` takes rows evenly over each file.
+def load_examples(
+    paths: Sequence[str], target: Target, max_length: int, limit: int | None = None, greedy: bool = False
+) -> list[Example]:
+    """Examples of all files, in order, cut at `max_length` tokens; `limit` takes rows evenly over each file; `greedy` keeps
+    the target's own answers at temperature 0.
 
     Raises:
         ValueError: a file or a line cannot be read (lines are numbered), or no row has an assistant's text.
@@ -64,7 +67,9 @@ def load_examples(paths: Sequence[str], target: Target, max_length: int, limit: 
             f"{', '.join(paths)}: no assistant text to learn from: give rows in which an assistant answers within the "
             f"first {max_length} tokens, or let `slipstream regenerate` write the answers"
         )
-    return examples
+    if not (chosen := [example for example in examples if example.greedy or not greedy]):
+        raise ValueError(f'{", ".join(paths)}: no row says "temperature": 0, as data.greedy=true wants them')
+    return chosen
 
 
 def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:

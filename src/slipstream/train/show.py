@@ -73,6 +73,7 @@ class Watch:
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
         self._stages: dict[int, TaskID] = {}
+        self._told = 0.0
 
     def filling(self, what: str, total: int) -> Callable[[int], None]:
         """A bar for long work counted in tokens."""
@@ -86,6 +87,9 @@ class Watch:
         note = f"loss {seen.loss:.3f}  agree {seen.agree:.0%}  predicted τ {seen.tau:.2f}"
         note += f"  {seen.tokens_per_second:,.0f} tokens/s"
         self._bar.update(self._stages[seen.stage], completed=seen.step, note=note)
+        if not self._bar.console.is_terminal and seen.tau != self._told:  # a log: a line for every prediction
+            self._told = seen.tau
+            self._bar.console.print(f"stage {seen.stage + 1}, step {seen.step} of {seen.of}: {note}", soft_wrap=True)
 
 
 @contextmanager

@@ -140,9 +140,7 @@ class Trainer:
         return record if record.greedy_share(self.target) > OWN else None
 
     def _read_data(self, data: Data) -> None:
-        examples = load_examples(data.files, self.target, data.max_length, data.limit)
-        if data.greedy:
-            examples = [example for example in examples if example.greedy]
+        examples = load_examples(data.files, self.target, data.max_length, data.limit, data.greedy)
         if len(examples) < 8:
             raise ValueError(f"{len(examples)} examples remain of {', '.join(data.files)}: training takes 8 at least")
         self._all, self._held_out = hold_out(examples, data.held_out)
