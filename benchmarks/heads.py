@@ -49,7 +49,7 @@ options.add_argument("--max-new-tokens", type=int, default=128)
 options.add_argument("--temperature", type=float, action="append", default=None, help="several are answered in turn")
 options.add_argument("--dtype", default="float32")
 options.add_argument("--compile", action="store_true", help="rounds are timed compiled as well")
-options.add_argument("--rounds", type=int, default=15, help="of each tree that are timed")
+options.add_argument("--rounds", type=int, default=15, help="of each tree that are timed; 0: none")
 options.add_argument("--json", default=None)
 options.add_argument("--plot", default=None)
 given = options.parse_args()
@@ -150,7 +150,7 @@ for temperature in TEMPERATURES:
 
 probe = min((prompt for prompts in asked.values() for prompt in prompts), key=len)
 costs: dict[str, dict] = {}
-for compiled in (False, True) if given.compile else (False,):
+for compiled in ((False, True) if given.compile else (False,)) if given.rounds else ():
     timed = load_target(given.target, given.dtype, compile=True) if compiled else target
     kinds = [(label, tree) for label, drafter in heads.items() for tree in TREES if grows(drafter, tree)]
     own = dict(zip(heads, (load_drafter(name, timed.ends) for name in given.heads), strict=True))
