@@ -52,11 +52,16 @@ def tune(
         prompts: some of the kind that will be asked; 8 to 16 are enough.
         new: tokens of each answer along which drafts are held.
 
+    Raises:
+        ValueError: a drafter whose probes ride in the target's passes.
+
     Returns:
         schema 1: `passes_ms` by rows, and for each temperature `plain`, `proposals`, each with `acceptance` by depth and
         rank and the best static tree of all `budgets`, `candidates` with the τ that they would reach and the speed-up that
         was timed, best first, and `chosen`, the first of them.
     """
+    if drafter.probes is not None:
+        raise ValueError("this drafter guesses in the target's own passes, along no record: compare its trees by bench")
     context = sum(map(len, prompts)) // len(prompts) + new // 2
     probe = min(prompts, key=len)  # read once for every tree that is timed
     progress("cost of a pass")
