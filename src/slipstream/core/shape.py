@@ -27,7 +27,7 @@ KINDS = (
     "cape-DEPTH or cape-DEPTHxDRAFTED (with -COUNT@LIMIT… and a last -COUNT: cape-5x32-7@0.3-5@0.6-3@0.8-1), "
     "or child-rank paths such as [[0],[1],[0,0]]"
 )
-LARGEST = 1024
+LARGEST = 1024  # number in the name of a tree or an option of a drafter
 CAPE = "-7@0.3-5@0.6-3@0.8-1"  # GLIDE, §4.2: 7 further candidates up to a confidence of 0.3, …, 1 above 0.8
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.drafter import Drafter, Ends
+from slipstream.core.shape import LARGEST
 from slipstream.drafters.store import TRAINED, find_drafter, read_drafter, read_tuned
 from slipstream.files import cache_home, understood
 
-LARGEST = 1024  # whole number in an option
 NAMES = ("vanilla", "ngram", "lookahead", "hybrid", *TRAINED, "draft-model", "self-speculative")
 
 

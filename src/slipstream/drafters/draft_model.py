@@ -115,7 +115,7 @@ class DraftModel(Proposer):
             first, _, last = part.partition("-")
             if not first.strip().isdecimal() or not (last or first).strip().isdecimal() or int(first) > int(last or first):
                 raise ValueError(f"skip={skip!r} names no blocks: write numbers and rising ranges, such as 10-14,20")
-            blocks += range(int(first), min(int(last or first), max(int(first), L)) + 1)
+            blocks += range(int(first), min(int(last or first), int(first) + L) + 1)  # no more than there are, and one
         assert ends.part is not None
         skipped = set(blocks)
         if not skipped < set(range(L)):

@@ -58,10 +58,8 @@ class CrossAttention(nn.Module):
         super().__init__()
         A, D = config.target_heads, config.target_head_dim
         self.config = config
-        frequencies, self.factor = config.target_rope[layer]
-        self.frequencies = torch.tensor(
-            frequencies, dtype=torch.float64
-        )  # no buffer, which would be rounded with the weights
+        frequencies, self.factor = config.target_rope[layer]  # no buffer: that would be rounded with the weights
+        self.frequencies = torch.tensor(frequencies, dtype=torch.float64)
         self.q_proj = nn.Linear(config.hidden_size, A * D, bias=False)
         self.o_proj = nn.Linear(A * D, config.hidden_size, bias=False)
 

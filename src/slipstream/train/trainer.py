@@ -125,7 +125,7 @@ class Trainer:
         """What the recipe asks for can be made: said before hours of features, not after. Raises ValueError."""
         sample = torch.ones(8, sum(self.target.widths(self._taps)), dtype=self.target.dtype, device=self.target.device)
         with understood("this recipe"):
-            objective = self._method.begin(self.recipe, self.target.ends, self._all, sample)
+            objective = self._method.begin(self.recipe, self.target.ends, self._all[:8], sample)
             objective.drafter(self.recipe.head.tree, getattr(torch, self.recipe.head.storage))
             for stage in self.stages:
                 _adamw(objective, stage.optimizer)
