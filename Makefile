@@ -17,8 +17,8 @@ test-compiled: $(READY)  ## the exactness suite with every pass compiled: minute
 	TEST_COMPILED=1 $(RUN)/python -m pytest -n auto -W ignore::DeprecationWarning tests/targets/test_compiled.py tests/decode/test_exactness.py
 
 check: $(READY)  ## style, types, import rules, public surface
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(RUN)/python -m pytest tests/test_structure.py
 

@@ -7,19 +7,26 @@ expected of it, and τ against the first one's with an interval.
 The target answers once, and every drafter is held against these answers; `bita`, which is the target, decodes for itself,
 at T = 0. Intervals are over questions (95 %, bootstrap): they say nothing of other seeds of training. α is of the first
 tree that is a chain: the share of drafted tokens, of those that the ones before them let through, that are accepted, and by
-how much more than the first one's. c: drafting, in plain passes, over the tree's depth.
+how much more than the first one's. Kept: accepted at a depth, of those accepted at the depth before. c: drafting, in
+plain passes, over the tree's depth.
 """
 
 import argparse
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from rich.console import Console
 from rich.table import Column, Table
+from torch import Tensor
+from torch.nn import functional as F
 
 from slipstream.bench.cost import Rounds
+from slipstream.bench.paired import interval
 from slipstream.bench.questions import load_questions
 from slipstream.bench.tune import reshaped
 from slipstream.core.shape import Shape
@@ -66,24 +73,37 @@ def grows(drafter: Proposer, tree: str) -> bool:
 def pooled(parts: list[Prediction]) -> Prediction:
     """All texts in one."""
     rounds = max(len(part.committed) for part in parts)
-    padded = [torch.nn.functional.pad(part.committed, (0, 0, 0, rounds - len(part.committed))) for part in parts]
+    padded = [F.pad(part.committed, (0, 0, 0, rounds - len(part.committed))) for part in parts]
     return Prediction(torch.cat(padded, 1), parts[0].depth)
 
 
-def resampled(found: Prediction, samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Tensor]:
-    """τ and α of the questions drawn anew, with replacement; the same draws for all drafters. α is of a chain."""
-    committed, live = found.committed.double(), (found.committed > 0).double()
-    accepted, looked = committed - live, committed.clamp(max=found.depth)
-    sums = torch.stack([part.sum(0) for part in (committed, live, accepted, looked)])
-    drawn = torch.randint(sums.shape[1], (samples, sums.shape[1]), generator=torch.Generator().manual_seed(0))
-    tokens, passes, right, looked = sums[:, drawn].sum(-1)
-    return tokens / passes, right / looked
+@dataclass(frozen=True)
+class Draws:
+    """Figures of the questions drawn anew, with replacement; the same draws for all drafters.
+
+    Attributes:
+        kept: by depth, the share accepted of those accepted before.
+    """
+
+    tau: Float[Tensor, " draws"]
+    alpha: Float[Tensor, " draws"]
+    kept: Float[Tensor, "depth draws"]
+
+    @classmethod
+    def of(cls, found: Prediction) -> "Draws":
+        """α is of a chain."""
+        committed, depths = found.committed, range(1, found.depth + 1)
+        reached = [(committed > d).sum(0) for d in range(found.depth + 1)]  # by depth, rounds of each question
+        sums = torch.stack([committed.sum(0), committed.clamp(max=found.depth).sum(0), *reached]).double()
+        drawn = torch.randint(sums.shape[1], (SAMPLES, sums.shape[1]), generator=torch.Generator().manual_seed(0))
+        tokens, looked, *reached = sums[:, drawn].sum(-1)
+        kept = torch.stack([reached[d] / reached[d - 1].clamp(min=1) for d in depths])
+        return cls(tokens / reached[0], (tokens - reached[0]) / looked, kept)
 
 
-def interval(draws: torch.Tensor) -> list[float]:
-    """95 %."""
-    low, high = draws.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return [round(low, 4), round(high, 4)]
+def rounded(draws: Tensor) -> list[float]:
+    """95 % of them."""
+    return [round(end, 4) for end in interval(draws)]
 
 
 target = load_target(given.target, given.dtype)
@@ -116,7 +136,7 @@ for temperature in TEMPERATURES:
             records[file] = Record.of(target, prompts, given.max_new_tokens, taps, batch=20, temperature=temperature)
     table = Table(Column("drafter"), Column("tree"), "nodes", *asked, "τ", "of the first", "α", "by depth")
     for tree in TREES:
-        base: tuple[float, torch.Tensor, torch.Tensor] | None = None  # of the first one that grows this tree
+        base: tuple[float, Draws] | None = None  # of the first one that grows this tree
         for label, drafter in heads.items():
             if not grows(drafter, tree):
                 continue
@@ -125,17 +145,20 @@ for temperature in TEMPERATURES:
                 judge = partial(decoded, target) if isinstance(made, Bita) else predict
                 parts = {file: judge(made, record) for file, record in records.items()}
             found = pooled(list(parts.values()))
-            taus, alphas = resampled(found)
-            base = (found.tau, taus, alphas) if base is None else base
+            draws, reached = Draws.of(found), [1.0, *found.acceptance]
+            base = base or (found.tau, draws)
             by_file = {file: round(part.tau, 4) for file, part in parts.items()}
             entry = {
                 "temperature": temperature, "tree": tree, "nodes": made.rows, "tau": round(found.tau, 4),
                 "by_file": by_file, "acceptance_by_depth": [round(a, 4) for a in found.acceptance],
-                "share": round(found.tau / base[0], 4), "interval": interval(taus / base[1]),
+                "share": round(found.tau / base[0], 4), "interval": rounded(draws.tau / base[1].tau),
+                "kept_by_depth": [round(b / max(a, 1e-9), 4) for a, b in pairwise(reached)],
+                "kept_intervals": [rounded(depth) for depth in draws.kept],
+                "kept_last_of_first": rounded(draws.kept[-1] / draws.kept[0].clamp(min=1e-9)),
             }  # fmt: skip
             if tree.startswith("chain"):
-                entry |= {"alpha": round(float(alphas.mean()), 4), "alpha_interval": interval(alphas)}
-                entry["alpha_gain"] = interval(alphas - base[2])  # over the first one, on the same questions
+                entry |= {"alpha": round(float(draws.alpha.mean()), 4), "alpha_interval": rounded(draws.alpha)}
+                entry["alpha_gain"] = rounded(draws.alpha - base[1].alpha)  # over the first one, on the same questions
             entries[label]["trees"][temperature, tree] = entry
             low, high = entry["interval"]
             table.add_row(
@@ -181,9 +204,12 @@ if given.plot:
     with picture(given.plot, 1 + (len(sized) > 1)) as axes:
         for label, entry in entries.items():
             first = [e for e in entry["trees"] if e["temperature"] == TEMPERATURES[0]]
-            by_depth = max((e["acceptance_by_depth"] for e in first if e["tree"].startswith("chain")), key=len, default=[])
-            kept = [b / a for a, b in zip([1.0, *by_depth], by_depth, strict=False)]
-            axes[0].plot(range(1, len(kept) + 1), kept, marker="o", label=label)
+            chains = [e for e in first if e["tree"].startswith("chain")]
+            if chains:
+                longest = max(chains, key=lambda e: len(e["kept_by_depth"]))
+                kept, ends = longest["kept_by_depth"], zip(*longest["kept_intervals"], strict=True)
+                by = [[abs(k - end) for k, end in zip(kept, side, strict=True)] for side in ends]
+                axes[0].errorbar(range(1, len(kept) + 1), kept, yerr=by, marker="o", capsize=3, label=label)
             if len(sized) > 1:
                 sizes = sorted((e["nodes"], e["tau"]) for e in first if e["tree"] in sized)
                 axes[1].plot(*zip(*sizes, strict=True), marker="o", label=label)

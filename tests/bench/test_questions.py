@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.bench.questions import load_questions
+from slipstream.bench.questions import Question, alternated, load_questions
 
 CATEGORIES = {"chat", "two-turn", "math", "code", "summarization", "extraction", "translation", "editing"}
 
@@ -22,6 +22,11 @@ def test_a_limit_is_per_file_and_sees_every_category(tmp_path):
         paths.append(str(tmp_path / name))
         (tmp_path / name).write_text("".join(f'{{"question_id": {i}, "turns": ["q{i}"]}}\n' for i in range(5)))
     assert [question.name for question in load_questions(paths, 2)] == ["a.jsonl:0", "a.jsonl:2", "b.jsonl:0", "b.jsonl:2"]
+
+
+def test_files_take_turns():
+    asked = [Question(file, str(i), "c", ("q",)) for file, count in (("a", 3), ("b", 1), ("c", 2)) for i in range(count)]
+    assert [question.name for question in alternated(asked)] == ["a:0", "b:0", "c:0", "a:1", "c:1", "a:2"]
 
 
 @pytest.mark.parametrize(

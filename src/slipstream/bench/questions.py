@@ -1,6 +1,7 @@
 """Questions in FastChat's question.jsonl form: question_id, category, turns."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -45,6 +46,17 @@ def load_questions(paths: Sequence[str] = (), limit: int | None = None) -> list[
         found = [_question(name, number, line) for number, line in lines]
         chosen += evenly(found, limit)
     return chosen
+
+
+def alternated(questions: Sequence[Question]) -> list[Question]:
+    """The first of every file, then the second of every file, and so on."""
+    seen = Counter[str]()
+
+    def place(question: Question) -> int:
+        seen[question.file] += 1
+        return seen[question.file]
+
+    return sorted(questions, key=place)
 
 
 def _text(path: str) -> str:

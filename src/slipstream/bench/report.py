@@ -1,6 +1,5 @@
 """Tables and coloured text for the terminal."""
 
-from statistics import fmean
 from typing import Any
 
 from rich import box
@@ -42,10 +41,10 @@ def _categories(report: dict[str, Any]) -> Table:
             cells = (f"{part['tau']:.2f}  {part['speedup']['vanilla']:.2f}×" for part in parts)
             table.add_row(key, str(first["questions"]), *cells)
         table.add_section()
-        if len(drafters[0]["by_file"]) == 1:
-            return table
-    means = (fmean(part["speedup"]["vanilla"] for part in row["by_file"].values()) for row in drafters)
-    table.add_row("mean of the files", "", *(f"{mean:.2f}×" for mean in means))
+    means = [row["of_files"]["vanilla"] for row in drafters]
+    table.add_row("mean of the files", "", *(f"{of['mean']:.2f}×" for of in means))
+    if means[0]["interval"]:
+        table.add_row("95 % interval", "", *("{:.2f} to {:.2f}×".format(*of["interval"]) for of in means))
     return table
 
 

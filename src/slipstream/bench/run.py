@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from slipstream.bench.cost import promised
-from slipstream.bench.questions import Question
+from slipstream.bench.paired import paired
+from slipstream.bench.questions import Question, alternated
 from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling
 from slipstream.decode.answer import Round, mean_accepted_length
@@ -131,7 +132,8 @@ class Tally:
         return rates
 
 
-Tallies = dict[str, dict[tuple[str, str], Tally]]  # by method, and by the questions' file and category
+Place = tuple[str, str, str]  # a question's file, category and name
+Tallies = dict[str, dict[Place, Tally]]  # by method and question
 
 
 def bench(
@@ -147,17 +149,20 @@ def bench(
 
     Each turn is asked of all methods in turn, in an order that rotates, so that a machine that slows down slows all of
     them. A later turn continues plain decoding's conversation, so all methods read the same prompts. Answers that differ
-    from plain decoding's are audited after the clock has stopped. Ctrl-C ends it early, with the turns that all answered.
+    from plain decoding's are audited after the clock has stopped. Files take turns, and Ctrl-C ends it early, with the
+    turns that all answered.
 
     Returns:
-        DESIGN's schema 1, `by_category` and `by_file` beside it.
+        DESIGN's schema 1; beside it `by_category`, `by_file`, `by_question`, and in `of_files` the mean over the files of
+        the speed-up, with its interval.
     """
     contest = Contest.of(target, drafters, max_new_tokens, temperature, seed)
     methods = contest.methods
     tallies: Tallies = {name: {} for name in methods}
     progress("warming up")
     contest.warm_up(target.encode(questions[0].turns[0]))
-    turns, asked = 0, questions[:0]
+    turns, questions = 0, alternated(questions)
+    asked = questions[:0]
     try:
         for number, question in enumerate(questions, 1):
             messages: list[dict[str, str]] = []
@@ -175,7 +180,7 @@ def bench(
                         where = {"question": question.name, "turn": len(messages) // 2}
                         divergences[name] = [{**where, **asdict(d)} for d in found]
                 for name, answered in answers.items():
-                    tally = tallies[name].setdefault((question.file, question.category), Tally())
+                    tally = tallies[name].setdefault((question.file, question.category, question.name), Tally())
                     tally.add(answered, divergences.get(name, []))
                 messages.append({"role": "assistant", "content": target.decode(plain)})
                 turns, asked = turns + 1, questions[:number]
@@ -187,6 +192,10 @@ def bench(
 
 def _report(contest: Contest, tallies: Tallies, asked: Sequence[Question]) -> dict[str, Any]:
     hf = _sum(list(tallies[HF].values()))
+    results = [_result(contest, name, tallies) for name in contest.drafters]
+    others = {"vanilla": results[0], HF: {"by_question": _by_question(tallies[HF])}}
+    for result in results:
+        result["of_files"] = {name: asdict(paired(result, other)) for name, other in others.items()}
     return {
         **heading(contest.target),
         "margin": margin_of(contest.target),
@@ -194,8 +203,8 @@ def _report(contest: Contest, tallies: Tallies, asked: Sequence[Question]) -> di
         "seed": contest.seed,
         "max_new_tokens": contest.max_new_tokens,
         "prompts": [question.name for question in asked],
-        HF: {"tokens_per_second": round(hf.tokens_per_second, 2), "new_tokens": hf.new_tokens},
-        "results": [_result(contest, name, tallies) for name in contest.drafters],
+        HF: {"tokens_per_second": round(hf.tokens_per_second, 2), "new_tokens": hf.new_tokens, **others[HF]},
+        "results": results,
     }
 
 
@@ -220,6 +229,14 @@ def _result(contest: Contest, name: str, tallies: Tallies) -> dict[str, Any]:
         "ledger": ledger(tally, plain),
         "by_category": _parts(name, tallies, 1),
         "by_file": _parts(name, tallies, 0),
+        "by_question": _by_question(tallies[name]),
+    }
+
+
+def _by_question(tallies: dict[Place, Tally]) -> dict[str, Any]:
+    return {
+        name: {"file": file, "new_tokens": tally.new_tokens, "seconds": round(tally.wall, 4)}
+        for (file, _, name), tally in tallies.items()
     }
 
 
