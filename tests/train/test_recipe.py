@@ -2,7 +2,8 @@
 
 import pytest
 
-from slipstream.train.recipe import load_recipe
+from slipstream.train.methods import OBJECTIVES
+from slipstream.train.recipe import PUBLISHED, READ_BY, Recipe, load_recipe
 
 
 def test_files_overrides_and_arguments_are_laid_over_each_other(tmp_path):
@@ -45,3 +46,20 @@ def test_bad_overrides_are_named():
         load_recipe(None, ["lr=1"])
     with pytest.raises(ValueError, match=r"recipe missing\.yaml cannot be read"):
         load_recipe("missing.yaml")
+
+
+def test_what_a_method_does_not_read_is_refused():
+    with pytest.raises(
+        ValueError, match=r"head\.taps=\['final'\] is read by eagle3, fasteagle, glide, not by eagle: leave it out"
+    ):
+        load_recipe(None, ["head.taps=[final]"], method="eagle")
+    with pytest.raises(ValueError, match=r"loss\.unroll=3 is read by"):
+        load_recipe(None, method="fasteagle", stages=[{}, {"loss": {"unroll": 3}}])
+    for method, reads in PUBLISHED.items():
+        assert load_recipe(None, method=method).loss.token == reads["loss"].get("token", 0.1)
+
+
+def test_only_known_settings_and_methods_are_said_to_be_read():
+    for section, names in READ_BY.items():
+        assert names.keys() <= type(getattr(Recipe(), section)).model_fields.keys()
+        assert {method for methods in names.values() for method in methods} <= OBJECTIVES.keys()

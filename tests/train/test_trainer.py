@@ -16,7 +16,7 @@ from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.files import cache_home
 from slipstream.train.features import Features, pack
-from slipstream.train.recipe import Recipe, load_recipe
+from slipstream.train.recipe import READ_BY, Recipe, load_recipe
 from slipstream.train.replay import Record
 from slipstream.train.trainer import Trainer, rate
 
@@ -29,15 +29,19 @@ def home(tmp_path, monkeypatch):
 every_method = pytest.mark.parametrize("method", ["eagle", "eagle3", "fasteagle", "glide", "medusa", "bita", "draft-model"])
 
 
+OWN_SIZES = (("head", "depth", 3), ("loss", "unroll", 2))
+
+
 def recipe(data: str, method: str = "eagle", **schedule) -> Recipe:
     settings = {"batch_tokens": 64, "evaluate_every": 5, "save_every": 4, "epochs": 1.0} | schedule
+    depth, unroll = ({name: size} if method in READ_BY[part][name] else {} for part, name, size in OWN_SIZES)
     return load_recipe(
         None,
         data={"files": [data], "max_length": 40, "held_out_tokens": 16},
         method=method,
-        head={"draft_vocab": 40, "tree": "[[0],[1],[0,0],[1,0]]", "depth": 3},
+        head={"draft_vocab": 40, "tree": "[[0],[1],[0,0],[1,0]]", **depth},
         schedule=settings,
-        loss={"unroll": 2},
+        loss=unroll,
     )
 
 

@@ -175,6 +175,23 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+# settings that would pass without a word where a method does not read them; the sizes that most share may
+READ_BY: dict[str, dict[str, tuple[str, ...]]] = {
+    "head": {
+        "input_norm": ("eagle",),
+        "taps": ("eagle3", "fasteagle", "glide"),
+        "depth": ("fasteagle", "medusa", "bita", "glide"),
+        "layers": ("medusa",),
+        "cascade": ("fasteagle",),
+        "start": ("fasteagle",),
+        **dict.fromkeys(("hidden_size", "glimpses", "own_ends"), ("glide",)),
+        "blocks": ("draft-model",),
+        **dict.fromkeys(("prompts", "deep"), ("bita",)),
+    },
+    "loss": {"unroll": ("eagle", "eagle3"), "groups": ("bita",), "block": ("glide",)},
+}
+
+
 class Recipe(Section):
     """One run. `stages` override sections in turn; each stage goes on from the weights of the one before."""
 
@@ -233,9 +250,22 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
         recipe = Recipe.model_validate(values)
         for stage in recipe.staged():
             Shape.parse(stage.head.tree)
+            _check_read(stage)
     except ValidationError as error:
         raise ValueError(f"recipe {path or 'overrides'}: {'; '.join(map(_complaint, error.errors()))}") from error
     return recipe
+
+
+def _check_read(recipe: Recipe) -> None:
+    """Raises ValueError for a setting that the method does not read and that is not its default."""
+    for section, names in READ_BY.items():
+        given = getattr(recipe, section)
+        for name, methods in names.items():
+            value = getattr(given, name)
+            if recipe.method not in methods and value != type(given).model_fields[name].default:
+                raise ValueError(
+                    f"{section}.{name}={value} is read by {', '.join(methods)}, not by {recipe.method}: leave it out"
+                )
 
 
 def _dict(value: Any) -> dict[str, Any]:
