@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -216,7 +217,9 @@ class Trainer:
         for group in optimizer.param_groups:
             group["lr"] = rate(recipe.optimizer, progress.step, steps)
         seed = _mix(recipe.schedule.seed, progress.stage, progress.step, accelerator.process_index)
-        loss, agreed = model(batch, recipe.loss, torch.Generator().manual_seed(seed))
+        with warnings.catch_warnings():  # norms keep fp32 weights in mixed precision, on purpose
+            warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+            loss, agreed = model(batch, recipe.loss, torch.Generator().manual_seed(seed))
         here = torch.stack([batch.counts.sum(), agreed, loss.detach(), loss.new_tensor(self._stop)])
         counted, agree, whole, stop = accelerator.reduce(here.double(), "sum").tolist()
         accelerator.backward(loss * accelerator.num_processes / counted)  # the processes' gradients are averaged
