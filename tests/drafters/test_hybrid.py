@@ -50,6 +50,8 @@ def test_what_cannot_be_joined_is_refused():
         Hybrid(tiny.eagle(target, "best-first-3x8"), NGram(7))
     with pytest.raises(ValueError, match="no option 'tree'"):
         load_drafter("hybrid:head=lookahead", target.ends)
+    with pytest.raises(ValueError, match="the tree is its own: name it behind the head, head=eagle,tree="):
+        load_drafter("hybrid:head=eagle:tree=chain-9", target.ends)
 
 
 @pytest.mark.parametrize("head", ["eagle", "fasteagle", "glide", "draft_model", "bita"])

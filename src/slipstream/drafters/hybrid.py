@@ -53,6 +53,10 @@ class Hybrid(Drafter):
         """Of a head by name or directory. Raises ValueError."""
         from slipstream.drafters import load_drafter
 
+        if "tree=" in head:
+            raise ValueError(
+                f"drafter 'hybrid': the tree is its own: name it behind the head, head={head.split(':')[0]},tree=…"
+            )
         drafter = load_drafter(f"{head}{',' if ':' in head else ':'}tree={tree}", ends)  # what grows no tree has none
         if not isinstance(drafter, Proposer):
             raise ValueError(
