@@ -267,6 +267,7 @@ DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
     "glide, two layers, noise": lambda target, texts: glide(target, "dynamic-3x3x9", "noise", depth=2),
     "glide, sampled": lambda target, texts: glide(target, "[[0],[1],[0,0],[1,0],[1,1],[1,0,0]]", "sampled", own=True),
     "bita": lambda target, texts: bita(target),
+    "bita, straightforward": lambda target, texts: bita(target, "chain-3", hosts=1),
     "bita, noise, few hosts": lambda target, texts: bita(target, "best-first-3x8", "noise", prompts=0, hosts=3),
     "bita, sampled": lambda target, texts: bita(target, "[[0],[1],[0,0],[0,0,0]]", "sampled", hosts=3),
     "medusa": lambda target, texts: medusa(target),

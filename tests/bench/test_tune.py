@@ -120,6 +120,9 @@ def test_a_draft_model_is_tuned_as_well(target, monkeypatch, tmp_path):
     spec = "self-speculative:skip=0"
     found = tune(target, load_drafter(spec, target.ends), tiny.prompts(9, 4), [0.0], new=12)["temperatures"][0]
     assert found["chosen"]["speedup"] >= max(each["speedup"] for each in found["candidates"])
+    assert [chain["tree"] for chain in found["gammas"]] == [f"chain-{gamma}" for gamma in range(2, 11)]
+    best = max(found["gammas"], key=lambda chain: chain["estimate"])["tree"]
+    assert best in [each["tree"] for each in found["candidates"]]
     save_tuned(tuned_home(f"{spec},tree=chain-2,proposal=noise", target.ends), target.ends.place, {0.0: found["chosen"]})
     assert load_drafter(spec, target.ends).shape.name == found["chosen"]["tree"]
     assert load_drafter("self-speculative:skip=1", target.ends).shape.name == "chain-5"

@@ -95,6 +95,28 @@ def test_the_text_is_that_of_plain_decoding(family, name, sampling, batch):
     assert run(target, drafter, PROMPTS[some], rows[some]) == plain(family, sampling)[some]
 
 
+TREES = (  # the second: triangular, as in BiTA's code
+    "chain-2",
+    "[[0],[1],[2],[0,0],[0,1],[0,0,0]]",
+    "full-3x2",
+    "backbone-3x3",
+    "best-first-3x8",
+    "dynamic-3x3x9",
+    "beam-3x3",
+    "cape-3x9",
+)
+HEADS = (tiny.eagle, tiny.eagle3, tiny.fasteagle, tiny.medusa, tiny.bita, tiny.glide, tiny.draft_model, tiny.distilled)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: head.__name__)
+def test_the_text_is_that_of_plain_decoding_whatever_the_tree(head, tree):
+    """Every tree of every head: static, grown by confidence, fixed in breadth or not."""
+    target, some = tiny.target("qwen2"), BATCHES[3]
+    rows = rows_of(SAMPLINGS["T=0.8"], len(PROMPTS))
+    assert run(target, head(target, tree, "noise"), PROMPTS[some], rows[some]) == plain("qwen2", "T=0.8")[some]
+
+
 @every_family
 def test_the_oracle_is_right_in_every_way(family):
     """An exactness suite that passes because nothing is ever accepted, or only first siblings in contiguous slots."""

@@ -90,6 +90,18 @@ def test_a_run_leaves_a_drafter_that_decodes(chat, data, tmp_path, method):
     assert progress.history[-1]["loss"] > 0
 
 
+@pytest.mark.parametrize("about", [{"hidden_size": 16}, {"hidden_size": 16, "own_ends": True}, {"glimpses": False}])
+def test_a_glide_of_its_own_width_and_ends_decodes(chat, data, tmp_path, about):
+    settings = recipe(data, "glide")
+    settings = settings.model_copy(update={"head": settings.head.model_copy(update=about)})
+    settings = settings.model_copy(update={"loss": settings.loss.model_copy(update={"offset": False})})
+    train(chat, settings, tmp_path / "run")
+    drafter = load_drafter(str(tmp_path / "run"), chat.ends)
+    assert drafter.head.config.hidden_size == about.get("hidden_size", chat.config.hidden_size)
+    plain = generate(chat, "abcab", max_new_tokens=16)
+    assert generate(chat, "abcab", drafter, max_new_tokens=16).tokens == plain.tokens
+
+
 @every_method
 def test_predicted_tau_is_decoded_tau(chat, data, tmp_path, method):
     """A prediction that drafts with other masks, counts other tokens or walks otherwise than decoding does."""

@@ -24,7 +24,7 @@ from slipstream.train.replay import Following, Record, predict
 
 BUDGETS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 16, 20, 26, 32, 40, 48, 64)  # nodes, root included
 DEPTH, RANKS, WIDTH = 7, 10, 8  # at most
-GAMMA = 10  # of draft models, which the papers tune over 2 to 10
+GAMMA = 10  # the longest chain of draft models: the papers tune γ over 2 to 10
 SIZES, ROUNDS = 4, 5  # sizes looked at closely, and rounds of each of their trees before the slower half is dropped
 
 
@@ -58,7 +58,8 @@ def tune(
     Returns:
         schema 1: `passes_ms` by rows, and for each temperature `plain`, `proposals`, each with `acceptance` by depth and
         rank and the best static tree of all `budgets`, `candidates` with the τ that they would reach and the speed-up that
-        was timed, best first, and `chosen`, the first of them.
+        was timed, best first, and `chosen`, the first of them. Of a draft model `gammas`, too: chains of 2 to 10, the
+        best of which is a candidate.
     """
     if drafter.probes is not None:
         raise ValueError("this drafter guesses in the target's own passes, along no record: compare its trees by bench")
@@ -82,10 +83,15 @@ def tune(
             seen = {"proposal": proposal, "acceptance": [[round(r, 4) for r in row] for row in rates]}
             proposals.append({**seen, "budgets": [asdict(size) for size in best]})
         progress(f"T = {temperature:g}: drafts along the answers")
-        candidates = _candidates(drafter, record, sizes, costs)
+        closest = sorted(sizes, key=lambda named: -named[1].estimate)[:SIZES]
+        candidates = _held(drafter, record, [(kind, tree) for kind, size in closest for tree in _trees(size)], costs)
+        gammas = []
+        if isinstance(drafter, DraftModel):
+            gammas = _held(drafter, record, [("top-k", f"chain-{gamma}") for gamma in range(2, depth + 1)], costs)
+            candidates += sorted(gammas, key=lambda chain: -chain["estimate"])[:1]
         progress(f"T = {temperature:g}: a race of {len(candidates)}")
         plain, candidates = _race(target, drafter, candidates, probe, temperature)
-        about = {"temperature": temperature, "plain": plain, "proposals": proposals}
+        about = {"temperature": temperature, "plain": plain, "proposals": proposals, "gammas": gammas}
         reports.append({**about, "candidates": candidates, "chosen": candidates[0]})
     return {
         **heading(target),
@@ -129,11 +135,10 @@ def acceptance(drafter: Proposer, record: Record, proposal: str) -> list[list[fl
     return follow.acceptance()
 
 
-def _candidates(drafter: Proposer, record: Record, sizes: Sequence[tuple[str, Size]], costs: Costs) -> list[dict[str, Any]]:
-    """The trees of the sizes with the best estimates, and the τ that they reach along the record."""
-    best = sorted(sizes, key=lambda named: -named[1].estimate)[:SIZES]
+def _held(drafter: Proposer, record: Record, kinds: Sequence[tuple[str, str]], costs: Costs) -> list[dict[str, Any]]:
+    """Proposals and trees, with the τ that they reach along the record."""
     found = []
-    for proposal, tree in [(proposal, tree) for proposal, size in best for tree in _trees(size)]:
+    for proposal, tree in kinds:
         made = reshaped(drafter, tree, proposal)
         tau = predict(made, record).tau
         about = {"tree": tree, "proposal": proposal, "nodes": made.rows, "depth": made.depth, "tau": round(tau, 4)}

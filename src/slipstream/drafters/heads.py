@@ -85,8 +85,9 @@ class HeadDrafter(Proposer):
         except (KeyError, TypeError) as error:
             raise ValueError(f"config.json of this {cls.method} head is not complete: {error}") from error
         vocab = tensors.pop(VOCAB, None)
-        tensors.pop(EMBEDDING, None)  # kept for export only
         head = cls.module(sizes)
+        if EMBEDDING not in head.state_dict():
+            tensors.pop(EMBEDDING, None)  # kept for export only
         load_weights(head, tensors, f"this {cls.method} head")
         return cls(head, ends, vocab, **{"tree": tree, **options})
 

@@ -132,7 +132,7 @@ class MedusaObjective(Objective):
 
 @final
 class GlideObjective(Objective):
-    """GLIDE §4.1 with soft labels: drafts a block ahead of what they see of the target, in blocks that begin at random."""
+    """GLIDE §4.1 with soft labels: drafts a block ahead of what they see of the target."""
 
     drafts = Glide
 
@@ -172,7 +172,7 @@ class GlideObjective(Objective):
     ) -> Iterator[Float[Tensor, "B T H"]]:
         config, at = self.head.config, torch.arange(features.shape[1], device=features.device)
         causal = (at <= at[:, None])[None, None]
-        first = int(torch.randint(settings.block, (), generator=generator))
+        first = int(torch.randint(settings.block, (), generator=generator)) if settings.offset else 0
         block = (at - first).div(settings.block, rounding_mode="floor") * settings.block + first
         seen = (at <= block.clamp(min=0)[:, None])[None, None]  # row i drafts i − block steps behind the block's first
         glimpses: list[Glimpse | None] = [None] * config.depth

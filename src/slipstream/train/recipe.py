@@ -109,7 +109,8 @@ class Loss(Section):
         unroll: of eagle and eagle3: steps, of which the first reads the target's states and the others what the head said
             (1: as in EAGLE; more: EAGLE-3's training-time test). fasteagle takes one for each of its layers.
         groups: of bita: points of an answer that masks are put behind, at most.
-        block: of glide: tokens that are drafted ahead of what the target has read; blocks begin at random.
+        block: of glide: tokens that are drafted ahead of what the target has read.
+        offset: of glide: blocks begin at a random place in each batch; false: at the text's first token.
     """
 
     feature: float = Field(default=1.0, ge=0)
@@ -120,6 +121,7 @@ class Loss(Section):
     unroll: int = Field(default=1, ge=1, le=8)
     groups: int = Field(default=64, ge=1)
     block: int = Field(default=5, ge=1)
+    offset: bool = True
     decay: float = Field(default=0.8, gt=0, le=2)
 
     @model_validator(mode="after")
@@ -188,7 +190,7 @@ READ_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "blocks": ("draft-model",),
         **dict.fromkeys(("prompts", "deep"), ("bita",)),
     },
-    "loss": {"unroll": ("eagle", "eagle3"), "groups": ("bita",), "block": ("glide",)},
+    "loss": {"unroll": ("eagle", "eagle3"), "groups": ("bita",), "block": ("glide",), "offset": ("glide",)},
 }
 
 
