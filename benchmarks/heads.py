@@ -135,6 +135,7 @@ for temperature in TEMPERATURES:
         with console.status(f"T = {temperature}: the target answers {file}"):
             records[file] = Record.of(target, prompts, given.max_new_tokens, taps, batch=20, temperature=temperature)
     table = Table(Column("drafter"), Column("tree"), "nodes", *asked, "τ", "of the first", "α", "by depth")
+    firsts: dict[str, tuple[float, Draws]] = {}  # of each drafter's first tree
     for tree in TREES:
         base: tuple[float, Draws] | None = None  # of the first one that grows this tree
         for label, drafter in heads.items():
@@ -147,11 +148,14 @@ for temperature in TEMPERATURES:
             found = pooled(list(parts.values()))
             draws, reached = Draws.of(found), [1.0, *found.acceptance]
             base = base or (found.tau, draws)
+            first = firsts.setdefault(label, (found.tau, draws))
             by_file = {file: round(part.tau, 4) for file, part in parts.items()}
             entry = {
                 "temperature": temperature, "tree": tree, "nodes": made.rows, "tau": round(found.tau, 4),
                 "by_file": by_file, "acceptance_by_depth": [round(a, 4) for a in found.acceptance],
                 "share": round(found.tau / base[0], 4), "interval": rounded(draws.tau / base[1].tau),
+                "over_first_tree": round(found.tau / first[0], 4),
+                "over_first_tree_interval": rounded(draws.tau / first[1].tau),
                 "kept_by_depth": [round(b / max(a, 1e-9), 4) for a, b in pairwise(reached)],
                 "kept_intervals": [rounded(depth) for depth in draws.kept],
                 "kept_last_of_first": rounded(draws.kept[-1] / draws.kept[0].clamp(min=1e-9)),
