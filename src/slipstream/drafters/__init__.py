@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from slipstream.core.shape import LARGEST
 from slipstream.drafters.store import TRAINED, find_drafter, read_drafter, read_tuned
 from slipstream.files import cache_home, understood
 
-NAMES = ("vanilla", "ngram", "lookahead", "hybrid", *TRAINED, "draft-model", "self-speculative")
+# drafters that need no target, by name: module and class, imported when asked for
+FREE = {"vanilla": ("vanilla", "Vanilla"), "ngram": ("ngram", "NGram"), "lookahead": ("lookahead", "Lookahead")}
+NAMES = (*FREE, "hybrid", *TRAINED, "draft-model", "self-speculative")
 
 
 def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) -> Drafter:
@@ -29,18 +32,11 @@ def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) 
     """
     name, _, tail = spec.partition(":")
     options = dict(_option(part, spec) for part in re.split(r",(?=\w+=)", tail) if part)
-    if name == "vanilla":
-        from slipstream.drafters.vanilla import Vanilla
-
-        return Vanilla(**_checked(lambda: Vanilla(), options, spec))
-    if name == "ngram":
-        from slipstream.drafters.ngram import NGram
-
-        return NGram(**_checked(NGram, options, spec))
-    if name == "lookahead":
-        from slipstream.drafters.lookahead import Lookahead
-
-        return Lookahead(**_checked(Lookahead, options, spec))
+    if name in FREE:
+        module, cls = FREE[name]
+        make = getattr(import_module(f"slipstream.drafters.{module}"), cls)
+        drafter: Drafter = make(**_checked(make, options, spec))
+        return drafter
     if name == "hybrid":
         from slipstream.drafters.hybrid import Hybrid
 
