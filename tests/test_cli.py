@@ -205,7 +205,8 @@ def test_a_malformed_question_names_its_line(run, model, tmp_path):
 
 
 def test_ctrl_c_is_one_line_and_130(model, questions, tmp_path):
-    """Interrupted in the middle of its work, with a results file of an earlier run in place: that file stays."""
+    """Interrupted in the middle of its work, with a results file of an earlier run in place: that file stays, or holds the
+    figures of whole turns."""
     kept = tmp_path / "out.json"
     kept.write_text("{}")
     with open(questions, "a") as file:
@@ -223,7 +224,7 @@ def test_ctrl_c_is_one_line_and_130(model, questions, tmp_path):
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "stopped" in err
-    assert kept.read_text() == "{}"
+    assert kept.read_text() == "{}" or json.loads(kept.read_text())["prompts"]
 
 
 def test_preview_shows_what_is_learnt_and_writes_nothing(run, tiny_options, tmp_path, monkeypatch):

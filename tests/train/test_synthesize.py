@@ -18,6 +18,7 @@ from slipstream.train.synthesize import (
     regenerate,
     synthesize,
     synthesize_prompts,
+    templated,
 )
 
 ROWS = [[{"role": "user", "content": c * 3}, {"role": "assistant", "content": "to be dropped"}] for c in "abcdefg"]
@@ -38,6 +39,13 @@ def test_answers_are_the_targets_own(chat, tmp_path):
     assert made[0]["messages"][1]["content"] == plain.text.strip()
     assert made[0]["finished"] == (plain.finish == "eos")
     assert load_examples([str(out)], chat, 64)[0].greedy
+
+
+def test_a_question_is_asked_under_each_template():
+    user, system = {"role": "user", "content": "q"}, {"role": "system", "content": "be brief"}
+    other = {"role": "system", "content": ""}
+    assert templated([[user], [system, user]], [""]) == [[user], [other, user], [system, user], [other, user]]
+    assert templated([[user]], []) == [[user]]
 
 
 def test_an_interrupted_file_is_gone_on_with(chat, tmp_path):

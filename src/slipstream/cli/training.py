@@ -139,6 +139,10 @@ def regenerate(
     path: Annotated[str, typer.Option("--out", metavar="FILE", help="JSONL; an interrupted file is gone on with")],
     target: TargetName = "smollm2",
     server: Server = None,
+    system: Annotated[
+        list[str],
+        typer.Option(metavar="TEXT", help="ask each question once more behind this system message; may be repeated"),
+    ] = [],  # noqa: B006
     temperatures: Temperatures = [0.0, 0.7, 1.0],  # noqa: B006
     max_new_tokens: MaxNewTokens = 512,
     limit: Limit = None,
@@ -156,7 +160,7 @@ def regenerate(
     rows = [row["messages"] for _, row in read_rows(source) if "messages" in row]
     if not rows:
         raise ValueError(f"{source} has no conversations: raw text is trained on as it is")
-    rows = evenly(rows, limit)
+    rows = make.templated(evenly(rows, limit), system)
     writer = make.ServerWriter(server) if server else make.TargetWriter(load(target, dtype, device))
     how = (temperatures, max_new_tokens, batch, seed)
     with progress_bar(len(rows)) as advance:

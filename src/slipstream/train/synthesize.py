@@ -146,6 +146,16 @@ def regenerate(
     return len(asked)
 
 
+def templated(rows: Sequence[Messages], systems: Sequence[str]) -> list[Messages]:
+    """Each conversation as it is, and once more behind each system message, in the place of its own (BiTA, Table 6)."""
+    return [
+        again
+        for messages in rows
+        for bare in [[message for message in messages if message["role"] != "system"]]
+        for again in (messages, *([{"role": "system", "content": system}, *bare] for system in systems))
+    ]
+
+
 def synthesize(
     target: Target,
     writer: Writer,
