@@ -52,8 +52,8 @@ def _cpu() -> str:
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()
     multiplies = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    bf16 = ", bf16" if multiplies else ""
-    return f"{name} ({torch.backends.cpu.get_cpu_capability()}{bf16})"  # one name may stand for very different ones
+    units = [torch.backends.cpu.get_cpu_capability(), "bf16" * multiplies, "AMX" * torch.cpu._is_amx_tile_supported()]
+    return f"{name} ({', '.join(filter(None, units))})"  # one name may stand for very different ones
 
 
 def _commit() -> str:
