@@ -1,4 +1,5 @@
-"""Shapes and types are checked in every test; nothing reaches for the network; one thread, the quickest for tiny models.
+"""Shapes and types are checked in every test; nothing reaches for the network or the user's cache, compiled passes apart;
+one thread, the quickest for tiny models.
 
 With TEST_COMPILED=1 (`make test-compiled`) all targets are compiled; the checks cannot be, and are left out.
 """
@@ -7,9 +8,20 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
+import pytest
 import torch
 from jaxtyping import install_import_hook
 
 if not os.environ.get("TEST_COMPILED"):
     install_import_hook("slipstream", "beartype.beartype")  # before anything imports slipstream
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory):
+    from slipstream.files import cache_home
+
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
