@@ -12,6 +12,7 @@ plain passes, over the tree's depth.
 """
 
 import argparse
+import sys
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -62,7 +63,7 @@ options.add_argument("--plot", default=None)
 given = options.parse_args()
 TREES, TEMPERATURES = tuple(given.tree or TREES), given.temperature or [0.0]
 check_writable(given.json)
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 180)
 
 
 def grows(drafter: Proposer, tree: str) -> bool:
