@@ -73,7 +73,7 @@ class Eagle3Objective(_Recursion):
 
 @final
 class FastEagleObjective(Objective):
-    """FastEagle §2.3: every layer's state and law, end to end. w_i = 0.9^{N−i} favours the deep, as decay = 1/0.9 does."""
+    """FastEagle §2.3: every layer's state and law, end to end. The paper's w_i = 0.9^{N−i} is decay = 1/0.9."""
 
     drafts = FastEagle
 
