@@ -5,6 +5,8 @@ import torch
 
 import tiny
 from slipstream.core.span import Span
+from slipstream.core.tree import chain
+from slipstream.drafters.heads import bent
 from slipstream.drafters.layers import attend_cache
 from slipstream.drafters.store import save_drafter
 from slipstream.train.data import Example
@@ -226,8 +228,9 @@ def test_a_part_is_trained_on_what_it_drafts_with(family):
     drafter = objective.drafter("chain-2", torch.float64)
     assert {weight.dtype for weight in objective.drafter("chain-2", torch.int8).part.parameters()} == {target.dtype}
     head = target.ends.head[drafter.vocab].T
-    q = (drafter.model.features(text.tolist(), ["final"])[0, 1:-1] @ head).log_softmax(-1)
-    p = (f[0, 1:-1] @ head).softmax(-1)
+    own = drafter.model.features(text.tolist(), ["final"])
+    q, p = (bent(states[0, 1:-1] @ head, target.config) for states in (own, f))
+    q, p = q.log_softmax(-1), p.softmax(-1)
     torch.testing.assert_close(loss.double(), -(p * q).sum(), rtol=1e-4, atol=1e-4)
     loss.backward()
     assert all(weight.grad is not None for weight in objective.head.parameters())
@@ -247,3 +250,14 @@ def test_hard_labels_are_the_texts_own_tokens():
     for i, token in enumerate(text[2:]):
         expected -= float(log_q[i, ids.index(token)]) if token in ids else 0.0
     assert float(loss) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_what_is_taught_and_drafted_with_is_the_targets_law(family):
+    """An LM head's bias, scale or soft cap that is left out: Gemma 2 caps its logits at 30."""
+    target, text = tiny.target(family), torch.tensor(tiny.prompts(9))
+    out = target(chain(text), target.new_cache(1, 9), ("final",))
+    drafter = tiny.eagle(target)
+    assert torch.allclose(drafter.logits(out.features), out.logits, atol=1e-9)
+    law = EagleObjective(drafter.head, target.ends, None)._law(out.features[0], text[0], False)
+    assert torch.allclose(law.double(), out.logits[0].softmax(-1), atol=1e-6)

@@ -106,12 +106,23 @@ class HeadDrafter(Proposer):
     def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
         """Over the draft vocabulary, float32 at least."""
         weight = self.lm_head
-        logits = self.head.logits(hidden) if weight is None else F.linear(hidden, weight, self.lm_bias)
+        if weight is None:
+            logits = self.head.logits(hidden)
+        else:
+            logits = bent(F.linear(hidden, weight, self.lm_bias), self.ends.config)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def scores(self, hidden: Float[Tensor, "B F H"]) -> Float[Tensor, "B F Vd"]:
         """`logits`, compiled where the target is."""
         return self._compiled_logits(freed(hidden)) if self.ends.compiles else self.logits(hidden)
+
+
+def bent(logits: Float[Tensor, "*n Vd"], config: Any) -> Float[Tensor, "*n Vd"]:
+    """What the target makes of its LM head's products: Cohere and Granite scale them, Gemma caps them softly."""
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+    cap = getattr(config, "final_logit_softcapping", None)
+    logits = logits if scale == 1 else logits * scale
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def borrowed(ends: Ends, vocab: Int[Tensor, " Vd"]) -> tuple[Float[Tensor, "Vd H"], Float[Tensor, " Vd"] | None]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from slipstream.core.drafter import CACHE, FINAL, INPUT, Ends
 from slipstream.drafters.draft_model import DraftModel
-from slipstream.drafters.heads import HeadDrafter, block_taps, borrowed, layer_sizes
+from slipstream.drafters.heads import HeadDrafter, bent, block_taps, borrowed, layer_sizes
 from slipstream.drafters.store import restored, stored
 from slipstream.train.data import Example
 from slipstream.train.recipe import Head as HeadRecipe
@@ -161,7 +161,7 @@ class Objective(nn.Module):
 
     def student(self, said: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
         """Logits of step j over the draft vocabulary."""
-        return F.linear(said, self.lm_head, self.lm_bias)
+        return bent(F.linear(said, self.lm_head, self.lm_bias), self._ends.config)
 
     def forward(self, batch: Batch, settings: Loss, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """The loss summed over counting tokens (to be divided by `batch.counts.sum()` of all processes), and for how many
@@ -195,7 +195,7 @@ class Objective(nn.Module):
     def _law(self, states: Float[Tensor, "n H"], tokens: Int[Tensor, " n"], hard: bool) -> Float[Tensor, "n Vd"]:
         """What is to be said: the target's own law, or the token of the text, if the draft vocabulary has it."""
         if not hard:
-            return F.linear(states.float(), self.lm_head, self.lm_bias).softmax(-1)
+            return bent(F.linear(states.float(), self.lm_head, self.lm_bias), self._ends.config).softmax(-1)
         vocab = torch.arange(len(self.lm_head)) if self._vocab is None else self._vocab
         return (tokens[:, None] == vocab.to(tokens.device)).float()
 
