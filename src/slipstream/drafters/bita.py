@@ -62,8 +62,9 @@ class Bita(ParallelDrafter):
     [[0],[1],…] with 5, 4 and 3 children. `hosts=1` with a chain is the straightforward decoding of Fig. 4.
 
     Args:
-        hosts: nodes that carry masks, those likeliest to end the accepted path first: low ranks and depths; 0: all. Of a
-            path that ends elsewhere, what the masks of its last host said of the tokens still to come is drafted.
+        hosts: nodes that carry masks, those likeliest to end the accepted path first: low ranks and depths; 0: all. Rows
+            are nodes + hosts · M: where they cost something four pay more than all (docs/bita.md). Of a path that ends
+            elsewhere, what the masks of its last host said of the tokens still to come is drafted.
         head, ends, vocab, tree, proposal: see `HeadDrafter`.
     """
 
@@ -76,7 +77,7 @@ class Bita(ParallelDrafter):
         vocab: Int[Tensor, " Vd"] | None = None,
         tree: str | Shape = "backbone-3x5",
         proposal: str = "top-k",
-        hosts: int = 0,
+        hosts: int = 4,
     ) -> None:
         self.hosts = hosts
         super().__init__(head, ends, vocab, tree, proposal)
