@@ -62,7 +62,7 @@ def test_skipping_blocks_is_the_model_without_them(family):
     said = model.model(text, use_cache=False).last_hidden_state
     torch.testing.assert_close(drafter.model.features(text.tolist(), ["final"]), said)
     assert torch.equal(target.features(text.tolist(), ["final"]), whole)
-    assert set(map(id, drafter.model.model.parameters())) < set(map(id, target.model.parameters()))
+    assert set(map(id, drafter.model.twin.parameters())) < set(map(id, target.twin.parameters()))
 
 
 def test_another_tokenizer_is_refused_with_the_reason():

@@ -1,15 +1,18 @@
 """Targets by alias, directory and GGUF file, and what a user reads when there is none."""
 
+import json
 import os
+from copy import deepcopy
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LlamaForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 import tiny
+from slipstream.compiled import HAS_BF16
 from slipstream.core.tree import chain
 from slipstream.targets import Target, load, load_target
 
@@ -61,7 +64,35 @@ def test_a_saved_directory_loads(tmp_path):
     target = load_target(str(tmp_path), dtype="float64")
     assert (target.dtype, target.vocab, target.window, target.name) == (torch.float64, 64, 128, str(tmp_path))
     assert_is_llama(target)
-    assert load_target(str(tmp_path)).dtype == torch.bfloat16
+    assert load_target(str(tmp_path)).dtype == (torch.bfloat16 if HAS_BF16 else torch.float32)  # as on the command line
+
+
+@pytest.mark.parametrize(
+    ("blocks", "says"),
+    [
+        (3, "3 blocks needs model.layers.2.input_layernorm.weight, .* and 6 more, which its files do not hold"),
+        (1, "1 blocks has no place for model.layers.1.input_layernorm.weight, .* and 6 more, which its files hold"),
+    ],
+)
+def test_weights_that_do_not_cover_the_model_are_refused(tmp_path, blocks, says):
+    """Blocks that Hugging Face makes up at random, or drops, with a warning: an answer of nobody's model, exit code 0."""
+    tiny.reference("llama").save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": blocks}))
+    with pytest.raises(ValueError, match=f"a LlamaForCausalLM of {says}"):
+        load_target(str(tmp_path), dtype="float64")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_classifier_is_refused(tmp_path, tied):
+    """An LM head made up at random in the place of a classifier's; or, where it is tied, an embedding in its place."""
+    config = deepcopy(tiny.FAMILIES["llama"])
+    config.pad_token_id, config.tie_word_embeddings = 0, tied
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"score\.weight" if tied else r"needs lm_head\.weight"):
+        load_target(str(tmp_path), dtype="float64")
 
 
 @pytest.mark.parametrize(
@@ -124,6 +155,19 @@ def test_gguf_is_parsed_once_for_each_file_and_dtype(gguf, home, reads, by):
     load_target(name, dtype="float64")
     assert len(reads) == 3
     assert len(list(home.iterdir())) == 3
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_damaged_cache_is_made_again(gguf, home, reads, name, left):
+    """A target that never loads again, once its cached copy was cut off by a crash or a full disk."""
+    load_target(str(gguf), dtype="float64")
+    (kept,) = home.iterdir()
+    (kept / name).write_bytes((kept / name).read_bytes()[:left])
+    assert_is_llama(load_target(str(gguf), dtype="float64"))
+    assert len(reads) == 2
+    load_target(str(gguf), dtype="float64")
+    assert len(reads) == 2
 
 
 def test_the_cache_is_written_beside_and_then_renamed(gguf, home, reads, monkeypatch):

@@ -90,6 +90,9 @@ class Sampler:
         prompts: token ids, one sequence per row.
         vocab: V, the width of the target's logits.
         device: where the logits live.
+
+    Attributes:
+        sound: [B], false once a draw had no finite best score; read by whoever copies the tokens to the host.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Sampler:
         self.history = [list(prompt) for prompt in prompts]
         self._columns = _Columns(*(self._column(f) for f in _Columns._fields))
         self._keys = torch.tensor([[row.seed, row.row] for row in self.rows], dtype=torch.long, device=self.device)
+        self.sound: Bool[Tensor, " B"] = torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
         self._greedy = all(row.temperature == 0 for row in self.rows)
         self._cuts = any(row.top_k or row.top_p < 1 or row.min_p for row in self.rows if row.temperature)
         self._processed = any(row.processors for row in self.rows)
@@ -181,8 +185,14 @@ class Sampler:
         return greedy if self._greedy else torch.where(self._columns.temperature > 0, x.softmax(-1), greedy)
 
     def draw(self, scores: Float[Tensor, "B V"], positions: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-        """The token at each absolute position: argmax(scores + g), where g depends on (seed, row, position) alone."""
-        return (scores if self._greedy else scores + self.noise(positions)).argmax(-1)
+        """The token at each absolute position: argmax(scores + g), where g depends on (seed, row, position) alone.
+
+        A row whose best score is not finite is no longer `sound`: its token means nothing.
+        """
+        perturbed = scores if self._greedy else scores + self.noise(positions)
+        token = perturbed.argmax(-1)
+        self.sound.logical_and_(perturbed.gather(1, token[:, None])[:, 0].isfinite())  # in place: rounds are captured
+        return token
 
     @property
     def greedy(self) -> bool:

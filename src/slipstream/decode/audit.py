@@ -62,10 +62,12 @@ def audit(target: Target, prompt: Sequence[int], answer: Sequence[int], sampling
         assert last is not None
         position = one * (len(prompt) + i)
         noise, logits = sampler.noise(position), last[:, -1]
-        plain = int((sampler.scores(logits) + noise).argmax())
+        plain = int(sampler.draw(sampler.scores(logits), position))
+        if not sampler.sound:
+            raise ValueError(target.unsound([*prompt, *answer[:i]]))
         if plain != token:
             mine = (sampler.scores(logits, slack / unit) + noise)[0, token]
             best = (sampler.scores(logits, -slack / unit) + noise).max()
-            behind = float(best - mine) * unit if mine > -torch.inf else math.inf  # both may be −inf, and NaN passes for 0
+            behind = float(best - mine) * unit if mine > -torch.inf else math.inf
             found.append(Divergence(i, token, plain, max(0.0, behind)))
     return found

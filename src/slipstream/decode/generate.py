@@ -165,9 +165,12 @@ def decode(
         streamer.put(torch.tensor(prompts[0]))
     span = decoder.prefill(prompts)
     began = perf_counter()
-    news = [[token] for token in span.last(span.nexts).tolist()]
+    news, sound = [[token] for token in span.last(span.nexts).tolist()], sampler.sound.tolist()
     drafted = None  # the prompt's pass is no round
     while True:
+        for i, row in enumerate(live):
+            if not sound[i]:
+                raise ValueError(target.unsound([*prompts[row], *answers[row].tokens]))
         for i, row in enumerate(live):
             taken = answers[row].extend(news[i])
             if drafted is not None:
@@ -184,7 +187,7 @@ def decode(
         decoder.seconds.host += perf_counter() - began
         span = decoder.step(limit=target.window - 1 - max(lengths))
         began = perf_counter()
-        news, drafted = _read(span)
+        news, drafted, sound = _read(span, decoder.sampler)
         lengths = [length + len(tokens) for length, tokens in zip(lengths, news, strict=True)]
         if trace is not None:
             _write(trace, span, live, [len(answers[row].rounds) for row in live])
@@ -194,13 +197,14 @@ def decode(
     return decoder.seconds
 
 
-def _read(span: Span) -> tuple[list[list[int]], list[int]]:
-    """New tokens and drafted depth of each row: the round's one copy to the host."""
+def _read(span: Span, sampler: Sampler) -> tuple[list[list[int]], list[int], list[int]]:
+    """New tokens and drafted depth of each row, and whether they mean something: the round's one copy to the host."""
     assert span.tree is not None
     depths = replace(span.tree, probes=None).layout().depths
     drafted = depths.where(span.tree.tokens >= 0, 0).amax(1)
-    table = torch.cat([span.count[:, None], drafted[:, None], span.nexts], 1).tolist()
-    return [row[2 : 2 + row[0]] for row in table], [row[1] for row in table]
+    about = torch.stack([span.count, drafted, sampler.sound], 1)
+    table = torch.cat([about, span.nexts], 1).tolist()
+    return [row[3 : 3 + row[0]] for row in table], [row[1] for row in table], [row[2] for row in table]
 
 
 def _write(trace: Writer, span: Span, live: Sequence[int], rounds: Sequence[int]) -> None:

@@ -23,9 +23,9 @@ from slipstream.core.drafter import CACHE, FINAL, INPUT, Ends
 from slipstream.core.span import Output
 from slipstream.core.tree import Layout, Tree, chain
 from slipstream.machine import place
-from slipstream.targets.inside import GROUPED, StandIn, View, additive
+from slipstream.targets.inside import GROUPED, View, additive, compile_forward, twin
 from slipstream.targets.part import part
-from slipstream.targets.support import attention_windows, check_supported
+from slipstream.targets.support import attention_windows, check_causal, check_supported, first_unsound
 
 UNREADABLE = re.compile("[\ud800-\udfff]")  # bytes that were no UTF-8, as Python hands them over
 
@@ -33,18 +33,22 @@ UNREADABLE = re.compile("[\ud800-\udfff]")  # bytes that were no UTF-8, as Pytho
 class Target:
     """A frozen LLM: `target(tree, cache) -> Output`.
 
+    The model stays the caller's. Passes run through a twin: modules of our own over the very same weights, in which
+    attention is exchanged and layers are compiled. What is done to the model afterwards does not reach the twin, but for
+    weights that are changed in place, as optimizers do.
+
     Args:
-        model: a Hugging Face causal LM. On the CPU its `sdpa` attention is exchanged for one that reads grouped keys as
-            they are; `hf_generate` puts Hugging Face's own back.
+        model: a Hugging Face causal LM. On the CPU the twin's `sdpa` attention reads grouped keys as they are.
         tokenizer: may be missing where prompts are token ids.
         name: what the user called it.
         compile: layers and LM head run as compiled graphs, but for the layers in a text's first pass, which makes the
-            cache. On the CPU they keep a packed copy of the weights (bf16 ones as fp32 where it has no bf16), which must
-            not change afterwards. The model itself is changed: no other target may be made of it, nor a copy. On a GPU
-            rounds are captured as well, as CUDA graphs (`decode.capture`).
+            cache. On the CPU they keep a packed copy of the weights (bf16 ones as fp32 where it has no bf16), which
+            later changes of the weights do not reach. On a GPU rounds are captured as well, as CUDA graphs
+            (`decode.capture`).
 
     Raises:
-        ValueError: the architecture cannot be served exactly (`check_supported`).
+        ValueError: this is no Hugging Face model, or one that cannot be served exactly (`check_supported`,
+            `check_causal`).
     """
 
     def __init__(
@@ -54,36 +58,69 @@ class Target:
         name: str = "",
         compile: bool = False,
     ) -> None:
-        self.config = model.config.get_text_config(decoder=True)
-        check_supported(self.config, model._is_stateful, "position_ids" in signature(model.forward).parameters)
-        self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(
+                f"a target is made of a Hugging Face model, not of a {type(model).__name__}: load_target(…) takes names"
+            )
+        config = model.config.get_text_config(decoder=True)
+        check_supported(config, model._is_stateful, "position_ids" in signature(model.forward).parameters)
+        self.model, self.tokenizer = model, tokenizer
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        check_causal(self.plain)
+        self._twin: PreTrainedModel | None = twin(self.plain)
+        self.config = self.twin.config.get_text_config(decoder=True)
         self.windows = attention_windows(self.config)
-        if getattr(self.config, "attn_logit_softcapping", None) and self.config._attn_implementation == "sdpa":
-            model.set_attn_implementation("eager")  # sdpa leaves the softcap out without a word
-        self._hf_attention = self.config._attn_implementation
+        sdpa = self.config._attn_implementation == "sdpa"
+        if sdpa and self.device.type == "cpu" and self.twin._can_set_attn_implementation():
+            self.twin.set_attn_implementation(GROUPED)
         self.compiles = compile
         self.captures = compile and self.device.type == "cuda"
-        self._stand_ins: list[tuple[Any, StandIn]] = []
         if compile:
-            parts = [*self.blocks, model.get_output_embeddings()]
-            self._stand_ins = [(each, StandIn(each.forward, self.device, i)) for i, each in enumerate(parts)]
-        self._exchange(ours=True)
+            for i, each in enumerate([*self.blocks, self.twin.get_output_embeddings()]):
+                compile_forward(each, self.device, i)
 
-    def _exchange(self, ours: bool) -> None:
-        """Our attention and compiled parts in place of Hugging Face's, or its own again."""
-        if self.model.device.type == "cpu" and self._hf_attention == "sdpa" and self.model._can_set_attn_implementation():
-            self.model.set_attn_implementation(GROUPED if ours else self._hf_attention)
-        for module, stand_in in self._stand_ins:
-            module.forward = stand_in if ours else stand_in.plain
+    def __repr__(self) -> str:
+        weights = sum(p.numel() for p in self.model.parameters()) / 1e6
+        how = f"{self.dtype_name} on {self.device}{', compiled' if self.compiles else ''}"
+        return f"Target({self.name}: {self.config.model_type}, {len(self.blocks)} blocks, {weights:,.1f} M weights, {how})"
+
+    @property
+    def twin(self) -> PreTrainedModel:
+        """The model that passes run through. Raises ValueError once the target is released."""
+        if self._twin is None:
+            raise ValueError(f"target {self.name} was released: make another one, Target(model)")
+        return self._twin
+
+    @cached_property
+    def plain(self) -> PreTrainedModel:
+        """Another twin, with Hugging Face's own attention and layers: the outside baseline. Its attention is eager where a
+        softcap, which `sdpa` leaves out without a word, is asked for."""
+        plain = twin(self.model)
+        config = plain.config.get_text_config(decoder=True)
+        if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
+            plain.set_attn_implementation("eager")
+        return plain
+
+    def release(self) -> None:
+        """Let go of the weights, packed copies included; the model is the caller's as before. `with Target(model) as
+        target:` does it at the end."""
+        self._twin = None
+        for name in ("plain", "blocks", "ends"):
+            vars(self).pop(name, None)
+
+    def __enter__(self) -> "Target":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return self.twin.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.dtype
+        return self.twin.dtype
 
     @property
     def dtype_name(self) -> str:
@@ -104,14 +141,14 @@ class Target:
     def fingerprint(self) -> str:
         """What a drafter was made for: the model's type and a hash of the signs of the first values of every weight, which
         no precision that the model may be loaded in changes."""
-        parts = [bytes(torch.signbit(p.flatten()[:256]).tolist()) for p in self.model.parameters()]
+        parts = [bytes(torch.signbit(p.flatten()[:256]).tolist()) for p in self.twin.parameters()]
         return f"{self.config.model_type}-{hashlib.sha256(b'|'.join(sorted(parts))).hexdigest()[:12]}"
 
     @cached_property
     def ends(self) -> Ends:
         """The embedding and the LM head, for drafters that share them."""
-        head: Any = self.model.get_output_embeddings()
-        embed: Any = self.model.get_input_embeddings()
+        head: Any = self.twin.get_output_embeddings()
+        embed: Any = self.twin.get_input_embeddings()
         return Ends(
             embed,
             head.weight,
@@ -159,7 +196,7 @@ class Target:
             inputs = {"input_ids": tokens}
         else:
             assert tree.probes is not None and tree.hosts is not None
-            embedded = self.model.get_input_embeddings()(tokens)
+            embedded = self.twin.get_input_embeddings()(tokens)
             probes = tree.probes.to(embedded).repeat(tree.hosts.shape[1], 1).expand(len(tokens), -1, -1)
             inputs = {"inputs_embeds": torch.cat([embedded, probes], 1)}
         keep: int | Tensor = 0
@@ -200,7 +237,7 @@ class Target:
     ) -> tuple[Float[Tensor, "B K V"], Float[Tensor, "B R F"] | None]:
         """Logits and features."""
         with self._recording(taps) as states:
-            out = self.model(
+            out = self.twin(
                 **inputs,
                 position_ids=positions,
                 attention_mask=mask,
@@ -230,7 +267,7 @@ class Target:
                     self._index(tap)  # read off the cache after the pass
                     continue
                 if tap == FINAL:
-                    hook = self.model.get_decoder().register_forward_hook(after)
+                    hook = self.twin.get_decoder().register_forward_hook(after)
                 else:
                     block = self.blocks[self._index(tap)]
                     hook = block.register_forward_pre_hook(partial(before, tap=tap), with_kwargs=True)
@@ -240,7 +277,7 @@ class Target:
     @cached_property
     def blocks(self) -> nn.ModuleList:
         count = self.config.num_hidden_layers
-        return next(m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+        return next(m for m in self.twin.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
 
     def _index(self, tap: str) -> int:
         """The block that a tap names. Raises ValueError."""
@@ -271,7 +308,19 @@ class Target:
         tokens = torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=self.device)
         out = self(chain(tokens), self.new_cache(len(rows), width), taps, rows=tokens[:, :0])
         assert out.features is not None
+        for row, features in zip(rows, out.features, strict=True):
+            if not features[: len(row)].isfinite().all():
+                raise ValueError(self.unsound(row))
         return out.features.clone()  # outside inference mode: what autograd may read
+
+    def unsound(self, tokens: Sequence[int]) -> str:
+        """What is wrong where this target's numbers behind `tokens` are not finite, and the module where it begins."""
+        if (module := first_unsound(self.plain, tokens)) is None:
+            return f"no token is left to draw after {len(tokens)} tokens: processors have ruled out all of them"
+        return (
+            f"target {self.name} says numbers that are not finite after {len(tokens)} tokens, first in {module}: its "
+            f"weights are damaged, or {self.dtype_name} is too narrow for it: load it in float32"
+        )
 
     def warm_up(self) -> None:
         """Compile what rounds of one text take: passes of one row and of several."""
@@ -305,11 +354,8 @@ class Target:
 
     def hf_generate(self, tokens: Int[Tensor, "B T"], **kwargs: Any) -> Int[Tensor, "B T2"]:
         """Hugging Face's own `generate` on the same weights, with its own attention and layers: the outside baseline."""
-        self._exchange(ours=False)
-        try:
-            return self.model.generate(tokens, attention_mask=torch.ones_like(tokens), **kwargs)
-        finally:
-            self._exchange(ours=True)
+        plain: Any = self.plain
+        return plain.generate(tokens, attention_mask=torch.ones_like(tokens), **kwargs)
 
     def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a prompt: ids as they are; messages, and text where there is a chat template, through it.

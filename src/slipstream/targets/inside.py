@@ -1,17 +1,31 @@
-"""What takes the place of a Hugging Face model's own parts: its attention, its cache, the `forward` of compiled modules."""
+"""The twin of a Hugging Face model, and what takes the place of its parts: attention, cache, the `forward` of compiled
+modules."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from copy import deepcopy
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, Cache
 
 from slipstream.compiled import compiled, freed
 from slipstream.core.cache import KVCache, LayerView
 
 GROUPED = "slipstream_grouped_sdpa"
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def twin(model: Model) -> Model:
+    """The same model in eval mode, as modules of its own over the same memory.
+
+    The two share what is done to weights in place, and nothing else: no module, mode, configuration, or gradient.
+    """
+    weights = {  # quantised ones are of other types, which carry more than their numbers
+        id(p): nn.Parameter(p.detach(), requires_grad=False) if type(p) is nn.Parameter else p for p in model.parameters()
+    }
+    return deepcopy(model, {**weights, **{id(buffer): buffer for buffer in model.buffers()}}).eval()
 
 
 def _grouped_sdpa(
@@ -91,8 +105,6 @@ class StandIn:
     """Stands in for the `forward` of one of the model's modules, as graphs that all modules of its class share."""
 
     def __init__(self, forward: Callable[..., Any], device: torch.device, layer: int = 0) -> None:
-        if isinstance(forward, StandIn):
-            raise ValueError("this model is compiled for another target already: use that one, or load the model again")
         self.plain, self._compiled, self._layer = forward, compiled(forward, device), layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,3 +119,8 @@ class StandIn:
         if isinstance(x, View):
             return x.of(self._layer)
         return tuple(map(self._own, x)) if type(x) is tuple else x
+
+
+def compile_forward(module: nn.Module, device: torch.device, layer: int = 0) -> None:
+    """Let a module run as a compiled graph."""
+    module.forward = StandIn(module.forward, device, layer)

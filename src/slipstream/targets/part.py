@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from slipstream.targets.inside import Behind, StandIn, additive
+from slipstream.targets.inside import Behind, additive, compile_forward
 
 if TYPE_CHECKING:
     from slipstream.targets.hf import Target
@@ -29,18 +29,18 @@ def part(target: "Target", blocks: Sequence[int], own: bool, vocab: Int[Tensor, 
         raise ValueError(f"a model of blocks {sorted(blocks)} cannot be made: this target has 0 to {L - 1}; keep one")
     kept = sorted(set(blocks))
     made = copy(target)
-    made.model = _shallow(target.model)
+    made._twin = _shallow(target.twin)
     made.__dict__.pop("ends", None)
     made.blocks = nn.ModuleList([_copied(target, i) if own else target.blocks[i] for i in kept])
     _put(made, target.blocks, made.blocks)
-    decoder: Any = made.model.get_decoder()
+    decoder: Any = made.twin.get_decoder()
     if types := getattr(decoder.config, "layer_types", None):  # masks are picked by a layer's place
         decoder.config = copy(decoder.config)
         decoder.config.layer_types = [types[i] for i in kept]
     if own:
         decoder._modules.update({name: deepcopy(each) for name, each in between(made).items()})
     if vocab is not None:
-        head: Any = target.model.get_output_embeddings()
+        head: Any = target.twin.get_output_embeddings()
         narrow = nn.Linear(1, 1, head.bias is not None, device="meta")
         narrow.weight = nn.Parameter(head.weight[vocab], requires_grad=False)
         if head.bias is not None:
@@ -51,14 +51,14 @@ def part(target: "Target", blocks: Sequence[int], own: bool, vocab: Int[Tensor, 
 
 def between(target: "Target") -> dict[str, nn.Module]:
     """What stands between the ends beside the blocks: the last norm, perhaps positions."""
-    decoder: Any = target.model.get_decoder()
-    others = (target.model.get_input_embeddings(), target.blocks)
+    decoder: Any = target.twin.get_decoder()
+    others = (target.twin.get_input_embeddings(), target.blocks)
     return {name: each for name, each in decoder.named_children() if not any(each is other for other in others)}
 
 
 def states(target: "Target", tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
     """The final states of whole texts, right-padded, in the blocks' precision; gradients flow."""
-    embedded = target.model.get_input_embeddings()(tokens).to(next(target.blocks.parameters()).dtype)
+    embedded = target.twin.get_input_embeddings()(tokens).to(next(target.blocks.parameters()).dtype)
     at = torch.arange(tokens.shape[1], device=tokens.device)[None]
     return states_behind(target, embedded, at, at[:, :, None] >= at[:, None], at)
 
@@ -82,7 +82,7 @@ def states_behind(
         near = positions[:, :, None] - columns[:, None] < (window or target.window + 1)
         every[kind] = seen & (near | (columns < 0)[:, None])
     mask = additive(every, embedded.dtype)
-    decoder: Any = target.model.get_decoder()
+    decoder: Any = target.twin.get_decoder()
     cache = Behind() if behind is None else behind
     about = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache, "use_cache": True}
     return decoder(inputs_embeds=embedded, **about).last_hidden_state
@@ -90,8 +90,8 @@ def states_behind(
 
 def _put(target: "Target", old: nn.Module, new: nn.Module) -> None:
     """Another module in one's place; the modules around it become this target's own."""
-    path = next(name for name, module in target.model.named_modules() if module is old).split(".")
-    holder: Any = target.model
+    path = next(name for name, module in target.twin.named_modules() if module is old).split(".")
+    holder: Any = target.twin
     for name in path[:-1]:
         holder._modules[name] = _shallow(holder._modules[name])
         holder = holder._modules[name]
@@ -113,5 +113,5 @@ def _copied(target: "Target", i: int) -> nn.Module:
 
 def _compiled_as(target: "Target", module: nn.Module, layer: int = 0) -> nn.Module:
     if target.compiles:
-        module.forward = StandIn(module.forward, target.device, layer)
+        compile_forward(module, target.device, layer)
     return module

@@ -1,9 +1,17 @@
 """What a target must be, and what is refused by name with the reason."""
 
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 ROPE_REFUSED = ("dynamic", "longrope", "su")
 LAYERS_KNOWN = ("full_attention", "sliding_attention")
+LEAK = 0.05  # of the logits' spread; rounding moves them by a fiftieth at most
+SUPPORTED = "Supported: decoder-only models with attention in every layer"
 
 
 def check_supported(config: Any, stateful: bool = False, positioned: bool = True) -> None:
@@ -20,9 +28,7 @@ def check_supported(config: Any, stateful: bool = False, positioned: bool = True
     kind = getattr(config, "model_type", type(config).__name__)
 
     def refuse(reason: str) -> None:
-        raise ValueError(
-            f"Unsupported target: {kind}: {reason}. Supported: decoder-only models with attention in every layer"
-        )
+        raise ValueError(f"Unsupported target: {kind}: {reason}. {SUPPORTED}")
 
     if getattr(config, "is_encoder_decoder", False):
         refuse("it is an encoder-decoder; one token tree has no place in its encoder")
@@ -57,3 +63,38 @@ def attention_windows(config: Any) -> dict[str, int | None]:
     if layers is None:
         return {"sliding_attention": window}
     return {layer: window if layer == "sliding_attention" else None for layer in sorted(set(layers))}
+
+
+@torch.inference_mode()
+def check_causal(model: Any) -> None:
+    """Refuse a model that reads ahead, such as an encoder, whatever its configuration says: another last token must not
+    change what is said of the tokens before it.
+
+    Raises:
+        ValueError: names the model type.
+    """
+    V = model.config.get_text_config(decoder=True).vocab_size
+    texts = (torch.tensor([[1 % V, 2 % V, 3 % V, last % V]], device=model.device) for last in (4, 5))
+    one, other = (model(input_ids=text, use_cache=False).logits[0, :-1].double() for text in texts)
+    if (one - other).abs().max() > LEAK * one.std():
+        raise ValueError(
+            f"Unsupported target: {model.config.model_type}: its attention is not causal: later tokens change what it says "
+            f"of earlier ones. {SUPPORTED}"
+        )
+
+
+@torch.inference_mode()
+def first_unsound(model: Any, tokens: Sequence[int]) -> str | None:
+    """The first module, as they end, that says numbers which are not finite of a text; None if there is none."""
+    found: list[str] = []
+
+    def look(module: nn.Module, args: Any, out: Any, name: str) -> None:
+        parts = out.values() if isinstance(out, dict) else out if isinstance(out, tuple) else (out,)
+        if not all(bool(part.isfinite().all()) for part in parts if isinstance(part, Tensor)):
+            found.append(name or type(module).__name__)
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_hook(partial(look, name=name)).remove)
+        model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False)
+    return found[0] if found else None

@@ -1,0 +1,68 @@
+"""Numbers that are not finite stop whatever reads them, with the place where they begin."""
+
+import math
+from copy import deepcopy
+
+import pytest
+import torch
+
+import tiny
+from slipstream import generate
+from slipstream.bench.certify import certify
+from slipstream.bench.questions import Question
+from slipstream.core.sampling import Sampling
+from slipstream.decode.audit import audit
+from slipstream.targets import Target
+
+PROMPT = tiny.prompts(9)[0]
+SAYS = r"target broken says numbers that are not finite after \d+ tokens, first in model\.layers\.1\.mlp\.up_proj"
+
+
+def broken(number: float, token: int | None = None) -> Target:
+    """A target whose second block says `number`, everywhere or behind one token alone."""
+    target = Target(deepcopy(tiny.reference("llama")), tiny.tokenizer(), "broken")
+    with torch.no_grad():
+        if token is None:
+            target.model.model.layers[1].mlp.up_proj.weight[0, 0] = number
+        else:
+            target.model.model.embed_tokens.weight[token] = number
+    return target
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", ["vanilla", "ngram", "self-speculative:skip=0"])
+def test_generate_stops(drafter, temperature, number):
+    """An answer of whatever token has the first NaN, exit code 0."""
+    with pytest.raises(ValueError, match=SAYS):
+        generate(broken(number), PROMPT, drafter, temperature=temperature)
+
+
+def test_a_place_in_the_middle_of_a_batch_is_found():
+    """One row of a batch whose text goes wrong after some tokens, while the others are sound."""
+    sound = generate(tiny.target("llama"), PROMPT, max_new_tokens=8).tokens
+    target = broken(math.nan, token=sound[4])
+    at = len(PROMPT) + sound.index(sound[4]) + 1
+    with pytest.raises(ValueError, match=rf"not finite after {at} tokens, first in model\.embed_tokens"):
+        generate(target, [tiny.prompts(5, 3)[1], PROMPT], max_new_tokens=8)
+
+
+def test_certify_and_audit_certify_nothing():
+    """A certificate of an answer whose every margin is NaN, which no bound exceeds."""
+    with pytest.raises(ValueError, match=SAYS):
+        certify(broken(math.nan), ["ngram"], [Question("own", "1", "chat", ("abc",))], [0.0], 4)
+    with pytest.raises(ValueError, match=SAYS):
+        audit(broken(math.nan), PROMPT, [1, 2], Sampling())
+
+
+def test_features_to_train_on_stop():
+    """A head that learns from NaN, and is said to reach a τ of 1.98."""
+    with pytest.raises(ValueError, match=SAYS):
+        broken(math.nan).features([PROMPT], ("final",))
+
+
+def test_processors_that_leave_nothing_are_named():
+    """A target called broken where processors have left nothing to draw."""
+    nothing = [lambda ids, scores: scores.fill_(-math.inf)]
+    with pytest.raises(ValueError, match="processors have ruled out all of them"):
+        generate(tiny.target("llama"), PROMPT, processors=nothing)
