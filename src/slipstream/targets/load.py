@@ -109,7 +109,7 @@ def _whole(name: str, **how: Any) -> PreTrainedModel:
             f"{kind} has no place for {_some(left)}, which its files hold: give a causal LM's own checkpoint; to leave "
             "them out, load the model yourself and give Target(model, tokenizer)"
         )
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _some(names: Sequence[str], n: int = 3) -> str:
