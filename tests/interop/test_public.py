@@ -181,7 +181,7 @@ def test_tensors_that_do_not_fit_are_named(target, tmp_path, how, says):
         ({"hidden_size": 32}, "hidden_size=32"),
         ({"vocab_size": 99}, "vocab_size=99"),
         ({"num_hidden_layers": 2}, "num_hidden_layers=2"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope 'linear'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope 'dynamic'"),
         ({"hidden_act": "tanh"}, "hidden_act 'tanh'"),
     ],
 )

@@ -5,7 +5,7 @@ of public checkpoints: its own LM head over a draft vocabulary, no feature to pr
 """
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float, Int
@@ -23,10 +23,19 @@ class Eagle3Config(HeadConfig):
     Attributes:
         draft_vocab_size: rows of its LM head.
         norm_before_residual: the layer's residual is the normed state, as some public checkpoints are trained.
+        norm_output: the recursion reads the normed state that the LM head reads (EAGLE 3.1).
+        norm_before_fc: one norm over the taps side by side; `fc_norm`: one over each of them (EAGLE 3.1).
+        target_hidden_size: of the taps; 0: as wide as the head.
+        vocab_size: V, of an embedding of its own; 0: it reads the target's.
     """
 
     draft_vocab_size: int = 32000
     norm_before_residual: bool = False
+    norm_output: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    target_hidden_size: int = 0
+    vocab_size: int = 0
 
 
 class Eagle3Layer(nn.Module):
@@ -56,14 +65,23 @@ class Eagle3Head(RecursiveHead):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        self.config, H = config, config.hidden_size
-        self.fc = nn.Linear(len(config.taps) * H, H, bias=False)
+        self.config, H, taps = config, config.hidden_size, len(config.taps)
+        wide, eps = config.target_hidden_size or H, config.rms_norm_eps
+        if config.vocab_size:
+            self.embed_tokens = nn.Embedding(config.vocab_size, H)
+        self.input_norm: nn.Module = nn.RMSNorm(taps * wide, eps) if config.norm_before_fc else nn.Identity()
+        self.fc_norm: Any = nn.ModuleList([nn.RMSNorm(wide, eps) for _ in range(taps)]) if config.fc_norm else None
+        self.fc = nn.Linear(taps * wide, H, bias=False)
         self.midlayer = Eagle3Layer(config)
-        self.norm = nn.RMSNorm(H, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(H, eps)
         self.lm_head = nn.Linear(H, config.draft_vocab_size, bias=False)
 
     def fuse(self, features: Float[Tensor, "B T F"]) -> Float[Tensor, "B T H"]:
         """The target's states as one; the head's own skip this."""
+        features = self.input_norm(features)
+        if self.fc_norm is not None:
+            parts = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         return self.fc(features)
 
     def forward(
@@ -73,12 +91,13 @@ class Eagle3Head(RecursiveHead):
         positions: Int[Tensor, "#B T"],
         attend: Attend,
     ) -> Float[Tensor, "B T H"]:
-        """The states after, un-normed: row i reads (embedding of t_{i+1}, h_i) at position i."""
-        return self.midlayer(embedded, hidden, positions, attend)
+        """The states after, un-normed but for `norm_output`: row i reads (embedding of t_{i+1}, h_i) at position i."""
+        said = self.midlayer(embedded, hidden, positions, attend)
+        return self.norm(said) if self.config.norm_output else said
 
     def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
         """Over the draft vocabulary."""
-        return self.lm_head(self.norm(hidden))
+        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
     @torch.no_grad()
     def start(self, generator: torch.Generator, lm_head: Float[Tensor, "Vd H"], norm: Float[Tensor, " H"]) -> "Eagle3Head":

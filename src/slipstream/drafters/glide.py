@@ -20,7 +20,7 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
 from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, randomise
-from slipstream.drafters.layers import MLP, Attend, Attention, CacheAttend, attend_cache, rotate, turns
+from slipstream.drafters.layers import MLP, Attend, Attention, CacheAttend, Rope, attend_cache, rotate
 
 # the target's keys and values of one block, and what each row sees of them
 Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Bool[Tensor, "#B 1 #T S"]]
@@ -57,9 +57,7 @@ class CrossAttention(nn.Module):
     def __init__(self, config: GlideConfig, layer: int) -> None:
         super().__init__()
         A, D = config.target_heads, config.target_head_dim
-        self.config = config
-        frequencies, self.factor = config.target_rope[layer]  # no buffer: that would be rounded with the weights
-        self.frequencies = torch.tensor(frequencies, dtype=torch.float64)
+        self.config, self.rope = config, Rope(*config.target_rope[layer])
         self.q_proj = nn.Linear(config.hidden_size, A * D, bias=False)
         self.o_proj = nn.Linear(A * D, config.hidden_size, bias=False)
 
@@ -67,11 +65,8 @@ class CrossAttention(nn.Module):
         """Rows of x see what their mask shows them of the glimpse."""
         key, value, mask = glimpse
         q = self.q_proj(x).unflatten(-1, (-1, self.config.target_head_dim)).transpose(1, 2)
-        if turned := 2 * len(self.frequencies):
-            if self.frequencies.device != x.device:
-                self.frequencies = self.frequencies.to(x.device)
-            exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-            cos, sin = (self.factor * part for part in turns(positions, self.frequencies.to(exact), x.dtype))
+        if turned := 2 * len(self.rope.frequencies):
+            cos, sin = self.rope(positions, x.dtype)
             q = torch.cat([rotate(q[..., :turned], cos, sin), q[..., turned:]], -1)
         out = F.scaled_dot_product_attention(q, key, value, mask, enable_gqa=q.shape[1] != key.shape[1])
         return self.o_proj(out.transpose(1, 2).flatten(2))

@@ -1,12 +1,15 @@
 """The decoder layer that learned drafters are made of, under the tensor names of public checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.compiled import freed
 from slipstream.core.cache import KVCache, LayerView
@@ -23,9 +26,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+SCALED = ("linear", "llama3", "yarn")  # ropes whose frequencies do not depend on the text's length
+
+
 @dataclass(frozen=True)
 class LayerConfig:
-    """Sizes of a Llama-like decoder layer, under Hugging Face's names."""
+    """Sizes of a Llama-like decoder layer, under Hugging Face's names.
+
+    Attributes:
+        attention_bias: of the queries', keys' and values' projections; `output_bias`: of the one behind them.
+        rope_scaling: one of `SCALED` with its numbers, as in Hugging Face's config.json; none: plain rope.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -36,6 +47,39 @@ class LayerConfig:
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
     attention_bias: bool = False
+    output_bias: bool = False
+    rope_scaling: Mapping[str, Any] | None = None
+
+
+class Rope:
+    """Rotary positions of given frequencies, whose cos and sin are multiplied by a factor."""
+
+    def __init__(self, frequencies: Sequence[float], factor: float = 1.0) -> None:
+        # no buffer of a module: that would be rounded with the weights
+        self.frequencies, self.factor = torch.tensor(frequencies, dtype=torch.float64), factor
+
+    @classmethod
+    def scaled(cls, config: LayerConfig) -> "Rope":
+        """As Hugging Face computes it from `rope_scaling`."""
+        assert config.rope_scaling is not None
+        about = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            rope_parameters={"rope_theta": config.rope_theta, **config.rope_scaling},
+        )
+        frequencies, factor = ROPE_INIT_FUNCTIONS[config.rope_scaling["rope_type"]](about, torch.device("cpu"))
+        return cls(frequencies.tolist(), float(factor))
+
+    def __call__(
+        self, positions: Int[Tensor, "#B T"], dtype: torch.dtype
+    ) -> tuple[Float[Tensor, "#B 1 T D"], Float[Tensor, "#B 1 T D"]]:
+        """cos and sin; computed in float32 at least."""
+        if self.frequencies.device != positions.device:
+            self.frequencies = self.frequencies.to(positions.device)
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        cos, sin = turns(positions, self.frequencies.to(exact), dtype)
+        return self.factor * cos, self.factor * sin
 
 
 class Attention(nn.Module):
@@ -46,17 +90,21 @@ class Attention(nn.Module):
         super().__init__()
         H, D, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.head_dim, self.theta = D, config.rope_theta
+        self.scaled = None if config.rope_scaling is None else Rope.scaled(config)
         self.q_proj = nn.Linear(inputs * H, config.num_attention_heads * D, bias)
         self.k_proj = nn.Linear(inputs * H, config.num_key_value_heads * D, bias)
         self.v_proj = nn.Linear(inputs * H, config.num_key_value_heads * D, bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * D, H, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * D, H, config.output_bias)
 
     def forward(self, x: Float[Tensor, "B T I"], positions: Int[Tensor, "#B T"], attend: Attend) -> Float[Tensor, "B T H"]:
         """Rows of x see what `attend` shows them."""
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        cos, sin = rotary(positions, self.head_dim, self.theta, x.dtype)
+        if self.scaled is None:
+            cos, sin = rotary(positions, self.head_dim, self.theta, x.dtype)
+        else:
+            cos, sin = self.scaled(positions, x.dtype)
         key, value, mask = attend(rotate(k, cos, sin), v)
         out = F.scaled_dot_product_attention(rotate(q, cos, sin), key, value, mask, enable_gqa=q.shape[1] != key.shape[1])
         return self.o_proj(out.transpose(1, 2).flatten(2))

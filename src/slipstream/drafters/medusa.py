@@ -24,6 +24,7 @@ class MedusaConfig:
         depth: heads, and tokens drafted.
         layers: residual blocks of a head.
         bias: of their linear layers.
+        shared: the target's LM head in the place of their own.
     """
 
     hidden_size: int
@@ -31,13 +32,14 @@ class MedusaConfig:
     depth: int = 3
     layers: int = 1
     bias: bool = True
+    shared: bool = False
     taps: tuple[str, ...] = (FINAL,)
 
 
 class MedusaHead(Head):
     """Head k: x += SiLU(linear(x)), `layers` times, and an LM head of its own (Medusa §2.1.1)."""
 
-    sizes, own_lm_head = MedusaConfig, True
+    sizes = MedusaConfig
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -45,7 +47,12 @@ class MedusaHead(Head):
         self.blocks: Any = nn.ModuleList(
             [nn.ModuleList([nn.Linear(H, H, config.bias) for _ in range(config.layers)]) for _ in range(config.depth)]
         )
-        self.lm_heads: Any = nn.ModuleList([nn.Linear(H, config.draft_vocab_size, bias=False) for _ in range(config.depth)])
+        own = 0 if config.shared else config.depth
+        self.lm_heads: Any = nn.ModuleList([nn.Linear(H, config.draft_vocab_size, bias=False) for _ in range(own)])
+
+    @property
+    def own_lm_head(self) -> bool:  # type: ignore[override]
+        return not self.config.shared
 
     def forward(self, features: Float[Tensor, "B T H"]) -> Float[Tensor, "B T N H"]:
         """What the LM heads read: of row i, head k's is to say t_{i+1+k}, where t_{i+1} is the target's own."""

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +20,10 @@ from slipstream.drafters.layers import Attend, CacheAttend, attend_cache
 
 class RecursiveHead(Head):
     """What a recursive drafter asks of its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens: Any = None  # of its own, in place of the target's
 
     def fuse(self, features: Float[Tensor, "B T F"]) -> Float[Tensor, "B T H"]:
         """What the target's taps are to the recursion."""
@@ -86,4 +91,5 @@ class RecursiveDrafter(HeadDrafter):
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, fresh: bool
     ) -> Float[Tensor, "B T H"]:
         """fresh: `hidden` is the target's taps, not what the head said."""
-        return self.head(self.ends.embed(tokens), self.head.fuse(hidden) if fresh else hidden, positions, attend)
+        embed = self.head.embed_tokens or self.ends.embed
+        return self.head(embed(tokens), self.head.fuse(hidden) if fresh else hidden, positions, attend)

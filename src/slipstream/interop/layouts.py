@@ -5,7 +5,7 @@ Each layout says which sizes its config.json gives and what its tensors are call
 
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
 import torch
@@ -14,13 +14,9 @@ from torch import Tensor
 from slipstream.core.drafter import INPUT, Ends
 from slipstream.drafters.eagle import EagleConfig
 from slipstream.drafters.eagle3 import Eagle3Config
-from slipstream.drafters.heads import HeadConfig, block_taps
-from slipstream.drafters.layers import ACTIVATIONS, LayerConfig
 from slipstream.drafters.medusa import MedusaConfig
 from slipstream.drafters.store import VOCAB
-
-PLAIN_ROPE = (None, "default")
-HELD = {"num_hidden_layers", "vocab_size", "rope_scaling", "rope_parameters", "model_type"}  # read, and checked
+from slipstream.interop.sizes import IDS, NESTED, SHARED, fits, layer, taps, targets, written
 
 BLOCK = re.compile(r"blocks\.(\d+)\.(\d+)\.(weight|bias)")  # of a Medusa head, as we name it
 
@@ -37,16 +33,21 @@ class Layout(ABC):
     """How a method's heads are written elsewhere."""
 
     method: ClassVar[str]
-    keys: ClassVar[set[str]]  # of config.json, that are used
+    keys: ClassVar[set[str]]  # of config.json, that are read
     file: ClassVar[str] = "model.safetensors"  # that it is written to
 
     @abstractmethod
-    def sizes(self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str) -> Any:
-        """The head's sizes; tensors are under our names. Raises ValueError for one that this target cannot have."""
+    def sizes(self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str, report: Report) -> Any:
+        """The head's sizes, of the `flat` config; tensors are under our names. Raises ValueError for one that this target
+        cannot have."""
 
     @abstractmethod
-    def config(self, head: Any, ends: Ends) -> dict[str, Any]:
-        """config.json of a head of our own."""
+    def config(self, head: Any, ends: Ends, target: str) -> dict[str, Any]:
+        """config.json of a head of our own for the target of that name. Raises ValueError where it cannot say it."""
+
+    def flat(self, config: dict[str, Any], source: str) -> dict[str, Any]:
+        """config.json without sections: all that is read under one roof."""
+        return config
 
     def tree(self, sizes: Any) -> str:
         """What a head of it drafts by default."""
@@ -65,21 +66,25 @@ class Layout(ABC):
 class EagleLayout(Layout):
     """EAGLE-1/2: config.json is the target's with one layer; beside the head's tensors a copy of the target's embedding."""
 
-    method = "eagle"
-    keys: ClassVar = {f.name for f in fields(EagleConfig)} - {"input_norm", "taps"}
+    method, keys = "eagle", SHARED | {"bias"}
 
-    def sizes(self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str) -> EagleConfig:
+    def sizes(
+        self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str, report: Report
+    ) -> EagleConfig:
         has_bias = config.get("bias") is not False  # of the fc: the key's absence means that there is one
-        return EagleConfig(**_layer(config, ends, source), bias=has_bias)
+        fits("hidden_size", config.get("hidden_size"), ends.head.shape[1], source)
+        return EagleConfig(**layer(config, tensors, ends, source), bias=has_bias)
 
-    def config(self, head: EagleConfig, ends: Ends) -> dict[str, Any]:
-        sizes = {name: value for name, value in vars(head).items() if name in self.keys and not (name == "bias" and value)}
-        return {**_targets(ends), **sizes, **_rope(head), "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    def config(self, head: EagleConfig, ends: Ends, target: str) -> dict[str, Any]:
+        bias = {} if head.bias else {"bias": False}
+        return {**targets(ends), **written(head), **bias, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
     def give(self, tensors: dict[str, Tensor], ends: Ends, report: Report) -> dict[str, Tensor]:
         if VOCAB in tensors:
             n = len(tensors[VOCAB])
-            report.notes.append(f"{VOCAB}: left out; engines take candidates from all tokens, not from these {n}")
+            report.notes.append(
+                f"{VOCAB}: in config.json, where import finds it; engines take candidates from all tokens, not these {n}"
+            )
         if "fc.bias" in tensors:
             report.notes.append(
                 'fc.bias: vLLM leaves it out, and reads the key "bias" as one of attention; SGLang and EAGLE use it'
@@ -88,36 +93,52 @@ class EagleLayout(Layout):
 
 
 class Eagle3Layout(Layout):
-    """EAGLE-3: its own LM head; d2t [Vd] and t2d [V] say the draft vocabulary (target id = i + d2t[i])."""
+    """EAGLE-3: its own LM head; d2t [Vd] and t2d [V] say the draft vocabulary (target id = i + d2t[i]).
+
+    Which states it reads is said twice, one apart: `eagle_aux_hidden_state_layer_ids` counts inputs of blocks (vLLM), the
+    same key in `eagle_config` outputs of blocks (SGLang, SpecForge, ModelOpt).
+    """
 
     method, layer = "eagle3", "midlayer."
-    keys: ClassVar = {f.name for f in fields(Eagle3Config)} - {"taps"} | {
-        "eagle_aux_hidden_state_layer_ids",
-        "eagle_config",
-    }
+    flags: ClassVar = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
+    keys: ClassVar = SHARED | {*flags, "draft_vocab_size", "target_hidden_size", "embed_requires_grad", IDS} | {
+        f"{NESTED}{name}" for name in (IDS, "norm_before_fc")
+    }  # fmt: skip
 
-    def sizes(self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str) -> Eagle3Config:
-        blocks = ends.config.num_hidden_layers
-        own = config.get("eagle_config") or {}
-        ids = config.get("eagle_aux_hidden_state_layer_ids") or own.get("eagle_aux_hidden_state_layer_ids")
-        if ids is not None and not all(0 <= i < blocks for i in ids):
-            raise ValueError(
-                f"checkpoint {source} reads the inputs of blocks {ids}; this target has blocks 0 to {blocks - 1}"
-            )
-        if (width := config.get("target_hidden_size")) not in (None, ends.config.hidden_size):
-            raise ValueError(f"checkpoint {source}: target_hidden_size={width}; this target's is {ends.config.hidden_size}")
+    def flat(self, config: dict[str, Any], source: str) -> dict[str, Any]:
+        nested = {f"{NESTED}{name}": value for name, value in (config.get("eagle_config") or {}).items()}
+        return {name: value for name, value in config.items() if name != "eagle_config"} | nested
+
+    def sizes(
+        self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str, report: Report
+    ) -> Eagle3Config:
+        H, wide = config.get("hidden_size"), config.get("target_hidden_size")
+        fits("target_hidden_size" if wide else "hidden_size", wide or H, ends.config.hidden_size, source)
+        flags: dict[str, Any] = {name: bool(config.get(name)) for name in self.flags}
+        flags["norm_before_fc"] = bool(config.get(f"{NESTED}norm_before_fc", flags["norm_before_fc"]))
+        own = bool(config.get("embed_requires_grad")) or ends.config.hidden_size != H
         return Eagle3Config(
-            **_layer(config, ends, source),
-            taps=block_taps(blocks) if ids is None else tuple(f"{INPUT}{i}" for i in ids),
+            **layer(config, tensors, ends, source),
+            **flags,
+            taps=taps(config, ends.config.num_hidden_layers, source),
             draft_vocab_size=config.get("draft_vocab_size") or len(ends.head),
-            norm_before_residual=bool(config.get("norm_before_residual")),
+            target_hidden_size=0 if wide in (None, H) else wide,
+            vocab_size=len(ends.head) if own else 0,
         )
 
-    def config(self, head: Eagle3Config, ends: Ends) -> dict[str, Any]:
-        sizes = {name: value for name, value in vars(head).items() if name in self.keys}
-        ids = {"eagle_aux_hidden_state_layer_ids": [int(tap.removeprefix(INPUT)) for tap in head.taps]}
+    def config(self, head: Eagle3Config, ends: Ends, target: str) -> dict[str, Any]:
+        inputs = [int(tap.removeprefix(INPUT)) for tap in head.taps if tap.startswith(INPUT)]
+        if len(inputs) < len(head.taps) or inputs != sorted(set(inputs)):
+            raise ValueError(
+                f"this head reads {', '.join(map(repr, head.taps))}, and engines inputs of blocks alone, in ascending "
+                "order: train one that reads those (head.taps)"
+            )
         own = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "tie_word_embeddings": False}
-        return {**_targets(ends), **sizes, **_rope(head), **own, **ids}
+        own |= {name: getattr(head, name) for name in (*self.flags, "draft_vocab_size")}
+        own |= {"target_hidden_size": head.target_hidden_size or head.hidden_size}
+        own |= {"embed_requires_grad": bool(head.vocab_size), IDS: inputs}
+        nested = {IDS: [i - 1 for i in inputs], "use_aux_hidden_state": True}
+        return {**targets(ends), **written(head), **own, "eagle_config": nested}
 
     def take(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
         taken = {name.replace(self.layer, "midlayer.", 1): tensor for name, tensor in tensors.items()}
@@ -143,22 +164,31 @@ class SpeculatorsLayout(Eagle3Layout):
     """The same in the vLLM project's speculators: the layer's sizes in `transformer_layer_config`."""
 
     layer = "layers.0."
-    keys: ClassVar = Eagle3Layout.keys | {"transformer_layer_config", "target_hidden_size"}
 
-    def sizes(self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str) -> Eagle3Config:
-        return super().sizes({**config.get("transformer_layer_config", {}), **config}, tensors, ends, source)
+    def flat(self, config: dict[str, Any], source: str) -> dict[str, Any]:
+        if (kind := config["speculators_model_type"]) != "eagle3":
+            raise ValueError(f"checkpoint {source} is one of speculators' {kind!r} heads; of those, eagle3 is read here")
+        sections = {name: value for name, value in config.items() if name != "transformer_layer_config"}
+        return super().flat({**config.get("transformer_layer_config", {}), **sections}, source)
 
-    def config(self, head: Eagle3Config, ends: Ends) -> dict[str, Any]:
-        flat = super().config(head, ends)
-        own = ("draft_vocab_size", "norm_before_residual", "eagle_aux_hidden_state_layer_ids")
+    def sizes(
+        self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str, report: Report
+    ) -> Eagle3Config:
+        if "norm_before_residual" not in config:
+            report.notes.append("norm_before_residual: absent, false as speculators has it; vLLM takes it as true")
+        return super().sizes(config, tensors, ends, source, report)
+
+    def config(self, head: Eagle3Config, ends: Ends, target: str) -> dict[str, Any]:
+        flat = super().config(head, ends, target)
+        own = (*self.flags, "draft_vocab_size", "target_hidden_size", "embed_requires_grad", IDS)
         greedy = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-        verifier = {"name_or_path": "", "architectures": list(getattr(ends.config, "architectures", None) or [])}
+        verifier = {"name_or_path": target, "architectures": list(getattr(ends.config, "architectures", None) or [])}
+        layer = {name: value for name, value in flat.items() if name not in own and name != "eagle_config"}
         return {
             "speculators_model_type": "eagle3",
             "architectures": ["Eagle3DraftModel"],
-            **{name: flat.pop(name) for name in own},
-            "target_hidden_size": head.hidden_size,
-            "transformer_layer_config": {**flat, "architectures": ["LlamaForCausalLM"]},
+            **{name: flat[name] for name in own},
+            "transformer_layer_config": {**layer, "architectures": ["LlamaForCausalLM"]},
             "speculators_config": {
                 "algorithm": "eagle3",
                 "default_proposal_method": "greedy",
@@ -174,29 +204,31 @@ class MedusaLayout(Layout):
     fewer heads than the file has, which counts."""
 
     method, file = "medusa", "medusa_lm_head.safetensors"
-    keys: ClassVar = {"medusa_num_heads", "medusa_num_layers"}
+    keys: ClassVar = {"medusa_num_heads", "medusa_num_layers", "version"}  # which the tensors say, too
     block: ClassVar = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 
-    def sizes(self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str) -> MedusaConfig:
+    def sizes(
+        self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str, report: Report
+    ) -> MedusaConfig:
         found = [match for match in map(BLOCK.fullmatch, tensors) if match]
         depth, layers = (1 + max((int(match[i]) for match in found), default=-1) for i in (1, 2))
-        first, bias = tensors.get("lm_heads.0.weight"), "blocks.0.0.bias" in tensors
-        if first is None or not layers:
-            raise ValueError(f"checkpoint {source} has no Medusa heads: {', '.join(sorted(tensors)[:3])}, …")
-        Vd, H = first.shape
+        shared, bias = "lm_heads.0.weight" not in tensors, "blocks.0.0.bias" in tensors
+        if shared:
+            report.notes.append("lm_heads: absent, the target's LM head is used at every depth")
+        H = tensors["blocks.0.0.weight"].shape[1]
+        Vd = len(tensors.get(VOCAB, ends.head)) if shared else len(tensors["lm_heads.0.weight"])
         if ends.head.shape[1] != H or Vd != len(tensors.get(VOCAB, ends.head)):
             raise ValueError(
                 f"checkpoint {source}: LM heads of {Vd} tokens and width {H}; this target has {len(ends.head)} and "
                 f"{ends.head.shape[1]}: import it for the target it was made for"
             )
-        return MedusaConfig(H, Vd, depth, layers, bias)
+        return MedusaConfig(H, Vd, depth, layers, bias, shared)
 
     def tree(self, sizes: MedusaConfig) -> str:
         return f"best-first-{sizes.depth}x16"
 
-    def config(self, head: MedusaConfig, ends: Ends) -> dict[str, Any]:
-        base = getattr(ends.config, "_name_or_path", "") or ""
-        return {"medusa_num_heads": head.depth, "medusa_num_layers": head.layers, "base_model_name_or_path": base}
+    def config(self, head: MedusaConfig, ends: Ends, target: str) -> dict[str, Any]:
+        return {"medusa_num_heads": head.depth, "medusa_num_layers": head.layers, "base_model_name_or_path": target}
 
     def take(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
         layers = {match[1]: int(match[2]) + 1 for match in map(self.block.fullmatch, sorted(tensors)) if match}
@@ -219,9 +251,24 @@ class VLLMMedusaLayout(MedusaLayout):
     """The same as vLLM and other engines read it; `token_map` is the draft vocabulary."""
 
     file = "model.safetensors"
-    keys: ClassVar = {"num_heads", "num_hidden_layers", "medusa_fc_bias", "truncated_vocab_size"}
+    keys: ClassVar = {
+        "num_heads", "num_hidden_layers", "medusa_fc_bias", "hidden_size", "vocab_size", "truncated_vocab_size",
+        "original_lm_head",
+    }  # fmt: skip
 
-    def config(self, head: MedusaConfig, ends: Ends) -> dict[str, Any]:
+    def sizes(
+        self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str, report: Report
+    ) -> MedusaConfig:
+        if config.get("original_lm_head"):  # the file has the target's, once
+            said, own = tensors.pop("lm_heads.0.weight"), _lm_head(tensors, ends)
+            if said.shape != own.shape or not torch.allclose(said.float(), own.float(), rtol=1e-2, atol=1e-3):
+                raise ValueError(
+                    f"checkpoint {source}: original_lm_head=True, and lm_heads.0.weight is not this target's LM head: "
+                    "import it for the target it was made for"
+                )
+        return super().sizes(config, tensors, ends, source, report)
+
+    def config(self, head: MedusaConfig, ends: Ends, target: str) -> dict[str, Any]:
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -231,6 +278,7 @@ class VLLMMedusaLayout(MedusaLayout):
             "num_heads": head.depth,
             "num_hidden_layers": head.layers,
             "medusa_fc_bias": head.bias,
+            "original_lm_head": head.shared,
         }
 
     def take(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
@@ -241,6 +289,8 @@ class VLLMMedusaLayout(MedusaLayout):
 
     def give(self, tensors: dict[str, Tensor], ends: Ends, report: Report) -> dict[str, Tensor]:
         given = {re.sub(r"(blocks\.\d+)\.", r"\1.layers.", name): tensor for name, tensor in tensors.items()}
+        if "lm_heads.0.weight" not in given:
+            given["lm_heads.0.weight"] = _lm_head(tensors, ends).to(tensors["blocks.0.0.weight"].dtype)
         if (vocab := given.pop(VOCAB, None)) is not None:
             given["token_map"] = vocab.long()
         return given
@@ -266,48 +316,6 @@ def layout_of(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     return "eagle3" if any(name.startswith(Eagle3Layout.layer) for name in tensors) else "eagle"
 
 
-def _targets(ends: Ends) -> dict[str, Any]:
-    """What a head's config.json takes over from the target's."""
-    gone = {
-        "rope_parameters",
-        "rope_scaling",
-        "layer_types",
-        "quantization_config",
-        "_name_or_path",
-        "transformers_version",
-    }
-    return {key: value for key, value in ends.config.to_dict().items() if key not in gone} | {"num_hidden_layers": 1}
-
-
-def _rope(head: HeadConfig) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": head.rope_theta}}
-
-
-def _layer(config: dict[str, Any], ends: Ends, source: str) -> dict[str, Any]:
-    """Sizes of a head's one layer, checked against the target. Raises ValueError."""
-    layers, vocab = config.get("num_hidden_layers", 1), config.get("vocab_size", len(ends.head))
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type"))
-    H = config.get("hidden_size")
-    if layers != 1 or vocab != len(ends.head) or kind not in PLAIN_ROPE or ends.head.shape[1] != H:
-        raise ValueError(
-            f"checkpoint {source}: num_hidden_layers={layers}, vocab_size={vocab}, hidden_size={H}, "
-            f"rope {kind or 'default'!r}; this target takes num_hidden_layers=1, vocab_size={len(ends.head)}, "
-            f"hidden_size={ends.head.shape[1]} and plain rope"
-        )
-    missing = [name for name in ("intermediate_size", "num_attention_heads") if name not in config]
-    if missing or config.get("hidden_act", "silu") not in ACTIVATIONS:
-        raise ValueError(
-            f"checkpoint {source}: config.json lacks {', '.join(missing)}"
-            if missing
-            else f"checkpoint {source}: hidden_act {config['hidden_act']!r}; available: {', '.join(ACTIVATIONS)}"
-        )
-    heads = config["num_attention_heads"]
-    defaults = {
-        "num_key_value_heads": heads,
-        "head_dim": H // heads,
-        "rope_theta": rope.get("rope_theta", 10000.0),
-        "attention_bias": config.get("model_type") == "qwen2",
-    }
-    names = {f.name for f in fields(LayerConfig)}
-    return {**defaults, **{name: config[name] for name in names if config.get(name) is not None}}
+def _lm_head(tensors: dict[str, Tensor], ends: Ends) -> Tensor:
+    """The rows of the target's LM head that say the draft vocabulary."""
+    return (ends.head[tensors[VOCAB].long()] if VOCAB in tensors else ends.head).detach().cpu()

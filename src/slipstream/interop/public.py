@@ -14,10 +14,12 @@ from slipstream.core.drafter import Ends
 from slipstream.core.shape import Shape
 from slipstream.drafters import drafter_class
 from slipstream.drafters.heads import EMBEDDING
-from slipstream.drafters.store import VOCAB, find_drafter, load_weights, read_drafter, save_drafter, write_directory
+from slipstream.drafters.store import VOCAB, find_drafter, read_drafter, save_drafter, write_directory
 from slipstream.files import understood
-from slipstream.interop.layouts import HELD, LAYOUTS, Report, layout_of
+from slipstream.interop.keys import unread
+from slipstream.interop.layouts import LAYOUTS, Report, layout_of
 
+OURS = "slipstream"  # key of an exported config.json, which engines pass over: what else the drafter is made of
 PICKLES, SAFE = ("pytorch_model.bin", "medusa_lm_head.pt"), ("model.safetensors", "medusa_lm_head.safetensors")
 
 
@@ -39,14 +41,20 @@ def import_head(source: str, directory: str, target: str, ends: Ends, tree: str 
 def _import(source: str, directory: str, target: str, ends: Ends, tree: str | None) -> "Report":
     config, tensors = _read(Path(source).expanduser())
     report, called = Report(), layout_of(config, tensors)
-    layout = LAYOUTS[called]
+    layout, ours = LAYOUTS[called], config.get(OURS, {})
     embedding, own = tensors.pop(EMBEDDING, None), _embedding(ends)
-    taken = layout.take(tensors, source)
-    sizes = layout.sizes(config, taken, ends, source)
-    tree = Shape.parse(tree or layout.tree(sizes)).name
+    taken, flat = layout.take(tensors, source), layout.flat(config, source)
+    if ids := ours.get(VOCAB):
+        report.notes.append(f"{VOCAB}: {len(ids.split())} tokens, from config.json's key {OURS}")
+        taken[VOCAB] = torch.tensor(sorted(map(int, ids.split())), dtype=torch.int32)
+    sizes = layout.sizes(flat, taken, ends, source, report)
+    ignored = unread(flat, sorted(layout.keys), ends.config.to_dict(), source)
     kept: dict[str, Tensor] = {}
     if layout.method == "medusa":
         pass  # reads no embedding
+    elif getattr(sizes, "vocab_size", 0):
+        kept = {EMBEDDING: embedding} if embedding is not None else {}
+        report.notes.append(f"{EMBEDDING}: the head's own")
     elif embedding is None:
         report.notes.append(f"{EMBEDDING}: absent, the target's is used")
     elif embedding.shape == own.shape and torch.equal(embedding, own.to(embedding)):
@@ -59,14 +67,16 @@ def _import(source: str, directory: str, target: str, ends: Ends, tree: str | No
             f"checkpoint {source}: {EMBEDDING} ({list(embedding.shape)}) is not this target's embedding: import it for the "
             "target it was made for"
         )
-    report.used = [*tensors, *sorted((layout.keys | HELD) & set(config))]
-    head = drafter_class(layout.method, source).module(sizes)
-    load_weights(head, {name: t for name, t in taken.items() if name != VOCAB}, f"checkpoint {source}")
-    ignored = sorted(set(config) - layout.keys - HELD)
-    report.notes.append(f"config keys kept for export but not used here: {', '.join(ignored) or 'none'}")
+    report.used = [*tensors, *sorted(layout.keys & set(flat))]
+    report.notes.append(f"config keys kept for export that change nothing here: {', '.join(ignored) or 'none'}")
     named = asdict(sizes)
+    tree = Shape.parse(tree or ours.get("tree") or layout.tree(sizes)).name
     about: dict[str, Any] = {"taps": list(named.pop("taps")), "head": named, "tree": tree, "public": config}
     about["layout"], about["public_embedding"] = called, None if embedding is None else _about(embedding)
+    try:
+        drafter_class(layout.method, source).load(about, {**taken, **kept}, ends)
+    except ValueError as error:  # of tensors, tree or draft vocabulary
+        raise ValueError(f"checkpoint {source}: {error}") from error
     training = {"imported_from": Path(source).name}
     save_drafter(directory, layout.method, target, ends, about, {**taken, **kept}, training, dtype=None)
     return report
@@ -94,7 +104,7 @@ def export_head(source: str, directory: str, ends: Ends, layout: str | None = No
     report, written = Report(), LAYOUTS[named]
     drafter = drafter_class(method, source).load(config, tensors, ends)
     stored = config.get("public_embedding", _about(_embedding(ends)) if method == "eagle" else None)
-    embedding = tensors.pop(EMBEDDING, None)
+    embedding, vocab = tensors.pop(EMBEDDING, None), tensors.get(VOCAB)
     given = written.give(tensors, ends, report)
     if embedding is not None:
         given[EMBEDDING] = embedding
@@ -105,8 +115,13 @@ def export_head(source: str, directory: str, ends: Ends, layout: str | None = No
             raise ValueError(f"drafter {source}: load the target in the precision this head was imported with (--dtype)")
         report.notes.append(f"{EMBEDDING}: a copy of the target's")
     report.used = list(given)
-    as_imported = config.get("public") if named == config.get("layout", method) else None
-    write_directory(directory, as_imported or written.config(drafter.head.config, ends), given, written.file)
+    about = config.get("public") if named == config.get("layout", method) else None
+    if about is None:
+        ours = {"tree": config["tree"]}
+        if named == "eagle" and vocab is not None:
+            ours[VOCAB] = " ".join(map(str, vocab.tolist()))
+        about = {**written.config(drafter.head.config, ends, config["target"]["name"]), OURS: ours}
+    write_directory(directory, about, given, written.file)
     return report
 
 

@@ -1,0 +1,104 @@
+"""What a config.json in Hugging Face's manner says of a head's one layer, and of the states that it reads."""
+
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+
+from slipstream.core.drafter import INPUT, Ends
+from slipstream.drafters.heads import HeadConfig, block_taps
+from slipstream.drafters.layers import ACTIVATIONS, SCALED, LayerConfig
+
+# keys that are read here
+SHARED = {f.name for f in fields(LayerConfig)} - {"output_bias"} | {
+    "num_hidden_layers", "vocab_size", "rope_parameters", "partial_rotary_factor", "qkv_bias", "model_type",
+}  # fmt: skip
+IDS, NESTED = "eagle_aux_hidden_state_layer_ids", "eagle_config."
+
+
+def targets(ends: Ends) -> dict[str, Any]:
+    """What a head's config.json takes over from the target's: not what would be built into its layer."""
+    gone = {
+        "rope_parameters", "rope_scaling", "partial_rotary_factor", "layer_types", "sliding_window", "use_sliding_window",
+        "qkv_bias", "mlp_bias", "quantization_config", "_name_or_path", "transformers_version",
+    }  # fmt: skip
+    return {key: value for key, value in ends.config.to_dict().items() if key not in gone} | {"num_hidden_layers": 1}
+
+
+def written(head: HeadConfig) -> dict[str, Any]:
+    """The layer's sizes under Hugging Face's names: a bias of q, k and v alone is `qkv_bias`."""
+    sizes = {f.name: getattr(head, f.name) for f in fields(LayerConfig)}
+    bias, scaling = sizes.pop("output_bias"), sizes.pop("rope_scaling")
+    if head.attention_bias and not bias:
+        sizes["qkv_bias"] = True
+    rope = {"rope_type": "default", **(scaling or {}), "rope_theta": head.rope_theta}
+    return sizes | {"rope_parameters": rope} | ({"rope_scaling": scaling} if scaling else {})
+
+
+def fits(name: str, value: Any, own: int, source: str) -> None:
+    """Raises ValueError for a size that is not this target's."""
+    if value != own:
+        raise ValueError(
+            f"checkpoint {source}: {name}={value}; this target's is {own}: import it for the target it was made for"
+        )
+
+
+def taps(config: dict[str, Any], blocks: int, source: str) -> tuple[str, ...]:
+    """The states that an EAGLE-3 head reads. Raises ValueError."""
+    inputs, outputs = config.get(IDS), config.get(f"{NESTED}{IDS}")
+    if inputs and outputs and inputs != [i + 1 for i in outputs]:
+        raise ValueError(
+            f"checkpoint {source}: {IDS}={inputs} are inputs of blocks, and {NESTED}{IDS}={outputs} outputs, that is "
+            f"inputs of {[i + 1 for i in outputs]}: they say different states; take the wrong one out of config.json"
+        )
+    ids = inputs or [i + 1 for i in outputs or ()]
+    if not ids:
+        return block_taps(blocks)
+    if not all(0 <= i < blocks for i in ids) or ids != sorted(set(ids)):
+        raise ValueError(
+            f"checkpoint {source} reads the inputs of blocks {ids}; this target has blocks 0 to {blocks - 1}, and engines "
+            "read them in ascending order"
+        )
+    return tuple(f"{INPUT}{i}" for i in ids)
+
+
+def layer(config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str) -> dict[str, Any]:
+    """Sizes of a head's one layer, checked against the target. Raises ValueError."""
+    for name, own in (("num_hidden_layers", 1), ("vocab_size", len(ends.head))):
+        fits(name, config.get(name, own), own, source)
+    missing = [name for name in ("intermediate_size", "num_attention_heads") if name not in config]
+    if missing or config.get("hidden_act", "silu") not in ACTIVATIONS:
+        raise ValueError(
+            f"checkpoint {source}: config.json lacks {', '.join(missing)}"
+            if missing
+            else f"checkpoint {source}: hidden_act {config['hidden_act']!r}; available: {', '.join(ACTIVATIONS)}"
+        )
+    heads = config["num_attention_heads"]
+    defaults = {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // heads}
+    names = {f.name for f in fields(LayerConfig)}
+    given = {name: config[name] for name in names if config.get(name) is not None}
+    biases = [config[name] for name in ("qkv_bias", "attention_bias") if config.get(name) is not None]
+    own_biases = {
+        "attention_bias": bool(biases[0]) if biases else config.get("model_type") == "qwen2",
+        "output_bias": any(name.endswith("self_attn.o_proj.bias") for name in tensors),
+    }
+    return {**defaults, **given, **_rope(config, source), **own_biases}
+
+
+def _rope(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """Base and scaling of a head's rotary positions. Raises ValueError for one that is not known here."""
+    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    kind = given.pop("type", None) or "default"
+    kind = given.pop("rope_type", None) or next((name for name in given if isinstance(given[name], dict)), kind)
+    partial = given.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    if kind not in ("default", *SCALED) or partial != 1.0:
+        raise ValueError(
+            f"checkpoint {source}: rope {kind!r} over {partial} of a head's width; available: default, "
+            f"{', '.join(SCALED)}, over all of it"
+        )
+    if kind != "default":
+        given["rope_type"] = kind
+        length = config.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+        given.setdefault("original_max_position_embeddings", length)
+    return {"rope_theta": float(theta), "rope_scaling": given if kind != "default" else None}
