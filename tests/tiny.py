@@ -203,13 +203,21 @@ def distilled(target: Target, tree: str = "chain-3", proposal: str = "top-k", bl
     return DraftModel(part.model, target.ends, tree, proposal, vocab, part)
 
 
-def glide(target: Target, tree: str = "cape-3x9", proposal: str = "top-k", depth: int = 1, own: bool = False) -> Glide:
-    """A random head that reads the last blocks' caches; `own` embedding and LM head or the target's."""
+def glide(
+    target: Target,
+    tree: str = "cape-3x9",
+    proposal: str = "top-k",
+    depth: int = 1,
+    own: bool = False,
+    published: bool = False,
+) -> Glide:
+    """A random head that reads the last blocks' caches; `own` embedding and LM head or the target's; as `published`."""
     layers, heads, width = kv_shape(target)
     sizes = layer_sizes(target.ends) | {"taps": tuple(f"{CACHE}{i}" for i in range(layers - depth, layers))}
     about = {"depth": depth, "target_size": target.config.hidden_size, "target_head_dim": width}
     about["target_rope"] = tuple(target_rope(target.config, i) for i in range(layers - depth, layers))
     ends = {"vocab_size": VOCAB, "draft_vocab_size": VOCAB} if own else {}
+    about |= {"cross_norm": not published, "first_token": published}
     queries = heads * (target.config.num_attention_heads // heads)
     head = scrambled(GlideHead(GlideConfig(**sizes, **about, **ends, target_heads=queries)))
     return Glide(head, target.ends, None, tree, proposal)
@@ -265,7 +273,9 @@ DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
     "distilled, sampled": lambda target, texts: distilled(target, "[[0],[1],[0,0],[1,0]]", "sampled"),
     "glide": lambda target, texts: glide(target),
     "glide, two layers, noise": lambda target, texts: glide(target, "dynamic-3x3x9", "noise", depth=2),
-    "glide, sampled": lambda target, texts: glide(target, "[[0],[1],[0,0],[1,0],[1,1],[1,0,0]]", "sampled", own=True),
+    "glide, as published, sampled": lambda target, texts: glide(
+        target, "[[0],[1],[0,0],[1,0],[1,1],[1,0,0]]", "sampled", 2, True, True
+    ),
     "bita": lambda target, texts: bita(target),
     "bita, straightforward": lambda target, texts: bita(target, "chain-3", hosts=1),
     "bita, noise, few hosts": lambda target, texts: bita(target, "best-first-3x8", "noise", prompts=0, hosts=3),

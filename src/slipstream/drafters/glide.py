@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from slipstream.compiled import freed
 from slipstream.core.cache import KVCache, LayerView
 from slipstream.core.drafter import State
+from slipstream.core.look import may_look
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
@@ -39,6 +40,8 @@ class GlideConfig(HeadConfig):
             are multiplied by (`target_rope`); none where it has none.
         vocab_size: V, of an embedding and an LM head of its own, as published; 0: the target's.
         draft_vocab_size: rows of its own LM head.
+        cross_norm: a norm before cross-attention, which the public code does not have.
+        first_token: the draft reads the text's first token, too, as the public code does, and not only what follows it.
     """
 
     depth: int = 1
@@ -48,6 +51,8 @@ class GlideConfig(HeadConfig):
     target_rope: Sequence[Sequence[Any]] = ()
     vocab_size: int = 0
     draft_vocab_size: int = 0
+    cross_norm: bool = True
+    first_token: bool = False
 
 
 class CrossAttention(nn.Module):
@@ -73,13 +78,13 @@ class CrossAttention(nn.Module):
 
 
 class GlideLayer(nn.Module):
-    """Self-attention, cross-attention, MLP, each normed and added. The public code has no norm before the second."""
+    """Self-attention, cross-attention, MLP, each normed and added."""
 
     def __init__(self, config: GlideConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm, self.cross_layernorm, self.post_attention_layernorm = (
-            nn.RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
-        )
+        d, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(d, eps), nn.RMSNorm(d, eps)
+        self.cross_layernorm: nn.Module = nn.RMSNorm(d, eps) if config.cross_norm else nn.Identity()
         self.self_attn, self.mlp = Attention(config), MLP(config)
         self.cross_attn = CrossAttention(config, layer) if config.taps else None
 
@@ -150,7 +155,7 @@ class GlideHead(Head):
 @dataclass
 class GlideState(State):
     hidden: Float[Tensor, "B H"]  # said of the root
-    cache: KVCache  # of the draft's own layers: slot i holds t_{i+1}
+    cache: KVCache  # of the draft's own layers: slot i holds t_{i+1}, or t_i where it reads the first token
     seen: KVCache  # a copy of the target's keys and values, as far as it has read: up to the token before the root
 
 
@@ -161,11 +166,16 @@ class Glide(HeadDrafter):
 
     method, module = "glide", GlideHead
 
+    @property
+    def lead(self) -> int:
+        """How far its own cache is ahead of the target's: by the text's first token, or not."""
+        return int(self.head.config.first_token)
+
     def start(self, batch: int, capacity: int, device: torch.device) -> GlideState:
         N, zeros = self.head.config.depth, torch.zeros(batch, dtype=torch.long, device=device)
         width = self.head.config.hidden_size if self.head.own_lm_head else self.head.config.target_size
         hidden = torch.zeros(batch, width, dtype=self.ends.head.dtype, device=device)
-        room = capacity + self.depth + 1 + self.shape.scratch  # the bound runs a round behind
+        room = capacity + self.lead + self.depth + 1 + self.shape.scratch  # the bound runs a round behind
         return GlideState(zeros, hidden, KVCache(N, batch, room, device), KVCache(len(self.taps), batch, room, device))
 
     def absorb(self, span: Span, state: State) -> None:
@@ -180,30 +190,41 @@ class Glide(HeadDrafter):
                 glimpses[i] = attend(*apart(part, D))
             state.seen.keep(None, span.count)
             state.seen.bound = min(state.seen.bound, span.cache.bound)
+        if self.lead and (span.tree is None or span.tree.is_chain):  # a text begins with a chunk of its prompt
+            self._begin(span, state)
         own, positions = attend_cache(state.cache, T, compiles=self.ends.compiles)
-        said = self._forward(span.nexts, positions + 1, own, glimpses)
+        said = self._forward(span.nexts, positions + 1 - self.lead, own, glimpses)
         state.cache.keep(None, span.count)
-        state.cache.bound = min(state.cache.bound, span.cache.bound)
+        state.cache.bound = min(state.cache.bound, span.cache.bound + self.lead)
         state.hidden, state.root = span.last(said), span.last(span.nexts)
+
+    def _begin(self, span: Span, state: GlideState) -> None:
+        """Read the first tokens of the texts that a chunk begins; each sees itself, of the target, too."""
+        new = (state.cache.lengths == 0) & (span.count > 0)
+        if may_look(new) and not new.any():
+            return
+        own, positions = attend_cache(state.cache, 1)
+        self._forward(span.tokens[:, :1], positions, own, self._glimpses(state.seen, torch.ones_like(span.count)))
+        state.cache.keep(None, new.long())
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, GlideState)
-        glimpses = self._glimpses(state.seen)
+        glimpses, at = self._glimpses(state.seen, state.seen.lengths), state.cache.lengths - self.lead
 
         def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:
             n = tokens.shape[1]
             own, _ = attend_cache(state.cache, n, seen.shape[2] - n, seen, self.ends.compiles)
-            positions = (state.cache.lengths + level)[:, None].repeat(1, n)
+            positions = (at + level)[:, None].repeat(1, n)
             return self.scores(self._forward(tokens, positions, own, glimpses))
 
-        return self.step_by_step(state.root, state.cache.lengths, self.scores(state.hidden[:, None]), step, sampler)
+        return self.step_by_step(state.root, at, self.scores(state.hidden[:, None]), step, sampler)
 
-    def _glimpses(self, seen: KVCache) -> list[Glimpse | None]:
-        """All that the target has read, of each layer's cache."""
+    def _glimpses(self, seen: KVCache, count: Int[Tensor, " B"]) -> list[Glimpse | None]:
+        """The first `count` tokens that the target has read, of each layer's cache."""
         if not self.taps:
             return [None] * self.head.config.depth
         seen.reserve(0)
-        mask = (seen.used < seen.lengths[:, None])[:, None, None]
+        mask = (seen.used < count[:, None])[:, None, None]
         return [(*seen.read(i), mask) for i in range(len(self.taps))]
 
     def _forward(

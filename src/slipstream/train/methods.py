@@ -157,6 +157,7 @@ class GlideObjective(Objective):
             sizes |= {"hidden_size": recipe.hidden_size, "num_attention_heads": heads, "num_key_value_heads": heads}
         if recipe.own_ends:
             about |= {"vocab_size": len(ends.head), "draft_vocab_size": len(given.lm_head)}
+        about |= {"cross_norm": not recipe.published, "first_token": recipe.published}
         config = GlideConfig(**sizes, depth=recipe.depth, **about)
         return GlideHead(config).start(given.generator, size_of(given.states[-1]))
 
@@ -170,16 +171,18 @@ class GlideObjective(Objective):
     def steps(
         self, tokens: Int[Tensor, "B T1"], features: Float[Tensor, "B T F"], settings: Loss, generator: torch.Generator
     ) -> Iterator[Float[Tensor, "B T H"]]:
-        config, at = self.head.config, torch.arange(features.shape[1], device=features.device)
-        causal = (at <= at[:, None])[None, None]
+        config, T = self.head.config, features.shape[1]
+        lead = int(config.first_token)
+        at, rows = (torch.arange(first, T, device=features.device) for first in (0, -lead))
+        causal = (rows <= rows[:, None])[None, None]
         first = int(torch.randint(settings.block, (), generator=generator)) if settings.offset else 0
-        block = (at - first).div(settings.block, rounding_mode="floor") * settings.block + first
+        block = (rows - first).div(settings.block, rounding_mode="floor") * settings.block + first
         seen = (at <= block.clamp(min=0)[:, None])[None, None]  # row i drafts i − block steps behind the block's first
         glimpses: list[Glimpse | None] = [None] * config.depth
         for i, part in enumerate(features.chunk(len(config.taps), -1) if config.taps else ()):
             glimpses[i] = (*apart(part, config.target_head_dim), seen)
         attends = [lambda key, value: (key, value, causal)] * config.depth
-        yield self.head(self.embed(tokens[:, 1:]), at[None] + 1, attends, glimpses)
+        yield self.head(self.embed(tokens[:, 1 - lead :]), rows[None] + 1, attends, glimpses)[:, lead:]
 
 
 @final

@@ -61,6 +61,7 @@ class Head(Section):
         hidden_size: of glide: its own width; default: the target's.
         glimpses: of glide: it reads the target's cache; false: a decoder of the same size that does not.
         own_ends: of glide: an embedding and an LM head of its own, in place of the target's.
+        published: of glide: as its public code, without a norm before cross-attention and with the text's first token.
         blocks: of draft-model: the target's, copies of which it begins as; default: the first two and the last.
         prompts: of bita: keys and values of each layer that the masks read; 0: none.
         deep: of bita: prompts are those; false: they are vectors that enter the target's first layer.
@@ -79,6 +80,7 @@ class Head(Section):
     hidden_size: int | None = Field(default=None, ge=1)
     glimpses: bool = True
     own_ends: bool = False
+    published: bool = False
     blocks: list[int] | None = Field(default=None, min_length=1)
     prompts: int = Field(default=16, ge=0)
     deep: bool = True
@@ -186,7 +188,7 @@ READ_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "layers": ("medusa",),
         "cascade": ("fasteagle",),
         "start": ("fasteagle",),
-        **dict.fromkeys(("hidden_size", "glimpses", "own_ends"), ("glide",)),
+        **dict.fromkeys(("hidden_size", "glimpses", "own_ends", "published"), ("glide",)),
         "blocks": ("draft-model",),
         **dict.fromkeys(("prompts", "deep"), ("bita",)),
     },
