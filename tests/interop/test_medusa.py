@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
+from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import save_drafter
 from slipstream.interop.public import export_head, import_head
@@ -83,6 +84,40 @@ def test_our_own_heads_in_both_layouts(tmp_path):
     assert again.vocab.tolist() == drafter.vocab.tolist()
     for name, tensor in drafter.head.state_dict().items():
         assert torch.equal(again.head.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("layout", ["medusa", "medusa-vllm"])
+def test_blocks_alone_say_with_the_targets_own_lm_head(tmp_path, layout):
+    """As the legacy trainer writes them; vLLM's file has that LM head once (`original_lm_head`)."""
+    target, tensors = tiny.target("llama"), {name: t for name, t in official(2).items() if ".linear." in name}
+    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 3, "medusa_num_layers": 2, "version": "2"}))
+    torch.save(tensors, tmp_path / "medusa_lm_head.pt")
+    report = import_head(str(tmp_path), str(tmp_path / "d"), "llama", target.ends)
+    assert any("lm_heads: absent" in note for note in report.notes)
+    drafter, f = load_drafter(str(tmp_path / "d"), target.ends), tiny.noise(1, 1, H)
+    said = drafter.logits(drafter.head(f))[0, 0]
+    for i in range(3):
+        x = f[0, 0]
+        for j in range(2):
+            y = tensors[f"{i}.{j}.linear.weight"] @ x + tensors[f"{i}.{j}.linear.bias"]
+            x = x + y * y.sigmoid()
+        torch.testing.assert_close(said[i], target.ends.head.detach() @ x)
+    export_head(str(tmp_path / "d"), str(tmp_path / "b"), target.ends, layout)
+    import_head(str(tmp_path / "b"), str(tmp_path / "again"), "llama", target.ends)
+    again = load_drafter(str(tmp_path / "again"), target.ends)
+    assert again.head.config == drafter.head.config
+    assert all(torch.equal(again.head.state_dict()[name], t) for name, t in drafter.head.state_dict().items())
+    prompt = tiny.prompts(9)[0]
+    assert generate(target, prompt, again, max_new_tokens=8).tokens == generate(target, prompt, max_new_tokens=8).tokens
+
+
+def test_the_lm_head_of_another_target_is_refused(tmp_path):
+    target, tensors = tiny.target("llama"), served(1)
+    tensors = {name: t for name, t in tensors.items() if not name.startswith(("lm_heads.1", "lm_heads.2"))}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "medusa", "original_lm_head": True}))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="is not this target's LM head"):
+        import_head(str(tmp_path), str(tmp_path / "d"), "llama", target.ends)
 
 
 def test_heads_of_another_target_are_refused(tmp_path):
