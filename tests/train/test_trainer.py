@@ -90,7 +90,9 @@ def test_a_run_leaves_a_drafter_that_decodes(chat, data, tmp_path, method):
     assert progress.history[-1]["loss"] > 0
 
 
-@pytest.mark.parametrize("about", [{"hidden_size": 16}, {"hidden_size": 16, "own_ends": True}, {"glimpses": False}])
+@pytest.mark.parametrize(
+    "about", [{"hidden_size": 16}, {"hidden_size": 16, "own_ends": True, "published": True}, {"glimpses": False}]
+)
 def test_a_glide_of_its_own_width_and_ends_decodes(chat, data, tmp_path, about):
     settings = recipe(data, "glide")
     settings = settings.model_copy(update={"head": settings.head.model_copy(update=about)})

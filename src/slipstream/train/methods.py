@@ -16,6 +16,7 @@ from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
 from slipstream.drafters.glide import Glide, GlideConfig, GlideHead, Glimpse, apart
 from slipstream.drafters.heads import target_rope
+from slipstream.drafters.layers import LayerConfig
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.store import restored, stored
 from slipstream.targets.part import states
@@ -84,7 +85,7 @@ class FastEagleObjective(Objective):
         if recipe.start is None:
             return FastEagleHead(FastEagleConfig(**about)).start(given.generator)
         eagle: Any = load_drafter(recipe.start, given.ends)
-        sizes = {name: size for name, size in given.sizes.items() if name != "taps"}
+        sizes = vars(LayerConfig(**{name: size for name, size in given.sizes.items() if name != "taps"}))
         alike = isinstance(eagle, Eagle) and all(getattr(eagle.head.config, name) == sizes[name] for name in sizes)
         if not alike or eagle.head.config.bias or given.sizes["taps"][-1] != FINAL:
             raise ValueError(
