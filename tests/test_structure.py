@@ -61,7 +61,7 @@ def test_no_drafter_is_named_in_the_loop():
 def test_public_surface():
     """A name that appears or goes is a change to announce."""
     drafting = ["Drafter", "NGram", "RandomDrafter", "Span", "State", "Tree", "TreeOracle", "Vanilla"]
-    using = ["Generation", "Sampling", "Target", "generate", "load_drafter", "load_target"]
+    using = ["Generation", "Sampling", "Stream", "Target", "generate", "load_drafter", "load_target", "stream"]
     assert sorted(slipstream.__all__) == sorted(drafting + using)
     for name in slipstream.__all__:
         assert getattr(slipstream, name).__doc__, name

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from slipstream.core.sampling import Sampling
     from slipstream.core.span import Span
     from slipstream.core.tree import Tree
-    from slipstream.decode.generate import Generation, generate
+    from slipstream.decode.generate import Generation, Stream, generate, stream
     from slipstream.drafters import load_drafter
     from slipstream.drafters.ngram import NGram
     from slipstream.drafters.random_drafter import RandomDrafter
@@ -24,6 +24,7 @@ _HOMES = {  # imported on first use: torch and transformers take seconds
     "Sampling": "core.sampling",
     "Span": "core.span",
     "State": "core.drafter",
+    "Stream": "decode.generate",
     "Target": "targets",
     "Tree": "core.tree",
     "TreeOracle": "drafters.tree_oracle",
@@ -31,6 +32,7 @@ _HOMES = {  # imported on first use: torch and transformers take seconds
     "generate": "decode.generate",
     "load_drafter": "drafters",
     "load_target": "targets",
+    "stream": "decode.generate",
 }
 __all__ = [
     "Drafter",
@@ -40,6 +42,7 @@ __all__ = [
     "Sampling",
     "Span",
     "State",
+    "Stream",
     "Target",
     "Tree",
     "TreeOracle",
@@ -47,6 +50,7 @@ __all__ = [
     "generate",
     "load_drafter",
     "load_target",
+    "stream",
 ]
 
 

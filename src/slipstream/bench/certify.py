@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
+from slipstream.bench.baseline import hf_answer
 from slipstream.bench.questions import Question
 from slipstream.decode.audit import audit, margin_of
-from slipstream.decode.generate import generate, resolve_sampling
+from slipstream.decode.generate import Generation, generate
 from slipstream.drafters import load_drafter
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.machine import heading
@@ -42,24 +41,22 @@ def certify(
             )
     results = []
     for temperature in temperatures:
-        runs: dict[str, list[tuple[list[int], list[int], list[int]]]] = {}
+        runs: dict[str, list[tuple[list[int], Generation]]] = {}  # what was said, and what plain decoding says
         for question in questions:
             prompt = target.encode(question.turns[0])
             settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-            plain = generate(target, prompt, "vanilla", **settings)
+            plain: Generation = generate(target, prompt, "vanilla", **settings)
             oracle = TreeOracle([plain.prompt + plain.tokens], target.vocab)
             for name, drafter in [*made.items(), ("tree-oracle", oracle)]:
                 progress(f"T={temperature:g} {question.name} {name}")
                 answer = generate(target, prompt, drafter, **settings)
-                runs.setdefault(name, []).append((prompt, answer.tokens, plain.tokens))
+                runs.setdefault(name, []).append((answer.tokens, plain))
             if temperature == 0:
                 progress(f"T=0 {question.name} hf_generate")
-                ids = torch.tensor([prompt], device=target.device)
-                theirs = target.hf_generate(ids, max_new_tokens=max_new_tokens, do_sample=False)[0, len(prompt) :].tolist()
-                runs.setdefault("hf_generate", []).append((prompt, theirs, plain.tokens))
+                runs.setdefault("hf_generate", []).append((hf_answer(target, prompt, **settings), plain))
         for name, answers in runs.items():
             progress(f"T={temperature:g} audit of {name}")
-            results.append(_summary(target, name, temperature, seed, answers, questions))
+            results.append(_summary(target, name, temperature, answers, questions))
     return {
         **heading(target),
         "margin": margin_of(target),
@@ -74,22 +71,21 @@ def _summary(
     target: Target,
     name: str,
     temperature: float,
-    seed: int,
-    answers: Sequence[tuple[list[int], list[int], list[int]]],
+    answers: Sequence[tuple[list[int], Generation]],
     questions: Sequence[Question],
 ) -> dict[str, Any]:
-    sampling = resolve_sampling(target, temperature=temperature, seed=seed)
     divergences = []
-    for (prompt, tokens, plain), question in zip(answers, questions, strict=True):
-        if tokens != plain:  # the very same tokens are what plain decoding chose
-            divergences += [{"question": question.name, **asdict(d)} for d in audit(target, prompt, tokens, sampling)]
+    for (tokens, plain), question in zip(answers, questions, strict=True):
+        if tokens != plain.tokens:  # the very same tokens are what plain decoding chose
+            found = audit(target, plain.prompt, tokens, plain.sampling)
+            divergences += [{"question": question.name, **asdict(d)} for d in found]
     margins = [d["margin"] for d in divergences]
     return {
         "drafter": name,
         "temperature": temperature,
         "questions": len(answers),
-        "tokens": sum(len(tokens) for _, tokens, _ in answers),
-        "identical": sum(tokens == plain for _, tokens, plain in answers),
+        "tokens": sum(len(tokens) for tokens, _ in answers),
+        "identical": sum(tokens == plain.tokens for tokens, plain in answers),
         "unexplained": sum(margin > margin_of(target) for margin in margins),
         "largest_margin": max(margins, default=0.0) if math.inf not in margins else "outside the support",
         "divergences": divergences,

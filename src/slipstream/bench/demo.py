@@ -4,13 +4,11 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
-from torch import Tensor
 
 from slipstream.bench.questions import Question
 from slipstream.bench.report import ACCEPTED, OWN
 from slipstream.bench.run import HF, Answered, Contest, Tally
 from slipstream.decode.audit import audit, margin_of
-from slipstream.targets.hf import Target
 
 SHOWN = {"vanilla": "plain", HF: "HF generate"}
 GREEN = "  (green: drafted, and accepted by the target)"
@@ -35,8 +33,8 @@ def demo(contest: Contest, drafter: str, questions: Sequence[Question], console:
                 console.print(
                     Text.assemble("\n", (SHOWN.get(method, method), "bold"), "" if method == "vanilla" else GREEN)
                 )
-                answers[method] = contest.ask(method, prompt, _Painter(target, console))
-                console.print()
+                answers[method] = contest.ask(method, prompt, lambda texts: _paint(texts, console))
+                console.print("\n")
             totals[method].add(answers[method])
         console.print(_verdict(contest, drafter, prompt, answers["vanilla"], answers[drafter]))
         tallies = {method: Tally() for method in answers}
@@ -47,29 +45,10 @@ def demo(contest: Contest, drafter: str, questions: Sequence[Question], console:
     console.print(_figures(totals, drafter))
 
 
-class _Painter:
-    """A streamer that prints tokens as they come, in green those that were drafted: all of a round but its last."""
-
-    def __init__(self, target: Target, console: Console) -> None:
-        self.target, self.console = target, console
-        self.tokens: list[int] = []
-        self.shown = ""
-        self.prompt_seen = False
-
-    def put(self, value: Tensor) -> None:
-        if not self.prompt_seen:
-            self.prompt_seen = True
-            return
-        tokens = value.tolist()
-        for i, token in enumerate(tokens, 1):
-            self.tokens.append(token)
-            text = self.target.decode(self.tokens)
-            if not text.endswith("\ufffd"):  # else the character is incomplete
-                piece, self.shown = text[len(self.shown) :], text
-                self.console.print(Text(piece, ACCEPTED if i < len(tokens) else OWN), end="", soft_wrap=True)
-
-    def end(self) -> None:
-        self.console.print()
+def _paint(texts: list[str], console: Console) -> None:
+    """Print what a round brought, in green what was drafted: all but its last token."""
+    drafted = Text("".join(texts[:-1]), ACCEPTED)
+    console.print(drafted + Text(texts[-1], OWN), end="", soft_wrap=True)
 
 
 def _verdict(contest: Contest, drafter: str, prompt: list[int], plain: Answered, drafted: Answered) -> Text:
@@ -77,7 +56,7 @@ def _verdict(contest: Contest, drafter: str, prompt: list[int], plain: Answered,
         return Text("the same text", "green")
     if contest.drafters[drafter].law != "coupled":
         return Text("another draw from the same distribution", "cyan")
-    found = audit(contest.target, prompt, drafted.tokens, contest.sampling)
+    found = audit(contest.target, prompt, drafted.tokens, drafted.sampling)
     largest = max((d.margin for d in found), default=0.0)
     if largest <= margin_of(contest.target):
         return Text(f"rounding turned a near-tie at token {found[0].position} (margin {largest:.2g} in logits)", "yellow")

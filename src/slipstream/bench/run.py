@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
 
-import torch
-
+from slipstream.bench.baseline import hf_answer
 from slipstream.bench.cost import promised
 from slipstream.bench.paired import paired
 from slipstream.bench.questions import Question, alternated
@@ -15,8 +14,9 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling
 from slipstream.decode.answer import Round, mean_accepted_length
 from slipstream.decode.audit import audit, margin_of
-from slipstream.decode.generate import Generation, Streamer, check_limits, generate, resolve_sampling
+from slipstream.decode.generate import Generation, generate, stream
 from slipstream.decode.round import Seconds
+from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
 from slipstream.machine import heading
 from slipstream.targets.hf import Target
@@ -27,12 +27,13 @@ BASELINES = ("vanilla", HF)
 
 @dataclass(frozen=True)
 class Answered:
-    """One answer of one method; `wall` seconds include the prompt. Hugging Face says nothing of its rounds."""
+    """One answer of one method; `wall` seconds include the prompt. Hugging Face says nothing of its rounds and sampling."""
 
     tokens: list[int]
     wall: float
     rounds: list[Round] = field(default_factory=list)
     seconds: Seconds = field(default_factory=Seconds)
+    sampling: Sampling = field(default_factory=Sampling)
 
 
 @dataclass(frozen=True)
@@ -55,42 +56,34 @@ class Contest:
     def methods(self) -> list[str]:
         return [HF, *self.drafters]
 
-    @property
-    def sampling(self) -> Sampling:
-        return resolve_sampling(self.target, temperature=self.temperature, seed=self.seed)
-
     def warm_up(self, prompt: list[int]) -> None:
         """First calls allocate and choose kernels; they are not timed. Raises ValueError for settings out of range."""
-        check_limits(self.target, [prompt], self.max_new_tokens)
+        Settings.of(self.target, self.max_new_tokens).limit(prompt)
         short = replace(self, max_new_tokens=4)
         for method in self.methods:
             short.ask(method, prompt)
 
-    def ask(self, method: str, prompt: list[int], streamer: Streamer | None = None) -> Answered:
-        """One answer, timed from the prompt's first token to the answer's last."""
+    def ask(self, method: str, prompt: list[int], show: Callable[[list[str]], None] | None = None) -> Answered:
+        """One answer, timed from the prompt's first token to the answer's last; `show` is called after each round, with the
+        text that each of its tokens brought."""
+        settings: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+        }
         began = time.perf_counter()
         if method == HF:
-            tokens = self._ask_hf(prompt)
+            tokens = hf_answer(self.target, prompt, **settings)
             return Answered(tokens, time.perf_counter() - began)
-        done: Generation = generate(
-            self.target,
-            prompt,
-            self.drafters[method],
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            seed=self.seed,
-            streamer=streamer,
-        )
-        return Answered(done.tokens, time.perf_counter() - began, done.rounds, done.seconds)
-
-    def _ask_hf(self, prompt: list[int]) -> list[int]:
-        how: dict[str, Any] = {"do_sample": False}
-        if self.temperature:
-            torch.manual_seed(self.seed)
-            s = self.sampling
-            how = {"do_sample": True, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
-        ids = torch.tensor([prompt], device=self.target.device)
-        return self.target.hf_generate(ids, max_new_tokens=self.max_new_tokens, **how)[0, len(prompt) :].tolist()
+        if show is None:
+            done: Generation = generate(self.target, prompt, self.drafters[method], **settings)
+        else:
+            pieces = stream(self.target, prompt, self.drafters[method], **settings)
+            for texts in pieces.rounds:
+                show(texts)
+            assert pieces.generation is not None
+            done = pieces.generation
+        return Answered(done.tokens, time.perf_counter() - began, done.rounds, done.seconds, done.sampling)
 
 
 @dataclass
@@ -176,7 +169,7 @@ def bench(
                 plain = answers["vanilla"].tokens
                 for name in contest.drafters:
                     if answers[name].tokens != plain and contest.drafters[name].law == "coupled":
-                        found = audit(target, prompt, answers[name].tokens, contest.sampling)
+                        found = audit(target, prompt, answers[name].tokens, answers[name].sampling)
                         where = {"question": question.name, "turn": len(messages) // 2}
                         divergences[name] = [{**where, **asdict(d)} for d in found]
                 for name, answered in answers.items():

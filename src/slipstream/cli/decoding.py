@@ -83,10 +83,8 @@ def generate(
     json_path: JsonPath = None,
 ) -> None:
     """Answer one prompt, printed as it is made; figures go to standard error."""
-    from transformers import TextStreamer
-
-    from slipstream.decode.generate import LOSSY, resolve_sampling
-    from slipstream.decode.generate import generate as run
+    from slipstream.decode.generate import LOSSY, stream
+    from slipstream.decode.settings import resolve_sampling
     from slipstream.drafters import load_drafter
     from slipstream.files import check_writable, replacing, write_json
 
@@ -96,9 +94,9 @@ def generate(
     guide = load_drafter(drafter, loaded.ends, resolve_sampling(loaded, temperature=temperature).temperature)
     if compile:
         with err.status("warming up"):
-            run(loaded, text, guide, max_new_tokens=4)
+            list(stream(loaded, text, guide, max_new_tokens=4))
     with replacing(trace) if trace is not None else nullcontext() as trace_file:
-        made = run(
+        pieces = stream(
             loaded,
             text,
             guide,
@@ -111,11 +109,15 @@ def generate(
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
             seed=seed,
-            stop=stop,
+            stop=stop or None,
             law=law,
-            streamer=TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True),  # type: ignore[arg-type]
             trace=trace_file,
         )
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+    made = pieces.generation
+    assert made is not None
     speed = len(made.tokens) / made.seconds.total
     err.print(f"{len(made.tokens)} tokens ({made.finish})   τ {made.tau:.2f}   {speed:.1f} tokens/s", style="dim")
     if law == LOSSY:

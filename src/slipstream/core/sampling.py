@@ -6,7 +6,8 @@ the nodes a walk visits: sorting or perturbing 49k logits at every node of a tre
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,12 +17,13 @@ from slipstream.core import look
 from slipstream.core.noise import Stream, gumbel, uniform
 
 SHORTLIST = 1024  # top-p looks at this many tokens before it sorts the vocabulary
+LARGE = 1e30  # of settings: beyond it, or below its inverse, scores would overflow
 Processor = Callable[[Int[Tensor, "1 T"], Float[Tensor, "1 V"]], Float[Tensor, "1 V"]]  # a HF LogitsProcessor
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one row is sampled. Order as in Hugging Face: penalties, processors, temperature, top-k, top-p, min-p.
+    """How one row is sampled. Order as in Hugging Face: penalties, processors, temperature, top-k, top-p, min-p, warpers.
 
     Attributes:
         temperature: 0 is greedy.
@@ -32,9 +34,10 @@ class Sampling:
         presence_penalty, frequency_penalty: subtracted once per token of the answer, and per occurrence.
         seed: with `row`, the key of this row's noise. Rows of one batch share a seed and differ in `row`.
         processors: further Hugging Face `LogitsProcessor`s, called with the node's own history.
+        warpers: the same, after the cuts, of greedy rows as well.
 
     Raises:
-        ValueError: a value outside its range.
+        ValueError: a value of another type or outside its range.
     """
 
     temperature: float = 0.0
@@ -47,24 +50,35 @@ class Sampling:
     seed: int = 0
     row: int = 0
     processors: tuple[Processor, ...] = ()
+    warpers: tuple[Processor, ...] = ()
 
     def __post_init__(self) -> None:
-        def require(ok: bool, name: str, allowed: str) -> None:
-            if not ok:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be {allowed}")
-
-        require(0 <= self.temperature < float("inf"), "temperature", "0 (greedy) or a positive number")
-        require(self.top_k >= 0, "top_k", "0 (off) or a positive whole number")
-        require(0 < self.top_p <= 1, "top_p", "in (0, 1], where 1 is off")
-        require(0 <= self.min_p < 1, "min_p", "in [0, 1), where 0 is off")
-        require(0 < self.repetition_penalty < float("inf"), "repetition_penalty", "positive, where 1 is off")
-        require(abs(self.presence_penalty) < float("inf"), "presence_penalty", "a finite number, where 0 is off")
-        require(abs(self.frequency_penalty) < float("inf"), "frequency_penalty", "a finite number, where 0 is off")
-        require(-(2**63) <= self.seed < 2**63, "seed", "a 64-bit whole number")
+        for name, (kind, ok, allowed) in ALLOWED.items():
+            value = getattr(self, name)
+            if not (isinstance(value, kind) and not isinstance(value, bool) and ok(value)):
+                raise ValueError(f"{name} is {value!r}; it must be {allowed}")
+        for name in ("processors", "warpers"):
+            for processor in getattr(self, name):
+                if not callable(processor):
+                    raise ValueError(f"{name} holds {processor!r}; it must hold Hugging Face LogitsProcessors")
 
     @property
     def penalised(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+# what each number may be: its kind, its range, and how an error says both
+ALLOWED: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "temperature": (Real, lambda x: x == 0 or 1 / LARGE <= x <= LARGE, "0 (greedy) or a positive number (1e-30 to 1e30)"),
+    "top_k": (Integral, lambda x: 0 <= x < 2**63, "0 (off) or a positive whole number"),
+    "top_p": (Real, lambda x: 0 < x <= 1, "in (0, 1], where 1 is off"),
+    "min_p": (Real, lambda x: 0 <= x < 1, "in [0, 1), where 0 is off"),
+    "repetition_penalty": (Real, lambda x: 1 / LARGE <= x <= LARGE, "positive (1e-30 to 1e30), where 1 is off"),
+    "presence_penalty": (Real, lambda x: abs(x) <= LARGE, "a finite number (up to 1e30), where 0 is off"),
+    "frequency_penalty": (Real, lambda x: abs(x) <= LARGE, "a finite number (up to 1e30), where 0 is off"),
+    "seed": (Integral, lambda x: -(2**63) <= x < 2**63, "a 64-bit whole number"),
+    "row": (Integral, lambda x: -(2**63) <= x < 2**63, "a 64-bit whole number"),
+}
 
 
 class _Columns(NamedTuple):
@@ -105,7 +119,8 @@ class Sampler:
         self.sound: Bool[Tensor, " B"] = torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
         self._greedy = all(row.temperature == 0 for row in self.rows)
         self._cuts = any(row.top_k or row.top_p < 1 or row.min_p for row in self.rows if row.temperature)
-        self._processed = any(row.processors for row in self.rows)
+        self._processed = any(row.processors or row.warpers for row in self.rows)
+        self._warped = any(row.warpers for row in self.rows)
         self._seen: Bool[Tensor, "B V"] | None = None  # in prompt or answer
         self._count: Int[Tensor, "B V"] | None = None  # in the answer
         if any(row.penalised for row in self.rows):
@@ -144,20 +159,21 @@ class Sampler:
             x = torch.where(self._seen, torch.where(x > 0, x / c.repetition_penalty, x * c.repetition_penalty), x)
             x = x - c.frequency_penalty * self._count - c.presence_penalty * (self._count > 0)
         if self._processed:
-            x = torch.cat([self._process(b, x[b : b + 1]) for b in range(len(self))])
-        if self._greedy:
-            return x
-        sampled = self._columns.temperature > 0
-        x = torch.where(sampled, x / torch.where(sampled, self._columns.temperature, 1.0), x)
-        if not self._cuts:
-            return x
-        return x.masked_fill(sampled & (x < self._threshold(x, slack)), -torch.inf)
+            x = self._process(x, [row.processors for row in self.rows])
+        if not self._greedy:
+            sampled = self._columns.temperature > 0
+            x = torch.where(sampled, x / torch.where(sampled, self._columns.temperature, 1.0), x)
+            if self._cuts:
+                x = x.masked_fill(sampled & (x < self._threshold(x, slack)), -torch.inf)
+        return self._process(x, [row.warpers for row in self.rows]) if self._warped else x
 
-    def _process(self, b: int, x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
-        ids = torch.tensor([self.history[b]], dtype=torch.long, device=x.device)
-        for processor in self.rows[b].processors:
-            x = processor(ids, x)
-        return x
+    def _process(self, x: Float[Tensor, "B V"], chains: Sequence[Sequence[Processor]]) -> Float[Tensor, "B V"]:
+        rows = list(x.split(1))
+        for b, chain in enumerate(chains):
+            ids = torch.tensor([self.history[b]], dtype=torch.long, device=x.device)
+            for processor in chain:
+                rows[b] = _judged(processor, ids, rows[b])
+        return torch.cat(rows)
 
     def _threshold(self, x: Float[Tensor, "B V"], slack: float) -> Float[Tensor, "B 1"]:
         """The least score in the support. All three filters keep a top set, so one number per row describes it."""
@@ -240,6 +256,20 @@ class Sampler:
                 if s._seen is not None and s._count is not None:
                     new._seen[i], new._count[i] = s._seen[b], s._count[b]
         return new
+
+
+def _judged(processor: Processor, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
+    """What a processor makes of the scores. Raises ValueError where it makes no scores of them."""
+    made = processor(ids, x)
+    name = getattr(processor, "__name__", type(processor).__name__)
+    if not isinstance(made, Tensor) or made.shape != x.shape or not made.is_floating_point():
+        what = f"{made.dtype} of shape {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+        raise ValueError(f"processor {name} returned {what}; it must return scores of shape {list(x.shape)}")
+    best = float(made.max())  # NaN where any is
+    if not best > -torch.inf and x.max() > -torch.inf:  # the processor's doing
+        what = "left no token that may come next: let it allow at least one"
+        raise ValueError(f"processor {name} {what if best == best else 'made NaN of scores: it must return numbers'}")
+    return made.double()
 
 
 def rows_of(sampling: Sampling, n: int) -> list[Sampling]:

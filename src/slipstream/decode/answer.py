@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from slipstream.decode.text import Detokeniser
 from slipstream.targets.hf import Target
 
 Finish = Literal["eos", "stop", "length"]
@@ -32,7 +33,9 @@ class Answer:
     """Ends exactly where plain decoding would: tokens are looked at one by one, whatever a round brought.
 
     Attributes:
+        read: its text is wanted as it grows; otherwise it is decoded once, unless stop strings have to be looked for.
         tokens: token ids, a closing EOS included.
+        pieces: where it is read, the text that became certain with each token.
         rounds: one entry per target pass after the prompt's.
     """
 
@@ -40,9 +43,16 @@ class Answer:
     limit: int
     eos: frozenset[int]
     stop: tuple[str, ...]
+    read: bool = False
     tokens: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     finish: Finish | None = None
+
+    def __post_init__(self) -> None:
+        self._reader = Detokeniser(self.target, self.stop) if self.read or self.stop else None
+        self._ends: list[int] = []  # characters up to the end of each token
+        self._released = 0
 
     def extend(self, tokens: Sequence[int]) -> list[int]:
         """Take tokens until the text ends; returns those taken."""
@@ -51,22 +61,29 @@ class Answer:
             if self.finish is not None:
                 break
             self.tokens.append(token)
-            if token in self.eos:
-                self.finish = "eos"
-            elif self.stop and any(stop in self._tail(stop) for stop in self.stop):
+            if self._reader is not None:
+                self.pieces.append(self._reader.push(token))
+                self._ends.append(self._reader.read)
+            if self._reader is not None and self._reader.stopped:
                 self.finish = "stop"
+            elif token in self.eos:
+                self.finish = "eos"
             elif len(self.tokens) == self.limit:
                 self.finish = "length"
+            if self._reader is not None and self.finish is not None:
+                self.pieces[-1] += self._reader.flush()
         return self.tokens[before:]
 
-    def _tail(self, stop: str) -> str:
-        """Text that holds `stop` if the last token completed it: a token is at least a byte, a character at most four."""
-        return self.target.decode(self.tokens[-(4 * len(stop) + 8) :])
+    def released(self) -> list[int]:
+        """Tokens not returned before that are part of the text for certain: whole ones, so that of a token in which a stop
+        string begins nothing is."""
+        end = len(self.tokens)
+        if self._reader is not None:
+            end = next((i for i in range(self._released, end) if min(self._ends[i:]) > self._reader.given), end)
+        made, self._released = self.tokens[self._released : end], end
+        return made
 
     @property
     def text(self) -> str:
         """The answer, without special tokens and without the stop string that ended it."""
-        text = self.target.decode(self.tokens)
-        if self.finish != "stop":
-            return text
-        return text[: min(at for at in map(text.find, self.stop) if at >= 0)]
+        return self.target.decode(self.tokens) if self._reader is None else "".join(self.pieces)

@@ -1,8 +1,9 @@
-"""generate: prompts in, answers out, with the arguments people know from Hugging Face."""
+"""generate and stream: prompts in, answers out, with the arguments people know from Hugging Face."""
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from time import perf_counter
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,17 +11,18 @@ import torch
 from torch import Tensor
 
 from slipstream.core.drafter import Drafter
-from slipstream.core.sampling import Sampler, Sampling, rows_of
+from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.span import Span
 from slipstream.core.verify import Law, coupled, lossy_typical, multi_round
 from slipstream.decode.answer import Answer, Finish, Round, mean_accepted_length
 from slipstream.decode.round import Decoder, Seconds
+from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
 from slipstream.targets.hf import Target
+from slipstream.targets.prompts import Prompt, read_prompts
 
 LOSSY = "lossy-typical"
 LAWS: dict[str, Law] = {"coupled": coupled, "multi-round": multi_round, LOSSY: lossy_typical}
-Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 
 
 @runtime_checkable
@@ -48,6 +50,7 @@ class Generation:
         finish: "eos", "stop" or "length".
         rounds: one entry per target pass; the prompt's own pass and the token it yields are not among them.
         seconds: of the whole batch this answer was made in.
+        sampling: how its tokens were chosen, the target's own processors included: what `audit` judges them by.
     """
 
     prompt: list[int]
@@ -56,6 +59,7 @@ class Generation:
     finish: Finish
     rounds: list[Round]
     seconds: Seconds
+    sampling: Sampling = field(default_factory=Sampling, repr=False)
 
     @property
     def tau(self) -> float:
@@ -65,10 +69,10 @@ class Generation:
 
 def generate(
     target: Target,
-    prompts: Prompt | Sequence[Prompt] | Tensor,
+    prompts: Prompt | Sequence[Prompt],
     drafter: str | Drafter = "vanilla",
     *,
-    max_new_tokens: int = 256,
+    max_new_tokens: int | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -78,8 +82,8 @@ def generate(
     frequency_penalty: float = 0.0,
     seed: int = 0,
     processors: Sequence[Any] = (),
-    eos_token_ids: Iterable[int] | None = None,
-    stop: str | Sequence[str] = (),
+    eos_token_ids: int | Iterable[int] | None = None,
+    stop: str | Sequence[str] | None = None,
     law: str | None = None,
     streamer: Streamer | None = None,
     trace: Writer | None = None,
@@ -87,39 +91,34 @@ def generate(
     """Answer one prompt (a `Generation`) or several as one ragged batch (a list of them).
 
     The text is a function of (prompt, sampling, seed) alone, whatever the drafter and the batch: row i of a batch draws
-    noise keyed by (seed, i). What is not given comes from the target's `generation_config`.
+    noise keyed by (seed, i). What is not given comes from the target's `generation_config`, whose other fields are honoured
+    through Hugging Face's own processors, or refused by name.
 
     Args:
-        prompts: text (put through the chat template where there is one), messages, or token ids; or a list of such, or
-            a tensor of ids [T] or [B, T].
-        drafter: a name or a `Drafter`.
-        temperature, …, processors: see `Sampling`.
+        prompts: text (put through the chat template where there is one), messages, token ids (a list, tensor or array) or
+            what a tokenizer returns, without the padding that its attention mask names; or a list of such.
+        drafter: a name, a directory or a `Drafter`.
+        max_new_tokens: tokens per answer, at most; default: the target's limit, or 256.
+        temperature, …, processors: see `Sampling`. Where neither this nor the target says `top_k`, all tokens stay.
         eos_token_ids: ids that end an answer; default: the target's.
-        stop: strings that end an answer; they are not part of its text.
+        stop: strings that end an answer; they are not part of its text. Default: the target's.
         law: "coupled" (same seed, same text) or "multi-round" (exact in distribution); default: the drafter's own.
             "lossy-typical" is Medusa's typical acceptance: at T > 0 the target would not say this.
-        streamer: gets the prompt and then tokens as they come; one prompt only.
+        streamer: gets the prompt and then tokens as they come; one prompt only. With stop strings it gets only whole tokens
+            of the text, and those once it is certain; `stream` gives every character.
         trace: receives one JSON line per row and round.
 
     Raises:
-        ValueError: an argument outside its range, an empty prompt, or one that fills the target's window.
+        ValueError: an argument of another type or outside its range, a field of generation_config that cannot be honoured,
+            an empty prompt, or one that fills the target's window.
     """
-    if isinstance(prompts, Tensor):
-        prompts = prompts.tolist()
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, dict)))
-    ids = [target.encode(prompt) for prompt in ([prompts] if single else prompts)]  # type: ignore[arg-type]
-    if not ids:
-        raise ValueError("there are no prompts: give at least one")
-    if law is not None and law not in LAWS:
-        raise ValueError(f"Unknown law: {law!r}. Available: {', '.join(LAWS)}")
-    if streamer is not None and len(ids) > 1:
-        raise ValueError(f"a streamer takes one prompt, {len(ids)} were given: call generate once for each")
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if "" in stops:
-        raise ValueError("a stop string is empty: leave it out, or give at least one character")
-    check_limits(target, ids, max_new_tokens)
-    sampling = resolve_sampling(
+    job = _Job.of(
         target,
+        prompts,
+        drafter,
+        law,
+        trace,
+        max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -128,24 +127,132 @@ def generate(
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         seed=seed,
-        processors=tuple(processors),
+        processors=processors,
+        eos_token_ids=eos_token_ids,
+        stop=stop,
     )
-    if isinstance(drafter, str):
-        drafter = load_drafter(drafter, target.ends, sampling.temperature)
-    law = law or drafter.law
-    if drafter.peeks and law != "coupled":
-        raise ValueError(f"this drafter looks at the target's noise, which the {law} law does not allow: use law coupled")
-    eos = frozenset(_eos(target) if eos_token_ids is None else eos_token_ids)
-    answers = [Answer(target, min(max_new_tokens, target.window - len(prompt)), eos, stops) for prompt in ids]
-    seconds = decode(target, drafter, ids, rows_of(sampling, len(ids)), answers, LAWS[law], streamer, trace)
-    made = [
-        Generation(prompt, a.tokens, a.text if target.tokenizer else "", a.finish or "length", a.rounds, seconds)
-        for prompt, a in zip(ids, answers, strict=True)
-    ]
-    return made[0] if single else made
+    if streamer is not None and len(job.prompts) > 1:
+        raise ValueError(f"a streamer takes one prompt, {len(job.prompts)} were given: call generate once for each")
+    if streamer is not None and not isinstance(streamer, Streamer):
+        raise ValueError(
+            f"streamer is a {type(streamer).__name__}: give an object with put and end, such as a TextStreamer"
+        )
+    made = job.generations(decode(*job.work, streamer, trace))
+    return made[0] if job.single else made
 
 
-@torch.inference_mode()
+def stream(
+    target: Target,
+    prompt: Prompt,
+    drafter: str | Drafter = "vanilla",
+    *,
+    law: str | None = None,
+    trace: Writer | None = None,
+    **settings: Any,
+) -> "Stream":
+    """Answer one prompt piece by piece.
+
+        for piece in stream(target, "What is gravity?", drafter="ngram"):
+            print(piece, end="", flush=True)
+
+    Args:
+        settings: as `generate` takes them.
+
+    Raises:
+        ValueError: as in `generate`; more than one prompt; a target without tokenizer.
+    """
+    job = _Job.of(target, prompt, drafter, law, trace, read=True, **settings)
+    if len(job.prompts) > 1:
+        raise ValueError(f"stream takes one prompt, {len(job.prompts)} were given: call it once for each")
+    return Stream(job)
+
+
+class Stream(Iterator[str]):
+    """An answer under way: pieces of text as rounds bring them, which together are `generation.text`.
+
+    Closed early, or left and forgotten, it frees what it holds.
+
+    Attributes:
+        rounds: the same, round by round, as a list of what each of its tokens made certain.
+        generation: the whole answer, once the last piece has been taken.
+    """
+
+    def __init__(self, job: "_Job") -> None:
+        self.generation: Generation | None = None
+        self.rounds = self._rounds(job)
+
+    def __next__(self) -> str:
+        return next(filter(None, map("".join, self.rounds)))
+
+    def close(self) -> None:
+        """Give up the rest."""
+        self.rounds.close()
+
+    def _rounds(self, job: "_Job") -> Generator[list[str], None, None]:
+        (answer,), shown = job.answers, 0
+        for seconds in _rounds(*job.work, job.trace):
+            pieces, shown = answer.pieces[shown:], len(answer.pieces)
+            if answer.finish is not None:
+                (self.generation,) = job.generations(seconds)
+            yield pieces
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Checked arguments: what is to be answered, and how."""
+
+    target: Target
+    drafter: Drafter
+    prompts: list[list[int]]
+    single: bool
+    sampling: list[Sampling]
+    answers: list[Answer]
+    law: Law
+    trace: Writer | None
+
+    @classmethod
+    def of(
+        cls,
+        target: Target,
+        prompts: Prompt | Sequence[Prompt],
+        drafter: str | Drafter,
+        law: str | None,
+        trace: Writer | None,
+        read: bool = False,
+        **given: Any,
+    ) -> "_Job":
+        settings = Settings.of(target, **given)
+        ids, single = read_prompts(target, prompts)
+        if law is not None and law not in list(LAWS):
+            raise ValueError(f"Unknown law: {law!r}. Available: {', '.join(LAWS)}")
+        if isinstance(drafter, (str, PurePath)):
+            drafter = load_drafter(str(drafter), target.ends, settings.sampling.temperature)
+        if not isinstance(drafter, Drafter):
+            raise ValueError(f"drafter is {drafter!r}: give a name, a directory or a slipstream.Drafter")
+        law = law or drafter.law
+        if drafter.peeks and law != "coupled":
+            raise ValueError(
+                f"this drafter looks at the target's noise, which the {law} law does not allow: use law coupled"
+            )
+        if read and target.tokenizer is None:
+            raise ValueError(f"target {target.name} has no tokenizer: call generate, and read its token ids")
+        answers = [Answer(target, settings.limit(prompt), settings.eos, settings.stop, read) for prompt in ids]
+        rows = [settings.row(i, prompt) for i, prompt in enumerate(ids)]
+        return cls(target, drafter, ids, single, rows, answers, LAWS[law], trace)
+
+    @property
+    def work(self) -> tuple[Target, Drafter, list[list[int]], list[Sampling], list[Answer], Law]:
+        return self.target, self.drafter, self.prompts, self.sampling, self.answers, self.law
+
+    def generations(self, seconds: Seconds) -> list[Generation]:
+        return [
+            Generation(
+                prompt, a.tokens, a.text if self.target.tokenizer else "", a.finish or "length", a.rounds, seconds, s
+            )
+            for prompt, a, s in zip(self.prompts, self.answers, self.sampling, strict=True)
+        ]
+
+
 def decode(
     target: Target,
     drafter: Drafter,
@@ -156,16 +263,36 @@ def decode(
     streamer: Streamer | None = None,
     trace: Writer | None = None,
 ) -> Seconds:
-    """Fill `answers`, one per prompt; rows leave the batch as they finish. Returns where the time went."""
-    sampler = Sampler(sampling, prompts, target.vocab, target.device)
-    capacity = max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))
-    decoder = Decoder.start(target, drafter, sampler, capacity, law)
-    lengths, live = list(map(len, prompts)), list(range(len(prompts)))
+    """Fill `answers`, one per prompt. Returns where the time went."""
     if streamer is not None:
         streamer.put(torch.tensor(prompts[0]))
-    span = decoder.prefill(prompts)
-    began = perf_counter()
-    news, sound = [[token] for token in span.last(span.nexts).tolist()], sampler.sound.tolist()
+    seconds = Seconds()
+    for seconds in _rounds(target, drafter, prompts, sampling, answers, law, trace):  # noqa: B007
+        if streamer is not None and (tokens := answers[0].released()):
+            streamer.put(torch.tensor(tokens))
+    if streamer is not None:
+        streamer.end()
+    return seconds
+
+
+def _rounds(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sequence[Sampling],
+    answers: Sequence[Answer],
+    law: Law,
+    trace: Writer | None,
+) -> Iterator[Seconds]:
+    """Fill `answers`, round by round; rows leave the batch as they finish. Gives where the time went so far."""
+    with torch.inference_mode():  # never across a yield: it would be the caller's mode, too
+        sampler = Sampler(sampling, prompts, target.vocab, target.device)
+        capacity = max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))
+        decoder = Decoder.start(target, drafter, sampler, capacity, law)
+        span = decoder.prefill(prompts)
+        began = perf_counter()
+        news, sound = [[token] for token in span.last(span.nexts).tolist()], sampler.sound.tolist()
+    lengths, live = list(map(len, prompts)), list(range(len(prompts)))
     drafted = None  # the prompt's pass is no round
     while True:
         for i, row in enumerate(live):
@@ -175,26 +302,24 @@ def decode(
             taken = answers[row].extend(news[i])
             if drafted is not None:
                 answers[row].rounds.append(Round(drafted[i], len(news[i]) - 1, len(taken)))
-            if streamer is not None:
-                streamer.put(torch.tensor(taken))
+        decoder.seconds.host += perf_counter() - began
+        yield decoder.seconds
+        began = perf_counter()
         going = [i for i, row in enumerate(live) if answers[row].finish is None]
         if not going:
-            break
-        if len(going) < len(live):
-            live, lengths = [live[i] for i in going], [lengths[i] for i in going]
-            decoder.select(going)
-        decoder.cache.settle(lengths)
-        decoder.seconds.host += perf_counter() - began
-        span = decoder.step(limit=target.window - 1 - max(lengths))
-        began = perf_counter()
-        news, drafted, sound = _read(span, decoder.sampler)
-        lengths = [length + len(tokens) for length, tokens in zip(lengths, news, strict=True)]
-        if trace is not None:
-            _write(trace, span, live, [len(answers[row].rounds) for row in live])
-    decoder.seconds.host += perf_counter() - began
-    if streamer is not None:
-        streamer.end()
-    return decoder.seconds
+            return
+        with torch.inference_mode():
+            if len(going) < len(live):
+                live, lengths = [live[i] for i in going], [lengths[i] for i in going]
+                decoder.select(going)
+            decoder.cache.settle(lengths)
+            decoder.seconds.host += perf_counter() - began
+            span = decoder.step(limit=target.window - 1 - max(lengths))
+            began = perf_counter()
+            news, drafted, sound = _read(span, decoder.sampler)
+            lengths = [length + len(tokens) for length, tokens in zip(lengths, news, strict=True)]
+            if trace is not None:
+                _write(trace, span, live, [len(answers[row].rounds) for row in live])
 
 
 def _read(span: Span, sampler: Sampler) -> tuple[list[list[int]], list[int], list[int]]:
@@ -215,35 +340,3 @@ def _write(trace: Writer, span: Span, live: Sequence[int], rounds: Sequence[int]
     for i, tokens in enumerate(span.tree.tokens.tolist()):
         line = {"row": live[i], "round": rounds[i], "tokens": tokens, "parents": parents[i]}
         trace.write(json.dumps({**line, "accepted": path[i][: count[i]], "next": nexts[i]}) + "\n")
-
-
-def check_limits(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Refuse an answer without tokens and a prompt without room for one. Raises ValueError."""
-    if max_new_tokens <= 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-    for prompt in prompts:
-        if len(prompt) >= target.window:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens; {target.name} has a window of {target.window} for prompt and "
-                "answer: shorten the prompt"
-            )
-
-
-def resolve_sampling(target: Target, **given: Any) -> Sampling:
-    """`Sampling` from what was given and, for what is None, the target's generation_config; greedy unless that says
-    `do_sample`."""
-    config = target.generation_config
-    defaults = {f.name: getattr(config, f.name, None) for f in fields(Sampling)}
-    if not config.do_sample:
-        defaults["temperature"] = 0.0
-    elif config.temperature is None:
-        defaults["temperature"] = 1.0
-    settled = {**defaults, **{name: value for name, value in given.items() if value is not None}}
-    return Sampling(**{name: value for name, value in settled.items() if value is not None})
-
-
-def _eos(target: Target) -> list[int]:
-    ids = target.generation_config.eos_token_id
-    if ids is None:
-        ids = getattr(target.tokenizer, "eos_token_id", None)
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

@@ -5,7 +5,6 @@ sees (every active sliding window included), explicit positions, and probe rows 
 """
 
 import hashlib
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -25,9 +24,8 @@ from slipstream.core.tree import Layout, Tree, chain
 from slipstream.machine import place
 from slipstream.targets.inside import GROUPED, View, additive, compile_forward, twin
 from slipstream.targets.part import part
+from slipstream.targets.prompts import Prompt, encode
 from slipstream.targets.support import attention_windows, check_causal, check_supported, first_unsound
-
-UNREADABLE = re.compile("[\ud800-\udfff]")  # bytes that were no UTF-8, as Python hands them over
 
 
 class Target:
@@ -357,30 +355,13 @@ class Target:
         plain: Any = self.plain
         return plain.generate(tokens, attention_mask=torch.ones_like(tokens), **kwargs)
 
-    def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a prompt: ids as they are; messages, and text where there is a chat template, through it.
-
-        Raises:
-            ValueError: the prompt is empty, or text is given to a target without tokenizer.
-        """
-        if len(prompt) == 0 or (isinstance(prompt, str) and not prompt.strip()):
-            raise ValueError("the prompt is empty: give at least one token")
-        texts = [prompt] if isinstance(prompt, str) else [part["content"] for part in prompt if isinstance(part, dict)]
-        if any(isinstance(text, str) and UNREADABLE.search(text) for text in texts):
-            raise ValueError("the prompt is no Unicode text (bytes that are not UTF-8?): give it as UTF-8")
-        tokens = [token for token in prompt if isinstance(token, int)]
-        if len(tokens) == len(prompt):
-            return tokens
-        if self.tokenizer is None:
-            raise ValueError(f"target {self.name} has no tokenizer: give the prompt as token ids")
-        if isinstance(prompt, str) and not self.has_chat:
-            return list(self.tokenizer(prompt)["input_ids"])
-        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        encoded: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of one prompt: see `targets.prompts.encode`."""
+        return encode(self, prompt)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids, without special tokens."""
+        """Text of token ids, without special tokens, and as it was written: a clean-up of spaces would take back what was
+        shown."""
         if self.tokenizer is None:
             raise ValueError(f"target {self.name} has no tokenizer: read the token ids instead of text")
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -20,7 +20,8 @@ from slipstream.core.shape import Shape
 from slipstream.core.span import Output, Span, commit
 from slipstream.core.tree import Tree, chain
 from slipstream.core.verify import child_with, verify
-from slipstream.decode.generate import Generation, generate, resolve_sampling
+from slipstream.decode.generate import Generation, generate
+from slipstream.decode.settings import resolve_sampling
 from slipstream.targets import Target
 
 

@@ -1,0 +1,278 @@
+"""Settings: all that an answer depends on beside its prompt, from what was given and the target's generation_config.
+
+A field of generation_config that changes the text is honoured, through Hugging Face's own processors in Hugging Face's
+order, or refused by name.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers as hf
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from slipstream.core.sampling import Processor, Sampling
+from slipstream.targets.hf import Target
+from slipstream.targets.prompts import check_readable, checked_ids, is_whole
+
+NEW_TOKENS = 256  # of an answer, where neither the caller nor the target says
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a processor may be made from: a prompt, and the most tokens that its answer may have."""
+
+    prompt: Any  # ids [1, T], which Hugging Face calls a LongTensor
+    limit: int
+    eos: list[int]
+    temperature: float
+    forces_bos: bool
+    vocab: int
+
+    @property
+    def start(self) -> int:
+        return int(self.prompt.shape[1])
+
+    @property
+    def device(self) -> Any:
+        return self.prompt.device
+
+
+@dataclass(frozen=True)
+class BeforeTopK:
+    """A warper that Hugging Face runs between temperature and top-k, as a processor, which runs before both."""
+
+    warper: Any
+    temperature: float
+
+    def __call__(self, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
+        return x.masked_fill(self.warper(ids, x / self.temperature) == -torch.inf, -torch.inf)
+
+
+def _forced_bos(value: Any, row: Row) -> Processor:
+    return hf.ForcedBOSTokenLogitsProcessor(*checked_ids([value], row.vocab, "it"))
+
+
+def _length_penalty(value: Any, row: Row) -> Processor:
+    return hf.ExponentialDecayLengthPenalty(value, row.eos, row.start)
+
+
+def _forced_eos(value: Any, row: Row) -> Processor:
+    ids = checked_ids(value if isinstance(value, (list, tuple)) else [value], row.vocab, "it")
+    return hf.ForcedEOSTokenLogitsProcessor(row.start + row.limit, ids, row.device)
+
+
+def _suppress_at_begin(value: Any, row: Row) -> Processor:
+    forced = row.forces_bos and row.start == 1  # the first token, in whose place the second is looked at
+    return hf.SuppressTokensAtBeginLogitsProcessor(value, row.start + forced, row.device)
+
+
+def _watermark(value: Any, row: Row) -> Processor:
+    if not isinstance(value, hf.WatermarkingConfig):  # SynthID's counts its calls
+        raise ValueError(f"a {type(value).__name__} cannot be applied to a tree: use a WatermarkingConfig")
+    made: Processor = value.construct_processor(row.vocab, row.device)
+    return made
+
+
+# By field of generation_config, in Hugging Face's order: the value that, like None, asks for nothing, and the processor.
+Table = dict[str, tuple[Any, Callable[[Any, Row], Processor]]]
+PROCESSORS: Table = {
+    "sequence_bias": (None, lambda value, row: hf.SequenceBiasLogitsProcessor(value)),
+    "encoder_repetition_penalty": (1, lambda value, row: hf.EncoderRepetitionPenaltyLogitsProcessor(value, row.prompt)),
+    "repetition_penalty": (1, lambda value, row: hf.RepetitionPenaltyLogitsProcessor(value)),
+    "no_repeat_ngram_size": (0, lambda value, row: hf.NoRepeatNGramLogitsProcessor(value)),
+    "encoder_no_repeat_ngram_size": (0, lambda value, row: hf.EncoderNoRepeatNGramLogitsProcessor(value, row.prompt)),
+    "bad_words_ids": (None, lambda value, row: hf.NoBadWordsLogitsProcessor(value, row.eos or None)),
+    "min_length": (0, lambda value, row: hf.MinLengthLogitsProcessor(value, row.eos, row.device)),
+    "min_new_tokens": (0, lambda value, row: hf.MinNewTokensLengthLogitsProcessor(row.start, value, row.eos, row.device)),
+    "forced_bos_token_id": (None, _forced_bos),
+    "forced_eos_token_id": (None, _forced_eos),
+    "remove_invalid_values": (False, lambda value, row: hf.InfNanRemoveLogitsProcessor()),
+    "exponential_decay_length_penalty": (None, _length_penalty),
+    "suppress_tokens": (None, lambda value, row: hf.SuppressTokensLogitsProcessor(value, row.device)),
+    "begin_suppress_tokens": (None, _suppress_at_begin),
+}
+TOP_H: Table = {"top_h": (None, lambda value, row: BeforeTopK(hf.TopHLogitsWarper(value), row.temperature))}
+WARPERS: Table = {
+    "typical_p": (1, lambda value, row: hf.TypicalLogitsWarper(value)),
+    "epsilon_cutoff": (0, lambda value, row: hf.EpsilonLogitsWarper(value)),
+    "eta_cutoff": (0, lambda value, row: hf.EtaLogitsWarper(value, device=row.device)),
+}
+WATERMARK: Table = {"watermarking_config": (None, _watermark)}
+NEED_EOS = ("min_length", "min_new_tokens", "exponential_decay_length_penalty")  # without one they do nothing
+SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # read where the target samples, as in Hugging Face
+
+# what changes the text and is not done: the value that, like None, asks for nothing, and what it is
+REFUSED: dict[str, tuple[Any, str]] = {
+    "num_beams": (1, "beam search"),
+    "num_return_sequences": (1, "several answers to one prompt"),
+    "penalty_alpha": (0, "contrastive search"),
+    "dola_layers": (None, "DoLa"),
+    "constraints": (None, "constrained beam search"),
+    "force_words_ids": (None, "constrained beam search"),
+    "guidance_scale": (1, "classifier-free guidance"),
+    "token_healing": (False, "another end of the prompt"),
+    "max_time": (None, "a limit in seconds"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for.
+
+    Attributes:
+        sampling: of the first row, without what depends on its prompt.
+        max_new_tokens: None where the target's `max_length` decides.
+    """
+
+    target: Target
+    sampling: Sampling
+    max_new_tokens: int | None
+    eos: frozenset[int]
+    stop: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        target: Target,
+        max_new_tokens: int | None = None,
+        eos_token_ids: int | Iterable[int] | None = None,
+        stop: str | Sequence[str] | None = None,
+        **sampling: Any,
+    ) -> "Settings":
+        """`generate`'s arguments; what is None comes from generation_config.
+
+        Raises:
+            ValueError: an argument, or a field of generation_config, that is out of range or cannot be honoured.
+        """
+        if not isinstance(target, Target):
+            raise ValueError(
+                f"target is a {type(target).__name__}: give slipstream.Target(model, tokenizer) or load_target(…)"
+            )
+        config = target.generation_config
+        for name, (off, what) in REFUSED.items():
+            if (value := getattr(config, name, None)) not in (None, off):
+                raise ValueError(
+                    f"the generation_config of {target.name} sets {name} to {value} ({what}), which cannot be honoured: "
+                    f"set target.model.generation_config.{name} = {off}"
+                )
+        if max_new_tokens is None and (max_new_tokens := config.max_new_tokens) is None and config.max_length is None:
+            max_new_tokens = NEW_TOKENS
+        if max_new_tokens is not None and (not is_whole(max_new_tokens) or max_new_tokens < 1):
+            raise ValueError(f"max_new_tokens is {max_new_tokens!r}; it must be at least 1, a whole number")
+        eos = _eos(target) if eos_token_ids is None else checked_ids(_listed(eos_token_ids), target.vocab, "eos_token_ids")
+        stops = _stops(target, config.stop_strings if stop is None else stop)
+        return cls(target, resolve_sampling(target, **sampling), max_new_tokens, frozenset(eos), stops)
+
+    def limit(self, prompt: Sequence[int]) -> int:
+        """The most tokens that an answer to the prompt may have. Raises ValueError where there is no room for one."""
+        config, new = self.target.generation_config, self.max_new_tokens
+        if new is None and len(prompt) >= config.max_length:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens; the generation_config of {self.target.name} has a max_length of "
+                f"{config.max_length} for prompt and answer: give max_new_tokens"
+            )
+        if len(prompt) >= self.target.window:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens; {self.target.name} has a window of {self.target.window} for prompt "
+                "and answer: shorten the prompt"
+            )
+        return min(config.max_length - len(prompt) if new is None else new, self.target.window - len(prompt))
+
+    def row(self, i: int, prompt: Sequence[int]) -> Sampling:
+        """How the i-th row of a batch is sampled: with noise of its own, and all that generation_config asks for."""
+        config, own = self.target.generation_config, self.sampling
+        ids = torch.tensor([list(prompt)], device=self.target.device)
+        eos = sorted(token for token in self.eos if token < self.target.vocab)
+        forces_bos = config.forced_bos_token_id is not None
+        row = Row(ids, self.limit(prompt), eos, own.temperature, forces_bos, self.target.vocab)
+        made = self._made(PROCESSORS, row)
+        penalty = own.repetition_penalty
+        if next(iter(made), None) == "repetition_penalty":  # the sampler's own comes first, too, and is quicker
+            del made["repetition_penalty"]
+        elif made:
+            penalty = 1.0 if "repetition_penalty" in made else penalty
+        last = self._made(TOP_H, row) if own.temperature else {}
+        warpers = (self._made(WARPERS, row) if own.temperature else {}) | self._made(WATERMARK, row)
+        processors = (*_merged(list(made.values()), own.processors), *last.values())
+        return replace(
+            own, row=i, repetition_penalty=penalty, processors=processors, warpers=(*own.warpers, *warpers.values())
+        )
+
+    def _made(self, table: Table, row: Row) -> dict[str, Processor]:
+        """The processors of a table that generation_config asks for."""
+        made = {}
+        for name, (off, make) in table.items():
+            value = getattr(self.target.generation_config, name, None)
+            if name == "repetition_penalty":
+                value = self.sampling.repetition_penalty
+            if value not in (None, off, []) and (row.eos or name not in NEED_EOS):
+                with _blamed(self.target, name, value):
+                    made[name] = make(value, row)
+        return made
+
+
+def resolve_sampling(target: Target, **given: Any) -> Sampling:
+    """`Sampling` from what was given and, for what is None, the numbers of the target's generation_config; greedy unless
+    that says `do_sample`. Raises ValueError."""
+    config = target.generation_config
+    given = {name: value for name, value in given.items() if value is not None}
+    if not isinstance(given.get("processors", ()), (list, tuple)):
+        raise ValueError(f"processors is a {type(given['processors']).__name__}: give a list of LogitsProcessors")
+    given["processors"] = tuple(given.get("processors", ()))
+    if "temperature" not in given and not config.do_sample:
+        given["temperature"] = 0.0
+    settled = {"temperature": 1.0}
+    for name in ("repetition_penalty", *SAMPLED):
+        value = getattr(config, name, None)
+        if value is not None and name not in given and (name == "repetition_penalty" or given.get("temperature") != 0):
+            with _blamed(target, name, value):
+                Sampling(**{name: value})
+            settled[name] = value
+    return Sampling(**settled | given)
+
+
+@contextmanager
+def _blamed(target: Target, name: str, value: Any) -> Iterator[None]:
+    """An error over a field of generation_config names it."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"the generation_config of {target.name} sets {name} to {str(value)[:60]!r}, which cannot be honoured: {error}"
+        ) from error
+
+
+def _merged(made: list[Processor], given: Sequence[Processor]) -> list[Processor]:
+    """A processor that was given takes the place of one of its kind, as in Hugging Face."""
+    chain = [next((own for own in given if type(own) is type(each)), each) for each in made]
+    return [*chain, *(own for own in given if not any(own is each for each in chain))]
+
+
+def _eos(target: Target) -> list[int]:
+    ids = target.generation_config.eos_token_id
+    if ids is None:
+        ids = getattr(target.tokenizer, "eos_token_id", None)
+    with _blamed(target, "eos_token_id", ids):
+        return [] if ids is None else checked_ids(_listed(ids), 2**63)  # one outside the vocabulary never comes
+
+
+def _stops(target: Target, stop: Any) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else () if stop is None else tuple(_listed(stop))
+    for each in stops:
+        if not isinstance(each, str):
+            raise ValueError(f"stop holds {each!r}, a {type(each).__name__}: give strings")
+    if "" in stops:
+        raise ValueError("a stop string is empty: leave it out, or give at least one character")
+    check_readable(stops, "a stop string")
+    if stops and target.tokenizer is None:
+        raise ValueError(f"target {target.name} has no tokenizer: end answers with eos_token_ids, not with stop strings")
+    return stops
+
+
+def _listed(value: Any) -> Iterable[Any]:
+    """Several of what may be one."""
+    return value if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else [value]

@@ -1,0 +1,63 @@
+"""Text of tokens as they come: never a character that a later token may change or take back."""
+
+import re
+from collections.abc import Sequence
+
+from slipstream.targets.hf import Target
+
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that is one byte: a run of them is decoded as a whole
+
+
+class Detokeniser:
+    """Gives out the text of tokens piece by piece; all pieces together are the text of all tokens, up to a stop string.
+
+    Held back are incomplete characters, and what may yet become a stop string. A decoder may look back (at whether a text
+    begins, for one), so tokens are decoded behind those whose text was given out last.
+
+    Attributes:
+        stopped: a stop string is complete; nothing follows.
+        given, read: characters given out, and those of all tokens so far.
+    """
+
+    def __init__(self, target: Target, stop: Sequence[str] = ()) -> None:
+        self.target, self.stop = target, tuple(stop)
+        self.stopped = False
+        self.given = self.read = 0
+        self._context, self._fresh = list[int](), list[int]()  # given out last, and not all given out
+        self._start = 0  # characters before the fresh tokens
+        self._behind = 0  # characters of the context, decoded alone
+
+    def push(self, token: int) -> str:
+        """Take a token; returns the text that is now certain."""
+        self._fresh.append(token)
+        text = self._text()
+        self.read = self._start + len(text)
+        ends = [at for stop in self.stop if (at := text.find(stop)) >= 0]
+        self.stopped = bool(ends)
+        return self._give(text, min(ends) if ends else self._certain(text))
+
+    def flush(self) -> str:
+        """The rest, once no token follows."""
+        text = self._text()
+        return "" if self.stopped else self._give(text, len(text))
+
+    def _text(self) -> str:
+        """The fresh tokens' text."""
+        return self.target.decode(self._context + self._fresh)[self._behind :]
+
+    def _give(self, text: str, end: int) -> str:
+        piece = text[self.given - self._start : end]
+        self.given += len(piece)
+        if text and self.given == self.read:
+            self._context, self._fresh, self._start = self._fresh, [], self.given
+            self._behind = len(self.target.decode(self._context))
+        return piece
+
+    def _certain(self, text: str) -> int:
+        """How many of the characters no later token can change, or make part of a stop string."""
+        assert self.target.tokenizer is not None
+        if BYTE.fullmatch(str(self.target.tokenizer.convert_ids_to_tokens(self._fresh[-1]))):
+            return 0
+        end = len(text.rstrip("\ufffd"))
+        begun = (n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n], 0, end))
+        return end - max(begun, default=0)

@@ -1,0 +1,148 @@
+"""Prompts: token ids of whatever was given as one, or as several."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from slipstream.targets.hf import Target
+
+# text, token ids, messages, or what a tokenizer returns
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Tensor | np.ndarray
+FORMS = "text, messages, token ids, a tokenizer's output, or a list of such"
+UNREADABLE = re.compile("[\ud800-\udfff]")  # bytes that were no UTF-8, as Python hands them over
+
+
+def read_prompts(target: "Target", prompts: Prompt | Sequence[Prompt]) -> tuple[list[list[int]], bool]:
+    """Token ids of each prompt, and whether one alone was given (not a list of one).
+
+    Raises:
+        ValueError: there are none, or one that `encode` refuses.
+    """
+    given: Any = _plain(prompts)
+    if not isinstance(given, (str, bytes, PurePath, list, tuple)):
+        raise ValueError(f"prompts is a {type(prompts).__name__}: give {FORMS}")
+    if not given:
+        raise ValueError("the prompt is empty" if isinstance(given, str) else "there are no prompts: give at least one")
+    single = isinstance(given, (str, bytes, PurePath)) or isinstance(given[0], Real) or _is_message(given[0])
+    each: Any = [given] if single else given
+    return [encode(target, prompt) for prompt in each], single
+
+
+def encode(target: "Target", prompt: Prompt) -> list[int]:
+    """Token ids of one prompt: ids as they are, without the padding that an attention mask names; messages, and text where
+    there is a chat template, through it.
+
+    Raises:
+        ValueError: the prompt is empty or no prompt, an id is outside the vocabulary, the chat template refuses the
+            messages, or text is given to a target without tokenizer.
+    """
+    given: Any = _plain(prompt)
+    if isinstance(given, PurePath):
+        raise ValueError(f"the prompt is the path {str(given)!r}: give what the file says, Path(…).read_text()")
+    if not isinstance(given, (str, list, tuple)):
+        raise ValueError(f"the prompt is a {type(prompt).__name__}: give text, messages or token ids")
+    if len(given) == 0 or (isinstance(given, str) and not given.strip()):
+        raise ValueError("the prompt is empty: give at least one token")
+    words = isinstance(given, str) or all(map(_is_message, given))
+    tokens = checked_ids(_tokenized(target, given) if words else given, target.vocab)
+    if not tokens:
+        raise ValueError("the prompt is empty: its text has no tokens")
+    return tokens
+
+
+def checked_ids(tokens: Iterable[Any], vocab: int, what: str = "the prompt") -> list[int]:
+    """Token ids as Python's integers. Raises ValueError for what is none."""
+    made = list[int]()
+    for token in tokens:
+        if not is_whole(token):
+            raise ValueError(f"{what} holds {str(token)[:40]!r}, a {type(token).__name__}, as a token id: give integers")
+        if not 0 <= token < vocab:
+            raise ValueError(f"{what} holds the token id {token}; the target's vocabulary has 0 to {vocab - 1}")
+        made.append(int(token))
+    return made
+
+
+def is_whole(value: Any) -> bool:
+    """A whole number of any kind, NumPy's included; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_readable(texts: Any, what: str) -> None:
+    """Refuse text, wherever it stands in lists and mappings, that no encoding can write. Raises ValueError."""
+    if any(map(UNREADABLE.search, _texts(texts))):
+        raise ValueError(f"{what} is no Unicode text (bytes that are not UTF-8?): give it as UTF-8")
+
+
+def _plain(given: Any) -> Any:
+    """Lists in place of tensors, arrays and what a tokenizer returns."""
+    if isinstance(given, Mapping) and "input_ids" in given:
+        return _unpadded(_plain(given["input_ids"]), _plain(given.get("attention_mask")))
+    return given.tolist() if isinstance(given, (Tensor, np.ndarray, np.generic)) else given
+
+
+def _unpadded(ids: Any, mask: Any) -> Any:
+    """Ids, of one prompt or of several, where the mask is not 0."""
+    if mask is None:
+        return ids
+    try:
+        if all(isinstance(row, Sequence) for row in ids):
+            return [_unpadded(*pair) for pair in zip(ids, mask, strict=True)]
+        return [token for token, real in zip(ids, mask, strict=True) if real]
+    except (TypeError, ValueError) as error:
+        raise ValueError("attention_mask does not fit input_ids: give both as the tokenizer returned them") from error
+
+
+def _tokenized(target: "Target", prompt: str | Sequence[Mapping[str, Any]]) -> Any:
+    """Token ids of text, or of messages."""
+    check_readable(prompt, "the prompt")
+    if target.tokenizer is None:
+        raise ValueError(f"target {target.name} has no tokenizer: give the prompt as token ids")
+    if not target.has_chat:
+        if isinstance(prompt, str):
+            return target.tokenizer(prompt)["input_ids"]
+        raise ValueError(f"target {target.name} has no chat template: give the prompt as text")
+    messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(map(_message, prompt))
+    try:
+        made: Any = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return made["input_ids"]
+    except Exception as error:  # whatever a template makes of messages that it does not know
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"the chat template of {target.name} does not take these messages: {reason}") from error
+
+
+def _is_message(given: Any) -> bool:
+    return isinstance(given, Mapping) and "input_ids" not in given
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose content is text."""
+    if "role" not in message or not {"content", "tool_calls"} & message.keys():
+        raise ValueError(f'a message has {", ".join(map(str, message)) or "nothing"}: it needs "role" and "content"')
+    content = message.get("content")
+    if isinstance(content, (list, tuple)):
+        content = "".join(map(_part, content))
+    elif content is not None and not isinstance(content, str):
+        raise ValueError(f"a message's content is a {type(content).__name__}: give text")
+    return {**message, "content": content}
+
+
+def _part(part: Any) -> str:
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise ValueError(f"a message holds a part of type {kind!r}: only text parts can be read")
+    return text
+
+
+def _texts(given: Any) -> Iterator[str]:
+    if isinstance(given, str):
+        yield given
+    elif isinstance(given, (Mapping, list, tuple)):
+        for each in given.values() if isinstance(given, Mapping) else given:
+            yield from _texts(each)
