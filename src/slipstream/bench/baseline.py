@@ -18,7 +18,7 @@ def hf_answer(target: Target, prompt: list[int], max_new_tokens: int, temperatur
         ValueError: as `generate` does.
     """
     settings = Settings.of(target, max_new_tokens, temperature=temperature, seed=seed)
-    s, how = settings.sampling, dict[str, Any](do_sample=temperature > 0)
+    s, how = settings.row(0, prompt), dict[str, Any](do_sample=temperature > 0)
     if temperature:
         torch.manual_seed(seed)
         how |= {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
