@@ -261,7 +261,7 @@ def library(world: World) -> Iterator[Call]:
     for name, prompt in prompts.items():
         yield call(f"generate: {name}", REFUSED, lambda prompt=prompt: said(prompt))
     settings: dict[str, list[Any]] = {
-        "max_new_tokens": [0, -1, 1.5, "3", float("nan"), True, [1], None],
+        "max_new_tokens": [0, -1, 1.5, "3", float("nan"), True, [1]],
         "seed": ["3", 1.5, float("nan"), 2**64, [1]],
         "temperature": ["hot", -1, float("nan"), float("inf"), [1]],
         "top_k": ["3", 0.5, -1, [1]],

@@ -59,10 +59,3 @@ def test_features_to_train_on_stop():
     """A head that learns from NaN, and is said to reach a τ of 1.98."""
     with pytest.raises(ValueError, match=SAYS):
         broken(math.nan).features([PROMPT], ("final",))
-
-
-def test_processors_that_leave_nothing_are_named():
-    """A target called broken where processors have left nothing to draw."""
-    nothing = [lambda ids, scores: scores.fill_(-math.inf)]
-    with pytest.raises(ValueError, match="processors have ruled out all of them"):
-        generate(tiny.target("llama"), PROMPT, processors=nothing)

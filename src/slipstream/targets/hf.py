@@ -313,8 +313,7 @@ class Target:
 
     def unsound(self, tokens: Sequence[int]) -> str:
         """What is wrong where this target's numbers behind `tokens` are not finite, and the module where it begins."""
-        if (module := first_unsound(self.plain, tokens)) is None:
-            return f"no token is left to draw after {len(tokens)} tokens: processors have ruled out all of them"
+        module = first_unsound(self.plain, tokens) or "no module of Hugging Face's own pass"
         return (
             f"target {self.name} says numbers that are not finite after {len(tokens)} tokens, first in {module}: its "
             f"weights are damaged, or {self.dtype_name} is too narrow for it: load it in float32"
@@ -353,6 +352,7 @@ class Target:
     def hf_generate(self, tokens: Int[Tensor, "B T"], **kwargs: Any) -> Int[Tensor, "B T2"]:
         """Hugging Face's own `generate` on the same weights, with its own attention and layers: the outside baseline."""
         plain: Any = self.plain
+        plain.generation_config = self.model.generation_config  # which the user may have changed since
         return plain.generate(tokens, attention_mask=torch.ones_like(tokens), **kwargs)
 
     def encode(self, prompt: Prompt) -> list[int]:
