@@ -1,18 +1,41 @@
-"""Files: some rows of one, where results go, whole or not at all, and where what can be made again is kept."""
+"""Files: what is read, where results go, whole or not at all, who may write, and where what can be made again is kept."""
 
+import fcntl
+import gzip
+import io
 import json
 import os
+import re
+import socket
+import stat
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
+STANDARD = ("-", "/dev/stdout")
+HANDED = ("/dev/stdin", "/dev/fd/")  # what a shell hands over, pipes too
+LOCK = ".lock"
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character that JSON writes as two
+LOADED = ("*config.json", "token*.json", "tuned.json", "*.safetensors", "*.bin", "*.gguf", "*.pt", "*.yaml")
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raise ValueError, with its name, for a count below 1; None is one that nobody gave."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} is {count}; it must be at least 1")
 
 
 def evenly(rows: Sequence[T], limit: int | None) -> list[T]:
-    """At most `limit` of the rows, taken evenly over all of them; None: all."""
+    """At most `limit` of the rows, taken evenly over all of them; None: all. Raises ValueError for a limit below 1."""
+    check_counts(limit=limit)
     n = len(rows) if limit is None else min(limit, len(rows))
     return [rows[i * len(rows) // n] for i in range(n)]
 
@@ -22,42 +45,122 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
-def check_writable(*paths: str | None) -> None:
-    """Refuse output paths before the work, not after it; None is an output that nobody asked for.
+def check_regular(path: str | Path) -> None:
+    """Raise OSError for what is no file, such as a device, from which reading may never end."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(0, "it is a directory, not a file")
+    if not stat.S_ISREG(mode) and not str(path).startswith(HANDED):
+        raise OSError(0, "it is no regular file")
+
+
+def read_text(path: str | Path, what: str) -> str:
+    """A text file of the user's: plain or gzipped, as its first bytes say, with or without a byte-order mark.
+
+    Args:
+        what: the file is, such as "recipe", for the error.
 
     Raises:
-        ValueError: nothing can be written there.
+        ValueError: it cannot be read, is no regular file, or is not UTF-8 text.
     """
+    try:
+        check_regular(path)
+        with open(path, "rb") as raw:
+            packed = raw.peek(2)[:2] == b"\x1f\x8b"
+            with io.TextIOWrapper(gzip.GzipFile(fileobj=raw) if packed else raw, "utf-8-sig") as file:
+                return file.read()
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, UnicodeDecodeError):
+            reason = "it is not UTF-8 text"
+        raise ValueError(f"{what} {path} cannot be read: {reason}") from error
+
+
+def parsed(text: str) -> Any:
+    """JSON. Raises ValueError where it is none, is nested too deeply, or escapes half a character."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if HALF.search(text):
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def read_json(path: str | Path, what: str) -> dict[str, Any]:
+    """A JSON object in a file. Raises ValueError where it cannot be read, or is something else."""
+    text = read_text(path, what)
+    try:
+        value = parsed(text)
+    except ValueError as error:
+        raise ValueError(f"{what} {path} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} {path} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+def check_writable(*paths: str | None, reads: Iterable[str] = ()) -> None:
+    """Refuse output paths before the work, not after it; None is an output that nobody asked for.
+
+    Args:
+        reads: files and directories that the command reads. Neither they nor what a model's or a drafter's directory
+            consists of is written over.
+
+    Raises:
+        ValueError: nothing can be written there, or two outputs are one file.
+    """
+    taken = dict[str, str]()
+    sources = {os.path.realpath(source) for source in reads if os.path.exists(source)}
     for path in (path for path in paths if path is not None):
-        target = Path(path)
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=target.parent):
-                pass
-            if target.is_dir():
-                raise IsADirectoryError(0, "it is a directory")
-        except OSError as error:
+            place = STANDARD[0] if path in STANDARD else _writable(path)
+        except (OSError, ValueError) as error:
             raise ValueError(
-                f"output {path} cannot be written: {error.strerror}: name a file in a writable directory"
+                f"output {path} cannot be written: {getattr(error, 'strerror', None) or error}: name a file in a writable "
+                "directory"
             ) from error
+        home, name = os.path.split(place)
+        of_source = home in sources and os.path.exists(place) and any(fnmatch(name, loaded) for loaded in LOADED)
+        if place in sources or of_source:
+            raise ValueError(f"output {path} is read by this command: name another file")
+        if place in taken:
+            raise ValueError(f"outputs {taken[place]} and {path} are the same file: name two")
+        taken[place] = path
+
+
+def _writable(path: str) -> str:
+    """Where a path leads. Raises OSError or ValueError where no file can be put there."""
+    if not path:
+        raise OSError(0, "its name is empty")
+    place, mode = os.path.realpath(path), stat.S_IFREG
+    with suppress(FileNotFoundError):
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(0, "it is a directory")
+        if not os.access(path, os.W_OK):
+            raise PermissionError(0, "it is write-protected")
+    if stat.S_ISREG(mode):
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        with tempfile.TemporaryFile(dir=os.path.dirname(place)):
+            pass
+    return place
 
 
 @contextmanager
 def replacing(path: str) -> Iterator[TextIO]:
-    """A file to write, put in the place of `path` once it is whole: what was there stays until then.
+    """A file to write, put in the place of `path` once it is whole: what was there stays until then. - is standard output.
 
     Raises:
         ValueError: it cannot be written.
     """
-    place = Path(path)
-    if place.is_file() or not place.exists():
-        place = place.resolve()  # a link stays one
-        beside = place.with_name(f".{place.name}.{os.getpid()}")
-    else:
-        beside = place  # nothing takes the place of /dev/stdout
+    place = beside = Path(path)  # nothing takes the place of a pipe
+    if path not in STANDARD and (place.is_file() or not place.exists()):
+        place = Path(os.path.realpath(place))  # a link stays one
+        beside = place.with_name(f".{place.name[:40]}.{os.getpid()}")
     try:
-        with open(beside, "w", encoding="utf-8") as file:
+        with nullcontext(sys.stdout) if path in STANDARD else open(beside, "w", encoding="utf-8") as file:
             yield file
+            file.flush()
         if beside != place:
             os.replace(beside, place)
     except BrokenPipeError:  # somebody else's output
@@ -66,7 +169,49 @@ def replacing(path: str) -> Iterator[TextIO]:
         raise ValueError(f"output {path} cannot be written: {error.strerror}") from error
     finally:
         if beside != place:
+            with suppress(OSError):
+                beside.unlink()
+
+
+@contextmanager
+def locked(path: str | Path) -> Iterator[None]:
+    """A file or a directory to write in, this process's alone until it ends, however it ends.
+
+    Raises:
+        ValueError: another process has it, which is named, or it cannot be locked.
+    """
+    place = Path(os.path.realpath(path))
+    beside = place / LOCK if place.is_dir() else place.with_name(f".{place.name[:40]}{LOCK}")
+    try:
+        file = _lock(beside)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be locked: {error.strerror}: name a place in a writable directory") from error
+    if isinstance(file, str):
+        raise ValueError(f"{path} is being written by {file or 'another process'}: wait for its end, or name another")
+    with file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        file.flush()
+        try:
+            yield
+        finally:
             beside.unlink(missing_ok=True)
+
+
+def _lock(beside: Path) -> TextIO | str:
+    """The lock file, locked; or what its holder wrote into it. Raises OSError."""
+    while True:
+        file = open(beside, "a+", encoding="utf-8")  # noqa: SIM115  locked as long as it is open
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with file:
+                file.seek(0)
+                return file.read()
+        with suppress(FileNotFoundError):  # its last holder may have removed it meanwhile
+            if os.path.samefile(file.fileno(), beside):
+                return file
+        file.close()
 
 
 @contextmanager
@@ -84,16 +229,32 @@ def understood(what: str) -> Iterator[None]:
 
 
 def write_json(path: str, data: dict[str, Any]) -> None:
-    """Results, whole or not at all. Raises ValueError where they cannot be written."""
-    with replacing(path) as file:
-        file.write(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    """Results, whole or not at all; where `path` does not take them they go to a file that the error names.
+
+    Raises:
+        ValueError: they cannot be written there.
+    """
+    text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+    try:
+        with replacing(path) as file:
+            file.write(text)
+    except ValueError as error:
+        with tempfile.NamedTemporaryFile("w", prefix="slipstream-", suffix=".json", delete=False, encoding="utf-8") as kept:
+            kept.write(text)
+        raise ValueError(f"{error}; the results are in {kept.name}") from error
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """What `update_json` keeps in a file, by key; nothing where there is none yet. Raises ValueError for anything else."""
+    found = read_json(path, "file of results") if os.path.lexists(path) else {}
+    if not all(isinstance(entries, dict) for entries in found.values()):
+        raise ValueError(f"file of results {path} holds something else: move it away")
+    return found
 
 
 def update_json(path: Path, key: str, entries: dict[str, Any]) -> None:
-    """Put entries under a key of a file of results, whose others stay. Raises ValueError where it cannot be written."""
-    try:
-        known = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        known = {}
+    """Put entries under a key of a file of results, whose others stay. Raises ValueError where it cannot be written, or
+    holds something else."""
+    known = read_results(path)
     check_writable(str(path))
     write_json(str(path), {**known, key: known.get(key, {}) | entries})

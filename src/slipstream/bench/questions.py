@@ -1,6 +1,5 @@
 """Questions in FastChat's question.jsonl form: question_id, category, turns."""
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from slipstream.files import evenly
+from slipstream.files import check_counts, evenly, parsed, read_text
 
 OWN = files("slipstream.bench") / "questions.jsonl"
 
@@ -35,12 +34,13 @@ def load_questions(paths: Sequence[str] = (), limit: int | None = None) -> list[
     Raises:
         ValueError: a file that cannot be read, or a malformed line (numbered).
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; it must be at least 1")
-    sources = [(Path(path).name, _text(path)) for path in paths] or [("questions.jsonl", OWN.read_text("utf-8"))]
+    check_counts(limit=limit)
+    sources = [(Path(path).name, read_text(path, "question file")) for path in paths] or [
+        ("questions.jsonl", OWN.read_text("utf-8"))
+    ]
     chosen = []
     for name, text in sources:
-        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         if not lines:
             raise ValueError(f"question file {name} is empty: give one JSON object a line")
         found = [_question(name, number, line) for number, line in lines]
@@ -59,17 +59,9 @@ def alternated(questions: Sequence[Question]) -> list[Question]:
     return sorted(questions, key=place)
 
 
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ValueError(f"question file {path} cannot be read: {reason}") from error
-
-
 def _question(file: str, number: int, line: str) -> Question:
     try:
-        data: Any = json.loads(line)
+        data: Any = parsed(line)
         turns = data["turns"]
         if not (isinstance(turns, list) and turns and all(isinstance(turn, str) and turn.strip() for turn in turns)):
             raise ValueError('"turns" must be a list of non-empty texts')

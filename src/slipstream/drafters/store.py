@@ -3,16 +3,18 @@
 import json
 import os
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from slipstream.core.drafter import Ends
-from slipstream.files import cache_home, update_json
+from slipstream.files import LOCK, cache_home, check_regular, locked, read_json, update_json
 
 VERSION = 1
 TRAINED = ("eagle", "eagle3", "fasteagle", "medusa", "bita", "glide")  # methods whose weights may ship
@@ -20,6 +22,72 @@ VOCAB = "draft_vocab"  # target ids that a drafter takes its candidates from, so
 STEP = ".step"  # beside a tensor of int8
 TUNED = "tuned.json"
 SHIPPED = Path(__file__).parent.parent / "weights"
+RUN, RUN_MARK = "recipe.yaml", "# of a run of slipstream train"  # how the recipe of a run begins
+
+
+@contextmanager
+def claimed(directory: str | Path, by: Sequence[str], force: bool, reads: Sequence[str | Path]) -> Iterator[None]:
+    """A directory that `check_claim` allows, made where there is none, and held against other processes. If nothing is
+    written into a new one it is taken away again.
+
+    Raises:
+        ValueError: it is not allowed, cannot be written, or another process writes in it.
+    """
+    new = not os.path.lexists(directory)
+    check_claim(directory, by, force, reads)
+    try:
+        with locked(directory):
+            yield
+    finally:
+        if new:
+            with suppress(OSError):  # it is not empty
+                os.rmdir(directory)
+
+
+def check_claim(directory: str | Path, by: Sequence[str], force: bool = False, reads: Sequence[str | Path] = ()) -> None:
+    """Make a directory to write in: it is new, empty, or was written by the same command before.
+
+    Args:
+        by: commands, of train, import and export, whose earlier output may be replaced.
+        force: anything may be, but
+        reads: what the command reads.
+
+    Raises:
+        ValueError: it holds something else, or cannot be written.
+    """
+    home = Path(directory)
+    try:
+        if not str(directory) or "\0" in str(directory):
+            raise OSError(0, "that is no name")
+        held = [name for name in sorted(os.listdir(home)) if name != LOCK] if os.path.lexists(home) else []
+        if held and any(os.path.exists(source) and os.path.samefile(home, source) for source in reads):
+            raise ValueError(f"directory {home} is read by this command: name another one to write")
+        if held and not force and (writer := made_by(home)) not in by:
+            found = f"what `slipstream {writer}` wrote" if writer else f"other files ({', '.join(held[:3])}, …)"
+            raise ValueError(f"directory {home} holds {found}: name a new or empty one, or give --force to write into it")
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=home):
+            pass
+    except OSError as error:
+        raise ValueError(f"directory {directory} cannot be written: {error.strerror}: name a writable one") from error
+
+
+def made_by(home: Path) -> str | None:
+    """The command that wrote a directory: train, import or export; None where that is not known."""
+    try:
+        with open(home / RUN, encoding="utf-8") as file:
+            if file.readline().rstrip() == RUN_MARK:
+                return "train"
+    except (OSError, ValueError):
+        pass
+    try:
+        config = read_json(home / "config.json", "")
+        if isinstance(config.get("target"), dict) and "fingerprint" in config["target"]:
+            return "import" if "imported_from" in config.get("training", {}) else "train"
+        with safe_open(next(home.glob("*.safetensors")), "pt") as weights:
+            return (weights.metadata() or {}).get("slipstream")
+    except (OSError, ValueError, TypeError, StopIteration, SafetensorError):
+        return None
 
 
 def save_drafter(
@@ -31,6 +99,7 @@ def save_drafter(
     tensors: dict[str, Tensor],
     training: dict[str, Any],
     dtype: torch.dtype | None = torch.bfloat16,
+    force: bool = False,
 ) -> None:
     """Write a drafter directory; each file beside and renamed, the weights first.
 
@@ -38,10 +107,12 @@ def save_drafter(
         target: what the target is called, for people; `ends.fingerprint` is what is checked.
         config, tensors: what the drafter's `pack` gave. They are `stored` as `dtype` (None: as they are).
         training: a summary of how it was made.
+        force: whatever the directory holds; by default only a drafter is replaced.
 
     Raises:
-        ValueError: the directory cannot be written.
+        ValueError: the directory holds something else, or cannot be written.
     """
+    check_claim(directory, ("train", "import"), force)
     about = {"method": method, "version": VERSION, "target": {"name": target, "fingerprint": ends.fingerprint}}
     if dtype is not None:
         tensors = stored(tensors, dtype)
@@ -70,16 +141,21 @@ def restored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_directory(
-    directory: str | Path, config: dict[str, Any], tensors: dict[str, Tensor], name: str = "model.safetensors"
+    directory: str | Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    name: str = "model.safetensors",
+    by: str | None = None,
 ) -> None:
-    """config.json and a file of tensors, each beside and renamed. Raises ValueError where they cannot be written."""
+    """config.json and a file of tensors, which says the command `by` that wrote it, each beside and renamed. Raises
+    ValueError where they cannot be written."""
     home, whole = Path(directory), {key: t.contiguous().cpu() for key, t in tensors.items()}
     try:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home, ignore_cleanup_errors=True) as beside:
             weights, text = Path(beside) / name, Path(beside) / "config.json"
-            save_file(whole, weights, metadata={"format": "pt"})
-            text.write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n")
+            save_file(whole, weights, metadata={"format": "pt"} | ({"slipstream": by} if by else {}))
+            text.write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", "utf-8")
             for path in (weights, text):
                 os.chmod(path, 0o644)
                 os.replace(path, home / path.name)
@@ -90,9 +166,8 @@ def write_directory(
 
 def find_drafter(name: str, ends: Ends) -> Path:
     """A drafter directory, by the name of a method whose weights ship or as a path. Raises ValueError."""
-    if name in TRAINED or not Path(name).expanduser().is_dir():
-        return shipped(name, ends)
-    return Path(name).expanduser()
+    home = os.path.expanduser(name)
+    return shipped(name, ends) if name in TRAINED or not os.path.isdir(home) else Path(home)
 
 
 def read_drafter(directory: str | Path, ends: Ends) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -102,12 +177,10 @@ def read_drafter(directory: str | Path, ends: Ends) -> tuple[dict[str, Any], dic
         ValueError: it is none, it cannot be read, or it was made for another target.
     """
     home = Path(directory).expanduser()
+    config = read_json(home / "config.json", "drafter's")
     try:
-        config = json.loads((home / "config.json").read_text("utf-8"))
         made_for, version = config["target"]["fingerprint"], config["version"]
-    except OSError as error:
-        raise ValueError(f"drafter directory {directory}: config.json cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(
             f"drafter directory {directory}: config.json is not Slipstream's: `slipstream import` reads public checkpoints"
         ) from error
@@ -119,6 +192,7 @@ def read_drafter(directory: str | Path, ends: Ends) -> tuple[dict[str, Any], dic
             f"target is {ends.fingerprint}: load the target it was made for, or train one (slipstream train)"
         )
     try:
+        check_regular(home / "model.safetensors")
         return config, restored(load_file(home / "model.safetensors"))
     except (OSError, SafetensorError) as error:
         raise ValueError(f"drafter directory {directory}: model.safetensors cannot be read: {error}") from error
@@ -127,7 +201,7 @@ def read_drafter(directory: str | Path, ends: Ends) -> tuple[dict[str, Any], dic
 def read_tuned(directory: str | Path, place: str, temperature: float) -> dict[str, str]:
     """The tree and the proposal that `tune` found best for this drafter here; nothing where it was not asked."""
     try:
-        found = json.loads(_tuned(directory).read_text("utf-8"))[place][_heat(temperature)]
+        found = read_json(tuned_file(directory), "tuned")[place][_heat(temperature)]
         return {key: str(found[key]) for key in ("skip", "tree", "proposal") if key in found}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
@@ -135,12 +209,12 @@ def read_tuned(directory: str | Path, place: str, temperature: float) -> dict[st
 
 def save_tuned(directory: str | Path, place: str, chosen: dict[float, dict[str, Any]]) -> Path:
     """Keep what `tune` chose, by temperature. Raises ValueError where it cannot be written."""
-    path = _tuned(directory)
+    path = tuned_file(directory)
     update_json(path, place, {_heat(temperature): entry for temperature, entry in chosen.items()})
     return path
 
 
-def _tuned(directory: str | Path) -> Path:
+def tuned_file(directory: str | Path) -> Path:
     """Beside the weights; for those that ship, which belong to the package, in the user's cache."""
     home = Path(directory).expanduser().resolve()
     if SHIPPED.resolve() in home.parents:

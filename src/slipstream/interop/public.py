@@ -1,7 +1,6 @@
 """Public checkpoints in and out: a directory with config.json and a file of tensors, in one of the `layouts`."""
 
 import hashlib
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from slipstream.core.drafter import Ends
 from slipstream.core.shape import Shape
 from slipstream.drafters import drafter_class
 from slipstream.drafters.heads import EMBEDDING
-from slipstream.drafters.store import VOCAB, find_drafter, read_drafter, save_drafter, write_directory
-from slipstream.files import understood
+from slipstream.drafters.store import VOCAB, claimed, find_drafter, read_drafter, save_drafter, write_directory
+from slipstream.files import check_regular, read_json, understood
 from slipstream.interop.keys import unread
 from slipstream.interop.layouts import LAYOUTS, Report, layout_of
 
@@ -23,18 +22,22 @@ OURS = "slipstream"  # key of an exported config.json, which engines pass over: 
 PICKLES, SAFE = ("pytorch_model.bin", "medusa_lm_head.pt"), ("model.safetensors", "medusa_lm_head.safetensors")
 
 
-def import_head(source: str, directory: str, target: str, ends: Ends, tree: str | None = None) -> Report:
+def import_head(
+    source: str, directory: str, target: str, ends: Ends, tree: str | None = None, force: bool = False
+) -> Report:
     """Make a drafter directory of a public checkpoint; its tensors keep their precision.
 
     Args:
         target: what the target is called.
         tree: the drafter's default; by default the layout's.
+        force: write whatever the directory holds; by default it is new, empty, or an earlier import.
 
     Raises:
-        ValueError: a file is missing or damaged, a tensor missing, unknown or misshapen (by name), or the head does not fit
-            this target.
+        ValueError: the directory holds something else; a file is missing or damaged, a tensor missing, unknown or misshapen
+            (by name), or the head does not fit this target.
     """
-    with understood(f"checkpoint {source}"):
+    reads = (source, ends.config.name_or_path)
+    with claimed(directory, ("import",), force, reads), understood(f"checkpoint {source}"):
         return _import(source, directory, target, ends, tree)
 
 
@@ -78,20 +81,29 @@ def _import(source: str, directory: str, target: str, ends: Ends, tree: str | No
     except ValueError as error:  # of tensors, tree or draft vocabulary
         raise ValueError(f"checkpoint {source}: {error}") from error
     training = {"imported_from": Path(source).name}
-    save_drafter(directory, layout.method, target, ends, about, {**taken, **kept}, training, dtype=None)
+    tensors = {**taken, **kept}
+    save_drafter(directory, layout.method, target, ends, about, tensors, training, dtype=None, force=True)
     return report
 
 
-def export_head(source: str, directory: str, ends: Ends, layout: str | None = None) -> Report:
+def export_head(source: str, directory: str, ends: Ends, layout: str | None = None, force: bool = False) -> Report:
     """Write a drafter directory in a public layout, for vLLM, SGLang or the reference code.
 
     Args:
         layout: of `LAYOUTS`; default: the one that it was imported from, or its method's own.
+        force: write whatever the directory holds; by default it is new, empty, or an earlier export.
 
     Raises:
-        ValueError: it is no drafter for this target, or one that the layout cannot express.
+        ValueError: it is no drafter for this target, or one that the layout cannot express; the directory holds something
+            else, or is the drafter's own.
     """
-    config, tensors = read_drafter(find_drafter(source, ends), ends)
+    home = find_drafter(source, ends)
+    with claimed(directory, ("export",), force, (home, ends.config.name_or_path)), understood(f"drafter {source}"):
+        return _export(source, home, directory, ends, layout)
+
+
+def _export(source: str, home: Path, directory: str, ends: Ends, layout: str | None) -> Report:
+    config, tensors = read_drafter(home, ends)
     method = config["method"]
     named = layout or config.get("layout", method)
     if named not in LAYOUTS or LAYOUTS[named].method != method:
@@ -121,7 +133,7 @@ def export_head(source: str, directory: str, ends: Ends, layout: str | None = No
         if named == "eagle" and vocab is not None:
             ours[VOCAB] = " ".join(map(str, vocab.tolist()))
         about = {**written.config(drafter.head.config, ends, config["target"]["name"]), OURS: ours}
-    write_directory(directory, about, given, written.file)
+    write_directory(directory, about, given, written.file, by="export")
     return report
 
 
@@ -138,9 +150,12 @@ def _embedding(ends: Ends) -> Tensor:
 
 def _read(home: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
-        config = json.loads((home / "config.json").read_text("utf-8"))
+        if not (home / "config.json").exists():
+            raise FileNotFoundError(2, "No such file", "config.json")
+        config = read_json(home / "config.json", "file")
         for name in (*SAFE, *PICKLES):
             if (home / name).exists():
+                check_regular(home / name)
                 return config, load_file(home / name) if name in SAFE else _unpickled(home / name)
         raise FileNotFoundError(2, "No such file", SAFE[0])
     except FileNotFoundError as error:

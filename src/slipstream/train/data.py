@@ -1,8 +1,6 @@
 """Training data: rows of JSONL or raw text in, token ids and a loss mask out."""
 
-import gzip
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from slipstream.files import evenly
+from slipstream.files import evenly, parsed, read_text
 from slipstream.targets import Target
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -78,12 +76,7 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         ValueError: the file cannot be read, or lines are malformed: up to five are named.
     """
-    opener = gzip.open if path.endswith(".gz") else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise ValueError(f"training data {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    text = read_text(path, "training data")
     if Path(path.removesuffix(".gz")).suffix == ".txt":
         yield from ((number, {"text": part}) for number, part in _paragraphs(text))
         return
@@ -92,7 +85,7 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parsed(line)
             rows.append((number, {"messages": messages_of(row)} | _about(row) if "text" not in row else _raw(row)))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             bad.append(f"line {number} ({_reason(error)})")

@@ -3,13 +3,15 @@
 import json
 from collections.abc import Sequence
 from difflib import get_close_matches
-from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from slipstream.core.shape import Shape
+from slipstream.files import read_text
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -136,8 +138,8 @@ class Loss(Section):
 class Optimizer(Section):
     """AdamW with a cosine schedule; `clip` bounds the gradient's norm."""
 
-    lr: float = Field(default=1e-3, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    lr: float = Field(default=1e-3, gt=0, le=1)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)
     clip: float = Field(default=0.5, gt=0)
     warmup: float = Field(default=0.03, ge=0, le=1)
@@ -153,7 +155,7 @@ class Schedule(Section):
         precision: "no" (float32) or "bf16", as Accelerate's mixed_precision.
     """
 
-    epochs: float = Field(default=1.0, gt=0)
+    epochs: float = Field(default=1.0, gt=0, le=1e6)
     batch_tokens: int = Field(default=2048, ge=64)
     evaluate_every: int = Field(default=100, ge=1)
     save_every: int = Field(default=50, ge=1)
@@ -225,12 +227,7 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
     """
     values: Any = {}
     if path is not None:
-        try:
-            values = yaml.safe_load(Path(path).read_text("utf-8")) or {}
-        except OSError as error:
-            raise ValueError(f"recipe {path} cannot be read: {error.strerror}") from error
-        except yaml.YAMLError as error:
-            raise ValueError(f"recipe {path} is no YAML: {error}") from error
+        values = _yaml(read_text(path, "recipe"), f"recipe {path}") or {}
         if not isinstance(values, dict):
             raise ValueError(f"recipe {path} is a {type(values).__name__}: write sections such as data: and loss:")
     for override in overrides:
@@ -238,10 +235,7 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
         section, dot, name = key.partition(".")
         if not equals or not dot:
             raise ValueError(f"override {override!r}: write section.key=value, such as optimizer.lr=3e-4")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(f"override {override!r}: the value is no YAML: {error}") from error
+        value = _yaml(text, f"override {override!r}")
         values = {**values, section: {**_dict(values.get(section)), name: value}}
     own, asked = values.get("method"), given.get("method")
     if None not in (own, asked) and own != asked:
@@ -258,6 +252,15 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
     except ValidationError as error:
         raise ValueError(f"recipe {path or 'overrides'}: {'; '.join(map(_complaint, error.errors()))}") from error
     return recipe
+
+
+def _yaml(text: str, what: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except RecursionError as error:
+        raise ValueError(f"{what} is nested too deeply") from error
+    except (yaml.YAMLError, ValueError) as error:  # such as a day that no month has
+        raise ValueError(f"{what} is no YAML: {error}") from error
 
 
 def _check_read(recipe: Recipe) -> None:

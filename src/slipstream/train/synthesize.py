@@ -6,16 +6,20 @@ import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import count, islice
 from typing import Any, TypeVar, final
 
-from slipstream.decode.generate import Generation, generate
+from slipstream.core.sampling import Sampling
+from slipstream.decode.generate import Generation, check_limits, generate
+from slipstream.files import STANDARD, check_counts, locked, parsed
 from slipstream.targets import Target
 
 T = TypeVar("T")
 Messages = list[dict[str, str]]
+Append = Callable[[Sequence[Messages], Sequence["Written"], float], None]
 HERE = "\u2983slipstream\u2984"  # stands for the user's words while the template is cut open
 ABOUT = {"source": "self"}  # how every row begins
 PATIENCE = 5  # batches without a usable prompt
@@ -33,6 +37,14 @@ class Written:
 class Writer(ABC):
     """Who writes: the target in this process, or a server."""
 
+    @property
+    def about(self) -> dict[str, str]:
+        """Which model that is."""
+        return {"writer": type(self).__name__}
+
+    def check(self, prompts: Sequence[Messages], limit: int) -> None:  # noqa: B027  a server knows its window
+        """Raise ValueError, before the first prompt is answered, if one of them leaves no room for an answer."""
+
     @abstractmethod
     def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
         """An assistant's answer to each conversation, at most `limit` tokens long."""
@@ -48,6 +60,17 @@ class TargetWriter(Writer):
 
     def __init__(self, target: Target) -> None:
         self.target = target
+
+    @property
+    def about(self) -> dict[str, str]:
+        return {"target": self.target.name, "fingerprint": self.target.fingerprint, "dtype": self.target.dtype_name}
+
+    def check(self, prompts: Sequence[Messages], limit: int) -> None:
+        for number, prompt in enumerate(prompts, 1):
+            try:
+                check_limits(self.target, [self.target.encode(prompt)], limit)
+            except ValueError as error:
+                raise ValueError(f"question {number}: {error}") from error
 
     def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
         return self._write([self.target.encode(prompt) for prompt in prompts], temperature, limit, seed)
@@ -74,6 +97,10 @@ class ServerWriter(Writer):
     def __init__(self, url: str, model: str | None = None) -> None:
         self.url = url.rstrip("/")
         self.model = model or self._ask("models", None, lambda reply: str(reply["data"][0]["id"]))
+
+    @property
+    def about(self) -> dict[str, str]:
+        return {"server_model": self.model}
 
     def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
         def one(item: tuple[int, Messages]) -> Written:
@@ -131,18 +158,24 @@ def regenerate(
         Lines in the file.
 
     Raises:
-        ValueError: the file holds answers to other questions, or cannot be written.
+        ValueError: the file holds answers to other questions, or by another model or under other settings; another process
+            writes it; it cannot be written; or there is nothing to answer.
     """
+    made = _made(writer, temperatures, limit, batch, seed)
     asked = [question for messages in rows if (question := _question(messages))]
-    written = [_question(messages) for messages in _written(out)]
-    if written != asked[: len(written)]:
-        raise ValueError(f"{out} holds answers to other questions than these: name another file")
-    advance(len(written))
-    for start in range(len(written) // batch * batch, len(asked), batch):
-        if not (fresh := asked[max(len(written), start) : start + batch]):
-            break
-        _append(out, fresh, writer, temperatures[start // batch % len(temperatures)], limit, seed + start)
-        advance(len(fresh))
+    if not asked:
+        raise ValueError(f"{len(rows)} conversations hold no question: give rows in which a user asks something")
+    writer.check(asked, limit)
+    with _appending(out, made) as (known, append):
+        written = [_question(messages) for messages in known]
+        if written != asked[: len(written)]:
+            raise ValueError(f"{out} holds answers to other questions than these: name another file")
+        advance(len(written))
+        for start in range(len(written) // batch * batch, len(asked), batch):
+            if fresh := asked[max(len(written), start) : start + batch]:
+                temperature = temperatures[start // batch % len(temperatures)]
+                append(fresh, writer.answer(fresh, temperature, limit, seed + start), temperature)
+                advance(len(fresh))
     return len(asked)
 
 
@@ -172,15 +205,23 @@ def synthesize(
 
     Returns:
         Lines in the file.
+
+    Raises:
+        ValueError: the target has no chat template, or writes no usable prompts; the file holds something else, or answers
+            by another model or under other settings; another process writes it; or it cannot be written.
     """
-    asked = [_question(messages)[0]["content"] for messages in _written(out)]
-    done = len(asked)
-    advance(min(done, n))
-    prompts = synthesize_prompts(target, writer, n, prompt_temperature, batch, seed + done, asked)
-    while fresh := [[{"role": "user", "content": text}] for text in islice(prompts, batch)]:
-        _append(out, fresh, writer, temperatures[done // batch % len(temperatures)], limit, seed + done)
-        done += len(fresh)
-        advance(len(fresh))
+    check_counts(prompts=n)
+    made = _made(writer, temperatures, limit, batch, seed, prompt_temperature)
+    with _appending(out, made) as (known, append):
+        asked = [_question(messages)[0]["content"] for messages in known]
+        done = len(asked)
+        advance(min(done, n))
+        prompts = synthesize_prompts(target, writer, n, prompt_temperature, batch, seed + done, asked)
+        while fresh := [[{"role": "user", "content": text}] for text in islice(prompts, batch)]:
+            temperature = temperatures[done // batch % len(temperatures)]
+            append(fresh, writer.answer(fresh, temperature, limit, seed + done), temperature)
+            done += len(fresh)
+            advance(len(fresh))
     return done
 
 
@@ -227,39 +268,88 @@ def _question(messages: Messages) -> Messages:
     return messages[: turns.index("assistant")] if "assistant" in turns else messages
 
 
-def _written(path: str) -> list[Messages]:
-    """Conversations that a file already holds; a half-written last line is cut off. Nothing but what `_append` wrote is
-    touched. Raises ValueError."""
+def _made(
+    writer: Writer,
+    temperatures: Sequence[float],
+    limit: int,
+    batch: int,
+    seed: int,
+    prompt_temperature: float | None = None,
+) -> dict[str, Any]:
+    """By whom and how, as each row says it. Raises ValueError for a setting out of range."""
+    check_counts(max_new_tokens=limit, batch=batch, temperatures=len(temperatures))
+    asked = {} if prompt_temperature is None else {"prompt_temperature": prompt_temperature}
+    for temperature in (*temperatures, *asked.values()):
+        Sampling(temperature=temperature, seed=seed)
+    how = {"temperatures": list(temperatures), "max_new_tokens": limit, "batch": batch, "seed": seed}
+    return {**writer.about, **how, **asked}
+
+
+@contextmanager
+def _appending(path: str, made: dict[str, Any]) -> Iterator[tuple[list[Messages], Append]]:
+    """Conversations that a file already holds, and what appends answers to it; it is this process's alone meanwhile.
+
+    Raises:
+        ValueError: it holds something else, or was made otherwise; another process has it; or it cannot be written.
+    """
+    if path in STANDARD or (os.path.exists(path) and not os.path.isfile(path)):
+        raise ValueError(f"output {path} is no file: name one, which an interrupted run can go on with")
+
+    def append(asked: Sequence[Messages], answers: Sequence[Written], temperature: float) -> None:
+        rows = [
+            {
+                **ABOUT,
+                "made": made,
+                "temperature": temperature,
+                "finished": answer.finished,
+                "messages": [*question, {"role": "assistant", "content": answer.text}],
+            }
+            for question, answer in zip(asked, answers, strict=True)
+        ]
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        except OSError as error:
+            raise ValueError(
+                f"output {path} cannot be written: {error.strerror}: what is there stays; run it again"
+            ) from error
+
+    with locked(path):
+        rows = _written(path)
+        for row in rows:
+            _check_made(path, row.get("made"), made)
+        yield [row["messages"] for row in rows], append
+
+
+def _check_made(path: str, theirs: Any, ours: dict[str, Any]) -> None:
+    """Raises ValueError where a row was made otherwise; the target's name, of which it may have several, says nothing."""
+    if not isinstance(theirs, dict):
+        raise ValueError(
+            f"{path} does not say how it was made, as earlier versions did not: train on it, and name another file"
+        )
+    names = [name for name in ours | theirs if name != "target" and ours.get(name) != theirs.get(name)]
+    if names:
+        was, now = (", ".join(f"{name} {of.get(name, 'none')}" for name in names) for of in (theirs, ours))
+        raise ValueError(f"{path} was made with {was}, not {now}: go on with what it was made with, or name another file")
+
+
+def _written(path: str) -> list[dict[str, Any]]:
+    """Rows that a file already holds; a half-written last line is cut off. Nothing but what was appended here is touched.
+    Raises ValueError."""
     try:
         if not os.path.exists(path):
             return []
         with open(path, "rb+") as file:
             *lines, half = file.read().split(b"\n")
-            rows = [json.loads(line) for line in lines]
+            rows = [parsed(line.decode()) for line in lines]
             begun = json.dumps(ABOUT)[:-1].encode()
-            if not all(row.items() >= ABOUT.items() for row in rows) or not (half[: len(begun)] == begun[: len(half)]):
+            if not all(row.items() >= ABOUT.items() and row["messages"] for row in rows):
+                raise ValueError("not written by synthesize or regenerate")
+            if half[: len(begun)] != begun[: len(half)]:
                 raise ValueError("not written by synthesize or regenerate")
             file.truncate(sum(len(line) + 1 for line in lines))
-            return [row["messages"] for row in rows]
+            return rows
     except OSError as error:
         raise ValueError(f"output {path} cannot be written: {error.strerror}: name another file") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds something else than answers: name another file") from error
-
-
-def _append(path: str, asked: Sequence[Messages], writer: Writer, temperature: float, limit: int, seed: int) -> None:
-    answers = writer.answer(asked, temperature, limit, seed)
-    rows = [
-        {
-            **ABOUT,
-            "temperature": temperature,
-            "finished": answer.finished,
-            "messages": [*question, {"role": "assistant", "content": answer.text}],
-        }
-        for question, answer in zip(asked, answers, strict=True)
-    ]
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    except OSError as error:
-        raise ValueError(f"output {path} cannot be written: {error.strerror}: what is there stays; run it again") from error

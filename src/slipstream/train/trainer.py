@@ -2,13 +2,12 @@
 
 import json
 import math
-import os
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -17,11 +16,11 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs
-from pydantic import ValidationError
 
-from slipstream.drafters.store import save_drafter
-from slipstream.files import check_writable, replacing, understood
+from slipstream.drafters.store import RUN, RUN_MARK, claimed, save_drafter
+from slipstream.files import replacing, understood
 from slipstream.targets import Target
+from slipstream.train.checkpoint import read_checkpoint, write_checkpoint
 from slipstream.train.data import hold_out, load_examples
 from slipstream.train.features import Features, pack
 from slipstream.train.methods import OBJECTIVES
@@ -29,7 +28,7 @@ from slipstream.train.objective import Batch, coverage
 from slipstream.train.recipe import Data, Optimizer, Recipe
 from slipstream.train.replay import Prediction, Record
 
-STATE, LOG, RECIPE = "state.pt", "log.jsonl", "recipe.yaml"
+STATE, LOG, RECIPE = "state.pt", "log.jsonl", RUN
 OWN = 0.95  # of a greedy answer's tokens are the target's likeliest, though it was made in another precision perhaps
 
 
@@ -72,21 +71,20 @@ Show = Callable[[Seen], None]
 class Trainer:
     """One run in one directory.
 
+    From `prepare` to the end of `run`, or to an error, no other process may write in the directory.
+
     Args:
+        directory: a new or an empty one, or what a run left that came to nothing.
         resume: go on from the directory's last checkpoint; its own recipe must be given.
+        force: begin whatever the directory holds.
 
     Raises:
-        ValueError: the data, the directory or the checkpoint does not fit.
+        ValueError: the data, the directory or the checkpoint does not fit, or another process writes there.
     """
 
-    def __init__(self, target: Target, recipe: Recipe, directory: str, resume: bool = False) -> None:
+    def __init__(self, target: Target, recipe: Recipe, directory: str, resume: bool = False, force: bool = False) -> None:
         self.target, self.recipe, self.home = target, recipe, Path(directory)
-        check_writable(str(self.home / STATE))
-        if not resume and (self.home / STATE).exists():
-            raise ValueError(f"{directory} holds a training run: go on with --resume, or name another directory")
-        if resume and not (self.home / STATE).exists():
-            raise ValueError(f"{directory} holds no checkpoint to resume: leave --resume out to begin")
-        self.stages = recipe.staged()
+        self.stages, self._directory, self._resume, self._force = recipe.staged(), directory, resume, force
         self._method = OBJECTIVES[recipe.method]
         self._taps = self._method.taps(recipe, target.config.num_hidden_layers)
         patience = InitProcessGroupKwargs(timeout=timedelta(days=1))  # the others wait while one reads features
@@ -94,8 +92,30 @@ class Trainer:
         self.accelerator = Accelerator(mixed_precision=precision, cpu=on_cpu, kwargs_handlers=[patience])
         self.progress = Progress()
         self.leads = self.accelerator.is_main_process  # the one that writes
-        self._stop, self._data_key = False, ""
-        self._saved = self._read_state() if resume else None
+        self._stop, self._data_key = 0, ""
+        self.checkpoint: int | None = None  # the step of the last one
+        self._held, self._saved = ExitStack(), None
+        with self._claimed():
+            home, processes = self.home, self.accelerator.num_processes
+            if resume:
+                about = (target.fingerprint, target.dtype_name, processes, recipe, home / RECIPE)
+                self._saved = read_checkpoint(home / STATE, *about)
+
+    @contextmanager
+    def _claimed(self) -> Iterator[None]:
+        """The directory, for this run alone. Raises ValueError where it may not write."""
+        if not self.leads:
+            yield
+            return
+        resume, directory = self._resume, self._directory
+        with claimed(directory, ("train",), self._force or resume, [self.target.ends.config.name_or_path]):
+            begun = (self.home / STATE).exists()
+            if resume and not begun:
+                raise ValueError(f"{directory} holds no checkpoint to resume: leave --resume out to begin")
+            if not (resume or self._force) and (begun or (self.home / "config.json").exists()):
+                found = "a training run: go on with --resume" if begun else "a drafter: begin anew with --force"
+                raise ValueError(f"{directory} holds {found}, or name another directory")
+            yield
 
     def prepare(self, filling: Callable[[str, int], Callable[[int], None]] = lambda what, total: lambda n: None) -> None:
         """Read the data, let the target answer the held-out prompts, and begin or restore the objective.
@@ -103,6 +123,12 @@ class Trainer:
         Args:
             filling: told what long work begins and how many tokens it has; returns what is told of its progress.
         """
+        with ExitStack() as held:  # let go of where this fails
+            held.enter_context(self._claimed())
+            self._prepare(filling)
+            self._held = held.pop_all()
+
+    def _prepare(self, filling: Callable[[str, int], Callable[[int], None]]) -> None:
         self._read_data(self.stages[-1].data)  # what the drafter is for, its vocabulary included
         kept = self._data
         self._rehearse()
@@ -148,17 +174,18 @@ class Trainer:
         self._data = data
 
     def run(self, show: Show = lambda seen: None) -> Progress:
-        """Train to the end, or until Ctrl-C, which leaves a checkpoint to resume from (KeyboardInterrupt).
+        """Train to the end, or until Ctrl-C or SIGTERM, which leave a checkpoint to resume from (KeyboardInterrupt).
 
         Raises:
-            ValueError: the disk does not take a checkpoint; the last one stays.
+            ValueError: the disk does not take a checkpoint, or training diverges; the last checkpoint stays.
         """
-        self._write_recipe()
-        for stage in range(self.progress.stage, len(self.stages)):
-            self._run_stage(self.stages[stage], show)
-            self.progress.stage, self.progress.step = stage + 1, 0
-            self._save(None)
-        return self.progress
+        with self._held:
+            self._write_recipe()
+            for stage in range(self.progress.stage, len(self.stages)):
+                self._run_stage(self.stages[stage], show)
+                self.progress.stage, self.progress.step = stage + 1, 0
+                self._save(None)
+            return self.progress
 
     def _run_stage(self, recipe: Recipe, show: Show) -> None:
         accelerator, progress, schedule = self.accelerator, self.progress, recipe.schedule
@@ -223,10 +250,22 @@ class Trainer:
         here = torch.stack([batch.counts.sum(), agreed, loss.detach(), loss.new_tensor(self._stop)])
         counted, agree, whole, stop = accelerator.reduce(here.double(), "sum").tolist()
         accelerator.backward(loss * accelerator.num_processes / counted)  # the processes' gradients are averaged
-        accelerator.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
+        norm = accelerator.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
+        if not (math.isfinite(whole) and math.isfinite(norm)):
+            raise self._diverged(f"the loss is {whole / counted:.3g}, its gradient {float(norm):.3g}")
         optimizer.step()
         optimizer.zero_grad()
         return whole / counted, agree / counted, int(counted), stop > 0
+
+    def _check_weights(self) -> None:
+        if not all(bool(weight.isfinite().all()) for weight in self.objective.parameters()):
+            raise self._diverged("a weight is no finite number")
+
+    def _diverged(self, what: str) -> ValueError:
+        return ValueError(
+            f"training diverged at step {self.progress.step} of stage {self.progress.stage + 1}: {what}: the last "
+            f"checkpoint and the best drafter stay in {self.home}; begin anew with a lower optimizer.lr"
+        )
 
     def _batch(self, features: Features, per_epoch: int, seed: int) -> Batch:
         """What this process takes next: every epoch a new order, and no state but the step's number."""
@@ -239,6 +278,7 @@ class Trainer:
 
     def _evaluate(self, loss: float | None = None) -> None:
         """Predict τ; the best weights so far become the drafter directory."""
+        self._check_weights()
         progress, tree = self.progress, self.recipe.head.tree
         storage = getattr(torch, self.recipe.head.storage)
         drafter = self.objective.drafter(tree, storage)
@@ -257,7 +297,8 @@ class Trainer:
             vocabulary = {"size": len(drafter.vocab), "coverage": round(self.vocab_coverage, 4)}
             config = {**config, "vocabulary": vocabulary}
             name, training = self.target.name, self._summary(prediction)
-            save_drafter(self.home, self.recipe.method, name, self.target.ends, config, tensors, training, storage)
+            about = (self.recipe.method, name, self.target.ends, config, tensors, training, storage)
+            save_drafter(self.home, *about, force=True)
 
     def _summary(self, prediction: Prediction) -> dict[str, Any]:
         progress = self.progress
@@ -280,87 +321,58 @@ class Trainer:
         """A checkpoint, whole or not at all."""
         if not self.leads:
             return
-        state = {
-            "objective": self.objective.state_dict(),
-            "optimizer": None if optimizer is None else optimizer.state_dict(),
-            "progress": asdict(self.progress),
-            "coverage": self.vocab_coverage,
-            "target": self.target.fingerprint,
-            "dtype": self.target.dtype_name,
-            "data": None if optimizer is None else self._data_key,
-            "processes": self.accelerator.num_processes,
-            "recipe": self.recipe.model_dump(mode="json"),
-        }
-        beside = self.home / f".{STATE}"
-        try:
-            with open(beside, "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, self.home / STATE)
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
-            raise ValueError(
-                f"checkpoint {self.home / STATE} cannot be written: {reason}: the last one stays; free the disk, --resume"
-            ) from error
-        finally:
-            beside.unlink(missing_ok=True)
-
-    def _read_state(self) -> dict[str, Any]:
-        path = self.home / STATE
-        try:
-            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever a damaged file makes of itself
-            reason = str(error).split("\n")[0] or type(error).__name__
-            raise ValueError(f"checkpoint {path} cannot be read: {reason}") from error
-        if state["target"] != self.target.fingerprint:
-            raise ValueError(
-                f"checkpoint {path} was made for {state['target']}, and this target is {self.target.fingerprint}"
-            )
-        dtype = self.target.dtype_name
-        if state["dtype"] != dtype:
-            raise ValueError(f"checkpoint {path} was made in {state['dtype']}, not {dtype}: give --dtype {state['dtype']}")
-        if state["processes"] != self.accelerator.num_processes:
-            raise ValueError(
-                f"checkpoint {path} was made by {state['processes']} processes, and here are "
-                f"{self.accelerator.num_processes}: an exact continuation needs as many"
-            )
-        old, new = state["recipe"], self.recipe.model_dump(mode="json")
-        with suppress(ValidationError):  # fields that there were not yet are at their defaults
-            old = Recipe.model_validate(old).model_dump(mode="json")
-        if old != new:
-            changed = ", ".join(key for key in new if new[key] != old.get(key))
-            raise ValueError(
-                f"checkpoint {path} was made by another recipe ({changed} differ): resume with {self.home / RECIPE}"
-            )
-        return state
+        self._check_weights()
+        write_checkpoint(
+            self.home / STATE,
+            {
+                "objective": self.objective.state_dict(),
+                "optimizer": None if optimizer is None else optimizer.state_dict(),
+                "progress": asdict(self.progress),
+                "coverage": self.vocab_coverage,
+                "target": self.target.fingerprint,
+                "dtype": self.target.dtype_name,
+                "data": None if optimizer is None else self._data_key,
+                "processes": self.accelerator.num_processes,
+                "recipe": self.recipe.model_dump(mode="json"),
+            },
+        )
+        self.checkpoint = self.progress.step
 
     def _write_recipe(self) -> None:
         if self.leads:
             with replacing(str(self.home / RECIPE)) as file:
+                file.write(f"{RUN_MARK}\n")
                 yaml.safe_dump(self.recipe.model_dump(mode="json"), file, sort_keys=False)
+            if not self._resume:  # with force, of another run
+                (self.home / STATE).unlink(missing_ok=True)
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """The first Ctrl-C waits for the end of a step, so that the checkpoint is whole; the second one does not."""
+        """The first Ctrl-C or SIGTERM waits for the end of a step, so that the checkpoint is whole; the second does not."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
         first = 0.0
 
-        def stop(*_: Any) -> None:
+        def stop(number: int, _: Any) -> None:
             nonlocal first
             first = first or time.monotonic()
             if self._stop and time.monotonic() - first > 1:  # a launcher may pass the same Ctrl-C on a second time
                 raise KeyboardInterrupt
-            self._stop = True
+            self._stop = number
 
-        before = signal.signal(signal.SIGINT, stop)
+        before: dict[int, Any] = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
+        except KeyboardInterrupt:
+            if self._stop:  # whoever would have been told is told now
+                signal.signal(self._stop, before[self._stop])
+                signal.raise_signal(self._stop)
+            raise
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def rate(optimizer: Optimizer, step: int, steps: int) -> float:
