@@ -30,25 +30,30 @@ def test_tau_and_acceptance_by_depth():
     assert tally.acceptance(conditional=True) == [round(2 / 3, 4), 1.0, 0.0]
 
 
-def test_ctrl_c_leaves_the_figures_of_whole_turns(target, monkeypatch):
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("no room"), ValueError("a later turn is too long")])
+def test_what_ends_a_run_leaves_the_figures_of_whole_turns(target, monkeypatch, error):
+    """The sixth question's prompt was longer than the window: five questions' figures were thrown away."""
     questions = [Question("a", "1", "one", ("Say hello.", "And again.")), Question("b", "1", "two", ("Count.",))]
     asks, ask = [], Contest.ask
 
     def interrupted(self, method, prompt, streamer=None):
         asks.append(method)
         if len(asks) == stop:
-            raise KeyboardInterrupt
+            raise error
         return ask(self, method, prompt, streamer)
 
     monkeypatch.setattr(Contest, "ask", interrupted)
-    stop = 3 + 2 * 3 + 2  # after the warm-up and two turns, in the midst of the third
-    report = bench(target, ["ngram"], questions, max_new_tokens=8)
-    assert report["prompts"] == ["a:1"]
+    stop, kept = 3 + 2 * 3 + 2, []  # after the warm-up and two turns, in the midst of the third
+    with pytest.raises(type(error)):
+        bench(target, ["ngram"], questions, max_new_tokens=8, keep=kept.append)
+    (report,) = kept
+    assert (report["prompts"], report["stopped"]) == (["a:1"], str(error) or "KeyboardInterrupt")
     assert {result["questions"] for result in report["results"]} == {2}
     bench_table(report)
     stop = len(asks) + 3 + 2
-    with pytest.raises(KeyboardInterrupt):
-        bench(target, ["ngram"], questions, max_new_tokens=8)
+    with pytest.raises(type(error)):
+        bench(target, ["ngram"], questions, max_new_tokens=8, keep=kept.append)
+    assert len(kept) == 1  # of no whole turn there is nothing to say
 
 
 def test_expected_speedup_is_the_papers_formula():

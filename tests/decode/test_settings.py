@@ -71,7 +71,12 @@ FIELDS = {
     "remove_invalid_values": lambda said: {"remove_invalid_values": True, "suppress_tokens": said[:1]},
     "renormalize_logits": lambda said: {"renormalize_logits": True, "suppress_tokens": said[:1]},
     "watermarking_config": lambda said: {"watermarking_config": WatermarkingConfig(bias=6.0)},
-    "what only sampling reads": lambda said: {"typical_p": 0.1, "top_h": 0.1, "epsilon_cutoff": 0.5, "no_repeat_ngram_size": 1},
+    "what only sampling reads": lambda said: {
+        "typical_p": 0.1,
+        "top_h": 0.1,
+        "epsilon_cutoff": 0.5,
+        "no_repeat_ngram_size": 1,
+    },
 }
 
 

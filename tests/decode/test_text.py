@@ -31,7 +31,9 @@ def byte_level() -> PreTrainedTokenizerFast:
     """As GPT-2's, Llama 3's and SmolLM2's: every token is some bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, "Ġt", "he", "Ġthe", "ab", "</s>"]
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("a", "b")]))
+    core = Tokenizer(
+        models.BPE({word: i for i, word in enumerate(words)}, [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("a", "b")])
+    )
     core.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
 
@@ -48,7 +50,9 @@ def sentencepiece() -> PreTrainedTokenizerFast:
 
 def cleaning() -> PreTrainedTokenizerFast:
     """One that would take spaces back."""
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["a", " ", ".", "n", "'t", "</s>"])}, unk_token="a"))
+    core = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(["a", " ", ".", "n", "'t", "</s>"])}, unk_token="a")
+    )
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", clean_up_tokenization_spaces=True)
 

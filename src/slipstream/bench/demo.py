@@ -7,7 +7,7 @@ from rich.text import Text
 
 from slipstream.bench.questions import Question
 from slipstream.bench.report import ACCEPTED, OWN
-from slipstream.bench.run import HF, Answered, Contest, Tally
+from slipstream.bench.run import HF, Answered, Contest, Tally, first_prompts
 from slipstream.decode.audit import audit, margin_of
 
 SHOWN = {"vanilla": "plain", HF: "HF generate"}
@@ -19,30 +19,37 @@ def demo(contest: Contest, drafter: str, questions: Sequence[Question], console:
     target = contest.target
     totals = {method: Tally() for method in contest.methods}
     with console.status("warming up"):
-        contest.warm_up(target.encode(questions[0].turns[0]))
-    for number, question in enumerate(questions, 1):
-        prompt = target.encode(question.turns[0])
-        console.rule(f"{number} of {len(questions)}: {question.category}", align="left")
-        console.print(Text(question.turns[0], "italic dim"))
-        answers = {}
-        for method in ("vanilla", HF, drafter):
-            if method == HF:
-                with console.status("Hugging Face generate"):
-                    answers[method] = contest.ask(method, prompt)
-            else:
-                console.print(
-                    Text.assemble("\n", (SHOWN.get(method, method), "bold"), "" if method == "vanilla" else GREEN)
-                )
-                answers[method] = contest.ask(method, prompt, lambda texts: _paint(texts, console))
-                console.print("\n")
-            totals[method].add(answers[method])
-        console.print(_verdict(contest, drafter, prompt, answers["vanilla"], answers[drafter]))
-        tallies = {method: Tally() for method in answers}
-        for method, answered in answers.items():
-            tallies[method].add(answered)
-        console.print(_figures(tallies, drafter), end="\n\n")
-    console.rule("all answers", align="left")
-    console.print(_figures(totals, drafter))
+        contest.warm_up(first_prompts(target, questions, contest.max_new_tokens)[0])
+    try:
+        for number, question in enumerate(questions, 1):
+            console.rule(f"{number} of {len(questions)}: {question.category}", align="left")
+            answers = _answered(contest, drafter, question, console)
+            tallies = {method: Tally() for method in answers}
+            for method, answered in answers.items():
+                for tally in (tallies[method], totals[method]):
+                    tally.add(answered)
+            console.print(_figures(tallies, drafter), end="\n\n")
+    finally:
+        if totals[drafter].questions:
+            console.rule("all answers", align="left")
+            console.print(_figures(totals, drafter))
+
+
+def _answered(contest: Contest, drafter: str, question: Question, console: Console) -> dict[str, Answered]:
+    """One question, asked and answered on the screen."""
+    target, answers = contest.target, dict[str, Answered]()
+    prompt = target.encode(question.turns[0])
+    console.print(Text(question.turns[0], "italic dim"))
+    for method in ("vanilla", HF, drafter):
+        if method == HF:
+            with console.status("Hugging Face generate"):
+                answers[method] = contest.ask(method, prompt)
+        else:
+            console.print(Text.assemble("\n", (SHOWN.get(method, method), "bold"), "" if method == "vanilla" else GREEN))
+            answers[method] = contest.ask(method, prompt, lambda texts: _paint(texts, console))
+            console.print("\n")
+    console.print(_verdict(contest, drafter, prompt, answers["vanilla"], answers[drafter]))
+    return answers
 
 
 def _paint(texts: list[str], console: Console) -> None:

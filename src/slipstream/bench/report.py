@@ -95,6 +95,8 @@ def certificate(report: dict[str, Any]) -> Group:
             f"{margin:.2g}" if isinstance(margin, float) else margin,
             Text(str(row["unexplained"]), "bold red" if row["unexplained"] else "green"),
         )
+    if "stopped" in report:
+        return Group(table, Text(f"not certified: stopped early: {report['stopped']}", "yellow"))
     verdict = (
         Text("certified: every token is plain decoding's, near-ties within the margin aside", "bold green")
         if report["certified"]

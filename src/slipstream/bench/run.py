@@ -125,6 +125,7 @@ class Tally:
         return rates
 
 
+Keep = Callable[[dict[str, Any]], None]
 Place = tuple[str, str, str]  # a question's file, category and name
 Tallies = dict[str, dict[Place, Tally]]  # by method and question
 
@@ -137,23 +138,30 @@ def bench(
     temperature: float = 0.0,
     seed: int = 0,
     progress: Callable[[str], None] = lambda _: None,
+    keep: Keep = lambda report: None,
 ) -> dict[str, Any]:
     """Answer every turn of every question with every method, one after the other, and compare.
 
     Each turn is asked of all methods in turn, in an order that rotates, so that a machine that slows down slows all of
     them. A later turn continues plain decoding's conversation, so all methods read the same prompts. Answers that differ
-    from plain decoding's are audited after the clock has stopped. Files take turns, and Ctrl-C ends it early, with the
-    turns that all answered.
+    from plain decoding's are audited after the clock has stopped. Files take turns.
+
+    Args:
+        keep: is given what the turns say that all methods answered, where an error or Ctrl-C ends it early; the report then
+            says in `stopped` what it was.
 
     Returns:
         DESIGN's schema 1; beside it `by_category`, `by_file`, `by_question`, and in `of_files` the mean over the files of
         the speed-up, with its interval.
+
+    Raises:
+        ValueError: a drafter or a setting is unknown or out of range, or a question leaves no room for an answer.
     """
     contest = Contest.of(target, drafters, max_new_tokens, temperature, seed)
     methods = contest.methods
     tallies: Tallies = {name: {} for name in methods}
     progress("warming up")
-    contest.warm_up(target.encode(questions[0].turns[0]))
+    contest.warm_up(first_prompts(target, questions, max_new_tokens)[0])
     turns, questions = 0, alternated(questions)
     asked = questions[:0]
     try:
@@ -177,10 +185,30 @@ def bench(
                     tally.add(answered, divergences.get(name, []))
                 messages.append({"role": "assistant", "content": target.decode(plain)})
                 turns, asked = turns + 1, questions[:number]
-    except KeyboardInterrupt:
-        if not turns:
-            raise
+    except BaseException as error:
+        if turns:
+            keep(_report(contest, tallies, asked) | {"stopped": stopped_by(error)})
+        raise
     return _report(contest, tallies, asked)
+
+
+def first_prompts(target: Target, questions: Sequence[Question], max_new_tokens: int = 1) -> list[list[int]]:
+    """The first turn of every question, as tokens. Raises ValueError for one that leaves no room for an answer, by name."""
+    if not questions:
+        raise ValueError("no questions: give one at least")
+    prompts = []
+    for question in questions:
+        try:
+            prompts.append(target.encode(question.turns[0]))
+            Settings.of(target, max_new_tokens).limit(prompts[-1])
+        except ValueError as error:
+            raise ValueError(f"question {question.name}: {error}") from error
+    return prompts
+
+
+def stopped_by(error: BaseException) -> str:
+    """What a report says that did not come to its end."""
+    return str(error).split("\n")[0] or type(error).__name__
 
 
 def _report(contest: Contest, tallies: Tallies, asked: Sequence[Question]) -> dict[str, Any]:

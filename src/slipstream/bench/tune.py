@@ -13,11 +13,13 @@ from statistics import mean
 from typing import Any
 
 from slipstream.bench.cost import RoundCost, Rounds, pass_seconds
+from slipstream.bench.run import stopped_by
 from slipstream.core.optimal import optimal_trees
 from slipstream.core.shape import Shape
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.vanilla import Vanilla
+from slipstream.files import check_counts
 from slipstream.machine import heading
 from slipstream.targets.hf import Target
 from slipstream.train.replay import Following, Record, predict
@@ -45,15 +47,17 @@ def tune(
     temperatures: Sequence[float] = (0.0, 1.0),
     new: int = 40,
     progress: Callable[[str], None] = lambda _: None,
+    keep: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
     """The best tree and proposal at each temperature.
 
     Args:
         prompts: some of the kind that will be asked; 8 to 16 are enough.
         new: tokens of each answer along which drafts are held.
+        keep: is given what is known of the temperatures before the one at which an error or Ctrl-C ends it.
 
     Raises:
-        ValueError: a drafter whose probes ride in the target's passes.
+        ValueError: no prompts, a count below 1, or a drafter whose probes ride in the target's passes.
 
     Returns:
         schema 1: `passes_ms` by rows, and for each temperature `plain`, `proposals`, each with `acceptance` by depth and
@@ -63,6 +67,7 @@ def tune(
     """
     if drafter.probes is not None:
         raise ValueError("this drafter guesses in the target's own passes, along no record: compare its trees by bench")
+    check_counts(prompts=len(prompts), temperatures=len(temperatures), new=new)
     context = sum(map(len, prompts)) // len(prompts) + new // 2
     probe = min(prompts, key=len)  # read once for every tree that is timed
     progress("cost of a pass")
@@ -71,35 +76,54 @@ def tune(
     timed = [Vanilla(), *(reshaped(drafter, tree) for tree in ("chain-1", f"chain-{depth}"))]
     costs = Costs(depth, curve, *Rounds(target, timed, probe).run(ROUNDS))
     reports: list[dict[str, Any]] = []
-    for temperature in temperatures:
-        progress(f"T = {temperature:g}: the target answers")
-        record = Record.of(target, prompts, new, drafter.taps, len(prompts), temperature)
-        proposals, sizes = [], list[tuple[str, Size]]()
-        for proposal in ("top-k", "noise") if temperature else ("top-k",):
-            progress(f"T = {temperature:g}: {proposal}, ranks")
-            rates = acceptance(drafter, record, proposal)
-            best = _sizes(rates, costs)
-            sizes += [(proposal, size) for size in best]
-            seen = {"proposal": proposal, "acceptance": [[round(r, 4) for r in row] for row in rates]}
-            proposals.append({**seen, "budgets": [asdict(size) for size in best]})
-        progress(f"T = {temperature:g}: drafts along the answers")
-        closest = sorted(sizes, key=lambda named: -named[1].estimate)[:SIZES]
-        candidates = _held(drafter, record, [(kind, tree) for kind, size in closest for tree in _trees(size)], costs)
-        gammas = []
-        if isinstance(drafter, DraftModel):
-            gammas = _held(drafter, record, [("top-k", f"chain-{gamma}") for gamma in range(2, depth + 1)], costs)
-            candidates += sorted(gammas, key=lambda chain: -chain["estimate"])[:1]
-        progress(f"T = {temperature:g}: a race of {len(candidates)}")
-        plain, candidates = _race(target, drafter, candidates, probe, temperature)
-        about = {"temperature": temperature, "plain": plain, "proposals": proposals, "gammas": gammas}
-        reports.append({**about, "candidates": candidates, "chosen": candidates[0]})
-    return {
+    about = {
         **heading(target),
         "context": context,
         "passes_ms": {str(rows): round(seconds * 1e3, 3) for rows, seconds in curve.items()},
         "draft_step_ms": round(costs.step * 1e3, 3),
         "temperatures": reports,
     }
+    try:
+        for temperature in temperatures:
+            progress(f"T = {temperature:g}: the target answers")
+            record = Record.of(target, prompts, new, drafter.taps, len(prompts), temperature)
+            reports.append(_at(target, drafter, record, temperature, costs, probe, progress))
+    except BaseException as error:
+        if reports:
+            keep(about | {"stopped": stopped_by(error)})
+        raise
+    return about
+
+
+def _at(
+    target: Target,
+    drafter: Proposer,
+    record: Record,
+    temperature: float,
+    costs: "Costs",
+    probe: Sequence[int],
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """What `tune` says of one temperature."""
+    proposals, sizes = [], list[tuple[str, Size]]()
+    for proposal in ("top-k", "noise") if temperature else ("top-k",):
+        progress(f"T = {temperature:g}: {proposal}, ranks")
+        rates = acceptance(drafter, record, proposal)
+        best = _sizes(rates, costs)
+        sizes += [(proposal, size) for size in best]
+        seen = {"proposal": proposal, "acceptance": [[round(r, 4) for r in row] for row in rates]}
+        proposals.append({**seen, "budgets": [asdict(size) for size in best]})
+    progress(f"T = {temperature:g}: drafts along the answers")
+    closest = sorted(sizes, key=lambda named: -named[1].estimate)[:SIZES]
+    candidates = _held(drafter, record, [(kind, tree) for kind, size in closest for tree in _trees(size)], costs)
+    gammas = []
+    if isinstance(drafter, DraftModel):
+        gammas = _held(drafter, record, [("top-k", f"chain-{gamma}") for gamma in range(2, costs.depth + 1)], costs)
+        candidates += sorted(gammas, key=lambda chain: -chain["estimate"])[:1]
+    progress(f"T = {temperature:g}: a race of {len(candidates)}")
+    plain, candidates = _race(target, drafter, candidates, probe, temperature)
+    about = {"temperature": temperature, "plain": plain, "proposals": proposals, "gammas": gammas}
+    return {**about, "candidates": candidates, "chosen": candidates[0]}
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,65 @@
 """The command line: one command per verb. Parses, calls, prints; heavy imports inside, so that --help is quick."""
 
+import os
+import signal
 import sys
+import tempfile
+import traceback
+from contextlib import suppress
+from io import TextIOWrapper
+from typing import Any
 
 from slipstream.cli import decoding, training, tuning  # noqa: F401  each registers its commands
 from slipstream.cli.common import app, err
 
-STOPPED = 130
+STOPPED = 130  # what typer turns a KeyboardInterrupt into
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one line and exit code 2, Ctrl-C is one line and 130."""
+    """Entry point: a user's mistake is one line and exit code 2; Ctrl-C and SIGTERM are one line and 130 or 143."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show τ
+    caught = [signal.SIGINT]
+
+    def stop(number: int, _: Any) -> None:
+        """From here on SIGTERM is what Ctrl-C is: nothing that is undone or kept then is forgotten."""
+        caught.append(signal.Signals(number))
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
-        code = app(standalone_mode=False)
+        code = _run()
     except KeyboardInterrupt:
         code = STOPPED
-    except ValueError as error:
-        _fail(str(error))
-    except Exception as error:
-        if not hasattr(error, "format_message"):  # typer's own complaint about the command line
-            raise
-        if message := error.format_message():  # empty: help was asked for by giving no command
-            _fail(f"{message} (see slipstream --help)")
-        code = 2
-    if code == STOPPED:  # typer turns Ctrl-C into this
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if code == STOPPED:
         err.print("slipstream: stopped")
-    sys.exit(code if isinstance(code, int) else 0)
+        code = 128 + caught[-1]
+    sys.exit(code)
 
 
-def _fail(message: str) -> None:
+def _run() -> int:
+    """The command's exit code."""
+    try:
+        code = app(standalone_mode=False)
+    except ValueError as error:
+        return _fail(str(error))
+    except OSError as error:  # typer sees to broken pipes
+        with suppress(OSError):  # what cannot be printed is not tried again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _fail(f"{error.filename or 'output'}: {error.strerror or error}")
+    except Exception as error:
+        if hasattr(error, "format_message"):  # typer's own complaint about the command line
+            message = error.format_message()  # empty: help was asked for by giving no command
+            return _fail(f"{message} (see slipstream --help)") if message else 2
+        with tempfile.NamedTemporaryFile("w", prefix="slipstream-", suffix=".txt", delete=False) as file:
+            traceback.print_exc(file=file)
+        return _fail(f"{type(error).__name__}: {error}: please report this with {file.name}", 1)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int = 2) -> int:
     err.print(f"slipstream: {' '.join(message.split())}", style="red", markup=False, soft_wrap=True)
-    sys.exit(2)
+    return code

@@ -1,8 +1,9 @@
 """What commands share: the application, its consoles, options that mean the same everywhere, loading, progress."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -34,7 +35,10 @@ Limit = Annotated[int | None, typer.Option(help="questions per file, taken evenl
 MaxNewTokens = Annotated[int, typer.Option(help="tokens per answer, at most")]
 Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="the same seed gives the same text, whatever the drafter")]
-JsonPath = Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the results here")]
+JsonPath = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="write the results here; - is standard output")
+]
+Force = Annotated[bool, typer.Option("--force", help="write into --out whatever it holds")]
 
 
 def examples(*lines: str) -> str:
@@ -54,6 +58,35 @@ def load(name: str, dtype: str, device: str, compile: bool = False) -> "Target":
         with err.status("compiling: a minute the first time, then seconds"):
             target.warm_up()
     return target
+
+
+def inputs(target: str, drafters: Sequence[str] = (), files: Sequence[str] = ()) -> list[str]:
+    """What a command reads: a drafter's options may name files, too."""
+    return [target, *(part for drafter in drafters for part in re.split("[:,=]", drafter)), *files]
+
+
+def deliver(shown: Any, report: dict[str, Any], json_path: str | None) -> None:
+    """Print what was found, then write it: the one is not lost with the other. JSON has standard output for itself."""
+    from slipstream.files import STANDARD, write_json
+
+    try:
+        (err if json_path in STANDARD else out).print(shown)
+    finally:
+        if json_path is not None:
+            write_json(json_path, report)
+
+
+@contextmanager
+def kept(show: Callable[[dict[str, Any]], None]) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Call what it yields with whatever was found: that is shown at the end, even if it comes by an error."""
+    found: list[dict[str, Any]] = []
+    try:
+        yield found.append
+    finally:
+        for report in found:
+            show(report)
+            if "stopped" in report:
+                err.print("stopped early: these are the figures of what was done until then", style="yellow")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """demo, generate, bench, certify: answer, measure, prove."""
 
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from typing import Annotated
 
 import typer
@@ -20,8 +20,11 @@ from slipstream.cli.common import (
     TargetName,
     Temperature,
     app,
+    deliver,
     err,
     examples,
+    inputs,
+    kept,
     load,
     out,
     progress_bar,
@@ -86,16 +89,17 @@ def generate(
     from slipstream.decode.generate import LOSSY, stream
     from slipstream.decode.settings import resolve_sampling
     from slipstream.drafters import load_drafter
-    from slipstream.files import check_writable, replacing, write_json
+    from slipstream.files import STANDARD, check_writable, replacing, write_json
 
-    check_writable(trace, json_path)
+    check_writable(trace, json_path, reads=inputs(target, [drafter]))
+    aside = redirect_stdout(sys.stderr) if {trace, json_path} & {*STANDARD} else nullcontext()
     text = sys.stdin.read() if prompt == "-" else prompt
     loaded = load(target, dtype, device, compile)
     guide = load_drafter(drafter, loaded.ends, resolve_sampling(loaded, temperature=temperature).temperature)
     if compile:
         with err.status("warming up"):
             list(stream(loaded, text, guide, max_new_tokens=4))
-    with replacing(trace) if trace is not None else nullcontext() as trace_file:
+    with replacing(trace) if trace is not None else nullcontext() as trace_file, aside:
         pieces = stream(
             loaded,
             text,
@@ -152,19 +156,14 @@ def bench(
     from slipstream.bench.questions import load_questions
     from slipstream.bench.report import bench_table
     from slipstream.bench.run import bench as run
-    from slipstream.files import check_writable, write_json
+    from slipstream.files import check_writable
 
-    check_writable(json_path)
+    check_writable(json_path, reads=inputs(target, drafter, questions))
     asked = load_questions(questions, limit)
     steps = 1 + sum(len(question.turns) for question in asked) * (2 + len(set(drafter) - {"vanilla"}))
-    with progress_bar(steps) as progress:
-        report = run(load(target, dtype, device, compile), drafter, asked, max_new_tokens, temperature, seed, progress)
-    if json_path is not None:
-        write_json(json_path, report)
-    out.print(bench_table(report))
-    if (done := len(report["prompts"])) < len(asked):
-        out.print(f"stopped: figures of {done} of {len(asked)} questions")
-        raise typer.Exit(130)
+    with kept(lambda report: deliver(bench_table(report), report, json_path)) as keep, progress_bar(steps) as progress:
+        loaded = load(target, dtype, device, compile)
+        keep(run(loaded, drafter, asked, max_new_tokens, temperature, seed, progress, keep))
 
 
 @app.command(
@@ -194,14 +193,13 @@ def certify(
     from slipstream.bench.certify import certify as run
     from slipstream.bench.questions import load_questions
     from slipstream.bench.report import certificate
-    from slipstream.files import check_writable, write_json
+    from slipstream.files import check_writable
 
-    check_writable(json_path)
+    check_writable(json_path, reads=inputs(target, drafter, questions))
     asked = load_questions(questions, limit)
-    with progress_bar(None) as progress:
-        report = run(load(target, dtype, device, compile), drafter, asked, temperature, max_new_tokens, seed, progress)
-    if json_path is not None:
-        write_json(json_path, report)
-    out.print(certificate(report))
+    with kept(lambda report: deliver(certificate(report), report, json_path)) as keep, progress_bar(None) as progress:
+        loaded = load(target, dtype, device, compile)
+        report = run(loaded, drafter, asked, temperature, max_new_tokens, seed, progress, keep)
+        keep(report)
     if not report["certified"]:
         raise typer.Exit(1)

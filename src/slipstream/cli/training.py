@@ -9,14 +9,17 @@ from slipstream.cli.common import (
     Device,
     Dtype,
     Files,
+    Force,
     JsonPath,
     Limit,
     MaxNewTokens,
     Seed,
     TargetName,
     app,
+    deliver,
     err,
     examples,
+    inputs,
     load,
     out,
     progress_bar,
@@ -49,6 +52,7 @@ def train(
         str | None, typer.Option(metavar="FILE", help="YAML; see the recipe.yaml that each run leaves")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on, exactly, from the last checkpoint in --out")] = False,
+    force: Force = False,
     preview: Annotated[bool, typer.Option("--preview", help="show what is learnt of the data, coloured, and stop")] = False,
     dtype: Annotated[str, typer.Option(help="of the target: auto, float32, bfloat16, …")] = "auto",
     device: Device = "cpu",
@@ -74,21 +78,22 @@ def train(
         read = load_examples(kept.files, loaded, kept.max_length, kept.limit, kept.greedy)
         out.print(show_preview(loaded, read))
         return
-    with watching(err) as watch:
-        trainer = Trainer(loaded, settled, directory, resume)
-        trainer.prepare(watch.filling)
-        try:
+    trainer: Trainer | None = None
+    try:
+        with watching(err) as watch:
+            trainer = Trainer(loaded, settled, directory, resume, force)
+            trainer.prepare(watch.filling)
             progress = trainer.run(watch.show)
-        except KeyboardInterrupt:
-            err.print(f"checkpoint at step {trainer.progress.step} in {directory}: go on with --resume")
-            raise
-        finally:
-            if trainer.leads and trainer.progress.history:
-                draw(trainer.progress.history, f"{directory}/curve.svg")
-    if trainer.leads:
-        out.print(
-            f"predicted τ {progress.best:.2f} ({settled.head.tree}) after {progress.trained:,} tokens, in {directory}"
-        )
+        if trainer.leads:
+            about = f"({settled.head.tree}) after {progress.trained:,} tokens, in {directory}"
+            out.print(f"predicted τ {progress.best:.2f} {about}")
+    except KeyboardInterrupt:
+        if trainer is not None and trainer.checkpoint is not None:
+            err.print(f"checkpoint at step {trainer.checkpoint} in {directory}: go on with --resume")
+        raise
+    finally:
+        if trainer is not None and trainer.leads and trainer.progress.history:
+            draw(trainer.progress.history, f"{directory}/curve.svg")
 
 
 Server = Annotated[str | None, typer.Option(metavar="URL", help="let this OpenAI-compatible server write (vllm serve, …)")]
@@ -119,7 +124,7 @@ def synthesize(
     from slipstream.files import check_writable
     from slipstream.train import synthesize as make
 
-    check_writable(path)
+    check_writable(path, reads=inputs(target))
     loaded = load(target, dtype, device)
     writer = make.ServerWriter(server) if server else make.TargetWriter(loaded)
     how = (temperatures, prompt_temperature, max_new_tokens, batch, seed)
@@ -156,7 +161,7 @@ def regenerate(
     from slipstream.train import synthesize as make
     from slipstream.train.data import read_rows
 
-    check_writable(path)
+    check_writable(path, reads=inputs(target, files=[source]))
     rows = [row["messages"] for _, row in read_rows(source) if "messages" in row]
     if not rows:
         raise ValueError(f"{source} has no conversations: raw text is trained on as it is")
@@ -174,13 +179,14 @@ def import_(
     directory: Annotated[str, typer.Option("--out", metavar="DIR", help="the drafter directory to write")],
     target: TargetName = "smollm2",
     tree: Annotated[str | None, typer.Option(help="the drafter's default tree; default: the method's")] = None,
+    force: Force = False,
     dtype: Dtype = "bfloat16",
 ) -> None:
     """Make a drafter directory of a public EAGLE, EAGLE-3 or Medusa checkpoint."""
     from slipstream.interop.public import import_head
 
     loaded = load(target, dtype, "cpu")
-    _report(import_head(source, directory, loaded.name, loaded.ends, tree), directory)
+    _report(import_head(source, directory, loaded.name, loaded.ends, tree, force), directory)
 
 
 @app.command(
@@ -193,13 +199,14 @@ def export(
     layout: Annotated[
         str | None, typer.Option(help="eagle, eagle3, speculators, medusa or medusa-vllm; default: the method's own")
     ] = None,
+    force: Force = False,
     dtype: Dtype = "bfloat16",
 ) -> None:
     """Write an eagle, eagle3 or medusa drafter in a public layout, which vLLM and SGLang load."""
     from slipstream.interop.public import export_head
 
     loaded = load(target, dtype, "cpu")
-    _report(export_head(drafter, directory, loaded.ends, layout), directory)
+    _report(export_head(drafter, directory, loaded.ends, layout, force), directory)
 
 
 @app.command(
@@ -226,17 +233,16 @@ def parity(
     """
     from slipstream.bench.questions import load_questions
     from slipstream.bench.report import parity_table
-    from slipstream.files import check_writable, write_json
+    from slipstream.bench.run import first_prompts
+    from slipstream.files import check_writable
     from slipstream.interop.parity import parity as run
 
-    check_writable(json_path)
+    check_writable(json_path, reads=inputs(target, [drafter], questions))
     loaded = load(target, dtype, "cpu")
-    prompts = [loaded.encode(question.turns[0]) for question in load_questions(questions, limit)]
+    prompts = first_prompts(loaded, load_questions(questions, limit), max_new_tokens)
     with progress_bar(len(prompts) + 2) as progress:
         report = run(loaded, drafter, prompts, python, max_new_tokens, draft_tokens, progress)
-    if json_path is not None:
-        write_json(json_path, report)
-    out.print(parity_table(report))
+    deliver(parity_table(report), report, json_path)
     if not report["agrees"]:
         raise typer.Exit(1)
 

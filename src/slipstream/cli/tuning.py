@@ -1,5 +1,6 @@
 """tune: measure costs, choose trees."""
 
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 import typer
@@ -13,10 +14,12 @@ from slipstream.cli.common import (
     JsonPath,
     TargetName,
     app,
+    deliver,
     err,
     examples,
+    inputs,
+    kept,
     load,
-    out,
     progress_bar,
 )
 
@@ -46,40 +49,50 @@ def tune(
     from slipstream.bench import cost, draw
     from slipstream.bench.questions import load_questions
     from slipstream.bench.report import cost_table, tuned_table
+    from slipstream.bench.run import first_prompts
     from slipstream.bench.skip import skippable
     from slipstream.bench.tune import tune as run
     from slipstream.drafters import load_drafter, tuned_home
     from slipstream.drafters.proposer import Proposer
-    from slipstream.drafters.store import save_tuned
-    from slipstream.files import cache_home, check_writable, evenly, update_json, write_json
+    from slipstream.drafters.store import save_tuned, tuned_file
+    from slipstream.files import cache_home, check_writable, evenly, read_results, update_json
 
-    check_writable(plot, json_path)
+    check_writable(plot, json_path, reads=inputs(target, [drafter], questions))
     asked = evenly(load_questions(questions), limit)
     loaded = load(target, dtype, device, compile)
-    with progress_bar(None) as progress:
-        if measure:
-            report = cost.cost_curve(loaded, progress=progress)
-        else:
-            prompts, skipping = [loaded.encode(question.turns[0]) for question in asked], dict[str, Any]()
-            if drafter == "self-speculative":
-                skipping = skippable(loaded, prompts, progress=progress)
-            made = load_drafter(f"{drafter}:skip={skipping['skip']}" if skipping else drafter, loaded.ends)
-            if not isinstance(made, Proposer):
-                raise ValueError(f"drafter {drafter!r} grows no trees: it has no candidates to choose among")
-            report = run(loaded, made, prompts, progress=progress)
-            if skipping:
-                report["skipping"] = skipping["tried"]
-                for found in report["temperatures"]:
-                    found["chosen"]["skip"] = skipping["skip"]
-    if json_path is not None:
-        write_json(json_path, report)
-    if plot is not None:
-        (draw.draw_costs if measure else draw.draw_tuned)(report, plot)
-    out.print((cost_table if measure else tuned_table)(report))
+    place, costs = loaded.ends.place, cache_home() / "costs.json"
     if measure:
-        kept = cache_home() / "costs.json"
-        update_json(kept, loaded.ends.place, {loaded.name: report})
-    else:
+        read_results(costs)
+        with progress_bar(None) as progress:
+            report = cost.cost_curve(loaded, progress=progress)
+        with ExitStack() as last:  # the last first, and each whatever becomes of the others
+            last.callback(update_json, costs, place, {loaded.name: report})
+            if plot is not None:
+                last.callback(draw.draw_costs, report, plot)
+            last.callback(deliver, cost_table(report), report, json_path)
+        err.print(f"kept in {costs}", style="dim")
+        return
+    skipping = dict[str, Any]()
+
+    def show(report: dict[str, Any]) -> None:
+        if skipping:
+            report["skipping"] = skipping["tried"]
+        for found in report["temperatures"]:
+            found["chosen"] |= {"skip": skipping["skip"]} if skipping else {}
         chosen = {found["temperature"]: found["chosen"] for found in report["temperatures"]}
-        kept = save_tuned(tuned_home(drafter, loaded.ends), loaded.ends.place, chosen)
-    err.print(f"kept in {kept}", style="dim")
+        with ExitStack() as last:
+            last.callback(save_tuned, tuned_home(drafter, loaded.ends), place, chosen)
+            if plot is not None:
+                last.callback(draw.draw_tuned, report, plot)
+            last.callback(deliver, tuned_table(report), report, json_path)
+        err.print(f"kept in {tuned_file(tuned_home(drafter, loaded.ends))}", style="dim")
+
+    with kept(show) as keep, progress_bar(None) as progress:
+        prompts = first_prompts(loaded, asked)
+        if drafter == "self-speculative":
+            skipping |= skippable(loaded, prompts, progress=progress)
+        made = load_drafter(f"{drafter}:skip={skipping['skip']}" if skipping else drafter, loaded.ends)
+        if not isinstance(made, Proposer):
+            raise ValueError(f"drafter {drafter!r} grows no trees: it has no candidates to choose among")
+        read_results(tuned_file(tuned_home(drafter, loaded.ends)))
+        keep(run(loaded, made, prompts, progress=progress, keep=keep))

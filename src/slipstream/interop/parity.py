@@ -21,6 +21,7 @@ from slipstream.drafters import load_drafter
 from slipstream.drafters.eagle import Eagle
 from slipstream.drafters.layers import attend_cache
 from slipstream.drafters.recursive import RecursiveDrafter
+from slipstream.files import check_counts
 from slipstream.interop.public import export_head
 from slipstream.machine import heading
 from slipstream.targets import Target
@@ -51,8 +52,9 @@ def parity(
         differs.
 
     Raises:
-        ValueError: vLLM cannot be run, or the drafter cannot be exported.
+        ValueError: vLLM cannot be run, the drafter cannot be exported, or there is nothing to ask.
     """
+    check_counts(prompts=len(prompts), max_new_tokens=new, draft_tokens=draft)
     if not Path(python).is_file():
         raise ValueError(f"vLLM's interpreter {python} is not there: run `make vllm`, or name another with --python")
     trained = load_drafter(drafter, target.ends)

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.progress import TimeRemainingColumn as Remaining
 from rich.text import Text
 
+from slipstream.files import replacing
 from slipstream.targets import Target
 from slipstream.train.data import Example
 from slipstream.train.trainer import Seen
@@ -47,9 +48,11 @@ def picture(path: str, columns: int, otherwise: str = "") -> Iterator[Any]:
         for ax in axes[0]:
             ax.grid(alpha=0.3)
             ax.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path)
-    except OSError as error:
-        raise ValueError(f"picture {path} cannot be written: {error.strerror}{otherwise}") from error
+        try:
+            with replacing(path) as file:
+                figure.savefig(file, format="svg")
+        except ValueError as error:
+            raise ValueError(f"picture: {error}{otherwise}") from error
     finally:
         pyplot.close(figure)
 

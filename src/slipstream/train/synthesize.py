@@ -13,7 +13,8 @@ from itertools import count, islice
 from typing import Any, TypeVar, final
 
 from slipstream.core.sampling import Sampling
-from slipstream.decode.generate import Generation, check_limits, generate
+from slipstream.decode.generate import Generation, generate
+from slipstream.decode.settings import Settings
 from slipstream.files import STANDARD, check_counts, locked, parsed
 from slipstream.targets import Target
 
@@ -68,7 +69,7 @@ class TargetWriter(Writer):
     def check(self, prompts: Sequence[Messages], limit: int) -> None:
         for number, prompt in enumerate(prompts, 1):
             try:
-                check_limits(self.target, [self.target.encode(prompt)], limit)
+                Settings.of(self.target, limit).limit(self.target.encode(prompt))
             except ValueError as error:
                 raise ValueError(f"question {number}: {error}") from error
 
