@@ -5,6 +5,7 @@ With TEST_COMPILED=1 (`make test-compiled`) all targets are compiled; the checks
 """
 
 import os
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
@@ -34,3 +35,18 @@ def unchecked():
     config.update("jaxtyping_disable", True)
     yield
     config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a command line in this process; returns exit code, standard output and standard error."""
+    from slipstream import cli
+
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["slipstream", *words])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        shown = capsys.readouterr()
+        return int(exit_.value.code or 0), shown.out, shown.err
+
+    return call

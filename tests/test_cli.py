@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import tiny
-from slipstream import cli
 from slipstream.bench import cost
 from slipstream.decode.generate import LAWS
 
@@ -27,20 +26,6 @@ def model(tmp_path_factory) -> str:
     tiny.reference("llama").save_pretrained(path)
     tiny.tokenizer().save_pretrained(path)
     return str(path)
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run a command line in this process; returns exit code, standard output and standard error."""
-
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["slipstream", *words])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        shown = capsys.readouterr()
-        return int(exit_.value.code or 0), shown.out, shown.err
-
-    return call
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import slipstream
 
 ROOT = Path(slipstream.__file__).parent
-SHARED = {"files", "machine", "compiled"}  # writing results, what they were measured on, compilation
+SHARED = {"files", "machine", "compiled", "bars"}  # writing results, what they were measured on, compilation, progress
 ROOMS = {  # DESIGN, "Rooms": a room may import itself and these
     "core": set(),
     "targets": {"core"},

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from slipstream.drafters.vanilla import Vanilla
     from slipstream.targets import Target, load_target
 
+    __version__: str
+
 _HOMES = {  # imported on first use: torch and transformers take seconds
     "Drafter": "core.drafter",
     "Generation": "decode.generate",
@@ -55,6 +57,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("slipstream")
     if name not in _HOMES:
         raise AttributeError(f"module 'slipstream' has no attribute {name!r}. Available: {', '.join(__all__)}")
     return getattr(import_module(f"slipstream.{_HOMES[name]}"), name)

@@ -1,5 +1,6 @@
 """Trees by name."""
 
+import json
 from collections import Counter
 
 import pytest
@@ -67,7 +68,8 @@ def test_what_a_shape_says_of_its_tree_is_true(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["fig8", "chain", "chain-0", "dynamic-3x4", "best-first-0x4", "cape-0", "beam-2", "[[0], 3]", "[", "[]"]
+    "name",
+    ["fig8", "chain", "[" * 100_000, "chain-0", "dynamic-3x4", "best-first-0x4", "cape-0", "beam-2", "[[0], 3]", "[", "[]"],
 )
 def test_an_unknown_shape_is_refused_with_the_choices(name):
     with pytest.raises(ValueError, match=r"Available: chain-DEPTH|no nodes"):
@@ -78,6 +80,32 @@ def test_a_full_tree_has_all_paths_and_is_not_too_large():
     assert [Shape.parse(f"full-3x{k}").nodes for k in (1, 2, 3, 4)] == [4, 15, 40, 85]
     with pytest.raises(ValueError, match=r"9\^9 leaves: 1024 at most"):
         Shape.parse("full-9x9")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chain-65",
+        "backbone-1000x1000",
+        "dynamic-1000x1000x1000",
+        "dynamic-5x1024x60",
+        "best-first-64x1000",
+        "beam-60x1000",
+        json.dumps([[i] for i in range(1000)] + [[0, i] for i in range(1000)] + [[1, i] for i in range(100)]),
+        json.dumps([[0] * n for n in range(1, 66)]),
+    ],
+    ids=lambda name: name[:20],
+)
+def test_a_tree_nobody_can_mean_is_refused_with_its_cost(name):
+    """Said before anything is built: such trees took minutes and gigabytes."""
+    with pytest.raises(ValueError, match=r"costs [\d,]+ draft steps a round, which read .* at most are 64, 4,096") as error:
+        Shape.parse(name)
+    assert len(str(error.value)) < 400
+
+
+def test_a_repeated_path_is_named():
+    with pytest.raises(ValueError, match=r"distinct: \[0, 1\] is repeated$"):
+        Shape.parse("[[0],[0,1],[0,1]]")
 
 
 @pytest.mark.parametrize("name", ["cape-5x4", "cape-2x9-3@0.5-2@0.4-1"])

@@ -9,6 +9,7 @@ from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.drafters.hybrid import Hybrid, joined
 from slipstream.drafters.ngram import NGram
+from slipstream.drafters.store import save_drafter
 
 
 def paths(tree: Tree, row: int) -> set[tuple[int, ...]]:
@@ -48,10 +49,20 @@ def test_what_cannot_be_joined_is_refused():
         Hybrid(tiny.eagle(target, "fig9", "sampled"), NGram(3))
     with pytest.raises(ValueError, match="no room for a match of 7"):
         Hybrid(tiny.eagle(target, "best-first-3x8"), NGram(7))
-    with pytest.raises(ValueError, match="no option 'tree'"):
+    with pytest.raises(ValueError, match="'lookahead' grows no tree"):
         load_drafter("hybrid:head=lookahead", target.ends)
     with pytest.raises(ValueError, match="the tree is its own: name it behind the head, head=eagle,tree="):
         load_drafter("hybrid:head=eagle:tree=chain-9", target.ends)
+
+
+def test_the_default_tree_is_no_deeper_than_the_head(tmp_path):
+    """`hybrid:head=fasteagle`, as the help offers it, was refused: four deep, and the head says two tokens."""
+    target = tiny.target("llama")
+    config, tensors = tiny.fasteagle(target, "chain-2").pack()
+    save_drafter(tmp_path, "fasteagle", "llama", target.ends, config, tensors, {}, dtype=None)
+    made = load_drafter(f"hybrid:head={tmp_path}:proposal=noise", target.ends)
+    assert (made.head.shape.name, made.head.proposal, made.depth) == ("best-first-3x16", "noise", 6)
+    assert load_drafter("hybrid:head=self-speculative:skip=0", target.ends).head.shape.name == "best-first-4x16"
 
 
 @pytest.mark.parametrize("head", ["eagle", "fasteagle", "glide", "draft_model", "bita"])

@@ -18,12 +18,13 @@ def demo(contest: Contest, drafter: str, questions: Sequence[Question], console:
     """Answer each question plainly, with Hugging Face `generate` (timed, not shown) and with the drafter; compare."""
     target = contest.target
     totals = {method: Tally() for method in contest.methods}
+    legend = GREEN if console.color_system and not console.no_color else ""
     with console.status("warming up"):
         contest.warm_up(first_prompts(target, questions, contest.max_new_tokens)[0])
     try:
         for number, question in enumerate(questions, 1):
-            console.rule(f"{number} of {len(questions)}: {question.category}", align="left")
-            answers = _answered(contest, drafter, question, console)
+            console.rule(Text(f"{number} of {len(questions)}: {question.category}"), align="left")
+            answers = _answered(contest, drafter, question, console, legend)
             tallies = {method: Tally() for method in answers}
             for method, answered in answers.items():
                 for tally in (tallies[method], totals[method]):
@@ -35,7 +36,7 @@ def demo(contest: Contest, drafter: str, questions: Sequence[Question], console:
             console.print(_figures(totals, drafter))
 
 
-def _answered(contest: Contest, drafter: str, question: Question, console: Console) -> dict[str, Answered]:
+def _answered(contest: Contest, drafter: str, question: Question, console: Console, legend: str) -> dict[str, Answered]:
     """One question, asked and answered on the screen."""
     target, answers = contest.target, dict[str, Answered]()
     prompt = target.encode(question.turns[0])
@@ -45,7 +46,7 @@ def _answered(contest: Contest, drafter: str, question: Question, console: Conso
             with console.status("Hugging Face generate"):
                 answers[method] = contest.ask(method, prompt)
         else:
-            console.print(Text.assemble("\n", (SHOWN.get(method, method), "bold"), "" if method == "vanilla" else GREEN))
+            console.print(Text.assemble("\n", (SHOWN.get(method, method), "bold"), "" if method == "vanilla" else legend))
             answers[method] = contest.ask(method, prompt, lambda texts: _paint(texts, console))
             console.print("\n")
     console.print(_verdict(contest, drafter, prompt, answers["vanilla"], answers[drafter]))

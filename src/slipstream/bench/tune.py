@@ -62,11 +62,14 @@ def tune(
     Returns:
         schema 1: `passes_ms` by rows, and for each temperature `plain`, `proposals`, each with `acceptance` by depth and
         rank and the best static tree of all `budgets`, `candidates` with the τ that they would reach and the speed-up that
-        was timed, best first, and `chosen`, the first of them. Of a draft model `gammas`, too: chains of 2 to 10, the
-        best of which is a candidate.
+        was timed, best first, and `chosen`, the first of them. Who lost an earlier race was timed over fewer `rounds`, and
+        comes after all who did not. Of a draft model `gammas`, too: chains of 2 to 10, the best of which is a candidate.
     """
     if drafter.probes is not None:
-        raise ValueError("this drafter guesses in the target's own passes, along no record: compare its trees by bench")
+        raise ValueError(
+            "this drafter guesses in the target's own passes, along no record that trees could be held against: compare "
+            "its trees by bench, one --drafter NAME:tree=… for each"
+        )
     check_counts(prompts=len(prompts), temperatures=len(temperatures), new=new)
     context = sum(map(len, prompts)) // len(prompts) + new // 2
     probe = min(prompts, key=len)  # read once for every tree that is timed
@@ -176,11 +179,12 @@ def _race(
     """(plain decoding, the candidates, best first): rounds of all, then of the better half, and so on."""
     trees = [reshaped(drafter, each["tree"], each["proposal"]) for each in candidates]
     rounds = Rounds(target, [Vanilla(), *trees], probe, temperature)
-    racing, ended = list(range(len(trees))), list[int]()
+    racing, ended, raced = list(range(len(trees))), list[int](), 0
     while racing:
         plain, *spent = rounds.run(ROUNDS, [0, *(1 + i for i in racing)])
+        raced += ROUNDS
         for i in racing:  # against plain rounds of the same minutes
-            candidates[i] |= _figures(candidates[i]["tau"], spent[i], plain)
+            candidates[i] |= {"rounds": raced, **_figures(candidates[i]["tau"], spent[i], plain)}
         racing.sort(key=lambda i: -candidates[i]["speedup"])
         left = (len(racing) + 1) // 2 if len(racing) > 2 else 0
         racing, ended = racing[:left], racing[left:] + ended

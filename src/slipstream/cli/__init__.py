@@ -9,14 +9,20 @@ from contextlib import suppress
 from io import TextIOWrapper
 from typing import Any
 
-from slipstream.cli import decoding, training, tuning  # noqa: F401  each registers its commands
+from slipstream.cli import cache, decoding, training, tuning  # noqa: F401  each registers its commands
 from slipstream.cli.common import app, err
 
 STOPPED = 130  # what typer turns a KeyboardInterrupt into
+SILENT = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")  # bars of other libraries, read when those are imported
 
 
 def main() -> None:
     """Entry point: a user's mistake is one line and exit code 2; Ctrl-C and SIGTERM are one line and 130 or 143."""
+    for variable in SILENT:
+        os.environ.setdefault(variable, "1")
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their descriptors
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show τ
@@ -61,5 +67,5 @@ def _run() -> int:
 
 
 def _fail(message: str, code: int = 2) -> int:
-    err.print(f"slipstream: {' '.join(message.split())}", style="red", markup=False, soft_wrap=True)
+    err.print(f"slipstream: {' '.join(message.split())}", style="red", soft_wrap=True)
     return code

@@ -7,46 +7,116 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
+
+from slipstream.bars import bars
 
 if TYPE_CHECKING:
     from slipstream.targets import Target
 
 app = typer.Typer(
-    help="Slipstream makes a frozen LLM answer faster without changing one token of what it says.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # a name may hold [/] or :eyes:
+out, err = Console(**PLAIN), Console(stderr=True, **PLAIN)
 
-TargetName = Annotated[str, typer.Option("--target", help="alias (smollm2), directory, hub id or GGUF file")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64 or auto")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, …")]
-Compile = Annotated[bool, typer.Option("--compile", help="compile all passes: a minute the first time, then seconds")]
-DRAFTERS = (
-    "vanilla, ngram, lookahead, eagle, fasteagle, hybrid:head=eagle, draft-model:model=DIR, self-speculative:skip=10-14, "
-    "or a directory that train made; with options: eagle:tree=chain-5"
-)
-DrafterName = Annotated[str, typer.Option("--drafter", help=DRAFTERS)]
-DrafterNames = Annotated[list[str], typer.Option("--drafter", help=f"{DRAFTERS}; repeatable")]
-Files = Annotated[list[str], typer.Option("--questions", help="question.jsonl; repeatable (default: the project's own)")]
-Limit = Annotated[int | None, typer.Option(help="questions per file, taken evenly over it (default: all)")]
-MaxNewTokens = Annotated[int, typer.Option(help="tokens per answer, at most")]
-Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy")]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="the same seed gives the same text, whatever the drafter")]
+ASKED, SAMPLING, MACHINE, RESULTS = "Questions and answers", "Sampling", "Target and machine", "Results"  # panels of --help
+TargetName = Annotated[
+    str,
+    typer.Option(
+        "--target", metavar="NAME", rich_help_panel=MACHINE, help="alias (smollm2), directory, hub id or GGUF file"
+    ),
+]
+Dtype = Annotated[
+    str, typer.Option(metavar="TYPE", rich_help_panel=MACHINE, help="float32, bfloat16, float16, float64 or auto")
+]
+Device = Annotated[str, typer.Option(metavar="NAME", rich_help_panel=MACHINE, help="cpu, cuda, cuda:1, …")]
+Compile = Annotated[
+    bool,
+    typer.Option("--compile", rich_help_panel=MACHINE, help="compile all passes: a minute the first time, then seconds"),
+]
+DRAFTERS = """[bold]Drafters[/bold] (options follow a colon: eagle:tree=chain-5,proposal=noise)
+  vanilla           none: plain decoding
+  ngram             repeats what followed the same words before
+  lookahead         n-grams that the target's own passes make
+  eagle, fasteagle  trained heads, whose weights for smollm2 ship
+  hybrid            a head and n-grams in one tree: hybrid:head=fasteagle
+  draft-model       a smaller model: draft-model:model=DIR
+  self-speculative  fewer of the target's blocks: self-speculative:skip=10-14
+                    (without skip, those that slipstream tune left out)
+  DIR               a directory that slipstream train or import wrote"""
+DrafterName = Annotated[str, typer.Option("--drafter", metavar="NAME", help="one of the drafters below")]
+DrafterNames = Annotated[list[str], typer.Option("--drafter", metavar="NAME", help="one of those below; repeatable")]
+Files = Annotated[
+    list[str],
+    typer.Option(
+        "--questions", metavar="FILE", rich_help_panel=ASKED, help="question.jsonl; repeatable (default: the project's own)"
+    ),
+]
+Limit = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", rich_help_panel=ASKED, help="so many questions of each file, evenly over it"),
+]
+MaxNewTokens = Annotated[
+    int, typer.Option(min=1, max=2**20, metavar="N", rich_help_panel=ASKED, help="tokens per answer, at most")
+]
+Temperature = Annotated[float, typer.Option(min=0, metavar="T", rich_help_panel=SAMPLING, help="0 is greedy")]
+
+
+def _version(wanted: bool) -> bool:
+    if wanted:
+        from slipstream import __version__
+
+        out.print(f"slipstream {__version__}")
+        raise typer.Exit
+    return wanted
+
+
+@app.callback()
+def slipstream(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version and exit")
+    ] = False,
+) -> None:
+    """Slipstream makes a frozen LLM answer faster without changing one token of what it says."""
+
+
+def _in_64_bits(seed: int) -> int:
+    if seed >= 2**63:  # a maximum of typer's would widen the help
+        raise ValueError(f"seed is {seed}; it must be below 2^63")
+    return seed
+
+
+Seed = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="N",
+        callback=_in_64_bits,
+        rich_help_panel=SAMPLING,
+        help="same seed, same text, whatever the drafter: exactly in float64, up to near-ties that rounding turns in "
+        "float32 and bfloat16 (certify audits them)",
+    ),
+]
 JsonPath = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="write the results here; - is standard output")
+    str | None,
+    typer.Option("--json", metavar="FILE", rich_help_panel=RESULTS, help="write the results here; - is standard output"),
 ]
 Force = Annotated[bool, typer.Option("--force", help="write into --out whatever it holds")]
 
 
-def examples(*lines: str) -> str:
-    return "[bold]Examples[/bold]\n\n" + "\n\n".join(f"  slipstream {line}" for line in lines)
+def examples(*lines: str, drafters: bool = False) -> str:
+    """What stands below a command's options: examples, and the drafters where it takes one."""
+    return "\n".join(
+        [*([DRAFTERS, ""] if drafters else []), "[bold]Examples[/bold]", *(f"slipstream {line}" for line in lines)]
+    )
 
 
 def load(name: str, dtype: str, device: str, compile: bool = False) -> "Target":
-    with err.status(f"loading {name}"):
+    with err.status(Text(f"loading {name}")):
         from transformers.utils import logging
 
         from slipstream.targets import load_target
@@ -92,14 +162,10 @@ def kept(show: Callable[[dict[str, Any]], None]) -> Iterator[Callable[[dict[str,
 @contextmanager
 def progress_bar(steps: int | None) -> Iterator[Callable[..., None]]:
     """A bar on standard error; each call says what is under way and advances it, by one or by `n`."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    times = (TimeElapsedColumn(), TimeRemainingColumn())
-    what = TextColumn("{task.description}")
-    with Progress(BarColumn(), MofNCompleteColumn(), *times, what, console=err, transient=True) as bar:
-        task = bar.add_task("loading", total=steps)
+    with bars(err, transient=True) as bar:
+        task = bar.add_task("", total=steps, note="loading")
 
         def advance(what: str, n: int = 1) -> None:
-            bar.update(task, description=what, advance=n)
+            bar.update(task, note=what, advance=n)
 
         yield advance

@@ -6,6 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.cli.common import (
+    ASKED,
+    MACHINE,
+    SAMPLING,
     Device,
     Dtype,
     Files,
@@ -43,7 +46,7 @@ def train(
             help="of the recipe, whose sections are data, features, head, loss, optimizer and schedule (docs/training.md)",
         ),
     ] = [],  # noqa: B006
-    data: Annotated[list[str], typer.Option(help="JSONL or .txt, gzipped or not; repeatable")] = [],  # noqa: B006
+    data: Annotated[list[str], typer.Option(metavar="FILE", help="JSONL or .txt, gzipped or not; repeatable")] = [],  # noqa: B006
     directory: Annotated[
         str | None, typer.Option("--out", metavar="DIR", help="drafter, checkpoints and log go here")
     ] = None,
@@ -54,10 +57,13 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="go on, exactly, from the last checkpoint in --out")] = False,
     force: Force = False,
     preview: Annotated[bool, typer.Option("--preview", help="show what is learnt of the data, coloured, and stop")] = False,
-    dtype: Annotated[str, typer.Option(help="of the target: auto, float32, bfloat16, …")] = "auto",
+    dtype: Dtype = "auto",
     device: Device = "cpu",
 ) -> None:
-    """Train a drafter for a target. The directory holds, at any time, the best drafter so far and the last checkpoint."""
+    """Train a drafter for a target.
+
+    The directory holds, at any time, the best drafter so far and the last checkpoint.
+    """
     from slipstream.train.data import load_examples
     from slipstream.train.recipe import load_recipe
     from slipstream.train.show import draw, watching
@@ -97,8 +103,15 @@ def train(
 
 
 Server = Annotated[str | None, typer.Option(metavar="URL", help="let this OpenAI-compatible server write (vllm serve, …)")]
-Temperatures = Annotated[list[float], typer.Option("--temperature", help="of the answers, taken in turn; repeatable")]
-Batch = Annotated[int, typer.Option(min=1, help="texts written at once")]
+Temperatures = Annotated[
+    list[float],
+    typer.Option(
+        "--temperature", min=0, metavar="T", rich_help_panel=SAMPLING, help="of the answers, taken in turn; repeatable"
+    ),
+]
+Batch = Annotated[
+    int, typer.Option(min=1, max=4096, metavar="N", rich_help_panel=MACHINE, help="texts written at once: all in memory")
+]
 
 
 @app.command(
@@ -109,11 +122,15 @@ Batch = Annotated[int, typer.Option(min=1, help="texts written at once")]
 )
 def synthesize(
     path: Annotated[str, typer.Option("--out", metavar="FILE", help="JSONL; an interrupted file is gone on with")],
-    prompts: Annotated[int, typer.Option(min=1, help="how many")] = 200,
+    prompts: Annotated[
+        int, typer.Option(min=1, max=10**8, metavar="N", rich_help_panel=ASKED, help="how many to write")
+    ] = 200,
     target: TargetName = "smollm2",
     server: Server = None,
     temperatures: Temperatures = [0.0, 0.7, 1.0],  # noqa: B006
-    prompt_temperature: Annotated[float, typer.Option(help="of the prompts")] = 0.8,
+    prompt_temperature: Annotated[
+        float, typer.Option(min=0, metavar="T", rich_help_panel=SAMPLING, help="of the prompts")
+    ] = 0.8,
     max_new_tokens: MaxNewTokens = 512,
     batch: Batch = 32,
     seed: Seed = 0,
@@ -178,7 +195,7 @@ def import_(
     source: Annotated[str, typer.Argument(metavar="DIR", help="a checkpoint of EAGLE, EAGLE-3, speculators or Medusa")],
     directory: Annotated[str, typer.Option("--out", metavar="DIR", help="the drafter directory to write")],
     target: TargetName = "smollm2",
-    tree: Annotated[str | None, typer.Option(help="the drafter's default tree; default: the method's")] = None,
+    tree: Annotated[str | None, typer.Option(metavar="NAME", help="the drafter's own tree (default: the method's)")] = None,
     force: Force = False,
     dtype: Dtype = "bfloat16",
 ) -> None:
@@ -193,11 +210,12 @@ def import_(
     "export", epilog=examples("export eagle --out vllm-head", "export runs/eagle3 --out vllm-head --layout speculators")
 )
 def export(
-    drafter: Annotated[str, typer.Argument(help="a name whose weights ship, or a drafter directory")],
+    drafter: Annotated[str, typer.Argument(help="eagle, or the directory of an eagle, eagle3 or medusa drafter")],
     directory: Annotated[str, typer.Option("--out", metavar="DIR", help="the checkpoint to write")],
     target: TargetName = "smollm2",
     layout: Annotated[
-        str | None, typer.Option(help="eagle, eagle3, speculators, medusa or medusa-vllm; default: the method's own")
+        str | None,
+        typer.Option(metavar="NAME", help="eagle, eagle3, speculators, medusa or medusa-vllm (default: the method's own)"),
     ] = None,
     force: Force = False,
     dtype: Dtype = "bfloat16",
@@ -215,7 +233,7 @@ def export(
     )
 )
 def parity(
-    drafter: Annotated[str, typer.Argument(help="a name whose weights ship, or a drafter directory")],
+    drafter: Annotated[str, typer.Argument(help="eagle, or the directory of an eagle or eagle3 drafter")],
     python: Annotated[
         str, typer.Option(metavar="FILE", help="interpreter of vLLM's environment (make vllm)")
     ] = ".venv-vllm/bin/python",
@@ -223,7 +241,7 @@ def parity(
     questions: Files = [],  # noqa: B006
     limit: Limit = 20,
     max_new_tokens: MaxNewTokens = 128,
-    draft_tokens: Annotated[int, typer.Option(min=1, help="drafted a round")] = 3,
+    draft_tokens: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="drafted a round")] = 3,
     dtype: Dtype = "float32",
     json_path: JsonPath = None,
 ) -> None:
@@ -248,10 +266,11 @@ def parity(
 
 
 def _written(lines: int, path: str) -> None:
-    out.print(f"{lines} answers in {path}; train on them: slipstream train eagle --data {path} --out runs/eagle")
+    train = f"slipstream train eagle --data {path} --out runs/eagle"
+    out.print(f"{lines} answers in {path}; train on them: {train}", soft_wrap=True)
 
 
 def _report(report: Any, directory: str) -> None:
-    out.print(f"{len(report.used)} tensors and keys used; written to {directory}")
+    out.print(f"{len(report.used)} tensors and keys used; written to {directory}", soft_wrap=True)
     for note in report.notes:
-        out.print(f"  {note}", markup=False)
+        out.print(f"  {note}")

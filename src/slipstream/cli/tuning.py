@@ -6,7 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.cli.common import (
-    DRAFTERS,
+    ASKED,
+    RESULTS,
     Compile,
     Device,
     Dtype,
@@ -20,12 +21,28 @@ from slipstream.cli.common import (
     inputs,
     kept,
     load,
+    out,
     progress_bar,
+)
+
+TUNABLE = """[bold]Drafters that grow trees[/bold]
+  eagle, fasteagle       trained heads, whose weights for smollm2 ship
+  DIR                    a directory that slipstream train or import wrote
+                         (not of bita, which drafts in the target's passes)
+  draft-model:model=DIR  a smaller model of the same tokenizer
+  self-speculative       the target without some blocks; tune finds which
+"""
+TREELESS = (
+    "grows no trees that tune could choose among: it takes eagle, fasteagle, draft-model, self-speculative or a drafter "
+    "directory; of the others compare options by bench (--drafter ngram:depth=4 --drafter ngram:depth=8); of hybrid tune "
+    "the head"
 )
 
 
 @app.command(
-    epilog=examples(
+    epilog=TUNABLE
+    + "\n"
+    + examples(
         "tune --drafter eagle --dtype auto --compile",
         "tune --drafter runs/eagle --questions gsm8k.jsonl --json tuned.json --plot tuned.svg",
         "tune --drafter draft-model:model=./small --compile",
@@ -35,20 +52,22 @@ from slipstream.cli.common import (
 )
 def tune(
     target: TargetName = "smollm2",
-    drafter: Annotated[str, typer.Option(help=f"one that grows trees: {DRAFTERS}")] = "eagle",
+    drafter: Annotated[str, typer.Option(metavar="NAME", help="one of those below")] = "eagle",
     questions: Files = [],  # noqa: B006
-    limit: Annotated[int, typer.Option(min=1, help="prompts that drafts are held against, in all")] = 8,
+    limit: Annotated[
+        int, typer.Option(min=1, metavar="N", rich_help_panel=ASKED, help="prompts that drafts are held against, in all")
+    ] = 8,
     measure: Annotated[bool, typer.Option("--measure", help="only measure what passes of 1 to 64 rows cost")] = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     compile: Compile = False,
-    plot: Annotated[str | None, typer.Option(metavar="FILE", help="draw it, as SVG")] = None,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", rich_help_panel=RESULTS, help="draw it, as SVG")] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Find the tree that pays most on this machine; generate and bench then grow it unless told otherwise."""
     from slipstream.bench import cost, draw
     from slipstream.bench.questions import load_questions
-    from slipstream.bench.report import cost_table, tuned_table
+    from slipstream.bench.report import cost_table, tuned_names, tuned_table
     from slipstream.bench.run import first_prompts
     from slipstream.bench.skip import skippable
     from slipstream.bench.tune import tune as run
@@ -70,9 +89,9 @@ def tune(
             if plot is not None:
                 last.callback(draw.draw_costs, report, plot)
             last.callback(deliver, cost_table(report), report, json_path)
-        err.print(f"kept in {costs}", style="dim")
+        err.print(f"kept in {costs}", style="dim", soft_wrap=True)
         return
-    skipping = dict[str, Any]()
+    skipping, spec = dict[str, Any](), drafter
 
     def show(report: dict[str, Any]) -> None:
         if skipping:
@@ -85,14 +104,17 @@ def tune(
             if plot is not None:
                 last.callback(draw.draw_tuned, report, plot)
             last.callback(deliver, tuned_table(report), report, json_path)
-        err.print(f"kept in {tuned_file(tuned_home(drafter, loaded.ends))}", style="dim")
+        for line in tuned_names(report, spec):
+            out.print(line, soft_wrap=True)
+        err.print(f"kept in {tuned_file(tuned_home(drafter, loaded.ends))}", style="dim", soft_wrap=True)
 
     with kept(show) as keep, progress_bar(None) as progress:
         prompts = first_prompts(loaded, asked)
         if drafter == "self-speculative":
             skipping |= skippable(loaded, prompts, progress=progress)
-        made = load_drafter(f"{drafter}:skip={skipping['skip']}" if skipping else drafter, loaded.ends)
+            spec = f"{drafter}:skip={skipping['skip']}"
+        made = load_drafter(spec, loaded.ends)
         if not isinstance(made, Proposer):
-            raise ValueError(f"drafter {drafter!r} grows no trees: it has no candidates to choose among")
+            raise ValueError(f"drafter {drafter!r} {TREELESS}")
         read_results(tuned_file(tuned_home(drafter, loaded.ends)))
         keep(run(loaded, made, prompts, progress=progress, keep=keep))

@@ -64,7 +64,8 @@ def static_levels(paths: tuple[Path, ...], device: torch.device = CPU) -> tuple[
     """Index tensors of a static tree, level by level; slots are breadth-first, siblings by rank."""
     known = {(), *paths}
     if () in paths or len(set(paths)) != len(paths):
-        raise ValueError(f"tree paths must be non-empty and distinct, got {list(paths)}")
+        wrong = next(path for i, path in enumerate(paths) if not path or path in paths[:i])
+        raise ValueError(f"tree paths must be non-empty and distinct: {list(wrong)} is {'repeated' if wrong else 'empty'}")
     for path in paths:
         if path[:-1] not in known or min(path) < 0:
             raise ValueError(f"tree path {path} has no parent {path[:-1]}: list every prefix, with ranks from 0")

@@ -28,6 +28,7 @@ KINDS = (
     "or child-rank paths such as [[0],[1],[0,0]]"
 )
 LARGEST = 1024  # number in the name of a tree or an option of a drafter
+DEEPEST, DRAFTED, ROWS = 64, 4096, 2048  # at most: draft steps of a round, rows that they read, rows of the target's pass
 CAPE = "-7@0.3-5@0.6-3@0.8-1"  # GLIDE, §4.2: 7 further candidates up to a confidence of 0.3, …, 1 above 0.8
 
 
@@ -58,16 +59,16 @@ class Shape:
         Raises:
             ValueError: no shape is called that, or its numbers or paths make no tree.
         """
-        text = name.strip()
+        text, name = name.strip(), shortened(name)
         numbers = [int(n[:9]) for n in re.findall(r"\d+", text)]
         if max(numbers, default=0) > LARGEST:
             raise ValueError(f"tree {name!r}: its numbers go up to {LARGEST}")
         if 0 not in numbers and re.fullmatch(r"chain-\d+", text):
-            return cls._static(text, backbone(numbers[0], 1))
+            return cls._backbone(text, numbers[0], 1)
         if text == "fig9":
             return cls._static(text, FIG9)
         if 0 not in numbers and re.fullmatch(r"backbone-\d+x\d+", text):
-            return cls._static(text, backbone(*numbers))
+            return cls._backbone(text, *numbers)
         if 0 not in numbers and re.fullmatch(r"full-\d+x\d+", text):
             depth, width = numbers
             if depth * math.log2(max(width, 2)) > 10:
@@ -75,25 +76,34 @@ class Shape:
             return cls._static(text, tuple(path for d in range(depth) for path in product(range(width), repeat=d + 1)))
         if 0 not in numbers and re.fullmatch(r"dynamic-\d+x\d+x\d+", text):
             depth, width, nodes = numbers
+            affordable(text, depth, nodes, width * (depth - 1))
             return cls(text, (), depth, min(nodes, 1 + width + (depth - 1) * width**2), width, width)
         if 0 not in numbers and re.fullmatch(r"best-first-\d+x\d+", text):  # nothing outside the best `nodes` is expanded
             depth, nodes = numbers
+            affordable(text, depth, nodes, (nodes - 1) * (depth - 1))
             return cls(text, (), depth, nodes, max(nodes - 1, 1), max(nodes - 1, 1))
         if 0 not in numbers and re.fullmatch(r"beam-\d+x\d+", text):
             depth, width = numbers
+            affordable(text, depth, 1 + depth * width, width * (depth - 1))
             return Beam(text, (), depth, 1 + depth * width, width, width)
         if match := re.fullmatch(r"cape-([1-9]\d*)(?:x([1-9]\d*))?((?:-\d+@[01]?\.\d+)*-\d+)?", text):
             return Cape.of(text, int(match[1]), int(match[2] or 32), match[3] or CAPE)
         if text.startswith("["):
             try:
                 paths = json.loads(text)
-            except json.JSONDecodeError:
+            except (json.JSONDecodeError, RecursionError):  # thousands of brackets
                 paths = None
             if isinstance(paths, list) and all(
                 isinstance(path, list) and all(type(rank) is int and rank >= 0 for rank in path) for path in paths
             ):
+                affordable(name, max(map(len, paths), default=0), 1 + len(paths))
                 return cls._static(text, tuple(map(tuple, paths)))
         raise ValueError(f"Unknown tree: {name!r}. Available: {KINDS}")
+
+    @classmethod
+    def _backbone(cls, name: str, depth: int, width: int) -> "Shape":
+        affordable(name, depth, 1 + depth * width, depth - 1)
+        return cls._static(name, backbone(depth, width))
 
     @classmethod
     def _static(cls, name: str, paths: tuple[Path, ...]) -> "Shape":
@@ -127,6 +137,24 @@ class Shape:
         return replace(tree, parents=None) if self.nodes == self.depth + 1 else tree
 
 
+def affordable(name: str, depth: int, rows: int, drafted: int = 0) -> None:
+    """Refuse a tree that nobody can mean, by what a round of it would cost.
+
+    Raises:
+        ValueError: too many draft steps, rows that they read, or rows of the target's pass.
+    """
+    if depth > DEEPEST or drafted > DRAFTED or rows > ROWS:
+        raise ValueError(
+            f"tree {name!r} costs {depth:,} draft steps a round, which read {drafted:,} rows, and a target pass over "
+            f"{rows:,}; at most are {DEEPEST}, {DRAFTED:,} and {ROWS:,}: name a smaller tree"
+        )
+
+
+def shortened(name: str) -> str:
+    """What an error says of a name."""
+    return name if len(name) <= 80 else f"{name[:79]}…"
+
+
 @dataclass(frozen=True)
 class Beam(Shape):
     """The best `width` paths of every level."""
@@ -154,6 +182,7 @@ class Cape(Shape):
         if list(limits) != sorted(set(limits)) or drafted < depth:
             raise ValueError(f"tree {name!r}: limits must rise, and {depth} tokens or more be drafted (cape-5x32{CAPE})")
         most = max(counts)
+        affordable(name, depth, 1 + drafted, depth - 1)
         return cls(name, (), depth, 1 + min(drafted, depth * (1 + most)), 1, 1 + most, limits, counts)
 
     def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.drafter import Drafter, Ends
-from slipstream.core.shape import LARGEST
+from slipstream.core.shape import LARGEST, ROWS, shortened
 from slipstream.drafters.store import TRAINED, find_drafter, read_drafter, read_tuned
 from slipstream.files import cache_home, understood
 
@@ -28,8 +28,18 @@ def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) 
         temperature: what it will draft for: `tune` may have found another tree for greedy answers than for sampled ones.
 
     Raises:
-        ValueError: there is no such drafter or option, or it was made for another target.
+        ValueError: there is no such drafter or option, it was made for another target, or its passes would be too large.
     """
+    drafter = _load(spec, ends, temperature)
+    if drafter.rows > ROWS:
+        raise ValueError(
+            f"drafter {shortened(spec)!r} costs target passes over {drafter.rows:,} rows; at most are {ROWS:,}: name "
+            "smaller sizes"
+        )
+    return drafter
+
+
+def _load(spec: str, ends: Ends | None, temperature: float) -> Drafter:
     name, _, tail = spec.partition(":")
     options = dict(_option(part, spec) for part in re.split(r",(?=\w+=)", tail) if part)
     if name in FREE:
@@ -51,7 +61,7 @@ def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) 
             tuned = {key: value for key, value in tuned.items() if key == "skip"}
         options = tuned | options
         return make(ends=ends, **_checked(make, options, spec, without=("ends",)))
-    if name in NAMES or Path(name).expanduser().is_dir():
+    if name in NAMES or (name and Path(name).expanduser().is_dir()):
         ends = _needed(ends, name)
         home = find_drafter(name, ends)
         config, tensors = read_drafter(home, ends)

@@ -108,9 +108,14 @@ class DraftModel(Proposer):
         return cls(load_target(model, dtype, device, ends.compiles), ends, tree, proposal)
 
     @classmethod
-    def of_itself(cls, skip: str, ends: Ends, tree: str = "chain-5", proposal: str = "top-k") -> "DraftModel":
+    def of_itself(cls, ends: Ends, skip: str = "", tree: str = "chain-5", proposal: str = "top-k") -> "DraftModel":
         """With the target itself, some blocks skipped: "10,11,12" or "10-12". Raises ValueError."""
         blocks, L = list[int](), ends.config.num_hidden_layers
+        if not skip:
+            raise ValueError(
+                f"drafter 'self-speculative' skips some of the target's blocks 0 to {L - 1}: name them, as in "
+                "self-speculative:skip=10-14, or let `slipstream tune --drafter self-speculative` find and keep them"
+            )
         for part in skip.split(","):
             first, _, last = part.partition("-")
             if not first.strip().isdecimal() or not (last or first).strip().isdecimal() or int(first) > int(last or first):

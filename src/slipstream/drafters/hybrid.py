@@ -49,19 +49,21 @@ class Hybrid(Drafter):
         self.probes, self.memory = head.probes, head.memory
 
     @classmethod
-    def named(cls, ends: Ends, head: str = "eagle", tree: str = "best-first-4x16", depth: int = 6) -> "Hybrid":
-        """Of a head by name or directory. Raises ValueError."""
+    def named(cls, ends: Ends, head: str = "eagle", tree: str | None = None, depth: int = 6) -> "Hybrid":
+        """Of a head by name or directory; its default tree is best-first, of 16 nodes, four deep or as deep as the head
+        drafts. Raises ValueError."""
         from slipstream.drafters import load_drafter
 
         if "tree=" in head:
             raise ValueError(
                 f"drafter 'hybrid': the tree is its own: name it behind the head, head={head.split(':')[0]},tree=…"
             )
-        drafter = load_drafter(f"{head}{',' if ':' in head else ':'}tree={tree}", ends)  # what grows no tree has none
+        drafter = load_drafter(head, ends)
         if not isinstance(drafter, Proposer):
             raise ValueError(
                 f"drafter 'hybrid': {head!r} grows no tree: take a head such as fasteagle, or a drafter directory"
             )
+        drafter.grow_as(tree or f"best-first-{min(4, drafter.deepest or 4)}x16", drafter.proposal)
         return cls(drafter, NGram(depth))
 
     def start(self, batch: int, capacity: int, device: torch.device) -> HybridState:

@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import asdict
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -108,7 +109,10 @@ def _export(source: str, home: Path, directory: str, ends: Ends, layout: str | N
     named = layout or config.get("layout", method)
     if named not in LAYOUTS or LAYOUTS[named].method != method:
         fitting = ", ".join(name for name, each in LAYOUTS.items() if each.method == method)
-        raise ValueError(f"drafter {source} is made by {method!r}, which has layout {fitting or 'none'}, not {named!r}")
+        if not fitting:
+            public = ", ".join(dict.fromkeys(each.method for each in LAYOUTS.values()))
+            raise ValueError(f"drafter {source}: no public layout exists for {method} drafters, only for {public}")
+        raise ValueError(f"drafter {source}: Unknown layout for {method} drafters: {named!r}. Available: {fitting}")
     if config["head"].get("input_norm"):
         raise ValueError(
             f"drafter {source} has a norm before attention, which the public layout does not: train one without"
@@ -170,5 +174,10 @@ def _read(home: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _unpickled(path: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:  # torch would have the reader run what the file says
+        raise ValueError(
+            f"{path.name} holds other things than tensors, or is damaged: convert it to safetensors"
+        ) from error
     return tensors

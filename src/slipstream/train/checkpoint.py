@@ -3,6 +3,7 @@
 import os
 from contextlib import suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ def read_checkpoint(path: Path, target: str, dtype: str, processes: int, recipe:
         made_for, made_in, made_by, made = (state[key] for key in ("target", "dtype", "processes", "recipe"))
     except Exception as error:  # whatever a damaged file makes of itself
         reason = str(error).split("\n")[0] or type(error).__name__
+        if isinstance(error, UnpicklingError):  # torch would have the reader run what the file says
+            reason = "it holds other things than tensors, or is damaged"
         raise ValueError(f"checkpoint {path} cannot be read: {reason}") from error
     if made_for != target:
         raise ValueError(f"checkpoint {path} was made for {made_for}, and this target is {target}")

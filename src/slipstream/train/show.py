@@ -6,10 +6,10 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import TimeRemainingColumn as Remaining
+from rich.progress import Progress, TaskID
 from rich.text import Text
 
+from slipstream.bars import bars
 from slipstream.files import replacing
 from slipstream.targets import Target
 from slipstream.train.data import Example
@@ -80,14 +80,14 @@ class Watch:
 
     def filling(self, what: str, total: int) -> Callable[[int], None]:
         """A bar for long work counted in tokens."""
-        task = self._bar.add_task(what, total=total, note="")
-        return lambda n: self._bar.update(task, advance=n, note="tokens")
+        task = self._bar.add_task(what, total=total, note="(tokens)")
+        return lambda n: self._bar.update(task, advance=n)
 
     def show(self, seen: Seen) -> None:
-        """A bar for each stage of training, with the latest figures."""
+        """A bar for each stage of training, with the latest figures, the first of which is the one to watch."""
         if seen.stage not in self._stages:
             self._stages[seen.stage] = self._bar.add_task(f"stage {seen.stage + 1}", total=seen.of, note="")
-        note = f"loss {seen.loss:.3f}  agree {seen.agree:.0%}  predicted τ {seen.tau:.2f}"
+        note = f"predicted τ {seen.tau:.2f}  loss {seen.loss:.3f}  agree {seen.agree:.0%}"
         note += f"  {seen.tokens_per_second:,.0f} tokens/s"
         self._bar.update(self._stages[seen.stage], completed=seen.step, note=note)
         if not self._bar.console.is_terminal and seen.tau != self._told:  # a log: a line for every prediction
@@ -98,6 +98,5 @@ class Watch:
 @contextmanager
 def watching(console: Console) -> Iterator[Watch]:
     """Show a run while it lasts."""
-    columns = (TextColumn("{task.description}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), Remaining())
-    with Progress(SpinnerColumn(), *columns, TextColumn("[dim]{task.fields[note]}"), console=console) as bar:
+    with bars(console) as bar:
         yield Watch(bar)

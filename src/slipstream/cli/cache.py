@@ -1,0 +1,75 @@
+"""cache: what is kept where, and clearing it."""
+
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from slipstream.cli.common import JsonPath, app, examples, out
+
+DAY = 86_400
+
+
+@app.command(
+    epilog=examples(
+        "cache",
+        "cache --older-than 30",
+        "cache clean --older-than 30",
+        "cache clean --features --models --yes",
+        "cache --json cache.json",
+    )
+)
+def cache(
+    action: Annotated[str, typer.Argument(metavar="clean", show_default=False, help="delete what would be shown")] = "show",
+    models: Annotated[bool, typer.Option("--models", help="only models converted from GGUF")] = False,
+    features: Annotated[bool, typer.Option("--features", help="only what targets say of training data")] = False,
+    compiled: Annotated[bool, typer.Option("--compiled", help="only compiled passes")] = False,
+    tuned: Annotated[bool, typer.Option("--tuned", help="only trees that tune chose")] = False,
+    costs: Annotated[bool, typer.Option("--costs", help="only what passes cost here")] = False,
+    older_than: Annotated[
+        float | None, typer.Option(min=0, metavar="DAYS", help="only what was not used for so long")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="delete without asking")] = False,
+    json_path: JsonPath = None,
+) -> None:
+    """Show what is kept where, or delete it. All of it can be made again, and nothing outside the cache is touched."""
+    from slipstream.bench.report import Figures
+    from slipstream.cached import KINDS, clear, entries
+    from slipstream.files import cache_home, check_writable, write_json
+
+    if action not in ("show", "clean"):
+        raise ValueError(f"Unknown action: {action!r}. slipstream cache shows what is kept, and cache clean deletes it")
+    check_writable(json_path)
+    named = [kind for kind, wanted in zip(KINDS, (models, features, compiled, tuned, costs), strict=True) if wanted]
+    found = entries(named, None if older_than is None else time.time() - older_than * DAY)
+    table = Figures(None, "kept", "kind", "size", "last used")
+    for entry in found:
+        table.add_row(entry.name, entry.kind, _size(entry.bytes), _ago(entry.used))
+    if found:
+        out.print(table)
+    what = f"{_size(sum(entry.bytes for entry in found))} in {cache_home()}"
+    out.print(what, soft_wrap=True)
+    if json_path is not None:
+        about = [{"kind": e.kind, "path": str(e.path), "bytes": e.bytes, "last_used": _iso(e.used)} for e in found]
+        write_json(json_path, {"schema": 1, "home": str(cache_home()), "entries": about})
+    if action == "clean" and found:
+        if not yes and not sys.stdin.isatty():
+            raise ValueError(f"{what} would be deleted and nobody can be asked: give --yes")
+        if yes or typer.confirm("delete this?"):
+            clear(found)
+            out.print("deleted")
+
+
+def _size(count: int) -> str:
+    power = min(max(count.bit_length() - 1, 0) // 10, 3)
+    return f"{count / 1024**power:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def _ago(moment: float) -> str:
+    days = int((time.time() - moment) // DAY)
+    return "today" if days <= 0 else f"{days} days ago" if days > 1 else "yesterday"
+
+
+def _iso(moment: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))
