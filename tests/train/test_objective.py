@@ -178,6 +178,11 @@ def test_a_cascade_may_begin_as_an_eagle_head(drafter, tmp_path):
         changed = recipe.model_copy(update={"head": recipe.head.model_copy(update=wrong)})
         with pytest.raises(ValueError, match="begins as an eagle"):
             FastEagleObjective.begin(changed, target.ends, examples, f[0])
+    about, tensors = drafter.pack()
+    about["head"]["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}  # an imported one; a new layer's rope is plain
+    save_drafter(tmp_path, "eagle", "llama", target.ends, about, tensors, {}, dtype=None)
+    with pytest.raises(ValueError, match="begins as an eagle"):
+        FastEagleObjective.begin(recipe, target.ends, examples, f[0])
 
 
 def test_the_draft_vocabulary_is_what_is_said_most():

@@ -46,31 +46,17 @@ def _import(source: str, directory: str, target: str, ends: Ends, tree: str | No
     config, tensors = _read(Path(source).expanduser())
     report, called = Report(), layout_of(config, tensors)
     layout, ours = LAYOUTS[called], config.get(OURS, {})
-    embedding, own = tensors.pop(EMBEDDING, None), _embedding(ends)
+    embedding = tensors.pop(EMBEDDING, None)
     taken, flat = layout.take(tensors, source), layout.flat(config, source)
     if ids := ours.get(VOCAB):
         report.notes.append(f"{VOCAB}: {len(ids.split())} tokens, from config.json's key {OURS}")
         taken[VOCAB] = torch.tensor(sorted(map(int, ids.split())), dtype=torch.int32)
     sizes = layout.sizes(flat, taken, ends, source, report)
     ignored = unread(flat, sorted(layout.keys), ends.config.to_dict(), source)
-    kept: dict[str, Tensor] = {}
-    if layout.method == "medusa":
-        pass  # reads no embedding
-    elif getattr(sizes, "vocab_size", 0):
-        kept = {EMBEDDING: embedding} if embedding is not None else {}
-        report.notes.append(f"{EMBEDDING}: the head's own")
-    elif embedding is None:
-        report.notes.append(f"{EMBEDDING}: absent, the target's is used")
-    elif embedding.shape == own.shape and torch.equal(embedding, own.to(embedding)):
-        report.notes.append(f"{EMBEDDING}: the target's own, left out")
-    elif embedding.shape == own.shape and torch.allclose(embedding.float(), own.float().cpu(), rtol=1e-2, atol=1e-3):
-        report.notes.append(f"{EMBEDDING}: the target's up to rounding; kept for export, the target's is used")
-        kept = {EMBEDDING: embedding}
+    if layout.method == "medusa":  # reads no embedding
+        kept = {}
     else:
-        raise ValueError(
-            f"checkpoint {source}: {EMBEDDING} ({list(embedding.shape)}) is not this target's embedding: import it for the "
-            "target it was made for"
-        )
+        kept = _kept(embedding, ends, bool(getattr(sizes, "vocab_size", 0)), source, report)
     report.used = [*tensors, *sorted(layout.keys & set(flat))]
     report.notes.append(f"config keys kept for export that change nothing here: {', '.join(ignored) or 'none'}")
     named = asdict(sizes)
@@ -85,6 +71,27 @@ def _import(source: str, directory: str, target: str, ends: Ends, tree: str | No
     tensors = {**taken, **kept}
     save_drafter(directory, layout.method, target, ends, about, tensors, training, dtype=None, force=True)
     return report
+
+
+def _kept(embedding: Tensor | None, ends: Ends, trained: bool, source: str, report: Report) -> dict[str, Tensor]:
+    """A checkpoint's embedding, if the drafter directory must hold it. Raises ValueError for another target's."""
+    own = _embedding(ends)
+    if embedding is None:
+        report.notes.append(f"{EMBEDDING}: absent, the target's is used")
+        return {}
+    if trained:
+        report.notes.append(f"{EMBEDDING}: the head's own")
+        return {EMBEDDING: embedding}
+    if embedding.shape == own.shape and torch.equal(embedding, own.to(embedding)):
+        report.notes.append(f"{EMBEDDING}: the target's own, left out")
+        return {}
+    if embedding.shape == own.shape and torch.allclose(embedding.float(), own.float().cpu(), rtol=1e-2, atol=1e-3):
+        report.notes.append(f"{EMBEDDING}: the target's up to rounding; kept for export, the target's is used")
+        return {EMBEDDING: embedding}
+    raise ValueError(
+        f"checkpoint {source}: {EMBEDDING} ({list(embedding.shape)}) is not this target's embedding: import it for the "
+        "target it was made for"
+    )
 
 
 def export_head(source: str, directory: str, ends: Ends, layout: str | None = None, force: bool = False) -> Report:
