@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -52,10 +53,19 @@ def test_generate_prints_the_answer_and_writes_json_and_trace(run, tiny_options,
     code, out, err = run("generate", "abc abc", *tiny_options, "--json", str(out_json), "--trace", str(trace))
     made = json.loads(out_json.read_text())
     assert code == 0
-    assert out.strip() == made["text"].strip()
+    assert out == made["text"] + "\n"
     assert len(made["tokens"]) == 8
     assert "τ" in err
     assert len(trace.read_text().splitlines()) == made["target_passes"]
+
+
+def test_generate_prints_nothing_of_a_stop_string(run, tiny_options, tmp_path):
+    """The string that ended an answer, and what came with it, stood on the screen and not in the text."""
+    code, whole, _ = run("generate", "abc abc", *tiny_options)
+    assert code == 0
+    code, out, err = run("generate", "abc abc", *tiny_options, "--stop", whole[3:5])
+    assert (code, out) == (0, whole[: whole.index(whole[3:5])] + "\n")
+    assert "(stop)" in err
 
 
 def test_a_mistake_leaves_an_earlier_trace_alone(run, tiny_options, tmp_path):
@@ -132,6 +142,10 @@ MISTAKES = {
     "unknown drafter in bench": (["bench", "--drafter", "ngrm"], "Did you mean 'ngram'"),
     "unknown drafter in certify": (["certify", "--drafter", "egale"], "Available: vanilla, ngram, lookahead"),
     "empty prompt": (["generate", " "], "prompt is empty"),
+    "a prompt that is no text": (["generate", "abc\udcff"], "no Unicode text"),
+    "a stop string that is no text": (["generate", "abc", "--stop", "\udcff"], "a stop string is no Unicode text"),
+    "an empty stop string": (["generate", "abc", "--stop", ""], "a stop string is empty"),
+    "temperature below all": (["generate", "abc", "--temperature", "1e-320"], "temperature is 1e-320"),
     "prompt longer than the window": (["generate", "a" * 200], "window of 128"),
     "no tokens wanted": (["generate", "abc", "--max-new-tokens", "0"], "max_new_tokens is 0"),
     "no tokens wanted in bench": (["bench", "--max-new-tokens", "-1"], "max_new_tokens is -1"),
@@ -172,6 +186,26 @@ def test_a_mistake_is_one_clear_line(run, model, words, says, tmp_path, monkeypa
     assert code == 2
     assert len(err.strip().splitlines()) == 1, err
     assert says in err
+
+
+@pytest.mark.parametrize("command", [["generate", "abc"], ["bench"], ["certify"], ["demo"]], ids=lambda words: words[0])
+def test_a_template_or_a_config_that_refuses_is_one_clear_line(run, questions, tmp_path, command):
+    """A template's exception, or beam search asked for by the model, as a traceback or in the baseline alone."""
+    tokenizer = deepcopy(tiny.tokenizer())
+    tokenizer.chat_template = "{{ raise_exception('Only French is spoken here') }}"
+    tiny.reference("llama").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    words = [*command, "--target", str(tmp_path), "--dtype", "float64", "--max-new-tokens", "4"]
+    words += ["--questions", questions] if len(command) == 1 else []
+    code, _, err = run(*words)
+    assert (code, len(err.strip().splitlines())) == (2, 1)
+    assert "does not take these messages: Only French is spoken here" in err
+    tiny.tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "generation_config.json").write_text('{"num_beams": 4}')
+    code, _, err = run(*words)
+    assert (code, len(err.strip().splitlines())) == (2, 1)
+    assert "sets num_beams to 4 (beam search)" in err
 
 
 def test_an_unknown_target_offers_the_nearest(run):

@@ -45,7 +45,14 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
-def check_regular(path: str | Path) -> None:
+def name_of(given: str | os.PathLike[str], what: str) -> str:
+    """What was given as a name or a path. Raises ValueError for anything else."""
+    if not isinstance(given, (str, os.PathLike)):
+        raise ValueError(f"{what} is named by a {type(given).__name__}: give a name or a path")
+    return os.fspath(given)
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
     """Raise OSError for what is no file, such as a device, from which reading may never end."""
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
@@ -54,7 +61,7 @@ def check_regular(path: str | Path) -> None:
         raise OSError(0, "it is no regular file")
 
 
-def read_text(path: str | Path, what: str) -> str:
+def read_text(path: str | os.PathLike[str], what: str) -> str:
     """A text file of the user's: plain or gzipped, as its first bytes say, with or without a byte-order mark.
 
     Args:

@@ -44,7 +44,7 @@ def test_a_malformed_line_is_numbered(tmp_path, line, reason):
     file = tmp_path / "bad.jsonl"
     file.write_text('{"question_id": 1, "turns": ["fine"]}\n\n' + line + "\n")
     with pytest.raises(ValueError, match=rf"bad\.jsonl line 3: .*{reason}"):
-        load_questions([str(file)])
+        load_questions([file])
 
 
 @pytest.mark.parametrize(("content", "reason"), [(None, "cannot be read"), (b"", "is empty"), (b"\xff\xfe", "UTF-8")])

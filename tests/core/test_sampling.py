@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import config
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -244,9 +245,21 @@ def test_slack_moves_the_mass_of_a_nucleus_too():
         ("presence_penalty", float("nan"), "a finite number"),
         ("frequency_penalty", float("-inf"), "a finite number"),
         ("seed", 2**63, "a 64-bit whole number"),
+        ("temperature", 1e-320, "1e-30"),  # scores over it would be infinite
+        ("temperature", "hot", "0 (greedy) or a positive number"),
+        ("temperature", True, "0 (greedy) or a positive number"),
+        ("top_k", 0.5, "positive whole number"),
+        ("top_k", 2**63, "positive whole number"),
+        ("top_p", float("nan"), "in (0, 1]"),
+        ("min_p", None, "in [0, 1)"),
+        ("repetition_penalty", 1e-320, "positive"),
+        ("presence_penalty", "1", "a finite number"),
+        ("seed", 1.5, "a 64-bit whole number"),
+        ("seed", False, "a 64-bit whole number"),
     ],
 )
-def test_values_out_of_range_are_refused_by_name(field, value, allowed):
+def test_values_out_of_range_are_refused_by_name(field, value, allowed, monkeypatch):
+    monkeypatch.setattr(config, "jaxtyping_disable", True)  # values of wrong types are to reach our own errors
     with pytest.raises(ValueError, match=f"^{field} is ") as error:
         Sampling(**{field: value})
     assert allowed in str(error.value)
@@ -260,3 +273,45 @@ def test_rows_of_one_seed_draw_apart_and_the_first_draws_what_a_single_row_would
     assert torch.equal(noise[:1], Sampler([s], [[]], V).noise(at[:1]))
     assert noise.unique().numel() == noise.numel()
     assert [row.top_k for row in sampler.rows] == [5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("processor", "says"),
+    [
+        (lambda ids, x: x[:, :2], r"torch.float64 of shape \[1, 2\]; it must return scores of shape \[1, 23\]"),
+        (lambda ids, x: x[0], r"of shape \[23\]"),
+        (lambda ids, x: None, "NoneType"),
+        (lambda ids, x: x.argmax(-1, keepdim=True).expand(1, V), "torch.int64"),
+        (lambda ids, x: x * float("nan"), "NaN of scores"),
+        (lambda ids, x: x.where(x > 0, float("nan")), "NaN of scores"),
+        (lambda ids, x: x - float("inf"), "no token"),
+    ],
+)
+@pytest.mark.parametrize("when", ["processors", "warpers"])
+def test_a_processor_that_makes_no_scores_is_refused_by_name(processor, says, when, monkeypatch):
+    """Broadcast over the vocabulary, or an argmax of NaN: a text that nobody asked for."""
+    monkeypatch.setattr(config, "jaxtyping_disable", True)
+    sampler = Sampler([Sampling(1.0, **{when: (processor,)})], [[1]], V)
+    with pytest.raises(ValueError, match=f"processor <lambda> .*{says}"):
+        sampler.scores(logits_of(5))
+
+
+def test_a_processor_may_answer_in_another_precision():
+    sampler = Sampler([Sampling(1.0, processors=(lambda ids, x: x.float(),))], [[1]], V)
+    assert sampler.scores(logits_of(5)).dtype == torch.float64
+
+
+def test_warpers_come_last_and_for_greedy_rows_too():
+    """Hugging Face's order: what a watermark adds is added to what the cuts left."""
+
+    def green(ids, x):
+        seen.append((x > -torch.inf).sum().item())
+        return x + torch.nn.functional.one_hot(torch.tensor([4]), V) * 50.0
+
+    seen, logits = [], logits_of(6)
+    rows = [Sampling(0.5, top_k=3, warpers=(green,)), Sampling(warpers=(green,)), Sampling(1.0)]
+    scores = Sampler(rows, [[1], [2], [3]], V).scores(logits.expand(3, V))
+    assert seen == [3, V]
+    assert scores[1].argmax() == 4
+    torch.testing.assert_close(scores[2], logits[0])
+    assert Sampler(rows[:1], [[1]], V).remembers

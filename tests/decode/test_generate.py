@@ -5,9 +5,12 @@ import io
 import json
 from copy import deepcopy
 from itertools import chain
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from jaxtyping import config
 from transformers import GenerationConfig, GPT2Config, NoRepeatNGramLogitsProcessor, TextStreamer
 
 import tiny
@@ -275,13 +278,58 @@ def test_laws_go_by_name(target, answer):
         (PROMPT, {"law": "leviathan"}, "Unknown law: 'leviathan'. Available: coupled, multi-round"),
         (PROMPT, {"stop": ["a", ""]}, "a stop string is empty"),
         ([PROMPT, PROMPT], {"streamer": Recorder()}, "a streamer takes one prompt, 2 were given"),
+        (PROMPT, {"streamer": print}, "streamer is a builtin_function_or_method: give an object with put and end"),
+        (PROMPT, {"trace": "trace.jsonl"}, "trace is a str: give an open file, or anything else with write"),
+        (PROMPT, {"max_new_tokens": 1.5}, "max_new_tokens is 1.5; it must be at least 1, a whole number"),
+        (PROMPT, {"max_new_tokens": True}, "max_new_tokens is True"),
+        (PROMPT, {"temperature": "hot"}, "temperature is 'hot'; it must be 0"),
+        (PROMPT, {"temperature": 1e-320}, "temperature is 1e-320; it must be 0"),
+        (PROMPT, {"top_k": 0.5}, "top_k is 0.5; it must be 0"),
+        (PROMPT, {"min_p": float("nan")}, "min_p is nan; it must be in"),
+        (PROMPT, {"seed": 1.5}, "seed is 1.5; it must be a 64-bit whole number"),
+        (PROMPT, {"seed": "1"}, "seed is '1'; it must be a 64-bit whole number"),
+        (PROMPT, {"processors": [3]}, "processors holds 3; it must hold Hugging Face LogitsProcessors"),
+        (PROMPT, {"processors": NoRepeatNGramLogitsProcessor(2)}, "processors is a NoRepeat.*: give a list"),
+        (
+            PROMPT,
+            {"processors": [lambda ids, x: x[:, 1:]]},
+            r"processor <lambda> returned torch.float64 of shape \[1, 63\]",
+        ),
+        (PROMPT, {"eos_token_ids": ["</s>"]}, "eos_token_ids holds '</s>', a str, as a token id"),
+        (PROMPT, {"eos_token_ids": "</s>"}, "eos_token_ids holds '</s>', a str, as a token id"),
+        (PROMPT, {"eos_token_ids": [64]}, "eos_token_ids holds the token id 64; the target's vocabulary has 0 to 63"),
+        (PROMPT, {"stop": 3}, "stop holds 3, a int: give strings"),
+        (PROMPT, {"stop": [b"a"]}, "stop holds b'a', a bytes: give strings"),
+        (PROMPT, {"stop": "\ud800"}, "a stop string is no Unicode text"),
+        (PROMPT, {"drafter": None}, "drafter is None: give a name, a directory or a slipstream.Drafter"),
+        (PROMPT, {"drafter": Vanilla}, "drafter is <class .*Vanilla'>: give a name"),
+        (PROMPT, {"law": ["coupled"]}, "Unknown law: \\['coupled'\\]"),
     ],
     ids=lambda x: str(x)[:30],
 )
-def test_mistakes_are_explained(target, prompts, how, message):
+def test_mistakes_are_explained(target, prompts, how, message, monkeypatch):
     """A stack trace from the depths, or a silent default, in place of what is wrong and what is allowed."""
-    with pytest.raises(ValueError, match=message):
+    monkeypatch.setattr(config, "jaxtyping_disable", True)  # arguments of wrong types are to reach our own errors
+    with pytest.raises(ValueError, match=message) as error:
         generate(target, prompts, **how)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("mistaken", ["smollm2", None, tiny.reference("llama")], ids=lambda x: type(x).__name__)
+def test_a_target_is_a_target(mistaken, monkeypatch):
+    """A Hugging Face model has no `encode`, it said."""
+    monkeypatch.setattr(config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=r"target is a \w+: give slipstream.Target\(model, tokenizer\) or load_target"):
+        generate(mistaken, PROMPT)
+
+
+def test_numbers_of_numpy_are_numbers(target):
+    how = {"max_new_tokens": 8, "temperature": 0.8, "top_k": 9, "seed": 3, "eos_token_ids": 5}
+    theirs = {name: np.float32(0.8) if name == "temperature" else np.int64(value) for name, value in how.items()}
+    want = generate(target, PROMPT, **how | {"temperature": float(np.float32(0.8))})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "jaxtyping_disable", True)
+        assert generate(target, PROMPT, **theirs).tokens == want.tokens
 
 
 def test_prompts_come_in_many_forms(target):
@@ -294,6 +342,7 @@ def test_prompts_come_in_many_forms(target):
         (made,) = generate(target, prompts, max_new_tokens=8)
         assert made.tokens == want.tokens
     assert (want.prompt, want.text) == (ids, target.decode(want.tokens))
+    assert generate(target, text, Path("ngram"), max_new_tokens=8).tokens == want.tokens  # a path is a name, too
 
 
 @pytest.mark.parametrize("name", EVERY)

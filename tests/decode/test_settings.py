@@ -1,4 +1,4 @@
-"""generation_config: each field that changes the text does so as in Hugging Face's own generate, or is refused by name."""
+"""generation_config: each field does what it does in Hugging Face's own generate, or is refused by name."""
 
 from copy import deepcopy
 

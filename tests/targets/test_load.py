@@ -61,7 +61,7 @@ def test_a_saved_directory_loads(tmp_path):
     """Weights, dtype or tokenizer lost on the way from `save_pretrained`."""
     tiny.reference("llama").save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
-    target = load_target(str(tmp_path), dtype="float64")
+    target = load_target(tmp_path, dtype="float64")
     assert (target.dtype, target.vocab, target.window, target.name) == (torch.float64, 64, 128, str(tmp_path))
     assert_is_llama(target)
     assert load_target(str(tmp_path)).dtype == (torch.bfloat16 if HAS_BF16 else torch.float32)  # as on the command line

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class Question:
         return f"{self.file}:{self.id}"
 
 
-def load_questions(paths: Sequence[str] = (), limit: int | None = None) -> list[Question]:
+def load_questions(paths: Sequence[str | PathLike[str]] = (), limit: int | None = None) -> list[Question]:
     """Questions of all files, the project's own where none is named; `limit` is per file.
 
     Taking a few takes them evenly over the file, so that a small limit still sees every category.

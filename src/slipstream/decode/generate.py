@@ -3,7 +3,7 @@
 import json
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import PurePath
+from os import PathLike
 from time import perf_counter
 from typing import Any, Protocol, runtime_checkable
 
@@ -70,7 +70,7 @@ class Generation:
 def generate(
     target: Target,
     prompts: Prompt | Sequence[Prompt],
-    drafter: str | Drafter = "vanilla",
+    drafter: str | PathLike[str] | Drafter = "vanilla",
     *,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
@@ -144,7 +144,7 @@ def generate(
 def stream(
     target: Target,
     prompt: Prompt,
-    drafter: str | Drafter = "vanilla",
+    drafter: str | PathLike[str] | Drafter = "vanilla",
     *,
     law: str | None = None,
     trace: Writer | None = None,
@@ -215,7 +215,7 @@ class _Job:
         cls,
         target: Target,
         prompts: Prompt | Sequence[Prompt],
-        drafter: str | Drafter,
+        drafter: str | PathLike[str] | Drafter,
         law: str | None,
         trace: Writer | None,
         read: bool = False,
@@ -225,10 +225,12 @@ class _Job:
         ids, single = read_prompts(target, prompts)
         if law is not None and law not in list(LAWS):
             raise ValueError(f"Unknown law: {law!r}. Available: {', '.join(LAWS)}")
-        if isinstance(drafter, (str, PurePath)):
-            drafter = load_drafter(str(drafter), target.ends, settings.sampling.temperature)
+        if isinstance(drafter, (str, PathLike)):
+            drafter = load_drafter(drafter, target.ends, settings.sampling.temperature)
         if not isinstance(drafter, Drafter):
             raise ValueError(f"drafter is {drafter!r}: give a name, a directory or a slipstream.Drafter")
+        if trace is not None and not isinstance(trace, Writer):
+            raise ValueError(f"trace is a {type(trace).__name__}: give an open file, or anything else with write")
         law = law or drafter.law
         if drafter.peeks and law != "coupled":
             raise ValueError(

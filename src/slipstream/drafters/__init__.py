@@ -1,5 +1,6 @@
 """One file per drafter, one final class each. `load_drafter` finds them by name or directory."""
 
+import os
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -11,14 +12,14 @@ from typing import Any
 from slipstream.core.drafter import Drafter, Ends
 from slipstream.core.shape import LARGEST, ROWS, shortened
 from slipstream.drafters.store import TRAINED, find_drafter, read_drafter, read_tuned
-from slipstream.files import cache_home, understood
+from slipstream.files import cache_home, name_of, understood
 
 # drafters that need no target, by name: module and class, imported when asked for
 FREE = {"vanilla": ("vanilla", "Vanilla"), "ngram": ("ngram", "NGram"), "lookahead": ("lookahead", "Lookahead")}
 NAMES = (*FREE, "hybrid", *TRAINED, "draft-model", "self-speculative")
 
 
-def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) -> Drafter:
+def load_drafter(spec: str | os.PathLike[str], ends: Ends | None = None, temperature: float = 0.0) -> Drafter:
     """A drafter by name or directory, with options: "ngram", "eagle:tree=chain-5,proposal=noise", "runs/mine:tree=fig9".
 
     Args:
@@ -30,6 +31,7 @@ def load_drafter(spec: str, ends: Ends | None = None, temperature: float = 0.0) 
     Raises:
         ValueError: there is no such drafter or option, it was made for another target, or its passes would be too large.
     """
+    spec = name_of(spec, "a drafter")
     drafter = _load(spec, ends, temperature)
     if drafter.rows > ROWS:
         raise ValueError(

