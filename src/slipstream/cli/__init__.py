@@ -59,6 +59,7 @@ def _run() -> int:
     except Exception as error:
         if hasattr(error, "format_message"):  # typer's own complaint about the command line
             message = error.format_message()  # empty: help was asked for by giving no command
+            message += "".join(f", not {wrong['input']!r}" for wrong in getattr(error.__context__, "errors", list)())
             return _fail(f"{message} (see slipstream --help)") if message else 2
         with tempfile.NamedTemporaryFile("w", prefix="slipstream-", suffix=".txt", delete=False) as file:
             traceback.print_exc(file=file)
