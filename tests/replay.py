@@ -32,6 +32,7 @@ from unittest import mock
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 import torch
+from transformers.utils import logging
 
 import slipstream
 import tiny
@@ -351,6 +352,8 @@ def replay(only: str = "", seed: int = 0, show: Callable[[str], None] = lambda t
     """Calls whose name holds `only`: how many there were, and what went wrong."""
     wrong, count = [], 0
     with tempfile.TemporaryDirectory() as home, mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{home}/cache"):
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
         world = World(Path(home))
         for call in (*command_lines(world, seed), *library(world)):
             if only in call.name:

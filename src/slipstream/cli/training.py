@@ -143,7 +143,7 @@ def synthesize(
 
     check_writable(path, reads=inputs(target))
     loaded = load(target, dtype, device)
-    writer = make.ServerWriter(server) if server else make.TargetWriter(loaded)
+    writer = make.ServerWriter(server) if server is not None else make.TargetWriter(loaded)
     how = (temperatures, prompt_temperature, max_new_tokens, batch, seed)
     with progress_bar(prompts) as advance:
         lines = make.synthesize(loaded, writer, path, prompts, *how, lambda n: advance("writing and answering", n))
@@ -183,7 +183,7 @@ def regenerate(
     if not rows:
         raise ValueError(f"{source} has no conversations: raw text is trained on as it is")
     rows = make.templated(evenly(rows, limit), system)
-    writer = make.ServerWriter(server) if server else make.TargetWriter(load(target, dtype, device))
+    writer = make.ServerWriter(server) if server is not None else make.TargetWriter(load(target, dtype, device))
     how = (temperatures, max_new_tokens, batch, seed)
     with progress_bar(len(rows)) as advance:
         lines = make.regenerate(rows, writer, path, *how, lambda n: advance("answering", n))

@@ -85,6 +85,7 @@ def generate(
     eos_token_ids: int | Iterable[int] | None = None,
     stop: str | Sequence[str] | None = None,
     law: str | None = None,
+    attention_mask: Any = None,
     streamer: Streamer | None = None,
     trace: Writer | None = None,
 ) -> Any:
@@ -104,6 +105,7 @@ def generate(
         stop: strings that end an answer; they are not part of its text. Default: the target's.
         law: "coupled" (same seed, same text) or "multi-round" (exact in distribution); default: the drafter's own.
             "lossy-typical" is Medusa's typical acceptance: at T > 0 the target would not say this.
+        attention_mask: 0 where `prompts`, then token ids, are padding.
         streamer: gets the prompt and then tokens as they come; one prompt only. With stop strings it gets only whole tokens
             of the text, and those once it is certain; `stream` gives every character.
         trace: receives one JSON line per row and round.
@@ -114,7 +116,7 @@ def generate(
     """
     job = _Job.of(
         target,
-        prompts,
+        prompts if attention_mask is None else {"input_ids": prompts, "attention_mask": attention_mask},
         drafter,
         law,
         trace,

@@ -105,7 +105,7 @@ class ServerWriter(Writer):
 
     def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
         def one(item: tuple[int, Messages]) -> Written:
-            settings = {"temperature": temperature, "max_tokens": limit, "seed": seed + item[0]}
+            settings = {"temperature": temperature, "max_tokens": limit, "seed": wrapped(seed + item[0])}
             return self._ask("chat/completions", {"model": self.model, "messages": item[1], **settings}, _answer)
 
         with ThreadPoolExecutor(max(len(prompts), 1)) as pool:  # the server makes a batch of them
@@ -175,7 +175,7 @@ def regenerate(
         for start in range(len(written) // batch * batch, len(asked), batch):
             if fresh := asked[max(len(written), start) : start + batch]:
                 temperature = temperatures[start // batch % len(temperatures)]
-                append(fresh, writer.answer(fresh, temperature, limit, seed + start), temperature)
+                append(fresh, writer.answer(fresh, temperature, limit, wrapped(seed + start)), temperature)
                 advance(len(fresh))
     return len(asked)
 
@@ -217,10 +217,10 @@ def synthesize(
         asked = [_question(messages)[0]["content"] for messages in known]
         done = len(asked)
         advance(min(done, n))
-        prompts = synthesize_prompts(target, writer, n, prompt_temperature, batch, seed + done, asked)
+        prompts = synthesize_prompts(target, writer, n, prompt_temperature, batch, wrapped(seed + done), asked)
         while fresh := [[{"role": "user", "content": text}] for text in islice(prompts, batch)]:
             temperature = temperatures[done // batch % len(temperatures)]
-            append(fresh, writer.answer(fresh, temperature, limit, seed + done), temperature)
+            append(fresh, writer.answer(fresh, temperature, limit, wrapped(seed + done)), temperature)
             done += len(fresh)
             advance(len(fresh))
     return done
@@ -241,7 +241,7 @@ def synthesize_prompts(
         if len(seen) >= n:
             return
         before = len(seen)
-        for written in writer.go_on(opening, batch, temperature, PROMPT_TOKENS[1], seed + i):
+        for written in writer.go_on(opening, batch, temperature, PROMPT_TOKENS[1], wrapped(seed + i)):
             length = len(target.tokenizer(written.text)["input_ids"])
             if written.finished and length >= PROMPT_TOKENS[0] and written.text not in seen and len(seen) < n:
                 seen.add(written.text)
@@ -354,3 +354,8 @@ def _written(path: str) -> list[dict[str, Any]]:
         raise ValueError(f"output {path} cannot be written: {error.strerror}: name another file") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds something else than answers: name another file") from error
+
+
+def wrapped(seed: int) -> int:
+    """A seed that was counted on from a user's, within 64 bits."""
+    return seed % 2**63
