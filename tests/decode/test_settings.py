@@ -60,6 +60,7 @@ FIELDS = {
     "bad_words_ids, an end token": lambda said: {"bad_words_ids": [said[3:4]], "eos_token_id": said[3]},
     "min_new_tokens": lambda said: {"min_new_tokens": 9, "eos_token_id": said[4]},
     "min_length": lambda said: {"min_length": len(PROMPTS[0]) + 9, "eos_token_id": [said[4], said[5]]},
+    "min_new_tokens in place of min_length": lambda said: {"min_new_tokens": 5, "min_length": 40, "eos_token_id": said[4]},
     "sequence_bias": lambda said: {"sequence_bias": [[[said[0]], -9.0], [[said[3], said[5]], 30.0], [[7], 4.0]]},
     "sequence_bias before the penalty": lambda said: {"sequence_bias": [[[7], 8.0]], "repetition_penalty": 1.9},
     "no_repeat_ngram_size": lambda said: {"no_repeat_ngram_size": 1},

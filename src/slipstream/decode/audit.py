@@ -45,7 +45,8 @@ def audit(target: Target, prompt: Sequence[int], answer: Sequence[int], sampling
     """Teacher-force plain decoding, one row a pass, over an answer; all tokens that differ from its choice.
 
     Supports are compared with slack: a token counts as inside if a top-k, top-p or min-p boundary moved by the margin
-    would have let it in, and only tokens inside a narrowed support can outrank it.
+    would have let it in, and only tokens inside a narrowed support can outrank it. Processors and warpers have no slack: a
+    token at the edge of what they let in counts as an error.
     """
     sampler = Sampler([sampling], [prompt], target.vocab, target.device)
     decoder = Decoder.start(target, Vanilla(), sampler, len(prompt) + len(answer))

@@ -102,7 +102,8 @@ def generate(
         max_new_tokens: tokens per answer, at most; default: the target's limit, or 256.
         temperature, …, processors: see `Sampling`. Where neither this nor the target says `top_k`, all tokens stay.
         eos_token_ids: ids that end an answer; default: the target's.
-        stop: strings that end an answer; they are not part of its text. Default: the target's.
+        stop: strings that end an answer, in which alone they are looked for; they are not part of its text. Default: the
+            target's.
         law: "coupled" (same seed, same text) or "multi-round" (exact in distribution); default: the drafter's own.
             "lossy-typical" is Medusa's typical acceptance: at T > 0 the target would not say this.
         attention_mask: 0 where `prompts`, then token ids, are padding.

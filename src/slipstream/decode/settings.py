@@ -190,6 +190,8 @@ class Settings:
         forces_bos = config.forced_bos_token_id is not None
         row = Row(ids, self.limit(prompt), eos, own.temperature, forces_bos, self.target.vocab)
         made = self._made(PROCESSORS, row)
+        if config.min_new_tokens is not None:
+            made.pop("min_length", None)
         penalty = own.repetition_penalty
         if next(iter(made), None) == "repetition_penalty":  # the sampler's own comes first, too, and is quicker
             del made["repetition_penalty"]
