@@ -132,6 +132,8 @@ def test_demo_shows_both_answers_and_the_figures(run, tiny_options, questions):
     code, out, _ = run("demo", *tiny_options, "--questions", questions)
     assert code == 0
     assert all(word in out for word in ("plain", "ngram", "the same text", "τ", "× plain", "× HF generate"))
+    _, said, _ = run("generate", "abc abc", *tiny_options)
+    assert out.count(f"\n{said}") == 2  # to the letter, in as many colours as rounds
 
 
 MISTAKES = {
