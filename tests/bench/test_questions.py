@@ -1,5 +1,7 @@
 """Question files: ours, the user's, and malformed ones."""
 
+import gzip
+
 import pytest
 
 from slipstream.bench.questions import Question, alternated, load_questions
@@ -38,6 +40,8 @@ def test_files_take_turns():
         ('{"turns": [" "]}', "non-empty"),
         ('{"turns": "text"}', "non-empty"),
         ('["turns"]', "turns"),
+        ("[" * 100_000, "too deeply"),
+        ('{"turns": ["\\ud800"]}', "surrogates"),
     ],
 )
 def test_a_malformed_line_is_numbered(tmp_path, line, reason):
@@ -54,3 +58,10 @@ def test_a_file_that_holds_no_questions(tmp_path, content, reason):
         file.write_bytes(content)
     with pytest.raises(ValueError, match=reason):
         load_questions([str(file)])
+
+
+def test_marks_packing_and_odd_separators_are_read(tmp_path):
+    """A byte-order mark, gzip, and U+2028 within a line: each was a question lost."""
+    file = tmp_path / "questions.jsonl"
+    file.write_bytes(gzip.compress('\ufeff{"turns": ["a\u2028b"]}\r\n{"turns": ["c"]}\n'.encode()))
+    assert [question.turns for question in load_questions([str(file)])] == [("a\u2028b",), ("c",)]

@@ -1,10 +1,15 @@
-"""Weights come back from a drafter directory as they were stored."""
+"""Weights come back from a drafter directory as they were stored, and nobody else's directory is written into."""
+
+import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import tiny
-from slipstream.drafters.store import read_drafter, restored, save_drafter, stored
+from slipstream.drafters import load_drafter
+from slipstream.drafters.store import check_claim, made_by, read_drafter, restored, save_drafter, stored
+from slipstream.interop.public import export_head, import_head
 
 
 @pytest.mark.parametrize("make", [tiny.eagle, tiny.eagle3, tiny.fasteagle])
@@ -30,3 +35,95 @@ def test_what_is_stored_does_not_change_when_it_is_stored_again():
     once = restored(stored(tensors, torch.int8))
     twice = restored(stored(once, torch.int8))
     assert all(torch.equal(once[name], twice[name]) for name in tensors)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.target("llama")
+
+
+@pytest.fixture
+def drafter(target, tmp_path) -> str:
+    made = tiny.eagle(target, "chain-2")
+    save_drafter(tmp_path / "drafter", "eagle", "tiny", target.ends, *made.pack(), {}, dtype=None)
+    return str(tmp_path / "drafter")
+
+
+def write(directory, to: str, target, source: str, force: bool = False) -> None:
+    """By import, export or save_drafter."""
+    if to == "import":
+        import_head(source, str(directory), "tiny", target.ends, force=force)
+    elif to == "export":
+        export_head(source, str(directory), target.ends, force=force)
+    else:
+        save_drafter(directory, "eagle", "tiny", target.ends, *tiny.eagle(target, "chain-2").pack(), {}, force=force)
+
+
+@pytest.mark.parametrize("to", ["import", "export", "train"])
+def test_only_what_the_same_command_wrote_is_replaced(target, drafter, tmp_path, to):
+    """--out at a model's directory replaced its config.json and its weights."""
+    public, model, out = tmp_path / "public", tmp_path / "model", tmp_path / "out"
+    export_head(drafter, str(public), target.ends)
+    source = str(public) if to == "import" else drafter
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    save_file({"a": torch.zeros(1)}, model / "model.safetensors")
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    with pytest.raises(ValueError, match=r"holds other files \(config.json, model.safetensors, …\).*--force"):
+        write(model, to, target, source)
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    (tmp_path / "empty").mkdir()
+    for directory in (out, out, tmp_path / "empty"):  # the same once more
+        write(directory, to, target, source)
+        assert made_by(directory) == to
+    for place in {"import": [drafter, public], "export": [], "train": [public]}[to]:
+        with pytest.raises(ValueError, match=r"name a new or empty one|is read by this command"):
+            write(place, to, target, source)
+    write(model, to, target, source, force=True)
+    assert made_by(model) == to
+
+
+def test_a_drafter_is_not_exported_onto_itself(target, drafter, tmp_path):
+    """`export D --out D`: the drafter was gone, and with --force it would be."""
+    before = (tmp_path / "drafter" / "config.json").read_bytes()
+    for force in (False, True):
+        with pytest.raises(ValueError, match="is read by this command"):
+            export_head(drafter, f"{drafter}/../drafter", target.ends, force=force)
+    assert (tmp_path / "drafter" / "config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "loop", "file", "a" * 300])
+def test_a_name_that_is_no_directorys_is_refused(tmp_path, name):
+    """An empty one was the current directory."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written"):
+        check_claim(name and f"{tmp_path}/{name}", ("train",), force=True)
+
+
+def test_a_command_that_fails_leaves_no_directory(target, tmp_path):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        import_head(str(tmp_path / "nowhere"), str(tmp_path / "out"), "tiny", target.ends)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("taps", []),
+        ("taps", 3),
+        ("head", []),
+        ("head", {"x": {}}),
+        ("tree", 7),
+        ("target", []),
+        ("method", []),
+        (None, "[" * 9999),
+    ],
+)
+def test_a_config_that_does_not_fit_is_one_line(target, drafter, tmp_path, key, value):
+    path = tmp_path / "drafter" / "config.json"
+    path.write_text(value if key is None else "\ufeff" + json.dumps(json.loads(path.read_text()) | {key: value}))
+    for use in (lambda: load_drafter(drafter, target.ends), lambda: export_head(drafter, str(tmp_path / "o"), target.ends)):
+        with pytest.raises(ValueError, match=r"config\.json|does not fit|no drafter|Unknown") as refused:
+            use()
+        assert "\n" not in str(refused.value)

@@ -87,6 +87,21 @@ def test_malformed_lines_are_numbered(chat, tmp_path):
         list(read_rows(write(tmp_path / "b.jsonl", *many)))
 
 
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ('{"text": "\\ud800"}', r"line 2 \(.*surrogates not allowed"),
+        ("[" * 100_000, r"line 2 \(nested too deeply"),
+        ('{"messages": 3}', r"line 2 \("),
+        ("3", r"line 2 \("),
+    ],
+)
+def test_rows_that_no_tokenizer_takes_are_numbered(tmp_path, row, says):
+    """Half a character, or JSON that is nested 100,000 times: tracebacks."""
+    with pytest.raises(ValueError, match=says):
+        list(read_rows(write(tmp_path / "a.jsonl", "\ufeff" + json.dumps(OPENAI), row)))
+
+
 def test_data_without_an_assistants_text_is_refused(chat, tmp_path):
     path = write(tmp_path / "a.jsonl", {"messages": OPENAI["messages"][:1]})
     with pytest.raises(ValueError, match=r"no assistant text to learn from.*slipstream regenerate"):

@@ -2,12 +2,15 @@
 
 import json
 import threading
+from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 import tiny
 from slipstream.decode.generate import generate
+from slipstream.files import locked
+from slipstream.targets import Target
 from slipstream.train.data import load_examples
 from slipstream.train.synthesize import (
     ServerWriter,
@@ -61,6 +64,62 @@ def test_an_interrupted_file_is_gone_on_with(chat, tmp_path):
     assert told == [7]
     with pytest.raises(ValueError, match="holds answers to other questions"):
         regenerate(ROWS[1:], TargetWriter(chat), str(parts), [0.0], limit=6, batch=3)
+
+
+def test_a_file_is_gone_on_with_as_it_was_begun(chat, tmp_path):
+    """Another target's answers, or other settings', behind the first ones, and nobody could tell."""
+    out, how = tmp_path / "out.jsonl", {"temperatures": [0.0], "limit": 4, "batch": 3, "seed": 0}
+    regenerate(ROWS[:3], TargetWriter(chat), str(out), **how)
+    begun = out.read_text()
+    made = lines(out)[0]["made"]
+    assert (made["target"], made["fingerprint"], made["max_new_tokens"]) == ("tiny-chat", chat.fingerprint, 4)
+    for changed, says in [
+        ({"limit": 5}, "max_new_tokens 4, not max_new_tokens 5"),
+        ({"seed": 1, "batch": 2}, "batch 3, seed 0, not batch 2, seed 1"),
+        ({"temperatures": [0.7]}, "temperatures"),
+    ]:
+        with pytest.raises(ValueError, match=f"was made with {says}"):
+            regenerate(ROWS, TargetWriter(chat), str(out), **how | changed)
+    other = deepcopy(tiny.reference("qwen3"))
+    with pytest.raises(ValueError, match=r"was made with fingerprint llama-.*, not fingerprint qwen3-"):
+        regenerate(ROWS, TargetWriter(Target(other, chat.tokenizer, "tiny-chat")), str(out), **how)
+    with pytest.raises(ValueError, match=r"prompt_temperature none, not prompt_temperature 0\.8"):
+        synthesize(chat, TargetWriter(chat), str(out), 9, [0.0], 0.8, 4, 3)
+    assert out.read_text() == begun
+    out.write_text(begun.replace(json.dumps(made), "1").replace('"made": 1, ', ""))
+    with pytest.raises(ValueError, match="does not say how it was made"):
+        regenerate(ROWS, TargetWriter(chat), str(out), **how)
+    assert len(load_examples([str(out)], chat, 64)) == 3  # and is trained on
+
+
+def test_one_run_writes_a_file(chat, tmp_path):
+    """Two on one --out: both said success over a mixed file."""
+    out = str(tmp_path / "out.jsonl")
+    with locked(out), pytest.raises(ValueError, match="is being written by process"):
+        regenerate(ROWS, TargetWriter(chat), out, [0.0], 4, 3)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"limit": 0}, "max_new_tokens is 0"),
+        ({"batch": 0}, "batch is 0"),
+        ({"temperatures": []}, "temperatures is 0"),
+        ({"temperatures": [-1.0]}, "temperature is -1"),
+        ({"rows": []}, "hold no question"),
+        ({"rows": [[], [{"role": "assistant", "content": "a"}]]}, "2 conversations hold no question"),
+        ({"rows": [*ROWS, [{"role": "user", "content": "a" * 999}]]}, "question 8: the prompt has"),
+        ({"out": "/dev/null"}, "is no file"),
+        ({"out": "-"}, "is no file"),
+    ],
+)
+def test_nothing_is_written_where_nothing_can_be(chat, tmp_path, changed, says):
+    """0 answers, and success."""
+    settings = {"rows": ROWS, "out": str(tmp_path / "out.jsonl"), "temperatures": [0.0], "limit": 4, "batch": 3} | changed
+    with pytest.raises(ValueError, match=says):
+        regenerate(writer=TargetWriter(chat), **settings)
+    assert not list(tmp_path.iterdir())
 
 
 def test_synthesis_goes_on_with_what_is_there(chat, tmp_path):

@@ -1,6 +1,7 @@
 """Drafter directories: config.json and model.safetensors, for one target."""
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ VOCAB = "draft_vocab"  # target ids that a drafter takes its candidates from, so
 STEP = ".step"  # beside a tensor of int8
 TUNED = "tuned.json"
 SHIPPED = Path(__file__).parent.parent / "weights"
+SCALES, COUNTS, DEEPEST = ("rope_theta", "rms_norm_eps"), ("depth", "layers"), 256  # numbers of a head
 RUN, RUN_MARK = "recipe.yaml", "# of a run of slipstream train"  # how the recipe of a run begins
 
 
@@ -191,11 +193,29 @@ def read_drafter(directory: str | Path, ends: Ends) -> tuple[dict[str, Any], dic
             f"drafter {directory} was made for target {made_for} ({config['target'].get('name', 'unnamed')}), and this "
             f"target is {ends.fingerprint}: load the target it was made for, or train one (slipstream train)"
         )
+    _check_sizes(config, f"drafter directory {directory}: config.json")
     try:
         check_regular(home / "model.safetensors")
         return config, restored(load_file(home / "model.safetensors"))
     except (OSError, SafetensorError) as error:
         raise ValueError(f"drafter directory {directory}: model.safetensors cannot be read: {error}") from error
+
+
+def _check_sizes(config: dict[str, Any], source: str) -> None:
+    """Refuse what would show itself in use only, or would be built for ever. Raises ValueError."""
+    head = config.get("head", {})
+    if not isinstance(head, dict):
+        raise ValueError(f"{source}: head is {head!r}; it must be an object")
+    wrong = [
+        f"{name} is {value!r}"
+        for name, value in head.items()
+        if (name in SCALES and not (isinstance(value, (int, float)) and 0 <= value < math.inf))
+        or (name in COUNTS and not (isinstance(value, int) and 0 < value <= DEEPEST))
+    ]
+    if config.get("taps", [""]) == [] and config.get("method") != "glide":
+        wrong.append("taps is []")
+    if wrong:
+        raise ValueError(f"{source} does not fit: {', '.join(wrong)}")
 
 
 def read_tuned(directory: str | Path, place: str, temperature: float) -> dict[str, str]:
