@@ -1,11 +1,10 @@
 """The command line: what it prints, what it writes, and one clear line with exit code 2 for every mistake."""
 
+import io
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from copy import deepcopy
 from functools import partial
 
@@ -14,7 +13,9 @@ import torch
 
 import tiny
 from slipstream.bench import cost
+from slipstream.bench.run import Contest
 from slipstream.decode.generate import LAWS
+from slipstream.decode.round import Decoder
 
 COMMANDS = ("demo", "generate", "bench", "certify")
 MAKING = ("tune", "train", "synthesize", "regenerate", "import", "export", "parity")
@@ -177,12 +178,42 @@ MISTAKES = {
     "no drafter": (["export", "nowhere", "--out", "x"], "Unknown drafter: 'nowhere'"),
     "no vLLM": (["parity", "eagle", "--python", "/no/python"], "run `make vllm`"),
     "unwritable trace": (["generate", "abc", "--trace", "/proc/trace.jsonl"], "cannot be written"),
+    "an output without a name": (["generate", "abc", "--json", ""], "its name is empty"),
+    "an output over what is read": (
+        ["bench", "--questions", "here.jsonl", "--json", "here.jsonl"],
+        "is read by this command",
+    ),
+    "two outputs in one file": (["generate", "abc", "--json", "x", "--trace", "./x"], "are the same file"),
+    "a drafter in no directory": (["train", "eagle", "--data", "here.jsonl", "--out", ""], "that is no name"),
+    "an import in no directory": (["import", "nowhere", "--out", ""], "that is no name"),
+    "a drafter in the current directory": (["train", "eagle", "--data", "here.jsonl", "--out", "."], "holds other files"),
+    "data that is a device": (["train", "eagle", "--data", "/dev/zero", "--out", "x"], "it is no regular file"),
+    "questions in a loop": (["certify", "--questions", "loop"], "Too many levels"),
+    "a drafter in a loop": (["generate", "abc", "--drafter", "loop"], "Unknown drafter"),
+    "a drafter of too long a name": (["generate", "abc", "--drafter", "a" * 5000], "Unknown drafter"),
+    "questions that are a directory": (["tune", "--questions", "."], "it is a directory"),
+    "nothing to regenerate": (["regenerate", "here.jsonl", "--limit", "0", "--out", "y"], "limit is 0"),
+    "a file regenerated onto itself": (["regenerate", "here.jsonl", "--out", "./here.jsonl"], "is read by this command"),
+    "answers on standard output": (["regenerate", "here.jsonl", "--out", "-"], "is no file"),
+    "a rate that diverges": (
+        ["train", "eagle", "--data", "here.jsonl", "--out", "x", "optimizer.lr=1e300"],
+        "less than or",
+    ),
+    "a question of any length": (
+        ["bench", "--questions", "long.jsonl"],
+        "long.jsonl:2: the prompt has 200 tokens",
+    ),
+    "a question of any length, certified": (["certify", "--questions", "long.jsonl"], "question long.jsonl:2"),
+    "a question of any length, shown": (["demo", "--questions", "long.jsonl"], "question long.jsonl:2"),
 }
 
 
 @pytest.mark.parametrize(("words", "says"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_one_clear_line(run, model, words, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.jsonl").write_text('{"turns": ["a"], "messages": [{"role": "user", "content": "a"}]}\n')
+    (tmp_path / "long.jsonl").write_text("".join(f'{{"turns": ["{"a" * n}"]}}\n' for n in (1, 200)))
+    (tmp_path / "loop").symlink_to("loop")
     known = ["--target", model, *([] if "--dtype" in words else ["--dtype", "float64"])]
     code, _, err = run(*words, *(known if words[0] in COMMANDS + MAKING else []))
     assert code == 2
@@ -225,27 +256,104 @@ def test_a_malformed_question_names_its_line(run, model, tmp_path):
     assert "bad.jsonl line 2" in err
 
 
-def test_ctrl_c_is_one_line_and_130(model, questions, tmp_path):
-    """Interrupted in the middle of its work, with a results file of an earlier run in place: that file stays, or holds the
-    figures of whole turns."""
-    kept = tmp_path / "out.json"
-    kept.write_text("{}")
+def test_sigterm_is_one_line_and_143(tiny_options, questions):
+    """A real process, in the midst of its work: what was done is printed."""
     with open(questions, "a") as file:
-        file.writelines('{"turns": ["abc"]}\n' for _ in range(10_000))
-    words = ["bench", "--target", model, "--dtype", "float64", "--questions", questions, "--json", str(kept)]
-    # tests that run in the background inherit an ignored interrupt
-    start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import slipstream.cli as c; c.main()"
-    process = subprocess.Popen([sys.executable, "-c", start, *words], stderr=subprocess.PIPE, text=True, env=os.environ)
-    time.sleep(8)
-    process.send_signal(signal.SIGINT)
+        file.writelines('{"turns": ["abc"]}\n' for _ in range(500))
+    start = """if True:
+        import sys, slipstream.cli as cli, slipstream.bench.run as run
+        ask, asked = run.Contest.ask, []
+        def told(*args):
+            asked.append(1)
+            if len(asked) == 8:
+                print("eight", file=sys.stderr, flush=True)
+            return ask(*args)
+        run.Contest.ask = told
+        cli.main()"""
+    words = ["bench", *tiny_options, "--questions", questions]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", start, *words], **pipes)
     try:
-        _, err = process.communicate(timeout=60)
+        assert process.stderr.readline() == "eight\n"
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130, err
+    assert process.returncode == 143, err
     assert "Traceback" not in err
-    assert "stopped" in err
-    assert kept.read_text() == "{}" or json.loads(kept.read_text())["prompts"]
+    assert err.strip().endswith("slipstream: stopped")
+    assert "vanilla" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("command", ["bench", "certify"])
+def test_what_stops_a_run_loses_nothing(run, tiny_options, questions, tmp_path, monkeypatch, command, number):
+    """The figures until then are printed, on a terminal that shows no τ either, and written."""
+    decode, times = Decoder.step, []
+
+    def stopping(self, *args, **named):
+        times.append(1)
+        if len(times) == 60:
+            signal.raise_signal(number)
+        return decode(self, *args, **named)
+
+    monkeypatch.setattr(Decoder, "step", stopping)
+    with open(questions, "a") as file:
+        file.writelines('{"turns": ["abc"]}\n' for _ in range(20))
+    kept, screen = tmp_path / "out.json", io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background inherit an ignored one
+    try:
+        code, _, err = run(command, *tiny_options, "--questions", questions, "--json", str(kept))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert code == 128 + number, err
+    assert "stopped early" in err
+    assert err.strip().endswith("slipstream: stopped")
+    screen.flush()
+    assert b"ngram" in screen.buffer.getvalue()
+    report = json.loads(kept.read_text())
+    assert report["stopped"] == "KeyboardInterrupt"
+    assert not report.get("certified")
+
+
+def test_json_has_standard_output_for_itself(run, tiny_options, questions):
+    """`--json -` was a file of that name."""
+    for words in (["bench", "--questions", questions], ["certify", "--questions", questions], ["generate", "abc"]):
+        code, out, err = run(*words, *tiny_options, "--json", "-")
+        assert code == 0
+        assert json.loads(out)
+        assert "τ" in err or "certified" in err
+    code, out, err = run("generate", "abc", *tiny_options, "--trace", "-")
+    assert all("accepted" in json.loads(line) for line in out.splitlines())
+
+
+def test_results_that_cannot_be_written_are_printed_and_kept(run, tiny_options, questions, tmp_path, monkeypatch):
+    """The disk was full at the end: an hour's table was not even printed."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code, out, err = run("bench", *tiny_options, "--questions", questions, "--json", "/dev/full")
+    assert code == 2
+    assert "vanilla" in out
+    assert "No space left on device; the results are in" in err
+    assert json.loads(next(tmp_path.glob("slipstream-*.json")).read_text())["results"]
+
+
+def test_what_nobody_foresaw_is_one_line_too(run, tiny_options, questions, tmp_path, monkeypatch):
+    """After the figures of the turns before it; the traceback is in a file, to be reported."""
+    ask, asks = Contest.ask, []
+
+    def failing(self, method, *others):
+        asks.append(method)
+        if len(asks) > 8:
+            raise RuntimeError("no room for a tensor\nC++ stack")
+        return ask(self, method, *others)
+
+    monkeypatch.setattr(Contest, "ask", failing)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code, out, err = run("bench", *tiny_options, "--questions", questions)
+    assert (code, "vanilla" in out) == (1, True)
+    assert "RuntimeError: no room for a tensor" in err
+    assert "Traceback" in next(tmp_path.glob("slipstream-*.txt")).read_text()
 
 
 def test_preview_shows_what_is_learnt_and_writes_nothing(run, tiny_options, tmp_path, monkeypatch):

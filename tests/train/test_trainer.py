@@ -15,6 +15,8 @@ from slipstream.decode.answer import mean_accepted_length
 from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.files import cache_home
+from slipstream.interop.public import import_head
+from slipstream.targets import Target
 from slipstream.train.features import Features, pack
 from slipstream.train.recipe import READ_BY, Recipe, load_recipe
 from slipstream.train.replay import Record
@@ -169,6 +171,85 @@ def test_ctrl_c_leaves_a_checkpoint_at_the_step_it_came(chat, data, tmp_path):
     assert kept in (6, 7)
     train(chat, settings, tmp_path / "parts", resume=True)
     assert same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_sigterm_leaves_a_checkpoint_and_ends_the_process_as_ever(chat, data, tmp_path):
+    """A preempted machine's run, begun anew. Whoever waits for the signal (the command line, for 143) hears of it."""
+    heard, before = [], signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+
+    def terminate(seen):
+        if seen.step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(chat, recipe(data), tmp_path / "run", show=terminate)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
+    assert torch.load(tmp_path / "run" / "state.pt", weights_only=True)["progress"]["step"] in (6, 7)
+
+
+@pytest.mark.parametrize("where", ["loss", "weights"])
+def test_what_diverges_stops_and_leaves_what_was_good(chat, data, tmp_path, monkeypatch, where):
+    """NaN for hours, saved over the last good checkpoint."""
+    trainer = Trainer(chat, recipe(data), str(tmp_path / "run"))
+    trainer.prepare()
+
+    def spoil(seen):
+        if seen.step == 6:
+            weight = next(trainer.objective.parameters())
+            with torch.no_grad():
+                weight.fill_(float("nan"))
+
+    if where == "weights":  # with gradients that are none
+        monkeypatch.setattr(trainer, "_step", lambda *_: (1.0, 0.5, 9, False))
+    with pytest.raises(ValueError, match=r"diverged at step \d+ of stage 1.*stay in .*lower optimizer\.lr") as stopped:
+        trainer.run(spoil)
+    assert ("a weight is" in str(stopped.value)) == (where == "weights")
+    state = torch.load(tmp_path / "run" / "state.pt", weights_only=True)
+    assert state["progress"]["step"] == 4
+    assert all(bool(weight.isfinite().all()) for weight in state["objective"].values())
+    load_drafter(str(tmp_path / "run"), chat.ends)
+
+
+def test_one_run_trains_in_a_directory(chat, data, tmp_path):
+    """Two runs on one --out; or an import in the midst of one."""
+    run = tmp_path / "run"
+    trainer = Trainer(chat, recipe(data), str(run))
+    trainer.prepare()
+    for other in (
+        lambda: Trainer(chat, recipe(data), str(run)),
+        lambda: Trainer(chat, recipe(data), str(run), force=True),
+        lambda: import_head(str(tmp_path / "public"), str(run), "tiny", chat.ends, force=True),
+    ):
+        with pytest.raises(ValueError, match=f"is being written by process {os.getpid()} on"):
+            other()
+    trainer.run()
+    with pytest.raises(ValueError, match="what `slipstream train` wrote"):
+        import_head(str(tmp_path / "public"), str(run), "tiny", chat.ends)
+    assert not (run / ".lock").exists()
+
+
+def test_a_directory_of_something_else_is_trained_into_by_force_only(chat, data, tmp_path):
+    """--out at a model's directory: its weights were replaced."""
+    chat.model.save_pretrained(tmp_path / "model")
+    before = (tmp_path / "model" / "config.json").read_bytes()
+    with pytest.raises(ValueError, match="holds other files"):
+        Trainer(chat, recipe(data), str(tmp_path / "model"))
+    with pytest.raises(ValueError, match="that is no name"):
+        Trainer(chat, recipe(data), "")
+    target = Target(type(chat.model).from_pretrained(tmp_path / "model"), chat.tokenizer)
+    with pytest.raises(ValueError, match="is read by this command"):
+        Trainer(target, recipe(data), str(tmp_path / "model"), force=True)
+    assert (tmp_path / "model" / "config.json").read_bytes() == before
+    train(chat, recipe(data), tmp_path / "run")
+    (tmp_path / "run" / "state.pt").unlink()
+    with pytest.raises(ValueError, match="holds a drafter: begin anew with --force"):
+        Trainer(chat, recipe(data), str(tmp_path / "run"))
+    trainer = Trainer(chat, recipe(data), str(tmp_path / "run"), force=True)
+    trainer.prepare()
+    trainer.run()
 
 
 def test_kill_9_loses_no_more_than_the_steps_since_the_last_checkpoint(chat, data, tmp_path):

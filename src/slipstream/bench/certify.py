@@ -43,6 +43,8 @@ def certify(
         ValueError: a drafter or a setting is unknown or out of range, or a question leaves no room for an answer.
     """
     check_counts(temperatures=len(temperatures))
+    for temperature in temperatures:
+        resolve_sampling(target, temperature=temperature, seed=seed)
     made = {name: load_drafter(name, target.ends) for name in drafters}
     for name, drafter in made.items():
         if drafter.law != "coupled" and any(temperatures):

@@ -251,13 +251,12 @@ def parity(
     """
     from slipstream.bench.questions import load_questions
     from slipstream.bench.report import parity_table
-    from slipstream.bench.run import first_prompts
     from slipstream.files import check_writable
     from slipstream.interop.parity import parity as run
 
     check_writable(json_path, reads=inputs(target, [drafter], questions))
     loaded = load(target, dtype, "cpu")
-    prompts = first_prompts(loaded, load_questions(questions, limit), max_new_tokens)
+    prompts = [loaded.encode(question.turns[0]) for question in load_questions(questions, limit)]
     with progress_bar(len(prompts) + 2) as progress:
         report = run(loaded, drafter, prompts, python, max_new_tokens, draft_tokens, progress)
     deliver(parity_table(report), report, json_path)

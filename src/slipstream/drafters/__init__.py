@@ -63,7 +63,7 @@ def _load(spec: str, ends: Ends | None, temperature: float) -> Drafter:
             tuned = {key: value for key, value in tuned.items() if key == "skip"}
         options = tuned | options
         return make(ends=ends, **_checked(make, options, spec, without=("ends",)))
-    if name in NAMES or (name and Path(name).expanduser().is_dir()):
+    if name in NAMES or os.path.isdir(os.path.expanduser(name)):
         ends = _needed(ends, name)
         home = find_drafter(name, ends)
         config, tensors = read_drafter(home, ends)

@@ -16,7 +16,7 @@ from slipstream.core.cache import KVCache
 from slipstream.core.sampling import Sampling
 from slipstream.decode.answer import Round
 from slipstream.decode.audit import audit, margin_of
-from slipstream.decode.generate import Generation, generate
+from slipstream.decode.generate import Generation, check_limits, generate
 from slipstream.drafters import load_drafter
 from slipstream.drafters.eagle import Eagle
 from slipstream.drafters.layers import attend_cache
@@ -54,9 +54,10 @@ def parity(
     Raises:
         ValueError: vLLM cannot be run, the drafter cannot be exported, or there is nothing to ask.
     """
-    check_counts(prompts=len(prompts), max_new_tokens=new, draft_tokens=draft)
     if not Path(python).is_file():
         raise ValueError(f"vLLM's interpreter {python} is not there: run `make vllm`, or name another with --python")
+    check_counts(prompts=len(prompts), max_new_tokens=new, draft_tokens=draft)
+    check_limits(target, prompts, new)
     trained = load_drafter(drafter, target.ends)
     if not isinstance(trained, RecursiveDrafter):
         raise ValueError(f"drafter {drafter!r} is no eagle or eagle3 head: vLLM is given one of those")

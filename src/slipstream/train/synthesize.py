@@ -162,7 +162,7 @@ def regenerate(
         ValueError: the file holds answers to other questions, or by another model or under other settings; another process
             writes it; it cannot be written; or there is nothing to answer.
     """
-    made = _made(writer, temperatures, limit, batch, seed)
+    made = _made(out, writer, temperatures, limit, batch, seed)
     asked = [question for messages in rows if (question := _question(messages))]
     if not asked:
         raise ValueError(f"{len(rows)} conversations hold no question: give rows in which a user asks something")
@@ -212,7 +212,7 @@ def synthesize(
             by another model or under other settings; another process writes it; or it cannot be written.
     """
     check_counts(prompts=n)
-    made = _made(writer, temperatures, limit, batch, seed, prompt_temperature)
+    made = _made(out, writer, temperatures, limit, batch, seed, prompt_temperature)
     with _appending(out, made) as (known, append):
         asked = [_question(messages)[0]["content"] for messages in known]
         done = len(asked)
@@ -270,6 +270,7 @@ def _question(messages: Messages) -> Messages:
 
 
 def _made(
+    path: str,
     writer: Writer,
     temperatures: Sequence[float],
     limit: int,
@@ -277,7 +278,9 @@ def _made(
     seed: int,
     prompt_temperature: float | None = None,
 ) -> dict[str, Any]:
-    """By whom and how, as each row says it. Raises ValueError for a setting out of range."""
+    """By whom and how, as each row says it. Raises ValueError for a setting out of range, and an output that is no file."""
+    if path in STANDARD or (os.path.exists(path) and not os.path.isfile(path)):
+        raise ValueError(f"output {path} is no file: name one, which an interrupted run can go on with")
     check_counts(max_new_tokens=limit, batch=batch, temperatures=len(temperatures))
     asked = {} if prompt_temperature is None else {"prompt_temperature": prompt_temperature}
     for temperature in (*temperatures, *asked.values()):
@@ -293,8 +296,6 @@ def _appending(path: str, made: dict[str, Any]) -> Iterator[tuple[list[Messages]
     Raises:
         ValueError: it holds something else, or was made otherwise; another process has it; or it cannot be written.
     """
-    if path in STANDARD or (os.path.exists(path) and not os.path.isfile(path)):
-        raise ValueError(f"output {path} is no file: name one, which an interrupted run can go on with")
 
     def append(asked: Sequence[Messages], answers: Sequence[Written], temperature: float) -> None:
         rows = [
