@@ -7,10 +7,12 @@ import subprocess
 import sys
 from copy import deepcopy
 from functools import partial
+from importlib.metadata import version
 
 import pytest
 import torch
 
+import slipstream
 import tiny
 from slipstream.bench import cost
 from slipstream.bench.run import Contest
@@ -19,6 +21,7 @@ from slipstream.decode.round import Decoder
 
 COMMANDS = ("demo", "generate", "bench", "certify")
 MAKING = ("tune", "train", "synthesize", "regenerate", "import", "export", "parity")
+ALL = (*COMMANDS, *MAKING, "cache")
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +45,59 @@ def questions(tmp_path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("command", COMMANDS + MAKING)
-def test_help_has_examples(run, command):
+@pytest.mark.parametrize("command", ALL)
+def test_help_is_read_at_80_columns(run, command, monkeypatch):
+    """The list of drafters stood in a column of 23, and a range of 19 digits beside it."""
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = run(command, "--help")
     assert code == 0
-    assert f"slipstream {command} " in out
+    assert f"slipstream {command}" in out
+    rows = [line[1:-1] for line in out.splitlines() if line.startswith("│")]
+    assert max(map(len, rows)) == 78
+    texts = [max((len(part) for part in row.split("   ")), default=0) for row in rows]
+    assert max(texts) >= 30  # of an explanation's lines
+    if command in COMMANDS:
+        assert "self-speculative:skip=10-14\n" in "\n".join(line.rstrip() for line in out.splitlines()) + "\n"
+
+
+def test_the_version_is_the_packages(run):
+    code, out, _ = run("--version")
+    assert (code, out) == (0, f"slipstream {slipstream.__version__}\n")
+    assert slipstream.__version__ == version("slipstream")
+
+
+def test_names_are_no_markup(run, tmp_path, tiny_options):
+    """A traceback of rich's for `[/]` in a name, and colours where somebody wrote [red]."""
+    home = tmp_path / "[red]odd[/] :eyes:"
+    tiny.reference("llama").save_pretrained(home)
+    tiny.tokenizer().save_pretrained(home)
+    asked = tmp_path / "[b].jsonl"
+    asked.write_text('{"question_id": "[/b]", "category": "[/cat] :eyes:", "turns": ["a [/] b [red] :eyes:"]}\n')
+    words = ["--target", str(home), *tiny_options[2:], "--questions", str(asked)]
+    code, out, _ = run("demo", *words, "--drafter", "ngram")
+    assert (code, "[/cat] :eyes:" in out, "a [/] b [red] :eyes:" in out, "green" in out) == (0, True, True, False)
+    for command in ("bench", "certify"):
+        code, out, _ = run(command, *words, "--drafter", "ngram")
+        assert (code, "[red]odd[/] :eyes:" in out.replace("\n", "")) == (0, True)
+    code, _, err = run("generate", "abc", "--target", str(tmp_path / "[/]"))
+    assert (code, len(err.strip().splitlines()), "[/]" in err) == (2, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("close", "code", "says"),
+    [("<&-", 2, "prompt is empty"), (">&-", 0, "tokens/s"), ("2>&-", 0, ""), (">/dev/full", 2, "No space")],
+)
+def test_closed_streams_are_no_traceback(model, close, code, says):
+    words = f"generate {'-' if close == '<&-' else 'abc'} --target {model} --dtype float64 --max-new-tokens 2"
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m slipstream {words} {close}"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 1
 
 
 def test_generate_prints_the_answer_and_writes_json_and_trace(run, tiny_options, tmp_path):
@@ -109,12 +160,6 @@ def test_what_was_measured_is_kept_for_each_machine(run, model, tmp_path, monkey
     assert "<svg" in plot.read_text()
 
 
-def test_only_trees_are_tuned(run, model, questions):
-    code, _, err = run("tune", "--target", model, "--drafter", "ngram", "--questions", questions)
-    assert code == 2
-    assert "'ngram' grows no trees" in err
-
-
 def test_certify_fails_where_a_token_is_not_explained(run, tiny_options, questions, monkeypatch):
     def gullible(tree, node, logits, position, sampler):
         """Accepts whatever is drafted."""
@@ -150,13 +195,41 @@ MISTAKES = {
     "an empty stop string": (["generate", "abc", "--stop", ""], "a stop string is empty"),
     "temperature below all": (["generate", "abc", "--temperature", "1e-320"], "temperature is 1e-320"),
     "prompt longer than the window": (["generate", "a" * 200], "window of 128"),
-    "no tokens wanted": (["generate", "abc", "--max-new-tokens", "0"], "max_new_tokens is 0"),
-    "no tokens wanted in bench": (["bench", "--max-new-tokens", "-1"], "max_new_tokens is -1"),
+    "no tokens wanted": (["generate", "abc", "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
+    "no tokens wanted in bench": (["bench", "--max-new-tokens", "-1"], "Invalid value for '--max-new-tokens'"),
     "negative temperature": (["generate", "abc", "--temperature", "-1"], "temperature is -1"),
-    "negative temperature in certify": (["certify", "--temperature", "-1"], "temperature is -1"),
+    "negative temperature in certify": (["certify", "--temperature", "-1"], "Invalid value for '--temperature'"),
     "top_p of zero": (["generate", "abc", "--temperature", "1", "--top-p", "0"], "top_p is 0"),
     "top_p above one": (["generate", "abc", "--temperature", "1", "--top-p", "1.5"], "top_p is 1.5"),
-    "limit of zero": (["bench", "--limit", "0"], "limit is 0"),
+    "limit of zero": (["bench", "--limit", "0"], "Invalid value for '--limit'"),
+    "limit of zero in regenerate": (["regenerate", "x", "--out", "y", "--limit", "0"], "Invalid value for '--limit'"),
+    "no prompts wanted": (["synthesize", "--out", "y", "--prompts", "0"], "Invalid value for '--prompts'"),
+    "no batch": (["synthesize", "--out", "y", "--batch", "0"], "Invalid value for '--batch'"),
+    "more at once than memory holds": (
+        ["synthesize", "--out", "y", "--batch", "1000000000"],
+        "Invalid value for '--batch'",
+    ),
+    "no draft tokens": (["parity", "eagle", "--draft-tokens", "0"], "Invalid value for '--draft-tokens'"),
+    "no prompts to tune on": (["tune", "--limit", "0"], "Invalid value for '--limit'"),
+    "more tokens than any window": (
+        ["generate", "abc", "--max-new-tokens", str(10**12)],
+        "Invalid value for '--max-new-tokens'",
+    ),
+    "a seed of 65 bits": (["bench", "--seed", str(2**64)], "it must be below 2^63"),
+    "a negative age": (["cache", "--older-than", "-1"], "Invalid value for '--older-than'"),
+    "no action on the cache": (["cache", "clear"], "slipstream cache clean"),
+    "a drafter without a name": (["generate", "abc", "--drafter", ""], "Unknown drafter: ''. Available: vanilla"),
+    "a dtype without a name": (["generate", "abc", "--dtype", ""], "Unknown dtype: ''"),
+    "a tree nobody can mean": (
+        ["generate", "abc", "--drafter", "self-speculative:skip=0,tree=dynamic-1000x1000x1000"],
+        "999,000 rows",
+    ),
+    "passes nobody can mean": (["generate", "abc", "--drafter", "lookahead:window=1000,ngram=1000"], "over 1,003,996 rows"),
+    "a depth nobody can mean": (["generate", "abc", "--drafter", "ngram:depth=9999"], "up to 1024"),
+    "blocks that nobody named": (["generate", "abc", "--drafter", "self-speculative"], "tune --drafter self-speculative"),
+    "layers nobody can mean": (["train", "medusa", "--out", "x", "head.layers=10000"], "head.layers is 10000"),
+    "a drafter without trees to tune": (["tune", "--drafter", "ngram"], "compare options by bench"),
+    "a hybrid to tune": (["tune", "--drafter", "hybrid:head=self-speculative:skip=0"], "of hybrid tune the head"),
     "no such question file": (["bench", "--questions", "missing.jsonl"], "missing.jsonl cannot be read"),
     "unknown dtype": (["generate", "abc", "--dtype", "fp33"], "Unknown dtype"),
     "unknown device": (["generate", "abc", "--device", "gpu"], "missing device"),

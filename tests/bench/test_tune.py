@@ -1,15 +1,18 @@
 """Ranks, costs, the choice of a tree, and where it is kept."""
 
+import io
 import json
+import shlex
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import LlamaConfig
 
 import tiny
 from slipstream.bench.cost import ROWS, cost_curve, pass_seconds, weight_bytes
 from slipstream.bench.draw import draw_costs, draw_tuned
-from slipstream.bench.report import cost_table, tuned_table
+from slipstream.bench.report import cost_table, tuned_names, tuned_table
 from slipstream.bench.run import Tally, ledger
 from slipstream.bench.skip import skippable
 from slipstream.bench.tune import SIZES, _rising, acceptance, reshaped, tune
@@ -93,6 +96,34 @@ def test_what_is_chosen_wins_the_race_of_what_was_predicted_best(tuned):
             assert budgets[0] == 2
             assert budgets == sorted(set(budgets))
     json.dumps(tuned)
+
+
+def test_the_table_is_in_the_order_of_its_figures(target, tuned):
+    """A winner of 1.20 stood above rows of 1.60, which had lost earlier races and were not marked."""
+    for found in tuned["temperatures"]:
+        rounds = [entry["rounds"] for entry in found["candidates"]]
+        assert rounds == sorted(rounds, reverse=True)
+        for count in set(rounds):
+            speeds = [entry["speedup"] for entry in found["candidates"] if entry["rounds"] == count]
+            assert speeds == sorted(speeds, reverse=True)
+    names = tuned_names(tuned, "self-speculative:skip=0", best=99)
+    statics = {e["tree"] for f in tuned["temperatures"] for e in f["candidates"] if e["tree"].startswith("[")}
+    pasted = [shlex.split(line.partition("--drafter ")[2])[0] for line in names]
+    grown = {load_drafter(spec, target.ends).shape.paths for spec in pasted}
+    assert grown == {Shape.parse(tree).paths for tree in statics}
+
+
+@pytest.mark.parametrize("width", [44, 60, 80, 120])
+def test_tables_are_read_at_any_width(tuned, width):
+    """Words folded in the middle, and figures cut off."""
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(tuned_table(tuned))
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    for entry in tuned["temperatures"][0]["candidates"][:8]:
+        assert f"{entry['speedup']:.2f}" in text
+        assert entry["tree"] in text or "static 1" in text
+    assert "…" not in text
 
 
 def test_more_rows_cost_no_less():

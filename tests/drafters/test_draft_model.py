@@ -79,7 +79,7 @@ def test_another_tokenizer_is_refused_with_the_reason():
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("self-speculative", "needs skip: write self-speculative:skip=…"),
+        ("self-speculative", "skips some of the target's blocks 0 to 1: name them"),
         ("draft-model:tree=chain-3", "needs model: write draft-model:tree=chain-3,model=…"),
         ("self-speculative:skip=0-1", "keep one"),
         ("self-speculative:skip=7", r"blocks \[7\] cannot be skipped: this target has blocks 0 to 1"),

@@ -11,6 +11,7 @@ from slipstream.bench.run import Keep, first_prompts, stopped_by
 from slipstream.core.drafter import Drafter
 from slipstream.decode.audit import audit, margin_of
 from slipstream.decode.generate import Generation, generate
+from slipstream.decode.settings import resolve_sampling
 from slipstream.drafters import load_drafter
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.files import check_counts

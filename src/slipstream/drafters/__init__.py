@@ -35,8 +35,7 @@ def load_drafter(spec: str | os.PathLike[str], ends: Ends | None = None, tempera
     drafter = _load(spec, ends, temperature)
     if drafter.rows > ROWS:
         raise ValueError(
-            f"drafter {shortened(spec)!r} costs target passes over {drafter.rows:,} rows; at most are {ROWS:,}: name "
-            "smaller sizes"
+            f"drafter {shortened(spec)!r} costs target passes over {drafter.rows:,} rows; at most are {ROWS:,}: name less"
         )
     return drafter
 

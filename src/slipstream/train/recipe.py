@@ -71,20 +71,20 @@ class Head(Section):
         storage: of the weights: "bfloat16", or "int8", half of that: matrices as rows of integers with a scale each.
     """
 
-    draft_vocab: int = Field(default=8192, ge=0)
+    draft_vocab: int = Field(default=8192, ge=0, le=2**20)
     intermediate_size: int | None = Field(default=None, ge=1, le=2**17)
     input_norm: bool = False
     taps: list[str] | None = Field(default=None, min_length=1)
     depth: int = Field(default=7, ge=1, le=16)
-    layers: int = Field(default=1, ge=1)
+    layers: int = Field(default=1, ge=1, le=16)
     cascade: bool = True
     start: str | None = None
-    hidden_size: int | None = Field(default=None, ge=1)
+    hidden_size: int | None = Field(default=None, ge=1, le=2**15)
     glimpses: bool = True
     own_ends: bool = False
     published: bool = False
     blocks: list[int] | None = Field(default=None, min_length=1)
-    prompts: int = Field(default=16, ge=0)
+    prompts: int = Field(default=16, ge=0, le=1024)
     deep: bool = True
     tree: str = "fig9"
     storage: Literal["bfloat16", "int8"] = "bfloat16"
@@ -123,8 +123,8 @@ class Loss(Section):
     hard: bool = False
     noise: float = Field(default=0.1, ge=0)
     unroll: int = Field(default=1, ge=1, le=8)
-    groups: int = Field(default=64, ge=1)
-    block: int = Field(default=5, ge=1)
+    groups: int = Field(default=64, ge=1, le=4096)
+    block: int = Field(default=5, ge=1, le=64)
     offset: bool = True
     decay: float = Field(default=0.8, gt=0, le=2)
 

@@ -1,0 +1,29 @@
+"""Progress bars."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from slipstream.bars import bars
+from slipstream.train.show import Watch
+from slipstream.train.trainer import Seen
+
+
+@pytest.mark.parametrize("width", [44, 60, 80, 120])
+def test_a_bar_is_read_at_any_width(width):
+    """At 80 columns the bar was one dash and the time left "…"."""
+    console = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
+    shown = bars(console)
+    watch = Watch(shown)
+    watch.filling("answering held-out prompts", 1_048_576)(1_000_000)
+    watch.show(Seen(0, 1000, 4567, 3.1234, 0.456, 12345.6, 2.31))
+    console.print(shown.get_renderable())
+    words, filling, note, stage = console.file.getvalue().splitlines()
+    assert words.startswith("answering held-out prompts")
+    assert note.startswith("stage 1  predicted τ 2.31  loss 3.123")
+    for bar, count in ((filling, "1000000/1048576"), (stage, "1000/4567")):
+        assert count in bar
+        assert bar.count("━") >= 3
+        assert bar.count(":") == 4  # time passed and left
+        assert len(bar) <= width
