@@ -275,15 +275,13 @@ def test_a_pickle_of_other_things_is_refused_in_our_words(target, tmp_path):
     """torch's advice was passed on: to set weights_only=False, and so to run what the file says."""
     path = write(tmp_path / "a", {}, {}, as_pickle=True)
     torch.save({"fc.weight": object()}, tmp_path / "a" / "pytorch_model.bin")
-    with pytest.raises(
-        ValueError, match="pytorch_model.bin holds other things than tensors, .* convert it to safetensors"
-    ) as e:
+    with pytest.raises(ValueError, match="holds other things than tensors, or is damaged: convert it") as e:
         import_head(path, str(tmp_path / "d"), "wide", target.ends)
     assert "weights_only" not in str(e.value)
 
 
 def test_a_method_without_a_public_layout_says_so(tmp_path):
-    """ "which has layout none, not 'fasteagle'"."""
+    """It was said to have "layout none, not 'fasteagle'"."""
     target = tiny.target("llama")
     config, tensors = tiny.fasteagle(target).pack()
     save_drafter(tmp_path / "d", "fasteagle", "llama", target.ends, config, tensors, {})
@@ -291,7 +289,7 @@ def test_a_method_without_a_public_layout_says_so(tmp_path):
         export_head(str(tmp_path / "d"), str(tmp_path / "p"), target.ends)
     config, tensors = tiny.eagle(target).pack()
     save_drafter(tmp_path / "d", "eagle", "llama", target.ends, config, tensors, {})
-    with pytest.raises(ValueError, match="Unknown layout for eagle drafters: 'medusa'. Available: eagle"):
+    with pytest.raises(ValueError, match="Unknown layout for eagle drafters: 'medusa'"):
         export_head(str(tmp_path / "d"), str(tmp_path / "p"), target.ends, "medusa")
 
 
