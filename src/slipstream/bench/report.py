@@ -1,5 +1,6 @@
 """Tables and coloured text for the terminal."""
 
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -219,16 +220,15 @@ def tuned_table(report: dict[str, Any], best: int = 8) -> Group:
 
 def tuned_names(report: dict[str, Any], drafter: str, best: int = 8) -> list[str]:
     """What the static trees of `tuned_table` are called on the command line."""
-    lines = dict[str, None]()
+    lines = []
     for found in report["temperatures"]:
         called = _called(found)
         for entry in found["candidates"][:best]:
             if (name := called[entry["tree"]]) != entry["tree"]:
                 options = f"tree={entry['tree'].replace(' ', '')},proposal={entry['proposal']}"
-                lines[
-                    f"{name}, T = {found['temperature']:g}: --drafter '{drafter}{',' if ':' in drafter else ':'}{options}'"
-                ] = None
-    return list(lines)
+                spec = shlex.quote(f"{drafter}{',' if ':' in drafter else ':'}{options}")
+                lines.append(f"{name}, T = {found['temperature']:g}: --drafter {spec}")
+    return lines
 
 
 def _called(found: dict[str, Any]) -> dict[str, str]:
