@@ -102,7 +102,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[str | int, str]]] = {
             "head.tree=dynamic-1000x1000x1000 schedule.epochs=nan data.limit=0 loss.token=x",
             "--data": f"{{data_jsonl_gz}} {{bom_data_jsonl}} : {NO_ROWS} {{surrogate_jsonl}} {{questions_jsonl}}",
             "--recipe": "{recipe_yaml} : '' {broken_yaml} {list_yaml} {model} {loop} missing.yaml /dev/zero {pipe}",
-            "--out": f"{{out}}/y {{empty}} : {NO_PLACE}",
+            "--out": f"{{out}}/y {{out}} : {NO_PLACE}",
         },
     ),
     f"export {{drafter}} {HERE} --out {{out}}/x": (
@@ -128,7 +128,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[str | int, str]]] = {
         {
             "--prompts": "1 : 0 -1 x",
             "--prompt-temperature": ": -1 nan x",
-            "--batch": "1 : 0 -1 x",
+            "--batch": ": 0 -1 x",
             "--out": f"{{out}}/y.jsonl : {NO_PLACE}",
         },
     ),

@@ -46,10 +46,12 @@ def cache_home() -> Path:
 
 
 def name_of(given: str | os.PathLike[str], what: str) -> str:
-    """What was given as a name or a path. Raises ValueError for anything else."""
+    """What was given as a name or a path. Raises ValueError for anything else, and for an empty name."""
     if not isinstance(given, (str, os.PathLike)):
         raise ValueError(f"{what} is named by a {type(given).__name__}: give a name or a path")
-    return os.fspath(given)
+    if not (name := os.fspath(given)):
+        raise ValueError(f"{what} is named by an empty text: give a name or a path")
+    return name
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:

@@ -16,7 +16,8 @@ from slipstream.core.cache import KVCache
 from slipstream.core.sampling import Sampling
 from slipstream.decode.answer import Round
 from slipstream.decode.audit import audit, margin_of
-from slipstream.decode.generate import Generation, check_limits, generate
+from slipstream.decode.generate import Generation, generate
+from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
 from slipstream.drafters.eagle import Eagle
 from slipstream.drafters.layers import attend_cache
@@ -57,7 +58,8 @@ def parity(
     if not Path(python).is_file():
         raise ValueError(f"vLLM's interpreter {python} is not there: run `make vllm`, or name another with --python")
     check_counts(prompts=len(prompts), max_new_tokens=new, draft_tokens=draft)
-    check_limits(target, prompts, new)
+    for prompt in prompts:
+        Settings.of(target, new).limit(prompt)
     trained = load_drafter(drafter, target.ends)
     if not isinstance(trained, RecursiveDrafter):
         raise ValueError(f"drafter {drafter!r} is no eagle or eagle3 head: vLLM is given one of those")

@@ -15,7 +15,7 @@ from slipstream.core.shape import Shape
 from slipstream.drafters import drafter_class
 from slipstream.drafters.heads import EMBEDDING
 from slipstream.drafters.store import VOCAB, claimed, find_drafter, read_drafter, save_drafter, write_directory
-from slipstream.files import check_regular, read_json, understood
+from slipstream.files import check_regular, name_of, read_json, understood
 from slipstream.interop.keys import unread
 from slipstream.interop.layouts import LAYOUTS, Report, layout_of
 
@@ -43,7 +43,7 @@ def import_head(
 
 
 def _import(source: str, directory: str, target: str, ends: Ends, tree: str | None) -> "Report":
-    config, tensors = _read(Path(source).expanduser())
+    config, tensors = _read(Path(name_of(source, "a checkpoint")).expanduser())
     report, called = Report(), layout_of(config, tensors)
     layout, ours = LAYOUTS[called], config.get(OURS, {})
     embedding = tensors.pop(EMBEDDING, None)
@@ -113,7 +113,7 @@ def export_head(source: str, directory: str, ends: Ends, layout: str | None = No
 def _export(source: str, home: Path, directory: str, ends: Ends, layout: str | None) -> Report:
     config, tensors = read_drafter(home, ends)
     method = config["method"]
-    named = layout or config.get("layout", method)
+    named = config.get("layout", method) if layout is None else layout
     if named not in LAYOUTS or LAYOUTS[named].method != method:
         fitting = ", ".join(name for name, each in LAYOUTS.items() if each.method == method)
         if not fitting:
