@@ -348,21 +348,25 @@ def check_results(world: World, call: Call, shown: str) -> None:
             slipstream.load_drafter(str(path.parent), world.target.ends)
 
 
-def replay(only: str = "", seed: int = 0, show: Callable[[str], None] = lambda text: None) -> tuple[int, list[str]]:
-    """Calls whose name holds `only`: how many there were, and what went wrong."""
-    wrong, count = [], 0
+def replay(only: str, seed: int, within: float, show: Callable[[str], None]) -> tuple[int, list[str]]:
+    """Calls whose words hold `only`, in an order of chance, until the seconds are over: how many there were, and what went
+    wrong."""
+    wrong, count, end = [], 0, time.perf_counter() + within
     with tempfile.TemporaryDirectory() as home, mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{home}/cache"):
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         world = World(Path(home))
-        for call in (*command_lines(world, seed), *library(world)):
-            if only in call.name:
-                count, began = count + 1, time.perf_counter()
-                if found := problem(world, call):
-                    wrong.append(f"{call.name}\n    {found}".replace(home, "~"))
-                    show(wrong[-1])
-                if (took := time.perf_counter() - began) > PATIENCE / 6:
-                    show(f"{took:.0f} s: {call.name}".replace(home, "~"))
+        calls = [call for call in (*command_lines(world, seed), *library(world)) if only in call.name]
+        random.Random(seed).shuffle(calls)
+        for call in calls:
+            if (began := time.perf_counter()) > end:
+                break
+            count += 1
+            if found := problem(world, call):
+                wrong.append(f"{call.name}\n    {found}".replace(home, "~"))
+                show(wrong[-1])
+            if (took := time.perf_counter() - began) > PATIENCE / 6:
+                show(f"{took:.0f} s: {call.name}".replace(home, "~"))
     return count, wrong
 
 
@@ -371,10 +375,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="calls whose words hold this")
     parser.add_argument("--seed", type=int, default=0, help="of what is taken at random")
+    parser.add_argument("--within", type=float, default=3600.0, metavar="SECONDS", help="stop after this long")
     given, began = parser.parse_args(), time.perf_counter()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))  # whoever reads /dev/zero to its end is told so
     torch.set_num_threads(1)
-    count, wrong = replay(given.only, given.seed, lambda text: print(text, flush=True))
+    count, wrong = replay(given.only, given.seed, given.within, lambda text: print(text, flush=True))
     print(f"{count} calls in {time.perf_counter() - began:.0f} s, {len(wrong)} wrong")
     sys.exit(bool(wrong))
 
