@@ -360,8 +360,7 @@ def test_sigterm_is_one_line_and_143(tiny_options, questions):
     assert "vanilla" in out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("command", ["bench", "certify"])
+@pytest.mark.parametrize(("command", "number"), [("bench", signal.SIGINT), ("certify", signal.SIGTERM)])
 def test_what_stops_a_run_loses_nothing(run, tiny_options, questions, tmp_path, monkeypatch, command, number):
     """The figures until then are printed, on a terminal that shows no τ either, and written."""
     decode, times = Decoder.step, []
