@@ -9,9 +9,9 @@ import tiny
 from slipstream.core.tree import chain
 from slipstream.decode import round as rounds
 from slipstream.decode.generate import generate
-from slipstream.drafters import load_drafter
+from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.draft_model import DraftModel
-from slipstream.drafters.store import save_drafter
+from slipstream.drafters.store import save_drafter, save_tuned
 from slipstream.targets import Target
 
 PROMPTS = tiny.prompts(9, 4, 14)
@@ -108,3 +108,13 @@ def test_a_trained_part_comes_back_from_its_directory(family, tmp_path):
     untrained = DraftModel(target.ends.part([0, 1], own=True, vocab=drafter.vocab), target.ends, vocab=drafter.vocab)
     own = target(chain(torch.tensor(text)), target.new_cache(1, 9)).logits[..., drafter.vocab]
     torch.testing.assert_close(untrained.model(chain(torch.tensor(text)), untrained.model.new_cache(1, 9)).logits, own)
+
+
+def test_without_skip_the_blocks_that_tune_found_are_skipped(monkeypatch, tmp_path):
+    """`generate --drafter self-speculative`, as the help offers it, wanted skip=… even after tune."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ends = tiny.target("llama").ends
+    found = {"skip": "0", "tree": "chain-2", "proposal": "top-k"}
+    save_tuned(tuned_home("self-speculative", ends), ends.place, {0.0: found})
+    made = load_drafter("self-speculative", ends)
+    assert (made.shape.name, len(made.model.blocks)) == ("chain-2", 1)
