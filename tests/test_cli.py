@@ -122,6 +122,14 @@ def test_generate_prints_nothing_of_a_stop_string(run, tiny_options, tmp_path):
     assert "(stop)" in err
 
 
+def test_sampling_without_a_temperature_is_said(run, tiny_options):
+    """Options that change nothing, in silence."""
+    _, _, err = run("generate", "abc abc", *tiny_options, "--top-p", "0.5")
+    assert "at temperature 0 nothing is sampled: --top-p without effect" in err
+    _, _, err = run("generate", "abc abc", *tiny_options, "--top-p", "0.5", "--temperature", "1")
+    assert "without effect" not in err
+
+
 def test_a_mistake_leaves_an_earlier_trace_alone(run, tiny_options, tmp_path):
     """A trace opened for writing before the prompt was looked at: the earlier one was gone."""
     trace = tmp_path / "trace.jsonl"

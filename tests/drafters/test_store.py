@@ -8,7 +8,16 @@ from safetensors.torch import save_file
 
 import tiny
 from slipstream.drafters import load_drafter
-from slipstream.drafters.store import check_claim, made_by, read_drafter, restored, save_drafter, stored
+from slipstream.drafters.store import (
+    check_claim,
+    made_by,
+    read_drafter,
+    read_tuned,
+    restored,
+    save_drafter,
+    save_tuned,
+    stored,
+)
 from slipstream.interop.public import export_head, import_head
 
 
@@ -127,3 +136,13 @@ def test_a_config_that_does_not_fit_is_one_line(target, drafter, tmp_path, key, 
         with pytest.raises(ValueError, match=r"config\.json|does not fit|no drafter|Unknown") as refused:
             use()
         assert "\n" not in str(refused.value)
+
+
+def test_a_tuned_tree_goes_with_the_weights_that_it_was_found_for(target, tmp_path):
+    """Other weights in the same directory, drafting with the tree of the old ones."""
+    drafter = tiny.eagle(target, "chain-2")
+    for _ in range(2):
+        save_drafter(tmp_path, drafter.method, "tiny", target.ends, *drafter.pack(), {})
+        assert read_tuned(tmp_path, "here", 0.0) == {}
+        save_tuned(tmp_path, "here", {0.0: {"tree": "chain-1"}})
+        assert read_tuned(tmp_path, "here", 0.0) == {"tree": "chain-1"}

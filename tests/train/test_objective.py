@@ -6,12 +6,12 @@ import torch
 import tiny
 from slipstream.core.span import Span
 from slipstream.core.tree import chain
-from slipstream.drafters.heads import bent
+from slipstream.drafters.heads import bent, layer_sizes
 from slipstream.drafters.layers import attend_cache
 from slipstream.drafters.store import save_drafter
 from slipstream.train.data import Example
 from slipstream.train.methods import DistillObjective, Eagle3Objective, EagleObjective, FastEagleObjective, Unrolled
-from slipstream.train.objective import Batch, coverage, frequent
+from slipstream.train.objective import Batch, check_size, coverage, frequent
 from slipstream.train.recipe import Loss, Recipe
 
 
@@ -183,6 +183,14 @@ def test_a_cascade_may_begin_as_an_eagle_head(drafter, tmp_path):
     save_drafter(tmp_path, "eagle", "llama", target.ends, about, tensors, {}, dtype=None)
     with pytest.raises(ValueError, match="begins as an eagle"):
         FastEagleObjective.begin(recipe, target.ends, examples, f[0])
+
+
+def test_a_head_larger_than_its_target_is_refused():
+    """Memory asked for until the system ends the process, because of one zero too many."""
+    recipe, ends = Recipe(method="fasteagle", head={"depth": 16}), tiny.target("llama").ends
+    check_size(recipe, layer_sizes(ends, 2**10), ends)
+    with pytest.raises(ValueError, match=r"head\.intermediate_size=131072 ask for 0\.2 billion numbers"):
+        check_size(recipe, layer_sizes(ends, 2**17), ends)
 
 
 def test_the_draft_vocabulary_is_what_is_said_most():

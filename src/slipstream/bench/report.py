@@ -200,21 +200,21 @@ def tuned_table(report: dict[str, Any], best: int = 8) -> Group:
             rounds, most = entry.get("rounds", 0), found["chosen"].get("rounds", 0)
             if table.row_count and rounds < last:
                 table.add_section()
-            last = rounds
+            last, lost = rounds, rounds < most
             table.add_row(
                 called[entry["tree"]],
                 entry["proposal"],
                 str(entry["nodes"]),
                 f"{entry['tau']:.2f}",
                 *(f"{entry[f'{part}_ms']:.1f}" for part in ("draft", "verify", "host")),
-                f"{entry['speedup']:.2f}",
+                f"({entry['speedup']:.2f})" if lost else f"{entry['speedup']:.2f}",
                 str(rounds),
-                style=DROPPED if rounds < most else None,
+                style=DROPPED if lost else None,
             )
         tables.append(table)
         if found["chosen"]["speedup"] < 1:
             tables.append(Text("no tree pays here: plain decoding (--drafter vanilla) is quicker", "yellow"))
-    tables.append(Text("the faster half of each race runs on: × plain compares within equal rounds", "dim"))
+    tables.append(Text("in brackets: as a shorter race had it, whose faster half ran on", "dim"))
     return Group(*tables)
 
 

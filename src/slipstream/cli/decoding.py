@@ -129,7 +129,11 @@ def generate(
     aside = redirect_stdout(sys.stderr) if {trace, json_path} & {*STANDARD} else nullcontext()
     text = sys.stdin.read() if prompt == "-" else prompt
     loaded = load(target, dtype, device, compile)
-    guide = load_drafter(drafter, loaded.ends, resolve_sampling(loaded, temperature=temperature).temperature)
+    heat = resolve_sampling(loaded, temperature=temperature).temperature
+    guide = load_drafter(drafter, loaded.ends, heat)
+    cuts = {"--top-k": top_k, "--top-p": top_p, "--min-p": min_p}
+    if not heat and (idle := [name for name, value in cuts.items() if value is not None]):
+        err.print(f"at temperature 0 nothing is sampled: {', '.join(idle)} without effect", style="yellow")
     if compile:
         with err.status("warming up"):
             list(stream(loaded, text, guide, max_new_tokens=4))

@@ -91,9 +91,10 @@ def generate(
 ) -> Any:
     """Answer one prompt (a `Generation`) or several as one ragged batch (a list of them).
 
-    The text is a function of (prompt, sampling, seed) alone, whatever the drafter and the batch: row i of a batch draws
-    noise keyed by (seed, i). What is not given comes from the target's `generation_config`, whose other fields are honoured
-    through Hugging Face's own processors, or refused by name.
+    The text is a function of (prompt, sampling, seed) alone, whatever the drafter and the batch: exactly in float64, up to
+    near-ties that rounding may turn in other precisions. Row i of a batch draws noise keyed by (seed, i). What is not given
+    comes from the target's `generation_config`, whose other fields are honoured through Hugging Face's own processors, or
+    refused by name.
 
     Args:
         prompts: text (put through the chat template where there is one), messages, token ids (a list, tensor or array) or

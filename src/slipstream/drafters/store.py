@@ -109,7 +109,7 @@ def save_drafter(
         target: what the target is called, for people; `ends.fingerprint` is what is checked.
         config, tensors: what the drafter's `pack` gave. They are `stored` as `dtype` (None: as they are).
         training: a summary of how it was made.
-        force: whatever the directory holds; by default only a drafter is replaced.
+        force: whatever the directory holds; by default only a drafter is replaced. What `tune` found for it goes with it.
 
     Raises:
         ValueError: the directory holds something else, or cannot be written.
@@ -119,6 +119,7 @@ def save_drafter(
     if dtype is not None:
         tensors = stored(tensors, dtype)
     write_directory(directory, {**about, **config, "training": training}, tensors)
+    (Path(directory) / TUNED).unlink(missing_ok=True)
 
 
 def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

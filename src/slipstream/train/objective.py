@@ -16,9 +16,11 @@ from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.heads import HeadDrafter, bent, block_taps, borrowed, layer_sizes
 from slipstream.drafters.store import restored, stored
 from slipstream.train.data import Example
+from slipstream.train.recipe import READ_BY, Loss, Recipe
 from slipstream.train.recipe import Head as HeadRecipe
-from slipstream.train.recipe import Loss, Recipe
 from slipstream.train.replay import Prediction, Record, predict
+
+SMALL = 2**27  # numbers that a head may have whatever its target
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class Objective(nn.Module):
         """An untrained head for this target. Some features show how large they are."""
         vocab = frequent(examples, recipe.head.draft_vocab, len(ends.head))
         sizes = layer_sizes(ends, recipe.head.intermediate_size)
+        check_size(recipe, sizes, ends)
         sizes["taps"] = cls.reads(recipe, ends.config.num_hidden_layers)
         final = features[:, -ends.config.hidden_size :].float()
         states = [*cls._apart(features.float(), sizes["taps"], final.shape[1]), final]
@@ -210,6 +213,23 @@ class Objective(nn.Module):
     def judge(self, drafter: Any, record: Record) -> Prediction:
         """τ on the held-out texts."""
         return predict(drafter, record)
+
+
+def check_size(recipe: Recipe, sizes: dict[str, Any], ends: Ends) -> None:
+    """Refuse a head that is larger than its target before memory is asked for. Raises ValueError."""
+
+    def numbers(layers: int, width: int, inner: int) -> int:
+        return layers * width * (4 * width + 3 * inner)
+
+    asked, H, inner = recipe.head, sizes["hidden_size"], sizes["intermediate_size"]
+    depth = asked.depth if recipe.method in READ_BY["head"]["depth"] else 1
+    head = numbers(depth * asked.layers, asked.hidden_size or H, inner)
+    whole = numbers(ends.config.num_hidden_layers, H, layer_sizes(ends)["intermediate_size"]) + ends.head.numel()
+    if head > max(whole, SMALL):
+        raise ValueError(
+            f"head.depth={depth} and head.intermediate_size={inner} ask for {head / 1e9:.1f} billion numbers; the target "
+            f"itself has about {whole / 1e9:.1f}: name smaller sizes"
+        )
 
 
 def size_of(states: Float[Tensor, "T H"]) -> Float[Tensor, ""]:
