@@ -228,7 +228,7 @@ MISTAKES = {
     "a seed of 65 bits": (["bench", "--seed", str(2**64)], "it must be below 2^63"),
     "a negative age": (["cache", "--older-than", "-1"], "Invalid value for '--older-than'"),
     "no action on the cache": (["cache", "clear"], "slipstream cache clean"),
-    "a drafter without a name": (["generate", "abc", "--drafter", ""], "Unknown drafter: ''. Available: vanilla"),
+    "a drafter without a name": (["generate", "abc", "--drafter", ""], "a drafter is named by an empty text"),
     "a dtype without a name": (["generate", "abc", "--dtype", ""], "Unknown dtype: ''"),
     "a tree nobody can mean": (
         ["generate", "abc", "--drafter", "self-speculative:skip=0,tree=dynamic-1000x1000x1000"],
@@ -275,7 +275,7 @@ MISTAKES = {
     "a drafter in a loop": (["generate", "abc", "--drafter", "loop"], "Unknown drafter"),
     "a drafter of too long a name": (["generate", "abc", "--drafter", "a" * 5000], "Unknown drafter"),
     "questions that are a directory": (["tune", "--questions", "."], "it is a directory"),
-    "nothing to regenerate": (["regenerate", "here.jsonl", "--limit", "0", "--out", "y"], "limit is 0"),
+    "nothing to regenerate": (["regenerate", "here.jsonl", "--limit", "0", "--out", "y"], "not '0'"),
     "a file regenerated onto itself": (["regenerate", "here.jsonl", "--out", "./here.jsonl"], "is read by this command"),
     "answers on standard output": (["regenerate", "here.jsonl", "--out", "-"], "is no file"),
     "a rate that diverges": (

@@ -20,6 +20,7 @@ from slipstream.drafters.vanilla import Vanilla
 DRAFTERS = {name: make for name, make in tiny.DRAFTERS.items() if name not in ("oracle", "random, probes, memory")}
 PROMPTS = tiny.prompts(7, 13, 40)
 NEW = 30  # past a multiple of the span below
+pytestmark = pytest.mark.usefixtures("unchecked")  # shapes and types are checked by the exactness suite
 
 
 class Tape(TorchDispatchMode):

@@ -66,7 +66,7 @@ def test_the_default_tree_is_no_deeper_than_the_head(tmp_path):
 
 
 @pytest.mark.parametrize("head", ["eagle", "fasteagle", "glide", "draft_model", "bita"])
-def test_matches_deeper_than_the_head_fit_up_to_the_end(head):
+def test_matches_deeper_than_the_head_fit_up_to_the_end(head, unchecked):
     """A cache that is sized for the head's own depth, when all of a long match is accepted in the last round."""
     target = tiny.target("llama")
     drafter = Hybrid(getattr(tiny, head)(target, "best-first-1x11"), NGram(8, shortest=1))

@@ -465,7 +465,7 @@ def test_our_own_eagle3_head_is_exported(deep, tmp_path, layout):
         assert torch.equal(again.head.state_dict()[name], t)
     assert again.head.config == drafter.head.config
     assert torch.equal(again.vocab, drafter.vocab)
-    with pytest.raises(ValueError, match="layout eagle3, speculators, not 'eagle'"):
+    with pytest.raises(ValueError, match=r"Unknown layout for eagle3 drafters: 'eagle'\. Available: eagle3, speculators"):
         export_head(str(tmp_path / "d"), str(tmp_path / "p"), deep.ends, "eagle")
 
 

@@ -39,7 +39,7 @@ def cache(
     from slipstream.files import cache_home, check_writable, write_json
 
     if action not in ("show", "clean"):
-        raise ValueError(f"Unknown action: {action!r}. slipstream cache shows what is kept, and cache clean deletes it")
+        raise ValueError(f"Unknown action: {action!r}. Show what is kept, or delete it: slipstream cache clean")
     check_writable(json_path)
     named = [kind for kind, wanted in zip(KINDS, (models, features, compiled, tuned, costs), strict=True) if wanted]
     found = entries(named, None if older_than is None else time.time() - older_than * DAY)

@@ -109,12 +109,12 @@ def tune(
         err.print(f"kept in {tuned_file(tuned_home(drafter, loaded.ends))}", style="dim", soft_wrap=True)
 
     with kept(show) as keep, progress_bar(None) as progress:
-        prompts = first_prompts(loaded, asked)
         if drafter == "self-speculative":
-            skipping |= skippable(loaded, prompts, progress=progress)
+            skipping |= skippable(loaded, first_prompts(loaded, asked), progress=progress)
             spec = f"{drafter}:skip={skipping['skip']}"
         made = load_drafter(spec, loaded.ends)
         if not isinstance(made, Proposer):
             raise ValueError(f"drafter {drafter!r} {TREELESS}")
+        prompts = first_prompts(loaded, asked)
         read_results(tuned_file(tuned_home(drafter, loaded.ends)))
         keep(run(loaded, made, prompts, progress=progress, keep=keep))
