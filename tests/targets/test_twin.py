@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel
 
 import tiny
 from slipstream import generate
@@ -115,7 +115,9 @@ def test_an_encoder_is_refused():
     """A model that reads ahead: what it says of a token changes with what follows, so that no text of it is its own."""
     sizes = {"vocab_size": tiny.VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     encoder = BertConfig(**sizes, intermediate_size=48)
-    with pytest.raises(ValueError, match="Unsupported target: bert: its attention is not causal"):
-        Target(tiny.build(encoder))
+    fresh = AutoModelForCausalLM.from_config(encoder)  # whose attention hardly matters
+    for model in (tiny.build(encoder), fresh.double(), deepcopy(fresh).bfloat16()):
+        with pytest.raises(ValueError, match="Unsupported target: bert: its attention is not causal"):
+            Target(model)
     encoder.is_decoder = True
     Target(tiny.build(encoder))
