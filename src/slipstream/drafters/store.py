@@ -71,7 +71,9 @@ def check_claim(directory: str | Path, by: Sequence[str], force: bool = False, r
         with tempfile.TemporaryFile(dir=home):
             pass
     except OSError as error:
-        raise ValueError(f"directory {directory} cannot be written: {error.strerror}: name a writable one") from error
+        raise ValueError(
+            f"directory {str(directory)!r} cannot be written: {error.strerror}: name a writable one"
+        ) from error
 
 
 def made_by(home: Path) -> str | None:
