@@ -131,9 +131,6 @@ def generate(
     loaded = load(target, dtype, device, compile)
     heat = resolve_sampling(loaded, temperature=temperature).temperature
     guide = load_drafter(drafter, loaded.ends, heat)
-    cuts = {"--top-k": top_k, "--top-p": top_p, "--min-p": min_p}
-    if not heat and (idle := [name for name, value in cuts.items() if value is not None]):
-        err.print(f"at temperature 0 nothing is sampled: {', '.join(idle)} without effect", style="yellow")
     if compile:
         with err.status("warming up"):
             list(stream(loaded, text, guide, max_new_tokens=4))
@@ -162,6 +159,9 @@ def generate(
     assert made is not None
     speed = len(made.tokens) / made.seconds.total
     err.print(f"{len(made.tokens)} tokens ({made.finish})   τ {made.tau:.2f}   {speed:.1f} tokens/s", style="dim")
+    cuts = {"--top-k": top_k, "--top-p": top_p, "--min-p": min_p}
+    if not heat and (idle := [name for name, value in cuts.items() if value is not None]):
+        err.print(f"at temperature 0 nothing is sampled: {', '.join(idle)} without effect", style="yellow")
     if law == LOSSY:
         err.print("lossy: typical acceptance keeps tokens that the target would not have drawn", style="yellow")
     if json_path is not None:
