@@ -1,10 +1,12 @@
-r"""How often a drafted token is accepted, by the drafter's own confidence in it (GLIDE with a CAPE §4.2, Fig. 1b).
+r"""How often a drafted token is accepted, by the drafter's own confidence in it (GLIDE with a CAPE §4.2, Fig.
+1b).
 
     python benchmarks/confidence.py eagle fasteagle --questions mt_bench.jsonl --questions gsm8k.jsonl \
         --json benchmarks/results/confidence.json --plot docs/confidence.svg
 
-Drafts start at every position of the target's own greedy answers and follow them: each drafted token is judged where all
-before it were right. The calibration error is the mean distance of confidence and acceptance over bins, by their size.
+Drafts start at every position of the target's own greedy answers and follow them: each drafted token is
+judged where all before it were right. The calibration error is the mean distance of confidence and acceptance
+over bins, by their size.
 """
 
 import argparse
@@ -15,14 +17,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.bench.questions import load_questions
-from slipstream.bench.tune import reshaped
 from slipstream.drafters import load_drafter
 from slipstream.files import check_writable, write_json
 from slipstream.machine import heading
+from slipstream.measure.questions import load_questions
+from slipstream.measure.tune import reshaped
 from slipstream.targets import load_target
-from slipstream.train.replay import Following, Record, predict
-from slipstream.train.show import picture
+from slipstream.training.replay import Following, Record, predict
+from slipstream.training.show import picture
 
 BINS, RANKS = 10, (1, 3, 5, 7)  # CAPE takes 1, 3, 5 or 7 candidates
 
@@ -46,7 +48,9 @@ prompts = [target.encode(question.turns[0]) for question in load_questions(given
 taps = tuple(dict.fromkeys(tap for drafter in drafters.values() for tap in drafter.taps))
 record = Record.of(target, prompts, given.max_new_tokens, taps, batch=20)
 entries: dict[str, dict[str, Any]] = {}
-table = Table("drafter", "tokens", "confidence", "accepted", "calibration error", *(f"top {k}" for k in RANKS))
+table = Table(
+    "drafter", "tokens", "confidence", "accepted", "calibration error", *(f"top {k}" for k in RANKS)
+)
 for label, drafter in drafters.items():
     depth = min(given.depth, drafter.deepest or given.depth)
     follow = Following.along(record, depth, max(RANKS))
@@ -66,19 +70,31 @@ for label, drafter in drafters.items():
 Console().print(table)
 
 if given.json:
-    about = {"max_new_tokens": given.max_new_tokens, "questions": [Path(name).name for name in given.questions]}
+    about = {
+        "max_new_tokens": given.max_new_tokens,
+        "questions": [Path(name).name for name in given.questions],
+    }
     write_json(given.json, {**heading(target), **about, "limit": given.limit, "drafters": entries})
 if given.plot:
     with picture(given.plot, 2) as (left, right):
         left.plot([0, 1], [0, 1], color="0.8", linewidth=1)
         for label, entry in entries.items():
             xs, ys = zip(*((each["confidence"], each["top_1"]) for each in entry["bins"]), strict=True)
-            left.plot(xs, ys, marker="o", markersize=3, label=f"{label} (error {entry['calibration_error']:.3f})")
-        left.set(xlabel="confidence", ylabel="accepted", xlim=(0, 1), ylim=(0, 1), title="Accepted, by confidence")
+            left.plot(
+                xs, ys, marker="o", markersize=3, label=f"{label} (error {entry['calibration_error']:.3f})"
+            )
+        left.set(
+            xlabel="confidence", ylabel="accepted", xlim=(0, 1), ylim=(0, 1), title="Accepted, by confidence"
+        )
         left.legend(frameon=False, fontsize=8)
         label, entry = next(iter(entries.items()))
         for k in RANKS:
             xs, ys = zip(*((each["confidence"], each[f"top_{k}"]) for each in entry["bins"]), strict=True)
             right.plot(xs, ys, marker="o", markersize=3, label=f"among the first {k}")
-        right.set(xlabel="confidence", xlim=(0, 1), ylim=(0, 1), title=f"The right token among the candidates ({label})")
+        right.set(
+            xlabel="confidence",
+            xlim=(0, 1),
+            ylim=(0, 1),
+            title=f"The right token among the candidates ({label})",
+        )
         right.legend(frameon=False, fontsize=8)

@@ -1,7 +1,8 @@
 """Rounds on a GPU, eager, compiled and captured: that they say the same, and what they cost.
 
-Proves first, in float64: texts of every drafter, captured, are those of eager plain decoding. Then measures in the given
-precision the cost curve, plain decoding, and the share of the memory's speed at which weights are read.
+Proves first, in float64: texts of every drafter, captured, are those of eager plain decoding. Then measures
+in the given precision the cost curve, plain decoding, and the share of the memory's speed at which weights
+are read.
 
     python benchmarks/gpu.py --json benchmarks/results/gpu_smollm2.json
     python benchmarks/gpu.py --shape 7b --json benchmarks/results/gpu_7b.json
@@ -16,19 +17,26 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from slipstream.bench.cost import ROWS, pass_seconds, read_bandwidth, weight_bytes
 from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.files import check_writable, write_json
 from slipstream.machine import SCHEMA, heading
+from slipstream.measure.cost import ROWS, pass_seconds, read_bandwidth, weight_bytes
 from slipstream.targets import Target, load_target
 
 MODES = ("eager", "compiled", "captured")
-SEVEN_B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+SEVEN_B = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
 
 options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 options.add_argument("--target", default="smollm2")
-options.add_argument("--shape", choices=["7b"], help="random weights of a Llama of this size, instead of a target")
+options.add_argument(
+    "--shape", choices=["7b"], help="random weights of a Llama of this size, instead of a target"
+)
 options.add_argument("--dtype", default="bfloat16")
 options.add_argument("--device", default="cuda")
 options.add_argument("--contexts", type=int, nargs="+", default=[256, 1024])
@@ -64,7 +72,13 @@ def prove() -> list[dict[str, Any]]:
     eager, captured, proved = load("float64", "eager"), load("float64", "captured"), []
     for temperature in (0.0, 0.8):
         plain = texts(eager, "vanilla", temperature)
-        for drafter in ("vanilla", "ngram", "eagle:tree=fig9", "eagle:tree=dynamic-5x8x16", "eagle:proposal=noise"):
+        for drafter in (
+            "vanilla",
+            "ngram",
+            "eagle:tree=fig9",
+            "eagle:tree=dynamic-5x8x16",
+            "eagle:proposal=noise",
+        ):
             same = texts(captured, drafter, temperature) == plain
             proved.append({"drafter": drafter, "temperature": temperature, "same": same})
             console.print(f"{drafter} at T = {temperature:g}: {'the same' if same else 'NOT THE SAME'}")
@@ -77,7 +91,9 @@ def measure(mode: str, bandwidth: float) -> dict[str, Any]:
     passes = {context: pass_seconds(target, context=context, repeats=9) for context in given.contexts}
     prompt = list(range(1, 65))
     for _ in range(2):  # the first compiles and captures
-        plain = generate(target, prompt, max_new_tokens=given.max_new_tokens, eos_token_ids=(), temperature=0.0)
+        plain = generate(
+            target, prompt, max_new_tokens=given.max_new_tokens, eos_token_ids=(), temperature=0.0
+        )
     spent = (plain.seconds.total - plain.seconds.prefill) / len(plain.rounds)
     speed = weight_bytes(target) / spent / 1e9
     about = {"mode": mode, "plain_tokens_per_second": round(1 / spent, 1), "gb_s": round(speed, 1)}
@@ -103,6 +119,9 @@ for result in results:
     table.add_row(result["mode"], *figures, *(f"{ms:.2f}" for ms in curve.values()))
 console.print(table)
 if given.json:
-    write_json(given.json, {"schema": SCHEMA, "bandwidth_gb_s": round(bandwidth, 1), "proved": proved, "results": results})
+    write_json(
+        given.json,
+        {"schema": SCHEMA, "bandwidth_gb_s": round(bandwidth, 1), "proved": proved, "results": results},
+    )
 if not all(entry["same"] for entry in proved):
     raise SystemExit(1)

@@ -1,14 +1,16 @@
-r"""Trained drafters side by side: sizes, τ by tree and question file, acceptance by depth, what a round costs, the speed-up
-expected of it, and τ against the first one's with an interval.
+r"""Trained drafters side by side: sizes, τ by tree and question file, acceptance by depth, what a round
+costs, the speed-up expected of it, and τ against the first one's with an interval.
 
-    python benchmarks/heads.py runs/eagle3 runs/eagle runs/fasteagle --questions mt_bench.jsonl --questions gsm8k.jsonl \
-        --tree chain-3 --tree best-first-2x4 --compile --json benchmarks/results/heads.json --plot docs/heads.svg
+    python benchmarks/heads.py runs/eagle3 runs/eagle runs/fasteagle --questions mt_bench.jsonl --questions
+    gsm8k.jsonl \
+        --tree chain-3 --tree best-first-2x4 --compile --json benchmarks/results/heads.json --plot
+        docs/heads.svg
 
-The target answers once, and every drafter is held against these answers; `bita`, which is the target, decodes for itself,
-at T = 0. Intervals are over questions (95 %, bootstrap): they say nothing of other seeds of training. α is of the first
-tree that is a chain: the share of drafted tokens, of those that the ones before them let through, that are accepted, and by
-how much more than the first one's. Kept: accepted at a depth, of those accepted at the depth before. c: drafting, in
-plain passes, over the tree's depth.
+The target answers once, and every drafter is held against these answers; `bita`, which is the target, decodes
+for itself, at T = 0. Intervals are over questions (95 %, bootstrap): they say nothing of other seeds of
+training. α is of the first tree that is a chain: the share of drafted tokens, of those that the ones before
+them let through, that are accepted, and by how much more than the first one's. Kept: accepted at a depth, of
+those accepted at the depth before. c: drafting, in plain passes, over the tree's depth.
 """
 
 import argparse
@@ -26,10 +28,6 @@ from rich.table import Column, Table
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.bench.cost import Rounds
-from slipstream.bench.paired import interval
-from slipstream.bench.questions import load_questions
-from slipstream.bench.tune import reshaped
 from slipstream.core.shape import Shape
 from slipstream.drafters import load_drafter
 from slipstream.drafters.bita import Bita
@@ -39,9 +37,13 @@ from slipstream.drafters.store import find_drafter, read_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_writable, write_json
 from slipstream.machine import heading
+from slipstream.measure.cost import Rounds
+from slipstream.measure.paired import interval
+from slipstream.measure.questions import load_questions
+from slipstream.measure.tune import reshaped
 from slipstream.targets import load_target
-from slipstream.train.replay import Prediction, Record, decoded, predict
-from slipstream.train.show import picture
+from slipstream.training.replay import Prediction, Record, decoded, predict
+from slipstream.training.show import picture
 
 TREES = ("chain-3", "best-first-2x4", "best-first-3x8", "best-first-3x16")
 SAMPLES = 2000
@@ -54,7 +56,9 @@ options.add_argument("--target", default="smollm2")
 options.add_argument("--questions", action="append", default=[])
 options.add_argument("--limit", type=int, default=20)
 options.add_argument("--max-new-tokens", type=int, default=128)
-options.add_argument("--temperature", type=float, action="append", default=None, help="several are answered in turn")
+options.add_argument(
+    "--temperature", type=float, action="append", default=None, help="several are answered in turn"
+)
 options.add_argument("--dtype", default="float32")
 options.add_argument("--compile", action="store_true", help="rounds are timed compiled as well")
 options.add_argument("--rounds", type=int, default=15, help="of each tree that are timed; 0: none")
@@ -94,9 +98,13 @@ class Draws:
     def of(cls, found: Prediction) -> "Draws":
         """α is of a chain."""
         committed, depths = found.committed, range(1, found.depth + 1)
-        reached = [(committed > d).sum(0) for d in range(found.depth + 1)]  # by depth, rounds of each question
+        reached = [
+            (committed > d).sum(0) for d in range(found.depth + 1)
+        ]  # by depth, rounds of each question
         sums = torch.stack([committed.sum(0), committed.clamp(max=found.depth).sum(0), *reached]).double()
-        drawn = torch.randint(sums.shape[1], (SAMPLES, sums.shape[1]), generator=torch.Generator().manual_seed(0))
+        drawn = torch.randint(
+            sums.shape[1], (SAMPLES, sums.shape[1]), generator=torch.Generator().manual_seed(0)
+        )
         tokens, looked, *reached = sums[:, drawn].sum(-1)
         kept = torch.stack([reached[d] / reached[d - 1].clamp(min=1) for d in depths])
         return cls(tokens / reached[0], (tokens - reached[0]) / looked, kept)
@@ -118,7 +126,8 @@ for name in given.heads:
     entries[label] = {
         "method": drafter.method,
         "parameters": sum(
-            p.numel() for p in (drafter.part if isinstance(drafter, DraftModel) else drafter.head).parameters()
+            p.numel()
+            for p in (drafter.part if isinstance(drafter, DraftModel) else drafter.head).parameters()
         ),
         "bytes": (home / "model.safetensors").stat().st_size,
         "draft_vocab": len(drafter.vocab),
@@ -134,7 +143,9 @@ for temperature in TEMPERATURES:
     records = {}  # one for each file: their prompts differ in length, and rows of a record are padded
     for file, prompts in asked.items():
         with console.status(f"T = {temperature}: the target answers {file}"):
-            records[file] = Record.of(target, prompts, given.max_new_tokens, taps, batch=20, temperature=temperature)
+            records[file] = Record.of(
+                target, prompts, given.max_new_tokens, taps, batch=20, temperature=temperature
+            )
     table = Table(Column("drafter"), Column("tree"), "nodes", *asked, "τ", "of the first", "α", "by depth")
     firsts: dict[str, tuple[float, Draws]] = {}  # of each drafter's first tree
     for tree in TREES:
@@ -162,14 +173,20 @@ for temperature in TEMPERATURES:
                 "kept_last_of_first": rounded(draws.kept[-1] / draws.kept[0].clamp(min=1e-9)),
             }  # fmt: skip
             if tree.startswith("chain"):
-                entry |= {"alpha": round(float(draws.alpha.mean()), 4), "alpha_interval": rounded(draws.alpha)}
-                entry["alpha_gain"] = rounded(draws.alpha - base[1].alpha)  # over the first one, on the same questions
+                entry |= {
+                    "alpha": round(float(draws.alpha.mean()), 4),
+                    "alpha_interval": rounded(draws.alpha),
+                }
+                entry["alpha_gain"] = rounded(
+                    draws.alpha - base[1].alpha
+                )  # over the first one, on the same questions
             entries[label]["trees"][temperature, tree] = entry
             low, high = entry["interval"]
             table.add_row(
                 label, tree, str(made.rows), *(f"{t:.2f}" for t in by_file.values()), f"{found.tau:.3f}",
                 f"{entry['share']:.3f} [{low:.3f}, {high:.3f}]",
-                "{:.3f} [{:+.3f}, {:+.3f}]".format(entry["alpha"], *entry["alpha_gain"]) if "alpha" in entry else "",
+                "{:.3f} [{:+.3f}, "
+                "{:+.3f}]".format(entry["alpha"], *entry["alpha_gain"]) if "alpha" in entry else "",
                 " ".join(f"{a:.2f}" for a in found.acceptance),
             )  # fmt: skip
         table.add_section()
@@ -203,7 +220,9 @@ if given.json:
         entry["trees"] = list(entry["trees"].values())
     counts = {file: len(prompts) for file, prompts in asked.items()}
     about = {"max_new_tokens": given.max_new_tokens, "questions": counts}
-    write_json(given.json, {**heading(target), **about, "proposal": given.proposal, "heads": entries, "costs": costs})
+    write_json(
+        given.json, {**heading(target), **about, "proposal": given.proposal, "heads": entries, "costs": costs}
+    )
 if given.plot:
     sized = [tree for tree in TREES if tree.startswith("best-first")]
     with picture(given.plot, 1 + (len(sized) > 1)) as axes:
@@ -220,7 +239,10 @@ if given.plot:
                 axes[1].plot(*zip(*sizes, strict=True), marker="o", label=label)
                 axes[1].set(xlabel="nodes of the tree", ylabel="τ", title="Tokens a target pass (best-first)")
         axes[0].set(
-            xlabel="depth", ylabel="accepted, of those accepted before", ylim=(0, 1), title="Acceptance by depth (chain)"
+            xlabel="depth",
+            ylabel="accepted, of those accepted before",
+            ylim=(0, 1),
+            title="Acceptance by depth (chain)",
         )
         axes[0].xaxis.get_major_locator().set_params(integer=True)
         axes[0].legend(frameon=False, fontsize=8)

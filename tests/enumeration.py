@@ -1,7 +1,7 @@
 """Verification, every random choice of which is replaced by a branch of a decision tree.
 
-All leaves are visited with their probabilities: the drafter's draws, acceptances, the target's draws. What is emitted must
-then have the target's own law to 1e-9, without any statistics.
+All leaves are visited with their probabilities: the drafter's draws, acceptances, the target's draws. What is
+emitted must then have the target's own law to 1e-9, without any statistics.
 """
 
 from functools import cache
@@ -22,7 +22,8 @@ GREEDY = Sampling(0.0)
 
 @cache
 def logits_after(path, V, kind=1):
-    """A language model: logits [V] after the root and what follows; `kind` 2 is another model, the drafter."""
+    """A language model: logits [V] after the root and what follows; `kind` 2 is another model, the
+    drafter."""
     key = int("".join(map(str, (kind, *path))))
     return 1.5 * torch.randn(V, generator=torch.Generator().manual_seed(key), dtype=torch.float64)
 
@@ -56,7 +57,8 @@ def product_law(V, D, s):
 
 
 class World:
-    """One leaf of the decision tree: replays a script, then takes the first open branch and files the others."""
+    """One leaf of the decision tree: replays a script, then takes the first open branch and files the
+    others."""
 
     def __init__(self, script, queue):
         self.script, self.queue, self.at, self.weight = script, queue, 0, 1.0
@@ -81,8 +83,8 @@ def worlds():
 
 
 class Enumerator(Sampler):
-    """A sampler of one row whose draws are the world's. The draw that multi-round makes beside an accepted child must not
-    be used: it is PAD.
+    """A sampler of one row whose draws are the world's. The draw that multi-round makes beside an accepted
+    child must not be used: it is PAD.
     """
 
     def __init__(self, world, s, V):
@@ -134,7 +136,8 @@ def outcomes(draft, law, V, s):
 
 
 def error(draft, law, V, D, s):
-    """How far the law of one round, continued by the target itself to D + 1 tokens, is from the target's (or NaN)."""
+    """How far the law of one round, continued by the target itself to D + 1 tokens, is from the target's (or
+    NaN)."""
     truth = product_law(V, D, s)
     found = torch.zeros_like(truth)
     for emitted, weight in outcomes(draft, law, V, s):
@@ -151,8 +154,8 @@ def q_after(path, V, near=0.7):
 
 
 def sampled(parents, V, q=q_after, claimed=None, choice=lambda kids: kids):
-    """A drafter that hangs children drawn without replacement from q under the nodes that `parents` says. To plant errors:
-    `claimed`, the law it says it drew from, and `choice`, what it makes of the children drawn.
+    """A drafter that hangs children drawn without replacement from q under the nodes that `parents` says. To
+    plant errors: `claimed`, the law it says it drew from, and `choice`, what it makes of the children drawn.
     """
 
     def draft(world):

@@ -1,11 +1,12 @@
-"""Calls that people make, good and bad, each held against what must never happen: a traceback, a run that does not end,
-success on a wrong result, or a file changed that nobody named.
+"""Calls that people make, good and bad, each held against what must never happen: a traceback, a run that
+does not end, success on a wrong result, or a file changed that nobody named.
 
     python tests/replay.py                  every call
     python tests/replay.py --only "bench "  those whose words hold this
 
-A call works and its result is right, or it is refused with one line and exit code 2. Each option of each command takes each
-of its good and its bad values once, and then several options take some at random. `tests/test_replay.py` runs it in CI.
+A call works and its result is right, or it is refused with one line and exit code 2. Each option of each
+command takes each of its good and its bad values once, and then several options take some at random.
+`tests/test_replay.py` runs it in CI.
 """
 
 import argparse
@@ -50,7 +51,8 @@ NO_PLACE = "'' {model} {notes} {loop} {data_jsonl} /proc/x /dev/null"
 NO_OUTPUT = "'' {model} {data_jsonl}/x /proc/x"
 COUNT = "1 3 : 0 -1 1.5 x '' nan"
 SHARED = {
-    "--target": "{model} : '' nothing/here /nowhere {empty} {classifier} {short} {encoder} {nan} {drafter} {loop} "
+    "--target": "{model} : '' nothing/here /nowhere {empty} {classifier} {short} {encoder} {nan} {drafter} "
+    "{loop} "
     "{data_jsonl}",
     "--dtype": "float64 float32 : '' float8 int8",
     "--device": "cpu : '' gpu meta cuda:99",
@@ -59,12 +61,15 @@ SHARED = {
     "--limit": COUNT,
     "--temperature": "0 0.7 2 : -1 nan inf x ''",
     "--json": f"{{out}}/new.json {{out}}/new/deeper.json - : {NO_OUTPUT}",
-    "--questions": f"{{questions_jsonl}} {{bom_questions_jsonl}} {{questions_jsonl_gz}} : {NO_ROWS} {{turnless_jsonl}} "
+    "--questions": f"{{questions_jsonl}} {{bom_questions_jsonl}} {{questions_jsonl_gz}} : {NO_ROWS} "
+    f"{{turnless_jsonl}} "
     "{data_jsonl}",
-    "--drafter": "vanilla ngram ngram:depth=3 lookahead {drafter} {drafter}:tree=fig9 {fast} hybrid:head={fast} "
+    "--drafter": "vanilla ngram ngram:depth=3 lookahead {drafter} {drafter}:tree=fig9 {fast} "
+    "hybrid:head={fast} "
     "self-speculative:skip=0 draft-model:model={model} : "
     "'' ngrm ngram:depth=x ngram:=3 ngram:depth ngram:depth=9999 vanilla:x=1 eagle {model} {empty} {loop} "
-    "hybrid:head=ngram draft-model self-speculative:skip=9 {drafter}:tree=dynamic-1000x1000x1000 {drafter}:tree=chain-0 "
+    "hybrid:head=ngram draft-model self-speculative:skip=9 {drafter}:tree=dynamic-1000x1000x1000 "
+    "{drafter}:tree=chain-0 "
     "{drafter}:proposal=all",
 }  # fmt: skip
 DECODING = ("--target", "--dtype", "--device", "--seed", "--max-new-tokens", "--temperature", "--drafter")
@@ -91,17 +96,23 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[str | int, str]]] = {
             "--trace": f"{{out}}/trace.jsonl : {NO_OUTPUT}",
         },
     ),
-    f"bench {ASKED}": ((*ASKING, "--json"), {"--questions": f"{{questions_jsonl}} : {{long_jsonl}} {NO_ROWS}"}),
+    f"bench {ASKED}": (
+        (*ASKING, "--json"),
+        {"--questions": f"{{questions_jsonl}} : {{long_jsonl}} {NO_ROWS}"},
+    ),
     f"certify {ASKED}": ((*ASKING, "--json"), {}),
     f"demo {ASKED}": (ASKING, {}),
     f"train eagle {HERE} --data {{data_jsonl}} --out {{out}}/x {TINY}": (
         ("--target", "--dtype", "--device"),
         {
             1: ": '' hydra vanilla ngram",
-            -1: ": optimizer.lr=1e300 optimizer.lr=0 optimiser.lr=1 head.taps=[] head.layers=10000 head.depth=3 x = data=3 "
+            -1: ": optimizer.lr=1e300 optimizer.lr=0 optimiser.lr=1 head.taps=[] head.layers=10000 "
+            "head.depth=3 x = data=3 "
             "head.tree=dynamic-1000x1000x1000 schedule.epochs=nan data.limit=0 loss.token=x",
-            "--data": f"{{data_jsonl_gz}} {{bom_data_jsonl}} : {NO_ROWS} {{surrogate_jsonl}} {{questions_jsonl}}",
-            "--recipe": "{recipe_yaml} : '' {broken_yaml} {list_yaml} {model} {loop} missing.yaml /dev/zero {pipe}",
+            "--data": f"{{data_jsonl_gz}} {{bom_data_jsonl}} : {NO_ROWS} {{surrogate_jsonl}} "
+            f"{{questions_jsonl}}",
+            "--recipe": "{recipe_yaml} : '' {broken_yaml} {list_yaml} {model} {loop} missing.yaml /dev/zero "
+            "{pipe}",
             "--out": f"{{out}}/y {{out}} : {NO_PLACE}",
         },
     ),
@@ -113,7 +124,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[str | int, str]]] = {
             "--out": f"{{out}}/y : {NO_PLACE} {{drafter}}",
         },
     ),
-    f"import {{out}} {HERE} --out {{out}}/x": ((), {1: ": '' nothing {model} {empty} {loop} {drafter} {data_jsonl}"}),
+    f"import {{out}} {HERE} --out {{out}}/x": (
+        (),
+        {1: ": '' nothing {model} {empty} {loop} {drafter} {data_jsonl}"},
+    ),
     f"regenerate {{data_jsonl}} --limit 3 {MADE}": (
         (*MAKING, "--limit"),
         {
@@ -134,7 +148,11 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[str | int, str]]] = {
     ),
     f"tune {HERE} --drafter {{drafter}} --questions {{questions_jsonl}}": (
         ("--target", "--questions"),
-        {"--drafter": ": ngram vanilla lookahead '' egale {model}", "--plot": f": {NO_OUTPUT}", "--limit": ": 0 -1 x"},
+        {
+            "--drafter": ": ngram vanilla lookahead '' egale {model}",
+            "--plot": f": {NO_OUTPUT}",
+            "--limit": ": 0 -1 x",
+        },
     ),
     "parity {drafter} --target {model} --python /no/python": ((), {}),
 }
@@ -160,7 +178,9 @@ def command_lines(world: World, seed: int) -> Iterator[Call]:
 
     for text, (shared, own) in COMMANDS.items():
         base = shlex.split(text.format(**world.names))
-        options: dict[str | int, tuple[list[str], list[str]]] = {name: values(SHARED[name]) for name in shared}
+        options: dict[str | int, tuple[list[str], list[str]]] = {
+            name: values(SHARED[name]) for name in shared
+        }
         options |= {name: values(each) for name, each in own.items()}
         if base[0] not in DEAR:
             yield command_line(base, {}, WORKS)
@@ -238,7 +258,9 @@ def library(world: World) -> Iterator[Call]:
     }
     for name, function in good.items():
         yield call(f"generate: {name}", WORKS, function, plain)
-    yield call("generate: content parts", WORKS, lambda: said(parts), said([{"role": "user", "content": "abc"}]))
+    yield call(
+        "generate: content parts", WORKS, lambda: said(parts), said([{"role": "user", "content": "abc"}])
+    )
     prompts: dict[str, Any] = {
         "nothing": [],
         "an empty text": "",
@@ -289,9 +311,13 @@ def library(world: World) -> Iterator[Call]:
     for name in ("", "nothing/here", None, 3, *(world.names[each] for each in broken)):
         yield call(f"load_target: {name!r}", REFUSED, lambda name=name: slipstream.load_target(name))
     for name in ("", "x", "ngram:depth=x", "eagle", None, 3, world.names["model"], world.names["loop"]):
-        yield call(f"load_drafter: {name!r}", REFUSED, lambda name=name: slipstream.load_drafter(name, target.ends))
+        yield call(
+            f"load_drafter: {name!r}", REFUSED, lambda name=name: slipstream.load_drafter(name, target.ends)
+        )
     home = Path(world.names["model"])
-    yield call("load_target: a path", WORKS, lambda: slipstream.load_target(home, "float64").dtype, torch.float64)
+    yield call(
+        "load_target: a path", WORKS, lambda: slipstream.load_target(home, "float64").dtype, torch.float64
+    )
 
 
 class Endless(Exception):
@@ -316,7 +342,9 @@ def problem(world: World, call: Call) -> str | None:
             check_results(world, call, shown.getvalue())
     except BaseException as error:  # a traceback, or a result that is wrong
         place = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{type(error).__name__} in {Path(place.filename).name}, line {place.lineno}: {str(error)[:200]}"
+        return (
+            f"{type(error).__name__} in {Path(place.filename).name}, line {place.lineno}: {str(error)[:200]}"
+        )
     finally:
         signal.alarm(0)
     said = told.getvalue().strip().splitlines()
@@ -349,8 +377,8 @@ def check_results(world: World, call: Call, shown: str) -> None:
 
 
 def replay(only: str, seed: int, within: float, show: Callable[[str], None]) -> tuple[int, list[str]]:
-    """Calls whose words hold `only`, in an order of chance, until the seconds are over: how many there were, and what went
-    wrong."""
+    """Calls whose words hold `only`, in an order of chance, until the seconds are over: how many there were,
+    and what went wrong."""
     wrong, count, end = [], 0, time.perf_counter() + within
     with tempfile.TemporaryDirectory() as home, mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{home}/cache"):
         logging.set_verbosity_error()
@@ -372,10 +400,14 @@ def replay(only: str, seed: int, within: float, show: Callable[[str], None]) -> 
 
 def main() -> None:
     """Replay, and print what went wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="calls whose words hold this")
     parser.add_argument("--seed", type=int, default=0, help="of what is taken at random")
-    parser.add_argument("--within", type=float, default=3600.0, metavar="SECONDS", help="stop after this long")
+    parser.add_argument(
+        "--within", type=float, default=3600.0, metavar="SECONDS", help="stop after this long"
+    )
     given, began = parser.parse_args(), time.perf_counter()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))  # whoever reads /dev/zero to its end is told so
     torch.set_num_threads(1)

@@ -16,7 +16,12 @@ def home(tmp_path, monkeypatch):
     """A cache with one thing of each kind, the features unused for 40 days, and what is not ours."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     home = tmp_path / "slipstream"
-    kept = {"features/abc/final.bin": 3000, "compiled/x/y.so": 200, "tuned/smollm2/eagle/tuned.json": 30, "costs.json": 2}
+    kept = {
+        "features/abc/final.bin": 3000,
+        "compiled/x/y.so": 200,
+        "tuned/smollm2/eagle/tuned.json": 30,
+        "costs.json": 2,
+    }
     kept |= {f"Smol-{'0' * 16}/config.json": 10, f"Smol-{'0' * 16}/model.safetensors": 5000}
     for name, size in {**kept, "notes.txt": 7, "somebody-else/config.json": 7}.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)

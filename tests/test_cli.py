@@ -15,10 +15,10 @@ import torch
 
 import slipstream
 import tiny
-from slipstream.bench import cost
-from slipstream.bench.run import Contest
 from slipstream.decode.generate import LAWS
 from slipstream.decode.round import Decoder
+from slipstream.measure import cost
+from slipstream.measure.run import Contest
 
 COMMANDS = ("demo", "generate", "bench", "certify")
 MAKING = ("tune", "train", "synthesize", "regenerate", "import", "export", "parity")
@@ -73,10 +73,17 @@ def test_names_are_no_markup(run, tmp_path, tiny_options):
     tiny.reference("llama").save_pretrained(home)
     tiny.tokenizer().save_pretrained(home)
     asked = tmp_path / "[b].jsonl"
-    asked.write_text('{"question_id": "[/b]", "category": "[/cat] :eyes:", "turns": ["a [/] b [red] :eyes:"]}\n')
+    asked.write_text(
+        '{"question_id": "[/b]", "category": "[/cat] :eyes:", "turns": ["a [/] b [red] :eyes:"]}\n'
+    )
     words = ["--target", str(home), *tiny_options[2:], "--questions", str(asked)]
     code, out, _ = run("demo", *words, "--drafter", "ngram")
-    assert (code, "[/cat] :eyes:" in out, "a [/] b [red] :eyes:" in out, "green" in out) == (0, True, True, False)
+    assert (code, "[/cat] :eyes:" in out, "a [/] b [red] :eyes:" in out, "green" in out) == (
+        0,
+        True,
+        True,
+        False,
+    )
     for command in ("bench", "certify"):
         code, out, _ = run(command, *words, "--drafter", "ngram")
         assert (code, "[red]odd[/] :eyes:" in out.replace("\n", "")) == (0, True)
@@ -142,7 +149,9 @@ def test_a_mistake_leaves_an_earlier_trace_alone(run, tiny_options, tmp_path):
 
 def test_bench_and_certify_write_json_and_print_a_table(run, tiny_options, questions, tmp_path):
     path = tmp_path / "bench.json"
-    code, out, _ = run("bench", *tiny_options, "--questions", questions, "--drafter", "ngram", "--json", str(path))
+    code, out, _ = run(
+        "bench", *tiny_options, "--questions", questions, "--drafter", "ngram", "--json", str(path)
+    )
     assert code == 0
     assert "ngram" in out
     assert [row["drafter"] for row in json.loads(path.read_text())["results"]] == ["vanilla", "ngram"]
@@ -176,7 +185,9 @@ def test_certify_fails_where_a_token_is_not_explained(run, tiny_options, questio
         token = sampler.draw(sampler.scores(logits), position)
         drafted = (tree.parent_slots() == node[:, None]) & (torch.arange(tree.nodes) > 0) & (tree.tokens >= 0)
         slot = drafted.int().argmax(1)
-        return torch.where(drafted.any(1), slot, -1), torch.where(drafted.any(1), tree.tokens[:, slot[0]], token)
+        return torch.where(drafted.any(1), slot, -1), torch.where(
+            drafted.any(1), tree.tokens[:, slot[0]], token
+        )
 
     monkeypatch.setitem(LAWS, "coupled", gullible)
     code, out, _ = run("certify", *tiny_options, "--questions", questions)
@@ -201,18 +212,33 @@ MISTAKES = {
     "unknown drafter in certify": (["certify", "--drafter", "egale"], "Available: vanilla, ngram, lookahead"),
     "empty prompt": (["generate", " "], "prompt is empty"),
     "a prompt that is no text": (["generate", "abc\udcff"], "no Unicode text"),
-    "a stop string that is no text": (["generate", "abc", "--stop", "\udcff"], "a stop string is no Unicode text"),
+    "a stop string that is no text": (
+        ["generate", "abc", "--stop", "\udcff"],
+        "a stop string is no Unicode text",
+    ),
     "an empty stop string": (["generate", "abc", "--stop", ""], "a stop string is empty"),
     "temperature below all": (["generate", "abc", "--temperature", "1e-320"], "temperature is 1e-320"),
     "prompt longer than the window": (["generate", "a" * 200], "window of 128"),
-    "no tokens wanted": (["generate", "abc", "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
-    "no tokens wanted in bench": (["bench", "--max-new-tokens", "-1"], "Invalid value for '--max-new-tokens'"),
+    "no tokens wanted": (
+        ["generate", "abc", "--max-new-tokens", "0"],
+        "Invalid value for '--max-new-tokens'",
+    ),
+    "no tokens wanted in bench": (
+        ["bench", "--max-new-tokens", "-1"],
+        "Invalid value for '--max-new-tokens'",
+    ),
     "negative temperature": (["generate", "abc", "--temperature", "-1"], "temperature is -1"),
-    "negative temperature in certify": (["certify", "--temperature", "-1"], "Invalid value for '--temperature'"),
+    "negative temperature in certify": (
+        ["certify", "--temperature", "-1"],
+        "Invalid value for '--temperature'",
+    ),
     "top_p of zero": (["generate", "abc", "--temperature", "1", "--top-p", "0"], "top_p is 0"),
     "top_p above one": (["generate", "abc", "--temperature", "1", "--top-p", "1.5"], "top_p is 1.5"),
     "limit of zero": (["bench", "--limit", "0"], "Invalid value for '--limit'"),
-    "limit of zero in regenerate": (["regenerate", "x", "--out", "y", "--limit", "0"], "Invalid value for '--limit'"),
+    "limit of zero in regenerate": (
+        ["regenerate", "x", "--out", "y", "--limit", "0"],
+        "Invalid value for '--limit'",
+    ),
     "no prompts wanted": (["synthesize", "--out", "y", "--prompts", "0"], "Invalid value for '--prompts'"),
     "no batch": (["synthesize", "--out", "y", "--batch", "0"], "Invalid value for '--batch'"),
     "more at once than memory holds": (
@@ -234,12 +260,24 @@ MISTAKES = {
         ["generate", "abc", "--drafter", "self-speculative:skip=0,tree=dynamic-1000x1000x1000"],
         "999,000 rows",
     ),
-    "passes nobody can mean": (["generate", "abc", "--drafter", "lookahead:window=1000,ngram=1000"], "over 1,003,996 rows"),
+    "passes nobody can mean": (
+        ["generate", "abc", "--drafter", "lookahead:window=1000,ngram=1000"],
+        "over 1,003,996 rows",
+    ),
     "a depth nobody can mean": (["generate", "abc", "--drafter", "ngram:depth=9999"], "up to 1024"),
-    "blocks that nobody named": (["generate", "abc", "--drafter", "self-speculative"], "tune --drafter self-speculative"),
-    "layers nobody can mean": (["train", "medusa", "--out", "x", "head.layers=10000"], "head.layers is 10000"),
+    "blocks that nobody named": (
+        ["generate", "abc", "--drafter", "self-speculative"],
+        "tune --drafter self-speculative",
+    ),
+    "layers nobody can mean": (
+        ["train", "medusa", "--out", "x", "head.layers=10000"],
+        "head.layers is 10000",
+    ),
     "a drafter without trees to tune": (["tune", "--drafter", "ngram"], "compare options by bench"),
-    "a hybrid to tune": (["tune", "--drafter", "hybrid:head=self-speculative:skip=0"], "of hybrid tune the head"),
+    "a hybrid to tune": (
+        ["tune", "--drafter", "hybrid:head=self-speculative:skip=0"],
+        "of hybrid tune the head",
+    ),
     "no such question file": (["bench", "--questions", "missing.jsonl"], "missing.jsonl cannot be read"),
     "unknown dtype": (["generate", "abc", "--dtype", "fp33"], "Unknown dtype"),
     "unknown device": (["generate", "abc", "--device", "gpu"], "missing device"),
@@ -247,7 +285,10 @@ MISTAKES = {
     "unwritable output": (["generate", "abc", "--json", "/proc/out.json"], "cannot be written"),
     "unwritable output of bench": (["bench", "--json", "/proc/out.json"], "cannot be written"),
     "an option that is none": (["generate", "abc", "--drafter", "ngram:dpth=3"], "no option 'dpth'"),
-    "no weights for this target": (["generate", "abc", "--drafter", "eagle"], "no eagle weights ship for this target"),
+    "no weights for this target": (
+        ["generate", "abc", "--drafter", "eagle"],
+        "no eagle weights ship for this target",
+    ),
     "an unknown method": (["train", "hydra", "--out", "x"], "method is 'hydra'"),
     "an unknown section": (["train", "eagle", "--out", "x", "optimiser.lr=1"], "did you mean 'optimizer'"),
     "no data": (["train", "eagle", "--out", "x"], "no training data"),
@@ -269,14 +310,23 @@ MISTAKES = {
     "two outputs in one file": (["generate", "abc", "--json", "x", "--trace", "./x"], "are the same file"),
     "a drafter in no directory": (["train", "eagle", "--data", "here.jsonl", "--out", ""], "that is no name"),
     "an import in no directory": (["import", "nowhere", "--out", ""], "that is no name"),
-    "a drafter in the current directory": (["train", "eagle", "--data", "here.jsonl", "--out", "."], "holds other files"),
-    "data that is a device": (["train", "eagle", "--data", "/dev/zero", "--out", "x"], "it is no regular file"),
+    "a drafter in the current directory": (
+        ["train", "eagle", "--data", "here.jsonl", "--out", "."],
+        "holds other files",
+    ),
+    "data that is a device": (
+        ["train", "eagle", "--data", "/dev/zero", "--out", "x"],
+        "it is no regular file",
+    ),
     "questions in a loop": (["certify", "--questions", "loop"], "Too many levels"),
     "a drafter in a loop": (["generate", "abc", "--drafter", "loop"], "Unknown drafter"),
     "a drafter of too long a name": (["generate", "abc", "--drafter", "a" * 5000], "Unknown drafter"),
     "questions that are a directory": (["tune", "--questions", "."], "it is a directory"),
     "nothing to regenerate": (["regenerate", "here.jsonl", "--limit", "0", "--out", "y"], "not '0'"),
-    "a file regenerated onto itself": (["regenerate", "here.jsonl", "--out", "./here.jsonl"], "is read by this command"),
+    "a file regenerated onto itself": (
+        ["regenerate", "here.jsonl", "--out", "./here.jsonl"],
+        "is read by this command",
+    ),
     "answers on standard output": (["regenerate", "here.jsonl", "--out", "-"], "is no file"),
     "a rate that diverges": (
         ["train", "eagle", "--data", "here.jsonl", "--out", "x", "optimizer.lr=1e300"],
@@ -286,7 +336,10 @@ MISTAKES = {
         ["bench", "--questions", "long.jsonl"],
         "long.jsonl:2: the prompt has 200 tokens",
     ),
-    "a question of any length, certified": (["certify", "--questions", "long.jsonl"], "question long.jsonl:2"),
+    "a question of any length, certified": (
+        ["certify", "--questions", "long.jsonl"],
+        "question long.jsonl:2",
+    ),
     "a question of any length, shown": (["demo", "--questions", "long.jsonl"], "question long.jsonl:2"),
 }
 
@@ -304,9 +357,12 @@ def test_a_mistake_is_one_clear_line(run, model, words, says, tmp_path, monkeypa
     assert says in err
 
 
-@pytest.mark.parametrize("command", [["generate", "abc"], ["bench"], ["certify"], ["demo"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "command", [["generate", "abc"], ["bench"], ["certify"], ["demo"]], ids=lambda words: words[0]
+)
 def test_a_template_or_a_config_that_refuses_is_one_clear_line(run, questions, tmp_path, command):
-    """A template's exception, or beam search asked for by the model, as a traceback or in the baseline alone."""
+    """A template's exception, or beam search asked for by the model, as a traceback or in the baseline
+    alone."""
     tokenizer = deepcopy(tiny.tokenizer())
     tokenizer.chat_template = "{{ raise_exception('Only French is spoken here') }}"
     tiny.reference("llama").save_pretrained(tmp_path)
@@ -344,7 +400,7 @@ def test_sigterm_is_one_line_and_143(tiny_options, questions):
     with open(questions, "a") as file:
         file.writelines('{"turns": ["abc"]}\n' for _ in range(500))
     start = """if True:
-        import sys, slipstream.cli as cli, slipstream.bench.run as run
+        import sys, slipstream.cli as cli, slipstream.measure.run as run
         ask, asked = run.Contest.ask, []
         def told(*args):
             asked.append(1)
@@ -384,7 +440,9 @@ def test_what_stops_a_run_loses_nothing(run, tiny_options, questions, tmp_path, 
         file.writelines('{"turns": ["abc"]}\n' for _ in range(20))
     kept, screen = tmp_path / "out.json", io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", screen)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background inherit an ignored one
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # tests in the background inherit an ignored one
     try:
         code, _, err = run(command, *tiny_options, "--questions", questions, "--json", str(kept))
     finally:
@@ -401,7 +459,11 @@ def test_what_stops_a_run_loses_nothing(run, tiny_options, questions, tmp_path, 
 
 def test_json_has_standard_output_for_itself(run, tiny_options, questions):
     """`--json -` was a file of that name."""
-    for words in (["bench", "--questions", questions], ["certify", "--questions", questions], ["generate", "abc"]):
+    for words in (
+        ["bench", "--questions", questions],
+        ["certify", "--questions", questions],
+        ["generate", "abc"],
+    ):
         code, out, err = run(*words, *tiny_options, "--json", "-")
         assert code == 0
         assert json.loads(out)
@@ -410,7 +472,9 @@ def test_json_has_standard_output_for_itself(run, tiny_options, questions):
     assert all("accepted" in json.loads(line) for line in out.splitlines())
 
 
-def test_results_that_cannot_be_written_are_printed_and_kept(run, tiny_options, questions, tmp_path, monkeypatch):
+def test_results_that_cannot_be_written_are_printed_and_kept(
+    run, tiny_options, questions, tmp_path, monkeypatch
+):
     """The disk was full at the end: an hour's table was not even printed."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code, out, err = run("bench", *tiny_options, "--questions", questions, "--json", "/dev/full")
@@ -441,7 +505,9 @@ def test_what_nobody_foresaw_is_one_line_too(run, tiny_options, questions, tmp_p
 def test_preview_shows_what_is_learnt_and_writes_nothing(run, tiny_options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").write_text('{"text": "abc"}\n')
-    code, out, _ = run("train", "eagle", *tiny_options[:4], "--data", "data.jsonl", "--preview", "--out", "run")
+    code, out, _ = run(
+        "train", "eagle", *tiny_options[:4], "--data", "data.jsonl", "--preview", "--out", "run"
+    )
     assert code == 0
     assert "3 of 3 tokens are learnt" in out
     assert not (tmp_path / "run").exists()
@@ -449,18 +515,31 @@ def test_preview_shows_what_is_learnt_and_writes_nothing(run, tiny_options, tmp_
 
 def test_train_bench_and_export_one_drafter(run, tiny_options, questions, tmp_path):
     """The way of a new user, from data to another engine's format."""
-    (tmp_path / "data.jsonl").write_text("".join(f'{{"text": "abcabcabc{c * 3}"}}\n' for c in "abcdefghijklmnop"))
+    (tmp_path / "data.jsonl").write_text(
+        "".join(f'{{"text": "abcabcabc{c * 3}"}}\n' for c in "abcdefghijklmnop")
+    )
     target, home = tiny_options[:4], str(tmp_path / "run")
-    words = ["head.tree=chain-3", "schedule.evaluate_every=1000", "schedule.batch_tokens=64", "data.held_out_tokens=8"]
-    code, out, _ = run("train", "eagle", *target, "--data", str(tmp_path / "data.jsonl"), "--out", home, *words)
+    words = [
+        "head.tree=chain-3",
+        "schedule.evaluate_every=1000",
+        "schedule.batch_tokens=64",
+        "data.held_out_tokens=8",
+    ]
+    code, out, _ = run(
+        "train", "eagle", *target, "--data", str(tmp_path / "data.jsonl"), "--out", home, *words
+    )
     assert (code, "predicted τ" in out) == (0, True)
     assert (tmp_path / "run" / "curve.svg").read_text().startswith("<?xml")
     report = tmp_path / "out.json"
-    code, _, _ = run("bench", *tiny_options, "--drafter", home, "--questions", questions, "--json", str(report))
+    code, _, _ = run(
+        "bench", *tiny_options, "--drafter", home, "--questions", questions, "--json", str(report)
+    )
     assert code == 0
     assert [row["identical"] for row in json.loads(report.read_text())["results"]] == [True, True]
     sampled = f"{home}:tree=chain-3,proposal=sampled"
-    code, out, _ = run("bench", *tiny_options, "--drafter", sampled, "--questions", questions, "--temperature", "1")
+    code, out, _ = run(
+        "bench", *tiny_options, "--drafter", sampled, "--questions", questions, "--temperature", "1"
+    )
     assert (code, "in law" in out) == (0, True)
     code, out, _ = run("export", home, *target, "--out", str(tmp_path / "public"))
     assert (code, "embed_tokens.weight: a copy" in out) == (0, True)

@@ -10,7 +10,8 @@ from slipstream.compiled import HAS_BF16, freed, packing
 
 
 class Layers(nn.Module):
-    """Three linear layers of one input, side by side, the second without a bias; and one of what the last of them says."""
+    """Three linear layers of one input, side by side, the second without a bias; and one of what the last of
+    them says."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -25,12 +26,16 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_linear_layers_side_by_side(dtype):
-    """Weights in the wrong order, a bias that is left out, a copy that was packed for other neighbours or modules."""
+    """Weights in the wrong order, a bias that is left out, a copy that was packed for other neighbours or
+    modules."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     backend = partial(packing, then=lambda module, inputs: module)
     made = torch.compile(Layers.forward, backend=backend)
-    modules, tolerance = [Layers(dtype), Layers(dtype)], {torch.float64: 0.0, torch.float32: 1e-5, torch.bfloat16: 0.05}
+    modules, tolerance = (
+        [Layers(dtype), Layers(dtype)],
+        {torch.float64: 0.0, torch.float32: 1e-5, torch.bfloat16: 0.05},
+    )
     for rows in (1, 2, 9):
         x = torch.randn(1, rows, 32).to(dtype)
         for module in modules:
@@ -38,4 +43,6 @@ def test_linear_layers_side_by_side(dtype):
                 for ours, theirs in zip(made(module, freed(x), n), module(x, n), strict=True):
                     torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance[dtype])
         read_plain = dtype == torch.float64 or (dtype == torch.bfloat16 and not HAS_BF16 and rows == 1)
-        assert [len(getattr(m.layers[0].weight, "packed", [])) for m in modules] == [0 if read_plain else 2] * 2
+        assert [len(getattr(m.layers[0].weight, "packed", [])) for m in modules] == [
+            0 if read_plain else 2
+        ] * 2

@@ -1,4 +1,5 @@
-"""Files: what cannot be read is said in one line, what is there is not lost, and two processes do not write into one."""
+"""Files: what cannot be read is said in one line, what is there is not lost, and two processes do not write
+into one."""
 
 import gzip
 import json
@@ -30,7 +31,8 @@ def test_text_is_read_by_what_it_is_and_not_by_its_name(tmp_path, packed):
 
 
 def test_what_is_no_file_is_refused_at_once(tmp_path):
-    """/dev/zero ate the memory, a pipe nobody writes into hung, loops and names that are none were tracebacks."""
+    """/dev/zero ate the memory, a pipe nobody writes into hung, loops and names that are none were
+    tracebacks."""
     os.mkfifo(tmp_path / "pipe")
     os.symlink(tmp_path / "loop", tmp_path / "loop")
     (tmp_path / "cut.gz").write_bytes(gzip.compress(b"abc" * 100)[:-12])
@@ -48,7 +50,9 @@ def test_what_a_shell_hands_over_is_read():
     assert done.stdout == "abc\n", done.stderr
 
 
-@pytest.mark.parametrize(("text", "says"), [("[" * 100_000, "too deeply"), ('"\\ud800"', "surrogates"), ("{", "Expecting")])
+@pytest.mark.parametrize(
+    ("text", "says"), [("[" * 100_000, "too deeply"), ('"\\ud800"', "surrogates"), ("{", "Expecting")]
+)
 def test_json_that_nobody_can_use_is_refused(text, says):
     with pytest.raises(ValueError, match=says):
         parsed(text)
@@ -69,7 +73,11 @@ def test_outputs_are_neither_what_is_read_nor_each_other(tmp_path):
     (tmp_path / "data.jsonl").write_text("{}")
     os.symlink(tmp_path / "data.jsonl", tmp_path / "link")
     here = str(tmp_path)
-    for name, reads in (("data.jsonl", f"{here}/link"), ("link", f"{here}/data.jsonl"), ("config.json", here)):
+    for name, reads in (
+        ("data.jsonl", f"{here}/link"),
+        ("link", f"{here}/data.jsonl"),
+        ("config.json", here),
+    ):
         with pytest.raises(ValueError, match="is read by this command"):
             check_writable(f"{here}/{name}", reads=[reads])
     for one, other in ((f"{here}/new", f"{here}/./new"), ("-", "-")):
@@ -83,7 +91,9 @@ def test_an_output_that_cannot_be_is_refused(tmp_path, name, monkeypatch):
     (tmp_path / "directory").mkdir()
     (tmp_path / "protected").write_text("mine")
     os.symlink(tmp_path / "loop", tmp_path / "loop")
-    monkeypatch.setattr(os, "access", lambda path, mode: "protected" not in str(path))  # root may write everywhere
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: "protected" not in str(path)
+    )  # root may write everywhere
     with pytest.raises(ValueError, match="cannot be written: "):
         check_writable(name and f"{tmp_path}/{name}")
 
@@ -120,12 +130,18 @@ def test_a_damaged_file_of_results_is_not_overwritten(tmp_path, text):
 
 @pytest.mark.parametrize("name", ["file.jsonl", "."])
 def test_one_process_writes_and_the_second_is_told_which(tmp_path, name):
-    """Two runs on one --out: both said success over a mixed file. And a lock that outlives its process locks for good."""
+    """Two runs on one --out: both said success over a mixed file. And a lock that outlives its process locks
+    for good."""
     path = tmp_path / name
-    code = f"from slipstream.files import locked\nwith locked({str(path)!r}):\n print(1, flush=True)\n input()"
+    code = (
+        f"from slipstream.files import locked\nwith locked({str(path)!r}):\n print(1, flush=True)\n input()"
+    )
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdout.readline() == b"1\n"
-    with pytest.raises(ValueError, match=rf"is being written by process {other.pid} on \S+ since 20"), locked(path):
+    with (
+        pytest.raises(ValueError, match=rf"is being written by process {other.pid} on \S+ since 20"),
+        locked(path),
+    ):
         pass
     other.kill()
     other.wait()

@@ -7,14 +7,19 @@ from pathlib import Path
 import slipstream
 
 ROOT = Path(slipstream.__file__).parent
-SHARED = {"files", "machine", "compiled", "bars"}  # writing results, what they were measured on, compilation, progress
+SHARED = {
+    "files",
+    "machine",
+    "compiled",
+    "bars",
+}  # writing results, what they were measured on, compilation, progress
 ROOMS = {  # DESIGN, "Rooms": a room may import itself and these
     "core": set(),
     "targets": {"core"},
     "drafters": {"core", "targets"},  # a draft model is a target of its own
     "decode": {"core", "targets", "drafters"},
-    "train": {"core", "targets", "drafters", "decode"},
-    "bench": {"core", "targets", "drafters", "decode", "train"},
+    "training": {"core", "targets", "drafters", "decode"},
+    "measure": {"core", "targets", "drafters", "decode", "training"},
     "interop": {"core", "targets", "drafters", "decode"},
 }
 CORE_MAY_IMPORT = {"torch", "numpy", "jaxtyping"}  # NumPy for its Philox alone
@@ -28,7 +33,9 @@ def _imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             found |= (
-                {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "slipstream" else {node.module}
+                {f"{node.module}.{alias.name}" for alias in node.names}
+                if node.module == "slipstream"
+                else {node.module}
             )
     return found
 
@@ -41,7 +48,11 @@ def test_no_room_imports_against_the_arrows():
         if room not in ROOMS:
             continue
         seen.add(room)
-        others = {name.split(".")[1] for name in _imports(path) if name.startswith("slipstream.")} - {room} - SHARED
+        others = (
+            {name.split(".")[1] for name in _imports(path) if name.startswith("slipstream.")}
+            - {room}
+            - SHARED
+        )
         assert others <= ROOMS[room], f"{path.relative_to(ROOT)} imports {sorted(others - ROOMS[room])}"
     rooms = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"__pycache__", "cli", "weights"}
     assert seen == set(ROOMS) == rooms
@@ -49,7 +60,9 @@ def test_no_room_imports_against_the_arrows():
 
 def test_core_imports_torch_only():
     for path in (ROOT / "core").glob("*.py"):
-        outside = {name.split(".")[0] for name in _imports(path)} - set(sys.stdlib_module_names) - {"slipstream"}
+        outside = (
+            {name.split(".")[0] for name in _imports(path)} - set(sys.stdlib_module_names) - {"slipstream"}
+        )
         assert outside <= CORE_MAY_IMPORT, path
 
 
@@ -61,7 +74,16 @@ def test_no_drafter_is_named_in_the_loop():
 def test_public_surface():
     """A name that appears or goes is a change to announce."""
     drafting = ["Drafter", "NGram", "RandomDrafter", "Span", "State", "Tree", "TreeOracle", "Vanilla"]
-    using = ["Generation", "Sampling", "Stream", "Target", "generate", "load_drafter", "load_target", "stream"]
+    using = [
+        "Generation",
+        "Sampling",
+        "Stream",
+        "Target",
+        "generate",
+        "load_drafter",
+        "load_target",
+        "stream",
+    ]
     assert sorted(slipstream.__all__) == sorted(drafting + using)
     for name in slipstream.__all__:
         assert getattr(slipstream, name).__doc__, name

@@ -1,4 +1,5 @@
-"""Tiny float64 models of every family, with weights so large that their laws are far from uniform, and a tokenizer."""
+"""Tiny float64 models of every family, with weights so large that their laws are far from uniform, and a
+tokenizer."""
 
 import io
 import json
@@ -70,14 +71,21 @@ SHAPE = SHORT | {
 }
 GROUPED = SHAPE | {"num_key_value_heads": 2}
 MIXED = GROUPED | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-FALCON = SHORT | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
+FALCON = SHORT | {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
 
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**GROUPED),
     "qwen2": Qwen2Config(**MIXED, use_sliding_window=True),
     "qwen3": Qwen3Config(**GROUPED, head_dim=8),
     "mistral": MistralConfig(**GROUPED, sliding_window=WINDOW),
-    "mixtral": MixtralConfig(**GROUPED, sliding_window=WINDOW, num_local_experts=4, experts_implementation="eager"),
+    "mixtral": MixtralConfig(
+        **GROUPED, sliding_window=WINDOW, num_local_experts=4, experts_implementation="eager"
+    ),
     "gemma2": Gemma2Config(**MIXED, head_dim=8, attn_implementation="eager"),
     "gemma3": Gemma3TextConfig(**MIXED, head_dim=8),
     "gpt-neox": GPTNeoXConfig(**SHAPE),
@@ -120,7 +128,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel(vocab, unk_token=" "))
     words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     words.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="</s>", clean_up_tokenization_spaces=False
+    )
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -147,14 +157,18 @@ def random_drafter(target: Target, sampled: bool = False) -> RandomDrafter:
     """Random trees, some of whose nodes carry probes that read memory."""
     layers, heads, width = kv_shape(target)
     memory = noise(layers, 2, 3, heads, width)
-    return RandomDrafter(target.vocab, width=4, probes=noise(2, target.config.hidden_size), memory=memory, sampled=sampled)
+    return RandomDrafter(
+        target.vocab, width=4, probes=noise(2, target.config.hidden_size), memory=memory, sampled=sampled
+    )
 
 
 def scrambled(head: Head) -> Any:
     """Random float64 weights, so large that a law is not uniform."""
     generator = torch.Generator().manual_seed(1)
     for p in head.double().parameters():
-        p.data.copy_((1.0 if p.dim() == 1 else 0.3) * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+        p.data.copy_(
+            (1.0 if p.dim() == 1 else 0.3) * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        )
     return head
 
 
@@ -167,24 +181,38 @@ def eagle(target: Target, tree: str = "fig9", proposal: str = "top-k", vocab: in
 def eagle3(target: Target, tree: str = "fig9", proposal: str = "top-k", vocab: int | None = None) -> Eagle3:
     """The same of EAGLE-3."""
     taps = block_taps(target.config.num_hidden_layers)
-    head = scrambled(Eagle3Head(Eagle3Config(**layer_sizes(target.ends), taps=taps, draft_vocab_size=vocab or VOCAB)))
+    head = scrambled(
+        Eagle3Head(Eagle3Config(**layer_sizes(target.ends), taps=taps, draft_vocab_size=vocab or VOCAB))
+    )
     return Eagle3(head, target.ends, None if vocab is None else torch.arange(vocab), tree, proposal)
 
 
-def fasteagle(target: Target, tree: str = "backbone-3x4", proposal: str = "top-k", vocab: int | None = None) -> FastEagle:
+def fasteagle(
+    target: Target, tree: str = "backbone-3x4", proposal: str = "top-k", vocab: int | None = None
+) -> FastEagle:
     """The same of FastEagle, three layers deep."""
     taps = ("input of block 0", "input of block 1", "final")
     head = scrambled(FastEagleHead(FastEagleConfig(**layer_sizes(target.ends), taps=taps, depth=3)))
     return FastEagle(head, target.ends, None if vocab is None else torch.arange(vocab), tree, proposal)
 
 
-def medusa(target: Target, tree: str = "best-first-3x8", proposal: str = "top-k", vocab: int | None = None) -> Medusa:
+def medusa(
+    target: Target, tree: str = "best-first-3x8", proposal: str = "top-k", vocab: int | None = None
+) -> Medusa:
     """Three random heads of two blocks."""
     sizes = MedusaConfig(target.config.hidden_size, vocab or VOCAB, depth=3, layers=2)
-    return Medusa(scrambled(MedusaHead(sizes)), target.ends, None if vocab is None else torch.arange(vocab), tree, proposal)
+    return Medusa(
+        scrambled(MedusaHead(sizes)),
+        target.ends,
+        None if vocab is None else torch.arange(vocab),
+        tree,
+        proposal,
+    )
 
 
-def bita(target: Target, tree: str = "backbone-3x2", proposal: str = "top-k", prompts: int = 2, hosts: int = 0) -> Bita:
+def bita(
+    target: Target, tree: str = "backbone-3x2", proposal: str = "top-k", prompts: int = 2, hosts: int = 0
+) -> Bita:
     """Random masks and prompts."""
     layers, heads, width = kv_shape(target)
     sizes = BitaConfig(target.config.hidden_size, layers, heads, width, depth=3, prompts=prompts)
@@ -196,7 +224,9 @@ def draft_model(own: Target, tree: str, proposal: str = "top-k") -> DraftModel:
     return DraftModel(target("llama" if own.name == "qwen2" else "qwen2"), own.ends, tree, proposal)
 
 
-def distilled(target: Target, tree: str = "chain-3", proposal: str = "top-k", blocks: tuple[int, ...] = (1,)) -> DraftModel:
+def distilled(
+    target: Target, tree: str = "chain-3", proposal: str = "top-k", blocks: tuple[int, ...] = (1,)
+) -> DraftModel:
     """Part of the target, as if it had been trained, over a draft vocabulary."""
     vocab = torch.arange(0, target.vocab, 2)
     part = scrambled(Part(blocks, target.ends, vocab))
@@ -211,7 +241,8 @@ def glide(
     own: bool = False,
     published: bool = False,
 ) -> Glide:
-    """A random head that reads the last blocks' caches; `own` embedding and LM head or the target's; as `published`."""
+    """A random head that reads the last blocks' caches; `own` embedding and LM head or the target's; as
+    `published`."""
     layers, heads, width = kv_shape(target)
     sizes = layer_sizes(target.ends) | {"taps": tuple(f"{CACHE}{i}" for i in range(layers - depth, layers))}
     about = {"depth": depth, "target_size": target.config.hidden_size, "target_head_dim": width}
@@ -224,8 +255,8 @@ def glide(
 
 
 def drafted(text: list[int], at: int, trace: io.StringIO) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    """(text up to the root, path to a node below it, its children) for every inner node of every round of a trace. The
-    answer in `text` begins `at`."""
+    """(text up to the root, path to a node below it, its children) for every inner node of every round of a
+    trace. The answer in `text` begins `at`."""
     for line in map(json.loads, trace.getvalue().splitlines()):
         tokens, parents = line["tokens"], line["parents"]
         for parent in sorted(set(parents)):
@@ -254,22 +285,32 @@ DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
     "ngram": lambda target, texts: NGram(shortest=1),
     "lookahead": lambda target, texts: Lookahead(window=3, ngram=3, guesses=2),
     "hybrid": lambda target, texts: Hybrid(eagle(target, "dynamic-3x4x14"), NGram(4, shortest=1)),
-    "hybrid, noise": lambda target, texts: Hybrid(fasteagle(target, "best-first-3x8", "noise"), NGram(5, shortest=1)),
-    "hybrid, bita": lambda target, texts: Hybrid(bita(target, "best-first-3x8", "noise", hosts=2), NGram(5, shortest=1)),
+    "hybrid, noise": lambda target, texts: Hybrid(
+        fasteagle(target, "best-first-3x8", "noise"), NGram(5, shortest=1)
+    ),
+    "hybrid, bita": lambda target, texts: Hybrid(
+        bita(target, "best-first-3x8", "noise", hosts=2), NGram(5, shortest=1)
+    ),
     "oracle": lambda target, texts: TreeOracle(texts, target.vocab),
     "random, probes, memory": lambda target, texts: random_drafter(target),
     "eagle": lambda target, texts: eagle(target),
     "eagle, chain": lambda target, texts: eagle(target, "chain-3", vocab=40),
     "eagle, dynamic": lambda target, texts: eagle(target, "dynamic-3x4x14"),
     "eagle, best-first, noise": lambda target, texts: eagle(target, "best-first-3x10", "noise"),
-    "eagle, sampled": lambda target, texts: eagle(target, "[[0],[1],[2],[0,0],[1,0],[1,1],[1,0,0]]", "sampled"),
+    "eagle, sampled": lambda target, texts: eagle(
+        target, "[[0],[1],[2],[0,0],[1,0],[1,1],[1,0,0]]", "sampled"
+    ),
     "eagle3, dynamic": lambda target, texts: eagle3(target, "dynamic-3x4x14", vocab=40),
     "eagle3, noise": lambda target, texts: eagle3(target, proposal="noise"),
     "eagle3, sampled": lambda target, texts: eagle3(target, "fig9", "sampled"),
     "draft model": lambda target, texts: draft_model(target, "chain-3"),
     "draft model, dynamic, noise": lambda target, texts: draft_model(target, "dynamic-3x3x9", "noise"),
-    "draft model, sampled": lambda target, texts: draft_model(target, "[[0],[1],[0,0],[1,0],[1,1],[1,0,0]]", "sampled"),
-    "self-speculative": lambda target, texts: load_drafter("self-speculative:skip=0,tree=chain-2", target.ends),
+    "draft model, sampled": lambda target, texts: draft_model(
+        target, "[[0],[1],[0,0],[1,0],[1,1],[1,0,0]]", "sampled"
+    ),
+    "self-speculative": lambda target, texts: load_drafter(
+        "self-speculative:skip=0,tree=chain-2", target.ends
+    ),
     "distilled, sampled": lambda target, texts: distilled(target, "[[0],[1],[0,0],[1,0]]", "sampled"),
     "glide": lambda target, texts: glide(target),
     "glide, two layers, noise": lambda target, texts: glide(target, "dynamic-3x3x9", "noise", depth=2),
@@ -278,12 +319,18 @@ DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
     ),
     "bita": lambda target, texts: bita(target),
     "bita, straightforward": lambda target, texts: bita(target, "chain-3", hosts=1),
-    "bita, noise, few hosts": lambda target, texts: bita(target, "best-first-3x8", "noise", prompts=0, hosts=3),
+    "bita, noise, few hosts": lambda target, texts: bita(
+        target, "best-first-3x8", "noise", prompts=0, hosts=3
+    ),
     "bita, sampled": lambda target, texts: bita(target, "[[0],[1],[0,0],[0,0,0]]", "sampled", hosts=3),
     "medusa": lambda target, texts: medusa(target),
-    "medusa, sampled": lambda target, texts: medusa(target, "[[0],[1],[0,0],[1,0],[0,0,0]]", "sampled", vocab=40),
+    "medusa, sampled": lambda target, texts: medusa(
+        target, "[[0],[1],[0,0],[1,0],[0,0,0]]", "sampled", vocab=40
+    ),
     "fasteagle": lambda target, texts: fasteagle(target),
     "fasteagle, chain": lambda target, texts: fasteagle(target, "chain-2", vocab=40),
     "fasteagle, best-first, noise": lambda target, texts: fasteagle(target, "best-first-3x10", "noise"),
-    "fasteagle, sampled": lambda target, texts: fasteagle(target, "[[0],[1],[2],[0,0],[1,0],[1,1],[1,0,0]]", "sampled"),
+    "fasteagle, sampled": lambda target, texts: fasteagle(
+        target, "[[0],[1],[2],[0,0],[1,0],[1,1],[1,0,0]]", "sampled"
+    ),
 }

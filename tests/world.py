@@ -14,7 +14,8 @@ import tiny
 from slipstream.drafters.store import save_drafter
 from slipstream.targets import Target
 
-TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt "
+"%}a{% endif %}"
 ASKED = {"question_id": "[red]", "category": "[/]", "turns": ["abc [/] abc", "de"]}  # as rich would read it
 CHAT = [{"role": "user", "content": "abc abc"}, {"role": "assistant", "content": "de de"}]
 ROWS = [{"messages": [CHAT[0], {**CHAT[1], "content": f"abcabc{letter * 3}"}]} for letter in "abcdefghij"]
@@ -60,7 +61,9 @@ class World:
         model, tokenizer = deepcopy(tiny.reference("llama")), deepcopy(tiny.tokenizer())
         tokenizer.chat_template = TEMPLATE
         padded = tiny.SHORT | {"pad_token_id": 0}
-        encoder = BertConfig(**padded, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+        encoder = BertConfig(
+            **padded, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+        )
         classes = deepcopy(tiny.FAMILIES["llama"])
         classes.pad_token_id = 0
         nan = deepcopy(model)
@@ -73,9 +76,14 @@ class World:
         config = json.loads((self.home / "short" / "config.json").read_text())
         (self.home / "short" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
         self.target = Target(model, tokenizer, str(self.home / "model"))
-        for name, drafter in (("drafter", tiny.eagle(self.target, "chain-3")), ("fast", tiny.fasteagle(self.target))):
+        for name, drafter in (
+            ("drafter", tiny.eagle(self.target, "chain-3")),
+            ("fast", tiny.fasteagle(self.target)),
+        ):
             about, tensors = drafter.pack()
-            save_drafter(self.home / name, drafter.method, "model", self.target.ends, about, tensors, {}, None)
+            save_drafter(
+                self.home / name, drafter.method, "model", self.target.ends, about, tensors, {}, None
+            )
 
     def seen(self) -> dict[str, tuple[int, int]]:
         """Size and time of every file that no call may change: outputs and the cache apart."""

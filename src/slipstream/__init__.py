@@ -62,5 +62,7 @@ def __getattr__(name: str) -> Any:
 
         return version("slipstream")
     if name not in _HOMES:
-        raise AttributeError(f"module 'slipstream' has no attribute {name!r}. Available: {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'slipstream' has no attribute {name!r}. Available: {', '.join(__all__)}"
+        )
     return getattr(import_module(f"slipstream.{_HOMES[name]}"), name)

@@ -3,7 +3,14 @@
 from collections.abc import Iterable
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column
 from rich.text import Text
 
@@ -19,8 +26,11 @@ class Bars(Progress):
 
 
 def bars(console: Console, transient: bool = False) -> Bars:
-    """Bars whose tasks have a `note`: what is said of them now. Times are those that have passed and are left."""
+    """Bars whose tasks have a `note`: what is said of them now. Times are those that have passed and are
+    left."""
     times = (TimeElapsedColumn(), TextColumn("<"), TimeRemainingColumn())
     bar = BarColumn(None, table_column=Column(ratio=1))  # what the others leave
     quiet = not console.is_terminal  # a log
-    return Bars(bar, MofNCompleteColumn(), *times, console=console, transient=transient, expand=True, disable=quiet)
+    return Bars(
+        bar, MofNCompleteColumn(), *times, console=console, transient=transient, expand=True, disable=quiet
+    )

@@ -31,15 +31,17 @@ class Entry:
 
 
 def entries(kinds: Sequence[str] = (), unused_since: float | None = None) -> list[Entry]:
-    """What is kept of some kinds (default: all), the largest first. What else lies in the directory is not ours, nor is
-    what a link there points to.
+    """What is kept of some kinds (default: all), the largest first. What else lies in the directory is not
+    ours, nor is what a link there points to.
 
     Args:
         unused_since: only what was not used since then, in seconds since 1970.
     """
     paths = [(kind, path) for kind in kinds or KINDS for path in _paths(kind)]
     found = [_entry(kind, path) for kind, path in paths if path.exists() and not path.is_symlink()]
-    return sorted((e for e in found if unused_since is None or e.used < unused_since), key=lambda entry: -entry.bytes)
+    return sorted(
+        (e for e in found if unused_since is None or e.used < unused_since), key=lambda entry: -entry.bytes
+    )
 
 
 def clear(some: Iterable[Entry]) -> None:
@@ -68,6 +70,8 @@ def _paths(kind: str) -> list[Path]:
 
 
 def _entry(kind: str, path: Path) -> Entry:
-    seen = [file.lstat() for file in (path, *path.rglob("*")) if not file.is_dir()]  # looking at one uses a directory
+    seen = [
+        file.lstat() for file in (path, *path.rglob("*")) if not file.is_dir()
+    ]  # looking at one uses a directory
     used = max((max(about.st_atime, about.st_mtime) for about in seen), default=path.stat().st_mtime)
     return Entry(kind, path, sum(about.st_size for about in seen), used)

@@ -1,4 +1,5 @@
-"""Compilation: a function of tensors as one graph for one row and one for more, with packed weights on the CPU."""
+"""Compilation: a function of tensors as one graph for one row and one for more, with packed weights on the
+CPU."""
 
 import os
 from collections import defaultdict
@@ -22,15 +23,21 @@ HAS_BF16 = HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def compiled(function: Function, device: torch.device) -> Function:
-    """`function` compiled for all sizes of the dimensions that were `freed`; what was made is kept across processes.
+    """`function` compiled for all sizes of the dimensions that were `freed`; what was made is kept across
+    processes.
 
-    Methods of modules of one class share their graphs. On the CPU linear layers read a packed copy of their weights,
-    which later changes of the weights do not reach. The two settings of the compiler are the whole process's.
+    Methods of modules of one class share their graphs. On the CPU linear layers read a packed copy of their
+    weights, which later changes of the weights do not reach. The two settings of the compiler are the whole
+    process's.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # one graph for all layers, whatever their index
+    torch._dynamo.config.allow_unspec_int_on_nn_module = (
+        True  # one graph for all layers, whatever their index
+    )
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))
-    made: Any = torch.compile(function, backend=packing if device.type == "cpu" and HAS_ONEDNN else "inductor")
+    made: Any = torch.compile(
+        function, backend=packing if device.type == "cpu" and HAS_ONEDNN else "inductor"
+    )
     return made
 
 
@@ -57,9 +64,16 @@ def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inducto
     Those are inputs of the graph beside the plain ones, so that layers still share it.
     """
     graph, readers = fx.Graph(), defaultdict[fx.Node, list[fx.Node]](list)
-    graph.output(graph.graph_copy(module.graph, {}))  # the tracer goes on with its own, whose inputs are what it passes
+    graph.output(
+        graph.graph_copy(module.graph, {})
+    )  # the tracer goes on with its own, whose inputs are what it passes
     for node in graph.nodes:
-        if node.target is F.linear and len(node.args) > 1 and not node.kwargs and all(map(_fixed, node.args[1:])):
+        if (
+            node.target is F.linear
+            and len(node.args) > 1
+            and not node.kwargs
+            and all(map(_fixed, node.args[1:]))
+        ):
             readers[node.args[0]].append(node)
     packs: list[_Packed] = []
     for nodes in readers.values():
@@ -90,8 +104,9 @@ def _in_place(node: fx.Node) -> bool:
 def _dtype_for(linear: fx.Node) -> torch.dtype | None:
     """What its weights are packed as, where that is quicker.
 
-    For a few rows MKL takes nearly twice as long with plain weights (docs/log.md). A CPU without bf16 instructions is many
-    times slower in bf16 than in fp32, so weights are packed as fp32 there; one row reads the plain ones, half the bytes.
+    For a few rows MKL takes nearly twice as long with plain weights (docs/log.md). A CPU without bf16
+    instructions is many times slower in bf16 than in fp32, so weights are packed as fp32 there; one row reads
+    the plain ones, half the bytes.
     """
     x, weight = (node.meta["example_value"] for node in linear.all_input_nodes[:2])
     if weight.dtype == torch.bfloat16 and not HAS_BF16:
@@ -108,7 +123,9 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], dtype: torch.dtype) -> "_Packe
     sizes = [len(weight.meta["example_value"]) for weight in weights]
     plain = weights[0].meta["example_value"]
     places = graph.find_nodes(op="placeholder")
-    packed = _Packed([places.index(w) for w in weights], [None if b is None else places.index(b) for b in biases], dtype)
+    packed = _Packed(
+        [places.index(w) for w in weights], [None if b is None else places.index(b) for b in biases], dtype
+    )
     with graph.inserting_after(places[-1]):
         weight, bias = graph.placeholder(f"packed_{len(places)}"), None
         weight.meta["example_value"] = plain.new_empty(sum(sizes), plain.shape[1], dtype=dtype)
@@ -139,8 +156,8 @@ class _Packed:
     dtype: torch.dtype
 
     def __call__(self, args: Sequence[Any]) -> list[Tensor]:
-        """The packed weight, and the bias if any: made at the first use, they live with the first of the weights, and with
-        them the others, so that their ids stay theirs."""
+        """The packed weight, and the bias if any: made at the first use, they live with the first of the
+        weights, and with them the others, so that their ids stay theirs."""
         weights = [args[i] for i in self.weights]
         biases = [None if i is None else args[i] for i in self.biases]
         copies = vars(weights[0]).setdefault("packed", {})
@@ -157,7 +174,9 @@ def _pack(weights: list[Tensor], biases: list[Tensor | None], dtype: torch.dtype
     packed = [torch.ops.mkldnn._reorder_linear_weight(plain, PACKED_FOR)]
     if any(b is not None for b in biases):
         packed.append(
-            torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]).to(dtype)
+            torch.cat(
+                [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
+            ).to(dtype)
         )
     return packed
 

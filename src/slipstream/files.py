@@ -1,4 +1,5 @@
-"""Files: what is read, where results go, whole or not at all, who may write, and where what can be made again is kept."""
+"""Files: what is read, where results go, whole or not at all, who may write, and where what can be made again
+is kept."""
 
 import fcntl
 import gzip
@@ -34,7 +35,8 @@ def check_counts(**counts: int | None) -> None:
 
 
 def evenly(rows: Sequence[T], limit: int | None) -> list[T]:
-    """At most `limit` of the rows, taken evenly over all of them; None: all. Raises ValueError for a limit below 1."""
+    """At most `limit` of the rows, taken evenly over all of them; None: all. Raises ValueError for a limit
+    below 1."""
     check_counts(limit=limit)
     n = len(rows) if limit is None else min(limit, len(rows))
     return [rows[i * len(rows) // n] for i in range(n)]
@@ -112,8 +114,8 @@ def check_writable(*paths: str | None, reads: Iterable[str] = ()) -> None:
     """Refuse output paths before the work, not after it; None is an output that nobody asked for.
 
     Args:
-        reads: files and directories that the command reads. Neither they nor what a model's or a drafter's directory
-            consists of is written over.
+        reads: files and directories that the command reads. Neither they nor what a model's or a drafter's
+            directory consists of is written over.
 
     Raises:
         ValueError: nothing can be written there, or two outputs are one file.
@@ -125,11 +127,14 @@ def check_writable(*paths: str | None, reads: Iterable[str] = ()) -> None:
             place = STANDARD[0] if path in STANDARD else _writable(path)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"output {path} cannot be written: {getattr(error, 'strerror', None) or error}: name a file in a writable "
+                f"output {path} cannot be written: {getattr(error, 'strerror', None) or error}: name a file "
+                f"in a writable "
                 "directory"
             ) from error
         home, name = os.path.split(place)
-        of_source = home in sources and os.path.exists(place) and any(fnmatch(name, loaded) for loaded in LOADED)
+        of_source = (
+            home in sources and os.path.exists(place) and any(fnmatch(name, loaded) for loaded in LOADED)
+        )
         if place in sources or of_source:
             raise ValueError(f"output {path} is read by this command: name another file")
         if place in taken:
@@ -157,7 +162,8 @@ def _writable(path: str) -> str:
 
 @contextmanager
 def replacing(path: str) -> Iterator[TextIO]:
-    """A file to write, put in the place of `path` once it is whole: what was there stays until then. - is standard output.
+    """A file to write, put in the place of `path` once it is whole: what was there stays until then. - is
+    standard output.
 
     Raises:
         ValueError: it cannot be written.
@@ -194,12 +200,18 @@ def locked(path: str | Path) -> Iterator[None]:
     try:
         file = _lock(beside)
     except OSError as error:
-        raise ValueError(f"{path} cannot be locked: {error.strerror}: name a place in a writable directory") from error
+        raise ValueError(
+            f"{path} cannot be locked: {error.strerror}: name a place in a writable directory"
+        ) from error
     if isinstance(file, str):
-        raise ValueError(f"{path} is being written by {file or 'another process'}: wait for its end, or name another")
+        raise ValueError(
+            f"{path} is being written by {file or 'another process'}: wait for its end, or name another"
+        )
     with file:
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        file.write(
+            f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        )
         file.flush()
         try:
             yield
@@ -232,9 +244,19 @@ def understood(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
+    except (
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+        AssertionError,
+    ) as error:
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{what} does not fit: {type(error).__name__}{': ' if reason else ''}{reason}") from error
+        raise ValueError(
+            f"{what} does not fit: {type(error).__name__}{': ' if reason else ''}{reason}"
+        ) from error
 
 
 def write_json(path: str, data: dict[str, Any]) -> None:
@@ -248,13 +270,16 @@ def write_json(path: str, data: dict[str, Any]) -> None:
         with replacing(path) as file:
             file.write(text)
     except ValueError as error:
-        with tempfile.NamedTemporaryFile("w", prefix="slipstream-", suffix=".json", delete=False, encoding="utf-8") as kept:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="slipstream-", suffix=".json", delete=False, encoding="utf-8"
+        ) as kept:
             kept.write(text)
         raise ValueError(f"{error}; the results are in {kept.name}") from error
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """What `update_json` keeps in a file, by key; nothing where there is none yet. Raises ValueError for anything else."""
+    """What `update_json` keeps in a file, by key; nothing where there is none yet. Raises ValueError for
+    anything else."""
     found = read_json(path, "file of results") if os.path.lexists(path) else {}
     if not all(isinstance(entries, dict) for entries in found.values()):
         raise ValueError(f"file of results {path} holds something else: move it away")
@@ -262,8 +287,8 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def update_json(path: Path, key: str, entries: dict[str, Any]) -> None:
-    """Put entries under a key of a file of results, whose others stay. Raises ValueError where it cannot be written, or
-    holds something else."""
+    """Put entries under a key of a file of results, whose others stay. Raises ValueError where it cannot be
+    written, or holds something else."""
     known = read_results(path)
     check_writable(str(path))
     write_json(str(path), {**known, key: known.get(key, {}) | entries})

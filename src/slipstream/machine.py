@@ -52,7 +52,11 @@ def _cpu() -> str:
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()
     multiplies = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    units = [torch.backends.cpu.get_cpu_capability(), "bf16" * multiplies, "AMX" * torch.cpu._is_amx_tile_supported()]
+    units = [
+        torch.backends.cpu.get_cpu_capability(),
+        "bf16" * multiplies,
+        "AMX" * torch.cpu._is_amx_tile_supported(),
+    ]
     return f"{name} ({', '.join(filter(None, units))})"  # one name may stand for very different ones
 
 

@@ -11,7 +11,8 @@ L, HEADS, D, DV = 2, 2, 3, 4
 
 
 class Checked:
-    """A cache and, beside it, a list of numbers per row: the number stands in every key and value of its slot."""
+    """A cache and, beside it, a list of numbers per row: the number stands in every key and value of its
+    slot."""
 
     def __init__(self, batch, capacity, memory=None, **parts):
         self.cache = parts.get("cache") or KVCache(L, batch, capacity, memory=memory)
@@ -42,13 +43,18 @@ class Checked:
             for layer in range(L):
                 at = slice(self.cache.prefix, self.cache.prefix + len(row))
                 for head in range(HEADS):
-                    assert torch.equal(self.cache.keys[layer, b, head, at], (expected + 0.25 * layer).expand(-1, D))
-                    assert torch.equal(self.cache.values[layer, b, head, at], -(expected + 0.25 * layer).expand(-1, DV))
+                    assert torch.equal(
+                        self.cache.keys[layer, b, head, at], (expected + 0.25 * layer).expand(-1, D)
+                    )
+                    assert torch.equal(
+                        self.cache.values[layer, b, head, at], -(expected + 0.25 * layer).expand(-1, DV)
+                    )
 
 
 @st.composite
 def passes(draw, batch):
-    """Numbers, accepted path and count of one pass; columns past the count repeat the last slot, as in a Verdict."""
+    """Numbers, accepted path and count of one pass; columns past the count repeat the last slot, as in a
+    Verdict."""
     R = draw(st.integers(1, 6))
     seeded = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     numbers = torch.randint(1, 10_000, (batch, R), generator=seeded).float()
@@ -63,8 +69,8 @@ def passes(draw, batch):
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 3))
 def test_equals_one_list_per_row(data, batch):
-    """Rows of different lengths, paths with gaps compacted in place, rows that keep nothing, rows that leave and come back:
-    one slot off and a later token attends to a rejected guess.
+    """Rows of different lengths, paths with gaps compacted in place, rows that keep nothing, rows that leave
+    and come back: one slot off and a later token attends to a rejected guess.
     """
     checked = Checked(batch, 90)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -90,14 +96,16 @@ def test_compaction_moves_a_path_onto_slots_it_reads_from():
 
 
 def test_a_tree_may_name_a_depth_that_its_nodes_cannot_reach():
-    """A dynamic tree of budget 3 and depth 7 has a path of 8 columns over 3 slots; `depth` is an upper bound."""
+    """A dynamic tree of budget 3 and depth 7 has a path of 8 columns over 3 slots; `depth` is an upper
+    bound."""
     checked = Checked(1, 20)
     checked.read(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0, 2, 2, 2, 2]]), torch.tensor([2]))
     assert checked.rows == [[1, 3]]
 
 
 def test_inserting_rows_into_a_cache_that_has_read_nothing_keeps_them():
-    """An empty batch that requests join, or a request that joins before its prompt is read: their text must not be lost."""
+    """An empty batch that requests join, or a request that joins before its prompt is read: their text must
+    not be lost."""
     read = Checked(1, 20)
     read.read(torch.tensor([[1.0, 2.0]]), None, torch.tensor([2]))
     for left, right, rows in (
@@ -130,10 +138,16 @@ def test_memory_is_never_touched_and_outlives_select_and_insert():
 
 
 def test_reads_a_bucket_and_never_to_capacity():
-    """Attention over unused slots costs as much as over used ones; slots that are needed must all be there."""
+    """Attention over unused slots costs as much as over used ones; slots that are needed must all be
+    there."""
     cache = KVCache(1, 2, 10 * BUCKET + 7)
     cache.settle([3, BUCKET])
-    for rows, view in ((1, 2 * BUCKET), (BUCKET, 2 * BUCKET), (BUCKET + 1, 3 * BUCKET), (9 * BUCKET, 10 * BUCKET)):
+    for rows, view in (
+        (1, 2 * BUCKET),
+        (BUCKET, 2 * BUCKET),
+        (BUCKET + 1, 3 * BUCKET),
+        (9 * BUCKET, 10 * BUCKET),
+    ):
         cache.reserve(rows)
         assert cache.view == view
     cache.settle([0, 10 * BUCKET])

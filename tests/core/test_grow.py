@@ -32,7 +32,9 @@ def paths_of(tree, b=0):
 
 def independent(ids, log_q=None):
     """Draft steps of which each says the same of all paths."""
-    levels = iter(zip(ids.unbind(1), (torch.zeros(ids.shape) if log_q is None else log_q).unbind(1), strict=True))
+    levels = iter(
+        zip(ids.unbind(1), (torch.zeros(ids.shape) if log_q is None else log_q).unbind(1), strict=True)
+    )
 
     def expand(frontier, origin):
         return tuple(x[:, None].expand(-1, frontier.shape[1], -1) for x in next(levels))
@@ -53,7 +55,8 @@ def test_backbone_hangs_every_level_under_the_first_of_the_last(D, K):
 
 
 class Ranks:
-    """A draft step whose ids spell the path of ranks in base 9; checks that `origin` names the frontier's parents."""
+    """A draft step whose ids spell the path of ranks in base 9; checks that `origin` names the frontier's
+    parents."""
 
     def __init__(self, K):
         self.K, self.steps, self.before = K, 0, None
@@ -71,7 +74,8 @@ class Ranks:
 
 
 def test_static_builds_the_tree_of_figure_9():
-    """EAGLE's published tree: 25 drafted nodes, five draft steps, and at each node the token of its own path."""
+    """EAGLE's published tree: 25 drafted nodes, five draft steps, and at each node the token of its own
+    path."""
     expand = Ranks(4)
     tree = static(torch.zeros(2, dtype=torch.long), FIG9, expand)
     assert tree.nodes == 26
@@ -108,7 +112,10 @@ def test_static_refuses_bad_paths(paths, complaint):
 
 def eagle_2(root, children, depth, width, budget):
     """EAGLE-2's tree for one row, node by node; `children(token)` lists (id, log q)."""
-    pool, frontier = [(float("inf"), root, 0)], [(0.0, root, 0)]  # (score, token, parent) and (score, token, slot)
+    pool, frontier = (
+        [(float("inf"), root, 0)],
+        [(0.0, root, 0)],
+    )  # (score, token, parent) and (score, token, slot)
     for _ in range(depth):
         kids = [
             (score + q, PAD if score + q == -float("inf") else token, slot)
@@ -125,14 +132,17 @@ def eagle_2(root, children, depth, width, budget):
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(1, 24))
 def test_dynamic_equals_eagle_2_in_plain_python(seed, depth, K, width, budget):
-    """Ties: scores in steps of 1/2, where torch.topk may keep a child without its parent; impossible candidates: PAD."""
+    """Ties: scores in steps of 1/2, where torch.topk may keep a child without its parent; impossible
+    candidates: PAD."""
     g = torch.Generator().manual_seed(seed)
     V, B = 9, 2
     ids = torch.rand(B, V, V, generator=g).argsort(-1)[..., :K]
     log_q = -torch.randint(0, 5, (B, V, K), generator=g).float().sort(-1).values / 2
     log_q[log_q == -2] = -torch.inf
     root, rows = torch.randint(V, (B,), generator=g), torch.arange(B)[:, None]
-    tree = dynamic(root, lambda tokens, origin: (ids[rows, tokens], log_q[rows, tokens]), depth, width, budget)
+    tree = dynamic(
+        root, lambda tokens, origin: (ids[rows, tokens], log_q[rows, tokens]), depth, width, budget
+    )
     for b in range(B):
 
         def children(token, b=b):
@@ -146,7 +156,8 @@ def test_dynamic_equals_eagle_2_in_plain_python(seed, depth, K, width, budget):
 
 
 def test_dynamic_draft_steps_know_where_their_frontier_came_from():
-    """An `origin` that counts slots of the pool instead of the frontier: the head would read another node's state."""
+    """An `origin` that counts slots of the pool instead of the frontier: the head would read another node's
+    state."""
     expand = Ranks(4)
     dynamic(torch.zeros(2, dtype=torch.long), expand, depth=4, width=3, budget=9)
     assert expand.steps == 4
@@ -174,7 +185,8 @@ def test_best_first_keeps_the_most_probable_of_all_paths(seed, D, K, budget):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 5), st.integers(1, 12))
 def test_cape_hangs_candidates_by_confidence(seed, D, K, more):
-    """GLIDE §4.2 in plain Python: expansions that are expanded themselves, at the wrong token, or over the budget."""
+    """GLIDE §4.2 in plain Python: expansions that are expanded themselves, at the wrong token, or over the
+    budget."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.rand(2, D, 9, generator=g).argsort(-1)[..., : K + 1]
     log_q = torch.rand(2, D, K + 1, generator=g).log().sort(-1, descending=True).values

@@ -5,13 +5,16 @@ import torch
 
 from slipstream.core.noise import Stream, _words_numpy, _words_torch, gumbel, uniform
 
-KEYS = torch.tensor([[0, 0], [1, 0], [0, 1], [-1, 3], [2**63 - 1, 7], [-(2**63), 2**40], [0x9E3779B97F4A7C15 - 2**64, 5]])
+KEYS = torch.tensor(
+    [[0, 0], [1, 0], [0, 1], [-1, 3], [2**63 - 1, 7], [-(2**63), 2**40], [0x9E3779B97F4A7C15 - 2**64, 5]]
+)
 
 
 @pytest.mark.parametrize("stream", list(Stream))
 @pytest.mark.parametrize("n", [1, 3, 4, 5, 64, 1027])
 def test_kernels_agree_bit_for_bit(stream, n):
-    """The same seed must give the same text on every device: a lost carry or a sign bit in the integer product."""
+    """The same seed must give the same text on every device: a lost carry or a sign bit in the integer
+    product."""
     for position in (0, 1, 2**31, 2**40 + 3):
         positions = torch.full((len(KEYS),), position) + torch.arange(len(KEYS))
         assert torch.equal(_words_numpy(KEYS, stream, positions, n), _words_torch(KEYS, stream, positions, n))
@@ -24,7 +27,8 @@ def test_asking_for_more_extends_what_there_was():
 
 
 def test_every_part_of_the_key_counts():
-    """Rows of one seed, streams of one row or positions of one stream that share noise would correlate draws."""
+    """Rows of one seed, streams of one row or positions of one stream that share noise would correlate
+    draws."""
     draws = [
         uniform(torch.tensor([[seed, row]]), stream, torch.tensor([position]), 8)
         for seed in (0, 1, -1)
@@ -45,7 +49,8 @@ def test_uniforms_are_strictly_inside_the_unit_interval(monkeypatch):
 
 
 def test_gumbel_argmax_draws_from_the_law():
-    """Five standard deviations on every token, over 20,000 positions; one-sided mistakes in −log(−log u) show at once."""
+    """Five standard deviations on every token, over 20,000 positions; one-sided mistakes in −log(−log u) show
+    at once."""
     p = torch.tensor([0.5, 0.25, 0.15, 0.08, 0.02], dtype=torch.float64)
     n = 20_000
     g = gumbel(torch.tensor([[3, 1]]).expand(n, 2).contiguous(), Stream.TARGET, torch.arange(n), len(p))

@@ -20,10 +20,16 @@ def test_no_tree_of_as_many_nodes_is_worth_more(nodes, seed):
     rates = random.Random(seed)
     acceptance = [[rates.random() / 2 for _ in range(2)] for _ in range(3)]
     every = [path for depth in (1, 2, 3) for path in product(range(2), repeat=depth)]
-    trees = [tree for n in range(nodes) for tree in combinations(every, n) if {p[:-1] for p in tree} <= {(), *tree}]
+    trees = [
+        tree for n in range(nodes) for tree in combinations(every, n) if {p[:-1] for p in tree} <= {(), *tree}
+    ]
     paths, tau = optimal_trees(acceptance, [nodes, 6])[nodes]
     assert len(paths) < nodes
-    assert tau == pytest.approx(worth(paths, acceptance)) == pytest.approx(max(worth(tree, acceptance) for tree in trees))
+    assert (
+        tau
+        == pytest.approx(worth(paths, acceptance))
+        == pytest.approx(max(worth(tree, acceptance) for tree in trees))
+    )
 
 
 def test_a_large_budget_is_a_tree_that_can_be_grown():

@@ -1,4 +1,5 @@
-"""Sampling and Sampler against Hugging Face's own processors, row by row, and the histories that penalties read."""
+"""Sampling and Sampler against Hugging Face's own processors, row by row, and the histories that penalties
+read."""
 
 from dataclasses import replace
 
@@ -43,7 +44,9 @@ def hugging_face(logits, s, ids):
 
 def logits_of(seed, rows=1, vocab=V, scale=3.0):
     """Random and, in float64, without ties."""
-    return scale * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return scale * torch.randn(
+        rows, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def observed(sampler, *tokens):
@@ -54,15 +57,21 @@ def observed(sampler, *tokens):
 
 
 hundredths = st.integers(1, 99).map(lambda x: x / 100)
-cuts = {"top_k": st.integers(0, V + 3), "top_p": st.just(1.0) | hundredths, "min_p": st.just(0.0) | hundredths}
-settings_of_a_row = st.fixed_dictionaries(  # keywords: Sampling itself is type-checked, which draws from `random`
-    {
-        "temperature": st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.9]),
-        **cuts,
-        "repetition_penalty": st.sampled_from([1.0, 0.6, 1.7]),
-        "seed": st.integers(-(2**63), 2**63 - 1),
-        "row": st.integers(0, 3),
-    }
+cuts = {
+    "top_k": st.integers(0, V + 3),
+    "top_p": st.just(1.0) | hundredths,
+    "min_p": st.just(0.0) | hundredths,
+}
+settings_of_a_row = (
+    st.fixed_dictionaries(  # keywords: Sampling itself is type-checked, which draws from `random`
+        {
+            "temperature": st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.9]),
+            **cuts,
+            "repetition_penalty": st.sampled_from([1.0, 0.6, 1.7]),
+            "seed": st.integers(-(2**63), 2**63 - 1),
+            "row": st.integers(0, 3),
+        }
+    )
 )
 ids = st.lists(st.integers(0, V - 1), min_size=1, max_size=6)
 
@@ -70,8 +79,9 @@ ids = st.lists(st.integers(0, V - 1), min_size=1, max_size=6)
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(settings_of_a_row, ids), min_size=1, max_size=4), st.integers(0, 2**32))
 def test_batches_equal_hugging_face_row_by_row(rows, seed):
-    """A filter in another order, a column read for the wrong row, or a greedy row filtered because its neighbour samples:
-    support, law and draw of every row are those of the row alone, and the support is Hugging Face's.
+    """A filter in another order, a column read for the wrong row, or a greedy row filtered because its
+    neighbour samples: support, law and draw of every row are those of the row alone, and the support is
+    Hugging Face's.
     """
     rows = [(Sampling(**keywords), prompt) for keywords, prompt in rows]
     logits, at = logits_of(seed, len(rows)), torch.arange(len(rows)) * 5
@@ -105,7 +115,8 @@ def test_batches_equal_hugging_face_row_by_row(rows, seed):
     ids=repr,
 )
 def test_large_vocabularies_cut_where_a_full_sort_cuts(s):
-    """Nearly flat laws over 3,000 tokens: a nucleus or a k beyond the shortlist would silently end at the shortlist."""
+    """Nearly flat laws over 3,000 tokens: a nucleus or a k beyond the shortlist would silently end at the
+    shortlist."""
     flat, peaked = logits_of(1, vocab=3000, scale=0.05), logits_of(2, vocab=3000, scale=5.0)
     scores = Sampler([s, Sampling(1.0, top_p=0.5)], [[0], [0]], 3000).scores(torch.cat([flat, peaked]))
     torch.testing.assert_close(scores[:1], hugging_face(flat, s, [0]))
@@ -137,7 +148,8 @@ def test_presence_and_frequency_count_the_answer_only_and_repetition_the_prompt_
 
 
 def test_a_row_that_is_not_live_keeps_its_history():
-    """Rows stop at different depths of a walk: a finished row that goes on counting penalises what it never said."""
+    """Rows stop at different depths of a walk: a finished row that goes on counting penalises what it never
+    said."""
     rows = [Sampling(frequency_penalty=1.0, processors=(lambda ids, x: x,))] * 2
     sampler = Sampler(rows, [[1], [2]], V)
     sampler.observe(torch.tensor([3, 3]), torch.tensor([True, False]))
@@ -166,7 +178,9 @@ def test_select_and_insert_carry_histories_along():
         assert mixed.draw(torch.zeros(3, V), at.expand(3))[row] == alone(i).draw(torch.zeros(1, V), at)[0]
     mixed.observe(torch.tensor([9, 9, 9]), torch.tensor([False, True, True]))  # and histories go on
     for row, i in ((1, 1), (2, 0)):
-        torch.testing.assert_close(mixed.scores(logits.expand(3, V))[row], observed(alone(i), 9).scores(logits)[0])
+        torch.testing.assert_close(
+            mixed.scores(logits.expand(3, V))[row], observed(alone(i), 9).scores(logits)[0]
+        )
 
 
 def test_processors_read_the_history_of_the_node_they_judge():
@@ -195,10 +209,15 @@ def test_hugging_face_processor_equals_the_built_in_penalty(prompt, answer, seed
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.fixed_dictionaries(cuts), st.integers(0, 2**32), st.sampled_from([0.3, -0.3, 2.0, -2.0]), st.floats(-6, 6))
+@given(
+    st.fixed_dictionaries(cuts),
+    st.integers(0, 2**32),
+    st.sampled_from([0.3, -0.3, 2.0, -2.0]),
+    st.floats(-6, 6),
+)
 def test_slack_brackets_every_support_that_rounding_could_make(keywords, seed, shift, parting):
-    """The audit's promise: if no score moves by more than slack/2, the support stays between the narrowed and the widened
-    one. The worst move pushes all tokens above a parting one way and all below it the other.
+    """The audit's promise: if no score moves by more than slack/2, the support stays between the narrowed and
+    the widened one. The worst move pushes all tokens above a parting one way and all below it the other.
     """
     logits, sampler = logits_of(seed), Sampler([Sampling(1.0, **keywords)], [[]], V)
     moved, slack = logits + torch.where(logits > parting, shift, -shift) / 2, abs(shift) + 1e-9
@@ -215,12 +234,15 @@ def test_slack_moves_the_boundary_by_so_much_and_no_more():
     logits = torch.tensor([[3.0, 2.0, 1.9, 1.0, 0.0]], dtype=torch.float64)  # p: 0.53, 0.20, 0.18, 0.07, 0.03
     for s in (Sampling(1.0, top_k=2), Sampling(1.0, min_p=0.35), Sampling(1.0, top_p=0.69)):
         sampler = Sampler([s], [[]], 5)
-        kept = {slack: (sampler.scores(logits, slack) > -torch.inf).sum().item() for slack in (0.0, 0.2, -0.2)}
+        kept = {
+            slack: (sampler.scores(logits, slack) > -torch.inf).sum().item() for slack in (0.0, 0.2, -0.2)
+        }
         assert kept == {0.0: 2, 0.2: 3, -0.2: 1}
 
 
 def test_slack_moves_the_mass_of_a_nucleus_too():
-    """A token of 0.81 that may as well have 0.78 may need a second to reach 0.8, however far below it that one is."""
+    """A token of 0.81 that may as well have 0.78 may need a second to reach 0.8, however far below it that
+    one is."""
     sampler = Sampler([Sampling(1.0, top_p=0.8)], [[]], 2)
     logits = torch.tensor([[0.81, 0.19]], dtype=torch.float64).log()
     moved = logits + torch.tensor([[-0.1, 0.1]])
@@ -259,7 +281,9 @@ def test_slack_moves_the_mass_of_a_nucleus_too():
     ],
 )
 def test_values_out_of_range_are_refused_by_name(field, value, allowed, monkeypatch):
-    monkeypatch.setattr(config, "jaxtyping_disable", True)  # values of wrong types are to reach our own errors
+    monkeypatch.setattr(
+        config, "jaxtyping_disable", True
+    )  # values of wrong types are to reach our own errors
     with pytest.raises(ValueError, match=f"^{field} is ") as error:
         Sampling(**{field: value})
     assert allowed in str(error.value)
@@ -278,7 +302,10 @@ def test_rows_of_one_seed_draw_apart_and_the_first_draws_what_a_single_row_would
 @pytest.mark.parametrize(
     ("processor", "says"),
     [
-        (lambda ids, x: x[:, :2], r"torch.float64 of shape \[1, 2\]; it must return scores of shape \[1, 23\]"),
+        (
+            lambda ids, x: x[:, :2],
+            r"torch.float64 of shape \[1, 2\]; it must return scores of shape \[1, 23\]",
+        ),
         (lambda ids, x: x[0], r"of shape \[23\]"),
         (lambda ids, x: None, "NoneType"),
         (lambda ids, x: x.argmax(-1, keepdim=True).expand(1, V), "torch.int64"),

@@ -10,12 +10,15 @@ from slipstream.core.shape import FIG9, Shape
 
 
 def grow(name: str):
-    """The tree of a shape under a drafter whose k-th child of token t is 10·t + k + 1, each less likely than the last."""
+    """The tree of a shape under a drafter whose k-th child of token t is 10·t + k + 1, each less likely than
+    the last."""
     shape = Shape.parse(name)
 
     def expand(tokens, origin):
         ids = 10 * tokens[..., None] + 1 + torch.arange(shape.children)
-        return ids, torch.log_softmax(-torch.arange(shape.children, dtype=torch.float64), -1).expand(ids.shape)
+        return ids, torch.log_softmax(-torch.arange(shape.children, dtype=torch.float64), -1).expand(
+            ids.shape
+        )
 
     return shape, shape.grow(torch.zeros(2, dtype=torch.long), expand)
 
@@ -69,7 +72,19 @@ def test_what_a_shape_says_of_its_tree_is_true(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["fig8", "chain", "[" * 100_000, "chain-0", "dynamic-3x4", "best-first-0x4", "cape-0", "beam-2", "[[0], 3]", "[", "[]"],
+    [
+        "fig8",
+        "chain",
+        "[" * 100_000,
+        "chain-0",
+        "dynamic-3x4",
+        "best-first-0x4",
+        "cape-0",
+        "beam-2",
+        "[[0], 3]",
+        "[",
+        "[]",
+    ],
     ids=lambda name: name[:20],
 )
 def test_an_unknown_shape_is_refused_with_the_choices(name):
@@ -99,7 +114,9 @@ def test_a_full_tree_has_all_paths_and_is_not_too_large():
 )
 def test_a_tree_nobody_can_mean_is_refused_with_its_cost(name):
     """Said before anything is built: such trees took minutes and gigabytes."""
-    with pytest.raises(ValueError, match=r"costs [\d,]+ draft steps a round, which read .* at most are 64, 4,096") as error:
+    with pytest.raises(
+        ValueError, match=r"costs [\d,]+ draft steps a round, which read .* at most are 64, 4,096"
+    ) as error:
         Shape.parse(name)
     assert len(str(error.value)) < 400
 

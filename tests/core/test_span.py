@@ -46,7 +46,9 @@ def test_reads_along_the_accepted_path():
 
 
 def test_a_chain_is_kept_without_a_path():
-    span = commit_one(chain(TOKENS), Verdict(torch.arange(5).expand(2, -1), torch.tensor([5, 2]), torch.tensor([15, 25])))
+    span = commit_one(
+        chain(TOKENS), Verdict(torch.arange(5).expand(2, -1), torch.tensor([5, 2]), torch.tensor([15, 25]))
+    )
     assert span.nexts.tolist()[0] == [11, 12, 13, 14, 15]
     assert span.nexts.tolist()[1][:2] == [21, 25]
     assert span.cache.lengths.tolist() == [9, 4]
@@ -87,7 +89,9 @@ def test_probes_are_those_behind_the_last_accepted_host_and_say_how_old_they_are
 
 
 def test_a_span_without_a_tree_has_no_picks():
-    span = commit_one(chain(TOKENS), Verdict(torch.zeros(2, 1).long(), torch.ones(2).long(), torch.tensor([1, 1])))
+    span = commit_one(
+        chain(TOKENS), Verdict(torch.zeros(2, 1).long(), torch.ones(2).long(), torch.tensor([1, 1]))
+    )
     object.__setattr__(span, "logits", None)
     with pytest.raises(ValueError, match="has no tree"):
         _ = span.picks

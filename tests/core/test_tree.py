@@ -37,7 +37,8 @@ def seen_by(visible, row):
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(0, 2))
 def test_layout_equals_pointer_chasing_per_node(parents, spare):
-    """Rows mixed up across the batch, or a loop that stops one level short of (or runs on past) the deepest node."""
+    """Rows mixed up across the batch, or a loop that stops one level short of (or runs on past) the deepest
+    node."""
     depths, visible = tree_of(parents, spare).layout()
     for b, row in enumerate(parents):
         for i in range(len(row)):
@@ -84,7 +85,9 @@ def test_probes_see_their_host_and_its_ancestors_and_nobody_sees_them(parents, M
 def test_one_topology_serves_rows_with_their_own_hosts():
     """Parents [1, N] and hosts [B, G], as a static tree with probes has them."""
     parents, hosts = torch.tensor([[0, 0, 1]]), torch.tensor([[2], [1]])
-    depths, visible = Tree(torch.zeros(2, 3).long(), parents, 2, probes=torch.zeros(1, 4), hosts=hosts).layout()
+    depths, visible = Tree(
+        torch.zeros(2, 3).long(), parents, 2, probes=torch.zeros(1, 4), hosts=hosts
+    ).layout()
     assert depths.tolist() == [[0, 1, 2, 3], [0, 1, 2, 2]]
     assert [seen_by(visible[b], 3) for b in range(2)] == [{0, 1, 2, 3}, {0, 1, 3}]
 
@@ -92,7 +95,8 @@ def test_one_topology_serves_rows_with_their_own_hosts():
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(0, 4))
 def test_clip_keeps_what_is_shallow_and_only_that(parents, limit):
-    """A guess past the end of the context window that could still be accepted, or a shallow one lost with it."""
+    """A guess past the end of the context window that could still be accepted, or a shallow one lost with
+    it."""
     tree = tree_of(parents)
     clipped = tree.clip(limit)
     deep = tree.layout().depths > limit

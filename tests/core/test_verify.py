@@ -9,7 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from enumeration import GREEDY, NUCLEUS, PROMPT, ROOT, WARM, accepted, error, logits_after, logits_at, paths_of, q_after
+from enumeration import (
+    GREEDY,
+    NUCLEUS,
+    PROMPT,
+    ROOT,
+    WARM,
+    accepted,
+    error,
+    logits_after,
+    logits_at,
+    paths_of,
+    q_after,
+)
 from slipstream.core import verify as module
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.tree import PAD, Tree, chain
@@ -21,7 +33,13 @@ def batches(draw, V=5, D=3):
     """Trees of B rows of the same width, on the right track often enough, and settings for each."""
     B, N = draw(st.integers(1, 3)), draw(st.integers(1, 8))
     rows = [  # keywords: Sampling itself is type-checked, which draws from `random`
-        {"temperature": T, "top_p": top_p, "frequency_penalty": 0.2, "seed": draw(st.integers(0, 99)), "row": b}
+        {
+            "temperature": T,
+            "top_p": top_p,
+            "frequency_penalty": 0.2,
+            "seed": draw(st.integers(0, 99)),
+            "row": b,
+        }
         for b in range(B)
         for T, top_p in [draw(st.sampled_from([(0.0, 1.0), (0.8, 1.0), (1.2, 0.7)]))]
     ]
@@ -46,7 +64,8 @@ def sampler_of(rows, V=5):
 @settings(max_examples=100, deadline=None)
 @given(batches())
 def test_coupled_picks_do_not_depend_on_the_tree(batch):
-    """Same seed, same text: every token emitted is the one that plain decoding draws, whatever the tree and the batch."""
+    """Same seed, same text: every token emitted is the one that plain decoding draws, whatever the tree and
+    the batch."""
     tree, rows, lengths = batch
     verdict = verify(replace(tree, law=None), logits_at(tree, 5), lengths, sampler_of(rows))
     for b, row in enumerate(rows):
@@ -65,17 +84,22 @@ def test_coupled_picks_do_not_depend_on_the_tree(batch):
 @settings(max_examples=60, deadline=None)
 @given(batch=batches())
 def test_rows_of_a_batch_are_verified_as_if_alone(law, batch):
-    """Rows accept different numbers of siblings and tokens: a row that has finished must neither move nor count."""
+    """Rows accept different numbers of siblings and tokens: a row that has finished must neither move nor
+    count."""
     tree, rows, lengths = batch
     logits, together = logits_at(tree, 5), sampler_of(rows)
     verdict = verify(tree, logits, lengths, together, law)
     for b, row in enumerate(rows):
         own, i = sampler_of([row]), slice(b, b + 1)
-        alone = verify(Tree(tree.tokens[i], tree.parents[i], tree.depth, tree.law[i]), logits[i], lengths[i], own, law)
+        alone = verify(
+            Tree(tree.tokens[i], tree.parents[i], tree.depth, tree.law[i]), logits[i], lengths[i], own, law
+        )
         assert torch.equal(verdict.path[i], alone.path)
         assert torch.equal(verdict.count[i], alone.count)
         assert torch.equal(verdict.next[i], alone.next)
-        assert torch.equal(together.select([b]).scores(logits[i, 0]), own.scores(logits[i, 0]))  # histories too
+        assert torch.equal(
+            together.select([b]).scores(logits[i, 0]), own.scores(logits[i, 0])
+        )  # histories too
 
 
 def test_verdict_is_a_path_from_the_root_that_ends_in_its_last_slot():

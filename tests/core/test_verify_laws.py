@@ -1,4 +1,5 @@
-"""The coupled and the multi-round law against exact enumeration; planted errors, most once published, are caught."""
+"""The coupled and the multi-round law against exact enumeration; planted errors, most once published, are
+caught."""
 
 import pytest
 import torch
@@ -64,7 +65,9 @@ def fixed_trees(draw, V=4, D=3):
     return Tree(torch.tensor([tokens]), torch.tensor([parents]), max(depths) + draw(st.integers(0, 1)))
 
 
-@pytest.mark.parametrize("s", [WARM, NUCLEUS, PENALISED, GREEDY], ids=["warm", "nucleus", "penalised", "greedy"])
+@pytest.mark.parametrize(
+    "s", [WARM, NUCLEUS, PENALISED, GREEDY], ids=["warm", "nucleus", "penalised", "greedy"]
+)
 @pytest.mark.parametrize("law", [coupled, multi_round])
 @settings(max_examples=20, deadline=None)
 @given(tree=fixed_trees())
@@ -77,7 +80,11 @@ def test_leviathan_accepts_as_often_as_the_laws_overlap():
     """One sampled child: Σ min(p, q). A rule that is exact but accepts less is a slower one."""
     V = 6
     p, q = law_after((ROOT,), V, NUCLEUS), q_after((ROOT,), V)
-    rate = sum(weight for emitted, weight in outcomes(sampled([0, 0], V), multi_round, V, NUCLEUS) if len(emitted) == 2)
+    rate = sum(
+        weight
+        for emitted, weight in outcomes(sampled([0, 0], V), multi_round, V, NUCLEUS)
+        if len(emitted) == 2
+    )
     assert rate == pytest.approx(torch.minimum(p, q).sum().item(), abs=1e-12)
 
 
@@ -86,11 +93,14 @@ def test_top_k_children_are_accepted_with_all_their_mass():
     best = law_after((ROOT,), 6, WARM).topk(3)
     tree = Tree(torch.tensor([[ROOT, *best.indices.tolist()]]), torch.zeros(1, 4).long(), 1)
     for law in (coupled, multi_round):
-        rate = sum(weight for emitted, weight in outcomes(lambda world: tree, law, 6, WARM) if len(emitted) == 2)
+        rate = sum(
+            weight for emitted, weight in outcomes(lambda world: tree, law, 6, WARM) if len(emitted) == 2
+        )
         assert rate == pytest.approx(best.values.sum().item(), abs=1e-12)
 
 
-# --- planted errors -----------------------------------------------------------------------------------------------------
+# --- planted errors
+# -----------------------------------------------------------------------------------------------------
 
 
 def caught(draft, law, V=4, D=2, s=WARM):
@@ -138,7 +148,8 @@ def test_catches_a_bonus_drawn_without_temperature():
 
 
 def rejection(stale):
-    """multi_round, written out for one row; `stale`: the last token from the residual before the last rejection."""
+    """multi_round, written out for one row; `stale`: the last token from the residual before the last
+    rejection."""
 
     def law(tree, node, logits, position, sampler):
         p, q = sampler.law(logits), tree.law[0, node]
@@ -170,15 +181,21 @@ class Refusal(Sampler):
 
 @pytest.mark.parametrize("siblings", [1, 2])
 def test_equal_laws_and_a_forced_rejection_stay_in_the_support(siblings, monkeypatch):
-    """(f) p = q to the last bit leaves a residual without mass: 0/0, and argmax of NaN is token 0, however unlikely."""
+    """(f) p = q to the last bit leaves a residual without mass: 0/0, and argmax of NaN is token 0, however
+    unlikely."""
     V, s = 6, Sampling(1.0, top_k=3)
-    logits = torch.tensor([[[-9.0, 1.0, -3.0, 2.0, -4.0, 0.5]]], dtype=torch.float64).expand(1, 1 + siblings, V)
+    logits = torch.tensor([[[-9.0, 1.0, -3.0, 2.0, -4.0, 0.5]]], dtype=torch.float64).expand(
+        1, 1 + siblings, V
+    )
     q = Sampler([s], [[]], V).law(logits[:, 0])
     tokens, parents = torch.tensor([[0, 3, 1][: 1 + siblings]]), torch.zeros(1, 1 + siblings).long()
     tree = Tree(tokens, parents, 1, q.expand(1, 1 + siblings, V))
 
     def drawn():
-        return {verify(tree, logits, torch.tensor([i]), Refusal([s], [[]], V), multi_round).next.item() for i in range(60)}
+        return {
+            verify(tree, logits, torch.tensor([i]), Refusal([s], [[]], V), multi_round).next.item()
+            for i in range(60)
+        }
 
     x = tree.tokens[:, 1]
     assert torch.equal(residual(q, q, x), q)

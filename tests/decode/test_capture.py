@@ -1,4 +1,5 @@
-"""Captured rounds, with a tape in place of a CUDA graph: the same operators, in order, on the same memory, no others."""
+"""Captured rounds, with a tape in place of a CUDA graph: the same operators, in order, on the same memory, no
+others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,9 @@ from slipstream.decode.answer import Answer
 from slipstream.decode.generate import decode
 from slipstream.drafters.vanilla import Vanilla
 
-DRAFTERS = {name: make for name, make in tiny.DRAFTERS.items() if name not in ("oracle", "random, probes, memory")}
+DRAFTERS = {
+    name: make for name, make in tiny.DRAFTERS.items() if name not in ("oracle", "random, probes, memory")
+}
 PROMPTS = tiny.prompts(7, 13, 40)
 NEW = 30  # past a multiple of the span below
 pytestmark = pytest.mark.usefixtures("unchecked")  # shapes and types are checked by the exactness suite
@@ -61,17 +64,22 @@ def tapes(monkeypatch):
 
 
 def texts(target, drafter, prompts, rows) -> tiny.Texts:
-    answers = [Answer(target, NEW - 8 * i, frozenset(), ()) for i in range(len(prompts))]  # rows leave one by one
+    answers = [
+        Answer(target, NEW - 8 * i, frozenset(), ()) for i in range(len(prompts))
+    ]  # rows leave one by one
     decode(target, drafter, prompts, rows, answers)
     return [answer.tokens for answer in answers]
 
 
 @pytest.mark.parametrize(
-    ("batch", "sampling"), [(1, Sampling()), (3, Sampling(temperature=0.8, top_p=0.9, seed=5))], ids=["T=0", "T=0.8"]
+    ("batch", "sampling"),
+    [(1, Sampling()), (3, Sampling(temperature=0.8, top_p=0.9, seed=5))],
+    ids=["T=0", "T=0.8"],
 )
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_captured_rounds_say_what_plain_decoding_says(tapes, name, sampling, batch, monkeypatch):
-    """State that moves instead of staying put, a length or a choice that was baked in, a value that was looked at."""
+    """State that moves instead of staying put, a length or a choice that was baked in, a value that was
+    looked at."""
     target, rows = tiny.target("llama"), rows_of(sampling, batch)
     drafter = DRAFTERS[name](target, [])
     captured = texts(target, drafter, PROMPTS[:batch], rows)

@@ -42,7 +42,10 @@ BATCHES = {1: slice(4, 5), 3: slice(5, 8), 8: slice(0, 8)}
 
 # every family with ragged prompts; alone and in a full batch with plain, sliding and learned positions
 GRID = [
-    (family, batch) for family in tiny.FAMILIES for batch in BATCHES if batch == 3 or family in ("llama", "qwen2", "gpt2")
+    (family, batch)
+    for family in tiny.FAMILIES
+    for batch in BATCHES
+    if batch == 3 or family in ("llama", "qwen2", "gpt2")
 ]
 
 every_family = pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -51,7 +54,8 @@ every_drafter = pytest.mark.parametrize("name", tiny.DRAFTERS)
 
 @pytest.fixture(autouse=True)
 def checked(request):
-    """Shapes and types, which take three quarters of the time to check, are checked in one family and batch."""
+    """Shapes and types, which take three quarters of the time to check, are checked in one family and
+    batch."""
     asked = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     config.update("jaxtyping_disable", asked.get("family", "llama") != "llama" or asked.get("batch", 3) != 3)
     yield
@@ -77,7 +81,10 @@ def run(
 def plain(family: str, sampling: str) -> tiny.Texts:
     """Every prompt alone, one token per pass."""
     rows = rows_of(SAMPLINGS[sampling], len(PROMPTS))
-    return [run(tiny.target(family), Vanilla(), [prompt], [row])[0] for prompt, row in zip(PROMPTS, rows, strict=True)]
+    return [
+        run(tiny.target(family), Vanilla(), [prompt], [row])[0]
+        for prompt, row in zip(PROMPTS, rows, strict=True)
+    ]
 
 
 def texts_of(family: str, sampling: str) -> tiny.Texts:
@@ -88,7 +95,8 @@ def texts_of(family: str, sampling: str) -> tiny.Texts:
 @every_drafter
 @pytest.mark.parametrize(("family", "batch"), GRID)
 def test_the_text_is_that_of_plain_decoding(family, name, sampling, batch):
-    """Any error in masks, positions, compaction, histories, noise keys or raggedness: one of them changes a token."""
+    """Any error in masks, positions, compaction, histories, noise keys or raggedness: one of them changes a
+    token."""
     target, some = tiny.target(family), BATCHES[batch]
     drafter = tiny.DRAFTERS[name](target, texts_of(family, sampling)[some])
     rows = rows_of(SAMPLINGS[sampling], len(PROMPTS))
@@ -105,7 +113,16 @@ TREES = (  # the second: triangular, as in BiTA's code
     "beam-3x3",
     "cape-3x9",
 )
-HEADS = (tiny.eagle, tiny.eagle3, tiny.fasteagle, tiny.medusa, tiny.bita, tiny.glide, tiny.draft_model, tiny.distilled)
+HEADS = (
+    tiny.eagle,
+    tiny.eagle3,
+    tiny.fasteagle,
+    tiny.medusa,
+    tiny.bita,
+    tiny.glide,
+    tiny.draft_model,
+    tiny.distilled,
+)
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -114,12 +131,15 @@ def test_the_text_is_that_of_plain_decoding_whatever_the_tree(head, tree):
     """Every tree of every head: static, grown by confidence, fixed in breadth or not."""
     target, some = tiny.target("qwen2"), BATCHES[3]
     rows = rows_of(SAMPLINGS["T=0.8"], len(PROMPTS))
-    assert run(target, head(target, tree, "noise"), PROMPTS[some], rows[some]) == plain("qwen2", "T=0.8")[some]
+    assert (
+        run(target, head(target, tree, "noise"), PROMPTS[some], rows[some]) == plain("qwen2", "T=0.8")[some]
+    )
 
 
 @every_family
 def test_the_oracle_is_right_in_every_way(family):
-    """An exactness suite that passes because nothing is ever accepted, or only first siblings in contiguous slots."""
+    """An exactness suite that passes because nothing is ever accepted, or only first siblings in contiguous
+    slots."""
     target, trace = tiny.target(family), io.StringIO()
     oracle = TreeOracle(texts_of(family, "T=0.8"), target.vocab)
     run(target, oracle, PROMPTS, rows_of(SAMPLINGS["T=0.8"], len(PROMPTS)), trace=trace)
@@ -141,7 +161,9 @@ def test_plain_decoding_is_hugging_faces_greedy_search(family, penalty):
     target = tiny.target(family)
     for prompt in PROMPTS[:3]:
         ours = run(target, Vanilla(), [prompt], [Sampling(repetition_penalty=penalty)])
-        theirs = target.hf_generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW, repetition_penalty=penalty)
+        theirs = target.hf_generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW, repetition_penalty=penalty
+        )
         assert ours == [theirs[0, len(prompt) :].tolist()]
 
 
@@ -180,7 +202,10 @@ def test_multi_round_is_reproducible_by_seed():
         (coupled, RandomDrafter(6, width=3)),
         (multi_round, RandomDrafter(6, width=3)),
         (multi_round, RandomDrafter(6, width=3, sampled=True)),
-        (multi_round, TreeOracle([[1, 2, 3, 4, 4, 4]] * 2000, vocab=6, depth=2, width=2)),  # the same guess every time
+        (
+            multi_round,
+            TreeOracle([[1, 2, 3, 4, 4, 4]] * 2000, vocab=6, depth=2, width=2),
+        ),  # the same guess every time
         (coupled, lambda target: tiny.eagle(target, "dynamic-2x3x8", "noise", vocab=5)),
         (multi_round, lambda target: tiny.eagle(target, "[[0],[1],[2],[0,0],[1,0]]", "sampled", vocab=5)),
         (multi_round, lambda target: tiny.eagle(target, "[[0],[1],[2],[0,0],[1,0]]", vocab=5)),
@@ -197,7 +222,8 @@ def test_multi_round_is_reproducible_by_seed():
     + [f"{name}, sampled" for name in ("glide", "distilled", "bita", "medusa")],
 )
 def test_three_tokens_follow_the_targets_law(law, drafter):
-    """Siblings judged against the wrong residual, or draws that share their noise: text from another distribution."""
+    """Siblings judged against the wrong residual, or draws that share their noise: text from another
+    distribution."""
     V, T, prompt, batches, batch = 6, 2.0, [1, 2, 3], 2, 2000  # so hot that every sibling matters
     model = tiny.build(LlamaConfig(**(tiny.GROUPED | {"vocab_size": V})))
     pairs = torch.cartesian_prod(torch.arange(V), torch.arange(V))
@@ -215,4 +241,6 @@ def test_three_tokens_follow_the_targets_law(law, drafter):
     n = batches * batch
     for kept in ("a", "b", "c", "ab", "bc", "abc"):
         p, count = (torch.einsum(f"abc->{kept}", x) for x in (law_of_text, seen))
-        assert ((count - n * p).abs() <= 5 * (n * p * (1 - p)).sqrt() + 2).all(), kept  # + 2: where few are expected
+        assert ((count - n * p).abs() <= 5 * (n * p * (1 - p)).sqrt() + 2).all(), (
+            kept
+        )  # + 2: where few are expected

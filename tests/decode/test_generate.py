@@ -1,4 +1,5 @@
-"""`generate`: where answers end, what is streamed, traced and counted, which defaults hold, what is refused."""
+"""`generate`: where answers end, what is streamed, traced and counted, which defaults hold, what is
+refused."""
 
 import gc
 import io
@@ -94,7 +95,8 @@ WINDOW = 24
 @pytest.mark.parametrize("drafter", EVERY)
 @pytest.mark.parametrize("prompts", [[23], [17], [20, 5, 12]], ids=str)
 def test_the_end_of_the_window(drafter, prompts):
-    """Learned positions beyond the last one: an index error, or a text that ends early or differs from plain decoding."""
+    """Learned positions beyond the last one: an index error, or a text that ends early or differs from plain
+    decoding."""
     target = Target(tiny.build(GPT2Config(**tiny.SHORT, n_embd=32, n_layer=2, n_head=4, n_positions=WINDOW)))
     ids = tiny.prompts(*prompts)
     plain = generate(target, ids, **SAMPLED)
@@ -160,7 +162,9 @@ def test_the_trace_tells_what_happened(target, drafter):
         assert path[0] == 0
         assert [parents[slot] for slot in path[1:]] == path[:-1]
         assert line["round"] == len(rounds[row])
-        rounds[row].append((max(depth_of(slot, parents) for slot, t in enumerate(nodes) if t >= 0), len(path) - 1))
+        rounds[row].append(
+            (max(depth_of(slot, parents) for slot, t in enumerate(nodes) if t >= 0), len(path) - 1)
+        )
         tokens[row] += [nodes[slot] for slot in path[1:]] + [line["next"]]
     for each, seen, counted in zip(made, tokens, rounds, strict=True):
         assert each.tokens == seen[: len(each.tokens)]
@@ -190,7 +194,9 @@ def test_rows_that_finish_early_leave_the_others_alone(target):
     for drafter in tiny.DRAFTERS.values():
         texts = [each.prompt + each.tokens for each in endless]
         batch = generate(target, PROMPTS, drafter(target, texts), **how, eos_token_ids=ends)
-        assert [(each.tokens, each.finish) for each in batch] == [(each.tokens, each.finish) for each in alone]
+        assert [(each.tokens, each.finish) for each in batch] == [
+            (each.tokens, each.finish) for each in alone
+        ]
 
 
 def test_rows_of_a_batch_have_noise_of_their_own(target):
@@ -233,7 +239,11 @@ def test_generation_config_is_honoured(target, config, explicit):
 def test_what_is_given_overrules_generation_config(target, answer):
     """A user's own temperature, penalty or EOS replaced by the model's."""
     other = configured(
-        do_sample=True, temperature=3.0, top_k=2, repetition_penalty=3.0, eos_token_id=[answer[5], answer[7], 1]
+        do_sample=True,
+        temperature=3.0,
+        top_k=2,
+        repetition_penalty=3.0,
+        eos_token_id=[answer[5], answer[7], 1],
     )
     given = {"top_k": 0, "repetition_penalty": 1.0}
     assert generate(other, PROMPT, max_new_tokens=40, **SAMPLED, **given, **ENDLESS).tokens == answer
@@ -245,11 +255,18 @@ def test_what_is_given_overrules_generation_config(target, answer):
 @pytest.mark.parametrize("drafter", EVERY)
 def test_processors_see_each_nodes_own_history(target, drafter):
     """A Hugging Face processor called with the prompt alone, with another branch, or with rejected tokens."""
-    theirs = [target.hf_generate(torch.tensor([p]), max_new_tokens=24, no_repeat_ngram_size=2)[0].tolist() for p in PROMPTS]
+    theirs = [
+        target.hf_generate(torch.tensor([p]), max_new_tokens=24, no_repeat_ngram_size=2)[0].tolist()
+        for p in PROMPTS
+    ]
     processors = [NoRepeatNGramLogitsProcessor(2)]
-    made = generate(target, PROMPTS, EVERY[drafter](target, theirs), max_new_tokens=24, processors=processors, **ENDLESS)
+    made = generate(
+        target, PROMPTS, EVERY[drafter](target, theirs), max_new_tokens=24, processors=processors, **ENDLESS
+    )
     assert [each.prompt + each.tokens for each in made] == theirs
-    assert theirs != [each.prompt + each.tokens for each in generate(target, PROMPTS, max_new_tokens=24, **ENDLESS)]
+    assert theirs != [
+        each.prompt + each.tokens for each in generate(target, PROMPTS, max_new_tokens=24, **ENDLESS)
+    ]
 
 
 def test_laws_go_by_name(target, answer):
@@ -259,7 +276,9 @@ def test_laws_go_by_name(target, answer):
         return RandomDrafter(tiny.VOCAB, width=8, sampled=True)
 
     coupled = generate(target, PROMPT, drafter(), max_new_tokens=40, **SAMPLED, **ENDLESS, law="coupled")
-    multi_round = generate(target, PROMPT, drafter(), max_new_tokens=40, **SAMPLED, **ENDLESS, law="multi-round")
+    multi_round = generate(
+        target, PROMPT, drafter(), max_new_tokens=40, **SAMPLED, **ENDLESS, law="multi-round"
+    )
     assert coupled.tokens == answer != multi_round.tokens
 
 
@@ -271,14 +290,22 @@ def test_laws_go_by_name(target, answer):
         ([PROMPT, []], {}, "the prompt is empty"),
         ([1] * 128, {}, "the prompt has 128 tokens; llama has a window of 128"),
         (PROMPT, {"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
-        (PROMPT, {"temperature": -1.0}, r"temperature is -1\.0; it must be 0 \(greedy\) or a positive number"),
+        (
+            PROMPT,
+            {"temperature": -1.0},
+            r"temperature is -1\.0; it must be 0 \(greedy\) or a positive number",
+        ),
         (PROMPT, {"top_p": 0.0}, r"top_p is 0\.0; it must be in \(0, 1\]"),
         (PROMPT, {"top_p": 1.5}, r"top_p is 1\.5; it must be in \(0, 1\]"),
         (PROMPT, {"drafter": "ngrm"}, "Unknown drafter: 'ngrm'.*Did you mean 'ngram'"),
         (PROMPT, {"law": "leviathan"}, "Unknown law: 'leviathan'. Available: coupled, multi-round"),
         (PROMPT, {"stop": ["a", ""]}, "a stop string is empty"),
         ([PROMPT, PROMPT], {"streamer": Recorder()}, "a streamer takes one prompt, 2 were given"),
-        (PROMPT, {"streamer": print}, "streamer is a builtin_function_or_method: give an object with put and end"),
+        (
+            PROMPT,
+            {"streamer": print},
+            "streamer is a builtin_function_or_method: give an object with put and end",
+        ),
         (PROMPT, {"trace": "trace.jsonl"}, "trace is a str: give an open file, or anything else with write"),
         (PROMPT, {"max_new_tokens": 1.5}, "max_new_tokens is 1.5; it must be at least 1, a whole number"),
         (PROMPT, {"max_new_tokens": True}, "max_new_tokens is True"),
@@ -297,7 +324,11 @@ def test_laws_go_by_name(target, answer):
         ),
         (PROMPT, {"eos_token_ids": ["</s>"]}, "eos_token_ids holds '</s>', a str, as a token id"),
         (PROMPT, {"eos_token_ids": "</s>"}, "eos_token_ids holds '</s>', a str, as a token id"),
-        (PROMPT, {"eos_token_ids": [64]}, "eos_token_ids holds the token id 64; the target's vocabulary has 0 to 63"),
+        (
+            PROMPT,
+            {"eos_token_ids": [64]},
+            "eos_token_ids holds the token id 64; the target's vocabulary has 0 to 63",
+        ),
         (PROMPT, {"stop": 3}, "stop holds 3, a int: give strings"),
         (PROMPT, {"stop": [b"a"]}, "stop holds b'a', a bytes: give strings"),
         (PROMPT, {"stop": "\ud800"}, "a stop string is no Unicode text"),
@@ -309,23 +340,31 @@ def test_laws_go_by_name(target, answer):
 )
 def test_mistakes_are_explained(target, prompts, how, message, monkeypatch):
     """A stack trace from the depths, or a silent default, in place of what is wrong and what is allowed."""
-    monkeypatch.setattr(config, "jaxtyping_disable", True)  # arguments of wrong types are to reach our own errors
+    monkeypatch.setattr(
+        config, "jaxtyping_disable", True
+    )  # arguments of wrong types are to reach our own errors
     with pytest.raises(ValueError, match=message) as error:
         generate(target, prompts, **how)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("mistaken", ["smollm2", None, tiny.reference("llama")], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "mistaken", ["smollm2", None, tiny.reference("llama")], ids=lambda x: type(x).__name__
+)
 def test_a_target_is_a_target(mistaken, monkeypatch):
     """A Hugging Face model has no `encode`, it said."""
     monkeypatch.setattr(config, "jaxtyping_disable", True)
-    with pytest.raises(ValueError, match=r"target is a \w+: give slipstream.Target\(model, tokenizer\) or load_target"):
+    with pytest.raises(
+        ValueError, match=r"target is a \w+: give slipstream.Target\(model, tokenizer\) or load_target"
+    ):
         generate(mistaken, PROMPT)
 
 
 def test_numbers_of_numpy_are_numbers(target):
     how = {"max_new_tokens": 8, "temperature": 0.8, "top_k": 9, "seed": 3, "eos_token_ids": 5}
-    theirs = {name: np.float32(0.8) if name == "temperature" else np.int64(value) for name, value in how.items()}
+    theirs = {
+        name: np.float32(0.8) if name == "temperature" else np.int64(value) for name, value in how.items()
+    }
     want = generate(target, PROMPT, **how | {"temperature": float(np.float32(0.8))})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config, "jaxtyping_disable", True)
@@ -342,7 +381,9 @@ def test_prompts_come_in_many_forms(target):
         (made,) = generate(target, prompts, max_new_tokens=8)
         assert made.tokens == want.tokens
     assert (want.prompt, want.text) == (ids, target.decode(want.tokens))
-    assert generate(target, text, Path("ngram"), max_new_tokens=8).tokens == want.tokens  # a path is a name, too
+    assert (
+        generate(target, text, Path("ngram"), max_new_tokens=8).tokens == want.tokens
+    )  # a path is a name, too
 
 
 @pytest.mark.parametrize("name", EVERY)

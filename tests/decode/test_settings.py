@@ -13,14 +13,14 @@ from transformers import (
 )
 
 import tiny
-from slipstream.bench.baseline import hf_answer
-from slipstream.bench.certify import certify
-from slipstream.bench.questions import Question
 from slipstream.core.sampling import Sampler
 from slipstream.decode.generate import generate
 from slipstream.decode.settings import Settings
 from slipstream.drafters.ngram import NGram
 from slipstream.drafters.tree_oracle import TreeOracle
+from slipstream.measure.baseline import hf_answer
+from slipstream.measure.certify import certify
+from slipstream.measure.questions import Question
 from slipstream.targets import Target
 
 PROMPTS = tiny.prompts(5, 9)
@@ -60,15 +60,27 @@ FIELDS = {
     "bad_words_ids, an end token": lambda said: {"bad_words_ids": [said[3:4]], "eos_token_id": said[3]},
     "min_new_tokens": lambda said: {"min_new_tokens": 9, "eos_token_id": said[4]},
     "min_length": lambda said: {"min_length": len(PROMPTS[0]) + 9, "eos_token_id": [said[4], said[5]]},
-    "min_new_tokens in place of min_length": lambda said: {"min_new_tokens": 5, "min_length": 40, "eos_token_id": said[4]},
-    "sequence_bias": lambda said: {"sequence_bias": [[[said[0]], -9.0], [[said[3], said[5]], 30.0], [[7], 4.0]]},
-    "sequence_bias before the penalty": lambda said: {"sequence_bias": [[[7], 8.0]], "repetition_penalty": 1.9},
+    "min_new_tokens in place of min_length": lambda said: {
+        "min_new_tokens": 5,
+        "min_length": 40,
+        "eos_token_id": said[4],
+    },
+    "sequence_bias": lambda said: {
+        "sequence_bias": [[[said[0]], -9.0], [[said[3], said[5]], 30.0], [[7], 4.0]]
+    },
+    "sequence_bias before the penalty": lambda said: {
+        "sequence_bias": [[[7], 8.0]],
+        "repetition_penalty": 1.9,
+    },
     "no_repeat_ngram_size": lambda said: {"no_repeat_ngram_size": 1},
     "penalty, then no_repeat_ngram_size": lambda said: {"no_repeat_ngram_size": 2, "repetition_penalty": 0.7},
     "encoder_repetition_penalty": lambda said: {"encoder_repetition_penalty": 3.0, "repetition_penalty": 1.2},
     "encoder_no_repeat_ngram_size": lambda said: {"encoder_no_repeat_ngram_size": 1},
     "forced_eos_token_id": lambda said: {"forced_eos_token_id": 9, "eos_token_id": 9},
-    "exponential_decay_length_penalty": lambda said: {"exponential_decay_length_penalty": (3, 1.6), "eos_token_id": 9},
+    "exponential_decay_length_penalty": lambda said: {
+        "exponential_decay_length_penalty": (3, 1.6),
+        "eos_token_id": 9,
+    },
     "remove_invalid_values": lambda said: {"remove_invalid_values": True, "suppress_tokens": said[:1]},
     "renormalize_logits": lambda said: {"renormalize_logits": True, "suppress_tokens": said[:1]},
     "watermarking_config": lambda said: {"watermarking_config": WatermarkingConfig(bias=6.0)},
@@ -91,7 +103,9 @@ def test_a_field_says_what_it_says_in_hugging_face(plain, name):
     for drafter in ("vanilla", NGram(shortest=1), TreeOracle(texts, target.vocab)):
         made = generate(target, PROMPTS, drafter, max_new_tokens=NEW)
         eos = target.generation_config.eos_token_id
-        assert [each.tokens for each in made] == (want if eos is not None else [ended(answer) for answer in want])
+        assert [each.tokens for each in made] == (
+            want if eos is not None else [ended(answer) for answer in want]
+        )
 
 
 def ended(answer: list[int]) -> list[int]:
@@ -112,7 +126,9 @@ def test_stop_strings_and_limits_of_the_target_hold(plain):
     made = generate(target, PROMPTS[0], max_new_tokens=NEW)
     assert (made.tokens, made.finish) == (hf_answer(target, PROMPTS[0], NEW, 0.0), "stop")
     assert made.text == said[: said.index(said[6:8])]
-    assert generate(target, PROMPTS[0], max_new_tokens=NEW, stop=()).tokens == ended(plain[0])  # what is given holds
+    assert generate(target, PROMPTS[0], max_new_tokens=NEW, stop=()).tokens == ended(
+        plain[0]
+    )  # what is given holds
     assert generate(configured(max_new_tokens=7), PROMPTS[0], eos_token_ids=()).tokens == plain[0][:7]
     long = configured(max_length=len(PROMPTS[0]) + 4)
     assert generate(long, PROMPTS[0], eos_token_ids=()).tokens == plain[0][:4]
@@ -133,7 +149,11 @@ CUTS = {
     "eta_cutoff": {"eta_cutoff": 0.05},
     "top_h": {"top_h": 0.5},
     "all": {"top_h": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.8, "epsilon_cutoff": 0.01},
-    "watermark": {"watermarking_config": WatermarkingConfig(bias=3.0), "top_p": 0.8, "suppress_tokens": [1, 2]},
+    "watermark": {
+        "watermarking_config": WatermarkingConfig(bias=3.0),
+        "top_p": 0.8,
+        "suppress_tokens": [1, 2],
+    },
 }
 
 
@@ -144,7 +164,11 @@ def test_a_sampled_token_has_hugging_faces_law(fields):
     torch.manual_seed(0)
     prompt = PROMPTS[0]
     out = target.hf_generate(
-        torch.tensor([prompt]), max_new_tokens=6, output_scores=True, output_logits=True, return_dict_in_generate=True
+        torch.tensor([prompt]),
+        max_new_tokens=6,
+        output_scores=True,
+        output_logits=True,
+        return_dict_in_generate=True,
     )
     row = Settings.of(target, max_new_tokens=6).row(0, prompt)
     for i, (logits, scores) in enumerate(zip(out.logits, out.scores, strict=True)):
@@ -167,7 +191,10 @@ def test_a_sampled_token_has_hugging_faces_law(fields):
         ({"token_healing": True}, "sets token_healing"),
         ({"max_time": 3.0}, "sets max_time"),
         ({"dola_layers": "high"}, "sets dola_layers"),
-        ({"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2])}, "sets watermarking_config"),
+        (
+            {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2])},
+            "sets watermarking_config",
+        ),
         ({"do_sample": True, "temperature": "hot"}, "sets temperature to 'hot'"),
         ({"do_sample": True, "top_k": 0.5}, "sets top_k to '0.5'"),
         ({"eos_token_id": "</s>"}, "sets eos_token_id to '</s>'"),
@@ -182,9 +209,15 @@ def test_what_cannot_be_honoured_is_refused_by_name(fields, says):
     target = configured()
     for name, value in fields.items():
         setattr(target.model.generation_config, name, value)  # also what GenerationConfig itself refuses
-    for ask in (generate, hf_answer) if "temperature" not in fields else (generate,):  # the baseline is always given one
+    for ask in (
+        (generate, hf_answer) if "temperature" not in fields else (generate,)
+    ):  # the baseline is always given one
         with pytest.raises(ValueError, match="generation_config of llama") as error:
-            ask(target, PROMPTS[0], **{"max_new_tokens": 2} | ({"temperature": 1.0} if ask is hf_answer else {}))
+            ask(
+                target,
+                PROMPTS[0],
+                **{"max_new_tokens": 2} | ({"temperature": 1.0} if ask is hf_answer else {}),
+            )
         assert says in str(error.value)
         assert "\n" not in str(error.value)
 
@@ -198,7 +231,9 @@ def test_what_is_read_only_by_sampling_cannot_harm_greedy_decoding(plain):
 
 def test_certify_asks_and_audits_with_the_targets_processors():
     """An audit without them called every token that they had changed unexplained."""
-    target = configured(no_repeat_ngram_size=1, prompt_lookup_num_tokens=3, repetition_penalty=1.2, typical_p=0.8)
+    target = configured(
+        no_repeat_ngram_size=1, prompt_lookup_num_tokens=3, repetition_penalty=1.2, typical_p=0.8
+    )
     questions = [Question("f", "1", "c", ("abcabc",)), Question("f", "2", "c", ("hello",))]
     report = certify(target, ["ngram"], questions, [0.0, 1.0], 12)
     assert report["certified"]

@@ -8,14 +8,15 @@ import torch
 
 import tiny
 from slipstream import generate
-from slipstream.bench.certify import certify
-from slipstream.bench.questions import Question
 from slipstream.core.sampling import Sampling
 from slipstream.decode.audit import audit
+from slipstream.measure.certify import certify
+from slipstream.measure.questions import Question
 from slipstream.targets import Target
 
 PROMPT = tiny.prompts(9)[0]
-SAYS = r"target broken says numbers that are not finite after \d+ tokens, first in model\.layers\.1\.mlp\.up_proj"
+SAYS = r"target broken says numbers that are not finite after \d+ tokens, first in "
+r"model\.layers\.1\.mlp\.up_proj"
 
 
 def broken(number: float, token: int | None = None) -> Target:

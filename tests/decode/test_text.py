@@ -32,16 +32,21 @@ def byte_level() -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, "Ġt", "he", "Ġthe", "ab", "</s>"]
     core = Tokenizer(
-        models.BPE({word: i for i, word in enumerate(words)}, [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("a", "b")])
+        models.BPE(
+            {word: i for i, word in enumerate(words)}, [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("a", "b")]
+        )
     )
     core.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
 
 
 def sentencepiece() -> PreTrainedTokenizerFast:
-    """As Llama 2's: a space is part of the word behind it, but for the first, and rare characters are bytes."""
+    """As Llama 2's: a space is part of the word behind it, but for the first, and rare characters are
+    bytes."""
     words = ["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁the", "▁a", "b", "c", "é", "▁€"]
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
+    core = Tokenizer(
+        models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
+    )
     core.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
@@ -51,22 +56,33 @@ def sentencepiece() -> PreTrainedTokenizerFast:
 def cleaning() -> PreTrainedTokenizerFast:
     """One that would take spaces back."""
     core = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(["a", " ", ".", "n", "'t", "</s>"])}, unk_token="a")
+        models.WordLevel(
+            {word: i for i, word in enumerate(["a", " ", ".", "n", "'t", "</s>"])}, unk_token="a"
+        )
     )
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", clean_up_tokenization_spaces=True)
 
 
-@pytest.mark.parametrize("make", [byte_level, sentencepiece, cleaning, tiny.tokenizer], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [byte_level, sentencepiece, cleaning, tiny.tokenizer], ids=lambda make: make.__name__
+)
 def test_pieces_are_the_text(make):
-    """Half a character printed, a leading space lost or won, a byte that changes those before it, a stop string shown."""
+    """Half a character printed, a leading space lost or won, a byte that changes those before it, a stop
+    string shown."""
     target = Target(tiny.reference("llama"), make())
     drawn = random.Random(0)
-    common = [i for i, word in enumerate(target.tokenizer.convert_ids_to_tokens(range(len(make())))) if len(word) != 6]
+    common = [
+        i
+        for i, word in enumerate(target.tokenizer.convert_ids_to_tokens(range(len(make()))))
+        if len(word) != 6
+    ]
     euro = [make().convert_tokens_to_ids(f"<0x{b:02X}>") for b in "€".encode()]
     stops = 0
     for _ in range(300):
-        tokens = drawn.choices(range(len(make())), k=12) if drawn.random() < 0.5 else drawn.choices(common, k=12)
+        tokens = (
+            drawn.choices(range(len(make())), k=12) if drawn.random() < 0.5 else drawn.choices(common, k=12)
+        )
         if make is sentencepiece and drawn.random() < 0.5:
             at = drawn.randrange(12)
             tokens[at:at] = euro[: drawn.randrange(1, 4)]

@@ -9,10 +9,10 @@ import torch
 import tiny
 from slipstream.decode.generate import generate
 from slipstream.drafters.bita import Bita
-from slipstream.train import bita
-from slipstream.train.data import Example
-from slipstream.train.objective import Batch
-from slipstream.train.recipe import Loss, Recipe
+from slipstream.training import bita
+from slipstream.training.data import Example
+from slipstream.training.objective import Batch
+from slipstream.training.recipe import Loss, Recipe
 
 PROMPTS = tiny.prompts(9, 4, 14)
 
@@ -30,9 +30,12 @@ def objective(target, **head):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mistral"])
-@pytest.mark.parametrize("head", [{}, {"deep": False}, {"prompts": 0}], ids=["deep", "shallow", "masks alone"])
+@pytest.mark.parametrize(
+    "head", [{}, {"deep": False}, {"prompts": 0}], ids=["deep", "shallow", "masks alone"]
+)
 def test_masks_say_in_drafting_what_they_say_in_training(family, head, monkeypatch):
-    """Another position, a group that sees another, a prompt that is turned, a host that its masks do not see."""
+    """Another position, a group that sees another, a prompt that is turned, a host that its masks do not
+    see."""
     monkeypatch.setattr(bita, "DROPOUT", 0.0)
     target, trace = tiny.target(family), io.StringIO()
     trained = objective(target, **head)
@@ -42,7 +45,9 @@ def test_masks_say_in_drafting_what_they_say_in_training(family, head, monkeypat
     for line in map(json.loads, trace.getvalue().splitlines()):
         context = target.new_cache(1, text.shape[1])
         target(bita.chain(text), context)
-        said = trained._masks(context, torch.tensor([[0, at - 1]]), torch.Generator())[0, 1]  # behind another group
+        said = trained._masks(context, torch.tensor([[0, at - 1]]), torch.Generator())[
+            0, 1
+        ]  # behind another group
         best = (said @ target.ends.head.T).topk(2).indices.tolist()
         assert line["tokens"][1:] == [*best[0], best[1][0], best[2][0]]
         at += len(line["accepted"])
@@ -51,7 +56,8 @@ def test_masks_say_in_drafting_what_they_say_in_training(family, head, monkeypat
 
 
 def test_straightforward_decoding_goes_on_with_what_earlier_masks_said(monkeypatch):
-    """Fig. 4: of c accepted tokens the first c masks are done with, the others have spoken of what comes next."""
+    """Fig. 4: of c accepted tokens the first c masks are done with, the others have spoken of what comes
+    next."""
     monkeypatch.setattr(bita, "DROPOUT", 0.0)
     target, trace = tiny.target("llama"), io.StringIO()
     trained, M = objective(target), 3
@@ -63,7 +69,9 @@ def test_straightforward_decoding_goes_on_with_what_earlier_masks_said(monkeypat
         text, host, accepted = prompt + answer.tokens, len(prompt) - 1, 0
         target(bita.chain(torch.tensor([text])), context)
         for line in map(json.loads, trace.getvalue().splitlines()):
-            said = trained._masks(context, torch.tensor([[host]]), torch.Generator())[0, 0] @ target.ends.head.T
+            said = (
+                trained._masks(context, torch.tensor([[host]]), torch.Generator())[0, 0] @ target.ends.head.T
+            )
             expected = said.argmax(-1).tolist()[accepted:]
             guesses = [token for token in line["tokens"][1:] if token >= 0]
             assert guesses == expected
@@ -114,6 +122,8 @@ def test_groups_stand_where_drafting_has_hosts():
 def test_hosts_are_those_likeliest_to_end_a_path():
     target = tiny.target("llama")
     drafter = tiny.bita(target, "backbone-3x2", hosts=3)
-    assert drafter._hosts.tolist() == [[0, 1, 2]]  # slots: 1 and 2 of depth one, 3 and 4 of two, 5 and 6 of three
+    assert drafter._hosts.tolist() == [
+        [0, 1, 2]
+    ]  # slots: 1 and 2 of depth one, 3 and 4 of two, 5 and 6 of three
     assert drafter.rows == 7 + 3 * 3
     assert tiny.bita(target, "backbone-2x2").rows == 5 + 5 * 2  # as many masks as the tree is deep

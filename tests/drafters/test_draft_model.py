@@ -1,4 +1,5 @@
-"""A draft model says what it would say by itself. A wrong mask, position or cache changes no text, only the drafts."""
+"""A draft model says what it would say by itself. A wrong mask, position or cache changes no text, only the
+drafts."""
 
 import io
 
@@ -21,10 +22,13 @@ PROMPTS = tiny.prompts(9, 4, 14)
 @pytest.mark.parametrize("options", [{"tree": "chain-3"}, {"tree": "[[0],[1],[0,0],[1,0],[0,0,0]]"}])
 @pytest.mark.parametrize("chunk", [512, 5])
 def test_a_model_that_drafts_for_itself_is_always_right(family, options, chunk, monkeypatch):
-    """Ragged prompts in chunks, windows that end inside the draft, rows that read a cousin or what was rejected."""
+    """Ragged prompts in chunks, windows that end inside the draft, rows that read a cousin or what was
+    rejected."""
     monkeypatch.setattr(rounds, "CHUNK", chunk)
     target = tiny.target(family)
-    for answer in generate(target, PROMPTS, DraftModel(target, target.ends, **options), max_new_tokens=17, temperature=0.0):
+    for answer in generate(
+        target, PROMPTS, DraftModel(target, target.ends, **options), max_new_tokens=17, temperature=0.0
+    ):
         assert [r.accepted for r in answer.rounds[:-1]] == [3] * (len(answer.rounds) - 1)
 
 
@@ -50,7 +54,8 @@ def test_every_drafted_child_is_among_the_likeliest_of_its_path():
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_skipping_blocks_is_the_model_without_them(family):
-    """The same weights and nothing copied; the target itself stays whole. A block keeps its own kind of window."""
+    """The same weights and nothing copied; the target itself stays whole. A block keeps its own kind of
+    window."""
     target, text = tiny.target(family), torch.tensor(tiny.prompts(11))
     whole = target.features(text.tolist(), ["final"])
     drafter = load_drafter("self-speculative:skip=0", target.ends)
@@ -94,7 +99,8 @@ def test_a_draft_that_cannot_be_made_is_one_clear_line(spec, says):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mistral"])
 def test_a_trained_part_comes_back_from_its_directory(family, tmp_path):
-    """Copies that share a weight with the target, or lose one on the way: drafts of a model that nobody trained."""
+    """Copies that share a weight with the target, or lose one on the way: drafts of a model that nobody
+    trained."""
     target, text = tiny.target(family), tiny.prompts(9)
     whole = [p.clone() for p in target.model.parameters()]
     drafter = tiny.distilled(target, blocks=(0, 1))
@@ -102,12 +108,18 @@ def test_a_trained_part_comes_back_from_its_directory(family, tmp_path):
     save_drafter(tmp_path, "draft-model", family, target.ends, *drafter.pack(), {}, dtype=None)
     again = load_drafter(str(tmp_path), target.ends)
     assert torch.equal(again.vocab, drafter.vocab)
-    said, before = (d.model(chain(torch.tensor(text)), d.model.new_cache(1, 9)).logits for d in (again, drafter))
+    said, before = (
+        d.model(chain(torch.tensor(text)), d.model.new_cache(1, 9)).logits for d in (again, drafter)
+    )
     assert torch.equal(said, before)
     assert said.shape[-1] == tiny.VOCAB // 2
-    untrained = DraftModel(target.ends.part([0, 1], own=True, vocab=drafter.vocab), target.ends, vocab=drafter.vocab)
+    untrained = DraftModel(
+        target.ends.part([0, 1], own=True, vocab=drafter.vocab), target.ends, vocab=drafter.vocab
+    )
     own = target(chain(torch.tensor(text)), target.new_cache(1, 9)).logits[..., drafter.vocab]
-    torch.testing.assert_close(untrained.model(chain(torch.tensor(text)), untrained.model.new_cache(1, 9)).logits, own)
+    torch.testing.assert_close(
+        untrained.model(chain(torch.tensor(text)), untrained.model.new_cache(1, 9)).logits, own
+    )
 
 
 def test_without_skip_the_blocks_that_tune_found_are_skipped(monkeypatch, tmp_path):

@@ -1,4 +1,5 @@
-"""EAGLE drafts what its formulas say. A wrong mask or position changes no text, only the drafts: here it shows."""
+"""EAGLE drafts what its formulas say. A wrong mask or position changes no text, only the drafts: here it
+shows."""
 
 import io
 import math
@@ -21,7 +22,8 @@ PROMPTS = tiny.prompts(9, 4, 14)
 
 
 def naive(drafter: RecursiveDrafter, target, text: list[int], path: list[int]) -> torch.Tensor:
-    """Log q of the token after `text + path`, text read with the target's features, path with guessed ones. No cache."""
+    """Log q of the token after `text + path`, text read with the target's features, path with guessed ones.
+    No cache."""
     head = drafter.head
     out = target(chain(torch.tensor([text])), target.new_cache(1, len(text)), drafter.taps)
     hidden = out.features[0, :-1]  # of all but the root
@@ -32,7 +34,9 @@ def naive(drafter: RecursiveDrafter, target, text: list[int], path: list[int]) -
         n = len(tokens)
         mask = torch.ones(n, n, dtype=torch.bool).tril()[None, None]
         embedded = target.ends.embed(torch.tensor([tokens]))
-        said = head(embedded, hidden[None], torch.arange(n)[None], lambda k, v, mask=mask: (k, v, mask))[0, -1]
+        said = head(embedded, hidden[None], torch.arange(n)[None], lambda k, v, mask=mask: (k, v, mask))[
+            0, -1
+        ]
         if token is not None:
             tokens, hidden = [*tokens, token], torch.cat([hidden, said[None]])
     if isinstance(head, Eagle3Head):
@@ -45,7 +49,8 @@ def naive(drafter: RecursiveDrafter, target, text: list[int], path: list[int]) -
 @pytest.mark.parametrize("tree", ["fig9", "chain-3", "dynamic-3x4x14", "best-first-3x10"])
 @pytest.mark.parametrize("vocab", [None, 40])
 def test_every_drafted_child_is_among_the_likeliest_of_its_path(make, tree, vocab):
-    """A tree row that reads a cousin, a position off by one, a cache that keeps what was rejected, a feature lost."""
+    """A tree row that reads a cousin, a position off by one, a cache that keeps what was rejected, a feature
+    lost."""
     target, trace = tiny.target("llama"), io.StringIO()
     drafter = make(target, tree, vocab=vocab)
     answer = generate(target, PROMPTS[0], drafter, max_new_tokens=12, temperature=0.0, trace=trace)
@@ -112,7 +117,9 @@ def test_noise_proposals_are_the_best_of_log_q_and_the_targets_own_noise():
     position = torch.full((2,), len(PROMPTS[0]) + 1)
     scores = naive(drafter, target, [*PROMPTS[0], 3], []) / 0.7 + sampler.noise(position)
     assert tree.tokens[:, 1:3].tolist() == scores.topk(2).indices.tolist()
-    deeper = torch.stack([naive(drafter, target, [*PROMPTS[0], 3], [x]) for x in tree.tokens[:, 1].tolist()]) / 0.7
+    deeper = (
+        torch.stack([naive(drafter, target, [*PROMPTS[0], 3], [x]) for x in tree.tokens[:, 1].tolist()]) / 0.7
+    )
     assert tree.tokens[:, 3].tolist() == (deeper + sampler.noise(position + 1)).argmax(-1).tolist()
 
 
@@ -183,12 +190,16 @@ def test_another_targets_drafter_is_refused_with_both_fingerprints(home):
 
 def test_the_fingerprint_does_not_depend_on_precision():
     model = tiny.build(tiny.FAMILIES["llama"]).bfloat16()
-    prints = [tiny.Target(model.to(dtype)).fingerprint for dtype in (torch.bfloat16, torch.float32, torch.float64)]
+    prints = [
+        tiny.Target(model.to(dtype)).fingerprint for dtype in (torch.bfloat16, torch.float32, torch.float64)
+    ]
     assert len(set(prints)) == 1
     assert prints[0] != tiny.target("mistral").fingerprint
 
 
-@pytest.mark.parametrize(("file", "says"), [("config.json", "config.json"), ("model.safetensors", "model.safetensors")])
+@pytest.mark.parametrize(
+    ("file", "says"), [("config.json", "config.json"), ("model.safetensors", "model.safetensors")]
+)
 def test_a_damaged_directory_is_one_clear_error(home, file, says, tmp_path):
     (tmp_path / "d" / file).write_text("{")
     with pytest.raises(ValueError, match=says):

@@ -20,7 +20,9 @@ def naive(drafter: FastEagle, target, text: list[int]) -> torch.Tensor:
     """Log q [N, Vd] of the N tokens after `text`. No cache."""
     head, H, n = drafter.head, drafter.head.config.hidden_size, len(text) - 1
     out = target(chain(torch.tensor([text])), target.new_cache(1, n + 1), drafter.taps)
-    g = sum(f @ w.T for f, w in zip(out.features[:, :-1].split(H, -1), head.fuse.weight.split(H, 1), strict=True))
+    g = sum(
+        f @ w.T for f, w in zip(out.features[:, :-1].split(H, -1), head.fuse.weight.split(H, 1), strict=True)
+    )
     x = torch.cat([g, target.ends.embed(torch.tensor([text[1:]]))], -1) @ head.fc.weight.T
     mask = torch.ones(n, n, dtype=torch.bool).tril()[None, None]
     laws = []
@@ -33,7 +35,8 @@ def naive(drafter: FastEagle, target, text: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("tree", ["backbone-3x4", "chain-2", "fig3", "best-first-3x10"])
 @pytest.mark.parametrize("vocab", [None, 40])
 def test_every_drafted_child_is_among_the_likeliest_of_its_depth(tree, vocab):
-    """Layers that share a cache, a position off by one, a law of another depth, rows that were rejected and stayed."""
+    """Layers that share a cache, a position off by one, a law of another depth, rows that were rejected and
+    stayed."""
     target, trace = tiny.target("llama"), io.StringIO()
     drafter = tiny.fasteagle(target, "[[0],[1],[0,0],[1,0],[1,1]]" if tree == "fig3" else tree, vocab=vocab)
     answer = generate(target, PROMPTS[0], drafter, max_new_tokens=12, temperature=0.0, trace=trace)
@@ -65,7 +68,9 @@ def test_sampled_children_follow_the_law_of_their_depth():
     cache.keep(None, count)
     state = drafter.start(rows, 64, target.device)
     drafter.absorb(Span(tokens[:, :-1], tokens[:, 1:], 0 * count, count, cache, out.features), state)
-    tree = drafter.propose(state, Sampler(rows_of(Sampling(temperature=1.5), rows), [PROMPTS[0]] * rows, target.vocab))
+    tree = drafter.propose(
+        state, Sampler(rows_of(Sampling(temperature=1.5), rows), [PROMPTS[0]] * rows, target.vocab)
+    )
     q = (naive(drafter, target, text) / 1.5).softmax(-1)
     torch.testing.assert_close(tree.law[0, :3, :8], q[[0, 1, 1]])
     drawn = tree.tokens[:, [1, 3]]

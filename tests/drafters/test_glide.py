@@ -14,14 +14,15 @@ from slipstream.decode.generate import generate
 from slipstream.drafters.glide import Glide, apart
 from slipstream.drafters.heads import target_rope
 from slipstream.drafters.layers import attend_cache, turns
-from slipstream.train.methods import GlideObjective
-from slipstream.train.recipe import Loss
+from slipstream.training.methods import GlideObjective
+from slipstream.training.recipe import Loss
 
 PROMPTS = tiny.prompts(9, 4, 14)
 
 
 def naive(drafter: Glide, target, text: list[int], path: list[int]) -> torch.Tensor:
-    """Log q of the token after `text + path`: a decoder over all tokens, or all but the first. No cache of its own."""
+    """Log q of the token after `text + path`: a decoder over all tokens, or all but the first. No cache of
+    its own."""
     head, lead = drafter.head, int(drafter.head.config.first_token)
     tokens = torch.tensor([text[1 - lead :] + path])
     out = target(chain(torch.tensor([text[:-1]])), target.new_cache(1, len(text)), drafter.taps)
@@ -30,7 +31,10 @@ def naive(drafter: Glide, target, text: list[int], path: list[int]) -> torch.Ten
     causal = (at <= at[:, None])[None, None]
     # a token that was read again sees what came before it, and the first one itself
     seen = (torch.arange(m) < at.clamp(min=1)[:, None])[None, None]
-    glimpses = [(*apart(part, head.config.target_head_dim), seen) for part in out.features.chunk(len(drafter.taps), -1)]
+    glimpses = [
+        (*apart(part, head.config.target_head_dim), seen)
+        for part in out.features.chunk(len(drafter.taps), -1)
+    ]
     embed = target.ends.embed if head.embed_tokens is None else head.embed_tokens
     attends = [lambda k, v: (k, v, causal)] * head.config.depth
     return drafter.logits(head(embed(tokens), at[None], attends, glimpses)[0, -1]).log_softmax(-1)
@@ -54,8 +58,8 @@ def test_every_drafted_child_is_among_the_likeliest_of_its_path(family, tree, ma
 
 @pytest.mark.parametrize("published", [False, True])
 def test_rows_of_a_batch_draft_as_they_do_alone(published, monkeypatch):
-    """Ragged prefill, in chunks of which a text begins in the second; rows that end before others, slots of one row seen
-    by another."""
+    """Ragged prefill, in chunks of which a text begins in the second; rows that end before others, slots of
+    one row seen by another."""
     monkeypatch.setattr("slipstream.decode.round.CHUNK", 5)
     target = tiny.target("llama")
     drafter = tiny.glide(target, depth=2, published=published)
@@ -67,7 +71,8 @@ def test_rows_of_a_batch_draft_as_they_do_alone(published, monkeypatch):
 
 @pytest.mark.parametrize("published", [False, True])
 def test_a_block_of_training_is_a_draft(published):
-    """A mask that shows training what drafting will not have, or an offset that moves with anything but its generator."""
+    """A mask that shows training what drafting will not have, or an offset that moves with anything but its
+    generator."""
     target, T, block = tiny.target("llama"), 12, 4
     drafter = tiny.glide(target, "chain-4", published=published)
     objective, text = GlideObjective(drafter.head, target.ends, None), torch.tensor(tiny.prompts(T + 1))
@@ -82,13 +87,18 @@ def test_a_block_of_training_is_a_draft(published):
             cache.keep(None, count)
             state = drafter.start(1, T + 1, target.device)
             drafter.absorb(
-                Span(text[:, : row + 1], text[:, 1 : row + 2], 0 * count, count, cache, features[:, : row + 1]), state
+                Span(
+                    text[:, : row + 1], text[:, 1 : row + 2], 0 * count, count, cache, features[:, : row + 1]
+                ),
+                state,
             )
             torch.testing.assert_close(state.hidden[0], said[0, row])
             for j in range(1, block):  # along the text itself
                 own, positions = attend_cache(state.cache, 1, j - 1)
                 glimpses = drafter._glimpses(state.seen, state.seen.lengths)
-                hidden = drafter._forward(text[:, row + 1 + j, None], positions + 1 - drafter.lead, own, glimpses)
+                hidden = drafter._forward(
+                    text[:, row + 1 + j, None], positions + 1 - drafter.lead, own, glimpses
+                )
                 torch.testing.assert_close(hidden[0, 0], said[0, row + j])
     assert len(firsts) > 2
 
@@ -105,7 +115,8 @@ SCALED = {
 
 @pytest.mark.parametrize("name", [*tiny.FAMILIES, *SCALED])
 def test_queries_are_turned_as_the_targets_own(name):
-    """Another base, width or scaling than the target's: glimpses of the wrong positions (the public code's fault)."""
+    """Another base, width or scaling than the target's: glimpses of the wrong positions (the public code's
+    fault)."""
     if name in SCALED:
         model = tiny.build(LlamaConfig(**tiny.GROUPED, rope_parameters={"rope_theta": 5e5, **SCALED[name]}))
     else:
@@ -120,13 +131,19 @@ def test_queries_are_turned_as_the_targets_own(name):
         kind = (config.layer_types[block],) if len(signature(theirs.forward).parameters) > 2 else ()
         wanted = theirs(torch.zeros(1), at, *kind)
         ours = turns(at, torch.tensor(frequencies), torch.float32)
-        assert all(torch.allclose(factor * mine[:, 0], other, atol=1e-5) for mine, other in zip(ours, wanted, strict=True))
+        assert all(
+            torch.allclose(factor * mine[:, 0], other, atol=1e-5)
+            for mine, other in zip(ours, wanted, strict=True)
+        )
 
 
-def published(config: dict, t: dict[str, torch.Tensor], text: list[int], drafted: list[int], cached) -> torch.Tensor:
-    """Logits of the public code's draft (GliDe_with_a_CaPE_ICML_24, glideModel.py) after text and drafted tokens, one token
-    and one head at a time. It has its own embedding and LM head, reads every token from the first on at its position, and
-    no norm stands before cross-attention; that turns queries by the base 10000 and sees all that the target has cached."""
+def published(
+    config: dict, t: dict[str, torch.Tensor], text: list[int], drafted: list[int], cached
+) -> torch.Tensor:
+    """Logits of the public code's draft (GliDe_with_a_CaPE_ICML_24, glideModel.py) after text and drafted
+    tokens, one token and one head at a time. It has its own embedding and LM head, reads every token from the
+    first on at its position, and no norm stands before cross-attention; that turns queries by the base 10000
+    and sees all that the target has cached."""
     heads, width = config["heads"], config["width"]
     large, wide = config["large_heads"], config["large_width"]
     keys, values = cached  # of one block: [kv heads, positions, width], keys turned
@@ -153,21 +170,30 @@ def published(config: dict, t: dict[str, torch.Tensor], text: list[int], drafted
         parts = []
         for head in range(heads):
             at = slice(head * width, (head + 1) * width)
-            q, k, v = ([t[f"model.{of}self_attn.{name}_proj.weight"][at] @ x for x in read] for name in ("q", "k", "v"))
+            q, k, v = (
+                [t[f"model.{of}self_attn.{name}_proj.weight"][at] @ x for x in read]
+                for name in ("q", "k", "v")
+            )
             parts.append(mix(turn(q[-1], position), [turn(each, i) for i, each in enumerate(k)], v))
         x = xs[position] + t[f"model.{of}self_attn.o_proj.weight"] @ torch.cat(parts)
         queries = (t[f"model.{of}cross_attn.q_proj.weight"] @ x).split(wide)
         group = large // len(keys)
-        parts = [mix(turn(q, position), list(keys[i // group]), list(values[i // group])) for i, q in enumerate(queries)]
+        parts = [
+            mix(turn(q, position), list(keys[i // group]), list(values[i // group]))
+            for i, q in enumerate(queries)
+        ]
         x = x + t[f"model.{of}cross_attn.o_proj.weight"] @ torch.cat(parts)
         y = norm(f"{of}post_attention_layernorm", x)
         gate = torch.nn.functional.silu(t[f"model.{of}mlp.gate_proj.weight"] @ y)
-        said.append(x + t[f"model.{of}mlp.down_proj.weight"] @ (gate * (t[f"model.{of}mlp.up_proj.weight"] @ y)))
+        said.append(
+            x + t[f"model.{of}mlp.down_proj.weight"] @ (gate * (t[f"model.{of}mlp.up_proj.weight"] @ y))
+        )
     return t["lm_head.weight"] @ norm("norm", said[-1])
 
 
 def test_a_head_of_the_public_code_loads_and_says_what_it_says_there():
-    """A norm that it does not have, a first token that it reads and ours did not, another base than it turns queries by."""
+    """A norm that it does not have, a first token that it reads and ours did not, another base than it turns
+    queries by."""
     target = tiny.target("llama")
     d, kv, wide = 24, 2, 8  # the target's keys: 2 heads of 8
     shapes = {"model.embed_tokens": (64, d), "model.norm": (d,), "lm_head": (64, d)}
@@ -176,10 +202,14 @@ def test_a_head_of_the_public_code_loads_and_says_what_it_says_there():
     shapes |= {f"{of}self_attn.{name}_proj": (d, d) for name in "qkvo"}
     shapes |= {f"{of}cross_attn.q_proj": (4 * wide, d), f"{of}cross_attn.o_proj": (d, 4 * wide)}
     shapes |= {f"{of}mlp.{name}_proj": (40, d) for name in ("gate", "up")} | {f"{of}mlp.down_proj": (d, 40)}
-    tensors = {f"{name}.weight": tiny.noise(*shape, scale=0.5, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    tensors = {
+        f"{name}.weight": tiny.noise(*shape, scale=0.5, seed=i)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
     frequencies = [10000.0 ** (-i / (wide // 2)) for i in range(wide // 2)]
     sizes = {
-        "hidden_size": d, "intermediate_size": 40, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8,
+        "hidden_size": d, "intermediate_size": 40, "num_attention_heads": 3, "num_key_value_heads": 3,
+        "head_dim": 8,
         "target_size": 32, "target_heads": 4, "target_head_dim": wide, "target_rope": [(frequencies, 1.0)],
         "vocab_size": 64, "draft_vocab_size": 64, "cross_norm": False, "first_token": True,
     }  # fmt: skip
@@ -193,7 +223,9 @@ def test_a_head_of_the_public_code_loads_and_says_what_it_says_there():
         cached = apart(target.features([text[:-1]], drafter.taps), wide)
         logits = published(about, tensors, text, path, [part[0].detach() for part in cached])
         assert kid == int(logits.argmax())
-        torch.testing.assert_close(naive(drafter, target, text, path), logits.log_softmax(-1), atol=1e-9, rtol=0)
+        torch.testing.assert_close(
+            naive(drafter, target, text, path), logits.log_softmax(-1), atol=1e-9, rtol=0
+        )
         checked += 1
     assert checked > 6
     assert kv == len(cached[0][0])

@@ -14,7 +14,10 @@ from slipstream.drafters.store import save_drafter
 
 def paths(tree: Tree, row: int) -> set[tuple[int, ...]]:
     """Every path of real tokens below the root."""
-    tokens, parents = tree.tokens[row].tolist(), tree.parent_slots().expand(len(tree.tokens), -1)[row].tolist()
+    tokens, parents = (
+        tree.tokens[row].tolist(),
+        tree.parent_slots().expand(len(tree.tokens), -1)[row].tolist(),
+    )
 
     def path(slot: int) -> tuple[int, ...]:
         return (*path(parents[slot]), tokens[slot]) if slot else ()
@@ -56,18 +59,22 @@ def test_what_cannot_be_joined_is_refused():
 
 
 def test_the_default_tree_is_no_deeper_than_the_head(tmp_path):
-    """`hybrid:head=fasteagle`, as the help offers it, was refused: four deep, and the head says two tokens."""
+    """`hybrid:head=fasteagle`, as the help offers it, was refused: four deep, and the head says two
+    tokens."""
     target = tiny.target("llama")
     config, tensors = tiny.fasteagle(target, "chain-2").pack()
     save_drafter(tmp_path, "fasteagle", "llama", target.ends, config, tensors, {}, dtype=None)
     made = load_drafter(f"hybrid:head={tmp_path}:proposal=noise", target.ends)
     assert (made.head.shape.name, made.head.proposal, made.depth) == ("best-first-3x16", "noise", 6)
-    assert load_drafter("hybrid:head=self-speculative:skip=0", target.ends).head.shape.name == "best-first-4x16"
+    assert (
+        load_drafter("hybrid:head=self-speculative:skip=0", target.ends).head.shape.name == "best-first-4x16"
+    )
 
 
 @pytest.mark.parametrize("head", ["eagle", "fasteagle", "glide", "draft_model", "bita"])
 def test_matches_deeper_than_the_head_fit_up_to_the_end(head, unchecked):
-    """A cache that is sized for the head's own depth, when all of a long match is accepted in the last round."""
+    """A cache that is sized for the head's own depth, when all of a long match is accepted in the last
+    round."""
     target = tiny.target("llama")
     drafter = Hybrid(getattr(tiny, head)(target, "best-first-1x11"), NGram(8, shortest=1))
     for prompt in tiny.prompts(12, 9):

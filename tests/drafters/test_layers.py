@@ -18,7 +18,13 @@ def test_scaled_positions_are_hugging_faces(kind):
     sizes = LayerConfig(48, 64, 4, 2, head_dim=16, rope_theta=500.0, rope_scaling=scaling)
     rope = {"rope_theta": 500.0, **scaling}
     theirs = LlamaRotaryEmbedding(
-        LlamaConfig(hidden_size=48, num_attention_heads=4, head_dim=16, max_position_embeddings=128, rope_parameters=rope)
+        LlamaConfig(
+            hidden_size=48,
+            num_attention_heads=4,
+            head_dim=16,
+            max_position_embeddings=128,
+            rope_parameters=rope,
+        )
     )
     at = torch.arange(100)[None]
     for mine, other in zip(Rope.scaled(sizes)(at, torch.float32), theirs(torch.zeros(1), at), strict=True):

@@ -40,7 +40,8 @@ def naive(prompt, answer, trace, target):
 
 @pytest.mark.parametrize("row", range(3))
 def test_every_round_drafts_its_columns_and_the_latest_ngrams(row):
-    """A column that goes on from another's token, levels shifted the wrong way, n-grams of another row, a stale pool."""
+    """A column that goes on from another's token, levels shifted the wrong way, n-grams of another row, a
+    stale pool."""
     target, trace = tiny.target("llama"), io.StringIO()
     prompt, drafted = PROMPTS[row], 0
     answer = generate(target, prompt, Lookahead(W, N, G), max_new_tokens=24, temperature=0.0, trace=trace)
@@ -53,7 +54,9 @@ def test_every_round_drafts_its_columns_and_the_latest_ngrams(row):
         paths = [path(slot) for slot in range(1, len(tokens))]
         for j in range(W):
             assert [*levels[0][: j + 1], *(levels[i][j] for i in range(1, N - 1))] in paths
-        branches = [paths[slot - 1] for slot in range(len(tokens) - G * (N - 1), len(tokens)) if tokens[slot] >= 0]
+        branches = [
+            paths[slot - 1] for slot in range(len(tokens) - G * (N - 1), len(tokens)) if tokens[slot] >= 0
+        ]
         assert [tuple(branch) for branch in branches if len(branch) == N - 1] == guesses
         drafted += len(guesses)
     assert drafted
@@ -63,4 +66,6 @@ def test_numbers_that_leave_nothing_to_draft_are_refused():
     with pytest.raises(ValueError, match="ngram >= 2"):
         Lookahead(ngram=1)
     assert Lookahead(window=1, ngram=2, guesses=1).rows == 3
-    assert torch.equal(Lookahead(window=2, ngram=3, guesses=1)._parents[0], torch.tensor([0, 0, 1, 1, 2, 0, 5]))
+    assert torch.equal(
+        Lookahead(window=2, ngram=3, guesses=1)._parents[0], torch.tensor([0, 0, 1, 1, 2, 0, 5])
+    )

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 import tiny
 from slipstream.decode.generate import generate
-from slipstream.train.data import Example
-from slipstream.train.methods import MedusaObjective
-from slipstream.train.objective import Batch
-from slipstream.train.recipe import Loss
+from slipstream.training.data import Example
+from slipstream.training.methods import MedusaObjective
+from slipstream.training.objective import Batch
+from slipstream.training.recipe import Loss
 
 
 def laws(drafter, state):

@@ -14,7 +14,8 @@ from slipstream.drafters.ngram import NGram
 
 
 def lookup(text, depth, longest, shortest):
-    """The continuation of the longest (then latest) earlier occurrence of the text's end; `None` without one."""
+    """The continuation of the longest (then latest) earlier occurrence of the text's end; `None` without
+    one."""
     for n in range(min(longest, len(text) - 1), shortest - 1, -1):
         for end in range(len(text) - 1, n - 1, -1):
             if text[end - n : end] == text[-n:]:
@@ -31,7 +32,8 @@ def span_of(pieces, start):
 
 
 def absorb(drafter, texts, cuts=()):
-    """Feed the texts, root last, in pieces cut so many tokens before the end, where a shorter text has not begun."""
+    """Feed the texts, root last, in pieces cut so many tokens before the end, where a shorter text has not
+    begun."""
     state = drafter.start(len(texts), 64, torch.device("cpu"))
     done = [0] * len(texts)
     for cut in sorted({0, *cuts}, reverse=True):
@@ -48,14 +50,17 @@ def propose(drafter, state):
 
 
 texts_of = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=24), min_size=1, max_size=3)
-limits = st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(1, 5)).map(lambda x: (x[0], max(x[1:]), min(x[1:])))
+limits = st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(1, 5)).map(
+    lambda x: (x[0], max(x[1:]), min(x[1:]))
+)
 
 
 @settings(max_examples=200, deadline=None)
 @given(texts_of, limits, st.sets(st.integers(1, 20), max_size=3))
 def test_equals_a_search_in_plain_lists(texts, limits, cuts):
-    """Matches that start before the text or end in another row's padding, an earlier match preferred to a later one, a
-    continuation off by one: the drafter would still be lossless, only useless, so no other test would tell.
+    """Matches that start before the text or end in another row's padding, an earlier match preferred to a
+    later one, a continuation off by one: the drafter would still be lossless, only useless, so no other test
+    would tell.
     """
     drafter = NGram(*limits)
     tree = propose(drafter, absorb(drafter, texts, cuts=cuts))
@@ -88,7 +93,8 @@ def test_rows_come_and_go_with_their_text():
 
 
 def test_padding_past_the_capacity_leaves_the_last_token_alone():
-    """A row that fills its table while the span has padded columns beyond: all of them landed on the last slot."""
+    """A row that fills its table while the span has padded columns beyond: all of them landed on the last
+    slot."""
     drafter = NGram(depth=1, longest=1, shortest=1)
     state = drafter.start(1, 3, torch.device("cpu"))
     tokens, nexts = torch.tensor([[[1, 2, 7, 9]], [[2, 7, 7, 9]]])

@@ -1,4 +1,5 @@
-"""Weights come back from a drafter directory as they were stored, and nobody else's directory is written into."""
+"""Weights come back from a drafter directory as they were stored, and nobody else's directory is written
+into."""
 
 import json
 
@@ -26,7 +27,9 @@ def test_int8_takes_half_the_space_and_half_a_step(make, tmp_path):
     target = tiny.target("llama")
     drafter, sizes = make(target, "chain-2"), {}
     for dtype in (torch.bfloat16, torch.int8):
-        save_drafter(tmp_path / str(dtype), drafter.method, "tiny", target.ends, *drafter.pack(), {}, dtype=dtype)
+        save_drafter(
+            tmp_path / str(dtype), drafter.method, "tiny", target.ends, *drafter.pack(), {}, dtype=dtype
+        )
         sizes[dtype] = sum(t.numel() * t.itemsize for t in stored(drafter.pack()[1], dtype).values())
     assert sizes[torch.int8] < 0.7 * sizes[torch.bfloat16]  # tiny rows: their steps take an eighth
     config, tensors = read_drafter(tmp_path / "torch.int8", target.ends)
@@ -65,7 +68,9 @@ def write(directory, to: str, target, source: str, force: bool = False) -> None:
     elif to == "export":
         export_head(source, str(directory), target.ends, force=force)
     else:
-        save_drafter(directory, "eagle", "tiny", target.ends, *tiny.eagle(target, "chain-2").pack(), {}, force=force)
+        save_drafter(
+            directory, "eagle", "tiny", target.ends, *tiny.eagle(target, "chain-2").pack(), {}, force=force
+        )
 
 
 @pytest.mark.parametrize("to", ["import", "export", "train"])
@@ -131,8 +136,13 @@ def test_a_command_that_fails_leaves_no_directory(target, tmp_path):
 )
 def test_a_config_that_does_not_fit_is_one_line(target, drafter, tmp_path, key, value):
     path = tmp_path / "drafter" / "config.json"
-    path.write_text(value if key is None else "\ufeff" + json.dumps(json.loads(path.read_text()) | {key: value}))
-    for use in (lambda: load_drafter(drafter, target.ends), lambda: export_head(drafter, str(tmp_path / "o"), target.ends)):
+    path.write_text(
+        value if key is None else "\ufeff" + json.dumps(json.loads(path.read_text()) | {key: value})
+    )
+    for use in (
+        lambda: load_drafter(drafter, target.ends),
+        lambda: export_head(drafter, str(tmp_path / "o"), target.ends),
+    ):
         with pytest.raises(ValueError, match=r"config\.json|does not fit|no drafter|Unknown") as refused:
             use()
         assert "\n" not in str(refused.value)

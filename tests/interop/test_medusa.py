@@ -90,7 +90,9 @@ def test_our_own_heads_in_both_layouts(tmp_path):
 def test_blocks_alone_say_with_the_targets_own_lm_head(tmp_path, layout):
     """As the legacy trainer writes them; vLLM's file has that LM head once (`original_lm_head`)."""
     target, tensors = tiny.target("llama"), {name: t for name, t in official(2).items() if ".linear." in name}
-    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 3, "medusa_num_layers": 2, "version": "2"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"medusa_num_heads": 3, "medusa_num_layers": 2, "version": "2"})
+    )
     torch.save(tensors, tmp_path / "medusa_lm_head.pt")
     report = import_head(str(tmp_path), str(tmp_path / "d"), "llama", target.ends)
     assert any("lm_heads: absent" in note for note in report.notes)
@@ -108,7 +110,10 @@ def test_blocks_alone_say_with_the_targets_own_lm_head(tmp_path, layout):
     assert again.head.config == drafter.head.config
     assert all(torch.equal(again.head.state_dict()[name], t) for name, t in drafter.head.state_dict().items())
     prompt = tiny.prompts(9)[0]
-    assert generate(target, prompt, again, max_new_tokens=8).tokens == generate(target, prompt, max_new_tokens=8).tokens
+    assert (
+        generate(target, prompt, again, max_new_tokens=8).tokens
+        == generate(target, prompt, max_new_tokens=8).tokens
+    )
 
 
 def test_the_lm_head_of_another_target_is_refused(tmp_path):

@@ -19,13 +19,28 @@ from slipstream.targets import Target
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 KINDS = {
     "MHA": {"num_attention_heads": 4, "num_key_value_heads": 4},
-    "GQA": {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 80, "rope_theta": 500000.0},
+    "GQA": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 80,
+        "rope_theta": 500000.0,
+    },
     "attention bias": {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True},
     "no fc bias": {"num_attention_heads": 4, "num_key_value_heads": 1, "bias": False, "rms_norm_eps": 1e-2},
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2, "model_type": "qwen2"},
-    "qkv bias": {"num_attention_heads": 4, "num_key_value_heads": 2, "qkv_bias": True, "attention_bias": False},
+    "qkv bias": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "qkv_bias": True,
+        "attention_bias": False,
+    },
     "linear rope": {"num_attention_heads": 4, "rope_scaling": {"type": "linear", "factor": 2.0}},
-    "llama3 rope": {"num_attention_heads": 4, "rope_theta": 500.0, "max_position_embeddings": 32, "rope_scaling": LLAMA3},
+    "llama3 rope": {
+        "num_attention_heads": 4,
+        "rope_theta": 500.0,
+        "max_position_embeddings": 32,
+        "rope_scaling": LLAMA3,
+    },
 }
 H = 48
 
@@ -44,8 +59,19 @@ def groups(config: dict) -> int:
 
 def public(ends: Ends, kind: dict) -> tuple[dict, dict[str, torch.Tensor]]:
     """config.json and random tensors of a public checkpoint."""
-    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": H, "intermediate_size": 64, "rms_norm_eps": 1e-6}
-    config |= {"num_hidden_layers": 1, "vocab_size": tiny.VOCAB, "hidden_act": "silu", "torch_dtype": "float64", **kind}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": H,
+        "intermediate_size": 64,
+        "rms_norm_eps": 1e-6,
+    }
+    config |= {
+        "num_hidden_layers": 1,
+        "vocab_size": tiny.VOCAB,
+        "hidden_act": "silu",
+        "torch_dtype": "float64",
+        **kind,
+    }
     A, K, D = config["num_attention_heads"], groups(config), H // config["num_attention_heads"]
     width = config["intermediate_size"]
     shapes = {"fc.weight": (H, 2 * H), "layers.0.post_attention_layernorm.weight": (H,)}
@@ -56,7 +82,9 @@ def public(ends: Ends, kind: dict) -> tuple[dict, dict[str, torch.Tensor]]:
         shapes["fc.bias"] = (H,)
     if config.get("attention_bias") or config.get("qkv_bias") or config.get("model_type") == "qwen2":
         shapes |= {f"layers.0.self_attn.{x}_proj.bias": (n * D,) for x, n in (("q", A), ("k", K), ("v", K))}
-    tensors = {name: tiny.noise(*shape, scale=0.2, seed=i) for i, (name, shape) in enumerate(sorted(shapes.items()))}
+    tensors = {
+        name: tiny.noise(*shape, scale=0.2, seed=i) for i, (name, shape) in enumerate(sorted(shapes.items()))
+    }
     return config, {**tensors, "embed_tokens.weight": ends.embed.weight.detach().clone()}
 
 
@@ -75,21 +103,26 @@ def norm(config: dict, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def turned(config: dict, D: int) -> list[float]:
-    """Frequencies of the rotary positions: Llama 3.1 divides the slow ones by its factor, and some of those between."""
+    """Frequencies of the rotary positions: Llama 3.1 divides the slow ones by its factor, and some of those
+    between."""
     plain = [config.get("rope_theta", 10000.0) ** (-2 * i / D) for i in range(D // 2)]
     scaling = config.get("rope_scaling")
     if scaling is None:
         return plain
     if "low_freq_factor" not in scaling:
         return [f / scaling["factor"] for f in plain]
-    length, (low, high) = config["max_position_embeddings"], (scaling["low_freq_factor"], scaling["high_freq_factor"])
+    length, (low, high) = (
+        config["max_position_embeddings"],
+        (scaling["low_freq_factor"], scaling["high_freq_factor"]),
+    )
     kept = [min(max((length * f / (2 * math.pi) - low) / (high - low), 0.0), 1.0) for f in plain]
     assert {0.0, 1.0} < set(kept)  # and some between
     return [x * f + (1 - x) * f / scaling["factor"] for x, f in zip(kept, plain, strict=True)]
 
 
 def layer(config: dict, t: dict[str, torch.Tensor], of: str, reads: list, residuals: list) -> torch.Tensor:
-    """A decoder layer, one row and one head at a time: attention of what it reads added to the residuals, then the MLP."""
+    """A decoder layer, one row and one head at a time: attention of what it reads added to the residuals,
+    then the MLP."""
     A, K = config["num_attention_heads"], groups(config)
     D = config["hidden_size"] // A
     frequencies = turned(config, D)
@@ -126,23 +159,29 @@ def layer(config: dict, t: dict[str, torch.Tensor], of: str, reads: list, residu
 
 def formulas(config: dict, t: dict[str, torch.Tensor], ids: list[int], f: torch.Tensor) -> torch.Tensor:
     """EAGLE's published layer, from the tensors alone. f̂ of every row."""
-    pairs = [torch.cat([t["embed_tokens.weight"][token], feature]) for token, feature in zip(ids, f, strict=True)]
+    pairs = [
+        torch.cat([t["embed_tokens.weight"][token], feature]) for token, feature in zip(ids, f, strict=True)
+    ]
     xs = [t["fc.weight"] @ pair + t.get("fc.bias", 0) for pair in pairs]
     return layer(config, t, "layers.0.", xs, xs)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_an_imported_head_says_what_the_formulas_say(target, tmp_path, kind):
-    """Order of the concatenation, a norm too many, rope's base or pairing, the grouping of heads, a bias left out."""
+    """Order of the concatenation, a norm too many, rope's base or pairing, the grouping of heads, a bias left
+    out."""
     config, tensors = public(target.ends, kind)
     import_head(write(tmp_path / "public", config, tensors), str(tmp_path / "d"), "wide", target.ends)
     drafter = load_drafter(str(tmp_path / "d"), target.ends)
     ids, f = tiny.prompts(7)[0], tiny.noise(7, H)
     mask = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
-    said = drafter.head(target.ends.embed(torch.tensor([ids])), f[None], torch.arange(7)[None], lambda k, v: (k, v, mask))[
-        0
-    ]
-    expected, close = formulas(config, tensors, ids, f), 1e-5 if "rope_scaling" in kind else 1e-10  # float32 frequencies
+    said = drafter.head(
+        target.ends.embed(torch.tensor([ids])), f[None], torch.arange(7)[None], lambda k, v: (k, v, mask)
+    )[0]
+    expected, close = (
+        formulas(config, tensors, ids, f),
+        1e-5 if "rope_scaling" in kind else 1e-10,
+    )  # float32 frequencies
     assert torch.allclose(said, expected, atol=close)
     assert torch.allclose(drafter.logits(said), expected @ target.ends.head.T, atol=10 * close)
 
@@ -152,7 +191,9 @@ def test_an_imported_head_says_what_the_formulas_say(target, tmp_path, kind):
 def test_the_round_trip_is_bit_identical(target, tmp_path, dtype, as_pickle):
     config, tensors = public(target.ends, KINDS["GQA"])
     tensors = {name: t.to(dtype) for name, t in tensors.items()}
-    report = import_head(write(tmp_path / "a", config, tensors, as_pickle), str(tmp_path / "d"), "wide", target.ends)
+    report = import_head(
+        write(tmp_path / "a", config, tensors, as_pickle), str(tmp_path / "d"), "wide", target.ends
+    )
     assert "architectures, torch_dtype" in report.notes[-1]
     back = export_head(str(tmp_path / "d"), str(tmp_path / "b"), target.ends)
     again = load_file(tmp_path / "b" / "model.safetensors")
@@ -168,7 +209,9 @@ def test_our_own_head_comes_back_with_its_draft_vocabulary_and_its_tree(target, 
     save_drafter(tmp_path / "d", "eagle", "wide", target.ends, *drafter.pack(), {}, dtype=None)
     report = export_head(str(tmp_path / "d"), str(tmp_path / "p"), target.ends)
     assert any("draft_vocab: in config.json" in note for note in report.notes)
-    assert "draft_vocab" not in load_file(tmp_path / "p" / "model.safetensors")  # engines refuse tensors they do not know
+    assert "draft_vocab" not in load_file(
+        tmp_path / "p" / "model.safetensors"
+    )  # engines refuse tensors they do not know
     report = import_head(str(tmp_path / "p"), str(tmp_path / "again"), "wide", target.ends)
     assert any("draft_vocab: 40 tokens" in note for note in report.notes)
     again = load_drafter(str(tmp_path / "again"), target.ends)
@@ -196,23 +239,36 @@ PUBLISHED = {
         "use_cache": True,
         "pad_token_id": 0,
     },
-    "Qwen2": {"attention_dropout": 0.0, "max_window_layers": 28, "sliding_window": 131072, "use_sliding_window": False},
+    "Qwen2": {
+        "attention_dropout": 0.0,
+        "max_window_layers": 28,
+        "sliding_window": 131072,
+        "use_sliding_window": False,
+    },
     "Mixtral": {
         "num_experts_per_tok": 2,
         "num_local_experts": 8,
         "output_router_logits": False,
         "router_aux_loss_coef": 0.02,
     },
-    "of the target": {"architectures": ["X"], "logit_scale": 0.5, "attn_implementation": "sdpa", "bos_token_id": 1},
+    "of the target": {
+        "architectures": ["X"],
+        "logit_scale": 0.5,
+        "attn_implementation": "sdpa",
+        "bos_token_id": 1,
+    },
 }
 
 
 @pytest.mark.parametrize("keys", PUBLISHED.values(), ids=PUBLISHED)
 def test_keys_that_change_nothing_are_listed_and_taken(target, tmp_path, keys, monkeypatch):
-    """Checkpoints whose config.json is their target's own must not be refused for what describes the target."""
+    """Checkpoints whose config.json is their target's own must not be refused for what describes the
+    target."""
     monkeypatch.setattr(target.ends.config, "logit_scale", 0.5, raising=False)
     config, tensors = public(target.ends, KINDS["MHA"])
-    report = import_head(write(tmp_path / "a", config | keys, tensors), str(tmp_path / "d"), "wide", target.ends)
+    report = import_head(
+        write(tmp_path / "a", config | keys, tensors), str(tmp_path / "d"), "wide", target.ends
+    )
     listed = report.notes[-1].split(": ")[1].split(", ")
     assert set(keys) - {"rope_scaling"} <= set(listed)
 
@@ -285,7 +341,9 @@ def test_a_method_without_a_public_layout_says_so(tmp_path):
     target = tiny.target("llama")
     config, tensors = tiny.fasteagle(target).pack()
     save_drafter(tmp_path / "d", "fasteagle", "llama", target.ends, config, tensors, {})
-    with pytest.raises(ValueError, match="no public layout exists for fasteagle drafters, only for eagle, eagle3, medusa"):
+    with pytest.raises(
+        ValueError, match="no public layout exists for fasteagle drafters, only for eagle, eagle3, medusa"
+    ):
         export_head(str(tmp_path / "d"), str(tmp_path / "p"), target.ends)
     config, tensors = tiny.eagle(target).pack()
     save_drafter(tmp_path / "d", "eagle", "llama", target.ends, config, tensors, {})
@@ -306,7 +364,10 @@ def test_a_missing_file_is_named(target, tmp_path):
     config, tensors = public(target.ends, KINDS["MHA"])
     write(tmp_path / "a", config, tensors)
     (tmp_path / "a" / "model.safetensors").unlink()
-    for path, says in ((tmp_path / "none", "has no config.json"), (tmp_path / "a", "has no model.safetensors")):
+    for path, says in (
+        (tmp_path / "none", "has no config.json"),
+        (tmp_path / "a", "has no model.safetensors"),
+    ):
         with pytest.raises(ValueError, match=says):
             import_head(str(path), str(tmp_path / "d"), "wide", target.ends)
 
@@ -323,7 +384,12 @@ def test_a_variant_with_a_norm_is_not_exported(target, tmp_path):
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-DEEP = tiny.GROUPED | {"hidden_size": H, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 8}
+DEEP = tiny.GROUPED | {
+    "hidden_size": H,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 8,
+}
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +400,8 @@ def deep() -> Target:
 
 KINDS3 = {
     "MHA": {"num_attention_heads": 4, "num_key_value_heads": 4},
-    "GQA": {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 80, "rope_theta": 500000.0},
+    "GQA": {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 80,
+    "rope_theta": 500000.0},
     "all tokens": {"num_attention_heads": 4, "num_key_value_heads": 2, "draft_vocab_size": tiny.VOCAB},
     "normed residual, named taps": {
         "num_attention_heads": 4,
@@ -346,32 +413,58 @@ KINDS3 = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "speculators_model_type": "eagle3",
         "norm_before_residual": False,
     },
-    "outputs of blocks": {"num_attention_heads": 4, "eagle_config": {IDS: [0, 2, 6], "use_aux_hidden_state": True}},
+    "outputs of "
+    "blocks": {"num_attention_heads": 4, "eagle_config": {IDS: [0, 2, 6], "use_aux_hidden_state": True}},
     "inputs and outputs": {"num_attention_heads": 4, IDS: [1, 3, 7], "eagle_config": {IDS: [0, 2, 6]}},
     "EAGLE 3.1": {
-        "num_attention_heads": 4, "speculators_model_type": "eagle3", "norm_output": True, "norm_before_fc": True,
+        "num_attention_heads": 4, "speculators_model_type": "eagle3", "norm_output": True,
+        "norm_before_fc": True,
         "norm_before_residual": True, "fc_norm": True, "target_hidden_size": None,
     },
-    "nested norm": {"num_attention_heads": 4, "eagle_config": {"norm_before_fc": True, "use_last_layernorm": True}},
+    "nested "
+    "norm": {"num_attention_heads": 4, "eagle_config": {"norm_before_fc": True, "use_last_layernorm": True}},
     "narrower than the target": {"num_attention_heads": 4, "hidden_size": 32, "target_hidden_size": H},
-    "an embedding of its own": {"num_attention_heads": 4, "speculators_model_type": "eagle3", "embed_requires_grad": True},
+    "an embedding of its "
+    "own": {"num_attention_heads": 4, "speculators_model_type": "eagle3", "embed_requires_grad": True},
     "biases and llama3 rope": {
         "num_attention_heads": 4, "attention_bias": True, "rope_theta": 500.0, "max_position_embeddings": 32,
         "rope_scaling": LLAMA3,
     },
 }  # fmt: skip
-READ = {"normed residual, named taps": (0, 3, 7), "outputs of blocks": (1, 3, 7), "inputs and outputs": (1, 3, 7)}
+READ = {
+    "normed residual, named taps": (0, 3, 7),
+    "outputs of blocks": (1, 3, 7),
+    "inputs and outputs": (1, 3, 7),
+}
 
 
 def public3(kind: dict) -> tuple[dict, dict[str, torch.Tensor]]:
     """The same of EAGLE-3; speculators' where the kind says so."""
-    config = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": H, "intermediate_size": 64, "rms_norm_eps": 1e-6}
-    config |= {"num_hidden_layers": 1, "vocab_size": tiny.VOCAB, "draft_vocab_size": 20, "hidden_act": "silu", **kind}
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "hidden_size": H,
+        "intermediate_size": 64,
+        "rms_norm_eps": 1e-6,
+    }
+    config |= {
+        "num_hidden_layers": 1,
+        "vocab_size": tiny.VOCAB,
+        "draft_vocab_size": 20,
+        "hidden_act": "silu",
+        **kind,
+    }
     h, A, K = config["hidden_size"], config["num_attention_heads"], groups(config)
-    D, width, Vd, nested = h // A, config["intermediate_size"], config["draft_vocab_size"], "speculators_model_type" in kind
+    D, width, Vd, nested = (
+        h // A,
+        config["intermediate_size"],
+        config["draft_vocab_size"],
+        "speculators_model_type" in kind,
+    )
     of = "layers.0." if nested else "midlayer."
     shapes = {"fc.weight": (h, 3 * H), "norm.weight": (h,), "lm_head.weight": (Vd, h)}
-    shapes |= {f"{of}{x}.weight": (h,) for x in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
+    shapes |= {
+        f"{of}{x}.weight": (h,) for x in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    }
     shapes |= {f"{of}self_attn.{x}_proj.weight": (n * D, 2 * h) for x, n in (("q", A), ("k", K), ("v", K))}
     shapes |= {f"{of}self_attn.o_proj.weight": (h, A * D), f"{of}mlp.down_proj.weight": (h, width)}
     shapes |= {f"{of}mlp.{x}_proj.weight": (width, h) for x in ("gate", "up")}
@@ -384,21 +477,32 @@ def public3(kind: dict) -> tuple[dict, dict[str, torch.Tensor]]:
         shapes[f"{of}self_attn.o_proj.bias"] = (h,)
     if h != H or config.get("embed_requires_grad"):
         shapes["embed_tokens.weight"] = (tiny.VOCAB, h)
-    tensors = {name: tiny.noise(*shape, scale=0.2, seed=i) for i, (name, shape) in enumerate(sorted(shapes.items()))}
+    tensors = {
+        name: tiny.noise(*shape, scale=0.2, seed=i) for i, (name, shape) in enumerate(sorted(shapes.items()))
+    }
     if Vd < tiny.VOCAB:
         vocab = torch.randperm(tiny.VOCAB, generator=torch.Generator().manual_seed(0))[:Vd].sort().values
         tensors["d2t"] = vocab - torch.arange(Vd)
         tensors["t2d"] = torch.isin(torch.arange(tiny.VOCAB), vocab)
     if nested:
-        above = ("speculators_model_type", "draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm")
+        above = (
+            "speculators_model_type",
+            "draft_vocab_size",
+            "norm_before_residual",
+            "norm_before_fc",
+            "fc_norm",
+        )
         above += ("norm_output", "embed_requires_grad", "target_hidden_size")
         own = {name: config.pop(name) for name in above if name in config}
         config = {"target_hidden_size": H, **own, "transformer_layer_config": config}
     return config, tensors
 
 
-def formulas3(config: dict, t: dict[str, torch.Tensor], embedded: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
-    """EAGLE-3's published head, from the tensors alone: two steps, of which the second reads what the first said."""
+def formulas3(
+    config: dict, t: dict[str, torch.Tensor], embedded: torch.Tensor, f: torch.Tensor
+) -> torch.Tensor:
+    """EAGLE-3's published head, from the tensors alone: two steps, of which the second reads what the first
+    said."""
     of = "layers.0." if "layers.0.hidden_norm.weight" in t else "midlayer."
     hidden, laws = [], []
     for x in f:
@@ -411,7 +515,9 @@ def formulas3(config: dict, t: dict[str, torch.Tensor], embedded: torch.Tensor, 
         normed = [norm(config, t[f"{of}hidden_norm.weight"], h) for h in hidden]
         es = [norm(config, t[f"{of}input_layernorm.weight"], e) for e in embedded]
         residuals = normed if config.get("norm_before_residual") else hidden
-        hidden = list(layer(config, t, of, [torch.cat(pair) for pair in zip(es, normed, strict=True)], residuals))
+        hidden = list(
+            layer(config, t, of, [torch.cat(pair) for pair in zip(es, normed, strict=True)], residuals)
+        )
         said = [norm(config, t["norm.weight"], h) for h in hidden]
         laws.append(torch.stack([t["lm_head.weight"] @ x for x in said]))
         if config.get("norm_output"):
@@ -421,7 +527,8 @@ def formulas3(config: dict, t: dict[str, torch.Tensor], embedded: torch.Tensor, 
 
 @pytest.mark.parametrize("name", KINDS3)
 def test_an_imported_eagle3_head_says_what_the_formulas_say(deep, tmp_path, name):
-    """Norms exchanged, a recursion that is normed or passes the fc again, taps of other blocks, a shifted vocabulary."""
+    """Norms exchanged, a recursion that is normed or passes the fc again, taps of other blocks, a shifted
+    vocabulary."""
     kind = KINDS3[name]
     config, tensors = public3(kind)
     import_head(write(tmp_path / "public", config, tensors), str(tmp_path / "d"), "deep", deep.ends)
@@ -465,7 +572,9 @@ def test_our_own_eagle3_head_is_exported(deep, tmp_path, layout):
         assert torch.equal(again.head.state_dict()[name], t)
     assert again.head.config == drafter.head.config
     assert torch.equal(again.vocab, drafter.vocab)
-    with pytest.raises(ValueError, match=r"Unknown layout for eagle3 drafters: 'eagle'\. Available: eagle3, speculators"):
+    with pytest.raises(
+        ValueError, match=r"Unknown layout for eagle3 drafters: 'eagle'\. Available: eagle3, speculators"
+    ):
         export_head(str(tmp_path / "d"), str(tmp_path / "p"), deep.ends, "eagle")
 
 
@@ -496,7 +605,9 @@ def test_a_head_that_engines_cannot_feed_is_not_exported(deep, tmp_path):
     for taps in (("input of block 2", "final"), ("input of block 4", "input of block 2")):
         about, tensors = drafter.pack()
         tensors["fc.weight"] = tensors["fc.weight"][:, : 2 * H].contiguous()
-        save_drafter(tmp_path / "d", "eagle3", "deep", deep.ends, about | {"taps": taps}, tensors, {}, dtype=None)
+        save_drafter(
+            tmp_path / "d", "eagle3", "deep", deep.ends, about | {"taps": taps}, tensors, {}, dtype=None
+        )
         with pytest.raises(ValueError, match=f"this head reads {taps[0]!r}, {taps[1]!r}, and engines"):
             export_head(str(tmp_path / "d"), str(tmp_path / "p"), deep.ends)
 
@@ -514,7 +625,10 @@ def test_what_a_missing_key_was_taken_for_is_said(deep, tmp_path):
         ({IDS: [3, 0, 7]}, "engines read them in ascending order"),
         ({"eagle_config": {IDS: [0, 3, 7]}}, r"inputs of blocks \[1, 4, 8\]"),
         ({IDS: [1, 3, 7], "eagle_config": {IDS: [1, 3, 7]}}, "they say different states"),
-        ({"eagle_config": {"use_last_layernorm": False}}, "eagle_config.use_last_layernorm=False, which may change"),
+        (
+            {"eagle_config": {"use_last_layernorm": False}},
+            "eagle_config.use_last_layernorm=False, which may change",
+        ),
         ({"mlp_bias": True, "novel": 3}, "mlp_bias=True, novel=3, which may change"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 4}, "layer_types=.*sliding_window=4"),
         ({"speculators_model_type": "peagle"}, "speculators' 'peagle' heads"),

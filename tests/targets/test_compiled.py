@@ -31,7 +31,9 @@ def compiled():
     return Target(deepcopy(tiny.reference("llama")), tiny.tokenizer(), compile=True)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3)], ids=["T=0", "T=0.8"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3)], ids=["T=0", "T=0.8"]
+)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_compiled_texts_are_those_of_eager_plain_decoding(compiled, batch, sampling):
     prompts, rows = PROMPTS[:batch], rows_of(sampling, batch)
@@ -56,8 +58,8 @@ def test_lengths_and_trees_share_a_graph(compiled):
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_compiled_layers_say_what_eager_ones_say(family):
-    """A graph that is shared by layers which differ. Norms and rotary angles are float32 in Hugging Face's own code, and a
-    compiled sum rounds otherwise: hence 1e-4."""
+    """A graph that is shared by layers which differ. Norms and rotary angles are float32 in Hugging Face's
+    own code, and a compiled sum rounds otherwise: hence 1e-4."""
     eager, fast = (Target(deepcopy(tiny.reference(family)), compile=compile) for compile in (False, True))
     said = []
     for target in (eager, fast):

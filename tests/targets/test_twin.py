@@ -23,13 +23,19 @@ def model_of(family: str) -> PreTrainedModel:
 
 
 def behaviour(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a model says, answers and learns; a training step is made, so it must be told of one model once."""
+    """What a model says, answers and learns; a training step is made, so it must be told of one model
+    once."""
     model.eval()
-    seen = {"logits": model(TEXT).logits.detach(), "generate": model.generate(TEXT, max_new_tokens=8, do_sample=False)}
+    seen = {
+        "logits": model(TEXT).logits.detach(),
+        "generate": model.generate(TEXT, max_new_tokens=8, do_sample=False),
+    }
     model.train()
     torch.manual_seed(0)  # of dropout
     model(TEXT, labels=TEXT).loss.backward()
-    seen |= {f"gradient of {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    seen |= {
+        f"gradient of {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
     torch.optim.SGD(model.parameters(), 0.1).step()
     model.eval()
     return seen | {"logits after a step": model(TEXT).logits.detach()}
@@ -47,7 +53,8 @@ def assert_untouched(model: PreTrainedModel, family: str) -> None:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_target_leaves_the_users_model_as_it_was(family):
-    """A model that is no longer causal, in eval mode, frozen or compiled while a target is made of it, and afterwards."""
+    """A model that is no longer causal, in eval mode, frozen or compiled while a target is made of it, and
+    afterwards."""
     model = model_of(family)
     with Target(model, tiny.tokenizer(), compile=tiny.COMPILED) as target:
         assert_untouched(model, family)
@@ -58,7 +65,8 @@ def test_a_target_leaves_the_users_model_as_it_was(family):
 
 
 def test_compiled_layers_are_not_the_users():
-    """A model that cannot be copied, saved or made a second target of, because its layers were compiled for the first."""
+    """A model that cannot be copied, saved or made a second target of, because its layers were compiled for
+    the first."""
     model = model_of("llama")
     targets = [Target(model, compile=True), Target(model, compile=True)]
     assert all(type(block.forward).__name__ == "StandIn" for target in targets for block in target.blocks)
@@ -87,7 +95,8 @@ def test_a_target_follows_weights_that_are_trained_in_place():
 
 
 def test_a_released_target_holds_nothing_and_says_so():
-    """Weights that stay in memory after their target was given up, or an AttributeError in place of the reason."""
+    """Weights that stay in memory after their target was given up, or an AttributeError in place of the
+    reason."""
     target = Target(deepcopy(tiny.reference("llama")), name="mine")
     generate(target, PROMPT, max_new_tokens=2)
     held = weakref.ref(target.twin)
@@ -112,7 +121,8 @@ def test_what_is_no_model_is_refused(given, unchecked):
 
 
 def test_an_encoder_is_refused():
-    """A model that reads ahead: what it says of a token changes with what follows, so that no text of it is its own."""
+    """A model that reads ahead: what it says of a token changes with what follows, so that no text of it is
+    its own."""
     sizes = {"vocab_size": tiny.VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     encoder = BertConfig(**sizes, intermediate_size=48)
     fresh = AutoModelForCausalLM.from_config(encoder)  # whose attention hardly matters

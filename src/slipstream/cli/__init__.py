@@ -1,4 +1,5 @@
-"""The command line: one command per verb. Parses, calls, prints; heavy imports inside, so that --help is quick."""
+"""The command line: one command per verb. Parses, calls, prints; heavy imports inside, so that --help is
+quick."""
 
 import os
 import signal
@@ -13,11 +14,15 @@ from slipstream.cli import cache, decoding, training, tuning  # noqa: F401  each
 from slipstream.cli.common import app, err
 
 STOPPED = 130  # what typer turns a KeyboardInterrupt into
-SILENT = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")  # bars of other libraries, read when those are imported
+SILENT = (
+    "TQDM_DISABLE",
+    "HF_HUB_DISABLE_PROGRESS_BARS",
+)  # bars of other libraries, read when those are imported
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one line and exit code 2; Ctrl-C and SIGTERM are one line and 130 or 143."""
+    """Entry point: a user's mistake is one line and exit code 2; Ctrl-C and SIGTERM are one line and 130 or
+    143."""
     for variable in SILENT:
         os.environ.setdefault(variable, "1")
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their descriptors
@@ -59,7 +64,9 @@ def _run() -> int:
     except Exception as error:
         if hasattr(error, "format_message"):  # typer's own complaint about the command line
             message = error.format_message()  # empty: help was asked for by giving no command
-            message += "".join(f", not {wrong['input']!r}" for wrong in getattr(error.__context__, "errors", list)())
+            message += "".join(
+                f", not {wrong['input']!r}" for wrong in getattr(error.__context__, "errors", list)()
+            )
             return _fail(f"{message} (see slipstream --help)") if message else 2
         with tempfile.NamedTemporaryFile("w", prefix="slipstream-", suffix=".txt", delete=False) as file:
             traceback.print_exc(file=file)

@@ -21,9 +21,13 @@ DAY = 86_400
     )
 )
 def cache(
-    action: Annotated[str, typer.Argument(metavar="clean", show_default=False, help="delete what would be shown")] = "show",
+    action: Annotated[
+        str, typer.Argument(metavar="clean", show_default=False, help="delete what would be shown")
+    ] = "show",
     models: Annotated[bool, typer.Option("--models", help="only models converted from GGUF")] = False,
-    features: Annotated[bool, typer.Option("--features", help="only what targets say of training data")] = False,
+    features: Annotated[
+        bool, typer.Option("--features", help="only what targets say of training data")
+    ] = False,
     compiled: Annotated[bool, typer.Option("--compiled", help="only compiled passes")] = False,
     tuned: Annotated[bool, typer.Option("--tuned", help="only trees that tune chose")] = False,
     costs: Annotated[bool, typer.Option("--costs", help="only what passes cost here")] = False,
@@ -33,15 +37,20 @@ def cache(
     yes: Annotated[bool, typer.Option("--yes", help="delete without asking")] = False,
     json_path: JsonPath = None,
 ) -> None:
-    """Show what is kept where, or delete it. All of it can be made again, and nothing outside the cache is touched."""
-    from slipstream.bench.report import Figures
+    """Show what is kept where, or delete it. All of it can be made again, and nothing outside the cache is
+    touched."""
     from slipstream.cached import KINDS, clear, entries
     from slipstream.files import cache_home, check_writable, write_json
+    from slipstream.measure.report import Figures
 
     if action not in ("show", "clean"):
-        raise ValueError(f"Unknown action: {action!r}. Show what is kept, or delete it: slipstream cache clean")
+        raise ValueError(
+            f"Unknown action: {action!r}. Show what is kept, or delete it: slipstream cache clean"
+        )
     check_writable(json_path)
-    named = [kind for kind, wanted in zip(KINDS, (models, features, compiled, tuned, costs), strict=True) if wanted]
+    named = [
+        kind for kind, wanted in zip(KINDS, (models, features, compiled, tuned, costs), strict=True) if wanted
+    ]
     found = entries(named, None if older_than is None else time.time() - older_than * DAY)
     table = Figures(None, "kept", "kind", "size", "last used")
     for entry in found:
@@ -51,7 +60,9 @@ def cache(
     what = f"{_size(sum(entry.bytes for entry in found))} in {cache_home()}"
     out.print(what, soft_wrap=True)
     if json_path is not None:
-        about = [{"kind": e.kind, "path": str(e.path), "bytes": e.bytes, "last_used": _iso(e.used)} for e in found]
+        about = [
+            {"kind": e.kind, "path": str(e.path), "bytes": e.bytes, "last_used": _iso(e.used)} for e in found
+        ]
         write_json(json_path, {"schema": 1, "home": str(cache_home()), "entries": about})
     if action == "clean" and found:
         if not yes and not sys.stdin.isatty():

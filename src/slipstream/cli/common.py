@@ -1,4 +1,5 @@
-"""What commands share: the application, its consoles, options that mean the same everywhere, loading, progress."""
+"""What commands share: the application, its consoles, options that mean the same everywhere, loading,
+progress."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -23,20 +24,31 @@ app = typer.Typer(
 PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # a name may hold [/] or :eyes:
 out, err = Console(**PLAIN), Console(stderr=True, **PLAIN)
 
-ASKED, SAMPLING, MACHINE, RESULTS = "Questions and answers", "Sampling", "Target and machine", "Results"  # panels of --help
+ASKED, SAMPLING, MACHINE, RESULTS = (
+    "Questions and answers",
+    "Sampling",
+    "Target and machine",
+    "Results",
+)  # panels of --help
 TargetName = Annotated[
     str,
     typer.Option(
-        "--target", metavar="NAME", rich_help_panel=MACHINE, help="alias (smollm2), directory, hub id or GGUF file"
+        "--target",
+        metavar="NAME",
+        rich_help_panel=MACHINE,
+        help="alias (smollm2), directory, hub id or GGUF file",
     ),
 ]
 Dtype = Annotated[
-    str, typer.Option(metavar="TYPE", rich_help_panel=MACHINE, help="float32, bfloat16, float16, float64 or auto")
+    str,
+    typer.Option(metavar="TYPE", rich_help_panel=MACHINE, help="float32, bfloat16, float16, float64 or auto"),
 ]
 Device = Annotated[str, typer.Option(metavar="NAME", rich_help_panel=MACHINE, help="cpu, cuda, cuda:1, …")]
 Compile = Annotated[
     bool,
-    typer.Option("--compile", rich_help_panel=MACHINE, help="compile all passes: a minute the first time, then seconds"),
+    typer.Option(
+        "--compile", rich_help_panel=MACHINE, help="compile all passes: a minute the first time, then seconds"
+    ),
 ]
 DRAFTERS = """[bold]Drafters[/bold] (options follow a colon: eagle:tree=chain-5,proposal=noise)
   vanilla           none: plain decoding
@@ -49,16 +61,23 @@ DRAFTERS = """[bold]Drafters[/bold] (options follow a colon: eagle:tree=chain-5,
                     (without skip, those that slipstream tune left out)
   DIR               a directory that slipstream train or import wrote"""
 DrafterName = Annotated[str, typer.Option("--drafter", metavar="NAME", help="one of the drafters below")]
-DrafterNames = Annotated[list[str], typer.Option("--drafter", metavar="NAME", help="one of those below; repeatable")]
+DrafterNames = Annotated[
+    list[str], typer.Option("--drafter", metavar="NAME", help="one of those below; repeatable")
+]
 Files = Annotated[
     list[str],
     typer.Option(
-        "--questions", metavar="FILE", rich_help_panel=ASKED, help="question.jsonl; repeatable (default: the project's own)"
+        "--questions",
+        metavar="FILE",
+        rich_help_panel=ASKED,
+        help="question.jsonl; repeatable (default: the project's own)",
     ),
 ]
 Limit = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", rich_help_panel=ASKED, help="so many questions of each file, evenly over it"),
+    typer.Option(
+        min=1, metavar="N", rich_help_panel=ASKED, help="so many questions of each file, evenly over it"
+    ),
 ]
 MaxNewTokens = Annotated[
     int, typer.Option(min=1, max=2**20, metavar="N", rich_help_panel=ASKED, help="tokens per answer, at most")
@@ -97,13 +116,16 @@ Seed = Annotated[
         metavar="N",
         callback=_in_64_bits,
         rich_help_panel=SAMPLING,
-        help="same seed, same text, whatever the drafter: exactly in float64, up to near-ties that rounding turns in "
+        help="same seed, same text, whatever the drafter: exactly in float64, up to near-ties that rounding "
+        "turns in "
         "float32 and bfloat16 (certify audits them)",
     ),
 ]
 JsonPath = Annotated[
     str | None,
-    typer.Option("--json", metavar="FILE", rich_help_panel=RESULTS, help="write the results here; - is standard output"),
+    typer.Option(
+        "--json", metavar="FILE", rich_help_panel=RESULTS, help="write the results here; - is standard output"
+    ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="write into --out whatever it holds")]
 
@@ -111,7 +133,11 @@ Force = Annotated[bool, typer.Option("--force", help="write into --out whatever 
 def examples(*lines: str, drafters: bool = False) -> str:
     """What stands below a command's options: examples, and the drafters where it takes one."""
     return "\n".join(
-        [*([DRAFTERS, ""] if drafters else []), "[bold]Examples[/bold]", *(f"slipstream {line}" for line in lines)]
+        [
+            *([DRAFTERS, ""] if drafters else []),
+            "[bold]Examples[/bold]",
+            *(f"slipstream {line}" for line in lines),
+        ]
     )
 
 
@@ -136,7 +162,8 @@ def inputs(target: str, drafters: Sequence[str] = (), files: Sequence[str] = ())
 
 
 def deliver(shown: Any, report: dict[str, Any], json_path: str | None) -> None:
-    """Print what was found, then write it: the one is not lost with the other. JSON has standard output for itself."""
+    """Print what was found, then write it: the one is not lost with the other. JSON has standard output for
+    itself."""
     from slipstream.files import STANDARD, write_json
 
     try:

@@ -34,7 +34,9 @@ from slipstream.cli.common import (
 
 
 @app.command(
-    epilog=examples("demo", "demo --limit 8 --temperature 1", "demo --target ./my-model --dtype float32", drafters=True)
+    epilog=examples(
+        "demo", "demo --limit 8 --temperature 1", "demo --target ./my-model --dtype float32", drafters=True
+    )
 )
 def demo(
     target: TargetName = "smollm2",
@@ -52,9 +54,9 @@ def demo(
 
     In float32 and bfloat16 rounding may turn a near-tie; the demo then says so.
     """
-    from slipstream.bench.demo import demo as run
-    from slipstream.bench.questions import load_questions
-    from slipstream.bench.run import Contest
+    from slipstream.measure.demo import demo as run
+    from slipstream.measure.questions import load_questions
+    from slipstream.measure.run import Contest
 
     asked = load_questions(questions, limit)
     contest = Contest.of(load(target, dtype, device, compile), [drafter], max_new_tokens, temperature, seed)
@@ -82,16 +84,21 @@ def generate(
         int | None, typer.Option(metavar="K", rich_help_panel=SAMPLING, help="keep the K likeliest tokens")
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(metavar="P", rich_help_panel=SAMPLING, help="keep the likeliest tokens with this mass")
+        float | None,
+        typer.Option(metavar="P", rich_help_panel=SAMPLING, help="keep the likeliest tokens with this mass"),
     ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option(metavar="P", rich_help_panel=SAMPLING, help="keep tokens this fraction as likely as the likeliest"),
+        typer.Option(
+            metavar="P", rich_help_panel=SAMPLING, help="keep tokens this fraction as likely as the likeliest"
+        ),
     ] = None,
     repetition_penalty: Annotated[
         float | None, typer.Option(metavar="X", rich_help_panel=SAMPLING, help="counts prompt and answer")
     ] = None,
-    presence_penalty: Annotated[float, typer.Option(metavar="X", rich_help_panel=SAMPLING, help="counts the answer")] = 0.0,
+    presence_penalty: Annotated[
+        float, typer.Option(metavar="X", rich_help_panel=SAMPLING, help="counts the answer")
+    ] = 0.0,
     frequency_penalty: Annotated[
         float, typer.Option(metavar="X", rich_help_panel=SAMPLING, help="counts the answer")
     ] = 0.0,
@@ -104,14 +111,16 @@ def generate(
         typer.Option(
             metavar="NAME",
             rich_help_panel=SAMPLING,
-            help="coupled or multi-round (default: the drafter's own); lossy-typical, Medusa's, changes the text",
+            help="coupled or multi-round (default: the drafter's own); lossy-typical, Medusa's, changes the "
+            "text",
         ),
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     compile: Compile = False,
     trace: Annotated[
-        str | None, typer.Option(metavar="FILE", rich_help_panel=RESULTS, help="write one JSON line per round here")
+        str | None,
+        typer.Option(metavar="FILE", rich_help_panel=RESULTS, help="write one JSON line per round here"),
     ] = None,
     json_path: JsonPath = None,
 ) -> None:
@@ -158,12 +167,16 @@ def generate(
     made = pieces.generation
     assert made is not None
     speed = len(made.tokens) / made.seconds.total
-    err.print(f"{len(made.tokens)} tokens ({made.finish})   τ {made.tau:.2f}   {speed:.1f} tokens/s", style="dim")
+    err.print(
+        f"{len(made.tokens)} tokens ({made.finish})   τ {made.tau:.2f}   {speed:.1f} tokens/s", style="dim"
+    )
     cuts = {"--top-k": top_k, "--top-p": top_p, "--min-p": min_p}
     if not heat and (idle := [name for name, value in cuts.items() if value is not None]):
         err.print(f"at temperature 0 nothing is sampled: {', '.join(idle)} without effect", style="yellow")
     if law == LOSSY:
-        err.print("lossy: typical acceptance keeps tokens that the target would not have drawn", style="yellow")
+        err.print(
+            "lossy: typical acceptance keeps tokens that the target would not have drawn", style="yellow"
+        )
     if json_path is not None:
         fields = {"text": made.text, "tokens": made.tokens, "finish": made.finish, "tau": made.tau}
         fields |= {"law": law or guide.law}
@@ -191,16 +204,20 @@ def bench(
     compile: Compile = False,
     json_path: JsonPath = None,
 ) -> None:
-    """Measure drafters beside plain decoding and Hugging Face generate, in alternation on the same prompts."""
-    from slipstream.bench.questions import load_questions
-    from slipstream.bench.report import bench_table
-    from slipstream.bench.run import bench as run
+    """Measure drafters beside plain decoding and Hugging Face generate, in alternation on the same
+    prompts."""
     from slipstream.files import check_writable
+    from slipstream.measure.questions import load_questions
+    from slipstream.measure.report import bench_table
+    from slipstream.measure.run import bench as run
 
     check_writable(json_path, reads=inputs(target, drafter, questions))
     asked = load_questions(questions, limit)
     steps = 1 + sum(len(question.turns) for question in asked) * (2 + len(set(drafter) - {"vanilla"}))
-    with kept(lambda report: deliver(bench_table(report), report, json_path)) as keep, progress_bar(steps) as progress:
+    with (
+        kept(lambda report: deliver(bench_table(report), report, json_path)) as keep,
+        progress_bar(steps) as progress,
+    ):
         loaded = load(target, dtype, device, compile)
         keep(run(loaded, drafter, asked, max_new_tokens, temperature, seed, progress, keep))
 
@@ -208,7 +225,8 @@ def bench(
 @app.command(
     epilog=examples(
         "certify --limit 4",
-        "certify --target ./my-model --drafter ngram --temperature 0 --temperature 0.7 --json certificate.json",
+        "certify --target ./my-model --drafter ngram --temperature 0 --temperature 0.7 --json "
+        "certificate.json",
         drafters=True,
     )
 )
@@ -219,7 +237,8 @@ def certify(
     limit: Limit = 20,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Annotated[
-        list[float], typer.Option(min=0, metavar="T", rich_help_panel=SAMPLING, help="0 is greedy; repeatable")
+        list[float],
+        typer.Option(min=0, metavar="T", rich_help_panel=SAMPLING, help="0 is greedy; repeatable"),
     ] = [0.0, 1.0],  # noqa: B006
     seed: Seed = 0,
     dtype: Dtype = "float32",
@@ -235,14 +254,17 @@ def certify(
     A tree oracle always runs beside the drafters, and at T = 0 Hugging Face
     generate is audited too. Exit code 1 if a token is not explained.
     """
-    from slipstream.bench.certify import certify as run
-    from slipstream.bench.questions import load_questions
-    from slipstream.bench.report import certificate
     from slipstream.files import check_writable
+    from slipstream.measure.certify import certify as run
+    from slipstream.measure.questions import load_questions
+    from slipstream.measure.report import certificate
 
     check_writable(json_path, reads=inputs(target, drafter, questions))
     asked = load_questions(questions, limit)
-    with kept(lambda report: deliver(certificate(report), report, json_path)) as keep, progress_bar(None) as progress:
+    with (
+        kept(lambda report: deliver(certificate(report), report, json_path)) as keep,
+        progress_bar(None) as progress,
+    ):
         loaded = load(target, dtype, device, compile)
         report = run(loaded, drafter, asked, temperature, max_new_tokens, seed, progress, keep)
         keep(report)

@@ -38,15 +38,20 @@ from slipstream.cli.common import (
     )
 )
 def train(
-    method: Annotated[str, typer.Argument(help="eagle, eagle3, fasteagle, medusa, bita, glide or draft-model")],
+    method: Annotated[
+        str, typer.Argument(help="eagle, eagle3, fasteagle, medusa, bita, glide or draft-model")
+    ],
     overrides: Annotated[
         list[str],
         typer.Argument(
             metavar="[SECTION.KEY=VALUE]...",
-            help="of the recipe, whose sections are data, features, head, loss, optimizer and schedule (docs/training.md)",
+            help="of the recipe, whose sections are data, features, head, loss, optimizer and schedule "
+            "(docs/training.md)",
         ),
     ] = [],  # noqa: B006
-    data: Annotated[list[str], typer.Option(metavar="FILE", help="JSONL or .txt, gzipped or not; repeatable")] = [],  # noqa: B006
+    data: Annotated[
+        list[str], typer.Option(metavar="FILE", help="JSONL or .txt, gzipped or not; repeatable")
+    ] = [],  # noqa: B006
     directory: Annotated[
         str | None, typer.Option("--out", metavar="DIR", help="drafter, checkpoints and log go here")
     ] = None,
@@ -54,9 +59,13 @@ def train(
     recipe: Annotated[
         str | None, typer.Option(metavar="FILE", help="YAML; see the recipe.yaml that each run leaves")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on, exactly, from the last checkpoint in --out")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on, exactly, from the last checkpoint in --out")
+    ] = False,
     force: Force = False,
-    preview: Annotated[bool, typer.Option("--preview", help="show what is learnt of the data, coloured, and stop")] = False,
+    preview: Annotated[
+        bool, typer.Option("--preview", help="show what is learnt of the data, coloured, and stop")
+    ] = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
 ) -> None:
@@ -64,11 +73,11 @@ def train(
 
     The directory holds, at any time, the best drafter so far and the last checkpoint.
     """
-    from slipstream.train.data import load_examples
-    from slipstream.train.recipe import load_recipe
-    from slipstream.train.show import draw, watching
-    from slipstream.train.show import preview as show_preview
-    from slipstream.train.trainer import Trainer
+    from slipstream.training.data import load_examples
+    from slipstream.training.recipe import load_recipe
+    from slipstream.training.show import draw, watching
+    from slipstream.training.show import preview as show_preview
+    from slipstream.training.trainer import Trainer
 
     if resume and recipe is None and directory is not None:
         recipe = f"{directory}/recipe.yaml"
@@ -102,15 +111,24 @@ def train(
             draw(trainer.progress.history, f"{directory}/curve.svg")
 
 
-Server = Annotated[str | None, typer.Option(metavar="URL", help="let this OpenAI-compatible server write (vllm serve, …)")]
+Server = Annotated[
+    str | None, typer.Option(metavar="URL", help="let this OpenAI-compatible server write (vllm serve, …)")
+]
 Temperatures = Annotated[
     list[float],
     typer.Option(
-        "--temperature", min=0, metavar="T", rich_help_panel=SAMPLING, help="of the answers, taken in turn; repeatable"
+        "--temperature",
+        min=0,
+        metavar="T",
+        rich_help_panel=SAMPLING,
+        help="of the answers, taken in turn; repeatable",
     ),
 ]
 Batch = Annotated[
-    int, typer.Option(min=1, max=4096, metavar="N", rich_help_panel=MACHINE, help="texts written at once: all in memory")
+    int,
+    typer.Option(
+        min=1, max=4096, metavar="N", rich_help_panel=MACHINE, help="texts written at once: all in memory"
+    ),
 ]
 
 
@@ -121,7 +139,9 @@ Batch = Annotated[
     )
 )
 def synthesize(
-    path: Annotated[str, typer.Option("--out", metavar="FILE", help="JSONL; an interrupted file is gone on with")],
+    path: Annotated[
+        str, typer.Option("--out", metavar="FILE", help="JSONL; an interrupted file is gone on with")
+    ],
     prompts: Annotated[
         int, typer.Option(min=1, max=10**8, metavar="N", rich_help_panel=ASKED, help="how many to write")
     ] = 200,
@@ -139,31 +159,40 @@ def synthesize(
 ) -> None:
     """Training data from nothing: the target writes prompts, from its own chat template, and answers them."""
     from slipstream.files import check_writable
-    from slipstream.train import synthesize as make
+    from slipstream.training import synthesize as make
 
     check_writable(path, reads=inputs(target))
     loaded = load(target, dtype, device)
     writer = make.ServerWriter(server) if server is not None else make.TargetWriter(loaded)
     how = (temperatures, prompt_temperature, max_new_tokens, batch, seed)
     with progress_bar(prompts) as advance:
-        lines = make.synthesize(loaded, writer, path, prompts, *how, lambda n: advance("writing and answering", n))
+        lines = make.synthesize(
+            loaded, writer, path, prompts, *how, lambda n: advance("writing and answering", n)
+        )
     _written(lines, path)
 
 
 @app.command(
     epilog=examples(
         "regenerate questions.jsonl --out answers.jsonl",
-        "regenerate sharegpt.jsonl --out answers.jsonl --temperature 0 --server http://localhost:8000/v1 --batch 256",
+        "regenerate sharegpt.jsonl --out answers.jsonl --temperature 0 --server http://localhost:8000/v1 "
+        "--batch 256",
     )
 )
 def regenerate(
-    source: Annotated[str, typer.Argument(metavar="FILE", help="JSONL in any training shape; its own answers are dropped")],
-    path: Annotated[str, typer.Option("--out", metavar="FILE", help="JSONL; an interrupted file is gone on with")],
+    source: Annotated[
+        str, typer.Argument(metavar="FILE", help="JSONL in any training shape; its own answers are dropped")
+    ],
+    path: Annotated[
+        str, typer.Option("--out", metavar="FILE", help="JSONL; an interrupted file is gone on with")
+    ],
     target: TargetName = "smollm2",
     server: Server = None,
     system: Annotated[
         list[str],
-        typer.Option(metavar="TEXT", help="ask each question once more behind this system message; may be repeated"),
+        typer.Option(
+            metavar="TEXT", help="ask each question once more behind this system message; may be repeated"
+        ),
     ] = [],  # noqa: B006
     temperatures: Temperatures = [0.0, 0.7, 1.0],  # noqa: B006
     max_new_tokens: MaxNewTokens = 512,
@@ -175,27 +204,35 @@ def regenerate(
 ) -> None:
     """Let the target answer given prompts: a drafter learns what its target says, not what others said."""
     from slipstream.files import check_writable, evenly
-    from slipstream.train import synthesize as make
-    from slipstream.train.data import read_rows
+    from slipstream.training import synthesize as make
+    from slipstream.training.data import read_rows
 
     check_writable(path, reads=inputs(target, files=[source]))
     rows = [row["messages"] for _, row in read_rows(source) if "messages" in row]
     if not rows:
         raise ValueError(f"{source} has no conversations: raw text is trained on as it is")
     rows = make.templated(evenly(rows, limit), system)
-    writer = make.ServerWriter(server) if server is not None else make.TargetWriter(load(target, dtype, device))
+    writer = (
+        make.ServerWriter(server) if server is not None else make.TargetWriter(load(target, dtype, device))
+    )
     how = (temperatures, max_new_tokens, batch, seed)
     with progress_bar(len(rows)) as advance:
         lines = make.regenerate(rows, writer, path, *how, lambda n: advance("answering", n))
     _written(lines, path)
 
 
-@app.command("import", epilog=examples("import ./EAGLE-LLaMA3-8B --target ./llama3-8b --out drafters/llama3-eagle"))
+@app.command(
+    "import", epilog=examples("import ./EAGLE-LLaMA3-8B --target ./llama3-8b --out drafters/llama3-eagle")
+)
 def import_(
-    source: Annotated[str, typer.Argument(metavar="DIR", help="a checkpoint of EAGLE, EAGLE-3, speculators or Medusa")],
+    source: Annotated[
+        str, typer.Argument(metavar="DIR", help="a checkpoint of EAGLE, EAGLE-3, speculators or Medusa")
+    ],
     directory: Annotated[str, typer.Option("--out", metavar="DIR", help="the drafter directory to write")],
     target: TargetName = "smollm2",
-    tree: Annotated[str | None, typer.Option(metavar="NAME", help="the drafter's own tree (default: the method's)")] = None,
+    tree: Annotated[
+        str | None, typer.Option(metavar="NAME", help="the drafter's own tree (default: the method's)")
+    ] = None,
     force: Force = False,
     dtype: Dtype = "bfloat16",
 ) -> None:
@@ -207,15 +244,23 @@ def import_(
 
 
 @app.command(
-    "export", epilog=examples("export eagle --out vllm-head", "export runs/eagle3 --out vllm-head --layout speculators")
+    "export",
+    epilog=examples(
+        "export eagle --out vllm-head", "export runs/eagle3 --out vllm-head --layout speculators"
+    ),
 )
 def export(
-    drafter: Annotated[str, typer.Argument(help="eagle, or the directory of an eagle, eagle3 or medusa drafter")],
+    drafter: Annotated[
+        str, typer.Argument(help="eagle, or the directory of an eagle, eagle3 or medusa drafter")
+    ],
     directory: Annotated[str, typer.Option("--out", metavar="DIR", help="the checkpoint to write")],
     target: TargetName = "smollm2",
     layout: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="eagle, eagle3, speculators, medusa or medusa-vllm (default: the method's own)"),
+        typer.Option(
+            metavar="NAME",
+            help="eagle, eagle3, speculators, medusa or medusa-vllm (default: the method's own)",
+        ),
     ] = None,
     force: Force = False,
     dtype: Dtype = "bfloat16",
@@ -249,10 +294,10 @@ def parity(
 
     Exit code 1 if not; the first tensor that differs is named.
     """
-    from slipstream.bench.questions import load_questions
-    from slipstream.bench.report import parity_table
     from slipstream.files import check_writable
     from slipstream.interop.parity import parity as run
+    from slipstream.measure.questions import load_questions
+    from slipstream.measure.report import parity_table
 
     check_writable(json_path, reads=inputs(target, [drafter], questions))
     loaded = load(target, dtype, "cpu")

@@ -33,8 +33,10 @@ TUNABLE = """[bold]Drafters that grow trees[/bold]
   self-speculative       the target without some blocks; tune finds which
 """
 TREELESS = (
-    "grows no trees that tune could choose among: it takes eagle, fasteagle, draft-model, self-speculative or a drafter "
-    "directory; of the others compare options by bench (--drafter ngram:depth=4 --drafter ngram:depth=8); of hybrid tune "
+    "grows no trees that tune could choose among: it takes eagle, fasteagle, draft-model, self-speculative "
+    "or a drafter "
+    "directory; of the others compare options by bench (--drafter ngram:depth=4 --drafter ngram:depth=8); of "
+    "hybrid tune "
     "the head"
 )
 
@@ -55,26 +57,33 @@ def tune(
     drafter: Annotated[str, typer.Option(metavar="NAME", help="one of those below")] = "eagle",
     questions: Files = [],  # noqa: B006
     limit: Annotated[
-        int, typer.Option(min=1, metavar="N", rich_help_panel=ASKED, help="prompts that drafts are held against, in all")
+        int,
+        typer.Option(
+            min=1, metavar="N", rich_help_panel=ASKED, help="prompts that drafts are held against, in all"
+        ),
     ] = 8,
-    measure: Annotated[bool, typer.Option("--measure", help="only measure what passes of 1 to 64 rows cost")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="only measure what passes of 1 to 64 rows cost")
+    ] = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     compile: Compile = False,
-    plot: Annotated[str | None, typer.Option(metavar="FILE", rich_help_panel=RESULTS, help="draw it, as SVG")] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", rich_help_panel=RESULTS, help="draw it, as SVG")
+    ] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Find the tree that pays most on this machine; generate and bench then grow it unless told otherwise."""
-    from slipstream.bench import cost, draw
-    from slipstream.bench.questions import load_questions
-    from slipstream.bench.report import cost_table, tuned_names, tuned_table
-    from slipstream.bench.run import first_prompts
-    from slipstream.bench.skip import skippable
-    from slipstream.bench.tune import tune as run
     from slipstream.drafters import load_drafter, tuned_home
     from slipstream.drafters.proposer import Proposer
     from slipstream.drafters.store import save_tuned, tuned_file
     from slipstream.files import cache_home, check_writable, evenly, read_results, update_json
+    from slipstream.measure import cost, draw
+    from slipstream.measure.questions import load_questions
+    from slipstream.measure.report import cost_table, tuned_names, tuned_table
+    from slipstream.measure.run import first_prompts
+    from slipstream.measure.skip import skippable
+    from slipstream.measure.tune import tune as run
 
     check_writable(plot, json_path, reads=inputs(target, [drafter], questions))
     asked = evenly(load_questions(questions), limit)

@@ -13,7 +13,8 @@ BUCKET = 64  # keys are read up to a multiple of this, never to capacity
 
 
 class LayerView(NamedTuple):
-    """A round's view of one layer of a cache as tensors alone, for passes that are compiled: the same `write` and `read`.
+    """A round's view of one layer of a cache as tensors alone, for passes that are compiled: the same `write`
+    and `read`.
 
     Attributes:
         keys, values: to full capacity.
@@ -30,7 +31,9 @@ class LayerView(NamedTuple):
     def layers(self) -> int:
         return 1
 
-    def write(self, layer: int, key: Float[Tensor, "B heads R D"], value: Float[Tensor, "B heads R Dv"]) -> None:
+    def write(
+        self, layer: int, key: Float[Tensor, "B heads R D"], value: Float[Tensor, "B heads R Dv"]
+    ) -> None:
         """Fill the reserved slots."""
         _put(self.keys, self.slots, key)
         _put(self.values, self.slots, value)
@@ -41,7 +44,9 @@ class LayerView(NamedTuple):
         return self.keys[:, :, :S], self.values[:, :, :S]
 
 
-def _put(storage: Float[Tensor, "B heads C D"], slots: Int[Tensor, "B R"], new: Float[Tensor, "B heads R D"]) -> None:
+def _put(
+    storage: Float[Tensor, "B heads C D"], slots: Int[Tensor, "B R"], new: Float[Tensor, "B heads R D"]
+) -> None:
     """New rows into slots that may differ from text to text."""
     rows = torch.arange(len(new), device=new.device)[:, None]
     storage[rows, :, slots] = new.transpose(1, 2)
@@ -50,15 +55,17 @@ def _put(storage: Float[Tensor, "B heads C D"], slots: Int[Tensor, "B R"], new: 
 class KVCache:
     """Keys and values of L layers for B rows of `capacity` slots.
 
-    A round reserves slots for its rows (`reserve`), the target's layers write into them (`write`), and what was accepted
-    is moved to the front and kept (`keep`). Storage appears with the first write, in the layers' own shape and dtype.
+    A round reserves slots for its rows (`reserve`), the target's layers write into them (`write`), and what
+    was accepted is moved to the front and kept (`keep`). Storage appears with the first write, in the layers'
+    own shape and dtype.
 
     Args:
         layers: L.
         batch: B.
         capacity: slots per row: the longest text and one round's rows.
-        memory: keys and values [L, 2, P, heads, D] that only probes read (BiTA's prompts). They fill the first P slots,
-            stand at no position, and are written once instead of being concatenated in every layer of every pass.
+        memory: keys and values [L, 2, P, heads, D] that only probes read (BiTA's prompts). They fill the
+            first P slots, stand at no position, and are written once instead of being concatenated in every
+            layer of every pass.
     """
 
     def __init__(
@@ -91,14 +98,16 @@ class KVCache:
         return min(-(-used // BUCKET) * BUCKET, self.prefix + self.capacity)
 
     def reserve(self, rows: int, after: int = 0) -> None:
-        """Set aside the next `rows` slots of every row, `after` scratch slots that an earlier pass of the round filled.
+        """Set aside the next `rows` slots of every row, `after` scratch slots that an earlier pass of the
+        round filled.
 
         Raises:
             ValueError: the capacity does not hold them.
         """
         if self.bound + after + rows > self.capacity:
             raise ValueError(
-                f"the cache holds {self.capacity} slots a row, of which {self.bound + after} are used; a pass of {rows} "
+                f"the cache holds {self.capacity} slots a row, of which {self.bound + after} are used; a "
+                f"pass of {rows} "
                 "rows does not fit: allocate more, or draft a smaller tree"
             )
         first = self.prefix + after + self.lengths[:, None]
@@ -107,7 +116,9 @@ class KVCache:
         uniform = look.may_look(self.lengths) and bool((self.lengths == self.lengths[0]).all())
         self._start = int(self._slots[0, 0]) if uniform and rows else None
 
-    def write(self, layer: int, key: Float[Tensor, "B heads R D"], value: Float[Tensor, "B heads R Dv"]) -> None:
+    def write(
+        self, layer: int, key: Float[Tensor, "B heads R D"], value: Float[Tensor, "B heads R Dv"]
+    ) -> None:
         """Fill the reserved slots of one layer."""
         if self.keys is None or self.values is None:
             self._allocate(key, value)
@@ -127,7 +138,9 @@ class KVCache:
         """What this round's reserved slots of one layer hold: keys of all heads, then values."""
         assert self.keys is not None and self.values is not None
         rows = torch.arange(len(self._slots), device=self._slots.device)[:, None]
-        return torch.cat([stored[layer][rows, :, self._slots].flatten(2) for stored in (self.keys, self.values)], -1)
+        return torch.cat(
+            [stored[layer][rows, :, self._slots].flatten(2) for stored in (self.keys, self.values)], -1
+        )
 
     def layer(self, layer: int) -> LayerView:
         """This round's view of one layer; something must have been written before."""
@@ -146,7 +159,8 @@ class KVCache:
                 storage[..., : self.prefix, :] = memory.transpose(1, 2)[:, None]
 
     def keep(self, path: Int[Tensor, "B D1"] | None, count: Int[Tensor, " B"]) -> None:
-        """Keep the `count` reserved rows named by `path` (`None`: the first ones), in place, and forget the others."""
+        """Keep the `count` reserved rows named by `path` (`None`: the first ones), in place, and forget the
+        others."""
         if path is not None:
             path = path[:, : self._slots.shape[1]]  # a tree may name a depth that its nodes cannot reach
         width = self._slots.shape[1] if path is None else path.shape[1]
@@ -155,7 +169,10 @@ class KVCache:
             if not look.may_look(path) or bool(((path != steps) & (steps < count[:, None])).any()):
                 rows = torch.arange(len(path), device=path.device)[:, None]
                 source, goal = self._slots.gather(1, path), self._slots[:, :width]
-                for storage in (self.keys, self.values):  # path[j] >= j and the right side is a copy: safe in place
+                for storage in (
+                    self.keys,
+                    self.values,
+                ):  # path[j] >= j and the right side is a copy: safe in place
                     storage[:, rows, :, goal] = storage[:, rows, :, source]
         self.lengths = self.lengths + count
         self.bound += width
@@ -176,12 +193,23 @@ class KVCache:
     def insert(self, other: "KVCache") -> "KVCache":
         """A cache of these rows followed by another's; capacities must agree."""
         assert self.capacity == other.capacity and self.prefix == other.prefix
-        new = KVCache(self.layers, len(self.lengths) + len(other.lengths), self.capacity, self.lengths.device, self.memory)
+        new = KVCache(
+            self.layers,
+            len(self.lengths) + len(other.lengths),
+            self.capacity,
+            self.lengths.device,
+            self.memory,
+        )
         new.lengths, new.bound = torch.cat([self.lengths, other.lengths]), max(self.bound, other.bound)
         for empty, full in ((self, other), (other, self)):
             if empty.keys is None and full.keys is not None and full.values is not None:
                 empty._allocate(full.keys[0], full.values[0])
-        if self.keys is not None and self.values is not None and other.keys is not None and other.values is not None:
+        if (
+            self.keys is not None
+            and self.values is not None
+            and other.keys is not None
+            and other.values is not None
+        ):
             new.keys = torch.cat([self.keys, other.keys], 1)
             new.values = torch.cat([self.values, other.values], 1)
         return new

@@ -20,21 +20,30 @@ FINAL, INPUT, CACHE = "final", "input of block ", "cache of block "  # taps; a b
 
 @dataclass
 class State:
-    """What a drafter knows of its B rows. Every tensor field leads with B, so that rows come and go; so do caches, and the
-    states of drafters that it is made of."""
+    """What a drafter knows of its B rows. Every tensor field leads with B, so that rows come and go; so do
+    caches, and the states of drafters that it is made of."""
 
     root: Int[Tensor, " B"]  # chosen by the target, not yet read by it
 
     @property
     def parts(self) -> list["State"]:
         """This state and all that are in it."""
-        return [self, *(part for value in vars(self).values() if isinstance(value, State) for part in value.parts)]
+        return [
+            self,
+            *(part for value in vars(self).values() if isinstance(value, State) for part in value.parts),
+        ]
 
     def select(self: S, rows: Sequence[int]) -> S:
         """The state of some of the rows."""
         index = torch.tensor(list(rows), dtype=torch.long, device=self.root.device)
-        kept: dict[str, Any] = {name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        kept |= {name: value.select(list(rows)) for name, value in vars(self).items() if isinstance(value, KVCache | State)}
+        kept: dict[str, Any] = {
+            name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        kept |= {
+            name: value.select(list(rows))
+            for name, value in vars(self).items()
+            if isinstance(value, KVCache | State)
+        }
         return replace(self, **kept)
 
     def insert(self: S, other: S) -> S:
@@ -43,7 +52,9 @@ class State:
         joined: dict[str, Any] = {
             name: torch.cat([mine, theirs]) for name, mine, theirs in pairs if isinstance(mine, Tensor)
         }
-        joined |= {name: mine.insert(theirs) for name, mine, theirs in pairs if isinstance(mine, KVCache | State)}
+        joined |= {
+            name: mine.insert(theirs) for name, mine, theirs in pairs if isinstance(mine, KVCache | State)
+        }
         return replace(self, **joined)
 
 
@@ -57,7 +68,8 @@ class Ends:
         config: the target's own configuration.
         fingerprint: what a drafter directory is held against.
         compiles: the target's passes are compiled, and the drafter's own shall be.
-        place: the machine, precision and compile setting, as `machine.place` says it: what a tuned tree is good for.
+        place: the machine, precision and compile setting, as `machine.place` says it: what a tuned tree is
+            good for.
         tokenizer: what a draft model must read and write alike.
         part: some of the target's blocks between the same ends, as a model of its own (`Target.part`).
     """
@@ -74,15 +86,17 @@ class Ends:
 
 
 class Drafter(ABC):
-    """Guesses ahead. State lives in `State`, never on the drafter; its learned maths is one `forward` of its own.
+    """Guesses ahead. State lives in `State`, never on the drafter; its learned maths is one `forward` of its
+    own.
 
     Attributes:
-        taps: what `absorb` wants to see of the target, named exactly: "final" (what the LM head reads), "input of block
-            i", or "cache of block i" (its keys, turned, and values, of all heads). Their concatenation is the feature; of
-            states F = taps·H.
+        taps: what `absorb` wants to see of the target, named exactly: "final" (what the LM head reads),
+            "input of block i", or "cache of block i" (its keys, turned, and values, of all heads). Their
+            concatenation is the feature; of states F = taps·H.
         rows: the most rows that a tree of this drafter takes in a target pass, probes included.
         depth: the deepest tree it proposes.
-        law: how its trees are verified: "coupled", or "multi-round" for children sampled from a law on the tree.
+        law: how its trees are verified: "coupled", or "multi-round" for children sampled from a law on the
+            tree.
         peeks: its candidates depend on `sampler.noise`, so that only the coupled law is exact for it.
         probes: vectors [M, H] that the prompt's last token hosts; later trees carry their own.
         memory: keys and values [L, 2, P, heads, D] that its probes read in the target's attention.
@@ -102,8 +116,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def absorb(self, span: Span, state: State) -> None:
-        """Read what the target has just read; afterwards `state.root` is the last of `span.nexts`. A drafter that sat
-        out some rounds absorbs their spans later, in order."""
+        """Read what the target has just read; afterwards `state.root` is the last of `span.nexts`. A drafter
+        that sat out some rounds absorbs their spans later, in order."""
 
     @abstractmethod
     def propose(self, state: State, sampler: Sampler) -> Tree:

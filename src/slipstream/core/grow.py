@@ -1,9 +1,10 @@
-"""How trees grow: from fixed child-rank paths, along a backbone, best-first, as beams, or by the drafter's own confidence.
+"""How trees grow: from fixed child-rank paths, along a backbone, best-first, as beams, or by the drafter's
+own confidence.
 
-A drafter hands over candidates; what is kept is decided here, once for all drafters. `expand(tokens, origin)` is one
-draft step: the children of the frontier. It receives the frontier's tokens [B, F] and, for each, the index of its parent
-among the frontier of the step before (zeros at the root), and returns candidate ids [B, F, K], best first, and their log
-probabilities [B, F, K].
+A drafter hands over candidates; what is kept is decided here, once for all drafters. `expand(tokens, origin)`
+is one draft step: the children of the frontier. It receives the frontier's tokens [B, F] and, for each, the
+index of its parent among the frontier of the step before (zeros at the root), and returns candidate ids [B,
+F, K], best first, and their log probabilities [B, F, K].
 """
 
 from collections.abc import Callable, Sequence
@@ -17,18 +18,22 @@ from torch import Tensor
 from slipstream.core import look
 from slipstream.core.tree import PAD, Tree
 
-Expand = Callable[[Int[Tensor, "B F"], Int[Tensor, "B F"]], tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]]
+Expand = Callable[
+    [Int[Tensor, "B F"], Int[Tensor, "B F"]], tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]
+]
 Path = tuple[int, ...]
 CPU = torch.device("cpu")
 
 
 def backbone(depth: int, width: int) -> tuple[Path, ...]:
-    """`width` siblings a level, all under the first of the level above (FastEagle §2.2; width 1 is a chain)."""
+    """`width` siblings a level, all under the first of the level above (FastEagle §2.2; width 1 is a
+    chain)."""
     return tuple((*(0,) * level, rank) for level in range(depth) for rank in range(width))
 
 
 def static(root: Int[Tensor, " B"], paths: Sequence[Path], expand: Expand) -> Tree:
-    """The tree of `paths`, each the child ranks from the root: (0,) is the best child, (0, 1) its second (EAGLE Fig. 9).
+    """The tree of `paths`, each the child ranks from the root: (0,) is the best child, (0, 1) its second
+    (EAGLE Fig. 9).
 
     Raises:
         ValueError: a path is empty, repeated, or its parent is missing.
@@ -40,7 +45,8 @@ def static(root: Int[Tensor, " B"], paths: Sequence[Path], expand: Expand) -> Tr
         ids, _ = expand(frontier, origin)
         if level.ranks > ids.shape[-1]:
             raise ValueError(
-                f"the tree asks for {level.ranks} children a node and the drafter offers {ids.shape[-1]}: narrow the tree"
+                f"the tree asks for {level.ranks} children a node and the drafter offers {ids.shape[-1]}: "
+                f"narrow the tree"
             )
         kids = ids[:, level.under, level.rank]
         tokens.append(kids)
@@ -65,10 +71,14 @@ def static_levels(paths: tuple[Path, ...], device: torch.device = CPU) -> tuple[
     known = {(), *paths}
     if () in paths or len(set(paths)) != len(paths):
         wrong = next(path for i, path in enumerate(paths) if not path or path in paths[:i])
-        raise ValueError(f"tree paths must be non-empty and distinct: {list(wrong)} is {'repeated' if wrong else 'empty'}")
+        raise ValueError(
+            f"tree paths must be non-empty and distinct: {list(wrong)} is {'repeated' if wrong else 'empty'}"
+        )
     for path in paths:
         if path[:-1] not in known or min(path) < 0:
-            raise ValueError(f"tree path {path} has no parent {path[:-1]}: list every prefix, with ranks from 0")
+            raise ValueError(
+                f"tree path {path} has no parent {path[:-1]}: list every prefix, with ranks from 0"
+            )
     order = sorted(paths, key=lambda path: (len(path), path))
     slot = {path: i for i, path in enumerate([(), *order])}
     inner = {path[:-1] for path in paths}
@@ -91,10 +101,11 @@ def static_levels(paths: tuple[Path, ...], device: torch.device = CPU) -> tuple[
 
 
 def dynamic(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int, budget: int) -> Tree:
-    """EAGLE-2: expand the `width` most confident nodes of each level, then keep the `budget` best of all, root included.
+    """EAGLE-2: expand the `width` most confident nodes of each level, then keep the `budget` best of all,
+    root included.
 
-    A node's score is the log of its path's probability, so a parent never scores below its child; a stable order with
-    ties to the lower slot keeps every kept node's parent.
+    A node's score is the log of its path's probability, so a parent never scores below its child; a stable
+    order with ties to the lower slot keeps every kept node's parent.
     """
     B, device = len(root), root.device
     frontier, origin = root[:, None], torch.zeros(B, 1, dtype=torch.long, device=device)
@@ -117,7 +128,8 @@ def dynamic(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int, bud
 
 
 def beam(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int) -> Tree:
-    """Beam search: of all candidates behind a level's nodes, the `width` that end the best paths are the next level."""
+    """Beam search: of all candidates behind a level's nodes, the `width` that end the best paths are the next
+    level."""
     frontier, slots = root[:, None], torch.zeros(len(root), 1, dtype=torch.long, device=root.device)
     origin, score, offset = slots, torch.zeros(len(root), 1, device=root.device), 1
     tokens, parents = [frontier], [slots]
@@ -134,17 +146,25 @@ def beam(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int) -> Tre
 
 
 def cape(
-    root: Int[Tensor, " B"], expand: Expand, depth: int, drafted: int, limits: Sequence[float], counts: Sequence[int]
+    root: Int[Tensor, " B"],
+    expand: Expand,
+    depth: int,
+    drafted: int,
+    limits: Sequence[float],
+    counts: Sequence[int],
 ) -> Tree:
-    """CAPE (GLIDE §4.2): a chain of `depth` proposals, and beside each as many of the next best candidates, never expanded,
-    as its confidence p asks for: counts[i] where limits[i − 1] < p ≤ limits[i].
+    """CAPE (GLIDE §4.2): a chain of `depth` proposals, and beside each as many of the next best candidates,
+    never expanded, as its confidence p asks for: counts[i] where limits[i − 1] < p ≤ limits[i].
 
     Args:
         drafted: tokens in all; where they do not suffice, the deepest proposals go without.
     """
     frontier, origin = root[:, None], torch.zeros(len(root), 1, dtype=torch.long, device=root.device)
     extra = torch.tensor(counts, device=root.device)
-    bounds, ranks = torch.tensor(limits, device=root.device), torch.arange(1 + max(counts), device=root.device)
+    bounds, ranks = (
+        torch.tensor(limits, device=root.device),
+        torch.arange(1 + max(counts), device=root.device),
+    )
     levels, wanted = list[Tensor](), list[Tensor]()
     for _ in range(depth):
         ids, log_q = expand(frontier, origin)
@@ -163,7 +183,9 @@ def cape(
     above = torch.cat([torch.zeros_like(origin), chain[:, :-1]], 1).repeat_interleave(len(ranks), 1)
     there = want.gather(1, kept)
     drafts, parents = tokens.masked_fill(~want, PAD).gather(1, kept), above.gather(1, kept) * there
-    return Tree(torch.cat([root[:, None], drafts], 1), torch.cat([torch.zeros_like(origin), parents], 1), depth)
+    return Tree(
+        torch.cat([root[:, None], drafts], 1), torch.cat([torch.zeros_like(origin), parents], 1), depth
+    )
 
 
 def _best(scores: Float[Tensor, "B n"], k: int) -> Int[Tensor, "B k"]:

@@ -1,7 +1,9 @@
-"""Counter-based noise: Philox4x64-10 (Salmon et al., SC'11), a pure function of (seed, row, stream, position).
+"""Counter-based noise: Philox4x64-10 (Salmon et al., SC'11), a pure function of (seed, row, stream,
+position).
 
-Two kernels, one signature: NumPy's own Philox on the CPU (10 times faster there than the torch one), integer tensor
-arithmetic everywhere else, where it needs no host synchronisation. A test holds them equal bit for bit.
+Two kernels, one signature: NumPy's own Philox on the CPU (10 times faster there than the torch one), integer
+tensor arithmetic everywhere else, where it needs no host synchronisation. A test holds them equal bit for
+bit.
 """
 
 from enum import IntEnum
@@ -27,13 +29,18 @@ class Stream(IntEnum):
     DRAFT = 2  # a sampled drafter's own draws, which multi-round verification must not share
 
 
-def uniform(keys: Int[Tensor, "B 2"], stream: Stream, positions: Int[Tensor, " B"], n: int) -> Float[Tensor, "B n"]:
-    """`n` float64 uniforms per row, odd multiples of 2⁻⁵³ and so never 0 or 1, keyed by (seed, row) and position."""
+def uniform(
+    keys: Int[Tensor, "B 2"], stream: Stream, positions: Int[Tensor, " B"], n: int
+) -> Float[Tensor, "B n"]:
+    """`n` float64 uniforms per row, odd multiples of 2⁻⁵³ and so never 0 or 1, keyed by (seed, row) and
+    position."""
     words = _words_numpy if look.may_look(positions) else _words_torch
     return ((words(keys, stream, positions, n) & (2**52 - 1)).double() + 0.5) * 2.0**-52
 
 
-def gumbel(keys: Int[Tensor, "B 2"], stream: Stream, positions: Int[Tensor, " B"], n: int) -> Float[Tensor, "B n"]:
+def gumbel(
+    keys: Int[Tensor, "B 2"], stream: Stream, positions: Int[Tensor, " B"], n: int
+) -> Float[Tensor, "B n"]:
     """Standard Gumbel noise, so that argmax(log p + g) is a draw from p."""
     return uniform(keys, stream, positions, n).log_().neg_().log_().neg_()
 
@@ -47,8 +54,15 @@ def _words_numpy(keys: Tensor, stream: Stream, positions: Tensor, n: int) -> Ten
 
 def _words_torch(keys: Tensor, stream: Stream, positions: Tensor, n: int) -> Tensor:
     B, blocks = len(keys), -(-n // 4)
-    counter = torch.arange(1, blocks + 1, device=keys.device).expand(B, -1)  # NumPy counts up before its first block
-    x = [counter, positions[:, None].expand(B, blocks), torch.full_like(counter, int(stream)), torch.zeros_like(counter)]
+    counter = torch.arange(1, blocks + 1, device=keys.device).expand(
+        B, -1
+    )  # NumPy counts up before its first block
+    x = [
+        counter,
+        positions[:, None].expand(B, blocks),
+        torch.full_like(counter, int(stream)),
+        torch.zeros_like(counter),
+    ]
     k0, k1 = keys[:, :1], keys[:, 1:]
     for _ in range(ROUNDS):
         (h0, l0), (h1, l1) = (_multiply(m, v) for m, v in zip(MULTIPLIERS, (x[0], x[2]), strict=True))

@@ -1,23 +1,32 @@
-"""The best static tree for each node budget, from acceptance by depth and rank (Sequoia §3.1, dynamic programming)."""
+"""The best static tree for each node budget, from acceptance by depth and rank (Sequoia §3.1, dynamic
+programming)."""
 
 from collections.abc import Iterator, Sequence
 
 from slipstream.core.grow import Path
 
 
-def optimal_trees(acceptance: Sequence[Sequence[float]], budgets: Sequence[int]) -> dict[int, tuple[list[Path], float]]:
-    """(paths, expected tokens a pass) of the tree that is accepted furthest, for each budget of nodes, root included.
+def optimal_trees(
+    acceptance: Sequence[Sequence[float]], budgets: Sequence[int]
+) -> dict[int, tuple[list[Path], float]]:
+    """(paths, expected tokens a pass) of the tree that is accepted furthest, for each budget of nodes, root
+    included.
 
     Args:
-        acceptance: [d][r], the chance that the token after an accepted node of depth d is the drafter's r-th candidate.
-            As many rows as the tree may be deep.
+        acceptance: [d][r], the chance that the token after an accepted node of depth d is the drafter's r-th
+            candidate. As many rows as the tree may be deep.
 
-    A subtree of n nodes whose root stands at depth d is worth 1 + the best way to share n − 1 nodes among its children:
-    the child of rank r adds acceptance[d][r] times its own subtree's worth. O(depth · ranks · nodes²).
+    A subtree of n nodes whose root stands at depth d is worth 1 + the best way to share n − 1 nodes among its
+    children: the child of rank r adds acceptance[d][r] times its own subtree's worth. O(depth · ranks ·
+        nodes²).
     """
     nodes = max(budgets)
-    worth = [0.0] + [1.0] * nodes  # of a subtree of n nodes at the deepest level: nothing below its root is ever drafted
-    shares: list[list[list[int]]] = []  # [depth][rank][n]: nodes that the child of this rank gets of n still to share
+    worth = [0.0] + [
+        1.0
+    ] * nodes  # of a subtree of n nodes at the deepest level: nothing below its root is ever drafted
+    shares: list[
+        list[list[int]]
+    ] = []  # [depth][rank][n]: nodes that the child of this rank gets of n still to share
     for rates in reversed(acceptance):
         rest = [0.0] * (nodes + 1)  # worth of n nodes shared among the ranks from here on
         chosen: list[list[int]] = []

@@ -1,7 +1,8 @@
 """Sampling: the distribution that must survive, and the draws from it.
 
-`Sampling` is what a user asks for one row. `Sampler` applies it to the rows of a batch, with each row's history, only at
-the nodes a walk visits: sorting or perturbing 49k logits at every node of a tree would cost more than the pass itself.
+`Sampling` is what a user asks for one row. `Sampler` applies it to the rows of a batch, with each row's
+history, only at the nodes a walk visits: sorting or perturbing 49k logits at every node of a tree would cost
+more than the pass itself.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +24,8 @@ Processor = Callable[[Int[Tensor, "1 T"], Float[Tensor, "1 V"]], Float[Tensor, "
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one row is sampled. Order as in Hugging Face: penalties, processors, temperature, top-k, top-p, min-p, warpers.
+    """How one row is sampled. Order as in Hugging Face: penalties, processors, temperature, top-k, top-p,
+    min-p, warpers.
 
     Attributes:
         temperature: 0 is greedy.
@@ -60,7 +62,9 @@ class Sampling:
         for name in ("processors", "warpers"):
             for processor in getattr(self, name):
                 if not callable(processor):
-                    raise ValueError(f"{name} holds {processor!r}; it must hold Hugging Face LogitsProcessors")
+                    raise ValueError(
+                        f"{name} holds {processor!r}; it must hold Hugging Face LogitsProcessors"
+                    )
 
     @property
     def penalised(self) -> bool:
@@ -69,11 +73,19 @@ class Sampling:
 
 # what each number may be: its kind, its range, and how an error says both
 ALLOWED: dict[str, tuple[type, Callable[[Any], bool], str]] = {
-    "temperature": (Real, lambda x: x == 0 or 1 / LARGE <= x <= LARGE, "0 (greedy) or a positive number (1e-30 to 1e30)"),
+    "temperature": (
+        Real,
+        lambda x: x == 0 or 1 / LARGE <= x <= LARGE,
+        "0 (greedy) or a positive number (1e-30 to 1e30)",
+    ),
     "top_k": (Integral, lambda x: 0 <= x < 2**63, "0 (off) or a positive whole number"),
     "top_p": (Real, lambda x: 0 < x <= 1, "in (0, 1], where 1 is off"),
     "min_p": (Real, lambda x: 0 <= x < 1, "in [0, 1), where 0 is off"),
-    "repetition_penalty": (Real, lambda x: 1 / LARGE <= x <= LARGE, "positive (1e-30 to 1e30), where 1 is off"),
+    "repetition_penalty": (
+        Real,
+        lambda x: 1 / LARGE <= x <= LARGE,
+        "positive (1e-30 to 1e30), where 1 is off",
+    ),
     "presence_penalty": (Real, lambda x: abs(x) <= LARGE, "a finite number (up to 1e30), where 0 is off"),
     "frequency_penalty": (Real, lambda x: abs(x) <= LARGE, "a finite number (up to 1e30), where 0 is off"),
     "seed": (Integral, lambda x: -(2**63) <= x < 2**63, "a 64-bit whole number"),
@@ -96,8 +108,8 @@ class _Columns(NamedTuple):
 class Sampler:
     """B rows of `Sampling` with their histories.
 
-    Every token of a row passes through `observe` exactly once: the prompt when the row starts, each committed token on the
-    walk that accepts it. So the history at a node of a walk is that node's own.
+    Every token of a row passes through `observe` exactly once: the prompt when the row starts, each committed
+    token on the walk that accepts it. So the history at a node of a walk is that node's own.
 
     Args:
         rows: settings, one per row.
@@ -110,12 +122,18 @@ class Sampler:
     """
 
     def __init__(
-        self, rows: Sequence[Sampling], prompts: Sequence[Sequence[int]], vocab: int, device: torch.device | str = "cpu"
+        self,
+        rows: Sequence[Sampling],
+        prompts: Sequence[Sequence[int]],
+        vocab: int,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.rows, self.vocab, self.device = list(rows), vocab, torch.device(device)
         self.history = [list(prompt) for prompt in prompts]
         self._columns = _Columns(*(self._column(f) for f in _Columns._fields))
-        self._keys = torch.tensor([[row.seed, row.row] for row in self.rows], dtype=torch.long, device=self.device)
+        self._keys = torch.tensor(
+            [[row.seed, row.row] for row in self.rows], dtype=torch.long, device=self.device
+        )
         self.sound: Bool[Tensor, " B"] = torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
         self._greedy = all(row.temperature == 0 for row in self.rows)
         self._cuts = any(row.top_k or row.top_p < 1 or row.min_p for row in self.rows if row.temperature)
@@ -148,15 +166,18 @@ class Sampler:
                     history.append(token)
 
     def scores(self, logits: Float[Tensor, "B V"], slack: float = 0.0) -> Float[Tensor, "B V"]:
-        """Log weights of the next token, up to a constant per row; −inf outside the support. Greedy rows: the logits.
+        """Log weights of the next token, up to a constant per row; −inf outside the support. Greedy rows: the
+        logits.
 
-        `slack` widens (or, negative, narrows) the support by what a difference of that much between two scores can
-        explain: what an audit needs to tell a boundary case from an error.
+        `slack` widens (or, negative, narrows) the support by what a difference of that much between two
+        scores can explain: what an audit needs to tell a boundary case from an error.
         """
         x = logits.double()
         if self._seen is not None and self._count is not None:
             c = self._columns
-            x = torch.where(self._seen, torch.where(x > 0, x / c.repetition_penalty, x * c.repetition_penalty), x)
+            x = torch.where(
+                self._seen, torch.where(x > 0, x / c.repetition_penalty, x * c.repetition_penalty), x
+            )
             x = x - c.frequency_penalty * self._count - c.presence_penalty * (self._count > 0)
         if self._processed:
             x = self._process(x, [row.processors for row in self.rows])
@@ -167,7 +188,9 @@ class Sampler:
                 x = x.masked_fill(sampled & (x < self._threshold(x, slack)), -torch.inf)
         return self._process(x, [row.warpers for row in self.rows]) if self._warped else x
 
-    def _process(self, x: Float[Tensor, "B V"], chains: Sequence[Sequence[Processor]]) -> Float[Tensor, "B V"]:
+    def _process(
+        self, x: Float[Tensor, "B V"], chains: Sequence[Sequence[Processor]]
+    ) -> Float[Tensor, "B V"]:
         rows = list(x.split(1))
         for b, chain in enumerate(chains):
             ids = torch.tensor([self.history[b]], dtype=torch.long, device=x.device)
@@ -176,10 +199,13 @@ class Sampler:
         return torch.cat(rows)
 
     def _threshold(self, x: Float[Tensor, "B V"], slack: float) -> Float[Tensor, "B 1"]:
-        """The least score in the support. All three filters keep a top set, so one number per row describes it."""
+        """The least score in the support. All three filters keep a top set, so one number per row describes
+        it."""
         c = self._columns
         limited = c.top_k > 0
-        p = torch.where(c.top_p < 1, c.top_p + slack / 4, 2.0)  # scores that move by slack/2 move a set's mass by slack/4
+        p = torch.where(
+            c.top_p < 1, c.top_p + slack / 4, 2.0
+        )  # scores that move by slack/2 move a set's mass by slack/4
         for width in (SHORTLIST, self.vocab) if look.may_look(x) else (self.vocab,):
             top = x.topk(min(width, self.vocab)).values
             kth = torch.where(limited, top.gather(1, c.top_k.clamp(1, top.shape[-1]) - 1), -torch.inf)
@@ -201,13 +227,16 @@ class Sampler:
         return greedy if self._greedy else torch.where(self._columns.temperature > 0, x.softmax(-1), greedy)
 
     def draw(self, scores: Float[Tensor, "B V"], positions: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-        """The token at each absolute position: argmax(scores + g), where g depends on (seed, row, position) alone.
+        """The token at each absolute position: argmax(scores + g), where g depends on (seed, row, position)
+        alone.
 
         A row whose best score is not finite is no longer `sound`: its token means nothing.
         """
         perturbed = scores if self._greedy else scores + self.noise(positions)
         token = perturbed.argmax(-1)
-        self.sound.logical_and_(perturbed.gather(1, token[:, None])[:, 0].isfinite())  # in place: rounds are captured
+        self.sound.logical_and_(
+            perturbed.gather(1, token[:, None])[:, 0].isfinite()
+        )  # in place: rounds are captured
         return token
 
     @property
@@ -226,7 +255,8 @@ class Sampler:
         return self._columns.temperature
 
     def noise(self, positions: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
-        """The Gumbel noise of `draw`, zero for greedy rows. Under the coupled law a drafter may look at it."""
+        """The Gumbel noise of `draw`, zero for greedy rows. Under the coupled law a drafter may look at
+        it."""
         if self._greedy:
             return torch.zeros(len(self), self.vocab, dtype=torch.float64, device=self.device)
         return gumbel(self._keys, Stream.TARGET, positions, self.vocab) * (self._columns.temperature > 0)
@@ -235,7 +265,9 @@ class Sampler:
         """Uniforms of another stream, for multi-round acceptance and for a drafter's own draws."""
         return uniform(self._keys, stream, positions, n)
 
-    def accept(self, ratio: Float[Tensor, " B"], positions: Int[Tensor, " B"], sibling: int) -> Bool[Tensor, " B"]:
+    def accept(
+        self, ratio: Float[Tensor, " B"], positions: Int[Tensor, " B"], sibling: int
+    ) -> Bool[Tensor, " B"]:
         """u < ratio, with the `sibling`-th acceptance uniform of the position."""
         return self.uniform(Stream.ACCEPT, positions, sibling + 1)[:, sibling] < ratio
 
@@ -250,7 +282,12 @@ class Sampler:
     @classmethod
     def _rebuilt(cls, samplers: Sequence["Sampler"], rows: Sequence[Iterable[int]]) -> "Sampler":
         pairs = [(sampler, b) for sampler, picked in zip(samplers, rows, strict=True) for b in picked]
-        new = cls([s.rows[b] for s, b in pairs], [s.history[b] for s, b in pairs], samplers[0].vocab, samplers[0].device)
+        new = cls(
+            [s.rows[b] for s, b in pairs],
+            [s.history[b] for s, b in pairs],
+            samplers[0].vocab,
+            samplers[0].device,
+        )
         if new._seen is not None and new._count is not None:
             for i, (s, b) in enumerate(pairs):
                 if s._seen is not None and s._count is not None:
@@ -263,16 +300,21 @@ def _judged(processor: Processor, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V
     made = processor(ids, x)
     name = getattr(processor, "__name__", type(processor).__name__)
     if not isinstance(made, Tensor) or made.shape != x.shape or not made.is_floating_point():
-        what = f"{made.dtype} of shape {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+        what = (
+            f"{made.dtype} of shape {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+        )
         raise ValueError(f"processor {name} returned {what}; it must return scores of shape {list(x.shape)}")
     best = float(made.max())  # NaN where any is
     if not best > -torch.inf and x.max() > -torch.inf:  # the processor's doing
         what = "left no token that may come next: let it allow at least one"
-        raise ValueError(f"processor {name} {what if best == best else 'made NaN of scores: it must return numbers'}")
+        raise ValueError(
+            f"processor {name} {what if best == best else 'made NaN of scores: it must return numbers'}"
+        )
     return made.double()
 
 
 def rows_of(sampling: Sampling, n: int) -> list[Sampling]:
-    """`n` rows that share settings and seed, each with noise of its own; row 0 draws what a single row would."""
+    """`n` rows that share settings and seed, each with noise of its own; row 0 draws what a single row
+    would."""
     values = {f.name: getattr(sampling, f.name) for f in fields(Sampling)}
     return [Sampling(**{**values, "row": sampling.row + i}) for i in range(n)]

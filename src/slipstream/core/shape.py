@@ -1,4 +1,5 @@
-"""Shape: which tree a drafter grows, by name. One vocabulary for recipes, drafter directories and the command line."""
+"""Shape: which tree a drafter grows, by name. One vocabulary for recipes, drafter directories and the command
+line."""
 
 import json
 import math
@@ -22,13 +23,18 @@ FIG9_RANKS = """
 """
 FIG9 = tuple(tuple(map(int, path)) for path in FIG9_RANKS.split())  # EAGLE, Fig. 9: 25 nodes under the root
 KINDS = (
-    "chain-DEPTH, fig9, backbone-DEPTHxWIDTH, full-DEPTHxWIDTH, dynamic-DEPTHxWIDTHxNODES, best-first-DEPTHxNODES, "
+    "chain-DEPTH, fig9, backbone-DEPTHxWIDTH, full-DEPTHxWIDTH, dynamic-DEPTHxWIDTHxNODES, "
+    "best-first-DEPTHxNODES, "
     "beam-DEPTHxWIDTH, "
     "cape-DEPTH or cape-DEPTHxDRAFTED (with -COUNT@LIMIT… and a last -COUNT: cape-5x32-7@0.3-5@0.6-3@0.8-1), "
     "or child-rank paths such as [[0],[1],[0,0]]"
 )
 LARGEST = 1024  # number in the name of a tree or an option of a drafter
-DEEPEST, DRAFTED, ROWS = 64, 4096, 2048  # at most: draft steps of a round, rows that they read, rows of the target's pass
+DEEPEST, DRAFTED, ROWS = (
+    64,
+    4096,
+    2048,
+)  # at most: draft steps of a round, rows that they read, rows of the target's pass
 CAPE = "-7@0.3-5@0.6-3@0.8-1"  # GLIDE, §4.2: 7 further candidates up to a confidence of 0.3, …, 1 above 0.8
 
 
@@ -73,12 +79,16 @@ class Shape:
             depth, width = numbers
             if depth * math.log2(max(width, 2)) > 10:
                 raise ValueError(f"tree {name!r} has {width}^{depth} leaves: 1024 at most")
-            return cls._static(text, tuple(path for d in range(depth) for path in product(range(width), repeat=d + 1)))
+            return cls._static(
+                text, tuple(path for d in range(depth) for path in product(range(width), repeat=d + 1))
+            )
         if 0 not in numbers and re.fullmatch(r"dynamic-\d+x\d+x\d+", text):
             depth, width, nodes = numbers
             affordable(text, depth, nodes, width * (depth - 1))
             return cls(text, (), depth, min(nodes, 1 + width + (depth - 1) * width**2), width, width)
-        if 0 not in numbers and re.fullmatch(r"best-first-\d+x\d+", text):  # nothing outside the best `nodes` is expanded
+        if 0 not in numbers and re.fullmatch(
+            r"best-first-\d+x\d+", text
+        ):  # nothing outside the best `nodes` is expanded
             depth, nodes = numbers
             affordable(text, depth, nodes, (nodes - 1) * (depth - 1))
             return cls(text, (), depth, nodes, max(nodes - 1, 1), max(nodes - 1, 1))
@@ -94,7 +104,8 @@ class Shape:
             except (json.JSONDecodeError, RecursionError):  # thousands of brackets
                 paths = None
             if isinstance(paths, list) and all(
-                isinstance(path, list) and all(type(rank) is int and rank >= 0 for rank in path) for path in paths
+                isinstance(path, list) and all(type(rank) is int and rank >= 0 for rank in path)
+                for path in paths
             ):
                 affordable(name, max(map(len, paths), default=0), 1 + len(paths))
                 return cls._static(text, tuple(map(tuple, paths)))
@@ -122,7 +133,9 @@ class Shape:
     @property
     def keeps_first_children(self) -> bool:
         """A static tree in which every child's more likely siblings are children, too."""
-        return bool(self.paths) and all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in self.paths for path in self.paths)
+        return bool(self.paths) and all(
+            path[-1] == 0 or (*path[:-1], path[-1] - 1) in self.paths for path in self.paths
+        )
 
     @property
     def inner(self) -> Int[Tensor, " n"]:
@@ -145,7 +158,8 @@ def affordable(name: str, depth: int, rows: int, drafted: int = 0) -> None:
     """
     if depth > DEEPEST or drafted > DRAFTED or rows > ROWS:
         raise ValueError(
-            f"tree {name!r} costs {depth:,} draft steps a round, which read {drafted:,} rows, and a target pass over "
+            f"tree {name!r} costs {depth:,} draft steps a round, which read {drafted:,} rows, and a target "
+            f"pass over "
             f"{rows:,}; at most are {DEEPEST}, {DRAFTED:,} and {ROWS:,}: name a smaller tree"
         )
 
@@ -178,9 +192,14 @@ class Cape(Shape):
     def of(cls, name: str, depth: int, drafted: int, steps: str) -> "Cape":
         """From the parts of its name. Raises ValueError."""
         *below, last = [step.split("@") for step in steps[1:].split("-")]
-        limits, counts = tuple(float(limit) for _, limit in below), tuple(int(count) for count, *_ in (*below, last))
+        limits, counts = (
+            tuple(float(limit) for _, limit in below),
+            tuple(int(count) for count, *_ in (*below, last)),
+        )
         if list(limits) != sorted(set(limits)) or drafted < depth:
-            raise ValueError(f"tree {name!r}: limits must rise, and {depth} tokens or more be drafted (cape-5x32{CAPE})")
+            raise ValueError(
+                f"tree {name!r}: limits must rise, and {depth} tokens or more be drafted (cape-5x32{CAPE})"
+            )
         most = max(counts)
         affordable(name, depth, 1 + drafted, depth - 1)
         return cls(name, (), depth, 1 + min(drafted, depth * (1 + most)), 1, 1 + most, limits, counts)

@@ -1,4 +1,5 @@
-"""Span: what the target has just read. One noun for a chunk of a prompt, an accepted path and a training sequence."""
+"""Span: what the target has just read. One noun for a chunk of a prompt, an accepted path and a training
+sequence."""
 
 from dataclasses import dataclass
 
@@ -28,14 +29,16 @@ class Output:
 
 @dataclass(frozen=True)
 class Span:
-    """T columns per row, of which `count` are real; a row may have none (the shorter prompts of a ragged batch).
+    """T columns per row, of which `count` are real; a row may have none (the shorter prompts of a ragged
+    batch).
 
     Attributes:
         tokens: what was read; column j stands at position start + j.
-        nexts: the token after each: `nexts[:, j] == tokens[:, j + 1]`, and after the last the target's own choice.
+        nexts: the token after each: `nexts[:, j] == tokens[:, j + 1]`, and after the last the target's own
+            choice.
         features: the target's taps at each token.
-        probes, probed: taps of the probes behind the last token that hosts any, and how many tokens came after it; −1:
-            none does.
+        probes, probed: taps of the probes behind the last token that hosts any, and how many tokens came
+            after it; −1: none does.
         cache: the target's, these tokens included.
         tree, path, logits: the pass this span came from, and the accepted slots; `picks` are made of them.
     """
@@ -78,7 +81,12 @@ def commit(tree: Tree, out: Output, verdict: Verdict, cache: KVCache) -> Span:
     nexts[rows, (verdict.count - 1).clamp(min=0)] = verdict.next
     features = None if out.features is None else out.features[rows[:, None], verdict.path]
     behind = since = None
-    if features is not None and out.features is not None and tree.probes is not None and tree.hosts is not None:
+    if (
+        features is not None
+        and out.features is not None
+        and tree.probes is not None
+        and tree.hosts is not None
+    ):
         groups = out.features[:, tree.nodes :].unflatten(1, (-1, len(tree.probes)))
         column = torch.arange(verdict.path.shape[1], device=rows.device)[:, None]
         hosting = (verdict.path[:, :, None] == tree.hosts[:, None]) & (column < verdict.count[:, None, None])

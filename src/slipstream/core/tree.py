@@ -25,9 +25,10 @@ class Tree:
         tokens: token ids; `PAD` marks a node that can never be accepted.
         parents: slot of each node's parent, parents before children, the root its own. `None` is a chain.
         depth: upper bound on the depth of any node (root: 0), known without reading a tensor.
-        law: sampled drafts only: row i is the full-vocabulary law q that the children of node i were drawn from,
-            without replacement and in slot order. `None`: candidates are point masses (top-k).
-        probes: vectors that ride behind every host, see its ancestors and itself, and are never accepted (BiTA §3.1).
+        law: sampled drafts only: row i is the full-vocabulary law q that the children of node i were drawn
+            from, without replacement and in slot order. `None`: candidates are point masses (top-k).
+        probes: vectors that ride behind every host, see its ancestors and itself, and are never accepted
+            (BiTA §3.1).
         hosts: slots of the nodes that carry probes; `PAD` for none. Every node of a row may be a host.
     """
 
@@ -60,7 +61,8 @@ class Tree:
         return (torch.arange(self.nodes, device=self.tokens.device) - 1).clamp(min=0)[None]
 
     def layout(self) -> Layout:
-        """Depths and visibility of all rows; closed form for a chain, pointer chasing over `depth` levels otherwise."""
+        """Depths and visibility of all rows; closed form for a chain, pointer chasing over `depth` levels
+        otherwise."""
         N, device = self.nodes, self.tokens.device
         if self.parents is None:
             depths = torch.arange(N, device=device)[None]
@@ -77,7 +79,8 @@ class Tree:
         return _with_probes(depths, ancestors, self.hosts, M=len(self.probes))
 
     def clip(self, depth: int) -> "Tree":
-        """The same tree with every node deeper than `depth` made unacceptable, for the end of the context window."""
+        """The same tree with every node deeper than `depth` made unacceptable, for the end of the context
+        window."""
         if depth >= self.depth:
             return self
         if self.parents is None:
@@ -86,13 +89,17 @@ class Tree:
             return replace(self, tokens=self.tokens[:, : depth + 1], depth=depth, law=law, hosts=hosts)
         deep = replace(self, probes=None).layout().depths > depth
         return replace(
-            self, tokens=self.tokens.masked_fill(deep, PAD), parents=self.parents.masked_fill(deep, 0), depth=max(depth, 1)
+            self,
+            tokens=self.tokens.masked_fill(deep, PAD),
+            parents=self.parents.masked_fill(deep, 0),
+            depth=max(depth, 1),
         )
 
 
 def _with_probes(depths: Tensor, ancestors: Tensor, hosts: Tensor, M: int) -> Layout:
-    """Append G groups of M probes: probe j of a host stands j+1 after it and sees what the host sees, the host, and the
-    earlier probes of its own group. A missing host (PAD) leaves a group that reads itself alone."""
+    """Append G groups of M probes: probe j of a host stands j+1 after it and sees what the host sees, the
+    host, and the earlier probes of its own group. A missing host (PAD) leaves a group that reads itself
+    alone."""
     B, N, G = max(len(depths), len(hosts)), ancestors.shape[-1], hosts.shape[1]
     depths, ancestors, hosts = depths.expand(B, N), ancestors.expand(B, N, N), hosts.expand(B, G)
     there, host = hosts >= 0, hosts.clamp(min=0)

@@ -1,9 +1,10 @@
 """verify: which guesses the target agrees with. Two laws, one walk from the root.
 
-*Coupled*: draw the target's own token at each node and descend while a child matches; exact for any tree, and the text
-does not depend on the tree. *Multi-round speculative sampling* (EAGLE, Algorithm 1; Leviathan's rule on a chain): accept
-a sampled child x with min(1, p(x)/q(x)), else go on with norm(max(p − q, 0)) and the next sibling; exact in distribution.
-A third, *lossy typical* acceptance, is exact at T = 0 alone; nothing takes it but who asks for it by that name.
+*Coupled*: draw the target's own token at each node and descend while a child matches; exact for any tree, and
+the text does not depend on the tree. *Multi-round speculative sampling* (EAGLE, Algorithm 1; Leviathan's rule
+on a chain): accept a sampled child x with min(1, p(x)/q(x)), else go on with norm(max(p − q, 0)) and the next
+sibling; exact in distribution. A third, *lossy typical* acceptance, is exact at T = 0 alone; nothing takes it
+but who asks for it by that name.
 """
 
 from collections.abc import Callable
@@ -22,28 +23,41 @@ LOSSY_EPSILON, LOSSY_DELTA = 0.09, 0.3  # of Medusa's typical acceptance
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was accepted: `path[:, :count]` are slots, root first; `next` is the target's own token after the last."""
+    """What was accepted: `path[:, :count]` are slots, root first; `next` is the target's own token after the
+    last."""
 
     path: Int[Tensor, "B D1"]  # columns past count repeat the last slot
     count: Int[Tensor, " B"]
     next: Int[Tensor, " B"]
 
 
-Law = Callable[[Tree, Int[Tensor, " B"], Float[Tensor, "B V"], Int[Tensor, " B"], Sampler], tuple[Tensor, Tensor]]
+Law = Callable[
+    [Tree, Int[Tensor, " B"], Float[Tensor, "B V"], Int[Tensor, " B"], Sampler], tuple[Tensor, Tensor]
+]
 
 
 def coupled(
-    tree: Tree, node: Int[Tensor, " B"], logits: Float[Tensor, "B V"], position: Int[Tensor, " B"], sampler: Sampler
+    tree: Tree,
+    node: Int[Tensor, " B"],
+    logits: Float[Tensor, "B V"],
+    position: Int[Tensor, " B"],
+    sampler: Sampler,
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
-    """Child slot (−1: none) and token at one node per row: the keyed draw, and the first child that carries it."""
+    """Child slot (−1: none) and token at one node per row: the keyed draw, and the first child that carries
+    it."""
     token = sampler.draw(sampler.scores(logits), position)
     return child_with(tree, node, token), token
 
 
 def multi_round(
-    tree: Tree, node: Int[Tensor, " B"], logits: Float[Tensor, "B V"], position: Int[Tensor, " B"], sampler: Sampler
+    tree: Tree,
+    node: Int[Tensor, " B"],
+    logits: Float[Tensor, "B V"],
+    position: Int[Tensor, " B"],
+    sampler: Sampler,
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
-    """Child slot (−1: none) and token at one node per row, by sequential rejection over the siblings in slot order."""
+    """Child slot (−1: none) and token at one node per row, by sequential rejection over the siblings in slot
+    order."""
     rows = torch.arange(len(node), device=node.device)
     p = sampler.law(logits)
     q = None if tree.law is None else tree.law[rows, node].double()
@@ -65,9 +79,14 @@ def multi_round(
 
 
 def lossy_typical(
-    tree: Tree, node: Int[Tensor, " B"], logits: Float[Tensor, "B V"], position: Int[Tensor, " B"], sampler: Sampler
+    tree: Tree,
+    node: Int[Tensor, " B"],
+    logits: Float[Tensor, "B V"],
+    position: Int[Tensor, " B"],
+    sampler: Sampler,
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
-    """Medusa's typical acceptance (§2.3.1), which changes what is said: the first child with p > min(ε, δ·e^{−H(p)})."""
+    """Medusa's typical acceptance (§2.3.1), which changes what is said: the first child with p > min(ε,
+    δ·e^{−H(p)})."""
     p = sampler.law(logits)
     limit = (LOSSY_DELTA * torch.special.entr(p).sum(-1).neg().exp()).clamp(max=LOSSY_EPSILON)
     typical = _children(tree, node) & (p.gather(1, tree.tokens.clamp(min=0)) > limit[:, None])
@@ -93,7 +112,8 @@ def without(p: Tensor, x: Tensor) -> Float[Tensor, "B V"]:
 
 
 def _normalised(p: Tensor, otherwise: Tensor) -> Tensor:
-    """p over its mass; where rounding left none (p = q to the last bit), there was nothing to reject: `otherwise`."""
+    """p over its mass; where rounding left none (p = q to the last bit), there was nothing to reject:
+    `otherwise`."""
     mass = p.sum(-1, keepdim=True)
     return torch.where(mass > 0, p / mass, otherwise)
 
@@ -112,7 +132,11 @@ def _children(tree: Tree, node: Int[Tensor, " B"]) -> Tensor:
 
 
 def verify(
-    tree: Tree, logits: Float[Tensor, "B N V"], lengths: Int[Tensor, " B"], sampler: Sampler, law: Law = coupled
+    tree: Tree,
+    logits: Float[Tensor, "B N V"],
+    lengths: Int[Tensor, " B"],
+    sampler: Sampler,
+    law: Law = coupled,
 ) -> Verdict:
     """Walk from the root while the target agrees. Histories in `sampler` are extended by what is accepted.
 

@@ -12,8 +12,8 @@ Finish = Literal["eos", "stop", "length"]
 
 @dataclass(frozen=True)
 class Round:
-    """What one pass did for one row: tokens drafted along the deepest path, drafted ones accepted, tokens kept in the text
-    (fewer than accepted + 1 where the text ended)."""
+    """What one pass did for one row: tokens drafted along the deepest path, drafted ones accepted, tokens
+    kept in the text (fewer than accepted + 1 where the text ended)."""
 
     drafted: int
     accepted: int
@@ -33,7 +33,8 @@ class Answer:
     """Ends exactly where plain decoding would: tokens are looked at one by one, whatever a round brought.
 
     Attributes:
-        read: its text is wanted as it grows; otherwise it is decoded once, unless stop strings have to be looked for.
+        read: its text is wanted as it grows; otherwise it is decoded once, unless stop strings have to be
+            looked for.
         tokens: token ids, a closing EOS included.
         pieces: where it is read, the text that became certain with each token.
         rounds: one entry per target pass after the prompt's.
@@ -75,11 +76,13 @@ class Answer:
         return self.tokens[before:]
 
     def released(self) -> list[int]:
-        """Tokens not returned before that are part of the text for certain: whole ones, so that of a token in which a stop
-        string begins nothing is."""
+        """Tokens not returned before that are part of the text for certain: whole ones, so that of a token in
+        which a stop string begins nothing is."""
         end = len(self.tokens)
         if self._reader is not None:
-            end = next((i for i in range(self._released, end) if min(self._ends[i:]) > self._reader.given), end)
+            end = next(
+                (i for i in range(self._released, end) if min(self._ends[i:]) > self._reader.given), end
+            )
         made, self._released = self.tokens[self._released : end], end
         return made
 

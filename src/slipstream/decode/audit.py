@@ -1,7 +1,8 @@
 """The audit: is every token of an answer the one that plain decoding would have chosen?
 
-A pass over a tree and a pass over one row round differently, so in low precision equality has an exception: a token whose
-score is within a stated margin of the best is a tie that rounding may turn. Everything else is an error.
+A pass over a tree and a pass over one row round differently, so in low precision equality has an exception: a
+token whose score is within a stated margin of the best is a tie that rounding may turn. Everything else is an
+error.
 """
 
 import math
@@ -26,7 +27,8 @@ class Divergence:
     Attributes:
         position: index into the answer.
         token, plain: what was emitted, and what plain decoding chooses.
-        margin: how far the emitted token's score lies below the best, in logits; infinite outside the support.
+        margin: how far the emitted token's score lies below the best, in logits; infinite outside the
+            support.
     """
 
     position: int
@@ -41,12 +43,14 @@ def margin_of(target: Target) -> float:
 
 
 @torch.inference_mode()
-def audit(target: Target, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling) -> list[Divergence]:
+def audit(
+    target: Target, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling
+) -> list[Divergence]:
     """Teacher-force plain decoding, one row a pass, over an answer; all tokens that differ from its choice.
 
-    Supports are compared with slack: a token counts as inside if a top-k, top-p or min-p boundary moved by the margin
-    would have let it in, and only tokens inside a narrowed support can outrank it. Processors and warpers have no slack: a
-    token at the edge of what they let in counts as an error.
+    Supports are compared with slack: a token counts as inside if a top-k, top-p or min-p boundary moved by
+    the margin would have let it in, and only tokens inside a narrowed support can outrank it. Processors and
+    warpers have no slack: a token at the edge of what they let in counts as an error.
     """
     sampler = Sampler([sampling], [prompt], target.vocab, target.device)
     decoder = Decoder.start(target, Vanilla(), sampler, len(prompt) + len(answer))

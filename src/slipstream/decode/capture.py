@@ -1,8 +1,8 @@
 """A round captured once and replayed: on a GPU hundreds of launches become two.
 
-A capture is the kernels of a function and the memory that each of them reads and writes. So what changes from round to
-round are tensors that stay where they are, and sizes are settled in advance: for caches as full as the next multiple of
-`SPAN`, until one is fuller.
+A capture is the kernels of a function and the memory that each of them reads and writes. So what changes from
+round to round are tensors that stay where they are, and sizes are settled in advance: for caches as full as
+the next multiple of `SPAN`, until one is fuller.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
 
 def cuda_graph(function: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
-    """A `Record` by a CUDA graph. The first run, outside of it, lets libraries and compilers set themselves up."""
+    """A `Record` by a CUDA graph. The first run, outside of it, lets libraries and compilers set themselves
+    up."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -50,7 +50,8 @@ class Generation:
         finish: "eos", "stop" or "length".
         rounds: one entry per target pass; the prompt's own pass and the token it yields are not among them.
         seconds: of the whole batch this answer was made in.
-        sampling: how its tokens were chosen, the target's own processors included: what `audit` judges them by.
+        sampling: how its tokens were chosen, the target's own processors included: what `audit` judges them
+            by.
     """
 
     prompt: list[int]
@@ -91,30 +92,32 @@ def generate(
 ) -> Any:
     """Answer one prompt (a `Generation`) or several as one ragged batch (a list of them).
 
-    The text is a function of (prompt, sampling, seed) alone, whatever the drafter and the batch: exactly in float64, up to
-    near-ties that rounding may turn in other precisions. Row i of a batch draws noise keyed by (seed, i). What is not given
-    comes from the target's `generation_config`, whose other fields are honoured through Hugging Face's own processors, or
-    refused by name.
+    The text is a function of (prompt, sampling, seed) alone, whatever the drafter and the batch: exactly in
+    float64, up to near-ties that rounding may turn in other precisions. Row i of a batch draws noise keyed by
+    (seed, i). What is not given comes from the target's `generation_config`, whose other fields are honoured
+    through Hugging Face's own processors, or refused by name.
 
     Args:
-        prompts: text (put through the chat template where there is one), messages, token ids (a list, tensor or array) or
-            what a tokenizer returns, without the padding that its attention mask names; or a list of such.
+        prompts: text (put through the chat template where there is one), messages, token ids (a list, tensor
+            or array) or what a tokenizer returns, without the padding that its attention mask names; or a
+            list of such.
         drafter: a name, a directory or a `Drafter`.
         max_new_tokens: tokens per answer, at most; default: the target's limit, or 256.
-        temperature, …, processors: see `Sampling`. Where neither this nor the target says `top_k`, all tokens stay.
+        temperature, …, processors: see `Sampling`. Where neither this nor the target says `top_k`, all tokens
+            stay.
         eos_token_ids: ids that end an answer; default: the target's.
-        stop: strings that end an answer, in which alone they are looked for; they are not part of its text. Default: the
-            target's.
-        law: "coupled" (same seed, same text) or "multi-round" (exact in distribution); default: the drafter's own.
-            "lossy-typical" is Medusa's typical acceptance: at T > 0 the target would not say this.
+        stop: strings that end an answer, in which alone they are looked for; they are not part of its text.
+            Default: the target's.
+        law: "coupled" (same seed, same text) or "multi-round" (exact in distribution); default: the drafter's
+            own. "lossy-typical" is Medusa's typical acceptance: at T > 0 the target would not say this.
         attention_mask: 0 where `prompts`, then token ids, are padding.
-        streamer: gets the prompt and then tokens as they come; one prompt only. With stop strings it gets only whole tokens
-            of the text, and those once it is certain; `stream` gives every character.
+        streamer: gets the prompt and then tokens as they come; one prompt only. With stop strings it gets
+            only whole tokens of the text, and those once it is certain; `stream` gives every character.
         trace: receives one JSON line per row and round.
 
     Raises:
-        ValueError: an argument of another type or outside its range, a field of generation_config that cannot be honoured,
-            an empty prompt, or one that fills the target's window.
+        ValueError: an argument of another type or outside its range, a field of generation_config that cannot
+            be honoured, an empty prompt, or one that fills the target's window.
     """
     job = _Job.of(
         target,
@@ -136,10 +139,13 @@ def generate(
         stop=stop,
     )
     if streamer is not None and len(job.prompts) > 1:
-        raise ValueError(f"a streamer takes one prompt, {len(job.prompts)} were given: call generate once for each")
+        raise ValueError(
+            f"a streamer takes one prompt, {len(job.prompts)} were given: call generate once for each"
+        )
     if streamer is not None and not isinstance(streamer, Streamer):
         raise ValueError(
-            f"streamer is a {type(streamer).__name__}: give an object with put and end, such as a TextStreamer"
+            f"streamer is a {type(streamer).__name__}: give an object with put and end, such as a "
+            f"TextStreamer"
         )
     made = job.generations(decode(*job.work, streamer, trace))
     return made[0] if job.single else made
@@ -234,15 +240,20 @@ class _Job:
         if not isinstance(drafter, Drafter):
             raise ValueError(f"drafter is {drafter!r}: give a name, a directory or a slipstream.Drafter")
         if trace is not None and not isinstance(trace, Writer):
-            raise ValueError(f"trace is a {type(trace).__name__}: give an open file, or anything else with write")
+            raise ValueError(
+                f"trace is a {type(trace).__name__}: give an open file, or anything else with write"
+            )
         law = law or drafter.law
         if drafter.peeks and law != "coupled":
             raise ValueError(
-                f"this drafter looks at the target's noise, which the {law} law does not allow: use law coupled"
+                f"this drafter looks at the target's noise, which the {law} law does not allow: use law "
+                f"coupled"
             )
         if read and target.tokenizer is None:
             raise ValueError(f"target {target.name} has no tokenizer: call generate, and read its token ids")
-        answers = [Answer(target, settings.limit(prompt), settings.eos, settings.stop, read) for prompt in ids]
+        answers = [
+            Answer(target, settings.limit(prompt), settings.eos, settings.stop, read) for prompt in ids
+        ]
         rows = [settings.row(i, prompt) for i, prompt in enumerate(ids)]
         return cls(target, drafter, ids, single, rows, answers, LAWS[law], trace)
 
@@ -253,7 +264,13 @@ class _Job:
     def generations(self, seconds: Seconds) -> list[Generation]:
         return [
             Generation(
-                prompt, a.tokens, a.text if self.target.tokenizer else "", a.finish or "length", a.rounds, seconds, s
+                prompt,
+                a.tokens,
+                a.text if self.target.tokenizer else "",
+                a.finish or "length",
+                a.rounds,
+                seconds,
+                s,
             )
             for prompt, a, s in zip(self.prompts, self.answers, self.sampling, strict=True)
         ]
@@ -290,7 +307,8 @@ def _rounds(
     law: Law,
     trace: Writer | None,
 ) -> Iterator[Seconds]:
-    """Fill `answers`, round by round; rows leave the batch as they finish. Gives where the time went so far."""
+    """Fill `answers`, round by round; rows leave the batch as they finish. Gives where the time went so
+    far."""
     with torch.inference_mode():  # never across a yield: it would be the caller's mode, too
         sampler = Sampler(sampling, prompts, target.vocab, target.device)
         capacity = max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))
@@ -329,7 +347,8 @@ def _rounds(
 
 
 def _read(span: Span, sampler: Sampler) -> tuple[list[list[int]], list[int], list[int]]:
-    """New tokens and drafted depth of each row, and whether they mean something: the round's one copy to the host."""
+    """New tokens and drafted depth of each row, and whether they mean something: the round's one copy to the
+    host."""
     assert span.tree is not None
     depths = replace(span.tree, probes=None).layout().depths
     drafted = depths.where(span.tree.tokens >= 0, 0).amax(1)

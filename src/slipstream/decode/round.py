@@ -36,7 +36,10 @@ class Seconds:
 
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(
-            self.prefill + other.prefill, self.draft + other.draft, self.verify + other.verify, self.host + other.host
+            self.prefill + other.prefill,
+            self.draft + other.draft,
+            self.verify + other.verify,
+            self.host + other.host,
         )
 
 
@@ -55,21 +58,28 @@ class Decoder:
     _captured: Captured | None = None
 
     @classmethod
-    def start(cls, target: Target, drafter: Drafter, sampler: Sampler, capacity: int, law: Law = coupled) -> "Decoder":
+    def start(
+        cls, target: Target, drafter: Drafter, sampler: Sampler, capacity: int, law: Law = coupled
+    ) -> "Decoder":
         """Room for `capacity` tokens a row beside the rows of a round."""
-        record = recorder(target) if law is coupled and not sampler.remembers else None  # others look at what they drew
+        record = (
+            recorder(target) if law is coupled and not sampler.remembers else None
+        )  # others look at what they drew
         capacity = rounded(capacity) if record else capacity
         cache = target.new_cache(len(sampler), capacity + drafter.rows, drafter.memory)
         state = drafter.start(len(sampler), capacity + drafter.rows, target.device)
         return cls(target, drafter, cache, state, sampler, law, Seconds(), record)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Span:
-        """Read the prompts in chunks and draw each row's first token, which is the root of its first round."""
+        """Read the prompts in chunks and draw each row's first token, which is the root of its first
+        round."""
         began = perf_counter()
         for tokens, nexts, count, last in _chunks(prompts, self.target.device):
             rows = (count - 1)[:, None]
             probes = self.drafter.probes if last else None
-            tree = Tree(tokens, None, tokens.shape[1] - 1, probes=probes, hosts=None if probes is None else rows)
+            tree = Tree(
+                tokens, None, tokens.shape[1] - 1, probes=probes, hosts=None if probes is None else rows
+            )
             start = self.cache.lengths
             out = self.target(tree, self.cache, self.drafter.taps, rows=rows if last else rows[:, :0])
             path = torch.minimum(torch.arange(tree.nodes, device=rows.device), rows.clamp(min=0))
@@ -104,11 +114,14 @@ class Decoder:
         return span
 
     def _replay(self, record: Record) -> Span:
-        """The same without a limit, captured. It is not told apart where its time goes: all counts as verification."""
+        """The same without a limit, captured. It is not told apart where its time goes: all counts as
+        verification."""
         began, before = perf_counter(), replace(self.seconds)
         if self._captured is None:
             propose = partial(self.drafter.propose, self.state, self.sampler)
-            self._captured = Captured(propose, self._check, self.cache, self.state, self.drafter.depth, record)
+            self._captured = Captured(
+                propose, self._check, self.cache, self.state, self.drafter.depth, record
+            )
         span: Span = self._captured.step()
         span.count.tolist()  # wait for it
         self.seconds = replace(before, verify=before.verify + perf_counter() - began)
@@ -123,8 +136,9 @@ class Decoder:
 def _chunks(
     prompts: Sequence[Sequence[int]], device: torch.device
 ) -> Iterator[tuple[Int[Tensor, "B T"], Int[Tensor, " B"], Int[Tensor, " B"], bool]]:
-    """(tokens, next token, count, last?) per chunk. Chunks are cut from the end, so that all rows end in the last one and
-    a shorter prompt has no tokens in the first ones: nothing has to tell a finished row from an unfinished one."""
+    """(tokens, next token, count, last?) per chunk. Chunks are cut from the end, so that all rows end in the
+    last one and a shorter prompt has no tokens in the first ones: nothing has to tell a finished row from an
+    unfinished one."""
     longest = max(map(len, prompts))
     first = longest % CHUNK or CHUNK
     for end in range(first, longest + 1, CHUNK):
@@ -136,4 +150,9 @@ def _chunks(
         width = max(map(len, rows))
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
         nexts = [prompt[max(0, end - longest + len(prompt))] if end < longest else 0 for prompt in prompts]
-        yield tokens, torch.tensor(nexts, device=device), torch.tensor(list(map(len, rows)), device=device), end == longest
+        yield (
+            tokens,
+            torch.tensor(nexts, device=device),
+            torch.tensor(list(map(len, rows)), device=device),
+            end == longest,
+        )

@@ -1,7 +1,8 @@
-"""Settings: all that an answer depends on beside its prompt, from what was given and the target's generation_config.
+"""Settings: all that an answer depends on beside its prompt, from what was given and the target's
+generation_config.
 
-A field of generation_config that changes the text is honoured, through Hugging Face's own processors in Hugging Face's
-order, or refused by name.
+A field of generation_config that changes the text is honoured, through Hugging Face's own processors in
+Hugging Face's order, or refused by name.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,7 +44,8 @@ class Row:
 
 @dataclass(frozen=True)
 class BeforeTopK:
-    """A warper that Hugging Face runs between temperature and top-k, as a processor, which runs before both."""
+    """A warper that Hugging Face runs between temperature and top-k, as a processor, which runs before
+    both."""
 
     warper: Any
     temperature: float
@@ -77,17 +79,27 @@ def _watermark(value: Any, row: Row) -> Processor:
     return made
 
 
-# By field of generation_config, in Hugging Face's order: the value that, like None, asks for nothing, and the processor.
+# By field of generation_config, in Hugging Face's order: the value that, like None, asks for nothing, and the
+# processor.
 Table = dict[str, tuple[Any, Callable[[Any, Row], Processor]]]
 PROCESSORS: Table = {
     "sequence_bias": (None, lambda value, row: hf.SequenceBiasLogitsProcessor(value)),
-    "encoder_repetition_penalty": (1, lambda value, row: hf.EncoderRepetitionPenaltyLogitsProcessor(value, row.prompt)),
+    "encoder_repetition_penalty": (
+        1,
+        lambda value, row: hf.EncoderRepetitionPenaltyLogitsProcessor(value, row.prompt),
+    ),
     "repetition_penalty": (1, lambda value, row: hf.RepetitionPenaltyLogitsProcessor(value)),
     "no_repeat_ngram_size": (0, lambda value, row: hf.NoRepeatNGramLogitsProcessor(value)),
-    "encoder_no_repeat_ngram_size": (0, lambda value, row: hf.EncoderNoRepeatNGramLogitsProcessor(value, row.prompt)),
+    "encoder_no_repeat_ngram_size": (
+        0,
+        lambda value, row: hf.EncoderNoRepeatNGramLogitsProcessor(value, row.prompt),
+    ),
     "bad_words_ids": (None, lambda value, row: hf.NoBadWordsLogitsProcessor(value, row.eos or None)),
     "min_length": (0, lambda value, row: hf.MinLengthLogitsProcessor(value, row.eos, row.device)),
-    "min_new_tokens": (0, lambda value, row: hf.MinNewTokensLengthLogitsProcessor(row.start, value, row.eos, row.device)),
+    "min_new_tokens": (
+        0,
+        lambda value, row: hf.MinNewTokensLengthLogitsProcessor(row.start, value, row.eos, row.device),
+    ),
     "forced_bos_token_id": (None, _forced_bos),
     "forced_eos_token_id": (None, _forced_eos),
     "remove_invalid_values": (False, lambda value, row: hf.InfNanRemoveLogitsProcessor()),
@@ -146,44 +158,59 @@ class Settings:
         """`generate`'s arguments; what is None comes from generation_config.
 
         Raises:
-            ValueError: an argument, or a field of generation_config, that is out of range or cannot be honoured.
+            ValueError: an argument, or a field of generation_config, that is out of range or cannot be
+                honoured.
         """
         if not isinstance(target, Target):
             raise ValueError(
-                f"target is a {type(target).__name__}: give slipstream.Target(model, tokenizer) or load_target(…)"
+                f"target is a {type(target).__name__}: give slipstream.Target(model, tokenizer) or "
+                f"load_target(…)"
             )
         config = target.generation_config
         for name, (off, what) in REFUSED.items():
             if (value := getattr(config, name, None)) not in (None, off):
                 raise ValueError(
-                    f"the generation_config of {target.name} sets {name} to {value} ({what}), which cannot be honoured: "
+                    f"the generation_config of {target.name} sets {name} to {value} ({what}), which cannot "
+                    f"be honoured: "
                     f"set target.model.generation_config.{name} = {off}"
                 )
-        if max_new_tokens is None and (max_new_tokens := config.max_new_tokens) is None and config.max_length is None:
+        if (
+            max_new_tokens is None
+            and (max_new_tokens := config.max_new_tokens) is None
+            and config.max_length is None
+        ):
             max_new_tokens = NEW_TOKENS
         if max_new_tokens is not None and (not is_whole(max_new_tokens) or max_new_tokens < 1):
             raise ValueError(f"max_new_tokens is {max_new_tokens!r}; it must be at least 1, a whole number")
-        eos = _eos(target) if eos_token_ids is None else checked_ids(_listed(eos_token_ids), target.vocab, "eos_token_ids")
+        eos = (
+            _eos(target)
+            if eos_token_ids is None
+            else checked_ids(_listed(eos_token_ids), target.vocab, "eos_token_ids")
+        )
         stops = _stops(target, config.stop_strings if stop is None else stop)
         return cls(target, resolve_sampling(target, **sampling), max_new_tokens, frozenset(eos), stops)
 
     def limit(self, prompt: Sequence[int]) -> int:
-        """The most tokens that an answer to the prompt may have. Raises ValueError where there is no room for one."""
+        """The most tokens that an answer to the prompt may have. Raises ValueError where there is no room for
+        one."""
         config, new = self.target.generation_config, self.max_new_tokens
         if new is None and len(prompt) >= config.max_length:
             raise ValueError(
-                f"the prompt has {len(prompt)} tokens; the generation_config of {self.target.name} has a max_length of "
+                f"the prompt has {len(prompt)} tokens; the generation_config of {self.target.name} has a "
+                f"max_length of "
                 f"{config.max_length} for prompt and answer: give max_new_tokens"
             )
         if len(prompt) >= self.target.window:
             raise ValueError(
-                f"the prompt has {len(prompt)} tokens; {self.target.name} has a window of {self.target.window} for prompt "
+                f"the prompt has {len(prompt)} tokens; {self.target.name} has a window of "
+                f"{self.target.window} for prompt "
                 "and answer: shorten the prompt"
             )
         return min(config.max_length - len(prompt) if new is None else new, self.target.window - len(prompt))
 
     def row(self, i: int, prompt: Sequence[int]) -> Sampling:
-        """How the i-th row of a batch is sampled: with noise of its own, and all that generation_config asks for."""
+        """How the i-th row of a batch is sampled: with noise of its own, and all that generation_config asks
+        for."""
         config, own = self.target.generation_config, self.sampling
         ids = torch.tensor([list(prompt)], device=self.target.device)
         eos = sorted(token for token in self.eos if token < self.target.vocab)
@@ -193,7 +220,9 @@ class Settings:
         if config.min_new_tokens is not None:
             made.pop("min_length", None)
         penalty = own.repetition_penalty
-        if next(iter(made), None) == "repetition_penalty":  # the sampler's own comes first, too, and is quicker
+        if (
+            next(iter(made), None) == "repetition_penalty"
+        ):  # the sampler's own comes first, too, and is quicker
             del made["repetition_penalty"]
         elif made:
             penalty = 1.0 if "repetition_penalty" in made else penalty
@@ -201,7 +230,11 @@ class Settings:
         warpers = (self._made(WARPERS, row) if own.temperature else {}) | self._made(WATERMARK, row)
         processors = (*_merged(list(made.values()), own.processors), *last.values())
         return replace(
-            own, row=i, repetition_penalty=penalty, processors=processors, warpers=(*own.warpers, *warpers.values())
+            own,
+            row=i,
+            repetition_penalty=penalty,
+            processors=processors,
+            warpers=(*own.warpers, *warpers.values()),
         )
 
     def _made(self, table: Table, row: Row) -> dict[str, Processor]:
@@ -218,19 +251,25 @@ class Settings:
 
 
 def resolve_sampling(target: Target, **given: Any) -> Sampling:
-    """`Sampling` from what was given and, for what is None, the numbers of the target's generation_config; greedy unless
-    that says `do_sample`. Raises ValueError."""
+    """`Sampling` from what was given and, for what is None, the numbers of the target's generation_config;
+    greedy unless that says `do_sample`. Raises ValueError."""
     config = target.generation_config
     given = {name: value for name, value in given.items() if value is not None}
     if not isinstance(given.get("processors", ()), (list, tuple)):
-        raise ValueError(f"processors is a {type(given['processors']).__name__}: give a list of LogitsProcessors")
+        raise ValueError(
+            f"processors is a {type(given['processors']).__name__}: give a list of LogitsProcessors"
+        )
     given["processors"] = tuple(given.get("processors", ()))
     if "temperature" not in given and not config.do_sample:
         given["temperature"] = 0.0
     settled = {"temperature": 1.0}
     for name in ("repetition_penalty", *SAMPLED):
         value = getattr(config, name, None)
-        if value is not None and name not in given and (name == "repetition_penalty" or given.get("temperature") != 0):
+        if (
+            value is not None
+            and name not in given
+            and (name == "repetition_penalty" or given.get("temperature") != 0)
+        ):
             with _blamed(target, name, value):
                 Sampling(**{name: value})
             settled[name] = value
@@ -244,7 +283,8 @@ def _blamed(target: Target, name: str, value: Any) -> Iterator[None]:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise ValueError(
-            f"the generation_config of {target.name} sets {name} to {str(value)[:60]!r}, which cannot be honoured: {error}"
+            f"the generation_config of {target.name} sets {name} to {str(value)[:60]!r}, which cannot be "
+            f"honoured: {error}"
         ) from error
 
 
@@ -259,7 +299,9 @@ def _eos(target: Target) -> list[int]:
     if ids is None:
         ids = getattr(target.tokenizer, "eos_token_id", None)
     with _blamed(target, "eos_token_id", ids):
-        return [] if ids is None else checked_ids(_listed(ids), 2**63)  # one outside the vocabulary never comes
+        return (
+            [] if ids is None else checked_ids(_listed(ids), 2**63)
+        )  # one outside the vocabulary never comes
 
 
 def _stops(target: Target, stop: Any) -> tuple[str, ...]:
@@ -271,7 +313,9 @@ def _stops(target: Target, stop: Any) -> tuple[str, ...]:
         raise ValueError("a stop string is empty: leave it out, or give at least one character")
     check_readable(stops, "a stop string")
     if stops and target.tokenizer is None:
-        raise ValueError(f"target {target.name} has no tokenizer: end answers with eos_token_ids, not with stop strings")
+        raise ValueError(
+            f"target {target.name} has no tokenizer: end answers with eos_token_ids, not with stop strings"
+        )
     return stops
 
 

@@ -9,10 +9,11 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that is one byte: a run of them 
 
 
 class Detokeniser:
-    """Gives out the text of tokens piece by piece; all pieces together are the text of all tokens, up to a stop string.
+    """Gives out the text of tokens piece by piece; all pieces together are the text of all tokens, up to a
+    stop string.
 
-    Held back are incomplete characters, and what may yet become a stop string. A decoder may look back (at whether a text
-    begins, for one), so tokens are decoded behind those whose text was given out last.
+    Held back are incomplete characters, and what may yet become a stop string. A decoder may look back (at
+    whether a text begins, for one), so tokens are decoded behind those whose text was given out last.
 
     Attributes:
         stopped: a stop string is complete; nothing follows.

@@ -37,8 +37,8 @@ class BitaConfig:
 
 
 class BitaHead(Head):
-    """All that is trained: M vectors in place of embeddings, and P keys and values a layer, which only they read. Keys
-    stand at no position and are not turned (§3.1)."""
+    """All that is trained: M vectors in place of embeddings, and P keys and values a layer, which only they
+    read. Keys stand at no position and are not turned (§3.1)."""
 
     sizes = BitaConfig
 
@@ -46,7 +46,9 @@ class BitaHead(Head):
         super().__init__()
         self.config = config
         self.masks = nn.Parameter(torch.zeros(config.depth, config.hidden_size))
-        self.memory = nn.Parameter(torch.zeros(config.layers, 2, config.prompts, config.heads, config.head_dim))
+        self.memory = nn.Parameter(
+            torch.zeros(config.layers, 2, config.prompts, config.heads, config.head_dim)
+        )
 
 
 @dataclass
@@ -56,14 +58,17 @@ class BitaState(ParallelState):
 
 @final
 class Bita(ParallelDrafter):
-    """Drafts with a `BitaHead`: the masks behind a node say the tokens after its next one, in the pass that checks it.
+    """Drafts with a `BitaHead`: the masks behind a node say the tokens after its next one, in the pass that
+    checks it.
 
-    The efficient tree of §3.2 is "backbone-3x5", the full one with k = 2 "full-3x2"; the public code's is triangular,
-    [[0],[1],…] with 5, 4 and 3 children. `hosts=1` with a chain is the straightforward decoding of Fig. 4.
+    The efficient tree of §3.2 is "backbone-3x5", the full one with k = 2 "full-3x2"; the public code's is
+    triangular, [[0],[1],…] with 5, 4 and 3 children. `hosts=1` with a chain is the straightforward decoding
+    of Fig. 4.
 
     Args:
-        hosts: nodes that carry masks, those likeliest to end the accepted path first: low ranks and depths; 0: all. Rows
-            are nodes + hosts · M: where they cost something four pay more than all (docs/bita.md). Of a path that ends
+        hosts: nodes that carry masks, those likeliest to end the accepted path first: low ranks and depths;
+            0: all. Rows are nodes + hosts · M: where they cost something four pay more than all
+                (docs/bita.md). Of a path that ends
             elsewhere, what the masks of its last host said of the tokens still to come is drafted.
         head, ends, vocab, tree, proposal: see `HeadDrafter`.
     """
@@ -86,7 +91,10 @@ class Bita(ParallelDrafter):
     def grow_as(self, tree: str | Shape, proposal: str = "top-k") -> None:
         super().grow_as(tree, proposal)
         self.probes = self.head.masks[: self.depth]
-        nodes, paths = list(range(self.shape.nodes)), [(), *sorted(self.shape.paths, key=lambda path: (len(path), path))]
+        nodes, paths = (
+            list(range(self.shape.nodes)),
+            [(), *sorted(self.shape.paths, key=lambda path: (len(path), path))],
+        )
         if self.shape.paths:
             nodes.sort(key=lambda slot: sum(paths[slot]) + len(paths[slot]))
         self._hosts = torch.tensor(sorted(nodes[: self.hosts or None]))[None]

@@ -1,7 +1,8 @@
-"""A smaller model drafts for a larger one: speculative sampling, and self-speculation, where it is the target's own layers.
+"""A smaller model drafts for a larger one: speculative sampling, and self-speculation, where it is the
+target's own layers.
 
-Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"; Chen et al. 2023, "Accelerating Large
-Language Model Decoding with Speculative Sampling"; Zhang et al. 2023, "Draft & Verify".
+Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"; Chen et al. 2023,
+"Accelerating Large Language Model Decoding with Speculative Sampling"; Zhang et al. 2023, "Draft & Verify".
 """
 
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ class PartConfig:
 
 
 class Part(nn.Module):
-    """A model of copies of some of the target's blocks, and of its last norm: its weights. The ends stay the target's.
+    """A model of copies of some of the target's blocks, and of its last norm: its weights. The ends stay the
+    target's.
 
     Args:
         vocab: the tokens that it has logits of.
@@ -94,12 +96,15 @@ class DraftModel(Proposer):
             if mine != theirs:
                 one = next(iter(sorted(set(mine.items()) ^ set(theirs.items()))))
                 raise ValueError(
-                    f"draft model {model.name} reads other tokens than the target ({len(mine)} against {len(theirs)}; "
+                    f"draft model {model.name} reads other tokens than the target ({len(mine)} against "
+                    f"{len(theirs)}; "
                     f"{one[0]!r} is not the same): take one of the target's tokenizer"
                 )
         V, at = min(model.vocab, len(ends.head)), ends.head.device
         self.model, self.part = model, part
-        super().__init__(torch.arange(V, device=at) if vocab is None else vocab.to(at), len(ends.head), tree, proposal)
+        super().__init__(
+            torch.arange(V, device=at) if vocab is None else vocab.to(at), len(ends.head), tree, proposal
+        )
 
     @classmethod
     def named(cls, model: str, ends: Ends, tree: str = "chain-5", proposal: str = "top-k") -> "DraftModel":
@@ -108,28 +113,45 @@ class DraftModel(Proposer):
         return cls(load_target(model, dtype, device, ends.compiles), ends, tree, proposal)
 
     @classmethod
-    def of_itself(cls, ends: Ends, skip: str = "", tree: str = "chain-5", proposal: str = "top-k") -> "DraftModel":
+    def of_itself(
+        cls, ends: Ends, skip: str = "", tree: str = "chain-5", proposal: str = "top-k"
+    ) -> "DraftModel":
         """With the target itself, some blocks skipped: "10,11,12" or "10-12". Raises ValueError."""
         blocks, L = list[int](), ends.config.num_hidden_layers
         if not skip:
             raise ValueError(
-                f"drafter 'self-speculative' skips some of the target's blocks 0 to {L - 1}: name them, as in "
-                "self-speculative:skip=10-14, or let `slipstream tune --drafter self-speculative` find and keep them"
+                f"drafter 'self-speculative' skips some of the target's blocks 0 to {L - 1}: name them, as "
+                f"in "
+                "self-speculative:skip=10-14, or let `slipstream tune --drafter self-speculative` find and "
+                "keep them"
             )
         for part in skip.split(","):
             first, _, last = part.partition("-")
-            if not first.strip().isdecimal() or not (last or first).strip().isdecimal() or int(first) > int(last or first):
-                raise ValueError(f"skip={skip!r} names no blocks: write numbers and rising ranges, such as 10-14,20")
-            blocks += range(int(first), min(int(last or first), int(first) + L) + 1)  # no more than there are, and one
+            if (
+                not first.strip().isdecimal()
+                or not (last or first).strip().isdecimal()
+                or int(first) > int(last or first)
+            ):
+                raise ValueError(
+                    f"skip={skip!r} names no blocks: write numbers and rising ranges, such as 10-14,20"
+                )
+            blocks += range(
+                int(first), min(int(last or first), int(first) + L) + 1
+            )  # no more than there are, and one
         assert ends.part is not None
         skipped = set(blocks)
         if not skipped < set(range(L)):
-            raise ValueError(f"blocks {sorted(skipped)} cannot be skipped: this target has blocks 0 to {L - 1}; keep one")
+            raise ValueError(
+                f"blocks {sorted(skipped)} cannot be skipped: this target has blocks 0 to {L - 1}; keep one"
+            )
         return cls(ends.part([i for i in range(L) if i not in skipped]), ends, tree, proposal)
 
     @classmethod
-    def load(cls, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, **options: Any) -> "DraftModel":
-        """What was trained as part of the target, from what `pack` gave. Raises ValueError for tensors that do not fit."""
+    def load(
+        cls, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, **options: Any
+    ) -> "DraftModel":
+        """What was trained as part of the target, from what `pack` gave. Raises ValueError for tensors that
+        do not fit."""
         tensors = dict(tensors)
         vocab = tensors.pop(VOCAB, None)
         try:
@@ -157,12 +179,16 @@ class DraftModel(Proposer):
         assert isinstance(state, DraftModelState)
         begins = (span.start == 0) & (span.count > 0)  # the first token of all is nobody's next
         tokens = torch.cat([span.tokens[:, :1], span.nexts], 1)
-        at = (torch.arange(tokens.shape[1], device=tokens.device) + ~begins[:, None]).clamp(max=tokens.shape[1] - 1)
+        at = (torch.arange(tokens.shape[1], device=tokens.device) + ~begins[:, None]).clamp(
+            max=tokens.shape[1] - 1
+        )
         tokens, count = tokens.gather(1, at), span.count + begins
         if look.may_look(begins) and not bool(begins.any()):
             tokens = tokens[:, :-1]
         last = (count - 1).clamp(min=0)[:, None]
-        prompt = tokens.shape[1] > self.depth + 2  # of a round all rows' logits, so that nothing depends on what is in it
+        prompt = (
+            tokens.shape[1] > self.depth + 2
+        )  # of a round all rows' logits, so that nothing depends on what is in it
         logits = self.model(chain(tokens), state.cache, rows=last if prompt else None).logits
         state.cache.keep(None, count)
         state.cache.bound = min(state.cache.bound, span.cache.bound + 1)

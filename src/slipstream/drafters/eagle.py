@@ -1,4 +1,5 @@
-"""EAGLE: a one-layer head guesses the target's next feature, and the target's own LM head reads tokens off it.
+"""EAGLE: a one-layer head guesses the target's next feature, and the target's own LM head reads tokens off
+it.
 
 EAGLE-1 (papers/eagle, §3) with static trees, and EAGLE-2's dynamic trees: the weights are the same.
 """
@@ -37,7 +38,9 @@ class EagleHead(RecursiveHead):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, config.bias)
-        self.layers = nn.ModuleList([DecoderLayer(config, config.input_norm)])  # a list for the sake of the tensors' names
+        self.layers = nn.ModuleList(
+            [DecoderLayer(config, config.input_norm)]
+        )  # a list for the sake of the tensors' names
 
     def forward(
         self,

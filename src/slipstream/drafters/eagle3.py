@@ -1,7 +1,7 @@
 """EAGLE-3: a head that reads three of the target's states at once, and its own un-normed state after that.
 
-Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test", in the layout
-of public checkpoints: its own LM head over a draft vocabulary, no feature to predict.
+Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
+in the layout of public checkpoints: its own LM head over a draft vocabulary, no feature to predict.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ class Eagle3Config(HeadConfig):
 
     Attributes:
         draft_vocab_size: rows of its LM head.
-        norm_before_residual: the layer's residual is the normed state, as some public checkpoints are trained.
+        norm_before_residual: the layer's residual is the normed state, as some public checkpoints are
+            trained.
         norm_output: the recursion reads the normed state that the LM head reads (EAGLE 3.1).
         norm_before_fc: one norm over the taps side by side; `fc_norm`: one over each of them (EAGLE 3.1).
         target_hidden_size: of the taps; 0: as wide as the head.
@@ -39,8 +40,8 @@ class Eagle3Config(HeadConfig):
 
 
 class Eagle3Layer(nn.Module):
-    """A decoder layer whose attention reads the embedding and the state side by side, each normed; the residual is the
-    state's."""
+    """A decoder layer whose attention reads the embedding and the state side by side, each normed; the
+    residual is the state's."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -50,7 +51,9 @@ class Eagle3Layer(nn.Module):
         self.self_attn, self.mlp = Attention(config, inputs=2), MLP(config)
         self.norm_before_residual = config.norm_before_residual
 
-    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Float[Tensor, "B T H"]:
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+    ) -> Float[Tensor, "B T H"]:
         """One layer."""
         normed = self.hidden_norm(hidden)
         x = torch.cat([self.input_layernorm(embedded), normed], -1)
@@ -70,7 +73,9 @@ class Eagle3Head(RecursiveHead):
         if config.vocab_size:
             self.embed_tokens = nn.Embedding(config.vocab_size, H)
         self.input_norm: nn.Module = nn.RMSNorm(taps * wide, eps) if config.norm_before_fc else nn.Identity()
-        self.fc_norm: Any = nn.ModuleList([nn.RMSNorm(wide, eps) for _ in range(taps)]) if config.fc_norm else None
+        self.fc_norm: Any = (
+            nn.ModuleList([nn.RMSNorm(wide, eps) for _ in range(taps)]) if config.fc_norm else None
+        )
         self.fc = nn.Linear(taps * wide, H, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = nn.RMSNorm(H, eps)
@@ -91,7 +96,8 @@ class Eagle3Head(RecursiveHead):
         positions: Int[Tensor, "#B T"],
         attend: Attend,
     ) -> Float[Tensor, "B T H"]:
-        """The states after, un-normed but for `norm_output`: row i reads (embedding of t_{i+1}, h_i) at position i."""
+        """The states after, un-normed but for `norm_output`: row i reads (embedding of t_{i+1}, h_i) at
+        position i."""
         said = self.midlayer(embedded, hidden, positions, attend)
         return self.norm(said) if self.config.norm_output else said
 
@@ -100,11 +106,15 @@ class Eagle3Head(RecursiveHead):
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
     @torch.no_grad()
-    def start(self, generator: torch.Generator, lm_head: Float[Tensor, "Vd H"], norm: Float[Tensor, " H"]) -> "Eagle3Head":
-        """Before training the last tap is read as if it were the target's final state: the fc copies it, the layer adds
-        nothing, and LM head and norm are the target's."""
+    def start(
+        self, generator: torch.Generator, lm_head: Float[Tensor, "Vd H"], norm: Float[Tensor, " H"]
+    ) -> "Eagle3Head":
+        """Before training the last tap is read as if it were the target's final state: the fc copies it, the
+        layer adds nothing, and LM head and norm are the target's."""
         randomise(self, generator)
-        self.fc.weight.copy_(copying(self.config.hidden_size, len(self.config.taps) - 1, len(self.config.taps)))
+        self.fc.weight.copy_(
+            copying(self.config.hidden_size, len(self.config.taps) - 1, len(self.config.taps))
+        )
         self.lm_head.weight.copy_(lm_head)
         self.norm.weight.copy_(norm)
         return self

@@ -1,6 +1,7 @@
 """FastEagle: N cascaded layers say N tokens in one pass (papers/fasteagle).
 
-There is no public code. Where the paper leaves a choice, it is named here, and docs/log.md has what was measured.
+There is no public code. Where the paper leaves a choice, it is named here, and docs/log.md has what was
+measured.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ class FastEagleConfig(HeadConfig):
 
     Attributes:
         depth: N, layers and tokens drafted.
-        cascade: a layer reads what the layer before it said; otherwise all read the same, as parallel heads (Table 2).
+        cascade: a layer reads what the layer before it said; otherwise all read the same, as parallel heads
+            (Table 2).
         input_norm: a norm before attention, which layers that began as EAGLE's do not have.
     """
 
@@ -55,8 +57,8 @@ class FastEagleHead(Head):
         positions: Int[Tensor, "#B T"],
         attends: Sequence[Attend],
     ) -> Float[Tensor, "B T N H"]:
-        """Row i reads (g_i, embedding of t_{i+1}) at position i and says f̂_{i+1} … f̂_{i+N}, off which the target's LM head
-        reads t_{i+2} … t_{i+1+N}."""
+        """Row i reads (g_i, embedding of t_{i+1}) at position i and says f̂_{i+1} … f̂_{i+N}, off which the
+        target's LM head reads t_{i+2} … t_{i+1+N}."""
         x = first = self.fc(torch.cat([self.fuse(features), embedded], -1))
         said = []
         for layer, attend in zip(self.layers, attends, strict=True):
@@ -66,7 +68,8 @@ class FastEagleHead(Head):
 
     @torch.no_grad()
     def start(self, generator: torch.Generator) -> "FastEagleHead":
-        """Before training every layer says the last tap, which is a fair guess where that is the final state."""
+        """Before training every layer says the last tap, which is a fair guess where that is the final
+        state."""
         randomise(self, generator)
         H, taps = self.config.hidden_size, len(self.config.taps)
         self.fuse.weight.copy_(copying(H, taps - 1, taps))
@@ -75,8 +78,8 @@ class FastEagleHead(Head):
 
     @torch.no_grad()
     def start_as(self, eagle: EagleHead) -> "FastEagleHead":
-        """Before training the first layer says what this head of the same sizes says; the others are copies of it. The
-        last tap must be the final state."""
+        """Before training the first layer says what this head of the same sizes says; the others are copies
+        of it. The last tap must be the final state."""
         H = self.config.hidden_size
         embedding, final = eagle.fc.weight.split(H, 1)
         self.fuse.weight.copy_(copying(H, len(self.config.taps) - 1, len(self.config.taps)))
@@ -117,7 +120,11 @@ class FastEagle(ParallelDrafter):
             said = self._read(span.nexts, span.features, positions, attends)
         state.cache.keep(None, span.count)
         state.cache.bound = min(state.cache.bound, span.cache.bound)
-        state.hidden, state.root, state.length = span.last(said), span.last(span.nexts), span.start + span.count
+        state.hidden, state.root, state.length = (
+            span.last(said),
+            span.last(span.nexts),
+            span.start + span.count,
+        )
 
     def _read(
         self, tokens: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]

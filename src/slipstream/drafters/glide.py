@@ -1,7 +1,7 @@
 """GLIDE: a small decoder that catches a glimpse of the target's keys and values (papers/glide_cape, §4.1).
 
-The public code does not run, and turns queries by the base 10000 whatever the target's is. Where paper and code leave a
-choice, it is named here.
+The public code does not run, and turns queries by the base 10000 whatever the target's is. Where paper and
+code leave a choice, it is named here.
 """
 
 from collections.abc import Sequence
@@ -29,19 +29,20 @@ Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Bool
 
 @dataclass(frozen=True)
 class GlideConfig(HeadConfig):
-    """The head's sizes; those of `LayerConfig` are the draft's own, `taps` the target's caches that its layers read;
-    without any it is a decoder of the same size (the paper's vanilla draft).
+    """The head's sizes; those of `LayerConfig` are the draft's own, `taps` the target's caches that its
+    layers read; without any it is a decoder of the same size (the paper's vanilla draft).
 
     Attributes:
         depth: N_D, its layers.
         target_size: H, of the target's states.
         target_heads, target_head_dim: of the target's queries and keys.
-        target_rope: of each cache that is read, the frequencies of the target's rotary positions and what their cos and sin
-            are multiplied by (`target_rope`); none where it has none.
+        target_rope: of each cache that is read, the frequencies of the target's rotary positions and what
+            their cos and sin are multiplied by (`target_rope`); none where it has none.
         vocab_size: V, of an embedding and an LM head of its own, as published; 0: the target's.
         draft_vocab_size: rows of its own LM head.
         cross_norm: a norm before cross-attention, which the public code does not have.
-        first_token: the draft reads the text's first token, too, as the public code does, and not only what follows it.
+        first_token: the draft reads the text's first token, too, as the public code does, and not only what
+            follows it.
     """
 
     depth: int = 1
@@ -56,8 +57,8 @@ class GlideConfig(HeadConfig):
 
 
 class CrossAttention(nn.Module):
-    """Queries of the draft's over the target's cached keys and values, which it neither makes nor changes. Queries are
-    turned as the target's own, at their absolute positions."""
+    """Queries of the draft's over the target's cached keys and values, which it neither makes nor changes.
+    Queries are turned as the target's own, at their absolute positions."""
 
     def __init__(self, config: GlideConfig, layer: int) -> None:
         super().__init__()
@@ -88,7 +89,9 @@ class GlideLayer(nn.Module):
         self.self_attn, self.mlp = Attention(config), MLP(config)
         self.cross_attn = CrossAttention(config, layer) if config.taps else None
 
-    def forward(self, x: Tensor, positions: Tensor, attend: Attend, glimpse: Glimpse | None) -> Float[Tensor, "B T d"]:
+    def forward(
+        self, x: Tensor, positions: Tensor, attend: Attend, glimpse: Glimpse | None
+    ) -> Float[Tensor, "B T d"]:
         """One layer."""
         x = x + self.self_attn(self.input_layernorm(x), positions, attend)
         if self.cross_attn is not None:
@@ -136,8 +139,8 @@ class GlideHead(Head):
 
     @torch.no_grad()
     def start(self, generator: torch.Generator, size: Float[Tensor, ""]) -> "GlideHead":
-        """Before training all tokens are alike to it: the target's LM head, if it read embeddings as they passed through,
-        would let every token follow itself."""
+        """Before training all tokens are alike to it: the target's LM head, if it read embeddings as they
+        passed through, would let every token follow itself."""
         randomise(self, generator)
         self.norm.weight.copy_(size.expand(len(self.norm.weight)))
         if self.inward is not None and self.outward is not None:
@@ -156,13 +159,14 @@ class GlideHead(Head):
 class GlideState(State):
     hidden: Float[Tensor, "B H"]  # said of the root
     cache: KVCache  # of the draft's own layers: slot i holds t_{i+1}, or t_i where it reads the first token
-    seen: KVCache  # a copy of the target's keys and values, as far as it has read: up to the token before the root
+    # a copy of the target's keys and values, as far as it has read: up to the token before the root
+    seen: KVCache
 
 
 @final
 class Glide(HeadDrafter):
-    """Drafts with a `GlideHead`. A draft's keys and values are its own; of the target's it sees what the last pass left,
-    so that the i-th drafted token is i positions ahead of what it can see."""
+    """Drafts with a `GlideHead`. A draft's keys and values are its own; of the target's it sees what the last
+    pass left, so that the i-th drafted token is i positions ahead of what it can see."""
 
     method, module = "glide", GlideHead
 
@@ -176,7 +180,9 @@ class Glide(HeadDrafter):
         width = self.head.config.hidden_size if self.head.own_lm_head else self.head.config.target_size
         hidden = torch.zeros(batch, width, dtype=self.ends.head.dtype, device=device)
         room = capacity + self.lead + self.depth + 1 + self.shape.scratch  # the bound runs a round behind
-        return GlideState(zeros, hidden, KVCache(N, batch, room, device), KVCache(len(self.taps), batch, room, device))
+        return GlideState(
+            zeros, hidden, KVCache(N, batch, room, device), KVCache(len(self.taps), batch, room, device)
+        )
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, GlideState)
@@ -190,7 +196,9 @@ class Glide(HeadDrafter):
                 glimpses[i] = attend(*apart(part, D))
             state.seen.keep(None, span.count)
             state.seen.bound = min(state.seen.bound, span.cache.bound)
-        if self.lead and (span.tree is None or span.tree.is_chain):  # a text begins with a chunk of its prompt
+        if self.lead and (
+            span.tree is None or span.tree.is_chain
+        ):  # a text begins with a chunk of its prompt
             self._begin(span, state)
         own, positions = attend_cache(state.cache, T, compiles=self.ends.compiles)
         said = self._forward(span.nexts, positions + 1 - self.lead, own, glimpses)
@@ -204,7 +212,9 @@ class Glide(HeadDrafter):
         if may_look(new) and not new.any():
             return
         own, positions = attend_cache(state.cache, 1)
-        self._forward(span.tokens[:, :1], positions, own, self._glimpses(state.seen, torch.ones_like(span.count)))
+        self._forward(
+            span.tokens[:, :1], positions, own, self._glimpses(state.seen, torch.ones_like(span.count))
+        )
         state.cache.keep(None, new.long())
 
     def propose(self, state: State, sampler: Sampler) -> Tree:

@@ -67,17 +67,27 @@ class HeadDrafter(Proposer):
         proposal: str = "top-k",
     ) -> None:
         at, V = ends.head.device, ends.head.shape[0]
-        self.head, self.ends, self.taps = head.to(at, ends.head.dtype).requires_grad_(False), ends, head.config.taps
+        self.head, self.ends, self.taps = (
+            head.to(at, ends.head.dtype).requires_grad_(False),
+            ends,
+            head.config.taps,
+        )
         if vocab is not None and not (len(vocab) and int(vocab.min()) >= 0 and int(vocab.max()) < V):
-            raise ValueError(f"the draft vocabulary of this {self.method} head names other tokens than this target's {V}")
-        super().__init__(torch.arange(V, device=at) if vocab is None else vocab.to(at).long(), V, tree, proposal)
+            raise ValueError(
+                f"the draft vocabulary of this {self.method} head names other tokens than this target's {V}"
+            )
+        super().__init__(
+            torch.arange(V, device=at) if vocab is None else vocab.to(at).long(), V, tree, proposal
+        )
         self.lm_head, self.lm_bias = (None, None) if self.head.own_lm_head else borrowed(ends, self.vocab)
         self._compiled_read, self._compiled_logits = self._read, self.logits
         if ends.compiles:
             self._compiled_read, self._compiled_logits = compiled(self._read, at), compiled(self.logits, at)
 
     @classmethod
-    def load(cls, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, **options: Any) -> "HeadDrafter":
+    def load(
+        cls, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, **options: Any
+    ) -> "HeadDrafter":
         """A drafter from what `pack` gave. Raises ValueError for tensors that do not fit."""
         tensors = dict(tensors)
         try:
@@ -92,7 +102,8 @@ class HeadDrafter(Proposer):
         return cls(head, ends, vocab, **{"tree": tree, **options})
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What a drafter directory says of this drafter: configuration and tensors, without the target's own."""
+        """What a drafter directory says of this drafter: configuration and tensors, without the target's
+        own."""
         tensors = dict(self.head.state_dict())
         if len(self.vocab) < len(self.ends.head):
             tensors[VOCAB] = self.vocab.int()
@@ -118,14 +129,17 @@ class HeadDrafter(Proposer):
 
 
 def bent(logits: Float[Tensor, "*n Vd"], config: Any) -> Float[Tensor, "*n Vd"]:
-    """What the target makes of its LM head's products: Cohere and Granite scale them, Gemma caps them softly."""
+    """What the target makes of its LM head's products: Cohere and Granite scale them, Gemma caps them
+    softly."""
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
     cap = getattr(config, "final_logit_softcapping", None)
     logits = logits if scale == 1 else logits * scale
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
-def borrowed(ends: Ends, vocab: Int[Tensor, " Vd"]) -> tuple[Float[Tensor, "Vd H"], Float[Tensor, " Vd"] | None]:
+def borrowed(
+    ends: Ends, vocab: Int[Tensor, " Vd"]
+) -> tuple[Float[Tensor, "Vd H"], Float[Tensor, " Vd"] | None]:
     """The rows of the target's LM head that say the draft vocabulary, and their biases."""
     if len(vocab) == len(ends.head):
         return ends.head, ends.bias
@@ -141,7 +155,9 @@ def layer_sizes(ends: Ends, intermediate_size: int | None = None) -> dict[str, A
     target = ends.config
     H, heads = target.hidden_size, target.num_attention_heads
     if ends.head.shape[1] != H:
-        raise ValueError(f"the target's LM head is {ends.head.shape[1]} wide and its features {H}: no head fits")
+        raise ValueError(
+            f"the target's LM head is {ends.head.shape[1]} wide and its features {H}: no head fits"
+        )
     rope: dict[str, Any] = getattr(target, "rope_parameters", None) or {}
     inner = intermediate_size or getattr(target, "intermediate_size", None) or 4 * H
     act = getattr(target, "hidden_act", None)
@@ -158,8 +174,8 @@ def layer_sizes(ends: Ends, intermediate_size: int | None = None) -> dict[str, A
 
 
 def target_rope(config: Any, block: int) -> tuple[list[float], float]:
-    """(frequencies of the rotary positions of one of the target's blocks, factor of their cos and sin): its own base, width
-    and scaling; no frequencies where it has no rotary positions."""
+    """(frequencies of the rotary positions of one of the target's blocks, factor of their cos and sin): its
+    own base, width and scaling; no frequencies where it has no rotary positions."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kind = (getattr(config, "layer_types", None) or {block: None})[block]
     nested = kind in rope
@@ -167,7 +183,9 @@ def target_rope(config: Any, block: int) -> tuple[list[float], float]:
     if not rope:
         return [], 1.0
     if (scaled := rope.get("rope_type", "default")) != "default":
-        frequencies, factor = ROPE_INIT_FUNCTIONS[scaled](config, torch.device("cpu"), layer_type=kind if nested else None)
+        frequencies, factor = ROPE_INIT_FUNCTIONS[scaled](
+            config, torch.device("cpu"), layer_type=kind if nested else None
+        )
         return frequencies.tolist(), float(factor)
     D = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dim = int(D * (rope.get("partial_rotary_factor") or 1.0))
@@ -175,8 +193,8 @@ def target_rope(config: Any, block: int) -> tuple[list[float], float]:
 
 
 def block_taps(layers: int) -> tuple[str, ...]:
-    """A low, a middle and a high state of the target's residual stream: the inputs of blocks 2, L//2 and L−3, as EAGLE-3's
-    public checkpoints read them; nearest ones where there are fewer."""
+    """A low, a middle and a high state of the target's residual stream: the inputs of blocks 2, L//2 and L−3,
+    as EAGLE-3's public checkpoints read them; nearest ones where there are fewer."""
     return tuple(f"{INPUT}{min(max(i, 0), layers - 1)}" for i in (2, layers // 2, layers - 3))
 
 

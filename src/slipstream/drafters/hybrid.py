@@ -26,10 +26,12 @@ class HybridState(State):
 class Hybrid(Drafter):
     """The head's tree, the last nodes of which make room for the continuation of a match, where there is one.
 
-    So a round has as many rows as the head's tree alone. What a match and the tree begin with alike is drafted once.
+    So a round has as many rows as the head's tree alone. What a match and the tree begin with alike is
+    drafted once.
 
     Args:
-        head: any drafter whose trees grow from candidates, but not sampled ones: a match was drawn from no law.
+        head: any drafter whose trees grow from candidates, but not sampled ones: a match was drawn from no
+            law.
         ngram: what finds matches.
 
     Raises:
@@ -41,7 +43,8 @@ class Hybrid(Drafter):
             raise ValueError("hybrid drafts take proposal=top-k or noise: a match was drawn from no law")
         if head.shape.nodes <= ngram.depth + 1:
             raise ValueError(
-                f"a tree of {head.shape.nodes} nodes has no room for a match of {ngram.depth} tokens beside a guess: name "
+                f"a tree of {head.shape.nodes} nodes has no room for a match of {ngram.depth} tokens beside "
+                f"a guess: name "
                 "a larger tree, or a smaller depth"
             )
         self.head, self.ngram, self.taps, self.peeks = head, ngram, head.taps, head.peeks
@@ -50,18 +53,20 @@ class Hybrid(Drafter):
 
     @classmethod
     def named(cls, ends: Ends, head: str = "eagle", tree: str | None = None, depth: int = 6) -> "Hybrid":
-        """Of a head by name or directory; its default tree is best-first, of 16 nodes, four deep or as deep as the head
-        drafts. Raises ValueError."""
+        """Of a head by name or directory; its default tree is best-first, of 16 nodes, four deep or as deep
+        as the head drafts. Raises ValueError."""
         from slipstream.drafters import load_drafter
 
         if "tree=" in head:
             raise ValueError(
-                f"drafter 'hybrid': the tree is its own: name it behind the head, head={head.split(':')[0]},tree=…"
+                f"drafter 'hybrid': the tree is its own: name it behind the head, "
+                f"head={head.split(':')[0]},tree=…"
             )
         drafter = load_drafter(head, ends)
         if not isinstance(drafter, Proposer):
             raise ValueError(
-                f"drafter 'hybrid': {head!r} grows no tree: take a head such as fasteagle, or a drafter directory"
+                f"drafter 'hybrid': {head!r} grows no tree: take a head such as fasteagle, or a drafter "
+                f"directory"
             )
         drafter.grow_as(tree or f"best-first-{min(4, drafter.deepest or 4)}x16", drafter.proposal)
         return cls(drafter, NGram(depth))

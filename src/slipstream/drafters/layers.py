@@ -16,7 +16,8 @@ from slipstream.core.cache import KVCache, LayerView
 
 # new keys and values in; all that are read, and what each row sees of them, out
 Attend = Callable[
-    [Tensor, Tensor], tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Bool[Tensor, "#B 1 T S"]]
+    [Tensor, Tensor],
+    tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Bool[Tensor, "#B 1 T S"]],
 ]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -68,7 +69,9 @@ class Rope:
             head_dim=config.head_dim,
             rope_parameters={"rope_theta": config.rope_theta, **config.rope_scaling},
         )
-        frequencies, factor = ROPE_INIT_FUNCTIONS[config.rope_scaling["rope_type"]](about, torch.device("cpu"))
+        frequencies, factor = ROPE_INIT_FUNCTIONS[config.rope_scaling["rope_type"]](
+            about, torch.device("cpu")
+        )
         return cls(frequencies.tolist(), float(factor))
 
     def __call__(
@@ -96,17 +99,22 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(inputs * H, config.num_key_value_heads * D, bias)
         self.o_proj = nn.Linear(config.num_attention_heads * D, H, config.output_bias)
 
-    def forward(self, x: Float[Tensor, "B T I"], positions: Int[Tensor, "#B T"], attend: Attend) -> Float[Tensor, "B T H"]:
+    def forward(
+        self, x: Float[Tensor, "B T I"], positions: Int[Tensor, "#B T"], attend: Attend
+    ) -> Float[Tensor, "B T H"]:
         """Rows of x see what `attend` shows them."""
         q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
+            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.scaled is None:
             cos, sin = rotary(positions, self.head_dim, self.theta, x.dtype)
         else:
             cos, sin = self.scaled(positions, x.dtype)
         key, value, mask = attend(rotate(k, cos, sin), v)
-        out = F.scaled_dot_product_attention(rotate(q, cos, sin), key, value, mask, enable_gqa=q.shape[1] != key.shape[1])
+        out = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), key, value, mask, enable_gqa=q.shape[1] != key.shape[1]
+        )
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -137,7 +145,9 @@ class DecoderLayer(nn.Module):
         self.self_attn, self.mlp = Attention(config), MLP(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Float[Tensor, "B T H"], positions: Int[Tensor, "#B T"], attend: Attend) -> Float[Tensor, "B T H"]:
+    def forward(
+        self, x: Float[Tensor, "B T H"], positions: Int[Tensor, "#B T"], attend: Attend
+    ) -> Float[Tensor, "B T H"]:
         """One layer."""
         x = x + self.self_attn(self.input_layernorm(x), positions, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -148,7 +158,9 @@ def rotary(
 ) -> tuple[Float[Tensor, "#B 1 T D"], Float[Tensor, "#B 1 T D"]]:
     """cos and sin of the angles of RoPE, halves alike; computed in float32 at least."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    return turns(positions, theta ** -(torch.arange(0, dim, 2, device=positions.device, dtype=exact) / dim), dtype)
+    return turns(
+        positions, theta ** -(torch.arange(0, dim, 2, device=positions.device, dtype=exact) / dim), dtype
+    )
 
 
 def turns(
@@ -186,11 +198,12 @@ def attend_cache(
     among: Bool[Tensor, "B R A"] | None = None,
     compiles: bool = False,
 ) -> tuple[list[CacheAttend], Int[Tensor, "B R"]]:
-    """(attend of each layer, positions of the slots) for `rows` new rows that stand `after` scratch slots behind what is
-    kept.
+    """(attend of each layer, positions of the slots) for `rows` new rows that stand `after` scratch slots
+    behind what is kept.
 
     Args:
-        among: what each new row sees of the round's A = after + rows scratch slots; default: the earlier ones and itself.
+        among: what each new row sees of the round's A = after + rows scratch slots; default: the earlier ones
+            and itself.
         compiles: attend by the cache's `LayerView`s, once it holds something.
     """
     cache.reserve(rows, after)
@@ -211,6 +224,7 @@ def attend_cache(
 
 
 def descended(ancestors: Bool[Tensor, "B F0 A"], origin: Int[Tensor, "B F"]) -> Bool[Tensor, "B F A1"]:
-    """What a frontier's rows see of a round's scratch rows: what their parents' rows saw, and themselves, A1 = A + F."""
+    """What a frontier's rows see of a round's scratch rows: what their parents' rows saw, and themselves, A1
+    = A + F."""
     own = torch.eye(origin.shape[1], dtype=torch.bool, device=origin.device).expand(len(origin), -1, -1)
     return torch.cat([ancestors.gather(1, origin[..., None].expand(-1, -1, ancestors.shape[2])), own], 2)

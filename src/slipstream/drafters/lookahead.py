@@ -1,5 +1,5 @@
-"""Lookahead decoding: the target's own passes make n-grams by Jacobi iteration, and those that fit are drafted (Fu et al.
-2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding")."""
+"""Lookahead decoding: the target's own passes make n-grams by Jacobi iteration, and those that fit are
+drafted (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding")."""
 
 from dataclasses import dataclass
 from typing import final
@@ -30,8 +30,9 @@ class LookaheadState(State):
 class Lookahead(Drafter):
     """Drafts n-grams that begin with the root, and in the same pass lets the target make new ones.
 
-    The tree is both branches of the paper: W columns, of which the first level is a chain behind the root and the others
-    go on from it one by one, and G chains of n-grams from the pool. So what a column says may be accepted as well.
+    The tree is both branches of the paper: W columns, of which the first level is a chain behind the root and
+    the others go on from it one by one, and G chains of n-grams from the pool. So what a column says may be
+    accepted as well.
 
     Args:
         window: W, columns.
@@ -45,7 +46,8 @@ class Lookahead(Drafter):
     def __init__(self, window: int = 5, ngram: int = 4, guesses: int = 5) -> None:
         if window < 1 or ngram < 2 or not 1 <= guesses <= POOL // LOOKS:
             raise ValueError(
-                f"lookahead got window={window}, ngram={ngram}, guesses={guesses}; it needs window >= 1, ngram >= 2 and "
+                f"lookahead got window={window}, ngram={ngram}, guesses={guesses}; it needs window >= 1, "
+                f"ngram >= 2 and "
                 f"guesses from 1 to {POOL // LOOKS}"
             )
         self.W, self.N, self.G = window, ngram, guesses
@@ -63,14 +65,21 @@ class Lookahead(Drafter):
 
         pool = zeros(batch, POOL + 1, self.N) + PAD
         return LookaheadState(
-            zeros(batch), zeros(batch, self.N - 1, self.W), pool, zeros(batch), zeros(batch, capacity + 1), zeros(batch)
+            zeros(batch),
+            zeros(batch, self.N - 1, self.W),
+            pool,
+            zeros(batch),
+            zeros(batch, capacity + 1),
+            zeros(batch),
         )
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, LookaheadState)
         if span.tree is None or span.tree.is_chain:  # a prompt
             self._read(span, state)
-            spread = torch.arange((self.N - 1) * self.W, device=span.tokens.device) * 7919  # anything will do to begin with
+            spread = (
+                torch.arange((self.N - 1) * self.W, device=span.tokens.device) * 7919
+            )  # anything will do to begin with
             index = spread % state.length.clamp(min=1)[:, None]
             state.levels = state.text.gather(1, index).view(-1, self.N - 1, self.W)
             return
@@ -89,7 +98,9 @@ class Lookahead(Drafter):
         self._remember(state, grams, span.mask & (back[..., 0] >= 0))
         state.length, state.root = span.start + span.count, span.last(span.nexts)
 
-    def _remember(self, state: LookaheadState, grams: Int[Tensor, "B K N"], real: Bool[Tensor, "B K"]) -> None:
+    def _remember(
+        self, state: LookaheadState, grams: Int[Tensor, "B K N"], real: Bool[Tensor, "B K"]
+    ) -> None:
         at = (state.made[:, None] + real.cumsum(1) - 1) % POOL
         at = at.where(real, POOL)[..., None].expand(-1, -1, self.N)
         state.pool = state.pool.scatter(1, at, grams)

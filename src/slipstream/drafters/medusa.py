@@ -1,4 +1,5 @@
-"""Medusa: one small head for every token ahead, all of which read the target's last state (Cai et al. 2024)."""
+"""Medusa: one small head for every token ahead, all of which read the target's last state (Cai et al.
+2024)."""
 
 from dataclasses import dataclass
 from typing import Any, final
@@ -45,17 +46,23 @@ class MedusaHead(Head):
         super().__init__()
         self.config, H = config, config.hidden_size
         self.blocks: Any = nn.ModuleList(
-            [nn.ModuleList([nn.Linear(H, H, config.bias) for _ in range(config.layers)]) for _ in range(config.depth)]
+            [
+                nn.ModuleList([nn.Linear(H, H, config.bias) for _ in range(config.layers)])
+                for _ in range(config.depth)
+            ]
         )
         own = 0 if config.shared else config.depth
-        self.lm_heads: Any = nn.ModuleList([nn.Linear(H, config.draft_vocab_size, bias=False) for _ in range(own)])
+        self.lm_heads: Any = nn.ModuleList(
+            [nn.Linear(H, config.draft_vocab_size, bias=False) for _ in range(own)]
+        )
 
     @property
     def own_lm_head(self) -> bool:  # type: ignore[override]
         return not self.config.shared
 
     def forward(self, features: Float[Tensor, "B T H"]) -> Float[Tensor, "B T N H"]:
-        """What the LM heads read: of row i, head k's is to say t_{i+1+k}, where t_{i+1} is the target's own."""
+        """What the LM heads read: of row i, head k's is to say t_{i+1+k}, where t_{i+1} is the target's
+        own."""
         said = []
         for layers in self.blocks:
             x = features

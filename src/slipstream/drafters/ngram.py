@@ -1,6 +1,7 @@
 """Prompt lookup: the longest match of the text's end, earlier in the text, proposes its continuation.
 
-Saxena's prompt lookup decoding, vLLM's `ngram`. Costs no pass of anything: a few integer comparisons over the context.
+Saxena's prompt lookup decoding, vLLM's `ngram`. Costs no pass of anything: a few integer comparisons over the
+context.
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ class NGram(Drafter):
 
     Args:
         depth: tokens drafted per round.
-        longest: suffixes of up to this many tokens are told apart; among equally long matches the latest wins.
+        longest: suffixes of up to this many tokens are told apart; among equally long matches the latest
+            wins.
         shortest: a match must be at least this long. 1 drafts more often and is right less often.
 
     Raises:
@@ -78,7 +80,8 @@ class NGram(Drafter):
         return best, length.gather(1, best[:, None])[:, 0]
 
     def _continuation(self, state: NGramState, end: Tensor, found: Tensor) -> Int[Tensor, "B N"]:
-        """Root and draft. A continuation that runs into the root goes round: text that repeats itself keeps doing so."""
+        """Root and draft. A continuation that runs into the root goes round: text that repeats itself keeps
+        doing so."""
         period = (state.length - end).clamp(min=1)[:, None]
         at = end[:, None] + 1 + torch.arange(self.depth, device=end.device) % period
         full = torch.cat([state.text, state.root[:, None]], 1)

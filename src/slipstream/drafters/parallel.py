@@ -1,5 +1,5 @@
-"""Heads that say the tokens of every depth in one pass: each depth has one law, whatever was drafted before it. FastEagle,
-Medusa."""
+"""Heads that say the tokens of every depth in one pass: each depth has one law, whatever was drafted before
+it. FastEagle, Medusa."""
 
 from dataclasses import dataclass
 
@@ -22,9 +22,9 @@ class ParallelState(State):
 class ParallelDrafter(HeadDrafter):
     """Drafts with N laws: any tree grows from them without another pass.
 
-    The papers' own (FastEagle's Backbone Expansion "backbone-7x10", Medusa's static trees), and the most probable of all
-    ("best-first-7x26"). At T > 0 children sampled from one law serve all nodes of a depth: only one of them is ever on the
-    path, and which one does not depend on the draws below it.
+    The papers' own (FastEagle's Backbone Expansion "backbone-7x10", Medusa's static trees), and the most
+    probable of all ("best-first-7x26"). At T > 0 children sampled from one law serve all nodes of a depth:
+    only one of them is ever on the path, and which one does not depend on the draws below it.
     """
 
     @property
@@ -34,7 +34,9 @@ class ParallelDrafter(HeadDrafter):
     def start(self, batch: int, capacity: int, device: torch.device) -> ParallelState:
         root = torch.zeros(batch, dtype=torch.long, device=device)
         about = (batch, self.deepest, self.head.config.hidden_size)
-        return ParallelState(root, torch.zeros(about, dtype=self.ends.head.dtype, device=device), root.clone())
+        return ParallelState(
+            root, torch.zeros(about, dtype=self.ends.head.dtype, device=device), root.clone()
+        )
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, ParallelState)

@@ -14,7 +14,8 @@ from slipstream.core.tree import Tree
 from slipstream.drafters.layers import descended
 
 PROPOSALS = ("top-k", "noise", "sampled")
-# scores of a frontier, from its tokens, their parents in the frontier before, what they see of the scratch rows, the level
+# scores of a frontier, from its tokens, their parents in the frontier before, what they see of the scratch
+# rows, the level
 Step = Callable[
     [Int[Tensor, "B F"], Int[Tensor, "B F"], Bool[Tensor, "B F A"], int],
     Float[Tensor, "B F Vd"],
@@ -28,8 +29,9 @@ class Proposer(Drafter):
         vocab: target ids that candidates are taken from, sorted.
         width: V, of the target's logits.
         tree: the `Shape` to grow, or its name.
-        proposal: candidates at T > 0: "top-k" of log q; "noise": top-k of log q + g with the target's own noise g;
-            "sampled" from q without replacement, verified by the multi-round law (static trees only).
+        proposal: candidates at T > 0: "top-k" of log q; "noise": top-k of log q + g with the target's own
+            noise g; "sampled" from q without replacement, verified by the multi-round law (static trees
+            only).
 
     Raises:
         ValueError: an unknown tree or proposal, or a pair of them that is not exact.
@@ -45,18 +47,22 @@ class Proposer(Drafter):
         return None
 
     def grow_as(self, tree: str | Shape, proposal: str = "top-k") -> None:
-        """Change the tree and the proposal; states that have begun are not for the new ones. Raises ValueError."""
+        """Change the tree and the proposal; states that have begun are not for the new ones. Raises
+        ValueError."""
         if proposal not in PROPOSALS:
             raise ValueError(f"Unknown proposal: {proposal!r}. Available: {', '.join(PROPOSALS)}")
         shape = Shape.parse(tree) if isinstance(tree, str) else tree
         if self.deepest is not None and shape.depth > self.deepest:
             raise ValueError(
-                f"tree {shape.name!r} is {shape.depth} deep and this drafter says {self.deepest} tokens: name a lower tree"
+                f"tree {shape.name!r} is {shape.depth} deep and this drafter says {self.deepest} tokens: "
+                f"name a lower tree"
             )
         if proposal == "sampled" and not shape.keeps_first_children:
             raise ValueError(
-                f"tree {shape.name!r} drops some of a node's sampled children, which the multi-round law does not "
-                "allow: use a static tree without gaps among siblings (fig9, chain-5, …) with proposal=sampled"
+                f"tree {shape.name!r} drops some of a node's sampled children, which the multi-round law "
+                f"does not "
+                "allow: use a static tree without gaps among siblings (fig9, chain-5, …) with "
+                "proposal=sampled"
             )
         if shape.children > len(self.vocab):
             raise ValueError(
@@ -68,10 +74,15 @@ class Proposer(Drafter):
         self.peeks, self.law = proposal == "noise", "multi-round" if proposal == "sampled" else "coupled"
 
     def step_by_step(
-        self, root: Int[Tensor, " B"], at: Int[Tensor, " B"], scores: Float[Tensor, "B 1 Vd"], step: Step, sampler: Sampler
+        self,
+        root: Int[Tensor, " B"],
+        at: Int[Tensor, " B"],
+        scores: Float[Tensor, "B 1 Vd"],
+        step: Step,
+        sampler: Sampler,
     ) -> Tree:
-        """The tree of a drafter that reads its own guesses, a step for every level below the root, whose position is `at`
-        and whose own scores are known."""
+        """The tree of a drafter that reads its own guesses, a step for every level below the root, whose
+        position is `at` and whose own scores are known."""
         seen = torch.ones(len(root), 1, 0, dtype=torch.bool, device=root.device)
         level, laws = 0, list[Tensor]()
 
@@ -86,9 +97,14 @@ class Proposer(Drafter):
         return self.with_laws(self.shape.grow(root, expand), laws)
 
     def candidates(
-        self, scores: Float[Tensor, "B F Vd"], sampler: Sampler, position: Int[Tensor, " B"], laws: list[Tensor]
+        self,
+        scores: Float[Tensor, "B F Vd"],
+        sampler: Sampler,
+        position: Int[Tensor, " B"],
+        laws: list[Tensor],
     ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
-        """Children of the frontier, which stand at `position`; in sampled mode their law is appended to `laws`."""
+        """Children of the frontier, which stand at `position`; in sampled mode their law is appended to
+        `laws`."""
         if self.proposal != "top-k" and not sampler.greedy:
             T = sampler.temperature
             scores = scores / torch.where(T > 0, T, 1.0)[..., None]
@@ -100,9 +116,14 @@ class Proposer(Drafter):
         return self.vocab[index], log_q
 
     def _sample(
-        self, scores: Float[Tensor, "B F Vd"], sampler: Sampler, position: Int[Tensor, " B"], laws: list[Tensor]
+        self,
+        scores: Float[Tensor, "B F Vd"],
+        sampler: Sampler,
+        position: Int[Tensor, " B"],
+        laws: list[Tensor],
     ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
-        """Gumbel top-k: drawn without replacement, in order. A greedy row takes its top-k, and its law is its best."""
+        """Gumbel top-k: drawn without replacement, in order. A greedy row takes its top-k, and its law is its
+        best."""
         hot = (sampler.temperature > 0)[..., None]
         u = sampler.uniform(Stream.DRAFT, position, scores.shape[1] * scores.shape[2]).view(scores.shape)
         log_q = scores.double().log_softmax(-1)

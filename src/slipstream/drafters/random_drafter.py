@@ -1,4 +1,5 @@
-"""A public test double: random trees with probes and memory, the worst that a drafter may do and stay lossless."""
+"""A public test double: random trees with probes and memory, the worst that a drafter may do and stay
+lossless."""
 
 from dataclasses import dataclass
 from typing import final
@@ -27,7 +28,8 @@ class RandomDrafter(Drafter):
         vocab: V.
         probes: vectors [M, H] that ride behind the root and a random node.
         memory: keys and values [L, 2, P, heads, D] that the probes read.
-        sampled: put the law on the tree, for multi-round verification; otherwise candidates count as point masses.
+        sampled: put the law on the tree, for multi-round verification; otherwise candidates count as point
+            masses.
         seed: of the laws. The draws use the sampler's own draft stream.
     """
 
@@ -42,7 +44,9 @@ class RandomDrafter(Drafter):
         seed: int = 0,
     ) -> None:
         if not 1 <= width <= vocab:
-            raise ValueError(f"RandomDrafter got width={width}; it must be between 1 and the vocabulary's {vocab}")
+            raise ValueError(
+                f"RandomDrafter got width={width}; it must be between 1 and the vocabulary's {vocab}"
+            )
         self.vocab, self.depth, self.width = vocab, depth, width
         self.probes, self.memory, self.sampled, self.seed = probes, memory, sampled, seed
         self.nodes = sum(width**d for d in range(depth + 1))
@@ -60,12 +64,22 @@ class RandomDrafter(Drafter):
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, RandomState)
         B, device = len(state.root), state.root.device
-        u = sampler.uniform(Stream.DRAFT, state.position, self.inner * self.vocab).view(B, self.inner, self.vocab)
+        u = sampler.uniform(Stream.DRAFT, state.position, self.inner * self.vocab).view(
+            B, self.inner, self.vocab
+        )
         weights = torch.Generator().manual_seed(self.seed)
-        log_q = torch.randn(self.inner, self.vocab, generator=weights, dtype=torch.float64).to(device).log_softmax(-1)
-        kids = (log_q - (-u.log()).log()).topk(self.width).indices  # Gumbel top-k: without replacement, in order
+        log_q = (
+            torch.randn(self.inner, self.vocab, generator=weights, dtype=torch.float64)
+            .to(device)
+            .log_softmax(-1)
+        )
+        kids = (
+            (log_q - (-u.log()).log()).topk(self.width).indices
+        )  # Gumbel top-k: without replacement, in order
         tokens = torch.cat([state.root[:, None], kids.flatten(1)], 1)
-        parents = (torch.arange(self.nodes, device=device) - 1).div(self.width, rounding_mode="floor").clamp(min=0)
+        parents = (
+            (torch.arange(self.nodes, device=device) - 1).div(self.width, rounding_mode="floor").clamp(min=0)
+        )
         law = None
         if self.sampled:
             law = torch.zeros(B, self.nodes, self.vocab, dtype=torch.float64, device=device)

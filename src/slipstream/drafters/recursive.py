@@ -37,7 +37,8 @@ class RecursiveHead(Head):
         positions: Int[Tensor, "#B T"],
         attend: Attend,
     ) -> Float[Tensor, "B T H"]:
-        """Row i reads (embedding of t_{i+1}, h_i) at position i and says h_{i+1}, in place of the target's."""
+        """Row i reads (embedding of t_{i+1}, h_i) at position i and says h_{i+1}, in place of the
+        target's."""
 
 
 @dataclass

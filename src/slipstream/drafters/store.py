@@ -28,9 +28,11 @@ RUN, RUN_MARK = "recipe.yaml", "# of a run of slipstream train"  # how the recip
 
 
 @contextmanager
-def claimed(directory: str | Path, by: Sequence[str], force: bool, reads: Sequence[str | Path]) -> Iterator[None]:
-    """A directory that `check_claim` allows, made where there is none, and held against other processes. If nothing is
-    written into a new one it is taken away again.
+def claimed(
+    directory: str | Path, by: Sequence[str], force: bool, reads: Sequence[str | Path]
+) -> Iterator[None]:
+    """A directory that `check_claim` allows, made where there is none, and held against other processes. If
+    nothing is written into a new one it is taken away again.
 
     Raises:
         ValueError: it is not allowed, cannot be written, or another process writes in it.
@@ -46,7 +48,9 @@ def claimed(directory: str | Path, by: Sequence[str], force: bool, reads: Sequen
                 os.rmdir(directory)
 
 
-def check_claim(directory: str | Path, by: Sequence[str], force: bool = False, reads: Sequence[str | Path] = ()) -> None:
+def check_claim(
+    directory: str | Path, by: Sequence[str], force: bool = False, reads: Sequence[str | Path] = ()
+) -> None:
     """Make a directory to write in: it is new, empty, or was written by the same command before.
 
     Args:
@@ -65,8 +69,12 @@ def check_claim(directory: str | Path, by: Sequence[str], force: bool = False, r
         if held and any(os.path.exists(source) and os.path.samefile(home, source) for source in reads):
             raise ValueError(f"directory {home} is read by this command: name another one to write")
         if held and not force and (writer := made_by(home)) not in by:
-            found = f"what `slipstream {writer}` wrote" if writer else f"other files ({', '.join(held[:3])}, …)"
-            raise ValueError(f"directory {home} holds {found}: name a new or empty one, or give --force to write into it")
+            found = (
+                f"what `slipstream {writer}` wrote" if writer else f"other files ({', '.join(held[:3])}, …)"
+            )
+            raise ValueError(
+                f"directory {home} holds {found}: name a new or empty one, or give --force to write into it"
+            )
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=home):
             pass
@@ -111,13 +119,18 @@ def save_drafter(
         target: what the target is called, for people; `ends.fingerprint` is what is checked.
         config, tensors: what the drafter's `pack` gave. They are `stored` as `dtype` (None: as they are).
         training: a summary of how it was made.
-        force: whatever the directory holds; by default only a drafter is replaced. What `tune` found for it goes with it.
+        force: whatever the directory holds; by default only a drafter is replaced. What `tune` found for it
+            goes with it.
 
     Raises:
         ValueError: the directory holds something else, or cannot be written.
     """
     check_claim(directory, ("train", "import"), force)
-    about = {"method": method, "version": VERSION, "target": {"name": target, "fingerprint": ends.fingerprint}}
+    about = {
+        "method": method,
+        "version": VERSION,
+        "target": {"name": target, "fingerprint": ends.fingerprint},
+    }
     if dtype is not None:
         tensors = stored(tensors, dtype)
     write_directory(directory, {**about, **config, "training": training}, tensors)
@@ -125,7 +138,8 @@ def save_drafter(
 
 
 def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Floating tensors as `dtype`; int8: matrices in steps of a 127th of each row's largest entry, the rest as bfloat16."""
+    """Floating tensors as `dtype`; int8: matrices in steps of a 127th of each row's largest entry, the rest
+    as bfloat16."""
     kept: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if dtype == torch.int8 and tensor.is_floating_point() and tensor.ndim == 2:
@@ -142,7 +156,9 @@ def restored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """What `stored` kept, as floating tensors: integers with steps as float32, the others as they are."""
     steps = {name.removesuffix(STEP): tensor for name, tensor in tensors.items() if name.endswith(STEP)}
     whole = {name: tensor for name, tensor in tensors.items() if not name.endswith(STEP)}
-    return {name: tensor * steps[name][:, None] if name in steps else tensor for name, tensor in whole.items()}
+    return {
+        name: tensor * steps[name][:, None] if name in steps else tensor for name, tensor in whole.items()
+    }
 
 
 def write_directory(
@@ -152,8 +168,8 @@ def write_directory(
     name: str = "model.safetensors",
     by: str | None = None,
 ) -> None:
-    """config.json and a file of tensors, which says the command `by` that wrote it, each beside and renamed. Raises
-    ValueError where they cannot be written."""
+    """config.json and a file of tensors, which says the command `by` that wrote it, each beside and renamed.
+    Raises ValueError where they cannot be written."""
     home, whole = Path(directory), {key: t.contiguous().cpu() for key, t in tensors.items()}
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -187,13 +203,17 @@ def read_drafter(directory: str | Path, ends: Ends) -> tuple[dict[str, Any], dic
         made_for, version = config["target"]["fingerprint"], config["version"]
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"drafter directory {directory}: config.json is not Slipstream's: `slipstream import` reads public checkpoints"
+            f"drafter directory {directory}: config.json is not Slipstream's: `slipstream import` reads "
+            f"public checkpoints"
         ) from error
     if version != VERSION:
-        raise ValueError(f"drafter directory {directory} has version {version}; this Slipstream reads {VERSION}")
+        raise ValueError(
+            f"drafter directory {directory} has version {version}; this Slipstream reads {VERSION}"
+        )
     if made_for != ends.fingerprint:
         raise ValueError(
-            f"drafter {directory} was made for target {made_for} ({config['target'].get('name', 'unnamed')}), and this "
+            f"drafter {directory} was made for target {made_for} "
+            f"({config['target'].get('name', 'unnamed')}), and this "
             f"target is {ends.fingerprint}: load the target it was made for, or train one (slipstream train)"
         )
     _check_sizes(config, f"drafter directory {directory}: config.json")
@@ -201,7 +221,9 @@ def read_drafter(directory: str | Path, ends: Ends) -> tuple[dict[str, Any], dic
         check_regular(home / "model.safetensors")
         return config, restored(load_file(home / "model.safetensors"))
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"drafter directory {directory}: model.safetensors cannot be read: {error}") from error
+        raise ValueError(
+            f"drafter directory {directory}: model.safetensors cannot be read: {error}"
+        ) from error
 
 
 def _check_sizes(config: dict[str, Any], source: str) -> None:
@@ -222,7 +244,8 @@ def _check_sizes(config: dict[str, Any], source: str) -> None:
 
 
 def read_tuned(directory: str | Path, place: str, temperature: float) -> dict[str, str]:
-    """The tree and the proposal that `tune` found best for this drafter here; nothing where it was not asked."""
+    """The tree and the proposal that `tune` found best for this drafter here; nothing where it was not
+    asked."""
     try:
         found = read_json(tuned_file(directory), "tuned")[place][_heat(temperature)]
         return {key: str(found[key]) for key in ("skip", "tree", "proposal") if key in found}
@@ -257,13 +280,18 @@ def shipped(method: str, ends: Ends) -> Path:
     """
     if method not in TRAINED:
         raise ValueError(f"Unknown drafter: {method!r}: neither a directory nor a method whose weights ship")
-    homes = {home: json.loads(home.read_text("utf-8")) for home in sorted(SHIPPED.glob(f"*/{method}/config.json"))}
+    homes = {
+        home: json.loads(home.read_text("utf-8")) for home in sorted(SHIPPED.glob(f"*/{method}/config.json"))
+    }
     for home, config in homes.items():
         if config["target"]["fingerprint"] == ends.fingerprint:
             return home.parent
-    known = ", ".join(f"{config['target']['name']} ({config['target']['fingerprint']})" for config in homes.values())
+    known = ", ".join(
+        f"{config['target']['name']} ({config['target']['fingerprint']})" for config in homes.values()
+    )
     raise ValueError(
-        f"no {method} weights ship for this target ({ends.fingerprint}); they do for: {known or 'none'}. Train a drafter "
+        f"no {method} weights ship for this target ({ends.fingerprint}); they do for: {known or 'none'}. "
+        f"Train a drafter "
         f"(slipstream train {method}) and give its directory"
     )
 

@@ -1,4 +1,5 @@
-"""A public test double: proposes the known answer among wrong siblings, so that a loop can be tried in every way."""
+"""A public test double: proposes the known answer among wrong siblings, so that a loop can be tried in every
+way."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ class OracleState(State):
 
 @final
 class TreeOracle(Drafter):
-    """Is right about exactly 0, 1, …, `depth` tokens in turn, with the right token at every sibling rank in turn.
+    """Is right about exactly 0, 1, …, `depth` tokens in turn, with the right token at every sibling rank in
+    turn.
 
-    Every level hangs `width` siblings under the last right node; the right one's slot moves from round to round, so
-    accepted slots are not contiguous. From depth 2 on, a decoy carries the right token under a wrong parent.
+    Every level hangs `width` siblings under the last right node; the right one's slot moves from round to
+    round, so accepted slots are not contiguous. From depth 2 on, a decoy carries the right token under a
+    wrong parent.
 
     Args:
         texts: prompt and answer of each row, as token ids; past their end it proposes nothing.
@@ -35,7 +38,9 @@ class TreeOracle(Drafter):
 
     def __init__(self, texts: Sequence[Sequence[int]], vocab: int, depth: int = 4, width: int = 3) -> None:
         if width >= vocab:
-            raise ValueError(f"TreeOracle got width={width} and vocab={vocab}: wrong siblings need a wider vocabulary")
+            raise ValueError(
+                f"TreeOracle got width={width} and vocab={vocab}: wrong siblings need a wider vocabulary"
+            )
         self.texts, self.vocab, self.depth, self.width = [list(text) for text in texts], vocab, depth, width
         self.rows = 1 + depth * width + depth - 1
 
@@ -45,11 +50,21 @@ class TreeOracle(Drafter):
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, OracleState)
-        state.root, state.position, state.round = span.last(span.nexts), span.start + span.count, state.round + 1
+        state.root, state.position, state.round = (
+            span.last(span.nexts),
+            span.start + span.count,
+            state.round + 1,
+        )
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, OracleState)
-        rows = zip(state.root.tolist(), state.row.tolist(), state.position.tolist(), state.round.tolist(), strict=True)
+        rows = zip(
+            state.root.tolist(),
+            state.row.tolist(),
+            state.position.tolist(),
+            state.round.tolist(),
+            strict=True,
+        )
         tokens, parents = zip(*(self._row(*row) for row in rows), strict=True)
         device = state.root.device
         return Tree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device), self.depth)

@@ -1,6 +1,8 @@
-"""How heads are written elsewhere: EAGLE-1/2 and EAGLE-3 (SafeAILab/EAGLE), speculators' EAGLE-3, and Medusa twice.
+"""How heads are written elsewhere: EAGLE-1/2 and EAGLE-3 (SafeAILab/EAGLE), speculators' EAGLE-3, and Medusa
+twice.
 
-Each layout says which sizes its config.json gives and what its tensors are called, which are otherwise the head's own.
+Each layout says which sizes its config.json gives and what its tensors are called, which are otherwise the
+head's own.
 """
 
 import re
@@ -37,13 +39,16 @@ class Layout(ABC):
     file: ClassVar[str] = "model.safetensors"  # that it is written to
 
     @abstractmethod
-    def sizes(self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str, report: Report) -> Any:
-        """The head's sizes, of the `flat` config; tensors are under our names. Raises ValueError for one that this target
-        cannot have."""
+    def sizes(
+        self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str, report: Report
+    ) -> Any:
+        """The head's sizes, of the `flat` config; tensors are under our names. Raises ValueError for one that
+        this target cannot have."""
 
     @abstractmethod
     def config(self, head: Any, ends: Ends, target: str) -> dict[str, Any]:
-        """config.json of a head of our own for the target of that name. Raises ValueError where it cannot say it."""
+        """config.json of a head of our own for the target of that name. Raises ValueError where it cannot say
+        it."""
 
     def flat(self, config: dict[str, Any], source: str) -> dict[str, Any]:
         """config.json without sections: all that is read under one roof."""
@@ -64,7 +69,8 @@ class Layout(ABC):
 
 @final
 class EagleLayout(Layout):
-    """EAGLE-1/2: config.json is the target's with one layer; beside the head's tensors a copy of the target's embedding."""
+    """EAGLE-1/2: config.json is the target's with one layer; beside the head's tensors a copy of the target's
+    embedding."""
 
     method, keys = "eagle", SHARED | {"bias"}
 
@@ -77,17 +83,25 @@ class EagleLayout(Layout):
 
     def config(self, head: EagleConfig, ends: Ends, target: str) -> dict[str, Any]:
         bias = {} if head.bias else {"bias": False}
-        return {**targets(ends), **written(head), **bias, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        return {
+            **targets(ends),
+            **written(head),
+            **bias,
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+        }
 
     def give(self, tensors: dict[str, Tensor], ends: Ends, report: Report) -> dict[str, Tensor]:
         if VOCAB in tensors:
             n = len(tensors[VOCAB])
             report.notes.append(
-                f"{VOCAB}: in config.json, where import finds it; engines take candidates from all tokens, not these {n}"
+                f"{VOCAB}: in config.json, where import finds it; engines take candidates from all tokens, "
+                f"not these {n}"
             )
         if "fc.bias" in tensors:
             report.notes.append(
-                'fc.bias: vLLM leaves it out, and reads the key "bias" as one of attention; SGLang and EAGLE use it'
+                'fc.bias: vLLM leaves it out, and reads the key "bias" as one of attention; SGLang and EAGLE '
+                "use it"
             )
         return {name: tensor for name, tensor in tensors.items() if name != VOCAB}
 
@@ -95,13 +109,14 @@ class EagleLayout(Layout):
 class Eagle3Layout(Layout):
     """EAGLE-3: its own LM head; d2t [Vd] and t2d [V] say the draft vocabulary (target id = i + d2t[i]).
 
-    Which states it reads is said twice, one apart: `eagle_aux_hidden_state_layer_ids` counts inputs of blocks (vLLM), the
-    same key in `eagle_config` outputs of blocks (SGLang, SpecForge, ModelOpt).
+    Which states it reads is said twice, one apart: `eagle_aux_hidden_state_layer_ids` counts inputs of blocks
+    (vLLM), the same key in `eagle_config` outputs of blocks (SGLang, SpecForge, ModelOpt).
     """
 
     method, layer = "eagle3", "midlayer."
     flags: ClassVar = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
-    keys: ClassVar = SHARED | {*flags, "draft_vocab_size", "target_hidden_size", "embed_requires_grad", IDS} | {
+    keys: ClassVar = SHARED | {*flags, "draft_vocab_size", "target_hidden_size", "embed_requires_grad",
+    IDS} | {
         f"{NESTED}{name}" for name in (IDS, "norm_before_fc")
     }  # fmt: skip
 
@@ -130,10 +145,15 @@ class Eagle3Layout(Layout):
         inputs = [int(tap.removeprefix(INPUT)) for tap in head.taps if tap.startswith(INPUT)]
         if len(inputs) < len(head.taps) or inputs != sorted(set(inputs)):
             raise ValueError(
-                f"this head reads {', '.join(map(repr, head.taps))}, and engines inputs of blocks alone, in ascending "
+                f"this head reads {', '.join(map(repr, head.taps))}, and engines inputs of blocks alone, in "
+                f"ascending "
                 "order: train one that reads those (head.taps)"
             )
-        own = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "tie_word_embeddings": False}
+        own = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "tie_word_embeddings": False,
+        }
         own |= {name: getattr(head, name) for name in (*self.flags, "draft_vocab_size")}
         own |= {"target_hidden_size": head.target_hidden_size or head.hidden_size}
         own |= {"embed_requires_grad": bool(head.vocab_size), IDS: inputs}
@@ -147,7 +167,8 @@ class Eagle3Layout(Layout):
             taken[VOCAB] = d2t + torch.arange(len(d2t))
             if t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], taken[VOCAB]):
                 raise ValueError(
-                    f"checkpoint {source}: d2t and t2d do not say the same draft vocabulary, in ascending order"
+                    f"checkpoint {source}: d2t and t2d do not say the same draft vocabulary, in ascending "
+                    f"order"
                 )
         return taken
 
@@ -167,7 +188,9 @@ class SpeculatorsLayout(Eagle3Layout):
 
     def flat(self, config: dict[str, Any], source: str) -> dict[str, Any]:
         if (kind := config["speculators_model_type"]) != "eagle3":
-            raise ValueError(f"checkpoint {source} is one of speculators' {kind!r} heads; of those, eagle3 is read here")
+            raise ValueError(
+                f"checkpoint {source} is one of speculators' {kind!r} heads; of those, eagle3 is read here"
+            )
         sections = {name: value for name, value in config.items() if name != "transformer_layer_config"}
         return super().flat({**config.get("transformer_layer_config", {}), **sections}, source)
 
@@ -175,14 +198,24 @@ class SpeculatorsLayout(Eagle3Layout):
         self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str, report: Report
     ) -> Eagle3Config:
         if "norm_before_residual" not in config:
-            report.notes.append("norm_before_residual: absent, false as speculators has it; vLLM takes it as true")
+            report.notes.append(
+                "norm_before_residual: absent, false as speculators has it; vLLM takes it as true"
+            )
         return super().sizes(config, tensors, ends, source, report)
 
     def config(self, head: Eagle3Config, ends: Ends, target: str) -> dict[str, Any]:
         flat = super().config(head, ends, target)
         own = (*self.flags, "draft_vocab_size", "target_hidden_size", "embed_requires_grad", IDS)
-        greedy = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-        verifier = {"name_or_path": target, "architectures": list(getattr(ends.config, "architectures", None) or [])}
+        greedy = {
+            "proposal_type": "greedy",
+            "speculative_tokens": 3,
+            "verifier_accept_k": 1,
+            "accept_tolerance": 0.0,
+        }
+        verifier = {
+            "name_or_path": target,
+            "architectures": list(getattr(ends.config, "architectures", None) or []),
+        }
         layer = {name: value for name, value in flat.items() if name not in own and name != "eagle_config"}
         return {
             "speculators_model_type": "eagle3",
@@ -200,8 +233,8 @@ class SpeculatorsLayout(Eagle3Layout):
 
 
 class MedusaLayout(Layout):
-    """Medusa (FasterDecoding/Medusa): `{head}.{block}.linear`, and behind the blocks the LM head. Its config.json may count
-    fewer heads than the file has, which counts."""
+    """Medusa (FasterDecoding/Medusa): `{head}.{block}.linear`, and behind the blocks the LM head. Its
+    config.json may count fewer heads than the file has, which counts."""
 
     method, file = "medusa", "medusa_lm_head.safetensors"
     keys: ClassVar = {"medusa_num_heads", "medusa_num_layers", "version"}  # which the tensors say, too
@@ -219,7 +252,8 @@ class MedusaLayout(Layout):
         Vd = len(tensors.get(VOCAB, ends.head)) if shared else len(tensors["lm_heads.0.weight"])
         if ends.head.shape[1] != H or Vd != len(tensors.get(VOCAB, ends.head)):
             raise ValueError(
-                f"checkpoint {source}: LM heads of {Vd} tokens and width {H}; this target has {len(ends.head)} and "
+                f"checkpoint {source}: LM heads of {Vd} tokens and width {H}; this target has "
+                f"{len(ends.head)} and "
                 f"{ends.head.shape[1]}: import it for the target it was made for"
             )
         return MedusaConfig(H, Vd, depth, layers, bias, shared)
@@ -228,22 +262,35 @@ class MedusaLayout(Layout):
         return f"best-first-{sizes.depth}x16"
 
     def config(self, head: MedusaConfig, ends: Ends, target: str) -> dict[str, Any]:
-        return {"medusa_num_heads": head.depth, "medusa_num_layers": head.layers, "base_model_name_or_path": target}
+        return {
+            "medusa_num_heads": head.depth,
+            "medusa_num_layers": head.layers,
+            "base_model_name_or_path": target,
+        }
 
     def take(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
-        layers = {match[1]: int(match[2]) + 1 for match in map(self.block.fullmatch, sorted(tensors)) if match}
+        layers = {
+            match[1]: int(match[2]) + 1 for match in map(self.block.fullmatch, sorted(tensors)) if match
+        }
         renamed = {f"{i}.{n}.weight": f"lm_heads.{i}.weight" for i, n in layers.items()}
-        return {renamed.get(name, self.block.sub(r"blocks.\1.\2.\3", name)): tensor for name, tensor in tensors.items()}
+        return {
+            renamed.get(name, self.block.sub(r"blocks.\1.\2.\3", name)): tensor
+            for name, tensor in tensors.items()
+        }
 
     def give(self, tensors: dict[str, Tensor], ends: Ends, report: Report) -> dict[str, Tensor]:
         if VOCAB in tensors:
             raise ValueError(
-                f"this head says {len(tensors[VOCAB])} of {len(ends.head)} tokens, which layout medusa cannot express: "
+                f"this head says {len(tensors[VOCAB])} of {len(ends.head)} tokens, which layout medusa "
+                f"cannot express: "
                 "export it as medusa-vllm, or train one with head.draft_vocab=0"
             )
         layers = 1 + max(int(match[2]) for match in map(BLOCK.fullmatch, tensors) if match)
         named = {name: BLOCK.sub(r"\1.\2.linear.\3", name) for name in tensors}
-        return {re.sub(r"lm_heads\.(\d+)", rf"\1.{layers}", named[name]): tensor for name, tensor in tensors.items()}
+        return {
+            re.sub(r"lm_heads\.(\d+)", rf"\1.{layers}", named[name]): tensor
+            for name, tensor in tensors.items()
+        }
 
 
 @final
@@ -252,7 +299,8 @@ class VLLMMedusaLayout(MedusaLayout):
 
     file = "model.safetensors"
     keys: ClassVar = {
-        "num_heads", "num_hidden_layers", "medusa_fc_bias", "hidden_size", "vocab_size", "truncated_vocab_size",
+        "num_heads", "num_hidden_layers", "medusa_fc_bias", "hidden_size", "vocab_size",
+        "truncated_vocab_size",
         "original_lm_head",
     }  # fmt: skip
 
@@ -263,7 +311,8 @@ class VLLMMedusaLayout(MedusaLayout):
             said, own = tensors.pop("lm_heads.0.weight"), _lm_head(tensors, ends)
             if said.shape != own.shape or not torch.allclose(said.float(), own.float(), rtol=1e-2, atol=1e-3):
                 raise ValueError(
-                    f"checkpoint {source}: original_lm_head=True, and lm_heads.0.weight is not this target's LM head: "
+                    f"checkpoint {source}: original_lm_head=True, and lm_heads.0.weight is not this target's "
+                    f"LM head: "
                     "import it for the target it was made for"
                 )
         return super().sizes(config, tensors, ends, source, report)

@@ -1,4 +1,5 @@
-"""Public checkpoints in and out: a directory with config.json and a file of tensors, in one of the `layouts`."""
+"""Public checkpoints in and out: a directory with config.json and a file of tensors, in one of the
+`layouts`."""
 
 import hashlib
 from dataclasses import asdict
@@ -14,13 +15,25 @@ from slipstream.core.drafter import Ends
 from slipstream.core.shape import Shape
 from slipstream.drafters import drafter_class
 from slipstream.drafters.heads import EMBEDDING
-from slipstream.drafters.store import VOCAB, claimed, find_drafter, read_drafter, save_drafter, write_directory
+from slipstream.drafters.store import (
+    VOCAB,
+    claimed,
+    find_drafter,
+    read_drafter,
+    save_drafter,
+    write_directory,
+)
 from slipstream.files import check_regular, name_of, read_json, understood
 from slipstream.interop.keys import unread
 from slipstream.interop.layouts import LAYOUTS, Report, layout_of
 
-OURS = "slipstream"  # key of an exported config.json, which engines pass over: what else the drafter is made of
-PICKLES, SAFE = ("pytorch_model.bin", "medusa_lm_head.pt"), ("model.safetensors", "medusa_lm_head.safetensors")
+OURS = (
+    "slipstream"  # key of an exported config.json, which engines pass over: what else the drafter is made of
+)
+PICKLES, SAFE = (
+    ("pytorch_model.bin", "medusa_lm_head.pt"),
+    ("model.safetensors", "medusa_lm_head.safetensors"),
+)
 
 
 def import_head(
@@ -34,8 +47,8 @@ def import_head(
         force: write whatever the directory holds; by default it is new, empty, or an earlier import.
 
     Raises:
-        ValueError: the directory holds something else; a file is missing or damaged, a tensor missing, unknown or misshapen
-            (by name), or the head does not fit this target.
+        ValueError: the directory holds something else; a file is missing or damaged, a tensor missing,
+            unknown or misshapen (by name), or the head does not fit this target.
     """
     reads = (source, ends.config.name_or_path)
     with claimed(directory, ("import",), force, reads), understood(f"checkpoint {source}"):
@@ -58,7 +71,9 @@ def _import(source: str, directory: str, target: str, ends: Ends, tree: str | No
     else:
         kept = _kept(embedding, ends, bool(getattr(sizes, "vocab_size", 0)), source, report)
     report.used = [*tensors, *sorted(layout.keys & set(flat))]
-    report.notes.append(f"config keys kept for export that change nothing here: {', '.join(ignored) or 'none'}")
+    report.notes.append(
+        f"config keys kept for export that change nothing here: {', '.join(ignored) or 'none'}"
+    )
     named = asdict(sizes)
     tree = Shape.parse(tree or ours.get("tree") or layout.tree(sizes)).name
     about: dict[str, Any] = {"taps": list(named.pop("taps")), "head": named, "tree": tree, "public": config}
@@ -73,8 +88,11 @@ def _import(source: str, directory: str, target: str, ends: Ends, tree: str | No
     return report
 
 
-def _kept(embedding: Tensor | None, ends: Ends, trained: bool, source: str, report: Report) -> dict[str, Tensor]:
-    """A checkpoint's embedding, if the drafter directory must hold it. Raises ValueError for another target's."""
+def _kept(
+    embedding: Tensor | None, ends: Ends, trained: bool, source: str, report: Report
+) -> dict[str, Tensor]:
+    """A checkpoint's embedding, if the drafter directory must hold it. Raises ValueError for another
+    target's."""
     own = _embedding(ends)
     if embedding is None:
         report.notes.append(f"{EMBEDDING}: absent, the target's is used")
@@ -85,16 +103,23 @@ def _kept(embedding: Tensor | None, ends: Ends, trained: bool, source: str, repo
     if embedding.shape == own.shape and torch.equal(embedding, own.to(embedding)):
         report.notes.append(f"{EMBEDDING}: the target's own, left out")
         return {}
-    if embedding.shape == own.shape and torch.allclose(embedding.float(), own.float().cpu(), rtol=1e-2, atol=1e-3):
-        report.notes.append(f"{EMBEDDING}: the target's up to rounding; kept for export, the target's is used")
+    if embedding.shape == own.shape and torch.allclose(
+        embedding.float(), own.float().cpu(), rtol=1e-2, atol=1e-3
+    ):
+        report.notes.append(
+            f"{EMBEDDING}: the target's up to rounding; kept for export, the target's is used"
+        )
         return {EMBEDDING: embedding}
     raise ValueError(
-        f"checkpoint {source}: {EMBEDDING} ({list(embedding.shape)}) is not this target's embedding: import it for the "
+        f"checkpoint {source}: {EMBEDDING} ({list(embedding.shape)}) is not this target's embedding: import "
+        f"it for the "
         "target it was made for"
     )
 
 
-def export_head(source: str, directory: str, ends: Ends, layout: str | None = None, force: bool = False) -> Report:
+def export_head(
+    source: str, directory: str, ends: Ends, layout: str | None = None, force: bool = False
+) -> Report:
     """Write a drafter directory in a public layout, for vLLM, SGLang or the reference code.
 
     Args:
@@ -102,11 +127,14 @@ def export_head(source: str, directory: str, ends: Ends, layout: str | None = No
         force: write whatever the directory holds; by default it is new, empty, or an earlier export.
 
     Raises:
-        ValueError: it is no drafter for this target, or one that the layout cannot express; the directory holds something
-            else, or is the drafter's own.
+        ValueError: it is no drafter for this target, or one that the layout cannot express; the directory
+            holds something else, or is the drafter's own.
     """
     home = find_drafter(source, ends)
-    with claimed(directory, ("export",), force, (home, ends.config.name_or_path)), understood(f"drafter {source}"):
+    with (
+        claimed(directory, ("export",), force, (home, ends.config.name_or_path)),
+        understood(f"drafter {source}"),
+    ):
         return _export(source, home, directory, ends, layout)
 
 
@@ -118,11 +146,16 @@ def _export(source: str, home: Path, directory: str, ends: Ends, layout: str | N
         fitting = ", ".join(name for name, each in LAYOUTS.items() if each.method == method)
         if not fitting:
             public = ", ".join(dict.fromkeys(each.method for each in LAYOUTS.values()))
-            raise ValueError(f"drafter {source}: no public layout exists for {method} drafters, only for {public}")
-        raise ValueError(f"drafter {source}: Unknown layout for {method} drafters: {named!r}. Available: {fitting}")
+            raise ValueError(
+                f"drafter {source}: no public layout exists for {method} drafters, only for {public}"
+            )
+        raise ValueError(
+            f"drafter {source}: Unknown layout for {method} drafters: {named!r}. Available: {fitting}"
+        )
     if config["head"].get("input_norm"):
         raise ValueError(
-            f"drafter {source} has a norm before attention, which the public layout does not: train one without"
+            f"drafter {source} has a norm before attention, which the public layout does not: train one "
+            f"without"
         )
     report, written = Report(), LAYOUTS[named]
     drafter = drafter_class(method, source).load(config, tensors, ends)
@@ -135,7 +168,9 @@ def _export(source: str, home: Path, directory: str, ends: Ends, layout: str | N
     elif stored is not None:
         given[EMBEDDING] = _embedding(ends).to(getattr(torch, stored["dtype"])).cpu().contiguous()
         if _about(given[EMBEDDING]) != stored:
-            raise ValueError(f"drafter {source}: load the target in the precision this head was imported with (--dtype)")
+            raise ValueError(
+                f"drafter {source}: load the target in the precision this head was imported with (--dtype)"
+            )
         report.notes.append(f"{EMBEDDING}: a copy of the target's")
     report.used = list(given)
     about = config.get("public") if named == config.get("layout", method) else None
@@ -176,7 +211,8 @@ def _read(home: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ) from error
     except Exception as error:  # whatever a damaged or a harmful file makes of itself
         raise ValueError(
-            f"checkpoint {home} cannot be read: {str(error).strip().split(chr(10))[0] or type(error).__name__}"
+            f"checkpoint {home} cannot be read: "
+            f"{str(error).strip().split(chr(10))[0] or type(error).__name__}"
         ) from error
 
 

@@ -19,10 +19,13 @@ IDS, NESTED = "eagle_aux_hidden_state_layer_ids", "eagle_config."
 def targets(ends: Ends) -> dict[str, Any]:
     """What a head's config.json takes over from the target's: not what would be built into its layer."""
     gone = {
-        "rope_parameters", "rope_scaling", "partial_rotary_factor", "layer_types", "sliding_window", "use_sliding_window",
+        "rope_parameters", "rope_scaling", "partial_rotary_factor", "layer_types", "sliding_window",
+        "use_sliding_window",
         "qkv_bias", "mlp_bias", "quantization_config", "_name_or_path", "transformers_version",
     }  # fmt: skip
-    return {key: value for key, value in ends.config.to_dict().items() if key not in gone} | {"num_hidden_layers": 1}
+    return {key: value for key, value in ends.config.to_dict().items() if key not in gone} | {
+        "num_hidden_layers": 1
+    }
 
 
 def written(head: HeadConfig) -> dict[str, Any]:
@@ -39,7 +42,8 @@ def fits(name: str, value: Any, own: int, source: str) -> None:
     """Raises ValueError for a size that is not this target's."""
     if value != own:
         raise ValueError(
-            f"checkpoint {source}: {name}={value}; this target's is {own}: import it for the target it was made for"
+            f"checkpoint {source}: {name}={value}; this target's is {own}: import it for the target it was "
+            f"made for"
         )
 
 
@@ -48,15 +52,18 @@ def taps(config: dict[str, Any], blocks: int, source: str) -> tuple[str, ...]:
     inputs, outputs = config.get(IDS), config.get(f"{NESTED}{IDS}")
     if inputs and outputs and inputs != [i + 1 for i in outputs]:
         raise ValueError(
-            f"checkpoint {source}: {IDS}={inputs} are inputs of blocks, and {NESTED}{IDS}={outputs} outputs, that is "
-            f"inputs of {[i + 1 for i in outputs]}: they say different states; take the wrong one out of config.json"
+            f"checkpoint {source}: {IDS}={inputs} are inputs of blocks, and {NESTED}{IDS}={outputs} outputs, "
+            f"that is "
+            f"inputs of {[i + 1 for i in outputs]}: they say different states; take the wrong one out of "
+            f"config.json"
         )
     ids = inputs or [i + 1 for i in outputs or ()]
     if not ids:
         return block_taps(blocks)
     if not all(0 <= i < blocks for i in ids) or ids != sorted(set(ids)):
         raise ValueError(
-            f"checkpoint {source} reads the inputs of blocks {ids}; this target has blocks 0 to {blocks - 1}, and engines "
+            f"checkpoint {source} reads the inputs of blocks {ids}; this target has blocks 0 to "
+            f"{blocks - 1}, and engines "
             "read them in ascending order"
         )
     return tuple(f"{INPUT}{i}" for i in ids)
@@ -71,7 +78,8 @@ def layer(config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source
         raise ValueError(
             f"checkpoint {source}: config.json lacks {', '.join(missing)}"
             if missing
-            else f"checkpoint {source}: hidden_act {config['hidden_act']!r}; available: {', '.join(ACTIVATIONS)}"
+            else f"checkpoint {source}: hidden_act {config['hidden_act']!r}; available: "
+            f"{', '.join(ACTIVATIONS)}"
         )
     heads = config["num_attention_heads"]
     defaults = {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // heads}
@@ -90,7 +98,9 @@ def _rope(config: dict[str, Any], source: str) -> dict[str, Any]:
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     kind = given.pop("type", None) or "default"
-    kind = given.pop("rope_type", None) or next((name for name in given if isinstance(given[name], dict)), kind)
+    kind = given.pop("rope_type", None) or next(
+        (name for name in given if isinstance(given[name], dict)), kind
+    )
     partial = given.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
     if kind not in ("default", *SCALED) or partial != 1.0:
         raise ValueError(

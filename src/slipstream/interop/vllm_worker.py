@@ -1,10 +1,11 @@
-"""Run by vLLM's own Python, where Slipstream is not installed: answers prompts plainly and with a head, counts, and looks.
+"""Run by vLLM's own Python, where Slipstream is not installed: answers prompts plainly and with a head,
+counts, and looks.
 
     python vllm_worker.py JOB.json
 
-JOB: {"method", "target", "head", "prompts": [[ids]], "new", "draft", "dtype", "plain": OUT, "drafted": OUT, "tensors":
-OUT}. The three files are written in three processes, one engine each: plain answers, answers and acceptance with the
-head, and what the head's modules put out for the first prompt.
+JOB: {"method", "target", "head", "prompts": [[ids]], "new", "draft", "dtype", "plain": OUT, "drafted": OUT,
+"tensors": OUT}. The three files are written in three processes, one engine each: plain answers, answers and
+acceptance with the head, and what the head's modules put out for the first prompt.
 """
 
 import json
@@ -80,7 +81,9 @@ def look(job: dict) -> None:
     for name, module in head.named_modules():
         if name:
             module.register_forward_hook(keep(name), with_kwargs=True)
-    llm.generate({"prompt_token_ids": job["prompts"][0]}, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+    llm.generate(
+        {"prompt_token_ids": job["prompts"][0]}, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False
+    )
     save_file({name: t.contiguous() for name, t in seen.items()}, job["tensors"])
 
 

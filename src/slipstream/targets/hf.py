@@ -1,7 +1,8 @@
 """Target: any decoder-only Hugging Face causal LM as one call, through its own modelling code.
 
-What makes a tree pass possible is all outside the model: our cache in place of its own, a 4-D mask that says what each row
-sees (every active sliding window included), explicit positions, and probe rows through `inputs_embeds`.
+What makes a tree pass possible is all outside the model: our cache in place of its own, a 4-D mask that says
+what each row sees (every active sliding window included), explicit positions, and probe rows through
+`inputs_embeds`.
 """
 
 import hashlib
@@ -31,18 +32,19 @@ from slipstream.targets.support import attention_windows, check_causal, check_su
 class Target:
     """A frozen LLM: `target(tree, cache) -> Output`.
 
-    The model stays the caller's. Passes run through a twin: modules of our own over the very same weights, in which
-    attention is exchanged and layers are compiled. What is done to the model afterwards does not reach the twin, but for
-    weights that are changed in place, as optimizers do.
+    The model stays the caller's. Passes run through a twin: modules of our own over the very same weights, in
+    which attention is exchanged and layers are compiled. What is done to the model afterwards does not reach
+    the twin, but for weights that are changed in place, as optimizers do.
 
     Args:
-        model: a Hugging Face causal LM. On the CPU the twin's `sdpa` attention reads grouped keys as they are.
+        model: a Hugging Face causal LM. On the CPU the twin's `sdpa` attention reads grouped keys as they
+            are.
         tokenizer: may be missing where prompts are token ids.
         name: what the user called it.
-        compile: layers and LM head run as compiled graphs, but for the layers in a text's first pass, which makes the
-            cache. On the CPU they keep a packed copy of the weights (bf16 ones as fp32 where it has no bf16), which
-            later changes of the weights do not reach. On a GPU rounds are captured as well, as CUDA graphs
-            (`decode.capture`).
+        compile: layers and LM head run as compiled graphs, but for the layers in a text's first pass, which
+            makes the cache. On the CPU they keep a packed copy of the weights (bf16 ones as fp32 where it has
+            no bf16), which later changes of the weights do not reach. On a GPU rounds are captured as well,
+            as CUDA graphs (`decode.capture`).
 
     Raises:
         ValueError: this is no Hugging Face model, or one that cannot be served exactly (`check_supported`,
@@ -58,7 +60,8 @@ class Target:
     ) -> None:
         if not isinstance(model, PreTrainedModel):
             raise ValueError(
-                f"a target is made of a Hugging Face model, not of a {type(model).__name__}: load_target(…) takes names"
+                f"a target is made of a Hugging Face model, not of a {type(model).__name__}: load_target(…) "
+                f"takes names"
             )
         config = model.config.get_text_config(decoder=True)
         check_supported(config, model._is_stateful, "position_ids" in signature(model.forward).parameters)
@@ -80,7 +83,8 @@ class Target:
     def __repr__(self) -> str:
         weights = sum(p.numel() for p in self.model.parameters()) / 1e6
         how = f"{self.dtype_name} on {self.device}{', compiled' if self.compiles else ''}"
-        return f"Target({self.name}: {self.config.model_type}, {len(self.blocks)} blocks, {weights:,.1f} M weights, {how})"
+        return f"Target({self.name}: {self.config.model_type}, {len(self.blocks)} blocks, {weights:,.1f} M "
+        f"weights, {how})"
 
     @property
     def twin(self) -> PreTrainedModel:
@@ -91,8 +95,8 @@ class Target:
 
     @cached_property
     def plain(self) -> PreTrainedModel:
-        """Another twin, with Hugging Face's own attention and layers: the outside baseline. Its attention is eager where a
-        softcap, which `sdpa` leaves out without a word, is asked for."""
+        """Another twin, with Hugging Face's own attention and layers: the outside baseline. Its attention is
+        eager where a softcap, which `sdpa` leaves out without a word, is asked for."""
         plain = twin(self.model)
         config = plain.config.get_text_config(decoder=True)
         if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
@@ -100,8 +104,8 @@ class Target:
         return plain
 
     def release(self) -> None:
-        """Let go of the weights, packed copies included; the model is the caller's as before. `with Target(model) as
-        target:` does it at the end."""
+        """Let go of the weights, packed copies included; the model is the caller's as before. `with
+        Target(model) as target:` does it at the end."""
         self._twin = None
         for name in ("plain", "blocks", "ends"):
             vars(self).pop(name, None)
@@ -137,8 +141,8 @@ class Target:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What a drafter was made for: the model's type and a hash of the signs of the first values of every weight, which
-        no precision that the model may be loaded in changes."""
+        """What a drafter was made for: the model's type and a hash of the signs of the first values of every
+        weight, which no precision that the model may be loaded in changes."""
         parts = [bytes(torch.signbit(p.flatten()[:256]).tolist()) for p in self.twin.parameters()]
         return f"{self.config.model_type}-{hashlib.sha256(b'|'.join(sorted(parts))).hexdigest()[:12]}"
 
@@ -159,7 +163,9 @@ class Target:
             self.part,
         )
 
-    def part(self, blocks: Sequence[int], own: bool = False, vocab: Int[Tensor, " Vd"] | None = None) -> "Target":
+    def part(
+        self, blocks: Sequence[int], own: bool = False, vocab: Int[Tensor, " Vd"] | None = None
+    ) -> "Target":
         """Some of the blocks between the same ends, as a model of its own: see `targets.part`."""
         return part(self, blocks, own, vocab)
 
@@ -184,11 +190,14 @@ class Target:
 
         Args:
             taps: what to return as features, named as in `Drafter.taps`.
-            rows: the nodes whose logits are wanted, all by default; K = 0 skips the head as far as the model allows.
+            rows: the nodes whose logits are wanted, all by default; K = 0 skips the head as far as the model
+                allows.
         """
         layout = tree.layout()
         cache.reserve(tree.rows)
-        positions = (cache.lengths[:, None] + layout.depths).clamp(max=self.window - 1)  # only padding is beyond
+        positions = (cache.lengths[:, None] + layout.depths).clamp(
+            max=self.window - 1
+        )  # only padding is beyond
         tokens = tree.tokens.clamp(min=0)
         if tree.rows == tree.nodes:
             inputs = {"input_ids": tokens}
@@ -201,7 +210,9 @@ class Target:
         if rows is not None or tree.rows > tree.nodes:
             keep = torch.arange(tree.nodes, device=self.device) if rows is None else rows.unique()
         if isinstance(keep, Tensor) and len(keep) == 0:
-            keep = positions.new_zeros(1)  # one row; as a slice it would not be contiguous, and every text copy the head
+            keep = positions.new_zeros(
+                1
+            )  # one row; as a slice it would not be contiguous, and every text copy the head
         mask = self._mask(layout, positions, cache, tree.nodes)
         began = perf_counter()
         logits, features = self._pass(inputs, positions, mask, cache, keep, tuple(taps))
@@ -212,11 +223,15 @@ class Target:
         return Output(logits, features, seconds)
 
     @torch.inference_mode()
-    def extend(self, tokens: Int[Tensor, "B R"], layout: Layout, cache: KVCache, after: int) -> Float[Tensor, "B R V"]:
-        """Logits of further rows of a round, behind `after` scratch rows of earlier passes: how a model drafts.
+    def extend(
+        self, tokens: Int[Tensor, "B R"], layout: Layout, cache: KVCache, after: int
+    ) -> Float[Tensor, "B R V"]:
+        """Logits of further rows of a round, behind `after` scratch rows of earlier passes: how a model
+        drafts.
 
         Args:
-            layout: depths [#B, A] of all A = after + R scratch rows, and the new rows' lines of what they see [B, R, A].
+            layout: depths [#B, A] of all A = after + R scratch rows, and the new rows' lines of what they see
+                [B, R, A].
         """
         cache.reserve(tokens.shape[1], after)
         positions = (cache.lengths[:, None] + layout.depths).clamp(max=self.window - 1)
@@ -249,8 +264,8 @@ class Target:
 
     @contextmanager
     def _recording(self, taps: tuple[str, ...]) -> Iterator[dict[str, Float[Tensor, "B R H"]]]:
-        """The states at the taps, once a pass has run inside. Hugging Face's own recorder keeps those of all layers, and
-        puts hooks into them, where no compiler follows."""
+        """The states at the taps, once a pass has run inside. Hugging Face's own recorder keeps those of all
+        layers, and puts hooks into them, where no compiler follows."""
         states: dict[str, Tensor] = {}
 
         def after(module: nn.Module, args: Any, out: Any) -> None:
@@ -284,7 +299,8 @@ class Target:
             return int(block)
         last = len(self.blocks) - 1
         raise ValueError(
-            f"Unknown tap: {tap!r}. Available: '{FINAL}', '{INPUT}0' to '{INPUT}{last}', '{CACHE}0' to '{CACHE}{last}'"
+            f"Unknown tap: {tap!r}. Available: '{FINAL}', '{INPUT}0' to '{INPUT}{last}', '{CACHE}0' to "
+            f"'{CACHE}{last}'"
         )
 
     def widths(self, taps: Sequence[str]) -> list[int]:
@@ -312,10 +328,12 @@ class Target:
         return out.features.clone()  # outside inference mode: what autograd may read
 
     def unsound(self, tokens: Sequence[int]) -> str:
-        """What is wrong where this target's numbers behind `tokens` are not finite, and the module where it begins."""
+        """What is wrong where this target's numbers behind `tokens` are not finite, and the module where it
+        begins."""
         module = first_unsound(self.plain, tokens) or "no module of Hugging Face's own pass"
         return (
-            f"target {self.name} says numbers that are not finite after {len(tokens)} tokens, first in {module}: its "
+            f"target {self.name} says numbers that are not finite after {len(tokens)} tokens, first in "
+            f"{module}: its "
             f"weights are damaged, or {self.dtype_name} is too narrow for it: load it in float32"
         )
 
@@ -328,15 +346,19 @@ class Target:
     def _mask(
         self, layout: Layout, positions: Int[Tensor, "B A"], cache: KVCache, nodes: int
     ) -> Tensor | dict[str, Tensor]:
-        """What each of the R new rows sees of the cache's view, as the additive mask of each attention type; the last R of
-        the round's A scratch rows are new."""
+        """What each of the R new rows sees of the cache's view, as the additive mask of each attention type;
+        the last R of the round's A scratch rows are new."""
         view, P = cache.view, cache.prefix
         slots = cache.used - P
-        new = slots - cache.lengths[:, None]  # [B, S]: index of a slot among the scratch rows; negative: read before
+        new = (
+            slots - cache.lengths[:, None]
+        )  # [B, S]: index of a slot among the scratch rows; negative: read before
         R, A = layout.visible.shape[1:]
         among = new.clamp(0, A - 1)
         B = len(among)
-        seen = layout.visible.expand(B, R, A).gather(2, among[:, None].expand(B, R, view)) & (new < A)[:, None]
+        seen = (
+            layout.visible.expand(B, R, A).gather(2, among[:, None].expand(B, R, view)) & (new < A)[:, None]
+        )
         seen = torch.where((new < 0)[:, None], (slots >= 0).expand(B, R, view), seen)
         if P:  # memory is for probes
             probe = torch.arange(R, device=self.device) >= nodes
@@ -350,7 +372,8 @@ class Target:
         return additive(every, self.dtype)
 
     def hf_generate(self, tokens: Int[Tensor, "B T"], **kwargs: Any) -> Int[Tensor, "B T2"]:
-        """Hugging Face's own `generate` on the same weights, with its own attention and layers: the outside baseline."""
+        """Hugging Face's own `generate` on the same weights, with its own attention and layers: the outside
+        baseline."""
         plain: Any = self.plain
         plain.generation_config = self.model.generation_config  # which the user may have changed since
         return plain.generate(tokens, attention_mask=torch.ones_like(tokens), **kwargs)
@@ -360,8 +383,10 @@ class Target:
         return encode(self, prompt)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids, without special tokens, and as it was written: a clean-up of spaces would take back what was
-        shown."""
+        """Text of token ids, without special tokens, and as it was written: a clean-up of spaces would take
+        back what was shown."""
         if self.tokenizer is None:
             raise ValueError(f"target {self.name} has no tokenizer: read the token ids instead of text")
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )

@@ -1,5 +1,5 @@
-"""The twin of a Hugging Face model, and what takes the place of its parts: attention, cache, the `forward` of compiled
-modules."""
+"""The twin of a Hugging Face model, and what takes the place of its parts: attention, cache, the `forward` of
+compiled modules."""
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -20,21 +20,33 @@ Model = TypeVar("Model", bound=nn.Module)
 def twin(model: Model) -> Model:
     """The same model in eval mode, as modules of its own over the same memory.
 
-    The two share what is done to weights in place, and nothing else: no module, mode, configuration, or gradient.
+    The two share what is done to weights in place, and nothing else: no module, mode, configuration, or
+    gradient.
     """
     weights = {  # quantised ones are of other types, which carry more than their numbers
-        id(p): nn.Parameter(p.detach(), requires_grad=False) if type(p) is nn.Parameter else p for p in model.parameters()
+        id(p): nn.Parameter(p.detach(), requires_grad=False) if type(p) is nn.Parameter else p
+        for p in model.parameters()
     }
     return deepcopy(model, {**weights, **{id(buffer): buffer for buffer in model.buffers()}}).eval()
 
 
 def _grouped_sdpa(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """SDPA that reads grouped keys as they are. Hugging Face repeats them to all heads whenever there is a mask, which on
-    a CPU doubles the time of attention (30 layers at 512 slots: 2.0 ms against 0.9 ms)."""
+    """SDPA that reads grouped keys as they are. Hugging Face repeats them to all heads whenever there is a
+    mask, which on a CPU doubles the time of attention (30 layers at 512 slots: 2.0 ms against 0.9 ms)."""
     out = F.scaled_dot_product_attention(
-        query, key, value, attention_mask, scale=kwargs.get("scaling"), enable_gqa=query.shape[1] != key.shape[1]
+        query,
+        key,
+        value,
+        attention_mask,
+        scale=kwargs.get("scaling"),
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -45,7 +57,9 @@ AttentionInterface.register(GROUPED, _grouped_sdpa)
 def additive(seen: dict[str, Tensor], dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
     """What rows [B, R] see of columns [S], by attention type, as Hugging Face's layers take it."""
     masks = {
-        kind: torch.zeros(each.shape, dtype=dtype, device=each.device).masked_fill_(~each, -torch.inf)[:, None]
+        kind: torch.zeros(each.shape, dtype=dtype, device=each.device).masked_fill_(~each, -torch.inf)[
+            :, None
+        ]
         for kind, each in seen.items()
     }
     return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -63,7 +77,9 @@ class View(Cache):
         """Whether there is storage for keys and values; the pass that makes it is not compiled."""
         return isinstance(self._cache, LayerView) or self._cache.keys is not None
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         self._cache.write(layer_idx, key_states, value_states)
         return self._cache.read(layer_idx)
 
@@ -71,7 +87,9 @@ class View(Cache):
         """The same for one compiled layer."""
         return View(self._cache.layer(layer)) if isinstance(self._cache, KVCache) else self
 
-    def get_seq_length(self, *_: Any, **__: Any) -> int:  # positions are explicit: nothing may be derived from this
+    def get_seq_length(
+        self, *_: Any, **__: Any
+    ) -> int:  # positions are explicit: nothing may be derived from this
         return 0
 
     def __len__(self) -> int:
@@ -90,7 +108,9 @@ class Behind(Cache):
         self._layers = layers
         self.own: list[tuple[Tensor, Tensor]] = []  # keys and values of the pass's rows
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         self.own.append((key_states, value_states))
         if not self._layers:
             return key_states, value_states
@@ -102,7 +122,8 @@ class Behind(Cache):
 
 
 class StandIn:
-    """Stands in for the `forward` of one of the model's modules, as graphs that all modules of its class share."""
+    """Stands in for the `forward` of one of the model's modules, as graphs that all modules of its class
+    share."""
 
     def __init__(self, forward: Callable[..., Any], device: torch.device, layer: int = 0) -> None:
         self.plain, self._compiled, self._layer = forward, compiled(forward, device), layer

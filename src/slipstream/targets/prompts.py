@@ -28,23 +28,27 @@ def read_prompts(target: "Target", prompts: Prompt | Sequence[Prompt]) -> tuple[
     if not isinstance(given, (str, bytes, PurePath, list, tuple)):
         raise ValueError(f"prompts is a {type(prompts).__name__}: give {FORMS}")
     if not given:
-        raise ValueError("the prompt is empty" if isinstance(given, str) else "there are no prompts: give at least one")
+        raise ValueError(
+            "the prompt is empty" if isinstance(given, str) else "there are no prompts: give at least one"
+        )
     single = isinstance(given, (str, bytes, PurePath)) or isinstance(given[0], Real) or _is_message(given[0])
     each: Any = [given] if single else given
     return [encode(target, prompt) for prompt in each], single
 
 
 def encode(target: "Target", prompt: Prompt) -> list[int]:
-    """Token ids of one prompt: ids as they are, without the padding that an attention mask names; messages, and text where
-    there is a chat template, through it.
+    """Token ids of one prompt: ids as they are, without the padding that an attention mask names; messages,
+    and text where there is a chat template, through it.
 
     Raises:
-        ValueError: the prompt is empty or no prompt, an id is outside the vocabulary, the chat template refuses the
-            messages, or text is given to a target without tokenizer.
+        ValueError: the prompt is empty or no prompt, an id is outside the vocabulary, the chat template
+            refuses the messages, or text is given to a target without tokenizer.
     """
     given: Any = _plain(prompt)
     if isinstance(given, PurePath):
-        raise ValueError(f"the prompt is the path {str(given)!r}: give what the file says, Path(…).read_text()")
+        raise ValueError(
+            f"the prompt is the path {str(given)!r}: give what the file says, Path(…).read_text()"
+        )
     if not isinstance(given, (str, list, tuple)):
         raise ValueError(f"the prompt is a {type(prompt).__name__}: give text, messages or token ids")
     if len(given) == 0 or (isinstance(given, str) and not given.strip()):
@@ -61,9 +65,13 @@ def checked_ids(tokens: Iterable[Any], vocab: int, what: str = "the prompt") -> 
     made = list[int]()
     for token in tokens:
         if not is_whole(token):
-            raise ValueError(f"{what} holds {str(token)[:40]!r}, a {type(token).__name__}, as a token id: give integers")
+            raise ValueError(
+                f"{what} holds {str(token)[:40]!r}, a {type(token).__name__}, as a token id: give integers"
+            )
         if not 0 <= token < vocab:
-            raise ValueError(f"{what} holds the token id {token}; the target's vocabulary has 0 to {vocab - 1}")
+            raise ValueError(
+                f"{what} holds the token id {token}; the target's vocabulary has 0 to {vocab - 1}"
+            )
         made.append(int(token))
     return made
 
@@ -74,7 +82,8 @@ def is_whole(value: Any) -> bool:
 
 
 def check_readable(texts: Any, what: str) -> None:
-    """Refuse text, wherever it stands in lists and mappings, that no encoding can write. Raises ValueError."""
+    """Refuse text, wherever it stands in lists and mappings, that no encoding can write. Raises
+    ValueError."""
     if any(map(UNREADABLE.search, _texts(texts))):
         raise ValueError(f"{what} is no Unicode text (bytes that are not UTF-8?): give it as UTF-8")
 
@@ -95,7 +104,9 @@ def _unpadded(ids: Any, mask: Any) -> Any:
             return [_unpadded(*pair) for pair in zip(ids, mask, strict=True)]
         return [token for token, real in zip(ids, mask, strict=True) if real]
     except (TypeError, ValueError) as error:
-        raise ValueError("attention_mask does not fit input_ids: give both as the tokenizer returned them") from error
+        raise ValueError(
+            "attention_mask does not fit input_ids: give both as the tokenizer returned them"
+        ) from error
 
 
 def _tokenized(target: "Target", prompt: str | Sequence[Mapping[str, Any]]) -> Any:
@@ -107,13 +118,19 @@ def _tokenized(target: "Target", prompt: str | Sequence[Mapping[str, Any]]) -> A
         if isinstance(prompt, str):
             return target.tokenizer(prompt)["input_ids"]
         raise ValueError(f"target {target.name} has no chat template: give the prompt as text")
-    messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(map(_message, prompt))
+    messages: Any = (
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(map(_message, prompt))
+    )
     try:
-        made: Any = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        made: Any = target.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True
+        )
         return made["input_ids"]
     except Exception as error:  # whatever a template makes of messages that it does not know
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"the chat template of {target.name} does not take these messages: {reason}") from error
+        raise ValueError(
+            f"the chat template of {target.name} does not take these messages: {reason}"
+        ) from error
 
 
 def _is_message(given: Any) -> bool:
@@ -123,7 +140,9 @@ def _is_message(given: Any) -> bool:
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message whose content is text."""
     if "role" not in message or not {"content", "tool_calls"} & message.keys():
-        raise ValueError(f'a message has {", ".join(map(str, message)) or "nothing"}: it needs "role" and "content"')
+        raise ValueError(
+            f'a message has {", ".join(map(str, message)) or "nothing"}: it needs "role" and "content"'
+        )
     content = message.get("content")
     if isinstance(content, (list, tuple)):
         content = "".join(map(_part, content))

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 ROPE_REFUSED = ("dynamic", "longrope", "su")
 LAYERS_KNOWN = ("full_attention", "sliding_attention")
-LEAK, ROUTED = 1e-3, 0.05  # of the logits' spread: rows of one shape are the same bits, but experts read others with them
+LEAK, ROUTED = (
+    1e-3,
+    0.05,
+)  # of the logits' spread: rows of one shape are the same bits, but experts read others with them
 SUPPORTED = "Supported: decoder-only models with attention in every layer"
 
 
@@ -36,7 +39,10 @@ def check_supported(config: Any, stateful: bool = False, positioned: bool = True
     if stateful or layers & {"linear_attention", "mamba", "recurrent", "conv"}:
         refuse("it keeps a recurrent state, which cannot be read at several branches of a tree at once")
     if not positioned:
-        refuse("its forward takes no position_ids, and the nodes of a tree do not stand in the order of their slots")
+        refuse(
+            "its forward takes no position_ids, and the nodes of a tree do not stand in the order of their "
+            "slots"
+        )
     attention = getattr(config, "attn_config", None)
     if getattr(config, "alibi", False) or getattr(attention, "alibi", False) or kind in ("bloom", "mpt"):
         refuse("ALiBi derives positions from cache slots, where the nodes of a tree do not stand in order")
@@ -67,8 +73,8 @@ def attention_windows(config: Any) -> dict[str, int | None]:
 
 @torch.inference_mode()
 def check_causal(model: Any) -> None:
-    """Refuse a model that reads ahead, such as an encoder, whatever its configuration says: another last token must not
-    change what is said of the tokens before it.
+    """Refuse a model that reads ahead, such as an encoder, whatever its configuration says: another last
+    token must not change what is said of the tokens before it.
 
     Raises:
         ValueError: names the model type.
@@ -79,14 +85,16 @@ def check_causal(model: Any) -> None:
     limit = ROUTED if any("expert" in name for name, _ in model.named_parameters()) else LEAK
     if (one - other).pow(2).mean().sqrt() > limit * one.std():
         raise ValueError(
-            f"Unsupported target: {model.config.model_type}: its attention is not causal: later tokens change what it says "
+            f"Unsupported target: {model.config.model_type}: its attention is not causal: later tokens "
+            f"change what it says "
             f"of earlier ones. {SUPPORTED}"
         )
 
 
 @torch.inference_mode()
 def first_unsound(model: Any, tokens: Sequence[int]) -> str | None:
-    """The first module, as they end, that says numbers which are not finite of a text; None if there is none."""
+    """The first module, as they end, that says numbers which are not finite of a text; None if there is
+    none."""
     found: list[str] = []
 
     def look(module: nn.Module, args: Any, out: Any, name: str) -> None:

@@ -1,0 +1,39 @@
+"""The outside baseline: Hugging Face's own generate, asked for what `generate` is asked for."""
+
+from typing import Any
+
+import torch
+
+from slipstream.decode.settings import Settings
+from slipstream.targets.hf import Target
+
+# fields of generation_config by which Hugging Face would draft, or keep its cache, in another way
+OTHERWISE = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "cache_implementation")
+
+
+def hf_answer(
+    target: Target, prompt: list[int], max_new_tokens: int, temperature: float, seed: int = 0
+) -> list[int]:
+    """Its tokens, with the same settings, end tokens and stop strings. What else generation_config says it
+    reads itself.
+
+    Raises:
+        ValueError: as `generate` does.
+    """
+    settings = Settings.of(target, max_new_tokens, temperature=temperature, seed=seed)
+    s, how = settings.row(0, prompt), dict[str, Any](do_sample=temperature > 0)
+    if temperature:
+        torch.manual_seed(seed)
+        how |= {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
+    if settings.stop:
+        how |= {"stop_strings": list(settings.stop), "tokenizer": target.tokenizer}
+    how |= {name: None for name in OTHERWISE if getattr(target.generation_config, name, None)}
+    made = target.hf_generate(
+        torch.tensor([prompt], device=target.device),
+        max_new_tokens=settings.limit(prompt),
+        eos_token_id=sorted(settings.eos) or None,
+        use_cache=True,
+        return_dict_in_generate=False,
+        **how,
+    )
+    return made[0, len(prompt) :].tolist()

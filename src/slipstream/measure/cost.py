@@ -1,0 +1,153 @@
+"""What the parts of a round cost on this machine: a target pass by rows, a draft by tree, the host's part."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from slipstream.core.drafter import Drafter
+from slipstream.core.sampling import Sampler, Sampling
+from slipstream.core.tree import chain
+from slipstream.decode.capture import recorder
+from slipstream.decode.round import Decoder
+from slipstream.machine import heading
+from slipstream.targets.hf import Target
+
+ROWS = (1, 2, 4, 6, 8, 12, 16, 20, 26, 32, 48, 64)
+
+
+def read_bandwidth(device: torch.device, mib: int = 512, repeats: int = 5) -> float:
+    """GB/s at which the whole device reads memory that no cache holds."""
+    x = torch.ones(mib * 2**20 // 4, device=device)
+    seconds = []
+    for _ in range(repeats):
+        began = perf_counter()
+        x.sum().item()
+        seconds.append(perf_counter() - began)
+    return x.nbytes / min(seconds) / 1e9
+
+
+def pass_seconds(
+    target: Target, rows: Sequence[int] = ROWS, context: int = 256, batch: int = 1, repeats: int = 5
+) -> dict[int, float]:
+    """Median seconds of a target pass by its rows, behind `context` tokens; in alternation, after one untimed
+    pass. Where rounds are captured, of its replay."""
+    context = min(context, target.window - max(rows))
+    tokens = torch.arange(batch * (context + max(rows)), device=target.device).view(batch, -1) % target.vocab
+    cache = target.new_cache(batch, context + max(rows))
+    target(chain(tokens[:, :context]), cache, rows=tokens[:, :0])
+    cache.keep(None, torch.full((batch,), context, device=target.device))
+    passes: dict[int, Callable[[], Any]] = {n: partial(target, chain(tokens[:, :n]), cache) for n in rows}
+    if record := recorder(target):
+        passes = {n: record(one)[1] for n, one in passes.items()}
+    seconds: dict[int, list[float]] = {n: [] for n in rows}
+    for _ in range(repeats + 1):
+        for n, one in passes.items():
+            began = perf_counter()
+            one()
+            cache.lengths[0].item()  # on an accelerator: wait for it
+            seconds[n].append(perf_counter() - began)
+    return {n: median(times[1:]) for n, times in seconds.items()}
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """Median seconds of a round's parts. Verify: the target's pass."""
+
+    draft: float
+    verify: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        return self.draft + self.verify + self.host
+
+
+class Rounds:
+    """Rounds of several drafters behind a prompt, one text each, timed in alternation.
+
+    Args:
+        most: rounds of one drafter that there is room for.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        target: Target,
+        drafters: Sequence[Drafter],
+        prompt: Sequence[int],
+        temperature: float = 0.0,
+        most: int = 32,
+    ) -> None:
+        self._decoders, self._seen = [], [list[tuple[float, float, float]]() for _ in drafters]
+        for drafter in drafters:
+            sampler = Sampler([Sampling(temperature)], [prompt], target.vocab, target.device)
+            room = len(prompt) + (most + 1) * (1 + drafter.depth)
+            self._decoders.append(Decoder.start(target, drafter, sampler, room))
+            self._decoders[-1].prefill([prompt])
+            self._step(self._decoders[-1])  # not counted: buffers are made
+
+    @torch.inference_mode()
+    def run(self, rounds: int, among: Sequence[int] | None = None) -> list[RoundCost]:
+        """So many more of each, or of some; what rounds of each cost by now."""
+        for _ in range(rounds):
+            for i in range(len(self._decoders)) if among is None else among:
+                self._seen[i].append(self._step(self._decoders[i]))
+        return [RoundCost(*(median(values) for values in zip(*seen, strict=True))) for seen in self._seen]
+
+    @staticmethod
+    def _step(decoder: Decoder) -> tuple[float, float, float]:
+        decoder.cache.settle(decoder.cache.lengths.tolist())
+        before = replace(decoder.seconds)
+        decoder.step(limit=decoder.target.window)
+        after = decoder.seconds
+        return after.draft - before.draft, after.verify - before.verify, after.host - before.host
+
+
+def promised(alpha: float, gamma: int, c: float) -> float:
+    """The speed-up of γ tokens drafted in a row, each accepted with chance α, where a draft step costs c of a
+    target pass and rows cost nothing: (1 − α^{γ+1}) / ((1 − α)(γc + 1)) (Leviathan et al. 2023, Theorem
+    3.8)."""
+    return sum(alpha**i for i in range(gamma + 1)) / (gamma * c + 1)
+
+
+def cost_curve(
+    target: Target,
+    contexts: Sequence[int] = (128, 512, 1024),
+    batches: Sequence[int] = (1, 4),
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Costs of a target pass at 1 to 64 rows, beside the least that reading the weights takes.
+
+    Returns:
+        schema 1: `bandwidth_gb_s`, `weights_gb`, and `passes`, each {"rows", "context", "batch", "ms",
+            "gb_s", "share"}:
+        weights over time, and that over the bandwidth.
+    """
+    progress("reading memory")
+    bandwidth, weights = read_bandwidth(target.device), weight_bytes(target) / 1e9
+    passes = []
+    for context in contexts:
+        for batch in batches:
+            progress(f"passes behind {context} tokens of {batch} texts")
+            for rows, seconds in pass_seconds(target, context=context, batch=batch).items():
+                speed = weights / seconds
+                passes.append(
+                    {"rows": rows, "context": context, "batch": batch, "ms": round(seconds * 1e3, 3)}
+                )
+                passes[-1] |= {"gb_s": round(speed, 2), "share": round(speed / bandwidth, 3)}
+    about = {"bandwidth_gb_s": round(bandwidth, 1), "weights_gb": round(weights, 3)}
+    return {**heading(target), **about, "passes": passes}
+
+
+def weight_bytes(target: Target) -> int:
+    """What one pass must read: all weights but the embedding's rows that are not looked up (a tied one is the
+    head)."""
+    model: Any = target.model
+    weights = {id(p): p.nbytes for p in model.parameters()}
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return sum(weights.values()) - (embedding.nbytes if embedding is not head else 0)

@@ -1,0 +1,56 @@
+"""How sure a speed-up is: both methods on the same questions, and the questions drawn anew."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Paired:
+    """`mean` over the questions' files; `interval`: 95 % of it, None where a file has one question only."""
+
+    mean: float
+    interval: tuple[float, float] | None
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" + (" [{:.2f}, {:.2f}]".format(*self.interval) if self.interval else "")
+
+
+def paired(ours: dict[str, Any], theirs: dict[str, Any]) -> Paired:
+    """One method's tokens per second over another's, of each file's questions together, and the mean over the
+    files.
+
+    The interval is the percentile bootstrap's: of every file one question fewer than it has, drawn with
+    replacement, the same for both methods (one fewer, since few questions differ less than all would:
+    McCarthy & Snowden 1985). It says how far other questions would move the figure, not another machine.
+
+    Args:
+        ours, theirs: results of two methods in one report of `bench`; their `by_question` is read.
+    """
+    files: dict[str, list[list[float]]] = {}
+    for name, a in ours["by_question"].items():
+        b = theirs["by_question"][name]
+        files.setdefault(a["file"], []).append([a["new_tokens"], a["seconds"], b["new_tokens"], b["seconds"]])
+    sums = [torch.tensor(questions, dtype=torch.float64) for questions in files.values()]
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.stack([_ratio(q.sum(0)) for q in sums]).mean().item()
+    if any(len(q) < 2 for q in sums):
+        return Paired(mean, None)
+    drawn = [q[torch.randint(len(q), (SAMPLES, len(q) - 1), generator=generator)].sum(1) for q in sums]
+    return Paired(mean, interval(torch.stack([_ratio(draw) for draw in drawn]).mean(0)))
+
+
+def interval(draws: Tensor) -> tuple[float, float]:
+    """95 % of the draws lie in it."""
+    low, high = draws.quantile(torch.tensor([0.025, 0.975], dtype=draws.dtype)).tolist()
+    return low, high
+
+
+def _ratio(sums: Tensor) -> Tensor:
+    """Tokens and seconds of the one, tokens and seconds of the other."""
+    tokens, seconds, their_tokens, their_seconds = sums.unbind(-1)
+    return tokens / seconds * their_seconds / their_tokens

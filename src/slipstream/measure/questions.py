@@ -1,0 +1,81 @@
+"""Questions in FastChat's question.jsonl form: question_id, category, turns."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from slipstream.files import check_counts, evenly, parsed, read_text
+
+OWN = files("slipstream.measure") / "questions.jsonl"
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question of one or more turns; `file` is where it came from."""
+
+    file: str
+    id: str
+    category: str
+    turns: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}:{self.id}"
+
+
+def load_questions(paths: Sequence[str | PathLike[str]] = (), limit: int | None = None) -> list[Question]:
+    """Questions of all files, the project's own where none is named; `limit` is per file.
+
+    Taking a few takes them evenly over the file, so that a small limit still sees every category.
+
+    Raises:
+        ValueError: a file that cannot be read, or a malformed line (numbered).
+    """
+    check_counts(limit=limit)
+    sources = [(Path(path).name, read_text(path, "question file")) for path in paths] or [
+        ("questions.jsonl", OWN.read_text("utf-8"))
+    ]
+    chosen = []
+    for name, text in sources:
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+        if not lines:
+            raise ValueError(f"question file {name} is empty: give one JSON object a line")
+        found = [_question(name, number, line) for number, line in lines]
+        chosen += evenly(found, limit)
+    return chosen
+
+
+def alternated(questions: Sequence[Question]) -> list[Question]:
+    """The first of every file, then the second of every file, and so on."""
+    seen = Counter[str]()
+
+    def place(question: Question) -> int:
+        seen[question.file] += 1
+        return seen[question.file]
+
+    return sorted(questions, key=place)
+
+
+def _question(file: str, number: int, line: str) -> Question:
+    try:
+        data: Any = parsed(line)
+        turns = data["turns"]
+        if not (
+            isinstance(turns, list)
+            and turns
+            and all(isinstance(turn, str) and turn.strip() for turn in turns)
+        ):
+            raise ValueError('"turns" must be a list of non-empty texts')
+    except (ValueError, KeyError, TypeError) as error:
+        reason = 'it needs "turns"' if isinstance(error, (KeyError, TypeError)) else str(error)
+        raise ValueError(
+            f'{file} line {number}: {reason}. Each line is an object like {{"question_id": 1, "turns": '
+            f'["…"]}}'
+        ) from error
+    return Question(
+        file, str(data.get("question_id", number)), str(data.get("category") or file), tuple(turns)
+    )

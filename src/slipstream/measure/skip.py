@@ -1,0 +1,70 @@
+"""Which of its own blocks a target may skip to draft for itself: a short search.
+
+Blocks that change their input least are skipped first (Men et al. 2024, "ShortGPT": the cosine of a block's
+input and output). How many is decided by what it promises: agreement with the target along its own answers,
+and the measured cost of a pass.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.core.drafter import FINAL, INPUT
+from slipstream.measure.cost import pass_seconds, promised
+from slipstream.targets.hf import Target
+from slipstream.training.replay import Record
+
+GAMMAS = range(1, 11)
+
+
+@torch.inference_mode()
+def skippable(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    new: int = 40,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """The blocks to skip, and what every number of them promises.
+
+    Args:
+        prompts: some of the kind that will be asked.
+        new: tokens of each answer along which the skipping model is held.
+
+    Returns:
+        `skip`, as `self-speculative` takes it, and `tried`: for each number of blocks `skip`, `alpha`
+        (agreement at T = 0), `c` (its pass over the target's) and `expected`, the best speed-up of a chain if
+        rows cost nothing.
+
+    Raises:
+        ValueError: the target has fewer than three blocks.
+    """
+    L = target.config.num_hidden_layers
+    if L < 3:
+        raise ValueError(
+            f"this target has {L} blocks; self-speculation skips some between the first and the last"
+        )
+    progress("the target answers")
+    taps = tuple(f"{INPUT}{i}" for i in range(L))
+    record = Record.of(target, prompts, new, taps)
+    at = torch.arange(record.tokens.shape[1], device=target.device)
+    read = at < record.lengths[:, None]
+    judged = (at >= record.prompts[:, None] - 1) & (at + 1 < record.lengths[:, None])
+    states = record.tapped(taps)[read].float().unflatten(-1, (L, -1))
+    alike = F.cosine_similarity(states[:, 1:-1], states[:, 2:], dim=-1).mean(0)  # of blocks 1 … L − 2
+    order = [1 + i for i in alike.argsort(descending=True).tolist()]
+    whole, tried = pass_seconds(target, (1,))[1], list[dict[str, Any]]()
+    rows = [tokens[:n].tolist() for tokens, n in zip(record.tokens, record.lengths, strict=True)]
+    for count in range(max(1, L // 10), len(order) + 1, max(1, L // 10)):
+        progress(f"{count} blocks skipped")
+        blocks = sorted(order[:count])
+        short = target.part([i for i in range(L) if i not in blocks])
+        said = F.linear(short.features(rows, (FINAL,)), target.ends.head, target.ends.bias).argmax(-1)
+        right = said == record.tokens[:, 1 : said.shape[1] + 1]
+        alpha = float(right[judged[:, : said.shape[1]]].float().mean())
+        c = pass_seconds(short, (1,))[1] / whole
+        expected = max(promised(alpha, gamma, c) for gamma in GAMMAS)
+        found = {"skip": ",".join(map(str, blocks)), "alpha": round(alpha, 4), "c": round(c, 4)}
+        tried.append({**found, "expected": round(expected, 4)})
+    return {"skip": max(tried, key=lambda each: each["expected"])["skip"], "tried": tried}

@@ -1,0 +1,170 @@
+"""SAR training (BiTA §3.1): behind points of the target's own answers, masks that are to say the tokens after
+the next."""
+
+from functools import cached_property
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from slipstream.core.cache import KVCache
+from slipstream.core.drafter import FINAL
+from slipstream.core.tree import chain
+from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
+from slipstream.drafters.store import restored, stored
+from slipstream.targets import Target
+from slipstream.targets.inside import Behind
+from slipstream.targets.part import states_behind
+from slipstream.training.objective import Batch, Given, Objective
+from slipstream.training.recipe import Loss, Recipe
+from slipstream.training.replay import Prediction, Record, decoded
+
+DROPOUT = 0.1  # of the prompts, in training
+SPREAD = 0.02  # of what is trained, to begin with
+
+
+class Prompting(nn.Module):
+    """What is trained.
+
+    Args:
+        config: of the head that it becomes.
+        deep: prompts are keys and values of every layer; otherwise vectors that enter the target's first
+            layer, from which it makes its own (the ablation of Table 3).
+    """
+
+    def __init__(self, config: BitaConfig, deep: bool, generator: torch.Generator) -> None:
+        super().__init__()
+        self.config, self.deep = config, deep or not config.prompts
+        every = (config.layers, 2, config.prompts, config.heads, config.head_dim)
+        shape = every if self.deep else (config.prompts, config.hidden_size)
+        self.masks = nn.Parameter(SPREAD * torch.randn(config.depth, config.hidden_size, generator=generator))
+        self.prompts = nn.Parameter(SPREAD * torch.randn(shape, generator=generator))
+
+    def memory(self, target: Target) -> Float[Tensor, "L 2 P heads D"]:
+        """Keys and values that the masks read."""
+        if self.deep:
+            return self.prompts
+        P, behind = self.config.prompts, Behind()
+        at = torch.zeros(1, P, dtype=torch.long, device=self.prompts.device)  # where no key is turned
+        causal = torch.ones(1, P, P, dtype=torch.bool, device=at.device).tril()
+        states_behind(target, self.prompts.to(target.dtype)[None], at, causal, at, behind)
+        return torch.stack([torch.stack([key[0], value[0]]).transpose(1, 2) for key, value in behind.own])
+
+
+@final
+class BitaObjective(Objective):
+    """Cross-entropy of the masks' tokens, their mean."""
+
+    drafts, reads_features = Bita, False
+
+    @classmethod
+    def reads(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
+        return (FINAL,)
+
+    @classmethod
+    def new(cls, given: Given) -> Prompting:
+        recipe, sizes = given.recipe, given.sizes
+        cache = (given.ends.config.num_hidden_layers, sizes["num_key_value_heads"], sizes["head_dim"])
+        config = BitaConfig(sizes["hidden_size"], *cache, depth=recipe.depth, prompts=recipe.prompts)
+        return Prompting(config, recipe.deep, given.generator)
+
+    @cached_property
+    def _target(self) -> Target:
+        assert self._ends.part is not None
+        whole: Target = self._ends.part(range(self._ends.config.num_hidden_layers))
+        return whole
+
+    def forward(self, batch: Batch, settings: Loss, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """As `Objective`'s, for as many tokens as count in the batch, whatever the groups: their mean is
+        minimised."""
+        target, tokens, M = self._target, batch.tokens, self.head.config.depth
+        B, S = tokens.shape
+        hosts, real = groups(batch.counts, settings.groups, generator)
+        ahead = hosts[..., None] + torch.arange(
+            M, device=tokens.device
+        )  # mask j of a host says token ahead + 2
+        learnt = (
+            real[..., None]
+            & (ahead < batch.counts.shape[1])
+            & batch.counts.gather(1, ahead.clamp(max=batch.counts.shape[1] - 1).flatten(1)).view_as(ahead)
+        )
+        context = target.new_cache(B, S)
+        f = target(chain(tokens), context, (FINAL,), rows=tokens[:, :0]).features
+        said = self._masks(context, hosts, generator)[learnt].float()
+        at = (ahead + 1).clamp(max=S - 1)[learnt]  # whose state says the token
+        row = torch.arange(B, device=tokens.device)[:, None, None].expand_as(ahead)[learnt]
+        assert f is not None
+        law = self._law(f[row, at].clone(), tokens[row, (at + 1).clamp(max=S - 1)], settings.hard)
+        log_q = self.student(said, 0).log_softmax(-1)
+        share = batch.counts.sum() / learnt.sum().clamp(
+            min=1
+        )  # a batch without groups is worth nothing, not NaN
+        first = learnt.nonzero()[:, 2] == 0
+        right = (log_q.argmax(-1) == law.argmax(-1))[first].sum() / first.sum().clamp(min=1)
+        return -(law * log_q).sum() * share, right * batch.counts.sum()
+
+    def _masks(
+        self, context: KVCache, hosts: Int[Tensor, "B G"], generator: torch.Generator
+    ) -> Float[Tensor, "B G M H"]:
+        """Final states of every group's masks: they see the text up to their host, the prompts, and the
+        earlier of their own group."""
+        target, config = self._target, self.head.config
+        (B, G), M, P = hosts.shape, config.depth, config.prompts
+        memory = self.head.memory(target)
+        kept = torch.rand(memory.shape, generator=generator) >= DROPOUT
+        memory = (memory * kept.to(memory.device) / (1 - DROPOUT)).to(target.dtype)
+        S, layers = context.capacity, list[tuple[Tensor, Tensor]]()
+        assert context.keys is not None and context.values is not None
+        for (k, v), keys, values in zip(memory.transpose(2, 3), context.keys, context.values, strict=True):
+            pairs = ((k, keys), (v, values))
+            key, value = (
+                torch.cat([part.expand(B, -1, -1, -1), read[:, :, :S].clone()], 2) for part, read in pairs
+            )
+            layers.append((key, value))
+        group, j = torch.arange(G * M, device=hosts.device) // M, torch.arange(G * M, device=hosts.device) % M
+        positions = hosts[:, group] + 1 + j
+        text = torch.arange(S, device=hosts.device)
+        seen = torch.cat(
+            [
+                torch.ones(B, G * M, P, dtype=torch.bool, device=hosts.device),
+                text <= hosts[:, group, None],
+                ((group[:, None] == group) & (j[:, None] >= j)).expand(B, -1, -1),
+            ],
+            2,
+        )
+        columns = torch.cat([text.new_full((B, P), -1), text.expand(B, -1), positions], 1)
+        rows = self.head.masks.to(target.dtype).repeat(G, 1).expand(B, -1, -1)
+        said = states_behind(
+            target, rows, positions.clamp(max=target.window - 1), seen, columns, Behind(layers)
+        )
+        return said.view(B, G, M, -1)
+
+    def drafter(self, tree: str, dtype: torch.dtype) -> Bita:
+        head = BitaHead(self.head.config)
+        with torch.no_grad():
+            head.masks.copy_(self.head.masks)
+            head.memory.copy_(self.head.memory(self._target))
+        head.load_state_dict(restored(stored(head.state_dict(), dtype)))
+        return Bita(head, self._ends, self._vocab, tree)
+
+    def judge(self, drafter: Bita, record: Record) -> Prediction:
+        """The target drafts for itself: no record knows what it would say."""
+        return decoded(self._target, drafter, record)
+
+
+def groups(
+    counts: Bool[Tensor, "B T"], most: int, generator: torch.Generator
+) -> tuple[Int[Tensor, "B G"], Bool[Tensor, "B G"]]:
+    """Hosts in a row, from a random place, of those that drafting has, and which of them are real: host h,
+    which has read t_h, is a prompt's last token or later, and its first mask is to say t_{h+2}."""
+    hosting = counts & F.pad(counts, (1, 0))[:, :-1]  # t_{h+1} is the answer's, too
+    own = hosting.sum(1)
+    G = max(1, min(most, int(own.max())))
+    order = hosting.int().argsort(dim=1, descending=True, stable=True)  # hosts first
+    offset = (
+        torch.rand(len(counts), generator=generator).to(counts.device) * (own - G + 1).clamp(min=1)
+    ).long()
+    at = offset[:, None] + torch.arange(G, device=counts.device)
+    return order.gather(1, at.clamp(max=counts.shape[1] - 1)), at < own[:, None]

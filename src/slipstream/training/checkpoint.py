@@ -1,0 +1,75 @@
+"""Checkpoints: everything that an exact continuation needs, in one file, whole or not at all."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from slipstream.files import check_regular
+from slipstream.training.recipe import Recipe
+
+
+def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Put it in the place of the last one once it is on the disk. Raises ValueError; the last one then
+    stays."""
+    beside = path.with_name(f".{path.name}")
+    try:
+        with open(beside, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        raise ValueError(
+            f"checkpoint {path} cannot be written: {reason}: the last one stays; free the disk, --resume"
+        ) from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def read_checkpoint(
+    path: Path, target: str, dtype: str, processes: int, recipe: Recipe, kept: Path
+) -> dict[str, Any]:
+    """A run's checkpoint.
+
+    Args:
+        target: fingerprint of the target that goes on, as `dtype`, `processes` and `recipe` are those of this
+            run.
+        kept: where the run's own recipe is.
+
+    Raises:
+        ValueError: it cannot be read, or was made by another run.
+    """
+    try:
+        check_regular(path)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        made_for, made_in, made_by, made = (state[key] for key in ("target", "dtype", "processes", "recipe"))
+    except Exception as error:  # whatever a damaged file makes of itself
+        reason = str(error).split("\n")[0] or type(error).__name__
+        if isinstance(error, UnpicklingError):  # torch would have the reader run what the file says
+            reason = "it holds other things than tensors, or is damaged"
+        raise ValueError(f"checkpoint {path} cannot be read: {reason}") from error
+    if made_for != target:
+        raise ValueError(f"checkpoint {path} was made for {made_for}, and this target is {target}")
+    if made_in != dtype:
+        raise ValueError(f"checkpoint {path} was made in {made_in}, not {dtype}: give --dtype {made_in}")
+    if made_by != processes:
+        raise ValueError(
+            f"checkpoint {path} was made by {made_by} processes, and here are {processes}: an exact "
+            f"continuation needs as "
+            "many"
+        )
+    new = recipe.model_dump(mode="json")
+    with suppress(ValidationError):  # fields that there were not yet are at their defaults
+        made = Recipe.model_validate(made).model_dump(mode="json")
+    if made != new:
+        changed = ", ".join(key for key in new if new[key] != made.get(key))
+        raise ValueError(
+            f"checkpoint {path} was made by another recipe ({changed} differ): resume with {kept}"
+        )
+    return state

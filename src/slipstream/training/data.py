@@ -1,0 +1,225 @@
+"""Training data: rows of JSONL or raw text in, token ids and a loss mask out."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from slipstream.files import evenly, parsed, read_text
+from slipstream.targets import Target
+
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+SHAPES = '{"messages": […]}, {"conversations": […]}, {"instruction", "input", "output"} or {"text"}'
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence and which of its tokens the drafter learns to predict.
+
+    Attributes:
+        tokens: ids, as the target reads them when it decodes: each prompt through the chat template, then its
+            answer.
+        loss: one flag a token; an assistant's own tokens and the token that ends its turn.
+        greedy: the answer is known to be the target's at T = 0.
+    """
+
+    tokens: list[int]
+    loss: list[bool]
+    greedy: bool = False
+
+    @property
+    def prompt(self) -> list[int]:
+        """What comes before the first token to learn: a conversation's first question."""
+        return self.tokens[: max(self.loss.index(True), 1)]
+
+    @property
+    def answer(self) -> list[int]:
+        """The tokens after it that are learnt, up to the first one that is not."""
+        rest = self.loss[len(self.prompt) :]
+        return self.tokens[len(self.prompt) :][: rest.index(False) if False in rest else None]
+
+
+def load_examples(
+    paths: Sequence[str], target: Target, max_length: int, limit: int | None = None, greedy: bool = False
+) -> list[Example]:
+    """Examples of all files, in order, cut at `max_length` tokens; `limit` takes rows evenly over each file;
+    `greedy` keeps the target's own answers at temperature 0.
+
+    Raises:
+        ValueError: a file or a line cannot be read (lines are numbered), or no row has an assistant's text.
+    """
+    if not paths:
+        raise ValueError(
+            "no training data: give --data FILE, or let the target write some: slipstream synthesize"
+        )
+    examples, max_length = [], min(max_length, target.window)
+    for path in paths:
+        for number, row in evenly(list(read_rows(path)), limit):
+            try:
+                examples.append(encode_row(row, target, max_length))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    examples = [example for example in examples if sum(example.loss[2:])]
+    if not examples:
+        raise ValueError(
+            f"{', '.join(paths)}: no assistant text to learn from: give rows in which an assistant answers "
+            f"within the "
+            f"first {max_length} tokens, or let `slipstream regenerate` write the answers"
+        )
+    if not (chosen := [example for example in examples if example.greedy or not greedy]):
+        raise ValueError(f'{", ".join(paths)}: no row says "temperature": 0, as data.greedy=true wants them')
+    return chosen
+
+
+def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, row) of a .jsonl or .txt file, gzipped or not; of a text file each paragraph is a row of
+    raw text.
+
+    Raises:
+        ValueError: the file cannot be read, or lines are malformed: up to five are named.
+    """
+    text = read_text(path, "training data")
+    if Path(path.removesuffix(".gz")).suffix == ".txt":
+        yield from ((number, {"text": part}) for number, part in _paragraphs(text))
+        return
+    rows, bad = [], []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = parsed(line)
+            rows.append(
+                (number, {"messages": messages_of(row)} | _about(row) if "text" not in row else _raw(row))
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            bad.append(f"line {number} ({_reason(error)})")
+    if bad:
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise ValueError(
+            f"training data {path}: {'; '.join(bad[:5])}{more}: each line must be JSON of the form {SHAPES}: "
+            f"mend or delete"
+        )
+    yield from rows
+
+
+def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
+    """OpenAI messages of a row in OpenAI's, ShareGPT's or Alpaca's shape.
+
+    Raises:
+        ValueError: the row has none of them.
+    """
+    if "messages" in row:
+        turns = [(turn["role"], turn["content"]) for turn in row["messages"]]
+    elif "conversations" in row:
+        turns = [(turn["from"], turn["value"]) for turn in row["conversations"]]
+    elif "instruction" in row:
+        asked = f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]
+        turns = [("user", asked)] + ([("assistant", row["output"])] if "output" in row else [])
+    else:
+        raise ValueError(f"keys {sorted(row)}")
+    for role, content in turns:
+        if role not in ROLES or not isinstance(content, str):
+            raise ValueError(f"role {role!r}" if role not in ROLES else f"content of a {role} is no text")
+    messages = [{"role": ROLES[role], "content": content} for role, content in turns]
+    while messages and messages[0]["role"] == "assistant":  # an answer to nothing
+        del messages[0]
+    return messages
+
+
+def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
+    """Token ids and loss mask. Pieces are tokenised apart where decoding tokenises them apart: prompt,
+    answer, prompt, …
+
+    Raises:
+        ValueError: the target has no tokenizer or chat template for it, or the template rewrites what came
+            before.
+    """
+    if target.tokenizer is None:
+        raise ValueError(f"target {target.name} has no tokenizer to read training data with")
+    if "text" in row:
+        tokens = list(target.tokenizer(row["text"])["input_ids"])[:max_length]
+        return Example(tokens, [True] * len(tokens))
+    if not target.has_chat:
+        raise ValueError(
+            f'target {target.name} has no chat template: give raw text ({{"text": …}} or a .txt file)'
+        )
+    messages, tokens, loss, text = row["messages"], [], [], ""
+    ends = _end_tokens(target)
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        asked = _render(target, messages[:i], ask=True)
+        answered = _render(target, messages[: i + 1], ask=False)
+        if not (asked.startswith(text) and answered.startswith(asked)):
+            raise ValueError(
+                "the chat template rewrites earlier turns: give rows of one question and one answer"
+            )
+        prompt, answer = _ids(target, asked[len(text) :]), _ids(target, answered[len(asked) :])
+        own = next((j + 1 for j, token in enumerate(answer) if token in ends), len(answer))
+        if not row.get("finished", True):  # cut at a length limit: the template's ending is not the target's
+            answer = answer[: own - 1]
+        tokens += prompt + answer
+        loss += [False] * len(prompt) + [j < own for j in range(len(answer))]
+        text = answered
+    return Example(tokens[:max_length], loss[:max_length], row.get("temperature") == 0)
+
+
+def _raw(row: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(row["text"], str) or not row["text"]:
+        raise ValueError("text is empty or no string")
+    return {"text": row["text"]}
+
+
+def _about(row: dict[str, Any]) -> dict[str, Any]:
+    """What `regenerate` notes about an answer."""
+    return {key: row[key] for key in ("finished", "temperature") if key in row}
+
+
+def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
+    number = 1
+    for part in text.split("\n\n"):
+        if part.strip():
+            yield number, part.strip("\n")
+        number += part.count("\n") + 2
+
+
+def _end_tokens(target: Target) -> set[int]:
+    assert target.tokenizer is not None
+    named = target.generation_config.eos_token_id
+    ends = named if isinstance(named, list) else [named]
+    return {int(token) for token in [*ends, target.tokenizer.eos_token_id] if token is not None}
+
+
+def _render(target: Target, messages: list[dict[str, str]], ask: bool) -> str:
+    assert target.tokenizer is not None
+    conversation: Any = messages
+    try:
+        return str(
+            target.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=ask)
+        )
+    except (TemplateError, IndexError) as error:
+        raise ValueError(f"the target's chat template refuses these turns: {error}") from error
+
+
+def _ids(target: Target, text: str) -> list[int]:
+    assert target.tokenizer is not None
+    return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON: {error.msg} at column {error.colno}"
+    return f"missing {error}" if isinstance(error, KeyError) else str(error)
+
+
+def hold_out(examples: Sequence[Example], count: int) -> tuple[list[Example], list[Example]]:
+    """(training examples, held-out examples): `count` of them, but at most an eighth, taken evenly; where
+    there are plenty, of the greedy ones, which the target need not answer anew."""
+    count = min(count, len(examples) // 8)
+    greedy = [i for i, example in enumerate(examples) if example.greedy]
+    among = greedy if len(greedy) >= 2 * count else range(len(examples))
+    out = {among[i * len(among) // count] for i in range(count)}
+    return [e for i, e in enumerate(examples) if i not in out], [examples[i] for i in sorted(out)]

@@ -1,0 +1,135 @@
+"""What the target's taps say about each example: computed once and kept on disk within a budget, or computed
+each time."""
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from slipstream.files import cache_home
+from slipstream.targets import Target
+from slipstream.training.data import Example
+
+Advance = Callable[[int], None]
+
+
+class Features:
+    """The taps of the target at every token of every example.
+
+    Each tap has a file of its own, which every run on the same examples reads. It is a run of finished
+    batches in the given order, so what a killed process has written is gone on with.
+
+    Args:
+        batches: indices of examples that pass through the target together, of similar length.
+        budget: bytes on disk; the batches that fit are kept, the others computed whenever they are asked for.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        examples: Sequence[Example],
+        batches: Sequence[Sequence[int]],
+        taps: tuple[str, ...],
+        budget: int,
+    ) -> None:
+        self.target, self.examples, self.batches, self.taps = target, examples, batches, taps
+        self._widths = target.widths(taps)
+        tokens = [sum(len(examples[i].tokens) for i in batch) for batch in batches]
+        self._starts = [0, *np.cumsum(tokens).tolist()]
+        token = sum(self._widths) * target.dtype.itemsize
+        self.kept = sum(0 < token * end <= budget for end in self._starts[1:])
+        self.bytes = token * self._starts[self.kept]
+
+    @cached_property
+    def key(self) -> str:
+        """A hash of everything the features depend on, but the taps."""
+        key = hashlib.sha256(f"{self.target.fingerprint} {self.target.dtype}".encode())
+        for batch in self.batches:
+            for i in batch:
+                key.update(np.asarray(self.examples[i].tokens, dtype=np.int32).tobytes() + b"|")
+        return key.hexdigest()[:16]
+
+    @property
+    def paths(self) -> list[Path]:
+        """The file of each tap."""
+        return [cache_home() / "features" / self.key / f"{tap.replace(' ', '_')}.bin" for tap in self.taps]
+
+    def fill(self, advance: Advance) -> None:
+        """Write what the files still lack; `advance` is told the tokens that are there.
+
+        Raises:
+            ValueError: the disk does not take it; what was written stays and is gone on with.
+        """
+        if not self.kept:
+            return
+        try:
+            with ExitStack() as stack:
+                self.paths[0].parent.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(open(self.paths[0].parent / "lock", "w"))
+                fcntl.flock(lock, fcntl.LOCK_EX)  # of two runs on the same data one writes, the other waits
+                files = [stack.enter_context(open(path, "ab")) for path in self.paths]
+                done = [self._finished(file, width) for file, width in zip(files, self._widths, strict=True)]
+                advance(self._starts[min(done)])
+                for b in range(min(done), self.kept):
+                    lacking = [i for i, finished in enumerate(done) if finished <= b]
+                    for features in self._compute(self.batches[b], tuple(self.taps[i] for i in lacking)):
+                        for i, part in zip(
+                            lacking, features.split([self._widths[i] for i in lacking], -1), strict=True
+                        ):
+                            files[i].write(_bytes(part))
+                    advance(self._starts[b + 1] - self._starts[b])
+        except OSError as error:
+            gib = self.bytes / 2**30
+            raise ValueError(
+                f"features cannot be cached in {self.paths[0].parent} ({gib:.1f} GiB): {error.strerror}: "
+                f"free the disk, "
+                "set XDG_CACHE_HOME, or lower features.disk_gib (0 computes them online)"
+            ) from error
+
+    def _finished(self, file: BinaryIO, width: int) -> int:
+        """How many batches a tap's file holds, of those to be kept; one that was cut off is cut away."""
+        size, token = os.fstat(file.fileno()).st_size, width * self.target.dtype.itemsize
+        whole = sum(token * end <= size for end in self._starts[1:])
+        file.truncate(token * self._starts[whole])
+        return min(whole, self.kept)
+
+    def of(self, b: int) -> list[Float[Tensor, "_ F"]]:
+        """Features of each example of batch b."""
+        if b >= self.kept:
+            return self._compute(self.batches[b], self.taps)
+        start, tokens = self._starts[b], self._starts[b + 1] - self._starts[b]
+        parts = []
+        for path, width in zip(self.paths, self._widths, strict=True):
+            row = width * self.target.dtype.itemsize
+            raw = torch.from_numpy(np.fromfile(path, dtype=np.uint8, count=row * tokens, offset=row * start))
+            parts.append(raw.view(self.target.dtype).view(-1, width))
+        return list(torch.cat(parts, -1).split([len(self.examples[i].tokens) for i in self.batches[b]]))
+
+    def _compute(self, batch: Sequence[int], taps: tuple[str, ...]) -> list[Float[Tensor, "_ F"]]:
+        tokens = [self.examples[i].tokens for i in batch]
+        features = self.target.features(tokens, taps)
+        return [features[b, : len(row)] for b, row in enumerate(tokens)]
+
+
+def pack(examples: Sequence[Example], tokens: int) -> list[list[int]]:
+    """Batches of at most `tokens` padded tokens (one example at least), of similar length, shortest first."""
+    order = sorted(range(len(examples)), key=lambda i: (len(examples[i].tokens), i))
+    batches: list[list[int]] = [[]]
+    for i in order:
+        if batches[-1] and (len(batches[-1]) + 1) * len(examples[i].tokens) > tokens:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
+
+
+def _bytes(features: Tensor) -> bytes:
+    return features.cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,298 @@
+"""Objectives: a head is to say the target's next states, and the laws that the target's LM head reads off
+them."""
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from slipstream.core.drafter import CACHE, FINAL, INPUT, Ends
+from slipstream.drafters.draft_model import DraftModel
+from slipstream.drafters.heads import HeadDrafter, bent, block_taps, borrowed, layer_sizes
+from slipstream.drafters.store import restored, stored
+from slipstream.training.data import Example
+from slipstream.training.recipe import READ_BY, Loss, Recipe
+from slipstream.training.recipe import Head as HeadRecipe
+from slipstream.training.replay import Prediction, Record, predict
+
+SMALL = 2**27  # numbers that a head may have whatever its target
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B sequences of pairs: row i holds (f_i, t_{i+1}), and is to say f_{i+1}, which predicts t_{i+2}.
+
+    Attributes:
+        features: f_0 … f_T, noise not yet added; of several taps, what the LM head reads comes last.
+        tokens: t_0 … t_{T+1}.
+        counts: t_{i+2} is a token to learn.
+    """
+
+    features: Float[Tensor, "B T1 F"]
+    tokens: Int[Tensor, "B T2"]
+    counts: Bool[Tensor, "B T"]
+
+    @classmethod
+    def collate(
+        cls, examples: Sequence[Example], features: Sequence[Float[Tensor, "_ F"]], device: Any
+    ) -> "Batch":
+        """Right-padded; padding counts for nothing, and causality keeps it out of sight."""
+        T = max(len(e.tokens) for e in examples) - 2
+        tokens, counts = torch.zeros(len(examples), T + 2).long(), torch.zeros(len(examples), T).bool()
+        padded = features[0].new_zeros(len(examples), T + 1, features[0].shape[-1])
+        for b, (example, f) in enumerate(zip(examples, features, strict=True)):
+            n = len(example.tokens) - 2
+            tokens[b, : n + 2] = torch.tensor(example.tokens)
+            counts[b, :n] = torch.tensor(example.loss[2:])
+            padded[b, : n + 1] = f[:-1]
+        return cls(padded.to(device), tokens.to(device), counts.to(device))
+
+
+@dataclass(frozen=True)
+class Given:
+    """What an untrained head is made of.
+
+    Attributes:
+        recipe: its section on the head.
+        sizes: of a layer, and the taps.
+        lm_head: the target's, for the draft vocabulary.
+        states: some of each recorded tap, the final ones last.
+        gains: what embeddings, and the states of each tap that is read, are multiplied by.
+        ends: the target's.
+    """
+
+    recipe: HeadRecipe
+    sizes: dict[str, Any]
+    lm_head: Float[Tensor, "Vd H"]
+    states: Sequence[Float[Tensor, "T H"]]
+    gains: Float[Tensor, " taps1"]
+    ends: Ends
+    generator: torch.Generator
+
+
+class Objective(nn.Module):
+    """What is trained, and its loss.
+
+    States differ in size from tap to tap, and an embedding is often far smaller (SmolLM2: 0.12 against 1.9).
+    Adam moves every weight by about the learning rate, so a head would take thousands of steps to hear which
+    token comes next. It is trained on inputs scaled to the size of the final state, and `drafter` folds the
+    scales into its weights.
+
+    Args:
+        ends: the target's embedding and LM head, frozen.
+        vocab: draft vocabulary, target ids.
+        gains: what embeddings, and the states of each tap, are multiplied by in training.
+    """
+
+    drafts: ClassVar[Any]
+    reads_features: ClassVar[bool] = (
+        True  # in training; otherwise it makes the passes of the target that it needs
+    )
+    lm_head: Tensor
+    lm_bias: Tensor | None
+    gains: Float[Tensor, " taps1"]
+
+    def __init__(
+        self,
+        head: nn.Module,
+        ends: Ends,
+        vocab: Int[Tensor, " Vd"] | None,
+        gains: Float[Tensor, " taps1"] | None = None,
+    ) -> None:
+        super().__init__()
+        taps = len(head.config.taps)  # type: ignore[union-attr, arg-type]
+        self.register_buffer("gains", torch.ones(1 + taps) if gains is None else gains.float().cpu())
+        self.head: Any = head
+        self._ends, self._vocab = ends, vocab  # plain attributes: neither trained nor saved
+        lm_head, bias = borrowed(ends, torch.arange(len(ends.head)) if vocab is None else vocab)
+        self.register_buffer("lm_head", lm_head.detach().float().clone(), persistent=False)
+        self.register_buffer(
+            "lm_bias", None if bias is None else bias.detach().float().clone(), persistent=False
+        )
+
+    @classmethod
+    def taps(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
+        """What is recorded of a target of so many layers: what the head reads, and last what the LM head
+        reads."""
+        read = cls.reads(recipe, layers)
+        return read if read[-1:] == (FINAL,) else (*read, FINAL)
+
+    @classmethod
+    def reads(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
+        """The taps that the head reads."""
+        taps = tuple(recipe.head.taps or block_taps(layers))
+        if any(tap.startswith(CACHE) for tap in taps):
+            raise ValueError(
+                f"head.taps={list(taps)}: {recipe.method} reads states, such as {INPUT}2 or {FINAL}, not a "
+                f"cache"
+            )
+        return taps
+
+    @classmethod
+    def begin(
+        cls, recipe: Recipe, ends: Ends, examples: Sequence[Example], features: Float[Tensor, "T F"]
+    ) -> "Objective":
+        """An untrained head for this target. Some features show how large they are."""
+        vocab = frequent(examples, recipe.head.draft_vocab, len(ends.head))
+        sizes = layer_sizes(ends, recipe.head.intermediate_size)
+        check_size(recipe, sizes, ends)
+        sizes["taps"] = cls.reads(recipe, ends.config.num_hidden_layers)
+        final = features[:, -ends.config.hidden_size :].float()
+        states = [*cls._apart(features.float(), sizes["taps"], final.shape[1]), final]
+        tokens = torch.tensor(
+            [token for example in examples[:64] for token in example.tokens], device=features.device
+        )
+        embedded, size = ends.embed(tokens).detach().float(), size_of(final)
+        gains = [size / size_of(embedded)]
+        for tap, state in zip(sizes["taps"], states, strict=False):
+            gains.append(size.new_ones(()) if tap.startswith(CACHE) else size / size_of(state))
+        lm_head, _ = borrowed(ends, torch.arange(len(ends.head)) if vocab is None else vocab)
+        seeded = torch.Generator().manual_seed(recipe.schedule.seed)
+        scale = torch.stack(gains).cpu()
+        head = cls.new(Given(recipe.head, sizes, lm_head.detach().float(), states, scale, ends, seeded))
+        return cls(head, ends, vocab, scale)
+
+    @staticmethod
+    def _apart(features: Float[Tensor, "*n F"], taps: Sequence[str], H: int) -> tuple[Tensor, ...]:
+        """What each tap that is read shows; of the final state, which comes last, only if it is read."""
+        read = features if taps[-1:] == (FINAL,) else features[..., : features.shape[-1] - H]
+        return read.chunk(len(taps), -1) if taps else ()
+
+    @classmethod
+    @abstractmethod
+    def new(cls, given: Given) -> nn.Module:
+        """A head that begins as well as it can without training."""
+
+    def steps(
+        self,
+        tokens: Int[Tensor, "B T1"],
+        features: Float[Tensor, "B T F"],
+        settings: Loss,
+        generator: torch.Generator,
+    ) -> Iterator[Float[Tensor, "B T H"]]:
+        """What the head says of the same tokens t_0 … t_T 1, 2, … draft steps after the target's last state:
+        row i of each is to be f_{i+1}; the first j rows of step j (from 0) mean nothing."""
+        raise NotImplementedError
+
+    def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
+        """What the head reads of tokens."""
+        return self._ends.embed(tokens).detach().to(next(self.head.parameters()).dtype) * self.gains[0]
+
+    def student(self, said: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
+        """Logits of step j over the draft vocabulary."""
+        return bent(F.linear(said, self.lm_head, self.lm_bias), self._ends.config)
+
+    def forward(self, batch: Batch, settings: Loss, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """The loss summed over counting tokens (to be divided by `batch.counts.sum()` of all processes), and
+        for how many of them the likeliest token of the first step is the target's."""
+        f, H = batch.features.float(), self._ends.config.hidden_size
+        labels, taps = f[:, 1:, -H:], self._apart(f[:, :-1], self.head.config.taps, H)
+        read = torch.cat(
+            [f[:, :-1, :0], *(gain * tap for gain, tap in zip(self.gains[1:], taps, strict=True))], -1
+        )
+        if settings.noise:
+            read = (
+                read + (torch.rand(read.shape, generator=generator) * 2 - 1).to(read.device) * settings.noise
+            )
+        total = f.new_zeros(())
+        agreed = total
+        law = self._law(
+            labels[batch.counts], batch.tokens[:, 2:][batch.counts], settings.hard
+        )  # once for all steps
+        for j, said in enumerate(self.steps(batch.tokens[:, :-1], read, settings, generator)):
+            counts = batch.counts.clone()
+            counts[:, :j] = False  # no row stands j steps behind the first
+            mine, teacher = said[counts], law[counts[batch.counts]]
+            logits = self.student(mine, j).float()
+            log_q = logits.log_softmax(-1)
+            loss = settings.token * -(teacher * log_q).sum()
+            if settings.acceptance:
+                loss = (
+                    loss
+                    - settings.acceptance
+                    * torch.minimum(teacher, log_q.exp()).sum(-1).clamp(min=1e-6).log().sum()
+                )
+            if settings.feature:
+                feature = F.smooth_l1_loss(mine, labels[counts], reduction="sum") / H
+                loss = loss + settings.feature * feature
+            total = total + settings.decay**j * loss
+            if j == 0:
+                agreed = (logits.argmax(-1) == teacher.argmax(-1)).sum()
+        return total, agreed
+
+    @torch.no_grad()
+    def _law(
+        self, states: Float[Tensor, "n H"], tokens: Int[Tensor, " n"], hard: bool
+    ) -> Float[Tensor, "n Vd"]:
+        """What is to be said: the target's own law, or the token of the text, if the draft vocabulary has
+        it."""
+        if not hard:
+            return bent(F.linear(states.float(), self.lm_head, self.lm_bias), self._ends.config).softmax(-1)
+        vocab = torch.arange(len(self.lm_head)) if self._vocab is None else self._vocab
+        return (tokens[:, None] == vocab.to(tokens.device)).float()
+
+    def drafter(self, tree: str, dtype: torch.dtype) -> HeadDrafter | DraftModel:
+        """A drafter with a copy of the head as it is now, rounded as `dtype` stores it."""
+        head: Any = self.drafts.module(self.head.config)
+        head.load_state_dict(self.head.state_dict())
+        head.scale_inputs(self.gains[0].cpu(), self.gains[1:].cpu())
+        head.load_state_dict(restored(stored(head.state_dict(), dtype)))
+        return self.drafts(head, self._ends, self._vocab, tree)
+
+    def judge(self, drafter: Any, record: Record) -> Prediction:
+        """τ on the held-out texts."""
+        return predict(drafter, record)
+
+
+def check_size(recipe: Recipe, sizes: dict[str, Any], ends: Ends) -> None:
+    """Refuse a head that is larger than its target before memory is asked for. Raises ValueError."""
+
+    def numbers(layers: int, width: int, inner: int) -> int:
+        return layers * width * (4 * width + 3 * inner)
+
+    asked, H, inner = recipe.head, sizes["hidden_size"], sizes["intermediate_size"]
+    depth = asked.depth if recipe.method in READ_BY["head"]["depth"] else 1
+    head = numbers(depth * asked.layers, asked.hidden_size or H, inner)
+    whole = (
+        numbers(ends.config.num_hidden_layers, H, layer_sizes(ends)["intermediate_size"]) + ends.head.numel()
+    )
+    if head > max(whole, SMALL):
+        raise ValueError(
+            f"head.depth={depth} and head.intermediate_size={inner} ask for {head / 1e9:.1f} billion "
+            f"numbers; the target "
+            f"itself has about {whole / 1e9:.1f}: name smaller sizes"
+        )
+
+
+def size_of(states: Float[Tensor, "T H"]) -> Float[Tensor, ""]:
+    """The median token's rms: a text's first token may be a thousand times as large as the others."""
+    return states.pow(2).mean(-1).sqrt().median()
+
+
+def frequent(examples: Iterable[Example], size: int, vocab: int) -> Int[Tensor, " Vd"] | None:
+    """Ids of the `size` most frequent tokens to learn, sorted, filled up with the lowest ids; None for
+    all."""
+    if not 0 < size < vocab:
+        return None
+    count: Counter[int] = Counter()
+    for example in examples:
+        count.update(token for token, learnt in zip(example.tokens, example.loss, strict=True) if learnt)
+    chosen = [token for token, _ in sorted(count.items(), key=lambda item: (-item[1], item[0]))[:size]]
+    known = set(chosen)
+    chosen += [token for token in range(vocab) if token not in known][: size - len(chosen)]
+    return torch.tensor(sorted(chosen))
+
+
+def coverage(examples: Iterable[Example], vocab: Int[Tensor, " Vd"] | None) -> float:
+    """The share of the tokens to learn that a draft vocabulary holds."""
+    if vocab is None:
+        return 1.0
+    known = set(vocab.tolist())
+    learnt = [t for example in examples for t, own in zip(example.tokens, example.loss, strict=True) if own]
+    return sum(token in known for token in learnt) / len(learnt)

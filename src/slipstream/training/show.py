@@ -1,0 +1,110 @@
+"""What people see of a training run: a coloured preview of the loss mask, and progress with the predicted
+τ."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.progress import Progress, TaskID
+from rich.text import Text
+
+from slipstream.bars import bars
+from slipstream.files import replacing
+from slipstream.targets import Target
+from slipstream.training.data import Example
+from slipstream.training.trainer import Seen
+
+LEARNT, GIVEN = "black on green", "dim"
+
+
+def preview(target: Target, examples: Sequence[Example], count: int = 3) -> Group:
+    """The first examples as the drafter sees them: what it learns to predict on green, what it only reads
+    dimmed."""
+    assert target.tokenizer is not None
+    panels = []
+    for i, example in enumerate(examples[:count]):
+        text = Text()
+        for token, learnt in zip(example.tokens, example.loss, strict=True):
+            text.append(str(target.tokenizer.decode([token])), LEARNT if learnt else GIVEN)
+        count_learnt = f"{sum(example.loss)} of {len(example.tokens)} tokens are learnt"
+        panels.append(Panel(text, title=f"example {i + 1}: {count_learnt}"))
+    legend = Text.assemble(
+        ("learnt", LEARNT), "  ", ("only read", GIVEN), "  · a token counts as an assistant's, or as its end"
+    )
+    return Group(*panels, legend)
+
+
+@contextmanager
+def picture(path: str, columns: int, otherwise: str = "") -> Iterator[Any]:
+    """Axes side by side to draw on, saved as an SVG. Raises ValueError where it cannot be written,
+    `otherwise` added."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, columns, figsize=(4.5 * columns, 3.2), layout="constrained", squeeze=False
+    )
+    try:
+        yield axes[0]
+        for ax in axes[0]:
+            ax.grid(alpha=0.3)
+            ax.spines[["top", "right"]].set_visible(False)
+        try:
+            with replacing(path) as file:
+                figure.savefig(file, format="svg")
+        except ValueError as error:
+            raise ValueError(f"picture: {error}{otherwise}") from error
+    finally:
+        pyplot.close(figure)
+
+
+def draw(history: Sequence[dict[str, Any]], path: str) -> None:
+    """The predicted τ, and acceptance by depth, against the tokens that were trained on, as an SVG."""
+    trained = [entry["trained"] / 1e6 for entry in history]
+    with picture(path, 2, "; log.jsonl has the figures") as (left, right):
+        left.plot(trained, [entry["tau"] for entry in history], marker="o", markersize=3)
+        left.set(xlabel="tokens trained on (millions)", ylabel="predicted τ")
+        for depth in range(len(history[0]["acceptance"])):
+            rates = [entry["acceptance"][depth] for entry in history]
+            right.plot(trained, rates, marker="o", markersize=3, label=f"depth {depth + 1}")
+        right.set(xlabel="tokens trained on (millions)", ylabel="share of rounds that accept this deep")
+        right.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+
+
+class Watch:
+    """Bars for what a run does; `filling` and `show` are what `Trainer` calls."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._stages: dict[int, TaskID] = {}
+        self._told = 0.0
+
+    def filling(self, what: str, total: int) -> Callable[[int], None]:
+        """A bar for long work counted in tokens."""
+        task = self._bar.add_task(what, total=total, note="(tokens)")
+        return lambda n: self._bar.update(task, advance=n)
+
+    def show(self, seen: Seen) -> None:
+        """A bar for each stage of training, with the latest figures, the first of which is the one to
+        watch."""
+        if seen.stage not in self._stages:
+            self._stages[seen.stage] = self._bar.add_task(f"stage {seen.stage + 1}", total=seen.of, note="")
+        note = f"predicted τ {seen.tau:.2f}  loss {seen.loss:.3f}  agree {seen.agree:.0%}"
+        note += f"  {seen.tokens_per_second:,.0f} tokens/s"
+        self._bar.update(self._stages[seen.stage], completed=seen.step, note=note)
+        if not self._bar.console.is_terminal and seen.tau != self._told:  # a log: a line for every prediction
+            self._told = seen.tau
+            self._bar.console.print(
+                f"stage {seen.stage + 1}, step {seen.step} of {seen.of}: {note}", soft_wrap=True
+            )
+
+
+@contextmanager
+def watching(console: Console) -> Iterator[Watch]:
+    """Show a run while it lasts."""
+    with bars(console) as bar:
+        yield Watch(bar)

@@ -1,0 +1,427 @@
+"""The training loop: steps, predictions of τ, checkpoints that continue exactly."""
+
+import json
+import math
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import Accelerator, InitProcessGroupKwargs
+
+from slipstream.drafters.store import RUN, RUN_MARK, claimed, save_drafter
+from slipstream.files import replacing, understood
+from slipstream.targets import Target
+from slipstream.training.checkpoint import read_checkpoint, write_checkpoint
+from slipstream.training.data import hold_out, load_examples
+from slipstream.training.features import Features, pack
+from slipstream.training.methods import OBJECTIVES
+from slipstream.training.objective import Batch, coverage
+from slipstream.training.recipe import Data, Optimizer, Recipe
+from slipstream.training.replay import Prediction, Record
+
+STATE, LOG, RECIPE = "state.pt", "log.jsonl", RUN
+# of a greedy answer's tokens are the target's likeliest, though it was made in another precision perhaps
+OWN = 0.95
+
+
+@dataclass
+class Progress:
+    """Where a run is; saved with every checkpoint.
+
+    Attributes:
+        stage, step: the next one to take.
+        trained: tokens to learn that were seen, all stages.
+        seconds: spent on steps.
+        best: the highest predicted τ, whose weights the drafter directory holds.
+        history: one entry per evaluation.
+    """
+
+    stage: int = 0
+    step: int = 0
+    trained: int = 0
+    seconds: float = 0.0
+    best: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the caller is told after each step, to show: `of` steps in this stage; `tau` as last predicted."""
+
+    stage: int
+    step: int
+    of: int
+    loss: float
+    agree: float
+    tokens_per_second: float
+    tau: float
+
+
+Show = Callable[[Seen], None]
+
+
+class Trainer:
+    """One run in one directory.
+
+    From `prepare` to the end of `run`, or to an error, no other process may write in the directory.
+
+    Args:
+        directory: a new or an empty one, or what a run left that came to nothing.
+        resume: go on from the directory's last checkpoint; its own recipe must be given.
+        force: begin whatever the directory holds.
+
+    Raises:
+        ValueError: the data, the directory or the checkpoint does not fit, or another process writes there.
+    """
+
+    def __init__(
+        self, target: Target, recipe: Recipe, directory: str, resume: bool = False, force: bool = False
+    ) -> None:
+        self.target, self.recipe, self.home = target, recipe, Path(directory)
+        self.stages, self._directory, self._resume, self._force = recipe.staged(), directory, resume, force
+        self._method = OBJECTIVES[recipe.method]
+        self._taps = self._method.taps(recipe, target.config.num_hidden_layers)
+        patience = InitProcessGroupKwargs(
+            timeout=timedelta(days=1)
+        )  # the others wait while one reads features
+        on_cpu, precision = target.device.type == "cpu", recipe.schedule.precision
+        self.accelerator = Accelerator(mixed_precision=precision, cpu=on_cpu, kwargs_handlers=[patience])
+        self.progress = Progress()
+        self.leads = self.accelerator.is_main_process  # the one that writes
+        self._stop, self._data_key = 0, ""
+        self.checkpoint: int | None = None  # the step of the last one
+        self._held, self._saved = ExitStack(), None
+        with self._claimed():
+            home, processes = self.home, self.accelerator.num_processes
+            if resume:
+                about = (target.fingerprint, target.dtype_name, processes, recipe, home / RECIPE)
+                self._saved = read_checkpoint(home / STATE, *about)
+
+    @contextmanager
+    def _claimed(self) -> Iterator[None]:
+        """The directory, for this run alone. Raises ValueError where it may not write."""
+        if not self.leads:
+            yield
+            return
+        resume, directory = self._resume, self._directory
+        with claimed(directory, ("train",), self._force or resume, [self.target.ends.config.name_or_path]):
+            begun = (self.home / STATE).exists()
+            if resume and not begun:
+                raise ValueError(f"{directory} holds no checkpoint to resume: leave --resume out to begin")
+            if not (resume or self._force) and (begun or (self.home / "config.json").exists()):
+                found = (
+                    "a training run: go on with --resume" if begun else "a drafter: begin anew with --force"
+                )
+                raise ValueError(f"{directory} holds {found}, or name another directory")
+            yield
+
+    def prepare(
+        self, filling: Callable[[str, int], Callable[[int], None]] = lambda what, total: lambda n: None
+    ) -> None:
+        """Read the data, let the target answer the held-out prompts, and begin or restore the objective.
+
+        Args:
+            filling: told what long work begins and how many tokens it has; returns what is told of its
+                progress.
+        """
+        with ExitStack() as held:  # let go of where this fails
+            held.enter_context(self._claimed())
+            self._prepare(filling)
+            self._held = held.pop_all()
+
+    def _prepare(self, filling: Callable[[str, int], Callable[[int], None]]) -> None:
+        self._read_data(self.stages[-1].data)  # what the drafter is for, its vocabulary included
+        kept = self._data
+        self._rehearse()
+        known = self._known_answers()
+        if known is None:
+            advance = filling("answering held-out prompts", len(self._held_out) * kept.held_out_tokens)
+            prompts = [example.prompt for example in self._held_out]
+            known = Record.of(self.target, prompts, kept.held_out_tokens, self._taps)
+            advance(len(self._held_out) * kept.held_out_tokens)
+        self.record = known
+        features = torch.cat([f[:n] for f, n in zip(self.record.features, self.record.lengths, strict=True)])
+        self.objective = self._method.begin(self.recipe, self.target.ends, self._all, features)
+        self.vocab_coverage = coverage(self._all, self.objective._vocab)
+        self._filling = filling
+        if self._saved is not None:
+            self.objective.load_state_dict(self._saved["objective"])
+            self.progress = Progress(**self._saved["progress"])
+            self.vocab_coverage = self._saved["coverage"]
+
+    def _rehearse(self) -> None:
+        """What the recipe asks for can be made: said before hours of features, not after. Raises
+        ValueError."""
+        sample = torch.ones(
+            8, sum(self.target.widths(self._taps)), dtype=self.target.dtype, device=self.target.device
+        )
+        with understood("this recipe"):
+            objective = self._method.begin(self.recipe, self.target.ends, self._all[:8], sample)
+            objective.drafter(self.recipe.head.tree, getattr(torch, self.recipe.head.storage))
+            for stage in self.stages:
+                _adamw(objective, stage.optimizer)
+
+    def _known_answers(self) -> Record | None:
+        """The held-out texts of the data themselves, where they are marked as the target's greedy answers,
+        and are."""
+        drafted = all(
+            len(example.answer) > 1 for example in self._held_out
+        )  # the first token is the target's own
+        if not (drafted and all(example.greedy for example in self._held_out)):
+            return None
+        texts = [(e.prompt, e.answer[: self._data.held_out_tokens]) for e in self._held_out]
+        record = Record.along(self.target, texts, self._taps)
+        return record if record.greedy_share(self.target) > OWN else None
+
+    def _read_data(self, data: Data) -> None:
+        examples = load_examples(data.files, self.target, data.max_length, data.limit, data.greedy)
+        if len(examples) < 8:
+            raise ValueError(
+                f"{len(examples)} examples remain of {', '.join(data.files)}: training takes 8 at least"
+            )
+        self._all, self._held_out = hold_out(examples, data.held_out)
+        self._data = data
+
+    def run(self, show: Show = lambda seen: None) -> Progress:
+        """Train to the end, or until Ctrl-C or SIGTERM, which leave a checkpoint to resume from
+        (KeyboardInterrupt).
+
+        Raises:
+            ValueError: the disk does not take a checkpoint, or training diverges; the last checkpoint stays.
+        """
+        with self._held:
+            self._write_recipe()
+            for stage in range(self.progress.stage, len(self.stages)):
+                self._run_stage(self.stages[stage], show)
+                self.progress.stage, self.progress.step = stage + 1, 0
+                self._save(None)
+            return self.progress
+
+    def _run_stage(self, recipe: Recipe, show: Show) -> None:
+        accelerator, progress, schedule = self.accelerator, self.progress, recipe.schedule
+        features = self._features(recipe)
+        optimizer = _adamw(self.objective, recipe.optimizer)
+        model, optimizer = accelerator.prepare(self.objective, optimizer)
+        if self._saved is not None and self._saved["optimizer"] is not None:
+            optimizer.load_state_dict(self._saved["optimizer"])
+        self._saved = None
+        per_epoch = max(1, len(features.batches) // accelerator.num_processes)
+        steps = max(1, round(schedule.epochs * per_epoch))
+        if not progress.history:
+            self._evaluate()
+        with self._interruptible():
+            while progress.step < steps:
+                began = time.perf_counter()
+                batch = self._batch(features, per_epoch, schedule.seed)
+                loss, agree, counted, stop = self._step(model, optimizer, batch, recipe, steps)
+                progress.step, progress.trained = progress.step + 1, progress.trained + counted
+                progress.seconds += (took := time.perf_counter() - began)
+                if progress.step % schedule.evaluate_every == 0 or progress.step == steps:
+                    self._evaluate(loss)
+                tau = progress.history[-1]["tau"]
+                show(Seen(progress.stage, progress.step, steps, loss, agree, counted / took, tau))
+                if stop or (progress.step % schedule.save_every == 0 and progress.step < steps):
+                    self._save(optimizer)
+                if stop:
+                    raise KeyboardInterrupt
+
+    def _features(self, recipe: Recipe) -> Features:
+        """Features of the stage's data, cached as far as the recipe allows."""
+        if recipe.data != self._data:
+            self._read_data(recipe.data)
+        batches = pack(self._all, recipe.schedule.batch_tokens)
+        if len(batches) < self.accelerator.num_processes:
+            raise ValueError(
+                f"{len(batches)} batches are too few for {self.accelerator.num_processes} processes: "
+                "give more data, or lower schedule.batch_tokens"
+            )
+        taps = self._taps if self._method.reads_features else ()
+        features = Features(self.target, self._all, batches, taps, int(recipe.features.disk_gib * 2**30))
+        self._data_key = features.key
+        if self._saved is not None and self._saved["data"] not in (None, features.key):
+            raise ValueError(
+                f"the training data has changed since the checkpoint in {self.home}: begin a new run"
+            )
+        if self.leads and features.kept:
+            total = sum(len(self._all[i].tokens) for batch in batches[: features.kept] for i in batch)
+            features.fill(self._filling("reading features", total))
+        self.accelerator.wait_for_everyone()
+        return features
+
+    def _step(
+        self, model: torch.nn.Module, optimizer: Any, batch: Batch, recipe: Recipe, steps: int
+    ) -> tuple[float, float, int, bool]:
+        """One step of all processes: loss a token, share of agreeing tokens, tokens, whether anyone is to
+        stop."""
+        accelerator, progress = self.accelerator, self.progress
+        for group in optimizer.param_groups:
+            group["lr"] = rate(recipe.optimizer, progress.step, steps)
+        seed = _mix(recipe.schedule.seed, progress.stage, progress.step, accelerator.process_index)
+        with warnings.catch_warnings():  # norms keep fp32 weights in mixed precision, on purpose
+            warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+            loss, agreed = model(batch, recipe.loss, torch.Generator().manual_seed(seed))
+        here = torch.stack([batch.counts.sum(), agreed, loss.detach(), loss.new_tensor(self._stop)])
+        counted, agree, whole, stop = accelerator.reduce(here.double(), "sum").tolist()
+        accelerator.backward(
+            loss * accelerator.num_processes / counted
+        )  # the processes' gradients are averaged
+        norm = accelerator.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
+        if not (math.isfinite(whole) and math.isfinite(norm)):
+            raise self._diverged(f"the loss is {whole / counted:.3g}, its gradient {float(norm):.3g}")
+        optimizer.step()
+        optimizer.zero_grad()
+        return whole / counted, agree / counted, int(counted), stop > 0
+
+    def _check_weights(self) -> None:
+        if not all(bool(weight.isfinite().all()) for weight in self.objective.parameters()):
+            raise self._diverged("a weight is no finite number")
+
+    def _diverged(self, what: str) -> ValueError:
+        return ValueError(
+            f"training diverged at step {self.progress.step} of stage {self.progress.stage + 1}: {what}: the "
+            f"last "
+            f"checkpoint and the best drafter stay in {self.home}; begin anew with a lower optimizer.lr"
+        )
+
+    def _batch(self, features: Features, per_epoch: int, seed: int) -> Batch:
+        """What this process takes next: every epoch a new order, and no state but the step's number."""
+        processes, (epoch, index) = self.accelerator.num_processes, divmod(self.progress.step, per_epoch)
+        shuffle = torch.Generator().manual_seed(_mix(seed, self.progress.stage, epoch, -1))
+        order = torch.randperm(len(features.batches), generator=shuffle)
+        b = int(order[index * processes + self.accelerator.process_index])
+        examples = [self._all[i] for i in features.batches[b]]
+        return Batch.collate(examples, features.of(b), self.accelerator.device)
+
+    def _evaluate(self, loss: float | None = None) -> None:
+        """Predict τ; the best weights so far become the drafter directory."""
+        self._check_weights()
+        progress, tree = self.progress, self.recipe.head.tree
+        storage = getattr(torch, self.recipe.head.storage)
+        drafter = self.objective.drafter(tree, storage)
+        prediction = self.objective.judge(drafter, self.record)
+        progress.history.append(
+            {"stage": progress.stage, "step": progress.step, "trained": progress.trained, "loss": loss}
+            | {"tau": round(prediction.tau, 4), "acceptance": [round(a, 4) for a in prediction.acceptance]}
+        )
+        better, progress.best = prediction.tau > progress.best, max(progress.best, prediction.tau)
+        if not self.leads:
+            return
+        with replacing(str(self.home / LOG)) as file:
+            file.writelines(json.dumps(entry) + "\n" for entry in progress.history)
+        if better:
+            config, tensors = drafter.pack()
+            vocabulary = {"size": len(drafter.vocab), "coverage": round(self.vocab_coverage, 4)}
+            config = {**config, "vocabulary": vocabulary}
+            name, training = self.target.name, self._summary(prediction)
+            about = (self.recipe.method, name, self.target.ends, config, tensors, training, storage)
+            save_drafter(self.home, *about, force=True)
+
+    def _summary(self, prediction: Prediction) -> dict[str, Any]:
+        progress = self.progress
+        return {
+            "predicted": {
+                **{name: getattr(prediction, name) for name in ("tau", "acceptance", "rounds")},
+                "tree": self.recipe.head.tree,
+                "texts": len(self.record.tokens),
+            },
+            "trained_tokens": progress.trained,
+            "examples": len(self._all),
+            "minutes": round(progress.seconds / 60, 1),
+            "stage": progress.stage,
+            "step": progress.step,
+            "recipe": self.recipe.model_dump(exclude={"data": {"files"}}),
+            "data": [Path(file).name for file in self.recipe.data.files],
+        }
+
+    def _save(self, optimizer: Any) -> None:
+        """A checkpoint, whole or not at all."""
+        if not self.leads:
+            return
+        self._check_weights()
+        write_checkpoint(
+            self.home / STATE,
+            {
+                "objective": self.objective.state_dict(),
+                "optimizer": None if optimizer is None else optimizer.state_dict(),
+                "progress": asdict(self.progress),
+                "coverage": self.vocab_coverage,
+                "target": self.target.fingerprint,
+                "dtype": self.target.dtype_name,
+                "data": None if optimizer is None else self._data_key,
+                "processes": self.accelerator.num_processes,
+                "recipe": self.recipe.model_dump(mode="json"),
+            },
+        )
+        self.checkpoint = self.progress.step
+
+    def _write_recipe(self) -> None:
+        if self.leads:
+            with replacing(str(self.home / RECIPE)) as file:
+                file.write(f"{RUN_MARK}\n")
+                yaml.safe_dump(self.recipe.model_dump(mode="json"), file, sort_keys=False)
+            if not self._resume:  # with force, of another run
+                (self.home / STATE).unlink(missing_ok=True)
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """The first Ctrl-C or SIGTERM waits for the end of a step, so that the checkpoint is whole; the
+        second does not."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        first = 0.0
+
+        def stop(number: int, _: Any) -> None:
+            nonlocal first
+            first = first or time.monotonic()
+            if (
+                self._stop and time.monotonic() - first > 1
+            ):  # a launcher may pass the same Ctrl-C on a second time
+                raise KeyboardInterrupt
+            self._stop = number
+
+        before: dict[int, Any] = {
+            number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self._stop:  # whoever would have been told is told now
+                signal.signal(self._stop, before[self._stop])
+                signal.raise_signal(self._stop)
+            raise
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def rate(optimizer: Optimizer, step: int, steps: int) -> float:
+    """The learning rate of a step: linear warm-up, then half a cosine down to `floor`."""
+    warmup = max(1, round(optimizer.warmup * steps))
+    if step < warmup:
+        return optimizer.lr * (step + 1) / warmup
+    share = (step - warmup) / max(1, steps - warmup)
+    return optimizer.lr * (optimizer.floor + (1 - optimizer.floor) * (1 + math.cos(math.pi * share)) / 2)
+
+
+def _adamw(module: torch.nn.Module, settings: Optimizer) -> torch.optim.AdamW:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, settings.lr, settings.betas, weight_decay=settings.weight_decay)
+
+
+def _mix(*numbers: int) -> int:
+    """One seed of several numbers, the same in every process and on every machine."""
+    seed = 0x9E3779B97F4A7C15
+    for number in numbers:
+        seed = ((seed ^ (number & 0xFFFFFFFF)) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & (2**63 - 1)
+    return seed

@@ -1,0 +1,80 @@
+"""Question files: ours, the user's, and malformed ones."""
+
+import gzip
+
+import pytest
+
+from slipstream.measure.questions import Question, alternated, load_questions
+
+CATEGORIES = {"chat", "two-turn", "math", "code", "summarization", "extraction", "translation", "editing"}
+
+
+def test_our_own_questions():
+    questions = load_questions()
+    assert len(questions) >= 30
+    assert {question.category for question in questions} == CATEGORIES
+    assert all(len(question.turns) == (2 if question.category == "two-turn" else 1) for question in questions)
+    assert len({question.turns for question in questions}) == len(questions)
+
+
+def test_a_limit_is_per_file_and_sees_every_category(tmp_path):
+    assert {question.category for question in load_questions(limit=8)} == CATEGORIES
+    paths = []
+    for name in ("a.jsonl", "b.jsonl"):
+        paths.append(str(tmp_path / name))
+        (tmp_path / name).write_text(
+            "".join(f'{{"question_id": {i}, "turns": ["q{i}"]}}\n' for i in range(5))
+        )
+    assert [question.name for question in load_questions(paths, 2)] == [
+        "a.jsonl:0",
+        "a.jsonl:2",
+        "b.jsonl:0",
+        "b.jsonl:2",
+    ]
+
+
+def test_files_take_turns():
+    asked = [
+        Question(file, str(i), "c", ("q",))
+        for file, count in (("a", 3), ("b", 1), ("c", 2))
+        for i in range(count)
+    ]
+    assert [question.name for question in alternated(asked)] == ["a:0", "b:0", "c:0", "a:1", "c:1", "a:2"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{not json", "Expecting"),
+        ('{"question_id": 1}', "turns"),
+        ('{"turns": []}', "non-empty"),
+        ('{"turns": [" "]}', "non-empty"),
+        ('{"turns": "text"}', "non-empty"),
+        ('["turns"]', "turns"),
+        ("[" * 100_000, "too deeply"),
+        ('{"turns": ["\\ud800"]}', "surrogates"),
+    ],
+)
+def test_a_malformed_line_is_numbered(tmp_path, line, reason):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"question_id": 1, "turns": ["fine"]}\n\n' + line + "\n")
+    with pytest.raises(ValueError, match=rf"bad\.jsonl line 3: .*{reason}"):
+        load_questions([file])
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [(None, "cannot be read"), (b"", "is empty"), (b"\xff\xfe", "UTF-8")]
+)
+def test_a_file_that_holds_no_questions(tmp_path, content, reason):
+    file = tmp_path / "questions.jsonl"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match=reason):
+        load_questions([str(file)])
+
+
+def test_marks_packing_and_odd_separators_are_read(tmp_path):
+    """A byte-order mark, gzip, and U+2028 within a line: each was a question lost."""
+    file = tmp_path / "questions.jsonl"
+    file.write_bytes(gzip.compress('\ufeff{"turns": ["a\u2028b"]}\r\n{"turns": ["c"]}\n'.encode()))
+    assert [question.turns for question in load_questions([str(file)])] == [("a\u2028b",), ("c",)]

@@ -1,0 +1,147 @@
+"""bench's arithmetic and its JSON."""
+
+import json
+from copy import deepcopy
+
+import pytest
+from rich.console import Console
+
+import tiny
+from slipstream.decode.answer import Round
+from slipstream.decode.round import Seconds
+from slipstream.files import check_writable, write_json
+from slipstream.measure.certify import certify
+from slipstream.measure.questions import Question
+from slipstream.measure.report import bench_table, certificate
+from slipstream.measure.run import Contest, Tally, bench, expected
+from slipstream.targets import Target
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target(deepcopy(tiny.reference("llama")), tiny.tokenizer())
+
+
+def test_tau_and_acceptance_by_depth():
+    """Passes that drafted nothing count in the unconditional rates and not in the conditional ones."""
+    tally = Tally(rounds=[Round(3, 2, 3), Round(3, 0, 1), Round(0, 0, 1), Round(1, 1, 2)])
+    assert tally.tau == 7 / 4
+    assert tally.acceptance(conditional=False) == [0.5, 0.25, 0.0]
+    assert tally.acceptance(conditional=True) == [round(2 / 3, 4), 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), MemoryError("no room"), ValueError("a later turn is too long")]
+)
+def test_what_ends_a_run_leaves_the_figures_of_whole_turns(target, monkeypatch, error):
+    """The sixth question's prompt was longer than the window: five questions' figures were thrown away."""
+    questions = [
+        Question("a", "1", "one", ("Say hello.", "And again.")),
+        Question("b", "1", "two", ("Count.",)),
+    ]
+    asks, ask = [], Contest.ask
+
+    def interrupted(self, method, prompt, streamer=None):
+        asks.append(method)
+        if len(asks) == stop:
+            raise error
+        return ask(self, method, prompt, streamer)
+
+    monkeypatch.setattr(Contest, "ask", interrupted)
+    stop, kept = 3 + 2 * 3 + 2, []  # after the warm-up and two turns, in the midst of the third
+    with pytest.raises(type(error)):
+        bench(target, ["ngram"], questions, max_new_tokens=8, keep=kept.append)
+    (report,) = kept
+    assert (report["prompts"], report["stopped"]) == (["a:1"], str(error) or "KeyboardInterrupt")
+    assert {result["questions"] for result in report["results"]} == {2}
+    bench_table(report)
+    stop = len(asks) + 3 + 2
+    with pytest.raises(type(error)):
+        bench(target, ["ngram"], questions, max_new_tokens=8, keep=kept.append)
+    assert len(kept) == 1  # of no whole turn there is nothing to say
+
+
+def test_expected_speedup_is_the_papers_formula():
+    """Leviathan et al., Theorem 3.8, with α from the tokens that were judged."""
+    ours = Tally(
+        rounds=[Round(3, 2, 3), Round(3, 0, 1), Round(3, 3, 4)], seconds=Seconds(draft=0.9, verify=9.0)
+    )
+    plain = Tally(rounds=[Round(0, 0, 1)] * 4, seconds=Seconds(verify=8.0))
+    alpha, c = 5 / (3 + 1 + 3), 0.1 / 2
+    wanted = (1 - alpha**4) / ((1 - alpha) * (3 * c + 1))
+    assert expected(ours, plain) == {"alpha": round(alpha, 4), "c": c, "speedup": round(wanted, 4)}
+    assert expected(Tally(rounds=[Round(2, 2, 3)]), plain)["speedup"] == 3  # all accepted
+    assert (
+        expected(Tally(rounds=[Round(2, 2, 3), Round(0, 0, 1)]), plain)["speedup"] == 2
+    )  # nothing found in one of two
+    assert (
+        expected(Tally(rounds=[Round(0, 0, 1)], seconds=Seconds(draft=1.0)), plain)["c"] == 0
+    )  # nothing to draft
+    assert expected(plain, plain)["speedup"] == 1
+
+
+@pytest.fixture(scope="module")
+def report(target):
+    questions = [Question("f", "1", "chat", ("a b c", "d e")), Question("f", "2", "math", ("a b a b a b",))]
+    steps = []
+    made = bench(target, ["ngram"], questions, max_new_tokens=12, progress=steps.append)
+    assert len(steps) == 1 + 3 * 3
+    return made
+
+
+def test_the_report_has_designs_schema(report):
+    assert report["schema"] == 1
+    assert {"cpu", "threads"} <= set(report["hardware"])
+    assert {"torch", "transformers", "slipstream", "commit"} <= set(report["versions"])
+    vanilla, ngram = report["results"]
+    assert (vanilla["drafter"], ngram["drafter"]) == ("vanilla", "ngram")
+    for row in (vanilla, ngram):
+        assert row["questions"] == 3
+        assert row["identical"] is True
+        assert row["divergences"] == []
+        assert set(row["speedup"]) == {"vanilla", "hf_generate"}
+        assert set(row["seconds"]) == {"prefill", "draft", "verify", "host"}
+        assert set(row["by_category"]) == {"chat", "math"}
+        # every pass commits tau tokens, and each turn's first token comes from its prompt's pass
+        assert row["new_tokens"] == pytest.approx(
+            row["tau"] * row["target_passes"] + row["questions"], abs=0.01
+        )
+    assert vanilla["tau"] == 1
+    assert vanilla["speedup"]["vanilla"] == 1
+    assert vanilla["new_tokens"] == ngram["new_tokens"]
+    assert ngram["target_passes"] <= vanilla["target_passes"]
+    json.dumps(report)
+
+
+def test_tables_show_every_drafter(target, report, capsys):
+    console = Console(width=200)
+    console.print(bench_table(report))
+    console.print(
+        certificate(certify(target, ["ngram"], [Question("f", "1", "c", ("a b c",))], [0.0, 1.0], 8))
+    )
+    shown = capsys.readouterr().out
+    assert all(
+        word in shown
+        for word in ("vanilla", "ngram", "HF generate", "τ", "host", "math", "tree-oracle", "certified")
+    )
+
+
+def test_results_are_written_beside_and_renamed(tmp_path, monkeypatch):
+    """A run that dies while writing must not take the last results with it."""
+    path = tmp_path / "deep" / "out.json"
+    check_writable(str(path))
+    write_json(str(path), {"a": 1})
+    monkeypatch.setattr(
+        "os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    with pytest.raises(ValueError, match="No space left"):
+        write_json(str(path), {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "out.json"):
+        with pytest.raises(ValueError, match="cannot be written"):
+            check_writable(str(path))

@@ -1,0 +1,142 @@
+"""Training data: what is learnt is what decoding will be asked for, to the token."""
+
+import gzip
+import json
+from dataclasses import replace
+
+import pytest
+
+import tiny
+from slipstream.training.data import hold_out, load_examples, read_rows
+
+
+def write(path, *rows) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def learnt(target, example) -> str:
+    return target.tokenizer.decode([t for t, own in zip(example.tokens, example.loss, strict=True) if own])
+
+
+OPENAI = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}
+SHAREGPT = {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cd"}]}
+ALPACA = {"instruction": "ab", "input": "", "output": "cd"}
+
+
+def test_three_shapes_say_the_same(chat, tmp_path):
+    examples = load_examples([write(tmp_path / "a.jsonl", OPENAI, SHAREGPT, ALPACA)], chat, 64)
+    assert examples[0] == examples[1] == examples[2]
+    assert chat.tokenizer.decode(examples[0].tokens) == "u ab a cd</s> "
+    assert learnt(chat, examples[0]) == "cd</s>"
+
+
+def test_a_prompt_is_read_as_decoding_reads_it(chat, tmp_path):
+    """Templates and loss masks that are off by one: good losses, and drafts that nobody accepts."""
+    example = load_examples([write(tmp_path / "a.jsonl", OPENAI)], chat, 64)[0]
+    prompt = chat.encode(OPENAI["messages"][:1])
+    assert example.tokens[: len(prompt)] == prompt
+    assert example.loss.index(True) == len(prompt)
+
+
+def test_every_turn_of_an_assistant_counts(chat, tmp_path):
+    turns = [*OPENAI["messages"], {"role": "user", "content": "ef"}, {"role": "assistant", "content": "gh"}]
+    example = load_examples([write(tmp_path / "a.jsonl", {"messages": turns})], chat, 64)[0]
+    assert chat.tokenizer.decode(example.tokens) == "u ab a cd</s> u ef a gh</s> "
+    assert learnt(chat, example) == "cd</s>gh</s>"
+
+
+def test_an_answer_that_was_cut_does_not_teach_an_end(chat, tmp_path):
+    example = load_examples([write(tmp_path / "a.jsonl", {**OPENAI, "finished": False})], chat, 64)[0]
+    assert learnt(chat, example) == "cd"
+
+
+def test_raw_text_is_learnt_whole(chat, tmp_path):
+    (tmp_path / "a.txt").write_text("abc\n\ndef\n")
+    rows = [write(tmp_path / "b.jsonl", {"text": "abc"}), str(tmp_path / "a.txt")]
+    assert [learnt(chat, example) for example in load_examples(rows, chat, 64)] == ["abc", "abc", "def"]
+
+
+def test_long_examples_are_cut_and_limits_are_even(chat, tmp_path):
+    texts = ["".join(chr(97 + (i + j) % 26) for j in range(9)) for i in range(10)]
+    path = write(tmp_path / "a.jsonl", *({"text": text} for text in texts))
+    examples = load_examples([path], chat, 5, limit=3)
+    assert [chat.tokenizer.decode(e.tokens) for e in examples] == [texts[i][:5] for i in (0, 3, 6)]
+
+
+def test_gzip_is_read(chat, tmp_path):
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write(json.dumps(OPENAI) + "\n")
+    assert len(load_examples([str(tmp_path / "a.jsonl.gz")], chat, 64)) == 1
+
+
+def test_malformed_lines_are_numbered(chat, tmp_path):
+    rows = [
+        "{",
+        OPENAI,
+        {"prompt": "x"},
+        {"messages": [{"role": "robot", "content": "x"}]},
+        {"messages": [{"role": "user"}]},
+    ]
+    with pytest.raises(
+        ValueError, match=r"line 1 \(no JSON.*line 3 \(keys \['prompt'\]\).*line 4 \(role 'robot'\).*line 5"
+    ):
+        list(read_rows(write(tmp_path / "a.jsonl", *rows)))
+    many = ["{"] * 9
+    with pytest.raises(ValueError, match="and 4 more"):
+        list(read_rows(write(tmp_path / "b.jsonl", *many)))
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ('{"text": "\\ud800"}', r"line 2 \(.*surrogates not allowed"),
+        ("[" * 100_000, r"line 2 \(nested too deeply"),
+        ('{"messages": 3}', r"line 2 \("),
+        ("3", r"line 2 \("),
+    ],
+)
+def test_rows_that_no_tokenizer_takes_are_numbered(tmp_path, row, says):
+    """Half a character, or JSON that is nested 100,000 times: tracebacks."""
+    with pytest.raises(ValueError, match=says):
+        list(read_rows(write(tmp_path / "a.jsonl", "\ufeff" + json.dumps(OPENAI), row)))
+
+
+def test_data_without_an_assistants_text_is_refused(chat, tmp_path):
+    path = write(tmp_path / "a.jsonl", {"messages": OPENAI["messages"][:1]})
+    with pytest.raises(ValueError, match=r"no assistant text to learn from.*slipstream regenerate"):
+        load_examples([path], chat, 64)
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "broken.jsonl.gz", "binary.jsonl"])
+def test_a_file_that_cannot_be_read_is_named(chat, tmp_path, name):
+    if name != "missing.jsonl":
+        (tmp_path / name).write_bytes(b"\x1f\x8b\x08\xff\xfe")
+    with pytest.raises(ValueError, match=f"{name} cannot be read"):
+        load_examples([str(tmp_path / name)], chat, 64)
+
+
+def test_a_target_without_a_template_takes_raw_text_only(tmp_path):
+    with pytest.raises(ValueError, match="line 1: target llama has no chat template"):
+        load_examples([write(tmp_path / "a.jsonl", OPENAI)], tiny.target("llama"), 64)
+
+
+def test_held_out_examples_are_not_trained_on(chat, data):
+    examples = load_examples([data], chat, 64)
+    train, held_out = hold_out(examples, 32)
+    assert (len(train), len(held_out)) == (35, 5)
+    assert not any(example in train for example in held_out)
+    marked = [replace(example, greedy=i % 3 == 0) for i, example in enumerate(examples)]
+    train, held_out = hold_out(marked, 32)
+    assert (len(train), len(held_out)) == (35, 5)
+    assert all(example.greedy for example in held_out)
+
+
+def test_an_answer_is_what_follows_the_first_question(chat, tmp_path):
+    """The question of a second turn, held against drafts as if the target had said it."""
+    turns = [
+        {"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)
+    ]
+    (example,) = load_examples([write(tmp_path / "a.jsonl", {"messages": turns})], chat, 64)
+    assert chat.tokenizer.decode(example.answer) == "b</s>"
+    assert example.prompt == chat.encode("a")

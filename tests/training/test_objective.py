@@ -1,0 +1,317 @@
+"""Objectives train the very computation that drafting runs."""
+
+import pytest
+import torch
+
+import tiny
+from slipstream.core.span import Span
+from slipstream.core.tree import chain
+from slipstream.drafters.heads import bent, layer_sizes
+from slipstream.drafters.layers import attend_cache
+from slipstream.drafters.store import save_drafter
+from slipstream.training.data import Example
+from slipstream.training.methods import (
+    DistillObjective,
+    Eagle3Objective,
+    EagleObjective,
+    FastEagleObjective,
+    Unrolled,
+)
+from slipstream.training.objective import Batch, check_size, coverage, frequent
+from slipstream.training.recipe import Loss, Recipe
+
+
+@pytest.fixture
+def drafter():
+    return tiny.eagle(tiny.target("llama"), "chain-4")
+
+
+def test_unrolled_steps_are_the_steps_of_a_draft(drafter):
+    """A mask that shows training what drafting will not have: losses that promise what decoding does not
+    keep."""
+    target, T, depth = tiny.target("llama"), 12, 4
+    text = torch.tensor(tiny.prompts(T + 1))
+    features = target.features(text.tolist(), ("final",))
+    embedded, unrolled, inputs, steps = (
+        target.ends.embed(text[:, 1:]),
+        Unrolled(T, text.device),
+        features[:, :-1],
+        [],
+    )
+    for _ in range(depth):
+        said = drafter.head(embedded, inputs, unrolled.positions, unrolled.step)
+        steps.append(said)
+        inputs = torch.cat([inputs[:, :1], said[:, :-1]], 1)
+    for root in range(1, T - depth):  # draft along the text from every root, with the drafter's own cache
+        cache = target.new_cache(1, T + 1)
+        cache.keep(None, torch.tensor([root]))
+        state = drafter.start(1, T + 1, target.device)
+        count = torch.tensor([root])
+        span = Span(text[:, :root], text[:, 1 : root + 1], 0 * count, count, cache, features[:, :root])
+        drafter.absorb(span, state)
+        hidden = state.hidden[:, None]
+        assert torch.allclose(hidden[0, 0], steps[0][0, root - 1])
+        for j in range(1, depth):
+            [attend], _ = attend_cache(state.cache, 1, j - 1)
+            at = torch.tensor([[root + j - 1]])
+            hidden = drafter.head(target.ends.embed(text[:, root + j][:, None]), hidden, at, attend)
+            assert torch.allclose(hidden[0, 0], steps[j][0, root + j - 1]), (root, j)
+
+
+def test_layers_of_a_cascade_are_the_steps_of_a_draft():
+    """A layer that learns another token than the one it drafts, or reads what drafting will not have."""
+    target, T = tiny.target("llama"), 9
+    drafter = tiny.fasteagle(target)
+    objective = FastEagleObjective(drafter.head, target.ends, None)
+    text = torch.tensor(tiny.prompts(T + 1))
+    features = target.features(text.tolist(), drafter.taps)[:, :-1]
+    steps = list(objective.steps(text, features, Loss(), torch.Generator()))
+    assert len(steps) == 3
+    for root in range(1, T + 1):
+        cache, count = target.new_cache(1, T + 1), torch.tensor([root])
+        cache.keep(None, count)
+        state = drafter.start(1, T + 1, target.device)
+        drafter.absorb(
+            Span(text[:, :root], text[:, 1 : root + 1], 0 * count, count, cache, features[:, :root]), state
+        )
+        for j, step in enumerate(steps):
+            if root - 1 + j < T:
+                torch.testing.assert_close(step[0, root - 1 + j], state.hidden[0, j])
+
+
+@pytest.mark.parametrize("decay", [0.8, 1 / 0.9])
+def test_the_loss_of_a_cascade_is_the_papers(decay):
+    """FastEagle §2.3, eq. 3 to 6, but for the means over the width: depth j of row i against the state j
+    tokens on."""
+    target = tiny.target("llama")
+    head = tiny.fasteagle(target).head.float()
+    example = Example(tiny.prompts(9)[0], [False] * 4 + [True] * 5)
+    features = target.features([example.tokens], head.config.taps).float()
+    objective = FastEagleObjective(head, target.ends, None)
+    batch, settings = (
+        Batch.collate([example], [features[0]], "cpu"),
+        Loss(feature=1.0, token=0.1, noise=0.0, decay=decay),
+    )
+    loss, agreed = objective(batch, settings, torch.Generator())
+    mask, V = torch.ones(7, 7, dtype=torch.bool).tril()[None, None], target.ends.head.float()
+    embedded = target.ends.embed(torch.tensor([example.tokens[1:-1]])).float()
+    said = head(embedded, features[:, :7], torch.arange(7)[None], [lambda k, v: (k, v, mask)] * 3)[0]
+    f, expected = features[0, :, -32:], 0.0
+    for i in range(7):
+        for j in range(3):
+            if (
+                i + j < 7 and example.loss[i + j + 2]
+            ):  # layer j of row i says f_{i+j+1}, which predicts t_{i+j+2}
+                p, q = ((x @ V.T).log_softmax(-1) for x in (f[i + j + 1], said[i, j]))
+                feature = torch.nn.functional.smooth_l1_loss(said[i, j], f[i + j + 1])
+                expected += decay**j * (feature - 0.1 * (p.exp() * q).sum())
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    assert 0 <= int(agreed) <= 5
+
+
+def test_eagle3s_loss_is_the_cross_entropy_of_its_own_steps():
+    """Training-time test: step j reads what step j − 1 said, over the draft vocabulary, weighted by 0.8^j."""
+    target = tiny.target("llama")
+    drafter = tiny.eagle3(target, "chain-2", vocab=40)
+    head, vocab = drafter.head.float(), torch.arange(40)
+    example = Example(tiny.prompts(9)[0], [False] * 4 + [True] * 5)
+    objective = Eagle3Objective(head, target.ends, vocab)
+    features = target.features([example.tokens], (*drafter.taps, "final")).float()
+    batch = Batch.collate([example], [features[0]], "cpu")
+    loss, _ = objective(batch, Loss(feature=0.0, token=1.0, noise=0.0, unroll=2), torch.Generator())
+    unrolled, hidden = Unrolled(7, features.device), head.fuse(features[:, :7, :-32])
+    embedded, expected = target.ends.embed(torch.tensor([example.tokens[1:-1]])).float(), 0.0
+    for j in range(2):
+        said = head(embedded, hidden, unrolled.positions, unrolled.step)
+        for i in range(j, 7):
+            if example.loss[i + 2]:
+                p = (features[0, i + 1, -32:] @ target.ends.head.float()[:40].T).log_softmax(-1)
+                q = head.lm_head(head.norm(said[0, i])).log_softmax(-1)
+                expected -= 0.8**j * (p.exp() * q).sum()
+        hidden = torch.cat([hidden[:, :1], said[:, :-1]], 1)
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5])
+def test_the_loss_is_the_papers(drafter, acceptance):
+    """EAGLE §3.2 written out: SmoothL1 of the next feature, and cross-entropy of the law that it gives; and
+    the chance that the law's sample is accepted."""
+    target = tiny.target("llama")
+    example = Example(tiny.prompts(9)[0], [False] * 4 + [True] * 5)
+    features = target.features([example.tokens], ("final",))
+    batch = Batch.collate([example], [features[0]], "cpu")
+    objective = EagleObjective(drafter.head.float(), target.ends, None)
+    loss, _ = objective(
+        batch, Loss(feature=1.0, token=0.1, noise=0.0, acceptance=acceptance), torch.Generator()
+    )
+    f, expected = features[0].float(), 0.0
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
+    embedded = target.ends.embed(torch.tensor([example.tokens[1:-1]])).float()
+    said = drafter.head(embedded, f[None, :7], torch.arange(7)[None], lambda k, v: (k, v, mask))[0]
+    for i in range(7):
+        if example.loss[i + 2]:  # row i says f_{i+1}, which predicts t_{i+2}
+            d = (said[i] - f[i + 1]).abs()
+            expected += torch.where(d < 1, 0.5 * d * d, d - 0.5).mean()
+            p, q = ((x @ target.ends.head.float().T).softmax(-1) for x in (f[i + 1], said[i]))
+            expected -= 0.1 * (p * q.log()).sum() + acceptance * torch.minimum(p, q).sum().log()
+    assert torch.allclose(loss, expected, rtol=1e-4)
+    assert int(batch.counts.sum()) == 5
+
+
+def test_padding_and_other_rows_change_nothing(drafter):
+    target = tiny.target("llama")
+    examples = [Example(p, [True] * len(p)) for p in tiny.prompts(9, 5)]
+    features = [target.features([e.tokens], ("final",))[0] for e in examples]
+    objective = EagleObjective(drafter.head.double(), target.ends, None)
+    settings = Loss(noise=0.0, unroll=3)
+
+    def loss(which: list[int]) -> float:
+        batch = Batch.collate([examples[i] for i in which], [features[i] for i in which], "cpu")
+        objective.head.float()
+        return float(objective(batch, settings, torch.Generator())[0].detach())
+
+    assert loss([0, 1]) == pytest.approx(loss([0]) + loss([1]), rel=1e-4)
+
+
+def test_before_training_the_head_repeats_the_feature():
+    """Identity start: f̂_{i+1} = f_i."""
+    target = tiny.target("llama")
+    text = torch.tensor(tiny.prompts(6))
+    f = target.features(text.tolist(), ("final",)).float()
+    objective = EagleObjective.begin(Recipe(), target.ends, [Example(text[0].tolist(), [True] * 6)], f[0])
+    unrolled = Unrolled(6, f.device)
+    said = objective.head(target.ends.embed(text).float(), f, unrolled.positions, unrolled.step)
+    assert torch.allclose(said, f, atol=1e-5)
+
+
+def test_a_cascade_may_begin_as_an_eagle_head(drafter, tmp_path):
+    """The first layer says what the head says, though it is trained on scaled inputs."""
+    target, text = tiny.target("llama"), torch.tensor(tiny.prompts(6))
+    save_drafter(tmp_path, "eagle", "llama", target.ends, *drafter.pack(), {}, dtype=None)
+    taps, examples = ["input of block 0", "final"], [Example(text[0].tolist(), [True] * 6)]
+    recipe = Recipe(method="fasteagle", head={"start": str(tmp_path), "depth": 2, "taps": taps})
+    f = target.features(text.tolist(), taps)
+    made = FastEagleObjective.begin(recipe, target.ends, examples, f[0]).drafter("chain-2", torch.float64)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    attend, at, embedded = lambda k, v: (k, v, mask), torch.arange(6)[None], target.ends.embed(text)
+    said = made.head(embedded, f, at, [attend, attend])[:, :, 0]
+    torch.testing.assert_close(said, drafter.head(embedded, f[..., 32:], at, attend), rtol=1e-4, atol=1e-4)
+    for wrong in ({"taps": ["input of block 0"]}, {"intermediate_size": 8}):
+        changed = recipe.model_copy(update={"head": recipe.head.model_copy(update=wrong)})
+        with pytest.raises(ValueError, match="begins as an eagle"):
+            FastEagleObjective.begin(changed, target.ends, examples, f[0])
+    about, tensors = drafter.pack()
+    about["head"]["rope_scaling"] = {
+        "rope_type": "linear",
+        "factor": 2.0,
+    }  # an imported one; a new layer's rope is plain
+    save_drafter(tmp_path, "eagle", "llama", target.ends, about, tensors, {}, dtype=None)
+    with pytest.raises(ValueError, match="begins as an eagle"):
+        FastEagleObjective.begin(recipe, target.ends, examples, f[0])
+
+
+def test_a_head_larger_than_its_target_is_refused():
+    """Memory asked for until the system ends the process, because of one zero too many."""
+    recipe, ends = Recipe(method="fasteagle", head={"depth": 16}), tiny.target("llama").ends
+    check_size(recipe, layer_sizes(ends, 2**10), ends)
+    with pytest.raises(ValueError, match=r"head\.intermediate_size=131072 ask for 0\.2 billion numbers"):
+        check_size(recipe, layer_sizes(ends, 2**17), ends)
+
+
+def test_the_draft_vocabulary_is_what_is_said_most():
+    examples = [Example([1, 7, 7, 7, 5, 5, 9], [False, True, True, True, True, True, True])]
+    vocab = frequent(examples, 2, 64)
+    assert vocab.tolist() == [5, 7]
+    assert coverage(examples, vocab) == pytest.approx(5 / 6)
+    assert frequent(examples, 5, 64).tolist() == [
+        0,
+        1,
+        5,
+        7,
+        9,
+    ]  # filled up: the shape does not depend on the data
+    assert frequent(examples, 0, 64) is None
+
+
+@pytest.mark.parametrize("make", [tiny.eagle3, tiny.fasteagle])
+def test_the_scales_of_taps_are_folded_into_the_drafter(make):
+    target, text = tiny.target("llama"), torch.tensor(tiny.prompts(6))
+    drafter, gains = make(target, "chain-3"), torch.tensor([7.0, 0.5, 3.0, 2.0])
+    f = target.features(text.tolist(), drafter.taps).float()[:, :-1]
+    kind = {tiny.eagle3: Eagle3Objective, tiny.fasteagle: FastEagleObjective}[make]
+    objective = kind(drafter.head.float(), target.ends, None, gains)
+    made = kind(objective.drafter("chain-3", torch.float64).head.float(), target.ends, None)
+    scaled = f * gains[1:].repeat_interleave(32)
+    said, again = (
+        list(o.steps(text, x, Loss(unroll=2), torch.Generator())) for o, x in ((objective, scaled), (made, f))
+    )
+    torch.testing.assert_close(said, again, rtol=1e-3, atol=1e-3)
+
+
+def test_the_scale_of_embeddings_is_folded_into_the_drafter(drafter):
+    """A head that is trained on scaled embeddings and drafts with plain ones."""
+    target, text = tiny.target("llama"), torch.tensor(tiny.prompts(6))
+    f, embedded = target.features(text.tolist(), ("final",)).float(), target.ends.embed(text).float()
+    objective = EagleObjective(drafter.head.float(), target.ends, None, torch.tensor([7.0, 1.0]))
+    made = objective.drafter("chain-3", torch.float64).head.float()
+    said = [
+        head(x, f, u.positions, u.step)
+        for head, x, u in (
+            (objective.head, 7 * embedded, Unrolled(6, f.device)),
+            (made, embedded, Unrolled(6, f.device)),
+        )
+    ]
+    assert torch.allclose(said[0], said[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_a_part_is_trained_on_what_it_drafts_with(family):
+    """Training passes and drafting passes of another mask or position; gradients that reach the target or
+    miss a weight."""
+    target, text = tiny.target(family), torch.tensor(tiny.prompts(11))
+    example = Example(text[0].tolist(), [True] * 11)
+    f = target.features(text.tolist(), ["final"])
+    recipe = Recipe(
+        method="draft-model", head={"blocks": [1], "draft_vocab": 40}, loss={"feature": 0.0, "token": 1.0}
+    )
+    objective = DistillObjective.begin(recipe, target.ends, [example], f[0])
+    batch = Batch.collate([example], [f[0]], "cpu")
+    loss, _ = objective(batch, recipe.loss.model_copy(update={"noise": 0.0}), torch.Generator())
+    drafter = objective.drafter("chain-2", torch.float64)
+    assert {weight.dtype for weight in objective.drafter("chain-2", torch.int8).part.parameters()} == {
+        target.dtype
+    }
+    head = target.ends.head[drafter.vocab].T
+    own = drafter.model.features(text.tolist(), ["final"])
+    q, p = (bent(states[0, 1:-1] @ head, target.config) for states in (own, f))
+    q, p = q.log_softmax(-1), p.softmax(-1)
+    torch.testing.assert_close(loss.double(), -(p * q).sum(), rtol=1e-4, atol=1e-4)
+    loss.backward()
+    assert all(weight.grad is not None for weight in objective.head.parameters())
+    assert all(weight.grad is None for weight in target.model.parameters())
+
+
+def test_hard_labels_are_the_texts_own_tokens():
+    """The target's law by mistake, or a token that the draft vocabulary lacks counted as another."""
+    target, text = tiny.target("llama"), tiny.prompts(11)[0]
+    f = target.features([text], ["final"])
+    vocab = torch.tensor(sorted({*text[2:6], 1, 2}))
+    objective = EagleObjective(tiny.eagle(target, "chain-2").head.float(), target.ends, vocab)
+    batch = Batch.collate([Example(text, [True] * 11)], [f[0]], "cpu")
+    loss, _ = objective(batch, Loss(feature=0.0, token=1.0, noise=0.0, hard=True), torch.Generator())
+    said = next(objective.steps(batch.tokens[:, :-1], f[:, :-2].float(), Loss(), torch.Generator()))[0]
+    log_q, ids, expected = objective.student(said, 0).log_softmax(-1), vocab.tolist(), 0.0
+    for i, token in enumerate(text[2:]):
+        expected -= float(log_q[i, ids.index(token)]) if token in ids else 0.0
+    assert float(loss) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_what_is_taught_and_drafted_with_is_the_targets_law(family):
+    """An LM head's bias, scale or soft cap that is left out: Gemma 2 caps its logits at 30."""
+    target, text = tiny.target(family), torch.tensor(tiny.prompts(9))
+    out = target(chain(text), target.new_cache(1, 9), ("final",))
+    drafter = tiny.eagle(target)
+    assert torch.allclose(drafter.logits(out.features), out.logits, atol=1e-9)
+    law = EagleObjective(drafter.head, target.ends, None)._law(out.features[0], text[0], False)
+    assert torch.allclose(law.double(), out.logits[0].softmax(-1), atol=1e-6)

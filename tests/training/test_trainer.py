@@ -1,0 +1,446 @@
+"""Training: what is interrupted goes on exactly, what cannot be written loses nothing, and predictions come
+true."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny
+from slipstream.decode.answer import mean_accepted_length
+from slipstream.decode.generate import generate
+from slipstream.drafters import load_drafter
+from slipstream.drafters.store import save_drafter
+from slipstream.files import cache_home
+from slipstream.interop.public import import_head
+from slipstream.targets import Target
+from slipstream.training.features import Features, pack
+from slipstream.training.recipe import READ_BY, Recipe, load_recipe
+from slipstream.training.replay import Record
+from slipstream.training.trainer import Trainer, rate
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+every_method = pytest.mark.parametrize(
+    "method", ["eagle", "eagle3", "fasteagle", "glide", "medusa", "bita", "draft-model"]
+)
+
+
+OWN_SIZES = (("head", "depth", 3), ("loss", "unroll", 2))
+
+
+def recipe(data: str, method: str = "eagle", **schedule) -> Recipe:
+    settings = {"batch_tokens": 64, "evaluate_every": 5, "save_every": 4, "epochs": 1.0} | schedule
+    depth, unroll = ({name: size} if method in READ_BY[part][name] else {} for part, name, size in OWN_SIZES)
+    return load_recipe(
+        None,
+        data={"files": [data], "max_length": 40, "held_out_tokens": 16},
+        method=method,
+        head={"draft_vocab": 40, "tree": "[[0],[1],[0,0],[1,0]]", **depth},
+        schedule=settings,
+        loss=unroll,
+    )
+
+
+def train(chat, settings: Recipe, directory, resume: bool = False, show=lambda seen: None):
+    trainer = Trainer(chat, settings, str(directory), resume)
+    trainer.prepare()
+    return trainer.run(show)
+
+
+class Killed(Exception):
+    """What ends a run without a word to it."""
+
+
+def killed(chat, settings: Recipe, directory, stage: int, step: int) -> None:
+    """A run that ends right after a step."""
+
+    def stop(seen):
+        if (seen.stage, seen.step) == (stage, step):
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(chat, settings, directory, show=stop)
+
+
+def files(directory) -> tuple[dict, list]:
+    return load_file(directory / "model.safetensors"), (directory / "log.jsonl").read_text().splitlines()
+
+
+def same(a, b) -> bool:
+    mine, theirs = (
+        torch.load(a / "state.pt", weights_only=True),
+        torch.load(b / "state.pt", weights_only=True),
+    )
+    weights = all(
+        torch.equal(mine["objective"][name], theirs["objective"][name]) for name in mine["objective"]
+    )
+    drafters, logs = zip(files(a), files(b), strict=True)
+    return (
+        weights
+        and logs[0] == logs[1]
+        and all(torch.equal(drafters[0][n], drafters[1][n]) for n in drafters[0])
+    )
+
+
+@every_method
+def test_a_run_leaves_a_drafter_that_decodes(chat, data, tmp_path, method):
+    progress = train(chat, recipe(data, method, epochs=2.0), tmp_path / "run")
+    drafter = load_drafter(str(tmp_path / "run"), chat.ends)
+    answer = generate(chat, "abcabc", drafter, max_new_tokens=12, temperature=0.0)
+    assert answer.tokens == generate(chat, "abcabc", max_new_tokens=12, temperature=0.0).tokens
+    about = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (about["method"], about["target"]["fingerprint"]) == (method, chat.fingerprint)
+    assert about["training"]["predicted"]["tau"] == pytest.approx(progress.best, abs=1e-4)
+    assert progress.history[0]["trained"] == 0 < progress.history[-1]["trained"]
+    assert progress.history[-1]["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    "about",
+    [{"hidden_size": 16}, {"hidden_size": 16, "own_ends": True, "published": True}, {"glimpses": False}],
+)
+def test_a_glide_of_its_own_width_and_ends_decodes(chat, data, tmp_path, about):
+    settings = recipe(data, "glide")
+    settings = settings.model_copy(update={"head": settings.head.model_copy(update=about)})
+    settings = settings.model_copy(update={"loss": settings.loss.model_copy(update={"offset": False})})
+    train(chat, settings, tmp_path / "run")
+    drafter = load_drafter(str(tmp_path / "run"), chat.ends)
+    assert drafter.head.config.hidden_size == about.get("hidden_size", chat.config.hidden_size)
+    plain = generate(chat, "abcab", max_new_tokens=16)
+    assert generate(chat, "abcab", drafter, max_new_tokens=16).tokens == plain.tokens
+
+
+@every_method
+def test_predicted_tau_is_decoded_tau(chat, data, tmp_path, method):
+    """A prediction that drafts with other masks, counts other tokens or walks otherwise than decoding
+    does."""
+    settings = recipe(data, method)
+    trainer = Trainer(chat, settings, str(tmp_path / "run"))
+    trainer.prepare()
+    trainer.run()
+    drafter = trainer.objective.drafter(settings.head.tree, torch.float64)
+    predicted = trainer.objective.judge(drafter, trainer.record)
+    prompts = [e.prompt for e in trainer._held_out]
+    answers = generate(chat, prompts, drafter, max_new_tokens=16, temperature=0.0)
+    rounds = [r for answer in answers for r in answer.rounds]
+    assert predicted.tau == pytest.approx(mean_accepted_length(rounds))
+    assert predicted.rounds == len(rounds)
+    assert predicted.tau > 1  # something was accepted
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(chat, data, tmp_path):
+    """Optimizer, schedule, data order, noise or the record of the best that begin anew."""
+    settings = recipe(data, epochs=2.0)
+    train(chat, settings, tmp_path / "whole")
+
+    killed(chat, settings, tmp_path / "parts", stage=0, step=11)  # three steps after a checkpoint
+    train(chat, settings, tmp_path / "parts", resume=True)
+    assert same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_raw_text_first_and_chat_then_is_judged_by_chat(chat, data, tmp_path):
+    """A drafter whose best weights and vocabulary are those for raw text, of which a prompt is one token."""
+    raw = tmp_path / "raw.txt"
+    raw.write_text("\n\n".join(f"ijklmnop{letter * 9}" for letter in "ijklmnopqr"))
+    staged = recipe(data).model_copy(update={"stages": [{"data": {"files": [str(raw)]}}, {}]})
+    trainer = Trainer(chat, staged, str(tmp_path / "run"))
+    trainer.prepare()
+    assert int(trainer.record.prompts.min()) > 1
+    assert trainer.vocab_coverage == 1
+    trainer.run()
+    assert [entry["stage"] for entry in trainer.progress.history][-1] == 1
+
+
+def test_stages_go_on_from_each_other_and_resume(chat, data, tmp_path):
+    staged = recipe(data).model_copy(
+        update={"stages": [{}, {"loss": {"unroll": 1}, "optimizer": {"lr": 1e-4}}]}
+    )
+    steps = []
+    train(chat, staged, tmp_path / "whole", show=lambda seen: steps.append((seen.stage, seen.of)))
+    assert {stage for stage, _ in steps} == {0, 1}
+
+    killed(chat, staged, tmp_path / "parts", stage=1, step=2)
+    train(chat, staged, tmp_path / "parts", resume=True)
+    assert same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_ctrl_c_leaves_a_checkpoint_at_the_step_it_came(chat, data, tmp_path):
+    settings = recipe(data, epochs=2.0)
+    train(chat, settings, tmp_path / "whole")
+
+    def interrupt(seen):
+        if seen.step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(chat, settings, tmp_path / "parts", show=interrupt)
+    kept = torch.load(tmp_path / "parts" / "state.pt", weights_only=True)["progress"]["step"]
+    assert kept in (6, 7)
+    train(chat, settings, tmp_path / "parts", resume=True)
+    assert same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_sigterm_leaves_a_checkpoint_and_ends_the_process_as_ever(chat, data, tmp_path):
+    """A preempted machine's run, begun anew. Whoever waits for the signal (the command line, for 143) hears
+    of it."""
+    heard, before = [], signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+
+    def terminate(seen):
+        if seen.step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(chat, recipe(data), tmp_path / "run", show=terminate)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
+    assert torch.load(tmp_path / "run" / "state.pt", weights_only=True)["progress"]["step"] in (6, 7)
+
+
+@pytest.mark.parametrize("where", ["loss", "weights"])
+def test_what_diverges_stops_and_leaves_what_was_good(chat, data, tmp_path, monkeypatch, where):
+    """NaN for hours, saved over the last good checkpoint."""
+    trainer = Trainer(chat, recipe(data), str(tmp_path / "run"))
+    trainer.prepare()
+
+    def spoil(seen):
+        if seen.step == 6:
+            weight = next(trainer.objective.parameters())
+            with torch.no_grad():
+                weight.fill_(float("nan"))
+
+    if where == "weights":  # with gradients that are none
+        monkeypatch.setattr(trainer, "_step", lambda *_: (1.0, 0.5, 9, False))
+    with pytest.raises(
+        ValueError, match=r"diverged at step \d+ of stage 1.*stay in .*lower optimizer\.lr"
+    ) as stopped:
+        trainer.run(spoil)
+    assert ("a weight is" in str(stopped.value)) == (where == "weights")
+    state = torch.load(tmp_path / "run" / "state.pt", weights_only=True)
+    assert state["progress"]["step"] == 4
+    assert all(bool(weight.isfinite().all()) for weight in state["objective"].values())
+    load_drafter(str(tmp_path / "run"), chat.ends)
+
+
+def test_one_run_trains_in_a_directory(chat, data, tmp_path):
+    """Two runs on one --out; or an import in the midst of one."""
+    run = tmp_path / "run"
+    trainer = Trainer(chat, recipe(data), str(run))
+    trainer.prepare()
+    for other in (
+        lambda: Trainer(chat, recipe(data), str(run)),
+        lambda: Trainer(chat, recipe(data), str(run), force=True),
+        lambda: import_head(str(tmp_path / "public"), str(run), "tiny", chat.ends, force=True),
+    ):
+        with pytest.raises(ValueError, match=f"is being written by process {os.getpid()} on"):
+            other()
+    trainer.run()
+    with pytest.raises(ValueError, match="what `slipstream train` wrote"):
+        import_head(str(tmp_path / "public"), str(run), "tiny", chat.ends)
+    assert not (run / ".lock").exists()
+
+
+def test_a_directory_of_something_else_is_trained_into_by_force_only(chat, data, tmp_path):
+    """--out at a model's directory: its weights were replaced."""
+    chat.model.save_pretrained(tmp_path / "model")
+    before = (tmp_path / "model" / "config.json").read_bytes()
+    with pytest.raises(ValueError, match="holds other files"):
+        Trainer(chat, recipe(data), str(tmp_path / "model"))
+    with pytest.raises(ValueError, match="that is no name"):
+        Trainer(chat, recipe(data), "")
+    target = Target(type(chat.model).from_pretrained(tmp_path / "model"), chat.tokenizer)
+    with pytest.raises(ValueError, match="is read by this command"):
+        Trainer(target, recipe(data), str(tmp_path / "model"), force=True)
+    assert (tmp_path / "model" / "config.json").read_bytes() == before
+    drafter = tiny.eagle(chat, "chain-2")
+    save_drafter(
+        tmp_path / "run", "eagle", "tiny", chat.ends, *drafter.pack(), {}
+    )  # a run without its checkpoint
+    with pytest.raises(ValueError, match="holds a drafter: begin anew with --force"):
+        Trainer(chat, recipe(data), str(tmp_path / "run"))
+    Trainer(chat, recipe(data), str(tmp_path / "run"), force=True)
+
+
+def test_kill_9_loses_no_more_than_the_steps_since_the_last_checkpoint(chat, data, tmp_path):
+    chat.model.save_pretrained(tmp_path / "target")
+    chat.tokenizer.save_pretrained(tmp_path / "target")
+    words = ["train", "eagle", "--target", str(tmp_path / "target"), "--dtype", "float64", "--data", data]
+    words += [
+        "--out",
+        str(tmp_path / "run"),
+        "schedule.batch_tokens=64",
+        "schedule.save_every=1",
+        "schedule.epochs=200",
+    ]
+    words += [
+        "data.max_length=40",
+        "data.held_out_tokens=16",
+        "head.draft_vocab=40",
+        "schedule.evaluate_every=1000",
+    ]
+    one = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "slipstream", *words], stderr=subprocess.DEVNULL, env=one
+    )
+    state, patience = tmp_path / "run" / "state.pt", time.monotonic() + 120
+    while not state.exists() and time.monotonic() < patience:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    process.kill()
+    process.wait()
+    before = torch.load(state, weights_only=True)["progress"]
+    assert before["step"] > 0
+    settings = load_recipe(str(tmp_path / "run" / "recipe.yaml"))
+
+    class Enough(Exception):
+        pass
+
+    first = []
+
+    def stop(seen):
+        first.append(seen.step)
+        raise Enough
+
+    with pytest.raises(Enough):
+        train(chat, settings, tmp_path / "run", resume=True, show=stop)
+    assert first == [before["step"] + 1]
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(chat, data, tmp_path, monkeypatch):
+    settings = recipe(data)
+    saved, real = [], torch.save
+
+    def save(state, path):
+        saved.append(path)
+        if len(saved) == 2:
+            path.write(b"half")
+            raise RuntimeError(
+                "[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0: No space left on device"
+            )
+        real(state, path)
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(ValueError, match=r"state\.pt cannot be written.*the last one stays"):
+        train(chat, settings, tmp_path / "run")
+    assert torch.load(tmp_path / "run" / "state.pt", weights_only=True)["progress"]["step"] == 4
+    assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
+
+
+def test_a_full_disk_while_features_are_cached_keeps_what_is_there(chat, data, tmp_path, monkeypatch):
+    from slipstream.training.data import load_examples
+
+    examples = load_examples([data], chat, 40)
+    features = Features(chat, examples, pack(examples, 64), ("final",), 2**30)
+    read, calls = features._compute, []
+
+    def fail(batch, taps):
+        calls.append(batch)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        return read(batch, taps)
+
+    monkeypatch.setattr(features, "_compute", fail)
+    with pytest.raises(ValueError, match=r"No space left on device.*disk_gib"):
+        features.fill(lambda n: None)
+    fresh = Features(chat, examples, pack(examples, 64), ("final",), 2**30)
+    told = []
+    fresh.fill(told.append)
+    assert told[0] == sum(len(examples[i].tokens) for batch in pack(examples, 64)[:2] for i in batch)
+    online = Features(chat, examples, pack(examples, 64), ("final",), 0)
+    assert (online.kept, online.bytes) == (0, 0)
+    for b in range(len(fresh.batches)):
+        assert all(torch.equal(x, y) for x, y in zip(fresh.of(b), online.of(b), strict=True))
+    assert list((cache_home() / "features").iterdir()) == [fresh.paths[0].parent]
+
+
+def test_runs_on_the_same_examples_share_the_features_of_each_tap(chat, data, monkeypatch):
+    from slipstream.training.data import load_examples
+
+    examples = load_examples([data], chat, 40)
+    batches = pack(examples, 64)
+    Features(chat, examples, batches, ("final",), 2**30).fill(lambda n: None)
+    both = Features(chat, examples, batches, ("input of block 1", "final"), 2**30)
+    read, asked = both._compute, []
+    monkeypatch.setattr(both, "_compute", lambda batch, taps: asked.append(taps) or read(batch, taps))
+    both.fill(lambda n: None)
+    assert asked == [("input of block 1",)] * len(batches)
+    online = Features(chat, examples, batches, ("input of block 1", "final"), 0)
+    for b in range(len(batches)):
+        assert all(torch.equal(x, y) for x, y in zip(both.of(b), online.of(b), strict=True))
+
+
+def test_directories_and_checkpoints_that_do_not_fit_are_refused(chat, data, tmp_path):
+    settings = recipe(data)
+    train(chat, settings, tmp_path / "run")
+    with pytest.raises(ValueError, match="holds a training run: go on with --resume"):
+        Trainer(chat, settings, str(tmp_path / "run"))
+    with pytest.raises(ValueError, match="holds no checkpoint to resume"):
+        Trainer(chat, settings, str(tmp_path / "other"), resume=True)
+    with pytest.raises(ValueError, match=r"another recipe \(schedule differ\)"):
+        Trainer(chat, recipe(data, epochs=3.0), str(tmp_path / "run"), resume=True)
+    older = torch.load(tmp_path / "run" / "state.pt")
+    del older["recipe"]["head"]["prompts"]  # made before there was such a field
+    torch.save(older, tmp_path / "run" / "state.pt")
+    Trainer(chat, settings, str(tmp_path / "run"), resume=True)
+    with pytest.raises(ValueError, match="cannot be written"):
+        Trainer(chat, settings, "/proc/run")
+    (tmp_path / "run" / "state.pt").write_bytes(b"half")
+    with pytest.raises(ValueError, match=r"checkpoint .*state\.pt cannot be read"):
+        Trainer(chat, settings, str(tmp_path / "run"), resume=True)
+
+
+def test_too_little_data_is_refused(chat, data, tmp_path):
+    settings = load_recipe(None, data={"files": [data], "limit": 3})
+    with pytest.raises(ValueError, match="3 examples remain"):
+        Trainer(chat, settings, str(tmp_path / "run")).prepare()
+    with pytest.raises(ValueError, match="no training data: give --data FILE"):
+        Trainer(chat, load_recipe(None), str(tmp_path / "run")).prepare()
+
+
+def test_the_rate_warms_up_and_falls_to_its_floor():
+    optimizer = Recipe().optimizer
+    rates = [rate(optimizer, step, 100) for step in range(100)]
+    assert rates[0] < rates[1] < rates[2] <= optimizer.lr
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert optimizer.floor * optimizer.lr < rates[-1] < 1.05 * optimizer.floor * optimizer.lr
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_greedy_answers_of_the_data_are_not_made_again(chat, tmp_path, honest):
+    """Time that answering takes; or a prediction along what another model said."""
+    questions = ["".join(chr(97 + (7 * i + j) % 26) for j in range(3 + i % 5)) for i in range(16)]
+    answers = generate(chat, questions, max_new_tokens=12, temperature=0.0)
+    path = tmp_path / "data.jsonl"
+    with path.open("w") as file:
+        for question, answer in zip(questions, answers if honest else reversed(answers), strict=True):
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer.text}]
+            about = {"temperature": 0, "finished": answer.finish == "eos"}
+            file.write(json.dumps({"messages": messages, **about}) + "\n")
+    trainer = Trainer(chat, recipe(str(path)), str(tmp_path / "run"))
+    trainer.prepare()
+    assert (trainer._known_answers() is not None) == honest
+    anew = Record.of(chat, [e.prompt for e in trainer._held_out], 12, ("final",))
+    assert anew.greedy_share(chat) == 1.0
+    if honest:
+        assert trainer.record.tokens[:, : anew.tokens.shape[1]].equal(anew.tokens)
+
+
+def test_a_record_ends_where_an_answer_ends(chat, data):
+    """Tokens past the end of an answer that count as accepted."""
+    from slipstream.training.data import load_examples
+
+    record = Record.of(chat, [e.prompt for e in load_examples([data], chat, 40)[:5]], 16, ("final",))
+    assert (record.lengths - record.prompts <= 16).all()
+    assert (record.tokens.gather(1, record.lengths[:, None] - 1) >= 0).all()
