@@ -1,0 +1,149 @@
+"""How many tokens a pass commits at T > 0 by the way drafts are proposed, measured by decoding.
+
+    python benchmarks/proposals.py eagle:tree=chain-5 fasteagle:tree=chain-2 \
+        --questions mt_bench.jsonl --questions gsm8k.jsonl --json benchmarks/results/proposals.json
+
+Every drafter decodes the same prompts with each of the three proposals, and with several seeds. τ pools all
+rounds. Its interval (95 %, bootstrap) is over the questions, whose seeds are added up. The ratio of two
+proposals takes the same questions for both. A known text cannot judge `sampled`: a token drawn from q matches
+a token drawn from p with probability Σ p·q, while the multi-round law accepts it with Σ min(p, q).
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import slipstream
+from slipstream.files import check_writable, write_json
+from slipstream.machine import heading
+from slipstream.measure.paired import interval
+from slipstream.measure.questions import Question, load_questions
+
+PROPOSALS = ("top-k", "noise", "sampled")
+SAMPLES = 2000
+
+
+@dataclass
+class Counts:
+    """Tokens committed, target passes and accepted drafts by depth, of one question or more."""
+
+    committed: int = 0
+    passes: int = 0
+    reached: list[int] = field(default_factory=list)  # [d]: rounds that accepted d + 1 drafted tokens or more
+
+    def add(self, answer: Any) -> None:
+        """Count one more answer's rounds."""
+        for r in answer.rounds:
+            self.committed, self.passes = self.committed + r.kept, self.passes + 1
+            self.reached += [0] * (r.accepted - len(self.reached))
+            for depth in range(r.accepted):
+                self.reached[depth] += 1
+
+
+def decode(
+    target: Any, drafter: str, questions: Sequence[Question], seeds: int, new: int, temperature: float
+) -> dict[str, Counts]:
+    """What each question's rounds came to; the questions of a file are one batch."""
+    counts = {question.name: Counts() for question in questions}
+    for file in dict.fromkeys(question.file for question in questions):
+        batch = [question for question in questions if question.file == file]
+        prompts = [question.turns[0] for question in batch]
+        settings = {"max_new_tokens": new, "temperature": temperature}
+        for seed in range(seeds):
+            answers = slipstream.generate(target, prompts, drafter, seed=seed, **settings)
+            for question, answer in zip(batch, answers, strict=True):
+                counts[question.name].add(answer)
+    return counts
+
+
+def summary(counts: dict[str, Counts]) -> dict[str, Any]:
+    """τ with its interval, and the figures that it is made of."""
+    committed, passes = (sum(getattr(c, name) for c in counts.values()) for name in ("committed", "passes"))
+    depth = max((len(c.reached) for c in counts.values()), default=0)
+    reached = [sum(c.reached[d] for c in counts.values() if len(c.reached) > d) for d in range(depth)]
+    return {
+        "tau": round(committed / passes, 4),
+        "interval": [round(end, 4) for end in interval(draws(counts))],
+        "committed": committed,
+        "target_passes": passes,
+        "acceptance_by_depth": [round(r / passes, 4) for r in reached],
+        "by_question": {name: [c.committed, c.passes] for name, c in counts.items()},
+    }
+
+
+def draws(counts: dict[str, Counts]) -> Tensor:
+    """τ of the questions drawn anew, the same draws for all proposals."""
+    sums = torch.tensor([[c.committed, c.passes] for c in counts.values()], dtype=torch.float64)
+    drawn = torch.randint(len(sums), (SAMPLES, len(sums)), generator=torch.Generator().manual_seed(0))
+    committed, passes = sums[drawn].sum(1).unbind(-1)
+    return committed / passes
+
+
+def compare(
+    target: Any, drafters: Sequence[str], questions: Sequence[Question], **how: Any
+) -> dict[str, Any]:
+    """τ of every drafter with every proposal, and the ratios of any two proposals of one drafter."""
+    arms, ratios = dict[str, Any](), dict[str, Any]()
+    for drafter in drafters:
+        found = {}
+        for proposal in PROPOSALS:
+            found[proposal] = decode(target, f"{drafter},proposal={proposal}", questions, **how)
+            arms[f"{drafter},proposal={proposal}"] = arm = summary(found[proposal])
+            print(drafter, proposal, arm["tau"], file=sys.stderr, flush=True)
+        ratios[drafter] = {}
+        for below, above in combinations(PROPOSALS, 2):
+            share = draws(found[above]) / draws(found[below])
+            mean = summary(found[above])["tau"] / summary(found[below])["tau"]
+            ends = [round(end, 4) for end in interval(share)]
+            ratios[drafter][f"{above} over {below}"] = {"ratio": round(mean, 4), "interval": ends}
+    return {"arms": arms, "ratios": ratios}
+
+
+def main() -> None:
+    """The command line."""
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("drafters", nargs="+", help="such as eagle:tree=chain-5, with a static tree")
+    options.add_argument("--target", default="smollm2")
+    options.add_argument("--questions", action="append", default=[])
+    options.add_argument("--limit", type=int, default=8)
+    options.add_argument("--max-new-tokens", type=int, default=64)
+    options.add_argument("--temperature", type=float, default=1.0)
+    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--dtype", default="float32")
+    options.add_argument("--json", default=None)
+    given = options.parse_args()
+    check_writable(given.json)
+    target = slipstream.load_target(given.target, given.dtype)
+    questions = load_questions(given.questions, given.limit)
+    how = {"seeds": given.seeds, "new": given.max_new_tokens, "temperature": given.temperature}
+    found = compare(target, given.drafters, questions, **how)
+    table = Table("drafter", "τ", "95 %", "by depth")
+    for name, arm in found["arms"].items():
+        ends, depths = arm["interval"], " ".join(f"{a:.2f}" for a in arm["acceptance_by_depth"])
+        table.add_row(name, f"{arm['tau']:.3f}", "[{:.3f}, {:.3f}]".format(*ends), depths)
+    Console().print(table)
+    if given.json:
+        files = [question.file for question in questions]
+        about = {
+            "command": f"python benchmarks/proposals.py {shlex.join(sys.argv[1:])}",
+            "max_new_tokens": given.max_new_tokens,
+            "temperature": given.temperature,
+            "seeds": given.seeds,
+            "questions": {file: files.count(file) for file in dict.fromkeys(files)},
+        }
+        write_json(given.json, {**heading(target), **about, **found})
+
+
+if __name__ == "__main__":
+    main()
