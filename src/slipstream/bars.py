@@ -1,4 +1,4 @@
-"""Progress bars that are read at any width."""
+"""Progress bars that can be read at any width of the terminal."""
 
 from collections.abc import Iterable
 
@@ -16,21 +16,20 @@ from rich.text import Text
 
 
 class Bars(Progress):
-    """Two lines for each task: what is under way, and the bar with counts and times."""
+    """Two lines for each task: its description and note, and the bar with counts and times."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         for task in self.tasks:
-            words = [task.description, task.fields["note"]]
-            yield Text("  ".join(filter(None, words)), no_wrap=True, overflow="ellipsis")
+            title = "  ".join(filter(None, [task.description, task.fields["note"]]))
+            yield Text(title, no_wrap=True, overflow="ellipsis")
             yield self.make_tasks_table([task])
 
 
 def bars(console: Console, transient: bool = False) -> Bars:
-    """Bars whose tasks have a `note`: what is said of them now. Times are those that have passed and are
-    left."""
+    """Bars with the time passed < the time left. Each task has a field `note`, the latest news of it."""
     times = (TimeElapsedColumn(), TextColumn("<"), TimeRemainingColumn())
-    bar = BarColumn(None, table_column=Column(ratio=1))  # what the others leave
-    quiet = not console.is_terminal  # a log
+    bar = BarColumn(None, table_column=Column(ratio=1))  # takes the width that the others leave
+    quiet = not console.is_terminal  # no bars in a log
     return Bars(
         bar, MofNCompleteColumn(), *times, console=console, transient=transient, expand=True, disable=quiet
     )

@@ -1,4 +1,4 @@
-"""What Slipstream keeps in the user's cache, and how it is cleared: all of it can be made again."""
+"""Slipstream's entries in the user's cache, and their deletion. All of them can be made again."""
 
 import shutil
 from collections.abc import Iterable, Sequence
@@ -9,16 +9,16 @@ from slipstream.files import cache_home
 
 KINDS = {
     "models": "models converted from GGUF",
-    "features": "what targets say of training data",
+    "features": "targets' features of training data",
     "compiled": "compiled passes",
     "tuned": "trees that tune chose",
-    "costs": "what passes cost here",
+    "costs": "measured costs of passes",
 }
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that is kept: `bytes` on disk, and when any of it was last `used`, in seconds since 1970."""
+    """One entry: its `bytes` on disk, and when a file of it was last `used`, in seconds since 1970."""
 
     kind: str
     path: Path
@@ -31,24 +31,23 @@ class Entry:
 
 
 def entries(kinds: Sequence[str] = (), unused_since: float | None = None) -> list[Entry]:
-    """What is kept of some kinds (default: all), the largest first. What else lies in the directory is not
-    ours, nor is what a link there points to.
+    """The entries of some kinds (default: all), largest first. Links and files of others are not listed.
 
     Args:
-        unused_since: only what was not used since then, in seconds since 1970.
+        unused_since: leave out entries that were used since then, in seconds since 1970.
     """
     paths = [(kind, path) for kind in kinds or KINDS for path in _paths(kind)]
-    found = [_entry(kind, path) for kind, path in paths if path.exists() and not path.is_symlink()]
+    kept = [_entry(kind, path) for kind, path in paths if path.exists() and not path.is_symlink()]
     return sorted(
-        (e for e in found if unused_since is None or e.used < unused_since), key=lambda entry: -entry.bytes
+        (e for e in kept if unused_since is None or e.used < unused_since), key=lambda entry: -entry.bytes
     )
 
 
 def clear(some: Iterable[Entry]) -> None:
-    """Delete them; what links in them point to stays.
+    """Delete entries. What links in them point to stays.
 
     Raises:
-        ValueError: one cannot be deleted.
+        ValueError: an entry cannot be deleted.
     """
     for entry in some:
         try:
@@ -62,7 +61,7 @@ def clear(some: Iterable[Entry]) -> None:
 
 def _paths(kind: str) -> list[Path]:
     home = cache_home()
-    if kind == "models":  # NAME-KEY, of a hash
+    if kind == "models":  # NAME-HASH
         return [path.parent for path in home.glob(f"*-{'[0-9a-f]' * 16}/config.json")]
     if kind in ("features", "tuned"):
         return [] if (home / kind).is_symlink() else list((home / kind).glob("*"))
@@ -70,8 +69,7 @@ def _paths(kind: str) -> list[Path]:
 
 
 def _entry(kind: str, path: Path) -> Entry:
-    seen = [
-        file.lstat() for file in (path, *path.rglob("*")) if not file.is_dir()
-    ]  # looking at one uses a directory
-    used = max((max(about.st_atime, about.st_mtime) for about in seen), default=path.stat().st_mtime)
-    return Entry(kind, path, sum(about.st_size for about in seen), used)
+    # Directories do not count: to list one is to use it.
+    files = [file.lstat() for file in (path, *path.rglob("*")) if not file.is_dir()]
+    used = max((max(file.st_atime, file.st_mtime) for file in files), default=path.stat().st_mtime)
+    return Entry(kind, path, sum(file.st_size for file in files), used)

@@ -1,5 +1,4 @@
-"""Files: what is read, where results go, whole or not at all, who may write, and where what can be made again
-is kept."""
+"""Files: reading what users give, writing results atomically, locks, and the user's cache."""
 
 import fcntl
 import gzip
@@ -21,34 +20,33 @@ from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
 STANDARD = ("-", "/dev/stdout")
-HANDED = ("/dev/stdin", "/dev/fd/")  # what a shell hands over, pipes too
+HANDED = ("/dev/stdin", "/dev/fd/")  # a shell hands files and pipes over under these names
 LOCK = ".lock"
-HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character that JSON writes as two
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # half of a surrogate pair, as JSON escapes it
 LOADED = ("*config.json", "token*.json", "tuned.json", "*.safetensors", "*.bin", "*.gguf", "*.pt", "*.yaml")
 
 
 def check_counts(**counts: int | None) -> None:
-    """Raise ValueError, with its name, for a count below 1; None is one that nobody gave."""
+    """Raise ValueError, which names the count, for a count below 1. None is a count that was not given."""
     for name, count in counts.items():
         if count is not None and count < 1:
             raise ValueError(f"{name} is {count}; it must be at least 1")
 
 
 def evenly(rows: Sequence[T], limit: int | None) -> list[T]:
-    """At most `limit` of the rows, taken evenly over all of them; None: all. Raises ValueError for a limit
-    below 1."""
+    """At most `limit` of the rows (None: all), spread evenly over them. Raises ValueError if it is below 1."""
     check_counts(limit=limit)
     n = len(rows) if limit is None else min(limit, len(rows))
     return [rows[i * len(rows) // n] for i in range(n)]
 
 
 def cache_home() -> Path:
-    """The user's cache: converted models, cached features, what was tuned and measured here."""
+    """The directory of converted models, cached features, tuned trees and measured costs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
 def name_of(given: str | os.PathLike[str], what: str) -> str:
-    """What was given as a name or a path. Raises ValueError for anything else, and for an empty name."""
+    """A name or a path as text. Raises ValueError for anything else, and for an empty name."""
     if not isinstance(given, (str, os.PathLike)):
         raise ValueError(f"{what} is named by a {type(given).__name__}: give a name or a path")
     if not (name := os.fspath(given)):
@@ -57,7 +55,7 @@ def name_of(given: str | os.PathLike[str], what: str) -> str:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise OSError for what is no file, such as a device, from which reading may never end."""
+    """Raise OSError for anything but a file: reading from a device, for one, may never end."""
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(0, "it is a directory, not a file")
@@ -66,19 +64,19 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def read_text(path: str | os.PathLike[str], what: str) -> str:
-    """A text file of the user's: plain or gzipped, as its first bytes say, with or without a byte-order mark.
+    """The text of a user's file: plain or gzipped, as its first bytes say, with or without a byte-order mark.
 
     Args:
-        what: the file is, such as "recipe", for the error.
+        what: the file's kind, such as "recipe", for the error.
 
     Raises:
-        ValueError: it cannot be read, is no regular file, or is not UTF-8 text.
+        ValueError: the file cannot be read, is no regular file, or is not UTF-8 text.
     """
     try:
         check_regular(path)
         with open(path, "rb") as raw:
-            packed = raw.peek(2)[:2] == b"\x1f\x8b"
-            with io.TextIOWrapper(gzip.GzipFile(fileobj=raw) if packed else raw, "utf-8-sig") as file:
+            gzipped = raw.peek(2)[:2] == b"\x1f\x8b"
+            with io.TextIOWrapper(gzip.GzipFile(fileobj=raw) if gzipped else raw, "utf-8-sig") as file:
                 return file.read()
     except (OSError, EOFError, ValueError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -88,7 +86,7 @@ def read_text(path: str | os.PathLike[str], what: str) -> str:
 
 
 def parsed(text: str) -> Any:
-    """JSON. Raises ValueError where it is none, is nested too deeply, or escapes half a character."""
+    """The value of a JSON text. Raises ValueError if it is invalid, too deep, or escapes half a character."""
     try:
         value = json.loads(text)
     except RecursionError as error:
@@ -99,7 +97,7 @@ def parsed(text: str) -> Any:
 
 
 def read_json(path: str | Path, what: str) -> dict[str, Any]:
-    """A JSON object in a file. Raises ValueError where it cannot be read, or is something else."""
+    """The JSON object in a file. Raises ValueError if the file cannot be read or holds anything else."""
     text = read_text(path, what)
     try:
         value = parsed(text)
@@ -111,14 +109,14 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def check_writable(*paths: str | None, reads: Iterable[str] = ()) -> None:
-    """Refuse output paths before the work, not after it; None is an output that nobody asked for.
+    """Refuse output paths before the work begins. None is an output that was not asked for.
 
     Args:
-        reads: files and directories that the command reads. Neither they nor what a model's or a drafter's
-            directory consists of is written over.
+        reads: files and directories that the command reads. They are not written over, nor are a model's or a
+            drafter's files in those directories.
 
     Raises:
-        ValueError: nothing can be written there, or two outputs are one file.
+        ValueError: a path cannot be written, is read by the command, or is given twice.
     """
     taken = dict[str, str]()
     sources = {os.path.realpath(source) for source in reads if os.path.exists(source)}
@@ -143,7 +141,7 @@ def check_writable(*paths: str | None, reads: Iterable[str] = ()) -> None:
 
 
 def _writable(path: str) -> str:
-    """Where a path leads. Raises OSError or ValueError where no file can be put there."""
+    """The real path of an output. Raises OSError or ValueError if no file can be written there."""
     if not path:
         raise OSError(0, "its name is empty")
     place, mode = os.path.realpath(path), stat.S_IFREG
@@ -162,15 +160,14 @@ def _writable(path: str) -> str:
 
 @contextmanager
 def replacing(path: str) -> Iterator[TextIO]:
-    """A file to write, put in the place of `path` once it is whole: what was there stays until then. - is
-    standard output.
+    """A file to write, which takes the place of `path` once it is complete; "-" is standard output.
 
     Raises:
         ValueError: it cannot be written.
     """
-    place = beside = Path(path)  # nothing takes the place of a pipe
+    place = beside = Path(path)  # a pipe is written directly
     if path not in STANDARD and (place.is_file() or not place.exists()):
-        place = Path(os.path.realpath(place))  # a link stays one
+        place = Path(os.path.realpath(place))  # a link stays a link, and its file is replaced
         beside = place.with_name(f".{place.name[:40]}.{os.getpid()}")
     try:
         with nullcontext(sys.stdout) if path in STANDARD else open(beside, "w", encoding="utf-8") as file:
@@ -178,7 +175,7 @@ def replacing(path: str) -> Iterator[TextIO]:
             file.flush()
         if beside != place:
             os.replace(beside, place)
-    except BrokenPipeError:  # somebody else's output
+    except BrokenPipeError:  # the reader of our output has ended; the command line handles it
         raise
     except OSError as error:
         raise ValueError(f"output {path} cannot be written: {error.strerror}") from error
@@ -190,10 +187,10 @@ def replacing(path: str) -> Iterator[TextIO]:
 
 @contextmanager
 def locked(path: str | Path) -> Iterator[None]:
-    """A file or a directory to write in, this process's alone until it ends, however it ends.
+    """Hold a file or a directory for this process alone. The lock ends with the process, however that ends.
 
     Raises:
-        ValueError: another process has it, which is named, or it cannot be locked.
+        ValueError: another process, which is named, holds it, or it cannot be locked.
     """
     place = Path(os.path.realpath(path))
     beside = place / LOCK if place.is_dir() else place.with_name(f".{place.name[:40]}{LOCK}")
@@ -220,16 +217,16 @@ def locked(path: str | Path) -> Iterator[None]:
 
 
 def _lock(beside: Path) -> TextIO | str:
-    """The lock file, locked; or what its holder wrote into it. Raises OSError."""
+    """The locked file, or, if another process has locked it, the text in it. Raises OSError."""
     while True:
-        file = open(beside, "a+", encoding="utf-8")  # noqa: SIM115  locked as long as it is open
+        file = open(beside, "a+", encoding="utf-8")  # noqa: SIM115  it is locked as long as it is open
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             with file:
                 file.seek(0)
                 return file.read()
-        with suppress(FileNotFoundError):  # its last holder may have removed it meanwhile
+        with suppress(FileNotFoundError):  # its last holder may have removed it in between
             if os.path.samefile(file.fileno(), beside):
                 return file
         file.close()
@@ -237,10 +234,10 @@ def _lock(beside: Path) -> TextIO | str:
 
 @contextmanager
 def understood(what: str) -> Iterator[None]:
-    """Where files from elsewhere are read: what they cannot be read for is said in one line.
+    """Turn errors over a foreign file's contents into a ValueError of one line.
 
     Raises:
-        ValueError: values of another type, out of range, or missing.
+        ValueError: values have another type, are out of range, or are missing.
     """
     try:
         yield
@@ -260,10 +257,10 @@ def understood(what: str) -> Iterator[None]:
 
 
 def write_json(path: str, data: dict[str, Any]) -> None:
-    """Results, whole or not at all; where `path` does not take them they go to a file that the error names.
+    """Write results as JSON, atomically. If `path` cannot be written, they go to a file that the error names.
 
     Raises:
-        ValueError: they cannot be written there.
+        ValueError: `path` cannot be written.
     """
     text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
     try:
@@ -278,17 +275,15 @@ def write_json(path: str, data: dict[str, Any]) -> None:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """What `update_json` keeps in a file, by key; nothing where there is none yet. Raises ValueError for
-    anything else."""
-    found = read_json(path, "file of results") if os.path.lexists(path) else {}
-    if not all(isinstance(entries, dict) for entries in found.values()):
+    """The entries that `update_json` keeps in a file, by key; none if there is no file. Raises ValueError."""
+    results = read_json(path, "file of results") if os.path.lexists(path) else {}
+    if not all(isinstance(entries, dict) for entries in results.values()):
         raise ValueError(f"file of results {path} holds something else: move it away")
-    return found
+    return results
 
 
 def update_json(path: Path, key: str, entries: dict[str, Any]) -> None:
-    """Put entries under a key of a file of results, whose others stay. Raises ValueError where it cannot be
-    written, or holds something else."""
+    """Put entries under a key of a file of results; its other entries stay. Raises ValueError."""
     known = read_results(path)
     check_writable(str(path))
     write_json(str(path), {**known, key: known.get(key, {}) | entries})

@@ -1,4 +1,4 @@
-"""cache: what is kept where, and clearing it."""
+"""cache: show what is in the user's cache, and delete it."""
 
 import sys
 import time
@@ -22,23 +22,23 @@ DAY = 86_400
 )
 def cache(
     action: Annotated[
-        str, typer.Argument(metavar="clean", show_default=False, help="delete what would be shown")
+        str,
+        typer.Argument(metavar="clean", show_default=False, help="delete what would be shown"),
     ] = "show",
     models: Annotated[bool, typer.Option("--models", help="only models converted from GGUF")] = False,
     features: Annotated[
-        bool, typer.Option("--features", help="only what targets say of training data")
+        bool, typer.Option("--features", help="only targets' features of training data")
     ] = False,
     compiled: Annotated[bool, typer.Option("--compiled", help="only compiled passes")] = False,
     tuned: Annotated[bool, typer.Option("--tuned", help="only trees that tune chose")] = False,
-    costs: Annotated[bool, typer.Option("--costs", help="only what passes cost here")] = False,
+    costs: Annotated[bool, typer.Option("--costs", help="only measured costs of passes")] = False,
     older_than: Annotated[
-        float | None, typer.Option(min=0, metavar="DAYS", help="only what was not used for so long")
+        float | None, typer.Option(min=0, metavar="DAYS", help="only what was not used for this many days")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="delete without asking")] = False,
     json_path: JsonPath = None,
 ) -> None:
-    """Show what is kept where, or delete it. All of it can be made again, and nothing outside the cache is
-    touched."""
+    """Show what is kept where, or delete it. All of it can be made again; files outside the cache stay."""
     from slipstream.cached import KINDS, clear, entries
     from slipstream.files import cache_home, check_writable, write_json
     from slipstream.measure.report import Figures
@@ -51,24 +51,24 @@ def cache(
     named = [
         kind for kind, wanted in zip(KINDS, (models, features, compiled, tuned, costs), strict=True) if wanted
     ]
-    found = entries(named, None if older_than is None else time.time() - older_than * DAY)
+    shown = entries(named, None if older_than is None else time.time() - older_than * DAY)
     table = Figures(None, "kept", "kind", "size", "last used")
-    for entry in found:
+    for entry in shown:
         table.add_row(entry.name, entry.kind, _size(entry.bytes), _ago(entry.used))
-    if found:
+    if shown:
         out.print(table)
-    what = f"{_size(sum(entry.bytes for entry in found))} in {cache_home()}"
-    out.print(what, soft_wrap=True)
+    total = f"{_size(sum(entry.bytes for entry in shown))} in {cache_home()}"
+    out.print(total, soft_wrap=True)
     if json_path is not None:
-        about = [
-            {"kind": e.kind, "path": str(e.path), "bytes": e.bytes, "last_used": _iso(e.used)} for e in found
+        listed = [
+            {"kind": e.kind, "path": str(e.path), "bytes": e.bytes, "last_used": _iso(e.used)} for e in shown
         ]
-        write_json(json_path, {"schema": 1, "home": str(cache_home()), "entries": about})
-    if action == "clean" and found:
+        write_json(json_path, {"schema": 1, "home": str(cache_home()), "entries": listed})
+    if action == "clean" and shown:
         if not yes and not sys.stdin.isatty():
-            raise ValueError(f"{what} would be deleted and nobody can be asked: give --yes")
+            raise ValueError(f"{total} would be deleted and nobody can be asked: give --yes")
         if yes or typer.confirm("delete this?"):
-            clear(found)
+            clear(shown)
             out.print("deleted")
 
 

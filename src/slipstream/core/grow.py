@@ -1,10 +1,9 @@
-"""How trees grow: from fixed child-rank paths, along a backbone, best-first, as beams, or by the drafter's
-own confidence.
+"""How trees grow: from fixed child-rank paths, along a backbone, best-first, as beams, or by confidence.
 
-A drafter hands over candidates; what is kept is decided here, once for all drafters. `expand(tokens, origin)`
-is one draft step: the children of the frontier. It receives the frontier's tokens [B, F] and, for each, the
-index of its parent among the frontier of the step before (zeros at the root), and returns candidate ids [B,
-F, K], best first, and their log probabilities [B, F, K].
+A drafter offers candidates; the functions here decide which of them a tree keeps. `expand(tokens, origin)` is
+one draft step, which expands the nodes of a frontier. It takes the frontier's tokens [B, F] and, for each,
+the index of its parent in the frontier of the step before (0 at the root). It returns candidate ids [B, F,
+K], best first, and their log probabilities [B, F, K].
 """
 
 from collections.abc import Callable, Sequence
@@ -26,21 +25,22 @@ CPU = torch.device("cpu")
 
 
 def backbone(depth: int, width: int) -> tuple[Path, ...]:
-    """`width` siblings a level, all under the first of the level above (FastEagle §2.2; width 1 is a
-    chain)."""
+    """Paths of `width` siblings per level, under the first node of the level above (FastEagle §2.2)."""
     return tuple((*(0,) * level, rank) for level in range(depth) for rank in range(width))
 
 
 def static(root: Int[Tensor, " B"], paths: Sequence[Path], expand: Expand) -> Tree:
-    """The tree of `paths`, each the child ranks from the root: (0,) is the best child, (0, 1) its second
-    (EAGLE Fig. 9).
+    """The tree of `paths`. A path is the child ranks from the root: (0,) is the best child, (0, 1) that one's
+    second best (EAGLE, Fig. 9).
 
     Raises:
-        ValueError: a path is empty, repeated, or its parent is missing.
+        ValueError: a path is empty or repeated, its parent is missing, or the drafter offers too few
+            candidates.
     """
     B, device = len(root), root.device
-    tokens, slots = [root[:, None]], [torch.zeros(1, dtype=torch.long, device=device)]
-    frontier, origin = root[:, None], torch.zeros(B, 1, dtype=torch.long, device=device)
+    frontier = root[:, None]
+    origin = torch.zeros(B, 1, dtype=torch.long, device=device)
+    tokens, slots = [frontier], [origin[0]]
     for level in static_levels(tuple(paths), device):
         ids, _ = expand(frontier, origin)
         if level.ranks > ids.shape[-1]:
@@ -48,26 +48,27 @@ def static(root: Int[Tensor, " B"], paths: Sequence[Path], expand: Expand) -> Tr
                 f"the tree asks for {level.ranks} children a node and the drafter offers {ids.shape[-1]}: "
                 f"narrow the tree"
             )
-        kids = ids[:, level.under, level.rank]
-        tokens.append(kids)
+        children = ids[:, level.under, level.rank]
+        tokens.append(children)
         slots.append(level.parent)
-        frontier, origin = kids[:, level.grown], level.under[level.grown].expand(B, -1)
+        frontier = children[:, level.grown]
+        origin = level.under[level.grown].expand(B, -1)
     return Tree(torch.cat(tokens, 1), torch.cat(slots).expand(B, -1), len(tokens) - 1)
 
 
 class Level(NamedTuple):
-    """One depth of a static tree; `n` nodes, of which `g` have children."""
+    """One level of a static tree: `n` nodes, of which `g` have children."""
 
-    parent: Int[Tensor, " n"]  # slot of the parent in the whole tree
-    under: Int[Tensor, " n"]  # index of the parent among the nodes that were expanded to make this level
-    rank: Int[Tensor, " n"]
-    grown: Int[Tensor, " g"]  # the nodes of this level that are expanded next
-    ranks: int  # children wanted of a node, at most
+    parent: Int[Tensor, " n"]  # slot of each node's parent in the tree
+    under: Int[Tensor, " n"]  # index of each node's parent in the frontier that this level expands
+    rank: Int[Tensor, " n"]  # rank of each node among its siblings
+    grown: Int[Tensor, " g"]  # nodes of this level that the next one expands
+    ranks: int  # the largest number of children of one node
 
 
 @lru_cache
 def static_levels(paths: tuple[Path, ...], device: torch.device = CPU) -> tuple[Level, ...]:
-    """Index tensors of a static tree, level by level; slots are breadth-first, siblings by rank."""
+    """Index tensors of a static tree, level by level. Slots are in breadth-first order, siblings by rank."""
     known = {(), *paths}
     if () in paths or len(set(paths)) != len(paths):
         wrong = next(path for i, path in enumerate(paths) if not path or path in paths[:i])
@@ -101,15 +102,15 @@ def static_levels(paths: tuple[Path, ...], device: torch.device = CPU) -> tuple[
 
 
 def dynamic(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int, budget: int) -> Tree:
-    """EAGLE-2: expand the `width` most confident nodes of each level, then keep the `budget` best of all,
-    root included.
+    """EAGLE-2: expand the `width` most confident nodes of each level, then keep the `budget` best nodes.
 
-    A node's score is the log of its path's probability, so a parent never scores below its child; a stable
-    order with ties to the lower slot keeps every kept node's parent.
+    A node's score is the log probability of its path, so no child scores above its parent. Among equal scores
+    the lower slot wins, so the parent of every kept node is kept.
     """
     B, device = len(root), root.device
-    frontier, origin = root[:, None], torch.zeros(B, 1, dtype=torch.long, device=device)
-    slots, score = origin, torch.zeros(B, 1, device=device)
+    frontier = root[:, None]
+    origin = slots = torch.zeros(B, 1, dtype=torch.long, device=device)
+    score = torch.zeros(B, 1, device=device)
     tokens, parents = [frontier], [slots]
     scores = [torch.full((B, 1), torch.inf, device=device)]  # the root always stays
     for _ in range(depth):
@@ -120,24 +121,29 @@ def dynamic(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int, bud
         parents.append(slots.repeat_interleave(K, 1))
         scores.append(path)
         best = _best(path, width)
-        frontier, score = tokens[-1].gather(1, best).clamp(min=0), path.gather(1, best)
-        slots, origin = offset + best, best // K
+        frontier = tokens[-1].gather(1, best).clamp(min=0)
+        score = path.gather(1, best)
+        slots = offset + best
+        origin = best // K
     kept = _best(torch.cat(scores, 1), budget).sort(1).values
     above = torch.cat(parents, 1).gather(1, kept)
     return Tree(torch.cat(tokens, 1).gather(1, kept), torch.searchsorted(kept, above), depth)
 
 
 def beam(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int) -> Tree:
-    """Beam search: of all candidates behind a level's nodes, the `width` that end the best paths are the next
-    level."""
-    frontier, slots = root[:, None], torch.zeros(len(root), 1, dtype=torch.long, device=root.device)
-    origin, score, offset = slots, torch.zeros(len(root), 1, device=root.device), 1
+    """Beam search: of all candidates behind a level, the `width` with the best paths are the next level."""
+    frontier = root[:, None]
+    origin = slots = torch.zeros(len(root), 1, dtype=torch.long, device=root.device)
+    score = torch.zeros(len(root), 1, device=root.device)
+    offset = 1
     tokens, parents = [frontier], [slots]
     for _ in range(depth):
         ids, log_q = expand(frontier, origin)
         path = (score[..., None] + log_q.float()).flatten(1)
         best = _best(path, width)
-        origin, score, frontier = best // ids.shape[-1], path.gather(1, best), ids.flatten(1).gather(1, best)
+        origin = best // ids.shape[-1]
+        score = path.gather(1, best)
+        frontier = ids.flatten(1).gather(1, best)
         tokens.append(frontier.masked_fill(score == -torch.inf, PAD))
         parents.append(slots.gather(1, origin))
         slots = (offset + torch.arange(best.shape[1], device=root.device)).expand_as(best)
@@ -153,41 +159,37 @@ def cape(
     limits: Sequence[float],
     counts: Sequence[int],
 ) -> Tree:
-    """CAPE (GLIDE §4.2): a chain of `depth` proposals, and beside each as many of the next best candidates,
-    never expanded, as its confidence p asks for: counts[i] where limits[i − 1] < p ≤ limits[i].
+    """CAPE (GLIDE §4.2): a chain of `depth` proposals, each with further candidates, which are not expanded.
+
+    A proposal of probability p gets counts[i] further candidates, where limits[i − 1] < p ≤ limits[i].
 
     Args:
-        drafted: tokens in all; where they do not suffice, the deepest proposals go without.
+        drafted: the most tokens of the tree below its root. The deepest levels lose candidates first.
     """
-    frontier, origin = root[:, None], torch.zeros(len(root), 1, dtype=torch.long, device=root.device)
+    frontier = root[:, None]
+    origin = torch.zeros(len(root), 1, dtype=torch.long, device=root.device)
     extra = torch.tensor(counts, device=root.device)
-    bounds, ranks = (
-        torch.tensor(limits, device=root.device),
-        torch.arange(1 + max(counts), device=root.device),
-    )
+    bounds = torch.tensor(limits, device=root.device)
+    ranks = torch.arange(1 + max(counts), device=root.device)
     levels, wanted = list[Tensor](), list[Tensor]()
     for _ in range(depth):
         ids, log_q = expand(frontier, origin)
-        few = extra[torch.bucketize(log_q[:, 0, 0].exp().to(bounds), bounds)]
+        count = extra[torch.bucketize(log_q[:, 0, 0].exp().to(bounds), bounds)]
         levels.append(ids[:, 0, : len(ranks)])
-        wanted.append(ranks <= few[:, None])
+        wanted.append(ranks <= count[:, None])
         frontier = ids[:, 0, :1]
     first = (ranks == 0).repeat(depth)
-    want, tokens = torch.cat(wanted, 1), torch.cat(levels, 1)
+    want = torch.cat(wanted, 1)
     want = first | (want & ((want & ~first).cumsum(1) <= drafted - depth))
-    count = min(drafted, want.shape[1])
-    if look.may_look(want):
-        count = int(want.sum(1).max())
-    kept = (~want).sort(dim=1, stable=True).indices[:, :count]
-    chain = want.cumsum(1)[:, first]  # slots of the proposals: the root is slot 0
-    above = torch.cat([torch.zeros_like(origin), chain[:, :-1]], 1).repeat_interleave(len(ranks), 1)
-    there = want.gather(1, kept)
-    drafts, parents = tokens.masked_fill(~want, PAD).gather(1, kept), above.gather(1, kept) * there
-    return Tree(
-        torch.cat([root[:, None], drafts], 1), torch.cat([torch.zeros_like(origin), parents], 1), depth
-    )
+    nodes = int(want.sum(1).max()) if look.may_look(want) else min(drafted, want.shape[1])
+    kept = (~want).sort(dim=1, stable=True).indices[:, :nodes]
+    chain = want.cumsum(1)[:, first]  # slots of the proposals; the root is slot 0
+    above = torch.cat([origin, chain[:, :-1]], 1).repeat_interleave(len(ranks), 1)
+    parents = above.gather(1, kept) * want.gather(1, kept)
+    tokens = torch.cat(levels, 1).masked_fill(~want, PAD).gather(1, kept)
+    return Tree(torch.cat([root[:, None], tokens], 1), torch.cat([origin, parents], 1), depth)
 
 
 def _best(scores: Float[Tensor, "B n"], k: int) -> Int[Tensor, "B k"]:
-    """Indices of the k best, ties to the lower index (torch.topk promises no order among ties)."""
+    """Indices of the k best; the lower index wins a tie (torch.topk promises no order among ties)."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :k]

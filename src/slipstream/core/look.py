@@ -1,9 +1,9 @@
-"""Whether a value may decide what is done next."""
+"""Whether the host may read a tensor's value to decide what to do next."""
 
 from torch import Tensor
 
 
 def may_look(x: Tensor) -> bool:
-    """On a CPU a look costs nothing and can save work. On a GPU it would wait for all that is under way, and
-    a round that is captured has nothing to look at yet: there every round does the same."""
+    """True on a CPU, where reading a value costs nothing and can save work. On a GPU it would wait for the
+    device, and while a graph is captured there are no values yet: every round there takes the same steps."""
     return x.device.type == "cpu"

@@ -1,9 +1,8 @@
-"""Counter-based noise: Philox4x64-10 (Salmon et al., SC'11), a pure function of (seed, row, stream,
-position).
+"""Counter-based noise, a function of (seed, row, stream, position): Philox4x64-10 (Salmon et al. 2011).
 
-Two kernels, one signature: NumPy's own Philox on the CPU (10 times faster there than the torch one), integer
-tensor arithmetic everywhere else, where it needs no host synchronisation. A test holds them equal bit for
-bit.
+There are two kernels of one signature. On the CPU NumPy's own Philox runs, which is 10 times as fast there.
+Other devices run integer tensor arithmetic, which needs no host synchronisation. A test checks that both give
+the same bits.
 """
 
 from enum import IntEnum
@@ -22,18 +21,17 @@ LOW32 = 0xFFFFFFFF
 
 
 class Stream(IntEnum):
-    """Independent noises at one position."""
+    """The independent streams of noise at one position."""
 
-    TARGET = 0  # the draw that decides the text; a drafter may look at it under the coupled law
-    ACCEPT = 1  # multi-round acceptance
-    DRAFT = 2  # a sampled drafter's own draws, which multi-round verification must not share
+    TARGET = 0  # decides the text; a drafter may look at it under the coupled law
+    ACCEPT = 1  # decides acceptance in multi-round verification
+    DRAFT = 2  # draws a sampled drafter's candidates; multi-round verification must not share it
 
 
 def uniform(
     keys: Int[Tensor, "B 2"], stream: Stream, positions: Int[Tensor, " B"], n: int
 ) -> Float[Tensor, "B n"]:
-    """`n` float64 uniforms per row, odd multiples of 2⁻⁵³ and so never 0 or 1, keyed by (seed, row) and
-    position."""
+    """`n` float64 uniforms per row by (seed, row) and position: odd multiples of 2⁻⁵³, so never 0 or 1."""
     words = _words_numpy if look.may_look(positions) else _words_torch
     return ((words(keys, stream, positions, n) & (2**52 - 1)).double() + 0.5) * 2.0**-52
 
@@ -54,9 +52,8 @@ def _words_numpy(keys: Tensor, stream: Stream, positions: Tensor, n: int) -> Ten
 
 def _words_torch(keys: Tensor, stream: Stream, positions: Tensor, n: int) -> Tensor:
     B, blocks = len(keys), -(-n // 4)
-    counter = torch.arange(1, blocks + 1, device=keys.device).expand(
-        B, -1
-    )  # NumPy counts up before its first block
+    # The counter begins at 1, because NumPy's Philox counts up before its first block.
+    counter = torch.arange(1, blocks + 1, device=keys.device).expand(B, -1)
     x = [
         counter,
         positions[:, None].expand(B, blocks),

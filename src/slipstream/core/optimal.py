@@ -1,5 +1,4 @@
-"""The best static tree for each node budget, from acceptance by depth and rank (Sequoia §3.1, dynamic
-programming)."""
+"""The best static trees, from acceptance by depth and rank (dynamic programming, Sequoia §3.1)."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,26 +8,23 @@ from slipstream.core.grow import Path
 def optimal_trees(
     acceptance: Sequence[Sequence[float]], budgets: Sequence[int]
 ) -> dict[int, tuple[list[Path], float]]:
-    """(paths, expected tokens a pass) of the tree that is accepted furthest, for each budget of nodes, root
-    included.
+    """(paths, expected tokens per pass) of the best tree for each node budget.
+
+    The worth of a subtree is the expected number of accepted nodes in it, given that its root is accepted. A
+    subtree of n nodes at depth d is worth 1, plus what the best division of n − 1 nodes among its children is
+    worth: the child of rank r adds acceptance[d][r] times the worth of its own subtree. The search takes
+    O(depth · ranks · nodes²).
 
     Args:
-        acceptance: [d][r], the chance that the token after an accepted node of depth d is the drafter's r-th
-            candidate. As many rows as the tree may be deep.
-
-    A subtree of n nodes whose root stands at depth d is worth 1 + the best way to share n − 1 nodes among its
-    children: the child of rank r adds acceptance[d][r] times its own subtree's worth. O(depth · ranks ·
-        nodes²).
+        acceptance: [d][r], the probability that the token after an accepted node of depth d is the drafter's
+            r-th candidate. The tree has at most as many levels as there are rows.
+        budgets: numbers of nodes, root included.
     """
     nodes = max(budgets)
-    worth = [0.0] + [
-        1.0
-    ] * nodes  # of a subtree of n nodes at the deepest level: nothing below its root is ever drafted
-    shares: list[
-        list[list[int]]
-    ] = []  # [depth][rank][n]: nodes that the child of this rank gets of n still to share
+    worth = [0.0] + [1.0] * nodes  # of a subtree of n nodes at the deepest level, where only its root counts
+    shares = list[list[list[int]]]()  # [depth][rank][n]: nodes of the n left that the child of this rank gets
     for rates in reversed(acceptance):
-        rest = [0.0] * (nodes + 1)  # worth of n nodes shared among the ranks from here on
+        rest = [0.0] * (nodes + 1)  # worth of n nodes divided among this rank and the later ones
         chosen: list[list[int]] = []
         for rate in reversed(rates):
             best, share = list(rest), [0] * (nodes + 1)

@@ -1,8 +1,8 @@
-"""Sampling: the distribution that must survive, and the draws from it.
+"""Sampling: the distribution that decoding must keep, and the draws from it.
 
-`Sampling` is what a user asks for one row. `Sampler` applies it to the rows of a batch, with each row's
-history, only at the nodes a walk visits: sorting or perturbing 49k logits at every node of a tree would cost
-more than the pass itself.
+`Sampling` holds one row's settings. `Sampler` applies them to the rows of a batch, with each row's history.
+It works at the nodes that the walk visits alone: to sort or perturb 49k logits at every node of a tree would
+cost more than the target pass.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,29 +17,33 @@ from torch import Tensor
 from slipstream.core import look
 from slipstream.core.noise import Stream, gumbel, uniform
 
-SHORTLIST = 1024  # top-p looks at this many tokens before it sorts the vocabulary
-LARGE = 1e30  # of settings: beyond it, or below its inverse, scores would overflow
+SHORTLIST = 1024  # tokens that top-p looks at before it sorts the whole vocabulary
+LARGE = 1e30  # settings above it, or below its inverse, would make scores overflow
 Processor = Callable[[Int[Tensor, "1 T"], Float[Tensor, "1 V"]], Float[Tensor, "1 V"]]  # a HF LogitsProcessor
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one row is sampled. Order as in Hugging Face: penalties, processors, temperature, top-k, top-p,
-    min-p, warpers.
+    """How one row is sampled.
+
+    The order is Hugging Face's: penalties, processors, temperature, top-k, top-p, min-p, warpers.
 
     Attributes:
         temperature: 0 is greedy.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of likeliest tokens with at least this mass; in (0, 1].
-        min_p: keep tokens at least this fraction as likely as the likeliest; in [0, 1).
-        repetition_penalty: divide (multiply, if negative) the logits of tokens seen in prompt or answer; > 0.
-        presence_penalty, frequency_penalty: subtracted once per token of the answer, and per occurrence.
-        seed: with `row`, the key of this row's noise. Rows of one batch share a seed and differ in `row`.
+        min_p: keep tokens that are at least this fraction as likely as the likeliest; in [0, 1).
+        repetition_penalty: divide positive logits of tokens in the prompt or the answer, and multiply
+            negative ones; > 0.
+        presence_penalty: subtracted from the logits of tokens in the answer.
+        frequency_penalty: subtracted once for every occurrence in the answer.
+        seed: the key of this row's noise, together with `row`. The rows of a batch share a seed and differ in
+            `row`.
         processors: further Hugging Face `LogitsProcessor`s, called with the node's own history.
-        warpers: the same, after the cuts, of greedy rows as well.
+        warpers: the same, but after the cuts, and for greedy rows too.
 
     Raises:
-        ValueError: a value of another type or outside its range.
+        ValueError: a value has another type or lies outside its range.
     """
 
     temperature: float = 0.0
@@ -71,7 +75,7 @@ class Sampling:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-# what each number may be: its kind, its range, and how an error says both
+# The type and the range of each number, and the words in which an error gives both.
 ALLOWED: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "temperature": (
         Real,
@@ -94,7 +98,7 @@ ALLOWED: dict[str, tuple[type, Callable[[Any], bool], str]] = {
 
 
 class _Columns(NamedTuple):
-    """The numbers of `Sampling`, one column of B rows each."""
+    """The numbers of `Sampling`, each as a column of B rows."""
 
     temperature: Float[Tensor, "B 1"]
     top_k: Int[Tensor, "B 1"]
@@ -108,8 +112,8 @@ class _Columns(NamedTuple):
 class Sampler:
     """B rows of `Sampling` with their histories.
 
-    Every token of a row passes through `observe` exactly once: the prompt when the row starts, each committed
-    token on the walk that accepts it. So the history at a node of a walk is that node's own.
+    The prompts begin the histories. Every later token passes through `observe` exactly once, on the walk that
+    accepts it. So the history at a node of a walk is that node's own.
 
     Args:
         rows: settings, one per row.
@@ -118,7 +122,8 @@ class Sampler:
         device: where the logits live.
 
     Attributes:
-        sound: [B], false once a draw had no finite best score; read by whoever copies the tokens to the host.
+        sound: [B], false once a draw of the row had no finite best score. The loop reads it when it copies
+            the tokens to the host.
     """
 
     def __init__(
@@ -155,22 +160,23 @@ class Sampler:
         return len(self.rows)
 
     def observe(self, tokens: Int[Tensor, " B"], live: Bool[Tensor, " B"]) -> None:
-        """Extend the history of the live rows by one token each."""
+        """Append one token to the history of each live row."""
         if self._seen is not None and self._count is not None:
             at = tokens.clamp(min=0)[:, None]
             self._count.scatter_add_(1, at, live[:, None].int())
             self._seen.scatter_(1, at, self._seen.gather(1, at) | live[:, None])
-        if self._processed:  # Hugging Face processors read token ids on the host's terms
+        if self._processed:
             for history, token, alive in zip(self.history, tokens.tolist(), live.tolist(), strict=True):
                 if alive:
                     history.append(token)
 
     def scores(self, logits: Float[Tensor, "B V"], slack: float = 0.0) -> Float[Tensor, "B V"]:
-        """Log weights of the next token, up to a constant per row; −inf outside the support. Greedy rows: the
-        logits.
+        """Log weights of the next token, up to a constant per row, −inf outside the support. For greedy rows
+        they are the penalised and processed logits.
 
-        `slack` widens (or, negative, narrows) the support by what a difference of that much between two
-        scores can explain: what an audit needs to tell a boundary case from an error.
+        Args:
+            slack: an error of the scores. A positive one widens the support by all tokens that such an error
+                may have cut, a negative one narrows it. An audit tells boundary cases from errors with it.
         """
         x = logits.double()
         if self._seen is not None and self._count is not None:
@@ -199,19 +205,17 @@ class Sampler:
         return torch.cat(rows)
 
     def _threshold(self, x: Float[Tensor, "B V"], slack: float) -> Float[Tensor, "B 1"]:
-        """The least score in the support. All three filters keep a top set, so one number per row describes
-        it."""
+        """The lowest score in the support: each of the three cuts keeps a set of best tokens."""
         c = self._columns
         limited = c.top_k > 0
-        p = torch.where(
-            c.top_p < 1, c.top_p + slack / 4, 2.0
-        )  # scores that move by slack/2 move a set's mass by slack/4
+        # Scores that move by slack / 2 move a set's mass by slack / 4 at most.
+        p = torch.where(c.top_p < 1, c.top_p + slack / 4, 2.0)
         for width in (SHORTLIST, self.vocab) if look.may_look(x) else (self.vocab,):
             top = x.topk(min(width, self.vocab)).values
             kth = torch.where(limited, top.gather(1, c.top_k.clamp(1, top.shape[-1]) - 1), -torch.inf)
             kept = top.masked_fill(top < kth, -torch.inf)
             total = torch.where(limited, kept.logsumexp(-1, keepdim=True), x.logsumexp(-1, keepdim=True))
-            mass = (kept - total).exp().cumsum(-1)  # within what top-k kept, as in Hugging Face
+            mass = (kept - total).exp().cumsum(-1)  # relative to what top-k kept, as in Hugging Face
             enough = torch.where(limited, c.top_k <= top.shape[-1], (mass[:, -1:] >= p) | (p > 1))
             if width == self.vocab or bool(enough.all()):
                 break
@@ -221,48 +225,45 @@ class Sampler:
         return torch.maximum(torch.maximum(kth, nucleus), floor) - slack
 
     def law(self, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-        """The next token's probabilities; a greedy row puts all on its argmax, ties to the lower id."""
+        """The next token's probabilities; all of a greedy row's on its argmax, the lower id in a tie."""
         x = self.scores(logits)
         greedy = torch.zeros_like(x).scatter_(1, x.argmax(-1, keepdim=True), 1.0)
         return greedy if self._greedy else torch.where(self._columns.temperature > 0, x.softmax(-1), greedy)
 
     def draw(self, scores: Float[Tensor, "B V"], positions: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-        """The token at each absolute position: argmax(scores + g), where g depends on (seed, row, position)
-        alone.
+        """argmax(scores + g), the token at each absolute position; g depends on (seed, row, position) alone.
 
-        A row whose best score is not finite is no longer `sound`: its token means nothing.
+        A row whose best score is not finite is no longer `sound`, and its token has no meaning.
         """
         perturbed = scores if self._greedy else scores + self.noise(positions)
         token = perturbed.argmax(-1)
-        self.sound.logical_and_(
-            perturbed.gather(1, token[:, None])[:, 0].isfinite()
-        )  # in place: rounds are captured
+        finite = perturbed.gather(1, token[:, None])[:, 0].isfinite()
+        self.sound.logical_and_(finite)  # in place, so that a captured round updates it
         return token
 
     @property
     def greedy(self) -> bool:
-        """All rows are at temperature 0; known without reading a tensor."""
+        """Whether all rows have temperature 0; known without reading a tensor."""
         return self._greedy
 
     @property
     def remembers(self) -> bool:
-        """Some row's draws depend on what came before."""
+        """Whether some row's scores depend on its history."""
         return self._seen is not None or self._processed
 
     @property
     def temperature(self) -> Float[Tensor, "B 1"]:
-        """Of each row, 0 for a greedy one."""
+        """The temperature of each row, 0 for a greedy one."""
         return self._columns.temperature
 
     def noise(self, positions: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
-        """The Gumbel noise of `draw`, zero for greedy rows. Under the coupled law a drafter may look at
-        it."""
+        """The Gumbel noise of `draw`, 0 for greedy rows. Under the coupled law a drafter may look at it."""
         if self._greedy:
             return torch.zeros(len(self), self.vocab, dtype=torch.float64, device=self.device)
         return gumbel(self._keys, Stream.TARGET, positions, self.vocab) * (self._columns.temperature > 0)
 
     def uniform(self, stream: Stream, positions: Int[Tensor, " B"], n: int) -> Float[Tensor, "B n"]:
-        """Uniforms of another stream, for multi-round acceptance and for a drafter's own draws."""
+        """Uniforms of a stream, for multi-round acceptance and for a drafter's own draws."""
         return uniform(self._keys, stream, positions, n)
 
     def accept(
@@ -272,7 +273,7 @@ class Sampler:
         return self.uniform(Stream.ACCEPT, positions, sibling + 1)[:, sibling] < ratio
 
     def select(self, rows: Sequence[int]) -> "Sampler":
-        """The sampler of some of the rows, histories included."""
+        """The sampler of some of the rows, with their histories."""
         return self._rebuilt([self], [list(rows)])
 
     def insert(self, other: "Sampler") -> "Sampler":
@@ -296,25 +297,23 @@ class Sampler:
 
 
 def _judged(processor: Processor, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
-    """What a processor makes of the scores. Raises ValueError where it makes no scores of them."""
-    made = processor(ids, x)
+    """The scores that a processor returns. Raises ValueError if it returns anything else, or excludes all."""
+    scores = processor(ids, x)
     name = getattr(processor, "__name__", type(processor).__name__)
-    if not isinstance(made, Tensor) or made.shape != x.shape or not made.is_floating_point():
-        what = (
-            f"{made.dtype} of shape {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
-        )
-        raise ValueError(f"processor {name} returned {what}; it must return scores of shape {list(x.shape)}")
-    best = float(made.max())  # NaN where any is
-    if not best > -torch.inf and x.max() > -torch.inf:  # the processor's doing
-        what = "left no token that may come next: let it allow at least one"
-        raise ValueError(
-            f"processor {name} {what if best == best else 'made NaN of scores: it must return numbers'}"
-        )
-    return made.double()
+    if not isinstance(scores, Tensor):
+        raise ValueError(f"processor {name} returned {type(scores).__name__}; it must return a tensor")
+    if scores.shape != x.shape or not scores.is_floating_point():
+        given = f"{scores.dtype} of shape {list(scores.shape)}"
+        raise ValueError(f"processor {name} returned {given}; it must return scores of shape {list(x.shape)}")
+    best = float(scores.max())  # NaN where one score is NaN
+    if not best > -torch.inf and x.max() > -torch.inf:  # the scores that it was given were good
+        if best != best:
+            raise ValueError(f"processor {name} made NaN of scores: it must return numbers")
+        raise ValueError(f"processor {name} left no token that may come next: let it allow at least one")
+    return scores.double()
 
 
 def rows_of(sampling: Sampling, n: int) -> list[Sampling]:
-    """`n` rows that share settings and seed, each with noise of its own; row 0 draws what a single row
-    would."""
+    """`n` rows of the same settings, each with noise of its own; row 0 draws what a single row would."""
     values = {f.name: getattr(sampling, f.name) for f in fields(Sampling)}
     return [Sampling(**{**values, "row": sampling.row + i}) for i in range(n)]

@@ -1,4 +1,4 @@
-"""Tree: what one round asks the target to check, as data. Topology is tensors, never control flow."""
+"""Tree: the guesses that one target pass checks. Its topology is tensors, never control flow."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -11,7 +11,7 @@ PAD = -1  # a token id that no draw can match
 
 
 class Layout(NamedTuple):
-    """Where the R = N + G·M rows of a pass stand and what they see of each other."""
+    """Positions of the R = N + G·M rows of a pass, and which rows each of them reads."""
 
     depths: Int[Tensor, "#B R"]  # position of a row = cache length + depth
     visible: Bool[Tensor, "#B R R"]  # visible[b, i, j]: row i may read row j
@@ -19,17 +19,18 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Tree:
-    """Guesses for B rows: N nodes each, node 0 the root (chosen, but not yet read by the target).
+    """Guesses for B rows of N nodes. Node 0 is the root: a chosen token, which the target has not read yet.
 
     Attributes:
-        tokens: token ids; `PAD` marks a node that can never be accepted.
-        parents: slot of each node's parent, parents before children, the root its own. `None` is a chain.
+        tokens: token ids; a node whose token is `PAD` can never be accepted.
+        parents: slot of each node's parent. Parents stand before children, and the root is its own parent.
+            `None` means a chain.
         depth: upper bound on the depth of any node (root: 0), known without reading a tensor.
-        law: sampled drafts only: row i is the full-vocabulary law q that the children of node i were drawn
-            from, without replacement and in slot order. `None`: candidates are point masses (top-k).
-        probes: vectors that ride behind every host, see its ancestors and itself, and are never accepted
+        law: for sampled drafts, the law q [V] from which the children of each node were drawn, without
+            replacement and in slot order. `None` means that candidates are point masses (top-k).
+        probes: vectors that follow every host. They read the host and its ancestors and are never accepted
             (BiTA §3.1).
-        hosts: slots of the nodes that carry probes; `PAD` for none. Every node of a row may be a host.
+        hosts: slots of the nodes that carry probes; `PAD` stands for no host. Every node may be a host.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -49,20 +50,19 @@ class Tree:
 
     @property
     def rows(self) -> int:
-        """Rows of a target pass: nodes and probes."""
+        """Rows of a target pass over this tree: its nodes and all probes."""
         if self.probes is None or self.hosts is None:
             return self.nodes
         return self.nodes + self.hosts.shape[1] * self.probes.shape[0]
 
     def parent_slots(self) -> Int[Tensor, "#B N"]:
-        """`parents`, written out for a chain too."""
+        """`parents`, also for a chain."""
         if self.parents is not None:
             return self.parents
         return (torch.arange(self.nodes, device=self.tokens.device) - 1).clamp(min=0)[None]
 
     def layout(self) -> Layout:
-        """Depths and visibility of all rows; closed form for a chain, pointer chasing over `depth` levels
-        otherwise."""
+        """Depths and visibility of all rows: a closed form for a chain, else `depth` steps to the parents."""
         N, device = self.nodes, self.tokens.device
         if self.parents is None:
             depths = torch.arange(N, device=device)[None]
@@ -79,8 +79,7 @@ class Tree:
         return _with_probes(depths, ancestors, self.hosts, M=len(self.probes))
 
     def clip(self, depth: int) -> "Tree":
-        """The same tree with every node deeper than `depth` made unacceptable, for the end of the context
-        window."""
+        """The same tree, cut to `depth` for the end of the window: no deeper node can be accepted."""
         if depth >= self.depth:
             return self
         if self.parents is None:
@@ -97,18 +96,18 @@ class Tree:
 
 
 def _with_probes(depths: Tensor, ancestors: Tensor, hosts: Tensor, M: int) -> Layout:
-    """Append G groups of M probes: probe j of a host stands j+1 after it and sees what the host sees, the
-    host, and the earlier probes of its own group. A missing host (PAD) leaves a group that reads itself
+    """Append G groups of M probes. Probe j of a host stands j + 1 positions behind it and reads the host,
+    what the host reads, and the earlier probes of its group. The group of a missing host (`PAD`) reads itself
     alone."""
     B, N, G = max(len(depths), len(hosts)), ancestors.shape[-1], hosts.shape[1]
     depths, ancestors, hosts = depths.expand(B, N), ancestors.expand(B, N, N), hosts.expand(B, G)
-    there, host = hosts >= 0, hosts.clamp(min=0)
+    present = (hosts >= 0).repeat_interleave(M, 1)  # [B, G·M]
+    of_host = hosts.clamp(min=0).repeat_interleave(M, 1)
     j = torch.arange(G * M, device=depths.device)
-    of_host = host.repeat_interleave(M, 1)  # [B, G·M]
     visible = ancestors.new_zeros(B, N + G * M, N + G * M)
     visible[:, :N, :N] = ancestors
     inherited = ancestors.gather(1, of_host[..., None].expand(-1, -1, N))
-    visible[:, N:, :N] = inherited & there.repeat_interleave(M, 1)[..., None]
+    visible[:, N:, :N] = inherited & present[..., None]
     visible[:, N:, N:] = (j[:, None] // M == j // M) & (j[:, None] >= j)
     return Layout(torch.cat([depths, depths.gather(1, of_host) + 1 + j % M], 1), visible)
 

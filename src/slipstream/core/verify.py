@@ -1,10 +1,10 @@
-"""verify: which guesses the target agrees with. Two laws, one walk from the root.
+"""verify: which guesses the target accepts. One walk from the root, under one of three laws.
 
-*Coupled*: draw the target's own token at each node and descend while a child matches; exact for any tree, and
-the text does not depend on the tree. *Multi-round speculative sampling* (EAGLE, Algorithm 1; Leviathan's rule
-on a chain): accept a sampled child x with min(1, p(x)/q(x)), else go on with norm(max(p − q, 0)) and the next
-sibling; exact in distribution. A third, *lossy typical* acceptance, is exact at T = 0 alone; nothing takes it
-but who asks for it by that name.
+The *coupled* law draws the target's own token at each node and descends while a child carries it. It is exact
+for any tree, and the text does not depend on the tree. *Multi-round speculative sampling* (EAGLE, Algorithm
+1; on a chain, Leviathan's rule) accepts a sampled child x with probability min(1, p(x)/q(x)); after a
+rejection it goes on with norm(max(p − q, 0)) and the next sibling. It is exact in distribution. *Lossy
+typical* acceptance is exact at T = 0 alone, and is used only where it is named.
 """
 
 from collections.abc import Callable
@@ -18,15 +18,15 @@ from slipstream.core import look
 from slipstream.core.sampling import Sampler
 from slipstream.core.tree import Tree
 
-LOSSY_EPSILON, LOSSY_DELTA = 0.09, 0.3  # of Medusa's typical acceptance
+LOSSY_EPSILON = 0.09  # ε and δ of Medusa's typical acceptance
+LOSSY_DELTA = 0.3
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was accepted: `path[:, :count]` are slots, root first; `next` is the target's own token after the
-    last."""
+    """What was accepted: `path[:, :count]` are slots, root first; `next` is the target's own next token."""
 
-    path: Int[Tensor, "B D1"]  # columns past count repeat the last slot
+    path: Int[Tensor, "B D1"]  # columns from count on repeat the last slot
     count: Int[Tensor, " B"]
     next: Int[Tensor, " B"]
 
@@ -43,8 +43,7 @@ def coupled(
     position: Int[Tensor, " B"],
     sampler: Sampler,
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
-    """Child slot (−1: none) and token at one node per row: the keyed draw, and the first child that carries
-    it."""
+    """Child slot (−1: none) and token at one node per row: the keyed draw, and the first child with it."""
     token = sampler.draw(sampler.scores(logits), position)
     return child_with(tree, node, token), token
 
@@ -56,8 +55,7 @@ def multi_round(
     position: Int[Tensor, " B"],
     sampler: Sampler,
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
-    """Child slot (−1: none) and token at one node per row, by sequential rejection over the siblings in slot
-    order."""
+    """Child slot (−1: none) and token at one node per row, by rejection over the siblings in slot order."""
     rows = torch.arange(len(node), device=node.device)
     p = sampler.law(logits)
     q = None if tree.law is None else tree.law[rows, node].double()
@@ -85,8 +83,7 @@ def lossy_typical(
     position: Int[Tensor, " B"],
     sampler: Sampler,
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
-    """Medusa's typical acceptance (§2.3.1), which changes what is said: the first child with p > min(ε,
-    δ·e^{−H(p)})."""
+    """Medusa's typical acceptance (§2.3.1), which is lossy: the first child with p > min(ε, δ·e^{−H(p)})."""
     p = sampler.law(logits)
     limit = (LOSSY_DELTA * torch.special.entr(p).sum(-1).neg().exp()).clamp(max=LOSSY_EPSILON)
     typical = _children(tree, node) & (p.gather(1, tree.tokens.clamp(min=0)) > limit[:, None])
@@ -96,13 +93,13 @@ def lossy_typical(
 
 
 def acceptance(p: Tensor, q: Tensor | None, x: Tensor) -> Float[Tensor, " B"]:
-    """min(1, p/q) at x before the minimum; a point-mass proposal (q None) has q(x) = 1."""
+    """p(x)/q(x), the acceptance probability where it is below 1. A point mass (q None) has q(x) = 1."""
     px = p.gather(1, x[:, None])[:, 0]
     return px if q is None else px / q.gather(1, x[:, None])[:, 0].clamp(min=torch.finfo(q.dtype).tiny)
 
 
 def residual(p: Tensor, q: Tensor | None, x: Tensor) -> Float[Tensor, "B V"]:
-    """norm(max(p − q, 0)); for a point mass, p without x."""
+    """norm(max(p − q, 0)); for a point mass at x, p given that it is not x."""
     return without(p, x) if q is None else _normalised((p - q).clamp(min=0), otherwise=p)
 
 
@@ -112,14 +109,13 @@ def without(p: Tensor, x: Tensor) -> Float[Tensor, "B V"]:
 
 
 def _normalised(p: Tensor, otherwise: Tensor) -> Tensor:
-    """p over its mass; where rounding left none (p = q to the last bit), there was nothing to reject:
-    `otherwise`."""
+    """p over its mass; `otherwise` where rounding left no mass (p = q to the last bit)."""
     mass = p.sum(-1, keepdim=True)
     return torch.where(mass > 0, p / mass, otherwise)
 
 
 def child_with(tree: Tree, node: Int[Tensor, " B"], token: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """Slot of the node's first child that carries the token; −1: none."""
+    """Slot of the node's first child that carries the token (−1: none)."""
     match = _children(tree, node) & (tree.tokens == token[:, None])
     return torch.where(match.any(1), match.int().argmax(1), -1)
 
@@ -138,12 +134,12 @@ def verify(
     sampler: Sampler,
     law: Law = coupled,
 ) -> Verdict:
-    """Walk from the root while the target agrees. Histories in `sampler` are extended by what is accepted.
+    """Walk from the root while a child is accepted, and extend the histories of `sampler` on the way.
 
     Args:
         logits: the target's, at every node.
         lengths: tokens before the root, so that a node of depth d stands at position lengths + d.
-        law: `coupled` or `multi_round`.
+        law: `coupled`, `multi_round` or `lossy_typical`.
     """
     B, device = len(lengths), lengths.device
     rows = torch.arange(B, device=device)
