@@ -34,7 +34,7 @@ def check_counts(**counts: int | None) -> None:
 
 
 def evenly(rows: Sequence[T], limit: int | None) -> list[T]:
-    """At most `limit` of the rows (None: all), spread evenly over them. Raises ValueError if it is below 1."""
+    """At most `limit` rows (None: all), spread evenly over them. Raises ValueError for a limit below 1."""
     check_counts(limit=limit)
     n = len(rows) if limit is None else min(limit, len(rows))
     return [rows[i * len(rows) // n] for i in range(n)]
