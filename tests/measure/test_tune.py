@@ -16,6 +16,7 @@ from slipstream.core.span import Span
 from slipstream.decode.answer import Round
 from slipstream.decode.round import Seconds
 from slipstream.drafters import load_drafter, tuned_home
+from slipstream.drafters.spec import Spec
 from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
 from slipstream.measure.cost import ROWS, cost_curve, pass_seconds, weight_bytes
 from slipstream.measure.draw import draw_costs, draw_tuned
@@ -116,7 +117,7 @@ def test_the_table_is_in_the_order_of_its_figures(target, tuned):
         for count in set(rounds):
             speeds = [entry["speedup"] for entry in found["candidates"] if entry["rounds"] == count]
             assert speeds == sorted(speeds, reverse=True)
-    names = tuned_names(tuned, "self-speculative:skip=0", best=99)
+    names = tuned_names(tuned, Spec("self-speculative", {"skip": "0"}), best=99)
     statics = {e["tree"] for f in tuned["temperatures"] for e in f["candidates"] if e["tree"].startswith("[")}
     pasted = [shlex.split(line.partition("--drafter ")[2])[0] for line in names]
     grown = {load_drafter(spec, target.ends).shape.paths for spec in pasted}

@@ -1,7 +1,6 @@
 """What commands share: the application, its consoles, options that mean the same everywhere, loading,
 progress."""
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -157,8 +156,12 @@ def load(name: str, dtype: str, device: str, compile: bool = False) -> "Target":
 
 
 def inputs(target: str, drafters: Sequence[str] = (), files: Sequence[str] = ()) -> list[str]:
-    """What a command reads: a drafter's options may name files, too."""
-    return [target, *(part for drafter in drafters for part in re.split("[:,=]", drafter)), *files]
+    """What a command reads: the target, drafters and whatever files their options name, and files."""
+    from slipstream.drafters.spec import Spec
+
+    specs = [Spec.parse(drafter) for drafter in drafters]
+    named = [name.partition(":")[0] for spec in specs for name in (spec.name, *spec.options.values())]
+    return [target, *named, *files]
 
 
 def deliver(shown: Any, report: dict[str, Any], json_path: str | None) -> None:

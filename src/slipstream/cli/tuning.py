@@ -76,6 +76,7 @@ def tune(
     """Find the tree that pays most on this machine; generate and bench then grow it unless told otherwise."""
     from slipstream.drafters import load_drafter, tuned_home
     from slipstream.drafters.proposer import Proposer
+    from slipstream.drafters.spec import Spec
     from slipstream.drafters.store import save_tuned, tuned_file
     from slipstream.files import cache_home, check_writable, evenly, read_results, update_json
     from slipstream.measure import cost, draw
@@ -100,7 +101,7 @@ def tune(
             last.callback(deliver, cost_table(report), report, json_path)
         err.print(f"kept in {costs}", style="dim", soft_wrap=True)
         return
-    skipping, spec = dict[str, Any](), drafter
+    skipping, spec = dict[str, Any](), Spec.parse(drafter)
 
     def show(report: dict[str, Any]) -> None:
         if skipping:
@@ -118,9 +119,9 @@ def tune(
         err.print(f"kept in {tuned_file(tuned_home(drafter, loaded.ends))}", style="dim", soft_wrap=True)
 
     with kept(show) as keep, progress_bar(None) as progress:
-        if drafter == "self-speculative":
+        if spec == Spec("self-speculative"):
             skipping |= skippable(loaded, first_prompts(loaded, asked), progress=progress)
-            spec = f"{drafter}:skip={skipping['skip']}"
+            spec = spec.replace(skip=skipping["skip"])
         made = load_drafter(spec, loaded.ends)
         if not isinstance(made, Proposer):
             raise ValueError(f"drafter {drafter!r} {TREELESS}")

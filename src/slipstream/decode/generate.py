@@ -18,6 +18,7 @@ from slipstream.decode.answer import Answer, Finish, Round, mean_accepted_length
 from slipstream.decode.round import Decoder, Seconds
 from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
+from slipstream.drafters.spec import Named, Spec
 from slipstream.targets.hf import Target
 from slipstream.targets.prompts import Prompt, read_prompts
 
@@ -71,7 +72,7 @@ class Generation:
 def generate(
     target: Target,
     prompts: Prompt | Sequence[Prompt],
-    drafter: str | PathLike[str] | Drafter = "vanilla",
+    drafter: Named | Drafter = "vanilla",
     *,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
@@ -154,7 +155,7 @@ def generate(
 def stream(
     target: Target,
     prompt: Prompt,
-    drafter: str | PathLike[str] | Drafter = "vanilla",
+    drafter: Named | Drafter = "vanilla",
     *,
     law: str | None = None,
     trace: Writer | None = None,
@@ -225,7 +226,7 @@ class _Job:
         cls,
         target: Target,
         prompts: Prompt | Sequence[Prompt],
-        drafter: str | PathLike[str] | Drafter,
+        drafter: Named | Drafter,
         law: str | None,
         trace: Writer | None,
         read: bool = False,
@@ -235,7 +236,7 @@ class _Job:
         ids, single = read_prompts(target, prompts)
         if law is not None and law not in list(LAWS):
             raise ValueError(f"Unknown law: {law!r}. Available: {', '.join(LAWS)}")
-        if isinstance(drafter, (str, PathLike)):
+        if isinstance(drafter, (str, PathLike, Spec)):
             drafter = load_drafter(drafter, target.ends, settings.sampling.temperature)
         if not isinstance(drafter, Drafter):
             raise ValueError(f"drafter is {drafter!r}: give a name, a directory or a slipstream.Drafter")

@@ -10,6 +10,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.drafters.spec import Spec
+
 ACCEPTED, OWN = "bold green", "default"
 DROPPED = "dim"  # rows that lost an earlier race
 WIDE = 12  # letters of a name that columns are called by
@@ -240,16 +242,15 @@ def tuned_table(report: dict[str, Any], best: int = 8) -> Group:
     return Group(*tables)
 
 
-def tuned_names(report: dict[str, Any], drafter: str, best: int = 8) -> list[str]:
+def tuned_names(report: dict[str, Any], drafter: Spec, best: int = 8) -> list[str]:
     """What the static trees of `tuned_table` are called on the command line."""
     lines = []
     for found in report["temperatures"]:
         called = _called(found)
         for entry in found["candidates"][:best]:
             if (name := called[entry["tree"]]) != entry["tree"]:
-                options = f"tree={entry['tree'].replace(' ', '')},proposal={entry['proposal']}"
-                spec = shlex.quote(f"{drafter}{',' if ':' in drafter else ':'}{options}")
-                lines.append(f"{name}, T = {found['temperature']:g}: --drafter {spec}")
+                spec = drafter.replace(tree=entry["tree"].replace(" ", ""), proposal=entry["proposal"])
+                lines.append(f"{name}, T = {found['temperature']:g}: --drafter {shlex.quote(str(spec))}")
     return lines
 
 
