@@ -14,8 +14,8 @@ import tiny
 from slipstream.drafters.store import save_drafter
 from slipstream.targets import Target
 
-TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt "
-"%}a{% endif %}"
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}a{% endif %}"
 ASKED = {"question_id": "[red]", "category": "[/]", "turns": ["abc [/] abc", "de"]}  # as rich would read it
 CHAT = [{"role": "user", "content": "abc abc"}, {"role": "assistant", "content": "de de"}]
 ROWS = [{"messages": [CHAT[0], {**CHAT[1], "content": f"abcabc{letter * 3}"}]} for letter in "abcdefghij"]

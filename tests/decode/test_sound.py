@@ -15,8 +15,10 @@ from slipstream.measure.questions import Question
 from slipstream.targets import Target
 
 PROMPT = tiny.prompts(9)[0]
-SAYS = r"target broken says numbers that are not finite after \d+ tokens, first in "
-r"model\.layers\.1\.mlp\.up_proj"
+SAYS = (
+    r"target broken says numbers that are not finite after \d+ tokens, first in "
+    r"model\.layers\.1\.mlp\.up_proj"
+)
 
 
 def broken(number: float, token: int | None = None) -> Target:

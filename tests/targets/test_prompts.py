@@ -14,8 +14,8 @@ from slipstream.targets import Target
 from slipstream.targets.prompts import read_prompts
 
 IDS = [5, 3, 9]
-CHAT = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') "
-"}}{% endif %}"
+CHAT = "{% for m in messages %}{% if m.role == 'system' %}"
+CHAT += "{{ raise_exception('System role not supported') }}{% endif %}"
 CHAT += "{{ m.role[0] + m.content }}{% endfor %}"
 
 

@@ -174,8 +174,8 @@ def certificate(report: dict[str, Any]) -> Group:
 
 def parity_table(report: dict[str, Any]) -> Group:
     """Acceptance per position here and in vLLM, differing answers, and the verdict."""
-    title = f"{report['target']}, {report['dtype']}, {report['questions']} questions, "
-    f"{report['draft_tokens']} draft tokens"
+    title = f"{report['target']}, {report['dtype']}, {report['questions']} questions"
+    title += f", {report['draft_tokens']} draft tokens"
     table = Figures(title, "accepted at position", *map(str, range(1, report["draft_tokens"] + 1)))
     for name, rates in (*report["acceptance"].items(), ("difference", report["difference"])):
         table.add_row(name, *(f"{rate:+.3f}" if name == "difference" else f"{rate:.3f}" for rate in rates))
@@ -204,8 +204,8 @@ def cost_table(report: dict[str, Any]) -> Group:
         table.add_row(str(rows), *(f"{by[rows, *setting]['ms']:.1f}" for setting in settings))
     one = report["passes"][0]
     limit = 1e3 * report["weights_gb"] / report["bandwidth_gb_s"]
-    reads = f"one row reads weights at {one['gb_s']:.1f} GB/s, {one['share']:.0%} of "
-    f"{report['bandwidth_gb_s']:.1f}"
+    reads = f"one row reads weights at {one['gb_s']:.1f} GB/s"
+    reads += f", {one['share']:.0%} of {report['bandwidth_gb_s']:.1f}"
     return Group(table, Text(f"{reads}: at least {limit:.1f} ms"))
 
 
@@ -214,8 +214,8 @@ def tuned_table(report: dict[str, Any], best: int = 8) -> Group:
     dimmed."""
     tables: list[Figures | Text] = []
     for found in report["temperatures"]:
-        title = f"T = {found['temperature']:g}: plain {found['plain']['tokens_per_second']:.1f} tokens/s; ms "
-        "of a round"
+        plain = found["plain"]["tokens_per_second"]
+        title = f"T = {found['temperature']:g}: plain {plain:.1f} tokens/s; ms of a round"
         table = Figures(
             title, "tree", "proposal", "nodes", "τ", "draft", "verify", "host", "× plain", "rounds"
         )

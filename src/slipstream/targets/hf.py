@@ -83,8 +83,8 @@ class Target:
     def __repr__(self) -> str:
         weights = sum(p.numel() for p in self.model.parameters()) / 1e6
         how = f"{self.dtype_name} on {self.device}{', compiled' if self.compiles else ''}"
-        return f"Target({self.name}: {self.config.model_type}, {len(self.blocks)} blocks, {weights:,.1f} M "
-        f"weights, {how})"
+        kind = f"{self.config.model_type}, {len(self.blocks)} blocks, {weights:,.1f} M weights"
+        return f"Target({self.name}: {kind}, {how})"
 
     @property
     def twin(self) -> PreTrainedModel:
