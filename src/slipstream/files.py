@@ -126,8 +126,7 @@ def check_writable(*paths: str | None, reads: Iterable[str] = ()) -> None:
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"output {path} cannot be written: {getattr(error, 'strerror', None) or error}: name a file "
-                f"in a writable "
-                "directory"
+                "in a writable directory"
             ) from error
         home, name = os.path.split(place)
         of_source = (

@@ -46,7 +46,7 @@ def static(root: Int[Tensor, " B"], paths: Sequence[Path], expand: Expand) -> Tr
         if level.ranks > ids.shape[-1]:
             raise ValueError(
                 f"the tree asks for {level.ranks} children a node and the drafter offers {ids.shape[-1]}: "
-                f"narrow the tree"
+                "narrow the tree"
             )
         children = ids[:, level.under, level.rank]
         tokens.append(children)

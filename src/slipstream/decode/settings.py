@@ -1,7 +1,6 @@
-"""Settings: all that an answer depends on beside its prompt, from what was given and the target's
-generation_config.
+"""Settings: all that an answer depends on beside its prompt, from the caller and generation_config.
 
-A field of generation_config that changes the text is honoured, through Hugging Face's own processors in
+Every field of generation_config that changes the text is honoured, by Hugging Face's own processors in
 Hugging Face's order, or refused by name.
 """
 
@@ -19,15 +18,15 @@ from slipstream.core.sampling import Processor, Sampling
 from slipstream.targets.hf import Target
 from slipstream.targets.prompts import check_readable, checked_ids, is_whole
 
-NEW_TOKENS = 256  # of an answer, where neither the caller nor the target says
+NEW_TOKENS = 256  # of an answer, where neither the caller nor the target gives a limit
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a processor may be made from: a prompt, and the most tokens that its answer may have."""
+    """What a processor is made from: a prompt and the settings of its answer."""
 
     prompt: Any  # ids [1, T], which Hugging Face calls a LongTensor
-    limit: int
+    limit: int  # the most tokens that the answer may have
     eos: list[int]
     temperature: float
     forces_bos: bool
@@ -44,8 +43,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BeforeTopK:
-    """A warper that Hugging Face runs between temperature and top-k, as a processor, which runs before
-    both."""
+    """A warper between temperature and top-k, as a processor, which runs before both."""
 
     warper: Any
     temperature: float
@@ -68,19 +66,19 @@ def _forced_eos(value: Any, row: Row) -> Processor:
 
 
 def _suppress_at_begin(value: Any, row: Row) -> Processor:
-    forced = row.forces_bos and row.start == 1  # the first token, in whose place the second is looked at
+    forced = row.forces_bos and row.start == 1  # then the second token is the first that is chosen
     return hf.SuppressTokensAtBeginLogitsProcessor(value, row.start + forced, row.device)
 
 
 def _watermark(value: Any, row: Row) -> Processor:
-    if not isinstance(value, hf.WatermarkingConfig):  # SynthID's counts its calls
+    if not isinstance(value, hf.WatermarkingConfig):  # SynthID's processor counts its calls
         raise ValueError(f"a {type(value).__name__} cannot be applied to a tree: use a WatermarkingConfig")
-    made: Processor = value.construct_processor(row.vocab, row.device)
-    return made
+    processor: Processor = value.construct_processor(row.vocab, row.device)
+    return processor
 
 
-# By field of generation_config, in Hugging Face's order: the value that, like None, asks for nothing, and the
-# processor.
+# For each field of generation_config, in Hugging Face's order: the value that, like None, turns it off, and
+# what makes its processor.
 Table = dict[str, tuple[Any, Callable[[Any, Row], Processor]]]
 PROCESSORS: Table = {
     "sequence_bias": (None, lambda value, row: hf.SequenceBiasLogitsProcessor(value)),
@@ -114,10 +112,10 @@ WARPERS: Table = {
     "eta_cutoff": (0, lambda value, row: hf.EtaLogitsWarper(value, device=row.device)),
 }
 WATERMARK: Table = {"watermarking_config": (None, _watermark)}
-NEED_EOS = ("min_length", "min_new_tokens", "exponential_decay_length_penalty")  # without one they do nothing
-SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # read where the target samples, as in Hugging Face
+NEED_EOS = ("min_length", "min_new_tokens", "exponential_decay_length_penalty")  # no effect without an EOS id
+SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # read only where the target samples, as in Hugging Face
 
-# what changes the text and is not done: the value that, like None, asks for nothing, and what it is
+# Fields that change the text and are refused: the value that, like None, turns it off, and what it asks for.
 REFUSED: dict[str, tuple[Any, str]] = {
     "num_beams": (1, "beam search"),
     "num_return_sequences": (1, "several answers to one prompt"),
@@ -133,11 +131,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for.
+    """The settings of a call of `generate`.
 
     Attributes:
-        sampling: of the first row, without what depends on its prompt.
-        max_new_tokens: None where the target's `max_length` decides.
+        sampling: the first row's, without what depends on its prompt.
+        max_new_tokens: None if the target's `max_length` decides.
     """
 
     target: Target
@@ -155,24 +153,22 @@ class Settings:
         stop: str | Sequence[str] | None = None,
         **sampling: Any,
     ) -> "Settings":
-        """`generate`'s arguments; what is None comes from generation_config.
+        """From `generate`'s arguments; an argument of None comes from generation_config.
 
         Raises:
-            ValueError: an argument, or a field of generation_config, that is out of range or cannot be
-                honoured.
+            ValueError: an argument, or a field of generation_config, is out of range or cannot be honoured.
         """
         if not isinstance(target, Target):
             raise ValueError(
                 f"target is a {type(target).__name__}: give slipstream.Target(model, tokenizer) or "
-                f"load_target(…)"
+                "load_target(…)"
             )
         config = target.generation_config
         for name, (off, what) in REFUSED.items():
             if (value := getattr(config, name, None)) not in (None, off):
                 raise ValueError(
                     f"the generation_config of {target.name} sets {name} to {value} ({what}), which cannot "
-                    f"be honoured: "
-                    f"set target.model.generation_config.{name} = {off}"
+                    f"be honoured: set target.model.generation_config.{name} = {off}"
                 )
         if (
             max_new_tokens is None
@@ -191,26 +187,22 @@ class Settings:
         return cls(target, resolve_sampling(target, **sampling), max_new_tokens, frozenset(eos), stops)
 
     def limit(self, prompt: Sequence[int]) -> int:
-        """The most tokens that an answer to the prompt may have. Raises ValueError where there is no room for
-        one."""
+        """The most tokens that an answer to the prompt may have. Raises ValueError if it has no room."""
         config, new = self.target.generation_config, self.max_new_tokens
         if new is None and len(prompt) >= config.max_length:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens; the generation_config of {self.target.name} has a "
-                f"max_length of "
-                f"{config.max_length} for prompt and answer: give max_new_tokens"
+                f"max_length of {config.max_length} for prompt and answer: give max_new_tokens"
             )
         if len(prompt) >= self.target.window:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens; {self.target.name} has a window of "
-                f"{self.target.window} for prompt "
-                "and answer: shorten the prompt"
+                f"{self.target.window} for prompt and answer: shorten the prompt"
             )
         return min(config.max_length - len(prompt) if new is None else new, self.target.window - len(prompt))
 
     def row(self, i: int, prompt: Sequence[int]) -> Sampling:
-        """How the i-th row of a batch is sampled: with noise of its own, and all that generation_config asks
-        for."""
+        """Sampling of the i-th row of a batch: noise of its own, and the processors of generation_config."""
         config, own = self.target.generation_config, self.sampling
         ids = torch.tensor([list(prompt)], device=self.target.device)
         eos = sorted(token for token in self.eos if token < self.target.vocab)
@@ -220,15 +212,13 @@ class Settings:
         if config.min_new_tokens is not None:
             made.pop("min_length", None)
         penalty = own.repetition_penalty
-        if (
-            next(iter(made), None) == "repetition_penalty"
-        ):  # the sampler's own comes first, too, and is quicker
-            del made["repetition_penalty"]
+        if next(iter(made), None) == "repetition_penalty":
+            del made["repetition_penalty"]  # the sampler's own penalty also comes first, and is faster
         elif made:
             penalty = 1.0 if "repetition_penalty" in made else penalty
-        last = self._made(TOP_H, row) if own.temperature else {}
+        top_h = self._made(TOP_H, row) if own.temperature else {}
         warpers = (self._made(WARPERS, row) if own.temperature else {}) | self._made(WATERMARK, row)
-        processors = (*_merged(list(made.values()), own.processors), *last.values())
+        processors = (*_merged(list(made.values()), own.processors), *top_h.values())
         return replace(
             own,
             row=i,
@@ -251,8 +241,8 @@ class Settings:
 
 
 def resolve_sampling(target: Target, **given: Any) -> Sampling:
-    """`Sampling` from what was given and, for what is None, the numbers of the target's generation_config;
-    greedy unless that says `do_sample`. Raises ValueError."""
+    """`Sampling` from the arguments and, for those of None, from the target's generation_config. It is greedy
+    unless a temperature is given or generation_config sets `do_sample`. Raises ValueError."""
     config = target.generation_config
     given = {name: value for name, value in given.items() if value is not None}
     if not isinstance(given.get("processors", ()), (list, tuple)):
@@ -278,7 +268,7 @@ def resolve_sampling(target: Target, **given: Any) -> Sampling:
 
 @contextmanager
 def _blamed(target: Target, name: str, value: Any) -> Iterator[None]:
-    """An error over a field of generation_config names it."""
+    """Turn an error over a field of generation_config into a ValueError that names the field."""
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
@@ -289,9 +279,9 @@ def _blamed(target: Target, name: str, value: Any) -> Iterator[None]:
 
 
 def _merged(made: list[Processor], given: Sequence[Processor]) -> list[Processor]:
-    """A processor that was given takes the place of one of its kind, as in Hugging Face."""
-    chain = [next((own for own in given if type(own) is type(each)), each) for each in made]
-    return [*chain, *(own for own in given if not any(own is each for each in chain))]
+    """Both lists of processors. A given one replaces one of its type, as in Hugging Face."""
+    merged = [next((own for own in given if type(own) is type(each)), each) for each in made]
+    return [*merged, *(own for own in given if not any(own is each for each in merged))]
 
 
 def _eos(target: Target) -> list[int]:
@@ -299,9 +289,8 @@ def _eos(target: Target) -> list[int]:
     if ids is None:
         ids = getattr(target.tokenizer, "eos_token_id", None)
     with _blamed(target, "eos_token_id", ids):
-        return (
-            [] if ids is None else checked_ids(_listed(ids), 2**63)
-        )  # one outside the vocabulary never comes
+        # An id outside the vocabulary is no error here: it never comes.
+        return [] if ids is None else checked_ids(_listed(ids), 2**63)
 
 
 def _stops(target: Target, stop: Any) -> tuple[str, ...]:
@@ -320,5 +309,5 @@ def _stops(target: Target, stop: Any) -> tuple[str, ...]:
 
 
 def _listed(value: Any) -> Iterable[Any]:
-    """Several of what may be one."""
+    """A value that may stand alone, as an iterable."""
     return value if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else [value]

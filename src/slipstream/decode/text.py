@@ -1,35 +1,37 @@
-"""Text of tokens as they come: never a character that a later token may change or take back."""
+"""The text of tokens as they come. A character is given out once no later token can change it."""
 
 import re
 from collections.abc import Sequence
 
 from slipstream.targets.hf import Target
 
-BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that is one byte: a run of them is decoded as a whole
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of one byte; a run of them is decoded as a whole
 
 
 class Detokeniser:
-    """Gives out the text of tokens piece by piece; all pieces together are the text of all tokens, up to a
-    stop string.
+    """Turns tokens into pieces of text. Together the pieces are the text of all tokens, up to a stop string.
 
-    Held back are incomplete characters, and what may yet become a stop string. A decoder may look back (at
-    whether a text begins, for one), so tokens are decoded behind those whose text was given out last.
+    It holds incomplete characters back, and what may yet become a stop string. A tokenizer's decoder may look
+    back (whether a text begins here, for one), so tokens are decoded behind those whose text was given out
+    last.
 
     Attributes:
-        stopped: a stop string is complete; nothing follows.
-        given, read: characters given out, and those of all tokens so far.
+        stopped: a stop string is complete, and nothing follows.
+        given: characters given out.
+        read: characters of all tokens so far.
     """
 
     def __init__(self, target: Target, stop: Sequence[str] = ()) -> None:
         self.target, self.stop = target, tuple(stop)
         self.stopped = False
         self.given = self.read = 0
-        self._context, self._fresh = list[int](), list[int]()  # given out last, and not all given out
-        self._start = 0  # characters before the fresh tokens
+        self._context = list[int]()  # the tokens that were given out last
+        self._fresh = list[int]()  # the tokens behind them, whose text is not all given out
+        self._start = 0  # characters before the fresh tokens' text
         self._behind = 0  # characters of the context, decoded alone
 
     def push(self, token: int) -> str:
-        """Take a token; returns the text that is now certain."""
+        """Take a token and return the text that is now certain."""
         self._fresh.append(token)
         text = self._text()
         self.read = self._start + len(text)
@@ -38,7 +40,7 @@ class Detokeniser:
         return self._give(text, min(ends) if ends else self._certain(text))
 
     def flush(self) -> str:
-        """The rest, once no token follows."""
+        """The rest of the text, once no token follows."""
         text = self._text()
         return "" if self.stopped else self._give(text, len(text))
 
@@ -55,10 +57,10 @@ class Detokeniser:
         return piece
 
     def _certain(self, text: str) -> int:
-        """How many of the characters no later token can change, or make part of a stop string."""
+        """The number of characters that no later token can change or make part of a stop string."""
         assert self.target.tokenizer is not None
         if BYTE.fullmatch(str(self.target.tokenizer.convert_ids_to_tokens(self._fresh[-1]))):
             return 0
         end = len(text.rstrip("\ufffd"))
-        begun = (n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n], 0, end))
-        return end - max(begun, default=0)
+        partial = (n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n], 0, end))
+        return end - max(partial, default=0)

@@ -1,4 +1,4 @@
-"""The decoder layer that learned drafters are made of, under the tensor names of public checkpoints."""
+"""The decoder layer of learned drafters, with the tensor names of public checkpoints."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from slipstream.compiled import freed
 from slipstream.core.cache import KVCache, LayerView
 
-# new keys and values in; all that are read, and what each row sees of them, out
+# Takes the rows' keys and values; returns all keys and values that are read, and which of them each row sees.
 Attend = Callable[
     [Tensor, Tensor],
     tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Bool[Tensor, "#B 1 T S"]],
@@ -25,8 +25,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
-
-
 SCALED = ("linear", "llama3", "yarn")  # ropes whose frequencies do not depend on the text's length
 
 
@@ -35,8 +33,10 @@ class LayerConfig:
     """Sizes of a Llama-like decoder layer, under Hugging Face's names.
 
     Attributes:
-        attention_bias: of the queries', keys' and values' projections; `output_bias`: of the one behind them.
-        rope_scaling: one of `SCALED` with its numbers, as in Hugging Face's config.json; none: plain rope.
+        attention_bias: the projections of queries, keys and values have a bias.
+        output_bias: the projection of attention's output has one.
+        rope_scaling: the type, one of `SCALED`, and its numbers, as in Hugging Face's config.json; None:
+            plain.
     """
 
     hidden_size: int
@@ -53,31 +53,31 @@ class LayerConfig:
 
 
 class Rope:
-    """Rotary positions of given frequencies, whose cos and sin are multiplied by a factor."""
+    """Rotary positions with given frequencies, and a factor on cos and sin."""
 
     def __init__(self, frequencies: Sequence[float], factor: float = 1.0) -> None:
-        # no buffer of a module: that would be rounded with the weights
+        # The frequencies are no buffer of a module, which would be rounded with the weights.
         self.frequencies, self.factor = torch.tensor(frequencies, dtype=torch.float64), factor
 
     @classmethod
     def scaled(cls, config: LayerConfig) -> "Rope":
-        """As Hugging Face computes it from `rope_scaling`."""
+        """The scaled RoPE of a config, as Hugging Face computes it."""
         assert config.rope_scaling is not None
-        about = LlamaConfig(
+        llama = LlamaConfig(
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_attention_heads,
             head_dim=config.head_dim,
             rope_parameters={"rope_theta": config.rope_theta, **config.rope_scaling},
         )
         frequencies, factor = ROPE_INIT_FUNCTIONS[config.rope_scaling["rope_type"]](
-            about, torch.device("cpu")
+            llama, torch.device("cpu")
         )
         return cls(frequencies.tolist(), float(factor))
 
     def __call__(
         self, positions: Int[Tensor, "#B T"], dtype: torch.dtype
     ) -> tuple[Float[Tensor, "#B 1 T D"], Float[Tensor, "#B 1 T D"]]:
-        """cos and sin; computed in float32 at least."""
+        """cos and sin, computed in float32 at least."""
         if self.frequencies.device != positions.device:
             self.frequencies = self.frequencies.to(positions.device)
         exact = torch.float64 if dtype == torch.float64 else torch.float32
@@ -89,7 +89,7 @@ class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
     def __init__(self, config: LayerConfig, inputs: int = 1) -> None:
-        """inputs: reads so many states side by side."""
+        """`inputs` is the number of states, side by side, that a row of x holds: I = inputs·H."""
         super().__init__()
         H, D, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.head_dim, self.theta = D, config.rope_theta
@@ -102,7 +102,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Float[Tensor, "B T I"], positions: Int[Tensor, "#B T"], attend: Attend
     ) -> Float[Tensor, "B T H"]:
-        """Rows of x see what `attend` shows them."""
+        """Rows of x attend to the keys and values that `attend` returns."""
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -119,7 +119,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated, as in Llama."""
+    """The gated MLP of Llama."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """x += attention(norm(x)), where the norm may be missing, as in EAGLE; x += mlp(norm(x))."""
+    """x += attention(norm(x)); x += mlp(norm(x)). The first norm may be missing, as in EAGLE."""
 
     def __init__(self, config: LayerConfig, input_norm: bool = True) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class DecoderLayer(nn.Module):
 def rotary(
     positions: Int[Tensor, "#B T"], dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "#B 1 T D"], Float[Tensor, "#B 1 T D"]]:
-    """cos and sin of the angles of RoPE, halves alike; computed in float32 at least."""
+    """cos and sin of RoPE's angles, computed in float32 at least; both halves of D are equal."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     return turns(
         positions, theta ** -(torch.arange(0, dim, 2, device=positions.device, dtype=exact) / dim), dtype
@@ -166,7 +166,7 @@ def rotary(
 def turns(
     positions: Int[Tensor, "#B T"], frequencies: Float[Tensor, " half"], dtype: torch.dtype
 ) -> tuple[Float[Tensor, "#B 1 T D"], Float[Tensor, "#B 1 T D"]]:
-    """`rotary` of any frequencies, in their precision."""
+    """`rotary` with given frequencies, computed in their precision."""
     angle = positions[:, None, :, None].to(frequencies.dtype) * frequencies
     angle = torch.cat([angle, angle], -1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
@@ -180,7 +180,7 @@ def rotate(x: Float[Tensor, "B heads T D"], cos: Tensor, sin: Tensor) -> Float[T
 
 @dataclass(frozen=True)
 class CacheAttend:
-    """`Attend` of one layer of a cache; tensors alone where that is a `LayerView`."""
+    """`Attend` of one layer of a cache. Compiled passes give a `LayerView`, which holds tensors alone."""
 
     cache: KVCache | LayerView
     layer: int
@@ -198,13 +198,12 @@ def attend_cache(
     among: Bool[Tensor, "B R A"] | None = None,
     compiles: bool = False,
 ) -> tuple[list[CacheAttend], Int[Tensor, "B R"]]:
-    """(attend of each layer, positions of the slots) for `rows` new rows that stand `after` scratch slots
-    behind what is kept.
+    """(`Attend` of each layer, positions) of `rows` new rows, `after` scratch slots behind the kept tokens.
 
     Args:
-        among: what each new row sees of the round's A = after + rows scratch slots; default: the earlier ones
-            and itself.
-        compiles: attend by the cache's `LayerView`s, once it holds something.
+        among: which of the round's A = after + rows scratch slots each new row sees; default: the earlier
+            ones and its own.
+        compiles: attend through the cache's `LayerView`s, once it has storage.
     """
     cache.reserve(rows, after)
     slots = cache.used
@@ -224,7 +223,6 @@ def attend_cache(
 
 
 def descended(ancestors: Bool[Tensor, "B F0 A"], origin: Int[Tensor, "B F"]) -> Bool[Tensor, "B F A1"]:
-    """What a frontier's rows see of a round's scratch rows: what their parents' rows saw, and themselves, A1
-    = A + F."""
+    """The scratch rows that a frontier's rows see: those that their parents saw and their own; A1 = A + F."""
     own = torch.eye(origin.shape[1], dtype=torch.bool, device=origin.device).expand(len(origin), -1, -1)
     return torch.cat([ancestors.gather(1, origin[..., None].expand(-1, -1, ancestors.shape[2])), own], 2)

@@ -1,5 +1,7 @@
-"""Lookahead decoding: the target's own passes make n-grams by Jacobi iteration, and those that fit are
-drafted (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding")."""
+"""Lookahead decoding (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference …").
+
+The target's own passes make n-grams by Jacobi iteration, and n-grams that begin with the root are drafted.
+"""
 
 from dataclasses import dataclass
 from typing import final
@@ -13,45 +15,44 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree
 
-POOL = 4096  # n-grams that a row remembers; the oldest make room
-LOOKS = 4  # matches that are looked at for each guess, since some of them are alike
+POOL = 4096  # n-grams that a row remembers; a new one replaces the oldest
+LOOKS = 4  # matches that are looked at per guess, because some of them are equal
 
 
 @dataclass
 class LookaheadState(State):
-    levels: Int[Tensor, "B N1 W"]  # level l of column j is a guess of the token l + j + 1 behind the root
-    pool: Int[Tensor, "B P1 N"]  # n-grams, oldest first round the ring; the last slot takes what is none
+    levels: Int[Tensor, "B N1 W"]  # level l of column j guesses the token l + j + 1 positions behind the root
+    pool: Int[Tensor, "B P1 N"]  # a ring of n-grams; the last slot is written in the place of no n-gram
     made: Int[Tensor, " B"]  # n-grams that were ever put in
-    text: Int[Tensor, "B S"]  # the last slot takes what is only padding
-    length: Int[Tensor, " B"]  # tokens of text; the root comes after
+    text: Int[Tensor, "B S"]  # the last slot is written in the place of padding
+    length: Int[Tensor, " B"]  # tokens of text; the root comes behind them
 
 
 @final
 class Lookahead(Drafter):
-    """Drafts n-grams that begin with the root, and in the same pass lets the target make new ones.
+    """Drafts n-grams that begin with the root, and lets the same target pass make new ones.
 
-    The tree is both branches of the paper: W columns, of which the first level is a chain behind the root and
-    the others go on from it one by one, and G chains of n-grams from the pool. So what a column says may be
-    accepted as well.
+    The tree holds both branches of the paper. The lookahead branch has W columns of N − 1 levels: the first
+    level is a chain behind the root, and each column continues from its node of that chain. The verification
+    branch is G chains of n-grams from the pool. Tokens of either branch may be accepted.
 
     Args:
-        window: W, columns.
-        ngram: N, tokens of an n-gram, its first included, which is the root.
-        guesses: G, n-grams drafted at once.
+        window: W, the number of columns.
+        ngram: N, the tokens of an n-gram, of which the first is the root.
+        guesses: G, the n-grams drafted at once.
 
     Raises:
-        ValueError: a number that leaves nothing to draft.
+        ValueError: a number leaves nothing to draft.
     """
 
     def __init__(self, window: int = 5, ngram: int = 4, guesses: int = 5) -> None:
         if window < 1 or ngram < 2 or not 1 <= guesses <= POOL // LOOKS:
             raise ValueError(
                 f"lookahead got window={window}, ngram={ngram}, guesses={guesses}; it needs window >= 1, "
-                f"ngram >= 2 and "
-                f"guesses from 1 to {POOL // LOOKS}"
+                f"ngram >= 2 and guesses from 1 to {POOL // LOOKS}"
             )
         self.W, self.N, self.G = window, ngram, guesses
-        first = torch.arange(window)  # slots: the first level, then the rest of each column, then the guesses
+        first = torch.arange(window)  # order of slots: the first level, the rest of each column, the guesses
         column = torch.stack([1 + first, *(1 + window + first * (ngram - 2) + i for i in range(ngram - 2))])
         guess = 1 + window * (ngram - 1) + torch.arange(guesses * (ngram - 1)).view(guesses, -1)
         parents = torch.zeros(1 + (window + guesses) * (ngram - 1), dtype=torch.long)
@@ -77,20 +78,19 @@ class Lookahead(Drafter):
         assert isinstance(state, LookaheadState)
         if span.tree is None or span.tree.is_chain:  # a prompt
             self._read(span, state)
-            spread = (
-                torch.arange((self.N - 1) * self.W, device=span.tokens.device) * 7919
-            )  # anything will do to begin with
-            index = spread % state.length.clamp(min=1)[:, None]
+            # Any tokens will do to begin with: these are scattered over the prompt.
+            index = torch.arange((self.N - 1) * self.W, device=span.tokens.device) * 7919
+            index = index % state.length.clamp(min=1)[:, None]
             state.levels = state.text.gather(1, index).view(-1, self.N - 1, self.W)
             return
-        said = span.picks[:, self._column[-1]]  # behind every column's last level
-        grams = torch.cat([state.levels, said[:, None]], 1).transpose(1, 2)
-        self._remember(state, grams, torch.ones_like(said, dtype=torch.bool))
-        state.levels = torch.cat([state.levels[:, 1:], said[:, None]], 1)
+        picks = span.picks[:, self._column[-1]]  # the target's tokens behind the last level
+        grams = torch.cat([state.levels, picks[:, None]], 1).transpose(1, 2)
+        self._remember(state, grams, torch.ones_like(picks, dtype=torch.bool))
+        state.levels = torch.cat([state.levels[:, 1:], picks[:, None]], 1)
         self._read(span, state)
 
     def _read(self, span: Span, state: LookaheadState) -> None:
-        """Go on in the text; its own n-grams are as good as any."""
+        """Append the span to the text, and put the text's own n-grams into the pool."""
         at = span.start[:, None] + torch.arange(span.tokens.shape[1], device=span.tokens.device)
         state.text.scatter_(1, at.where(span.mask, state.text.shape[1] - 1), span.tokens)
         back = at[..., None] - torch.arange(self.N - 1, -1, -1, device=at.device)
@@ -114,15 +114,15 @@ class Lookahead(Drafter):
         return Tree(tokens, self._parents.to(device).expand(B, -1), self.depth)
 
     def _guesses(self, state: LookaheadState) -> Int[Tensor, "B G N1"]:
-        """The latest n-grams that begin with the root, no two alike; `PAD` where there are fewer."""
+        """The latest distinct n-grams that begin with the root, `PAD` where there are fewer than G."""
         slot = torch.arange(POOL, device=state.root.device)
         age = (state.made[:, None] - 1 - slot) % POOL
         fits = state.pool[:, :POOL, 0] == state.root[:, None]
         index = age.where(fits, POOL).topk(LOOKS * self.G, largest=False, sorted=True).indices
-        found = state.pool.gather(1, index[..., None].expand(-1, -1, self.N))[..., 1:]
-        found = found.masked_fill(~fits.gather(1, index)[..., None], PAD)
-        alike = (found[:, :, None] == found[:, None]).all(-1).tril(-1).any(-1)
-        chosen = (alike | (found[..., 0] < 0)).int().sort(dim=1, stable=True)
-        best = chosen.indices[:, : self.G]
-        guesses = found.gather(1, best[..., None].expand(-1, -1, self.N - 1))
-        return guesses.masked_fill(chosen.values[:, : self.G, None] > 0, PAD)
+        latest = state.pool.gather(1, index[..., None].expand(-1, -1, self.N))[..., 1:]
+        latest = latest.masked_fill(~fits.gather(1, index)[..., None], PAD)
+        repeated = (latest[:, :, None] == latest[:, None]).all(-1).tril(-1).any(-1)
+        useless = (repeated | (latest[..., 0] < 0)).int().sort(dim=1, stable=True)
+        best = useless.indices[:, : self.G]
+        guesses = latest.gather(1, best[..., None].expand(-1, -1, self.N - 1))
+        return guesses.masked_fill(useless.values[:, : self.G, None] > 0, PAD)

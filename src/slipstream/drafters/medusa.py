@@ -1,5 +1,4 @@
-"""Medusa: one small head for every token ahead, all of which read the target's last state (Cai et al.
-2024)."""
+"""Medusa (Cai et al. 2024): one small head per token ahead; all heads read the target's final state."""
 
 from dataclasses import dataclass
 from typing import Any, final
@@ -21,11 +20,11 @@ class MedusaConfig:
     """Sizes.
 
     Attributes:
-        draft_vocab_size: Vd, of each head's own LM head.
-        depth: heads, and tokens drafted.
-        layers: residual blocks of a head.
-        bias: of their linear layers.
-        shared: the target's LM head in the place of their own.
+        draft_vocab_size: Vd, the tokens of each head's own LM head.
+        depth: the number of heads, and of tokens drafted.
+        layers: residual blocks per head.
+        bias: the blocks' linear layers have a bias.
+        shared: the target's LM head takes the place of the heads' own.
     """
 
     hidden_size: int
@@ -38,7 +37,7 @@ class MedusaConfig:
 
 
 class MedusaHead(Head):
-    """Head k: x += SiLU(linear(x)), `layers` times, and an LM head of its own (Medusa §2.1.1)."""
+    """Head k is x += SiLU(linear(x)), `layers` times, and an LM head of its own (Medusa §2.1.1)."""
 
     sizes = MedusaConfig
 
@@ -61,24 +60,23 @@ class MedusaHead(Head):
         return not self.config.shared
 
     def forward(self, features: Float[Tensor, "B T H"]) -> Float[Tensor, "B T N H"]:
-        """What the LM heads read: of row i, head k's is to say t_{i+1+k}, where t_{i+1} is the target's
-        own."""
-        said = []
+        """The LM heads' inputs. Head k of row i is to predict t_{i+1+k}; t_{i+1} is the target's token."""
+        states = []
         for layers in self.blocks:
             x = features
             for layer in layers:
                 x = x + F.silu(layer(x))
-            said.append(x)
-        return torch.stack(said, 2)
+            states.append(x)
+        return torch.stack(states, 2)
 
     def logits(self, hidden: Float[Tensor, "... N H"]) -> Float[Tensor, "... N Vd"]:
-        """Of the first N depths, each by its own LM head."""
-        parts = zip(self.lm_heads, hidden.unbind(-2), strict=False)
-        return torch.stack([lm_head(x) for lm_head, x in parts], -2)
+        """Logits of the first N depths, each by its own LM head."""
+        pairs = zip(self.lm_heads, hidden.unbind(-2), strict=False)
+        return torch.stack([lm_head(x) for lm_head, x in pairs], -2)
 
     @torch.no_grad()
     def start(self, lm_head: Float[Tensor, "Vd H"]) -> "MedusaHead":
-        """Before training every head says what the target's LM head says."""
+        """Initialise for training: every head predicts what the target's LM head predicts."""
         for p in self.blocks.parameters():
             p.zero_()
         for own in self.lm_heads:
@@ -87,7 +85,7 @@ class MedusaHead(Head):
 
     @torch.no_grad()
     def scale_inputs(self, embedding: Float[Tensor, ""], taps: Float[Tensor, " taps"]) -> None:
-        """Nothing to fold: embeddings are not read, and the final state is as large as itself."""
+        """Does nothing: Medusa reads no embeddings, and its blocks keep the final state's scale."""
 
 
 @final
@@ -98,7 +96,7 @@ class Medusa(ParallelDrafter):
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, ParallelState) and span.features is not None
-        last = span.last(span.features)[:, None]  # nothing else is read: no cache
+        last = span.last(span.features)[:, None]  # nothing else is read, so there is no cache
         state.hidden = (self._compiled_read(freed(last)) if self.ends.compiles else self._read(last))[:, 0]
         state.root, state.length = span.last(span.nexts), span.start + span.count
 

@@ -1,7 +1,7 @@
-"""Prompt lookup: the longest match of the text's end, earlier in the text, proposes its continuation.
+"""Prompt lookup decoding (Saxena 2023; vLLM's `ngram`).
 
-Saxena's prompt lookup decoding, vLLM's `ngram`. Costs no pass of anything: a few integer comparisons over the
-context.
+The text's end is searched earlier in the text, and what followed the longest match is proposed. That takes no
+pass of a model, only a few integer comparisons over the context.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from slipstream.core.tree import PAD, Tree, chain
 
 @dataclass
 class NGramState(State):
-    text: Int[Tensor, "B S"]  # the last slot takes what is only padding
-    length: Int[Tensor, " B"]  # tokens of text; the root comes after
+    text: Int[Tensor, "B S"]  # the last slot is written in the place of padding
+    length: Int[Tensor, " B"]  # tokens of text; the root comes behind them
 
 
 @final
@@ -30,19 +30,19 @@ class NGram(Drafter):
 
     Args:
         depth: tokens drafted per round.
-        longest: suffixes of up to this many tokens are told apart; among equally long matches the latest
-            wins.
-        shortest: a match must be at least this long. 1 drafts more often and is right less often.
+        longest: matches are compared up to this length. Of equally long ones the latest is taken.
+        shortest: a match must have at least this length. With 1, drafts are made more often and accepted less
+            often.
 
     Raises:
-        ValueError: limits that no match can meet.
+        ValueError: no match can meet the limits.
     """
 
     def __init__(self, depth: int = 7, longest: int = 4, shortest: int = 2) -> None:
         if depth < 1 or not 1 <= shortest <= longest:
             raise ValueError(
-                f"ngram got depth={depth}, longest={longest}, shortest={shortest}; "
-                "it needs depth >= 1 and 1 <= shortest <= longest"
+                f"ngram got depth={depth}, longest={longest}, shortest={shortest}; it needs depth >= 1 and 1 "
+                "<= shortest <= longest"
             )
         self.depth, self.rows, self.longest, self.shortest = depth, depth + 1, longest, shortest
 
@@ -61,13 +61,13 @@ class NGram(Drafter):
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, NGramState)
         end, length = self._match(state)
-        found = length >= self.shortest
-        if look.may_look(found) and not bool(found.any()):
+        matched = length >= self.shortest
+        if look.may_look(matched) and not bool(matched.any()):
             return chain(state.root[:, None])
-        return chain(self._continuation(state, end, found))
+        return chain(self._continuation(state, end, matched))
 
     def _match(self, state: NGramState) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
-        """Where the best match ends, and how many tokens it has."""
+        """The slot at which the best match ends, and the number of its tokens."""
         view = int(state.length.max()) if look.may_look(state.length) else state.text.shape[1]
         text, slot = state.text[:, :view], torch.arange(view, device=state.text.device)
         run = (text == state.root[:, None]) & (slot < state.length[:, None])
@@ -79,12 +79,11 @@ class NGram(Drafter):
         best = (length * view + slot).argmax(1)
         return best, length.gather(1, best[:, None])[:, 0]
 
-    def _continuation(self, state: NGramState, end: Tensor, found: Tensor) -> Int[Tensor, "B N"]:
-        """Root and draft. A continuation that runs into the root goes round: text that repeats itself keeps
-        doing so."""
+    def _continuation(self, state: NGramState, end: Tensor, matched: Tensor) -> Int[Tensor, "B N"]:
+        """Root and draft. A continuation that reaches the root starts again: repetitions tend to go on."""
         period = (state.length - end).clamp(min=1)[:, None]
         at = end[:, None] + 1 + torch.arange(self.depth, device=end.device) % period
         full = torch.cat([state.text, state.root[:, None]], 1)
         at = torch.where(at >= state.length[:, None], full.shape[1] - 1, at)
-        draft = full.gather(1, at).masked_fill(~found[:, None], PAD)
+        draft = full.gather(1, at).masked_fill(~matched[:, None], PAD)
         return torch.cat([state.root[:, None], draft], 1)

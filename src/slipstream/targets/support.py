@@ -1,4 +1,4 @@
-"""What a target must be, and what is refused by name with the reason."""
+"""Which models can be targets. Others are refused by name, with the reason."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -10,20 +10,19 @@ from torch import Tensor, nn
 
 ROPE_REFUSED = ("dynamic", "longrope", "su")
 LAYERS_KNOWN = ("full_attention", "sliding_attention")
-LEAK, ROUTED = (
-    1e-3,
-    0.05,
-)  # of the logits' spread: rows of one shape are the same bits, but experts read others with them
+# How much a causal model's logits may differ between two passes, as a part of their spread. One shape of pass
+# gives the same bits, except in a routed model (the second limit), whose experts read other rows with them.
+LEAK, ROUTED = 1e-3, 0.05
 SUPPORTED = "Supported: decoder-only models with attention in every layer"
 
 
 def check_supported(config: Any, stateful: bool = False, positioned: bool = True) -> None:
-    """Refuse architectures that a tree pass with explicit positions and masks cannot serve exactly.
+    """Refuse architectures for which a tree pass with explicit positions and masks is not exact.
 
     Args:
         config: the model's Hugging Face text config.
-        stateful: the model class keeps a recurrent state (`PreTrainedModel._is_stateful`).
-        positioned: its forward takes `position_ids`.
+        stateful: whether the model class keeps a recurrent state (`PreTrainedModel._is_stateful`).
+        positioned: whether its forward takes `position_ids`.
 
     Raises:
         ValueError: names the model type and the reason.
@@ -54,14 +53,14 @@ def check_supported(config: Any, stateful: bool = False, positioned: bool = True
 
 
 def rope_types(config: Any) -> set[str]:
-    """The RoPE scaling types in force, over all layer types."""
+    """The RoPE scaling types of all layer types."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     return {str(each.get("rope_type", each.get("type", "default"))) for each in nested}
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:
-    """Sliding window by layer type; `None` is full attention."""
+    """The sliding window of each layer type; `None` means full attention."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if window is None:
         return {"full_attention": None}
@@ -73,8 +72,8 @@ def attention_windows(config: Any) -> dict[str, int | None]:
 
 @torch.inference_mode()
 def check_causal(model: Any) -> None:
-    """Refuse a model that reads ahead, such as an encoder, whatever its configuration says: another last
-    token must not change what is said of the tokens before it.
+    """Refuse a model that reads later tokens, such as an encoder, whatever its configuration says. Another
+    last token must not change the logits at the tokens before it.
 
     Raises:
         ValueError: names the model type.
@@ -86,24 +85,22 @@ def check_causal(model: Any) -> None:
     if (one - other).pow(2).mean().sqrt() > limit * one.std():
         raise ValueError(
             f"Unsupported target: {model.config.model_type}: its attention is not causal: later tokens "
-            f"change what it says "
-            f"of earlier ones. {SUPPORTED}"
+            f"change what it says of earlier ones. {SUPPORTED}"
         )
 
 
 @torch.inference_mode()
 def first_unsound(model: Any, tokens: Sequence[int]) -> str | None:
-    """The first module, as they end, that says numbers which are not finite of a text; None if there is
-    none."""
-    found: list[str] = []
+    """The first module that returns numbers which are not finite in a pass over a text; None if none does."""
+    unsound: list[str] = []
 
     def look(module: nn.Module, args: Any, out: Any, name: str) -> None:
         parts = out.values() if isinstance(out, dict) else out if isinstance(out, tuple) else (out,)
         if not all(bool(part.isfinite().all()) for part in parts if isinstance(part, Tensor)):
-            found.append(name or type(module).__name__)
+            unsound.append(name or type(module).__name__)
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             hooks.callback(module.register_forward_hook(partial(look, name=name)).remove)
         model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False)
-    return found[0] if found else None
+    return unsound[0] if unsound else None

@@ -279,8 +279,7 @@ def synthesize_prompts(
         if idle == PATIENCE:
             raise ValueError(
                 f"target {target.name} wrote {len(seen)} usable prompts and then none: raise the "
-                f"temperature, or give "
-                "prompts of your own to `slipstream regenerate`"
+                "temperature, or give prompts of your own to `slipstream regenerate`"
             )
 
 
@@ -367,7 +366,7 @@ def _check_made(path: str, theirs: Any, ours: dict[str, Any]) -> None:
     if not isinstance(theirs, dict):
         raise ValueError(
             f"{path} does not say how it was made, as earlier versions did not: train on it, and name "
-            f"another file"
+            "another file"
         )
     names = [name for name in ours | theirs if name != "target" and ours.get(name) != theirs.get(name)]
     if names:
