@@ -18,9 +18,24 @@ from slipstream.files import (
     parsed,
     read_text,
     replacing,
+    understood,
     update_json,
     write_json,
 )
+
+
+@pytest.mark.parametrize("error", [KeyError("head"), IndexError("row"), TypeError("a\nb"), RuntimeError()])
+def test_what_a_foreign_file_breaks_is_one_line(error):
+    says = f"checkpoint x does not fit: {type(error).__name__}"
+    with pytest.raises(ValueError, match=says) as refused, understood("checkpoint x"):
+        raise error
+    assert "\n" not in str(refused.value)
+
+
+def test_our_own_mistakes_are_not_the_users():
+    """A failed assertion of ours that was reported as a file that does not fit."""
+    with pytest.raises(AssertionError), understood("checkpoint x"):
+        raise AssertionError
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])

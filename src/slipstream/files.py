@@ -233,22 +233,15 @@ def _lock(beside: Path) -> TextIO | str:
 
 @contextmanager
 def understood(what: str) -> Iterator[None]:
-    """Turn errors over a foreign file's contents into a ValueError of one line.
+    """Turn errors over a foreign file's contents into a ValueError of one line. A failed assertion is our own
+    mistake, and passes through.
 
     Raises:
         ValueError: values have another type, are out of range, or are missing.
     """
     try:
         yield
-    except (
-        TypeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-        ArithmeticError,
-        RuntimeError,
-        AssertionError,
-    ) as error:
+    except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
             f"{what} does not fit: {type(error).__name__}{': ' if reason else ''}{reason}"
