@@ -1,0 +1,178 @@
+"""The speed expected of trained heads, from one alternating race of their rounds and from a stored τ.
+
+    python benchmarks/race.py runs/fasteagle runs/eagle3 runs/eagle --tau benchmarks/results/heads.json \
+        --tree chain-3 --tree best-first-3x8 --compile --json benchmarks/results/heads_race.json
+
+A race runs rounds of plain decoding, of every head and of every tree in turn, and takes the median of each
+part. Heads that grow the same tree share one target pass, so all of them are charged the same verify time,
+the median over the heads. Several races, each with another head first, give a t interval of every cost. A
+head's costs depend on its sizes alone, so these weights need not be those whose τ is stored.
+
+Expected speed: τ · plain round / (draft + shared verify + host). The interval of a ratio adds the half widths
+of the stored τ's interval (over the questions) and of the cost's interval (over the races) in quadrature.
+"""
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.drafters import load_drafter
+from slipstream.drafters.vanilla import Vanilla
+from slipstream.files import check_writable, write_json
+from slipstream.machine import heading
+from slipstream.measure.cost import RoundCost, Rounds
+from slipstream.measure.questions import load_questions
+from slipstream.measure.tune import reshaped
+from slipstream.targets import load_target
+
+STUDENT = {
+    2: 12.71,
+    3: 4.30,
+    4: 3.18,
+    5: 2.78,
+    6: 2.57,
+    7: 2.45,
+    8: 2.36,
+    9: 2.31,
+    10: 2.26,
+}  # 95 %, by races
+Race = dict[tuple[str, str], RoundCost]  # by head and tree
+
+
+def run(
+    target: Any, heads: dict[str, Any], trees: Sequence[str], probe: list[int], races: int, rounds: int
+) -> list[tuple[RoundCost, Race]]:
+    """Costs of plain rounds and of every head's and tree's, race by race."""
+    kinds = [(head, tree) for tree in trees for head in heads]
+    found = []
+    for race in range(races):
+        order = kinds[race % len(kinds) :] + kinds[: race % len(kinds)]
+        drafters = [reshaped(heads[head], tree) for head, tree in order]
+        plain, *spent = Rounds(target, [Vanilla(), *drafters], probe, most=rounds).run(rounds)
+        found.append((plain, dict(zip(order, spent, strict=True))))
+        print(f"race {race + 1} of {races}: plain {1e3 * plain.total:.1f} ms", file=sys.stderr, flush=True)
+    return found
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Mean over the races, and its t interval."""
+    middle = mean(values)
+    half = STUDENT[len(values)] * stdev(values) / math.sqrt(len(values))
+    return {"mean": round(middle, 4), "interval": [round(middle - half, 4), round(middle + half, 4)]}
+
+
+def product(share: float, of_share: Sequence[float], cost: dict[str, Any]) -> dict[str, Any]:
+    """A ratio of τ times a ratio of costs; relative half widths of their intervals in quadrature."""
+    value = share * cost["mean"]
+    halves = [
+        (ends[1] - ends[0]) / 2 / middle
+        for ends, middle in ((of_share, share), (cost["interval"], cost["mean"]))
+    ]
+    half = value * math.hypot(*halves)
+    return {"ratio": round(value, 4), "interval": [round(value - half, 4), round(value + half, 4)]}
+
+
+def report(
+    races: list[tuple[RoundCost, Race]], trees: Sequence[str], stored: dict[str, Any]
+) -> dict[str, Any]:
+    """Every head's costs with each tree, its expected speed, and both over the first head's."""
+    heads = list(dict.fromkeys(head for head, _ in races[0][1]))
+    heads.sort(key=list(stored["heads"]).index)
+    assert heads[0] == next(iter(stored["heads"])), "stored ratios are over the stored result's first head"
+    found: dict[str, Any] = {}
+    for tree in trees:
+        shared = [median(race[head, tree].verify for head in heads) for _, race in races]
+        found[tree] = {"shared_verify_ms": spread([1e3 * v for v in shared]), "heads": {}}
+        totals = {
+            head: [
+                race[head, tree].draft + v + race[head, tree].host
+                for (_, race), v in zip(races, shared, strict=True)
+            ]
+            for head in heads
+        }
+        drafts = {head: [race[head, tree].draft for _, race in races] for head in heads}
+        for head in heads:
+            parts = {
+                f"{p}_ms": spread([1e3 * getattr(race[head, tree], p) for _, race in races]) for p in PARTS
+            }
+            over_first = [a / b for a, b in zip(totals[heads[0]], totals[head], strict=True)]
+            of_draft = [a / b for a, b in zip(drafts[heads[0]], drafts[head], strict=True)]
+            entry = {**parts, "first_draft_over_its": spread(of_draft), "expected": {}}
+            for arm in stored["heads"][head]["trees"]:
+                if arm["tree"] == tree:
+                    plain = [p.total / total for (p, _), total in zip(races, totals[head], strict=True)]
+                    speed = mean(arm["tau"] * ratio for ratio in plain)
+                    ratio = product(arm["share"], arm["interval"], spread(over_first))
+                    entry["expected"][str(arm["temperature"])] = {
+                        "speed": round(speed, 4),
+                        "over_first": ratio,
+                    }
+            found[tree]["heads"][head] = entry
+    return found
+
+
+PARTS = ("draft", "verify", "host")
+
+
+def show(found: dict[str, Any], title: str) -> None:
+    """The report as a table."""
+    table = Table(
+        "tree", "head", "draft ms", "verify own", "shared", "T", "× plain", "over the first", title=title
+    )
+    for tree, entry in found.items():
+        for head, arm in entry["heads"].items():
+            for temperature, expected in arm["expected"].items():
+                ratio, (low, high) = expected["over_first"]["ratio"], expected["over_first"]["interval"]
+                times = (arm["draft_ms"], arm["verify_ms"], entry["shared_verify_ms"])
+                cells = (f"{each['mean']:.2f}" for each in times)
+                speed = f"{expected['speed']:.2f}"
+                table.add_row(tree, head, *cells, temperature, speed, f"{ratio:.3f} [{low:.3f}, {high:.3f}]")
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+def main() -> None:
+    """The command line."""
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("heads", nargs="+", help="drafter directories, called as in the stored result")
+    options.add_argument("--tau", required=True, help="what heads.py wrote of heads of these names")
+    options.add_argument("--tree", action="append", required=True)
+    options.add_argument("--target", default="smollm2")
+    options.add_argument("--questions", action="append", default=[])
+    options.add_argument("--races", type=int, default=7, help=f"{min(STUDENT)} to {max(STUDENT)}")
+    options.add_argument("--rounds", type=int, default=15, help="of each head and tree in a race")
+    options.add_argument("--dtype", default="float32")
+    options.add_argument("--compile", action="store_true")
+    options.add_argument("--json", default=None)
+    given = options.parse_args()
+    check_writable(given.json)
+    stored = json.loads(Path(given.tau).read_text("utf-8"))
+    target = load_target(given.target, given.dtype, compile=given.compile)
+    heads = {Path(name).name: load_drafter(name, target.ends) for name in given.heads}
+    probe = target.encode(load_questions(given.questions, 1)[0].turns[0])
+    found = run(target, heads, given.tree, probe, given.races, given.rounds)
+    result = report(found, given.tree, stored)
+    show(result, "compiled" if given.compile else "eager")
+    if given.json:
+        about = {
+            "command": f"python benchmarks/race.py {shlex.join(sys.argv[1:])}",
+            "tau_from": Path(given.tau).name,
+            "races": given.races,
+            "rounds": given.rounds,
+            "plain_ms": spread([1e3 * plain.total for plain, _ in found]),
+        }
+        write_json(given.json, {**heading(target), **about, "trees": result})
+
+
+if __name__ == "__main__":
+    main()
