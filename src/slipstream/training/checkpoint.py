@@ -1,4 +1,4 @@
-"""Checkpoints: everything that an exact continuation needs, in one file, whole or not at all."""
+"""Checkpoints: all that an exact continuation needs, in one file, written atomically."""
 
 import os
 from contextlib import suppress
@@ -14,8 +14,7 @@ from slipstream.training.recipe import Recipe
 
 
 def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Put it in the place of the last one once it is on the disk. Raises ValueError; the last one then
-    stays."""
+    """Write a checkpoint over the last one, which stays if that fails. Raises ValueError."""
     beside = path.with_name(f".{path.name}")
     try:
         with open(beside, "wb") as file:
@@ -35,23 +34,22 @@ def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
 def read_checkpoint(
     path: Path, target: str, dtype: str, processes: int, recipe: Recipe, kept: Path
 ) -> dict[str, Any]:
-    """A run's checkpoint.
+    """Read the checkpoint that a run continues from.
 
     Args:
-        target: fingerprint of the target that goes on, as `dtype`, `processes` and `recipe` are those of this
-            run.
-        kept: where the run's own recipe is.
+        target: fingerprint of this run's target, as `dtype`, `processes` and `recipe` are this run's.
+        kept: the file of the checkpoint's own recipe, which an error names.
 
     Raises:
-        ValueError: it cannot be read, or was made by another run.
+        ValueError: the checkpoint cannot be read, or was made by another run.
     """
     try:
         check_regular(path)
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         made_for, made_in, made_by, made = (state[key] for key in ("target", "dtype", "processes", "recipe"))
-    except Exception as error:  # whatever a damaged file makes of itself
+    except Exception as error:  # damaged files raise errors of many types
         reason = str(error).split("\n")[0] or type(error).__name__
-        if isinstance(error, UnpicklingError):  # torch would have the reader run what the file says
+        if isinstance(error, UnpicklingError):  # whose own message says how to load it unsafely
             reason = "it holds other things than tensors, or is damaged"
         raise ValueError(f"checkpoint {path} cannot be read: {reason}") from error
     if made_for != target:
@@ -61,11 +59,10 @@ def read_checkpoint(
     if made_by != processes:
         raise ValueError(
             f"checkpoint {path} was made by {made_by} processes, and here are {processes}: an exact "
-            f"continuation needs as "
-            "many"
+            "continuation needs as many"
         )
     new = recipe.model_dump(mode="json")
-    with suppress(ValidationError):  # fields that there were not yet are at their defaults
+    with suppress(ValidationError):  # fields that older recipes lack take their defaults
         made = Recipe.model_validate(made).model_dump(mode="json")
     if made != new:
         changed = ", ".join(key for key in new if new[key] != made.get(key))

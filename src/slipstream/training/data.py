@@ -1,4 +1,4 @@
-"""Training data: rows of JSONL or raw text in, token ids and a loss mask out."""
+"""Training data: rows of JSONL or raw text become token ids and a loss mask."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -17,13 +17,13 @@ SHAPES = '{"messages": […]}, {"conversations": […]}, {"instruction", "input"
 
 @dataclass(frozen=True)
 class Example:
-    """One sequence and which of its tokens the drafter learns to predict.
+    """One sequence, and which of its tokens the drafter learns to predict.
 
     Attributes:
         tokens: ids, as the target reads them when it decodes: each prompt through the chat template, then its
             answer.
-        loss: one flag a token; an assistant's own tokens and the token that ends its turn.
-        greedy: the answer is known to be the target's at T = 0.
+        loss: true for the tokens to learn, which are the assistant's own and the token that ends its turn.
+        greedy: the row says that the answer is the target's at T = 0.
     """
 
     tokens: list[int]
@@ -32,12 +32,12 @@ class Example:
 
     @property
     def prompt(self) -> list[int]:
-        """What comes before the first token to learn: a conversation's first question."""
+        """The tokens before the first one to learn: a conversation's first question."""
         return self.tokens[: max(self.loss.index(True), 1)]
 
     @property
     def answer(self) -> list[int]:
-        """The tokens after it that are learnt, up to the first one that is not."""
+        """The tokens to learn behind the prompt, up to the first one that is not learnt."""
         rest = self.loss[len(self.prompt) :]
         return self.tokens[len(self.prompt) :][: rest.index(False) if False in rest else None]
 
@@ -45,11 +45,14 @@ class Example:
 def load_examples(
     paths: Sequence[str], target: Target, max_length: int, limit: int | None = None, greedy: bool = False
 ) -> list[Example]:
-    """Examples of all files, in order, cut at `max_length` tokens; `limit` takes rows evenly over each file;
-    `greedy` keeps the target's own answers at temperature 0.
+    """The examples of all files, in order, cut at `max_length` tokens.
+
+    Args:
+        limit: rows per file at most, spread evenly over it.
+        greedy: keep only answers at temperature 0.
 
     Raises:
-        ValueError: a file or a line cannot be read (lines are numbered), or no row has an assistant's text.
+        ValueError: a file or a line cannot be read (its number is given), or no row has an assistant's text.
     """
     if not paths:
         raise ValueError(
@@ -66,8 +69,7 @@ def load_examples(
     if not examples:
         raise ValueError(
             f"{', '.join(paths)}: no assistant text to learn from: give rows in which an assistant answers "
-            f"within the "
-            f"first {max_length} tokens, or let `slipstream regenerate` write the answers"
+            f"within the first {max_length} tokens, or let `slipstream regenerate` write the answers"
         )
     if not (chosen := [example for example in examples if example.greedy or not greedy]):
         raise ValueError(f'{", ".join(paths)}: no row says "temperature": 0, as data.greedy=true wants them')
@@ -75,11 +77,10 @@ def load_examples(
 
 
 def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, row) of a .jsonl or .txt file, gzipped or not; of a text file each paragraph is a row of
-    raw text.
+    """(line number, row) of a .jsonl or .txt file, gzipped or not. A paragraph of a .txt file is a row.
 
     Raises:
-        ValueError: the file cannot be read, or lines are malformed: up to five are named.
+        ValueError: the file cannot be read, or lines are malformed, of which up to five are named.
     """
     text = read_text(path, "training data")
     if Path(path.removesuffix(".gz")).suffix == ".txt":
@@ -100,7 +101,7 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise ValueError(
             f"training data {path}: {'; '.join(bad[:5])}{more}: each line must be JSON of the form {SHAPES}: "
-            f"mend or delete"
+            "mend or delete"
         )
     yield from rows
 
@@ -124,18 +125,16 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
         if role not in ROLES or not isinstance(content, str):
             raise ValueError(f"role {role!r}" if role not in ROLES else f"content of a {role} is no text")
     messages = [{"role": ROLES[role], "content": content} for role, content in turns]
-    while messages and messages[0]["role"] == "assistant":  # an answer to nothing
+    while messages and messages[0]["role"] == "assistant":  # an answer to no question
         del messages[0]
     return messages
 
 
 def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
-    """Token ids and loss mask. Pieces are tokenised apart where decoding tokenises them apart: prompt,
-    answer, prompt, …
+    """Token ids and loss mask of a row. Prompts and answers are tokenised apart, as decoding does.
 
     Raises:
-        ValueError: the target has no tokenizer or chat template for it, or the template rewrites what came
-            before.
+        ValueError: the target lacks a tokenizer or a chat template, or the template rewrites earlier turns.
     """
     if target.tokenizer is None:
         raise ValueError(f"target {target.name} has no tokenizer to read training data with")
@@ -159,7 +158,7 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
             )
         prompt, answer = _ids(target, asked[len(text) :]), _ids(target, answered[len(asked) :])
         own = next((j + 1 for j, token in enumerate(answer) if token in ends), len(answer))
-        if not row.get("finished", True):  # cut at a length limit: the template's ending is not the target's
+        if not row.get("finished", True):  # a length limit cut the answer, so the target did not end it
             answer = answer[: own - 1]
         tokens += prompt + answer
         loss += [False] * len(prompt) + [j < own for j in range(len(answer))]
@@ -174,7 +173,7 @@ def _raw(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _about(row: dict[str, Any]) -> dict[str, Any]:
-    """What `regenerate` notes about an answer."""
+    """What `regenerate` records of an answer."""
     return {key: row[key] for key in ("finished", "temperature") if key in row}
 
 
@@ -216,10 +215,12 @@ def _reason(error: Exception) -> str:
 
 
 def hold_out(examples: Sequence[Example], count: int) -> tuple[list[Example], list[Example]]:
-    """(training examples, held-out examples): `count` of them, but at most an eighth, taken evenly; where
-    there are plenty, of the greedy ones, which the target need not answer anew."""
+    """(training examples, held-out examples). At most `count`, and an eighth, are held out, spread evenly.
+
+    They are greedy answers if there are enough of those, because the target need not answer them again.
+    """
     count = min(count, len(examples) // 8)
     greedy = [i for i, example in enumerate(examples) if example.greedy]
     among = greedy if len(greedy) >= 2 * count else range(len(examples))
-    out = {among[i * len(among) // count] for i in range(count)}
-    return [e for i, e in enumerate(examples) if i not in out], [examples[i] for i in sorted(out)]
+    held = {among[i * len(among) // count] for i in range(count)}
+    return [e for i, e in enumerate(examples) if i not in held], [examples[i] for i in sorted(held)]

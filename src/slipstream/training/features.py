@@ -1,5 +1,4 @@
-"""What the target's taps say about each example: computed once and kept on disk within a budget, or computed
-each time."""
+"""Features: the target's states at every token of the training data, kept on disk within a budget."""
 
 import fcntl
 import hashlib
@@ -23,14 +22,14 @@ Advance = Callable[[int], None]
 
 
 class Features:
-    """The taps of the target at every token of every example.
+    """The target's taps at every token of every example.
 
-    Each tap has a file of its own, which every run on the same examples reads. It is a run of finished
-    batches in the given order, so what a killed process has written is gone on with.
+    Each tap has a file of its own, which all runs on the same examples share. It holds finished batches in
+    the given order, so a run continues what a killed process has written.
 
     Args:
-        batches: indices of examples that pass through the target together, of similar length.
-        budget: bytes on disk; the batches that fit are kept, the others computed whenever they are asked for.
+        batches: indices of examples of similar length, which pass through the target together.
+        budget: bytes on disk. Batches beyond it are computed whenever they are needed.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Features:
 
     @cached_property
     def key(self) -> str:
-        """A hash of everything the features depend on, but the taps."""
+        """A hash of all that the features depend on, except the taps."""
         key = hashlib.sha256(f"{self.target.fingerprint} {self.target.dtype}".encode())
         for batch in self.batches:
             for i in batch:
@@ -64,10 +63,11 @@ class Features:
         return [cache_home() / "features" / self.key / f"{tap.replace(' ', '_')}.bin" for tap in self.taps]
 
     def fill(self, advance: Advance) -> None:
-        """Write what the files still lack; `advance` is told the tokens that are there.
+        """Write what the files still lack. `advance` is called with the number of tokens done.
 
         Raises:
-            ValueError: the disk does not take it; what was written stays and is gone on with.
+            ValueError: the disk is full or cannot be written. What was written stays, and the next run
+                continues it.
         """
         if not self.kept:
             return
@@ -75,35 +75,34 @@ class Features:
             with ExitStack() as stack:
                 self.paths[0].parent.mkdir(parents=True, exist_ok=True)
                 lock = stack.enter_context(open(self.paths[0].parent / "lock", "w"))
-                fcntl.flock(lock, fcntl.LOCK_EX)  # of two runs on the same data one writes, the other waits
+                fcntl.flock(lock, fcntl.LOCK_EX)  # another run on the same data waits for this one
                 files = [stack.enter_context(open(path, "ab")) for path in self.paths]
                 done = [self._finished(file, width) for file, width in zip(files, self._widths, strict=True)]
                 advance(self._starts[min(done)])
                 for b in range(min(done), self.kept):
-                    lacking = [i for i, finished in enumerate(done) if finished <= b]
-                    for features in self._compute(self.batches[b], tuple(self.taps[i] for i in lacking)):
-                        for i, part in zip(
-                            lacking, features.split([self._widths[i] for i in lacking], -1), strict=True
-                        ):
+                    missing = [i for i, finished in enumerate(done) if finished <= b]
+                    widths = [self._widths[i] for i in missing]
+                    for features in self._compute(self.batches[b], tuple(self.taps[i] for i in missing)):
+                        for i, part in zip(missing, features.split(widths, -1), strict=True):
                             files[i].write(_bytes(part))
                     advance(self._starts[b + 1] - self._starts[b])
         except OSError as error:
             gib = self.bytes / 2**30
             raise ValueError(
                 f"features cannot be cached in {self.paths[0].parent} ({gib:.1f} GiB): {error.strerror}: "
-                f"free the disk, "
-                "set XDG_CACHE_HOME, or lower features.disk_gib (0 computes them online)"
+                "free the disk, set XDG_CACHE_HOME, or lower features.disk_gib (0 computes them online)"
             ) from error
 
     def _finished(self, file: BinaryIO, width: int) -> int:
-        """How many batches a tap's file holds, of those to be kept; one that was cut off is cut away."""
-        size, token = os.fstat(file.fileno()).st_size, width * self.target.dtype.itemsize
+        """The number of whole batches in a tap's file, of those to keep. An incomplete one is cut off."""
+        size = os.fstat(file.fileno()).st_size
+        token = width * self.target.dtype.itemsize
         whole = sum(token * end <= size for end in self._starts[1:])
         file.truncate(token * self._starts[whole])
         return min(whole, self.kept)
 
     def of(self, b: int) -> list[Float[Tensor, "_ F"]]:
-        """Features of each example of batch b."""
+        """The features of each example of batch b."""
         if b >= self.kept:
             return self._compute(self.batches[b], self.taps)
         start, tokens = self._starts[b], self._starts[b + 1] - self._starts[b]
@@ -121,7 +120,7 @@ class Features:
 
 
 def pack(examples: Sequence[Example], tokens: int) -> list[list[int]]:
-    """Batches of at most `tokens` padded tokens (one example at least), of similar length, shortest first."""
+    """Batches of similar length, shortest first, of at most `tokens` padded tokens or one example each."""
     order = sorted(range(len(examples)), key=lambda i: (len(examples[i].tokens), i))
     batches: list[list[int]] = [[]]
     for i in order:

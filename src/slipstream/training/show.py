@@ -1,5 +1,4 @@
-"""What people see of a training run: a coloured preview of the loss mask, and progress with the predicted
-τ."""
+"""What is shown of a training run: a preview of the loss mask, progress with predicted τ, and curves."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +19,7 @@ LEARNT, GIVEN = "black on green", "dim"
 
 
 def preview(target: Target, examples: Sequence[Example], count: int = 3) -> Group:
-    """The first examples as the drafter sees them: what it learns to predict on green, what it only reads
-    dimmed."""
+    """The first examples as the drafter reads them: what it learns to predict is green, the rest dim."""
     assert target.tokenizer is not None
     panels = []
     for i, example in enumerate(examples[:count]):
@@ -38,8 +36,7 @@ def preview(target: Target, examples: Sequence[Example], count: int = 3) -> Grou
 
 @contextmanager
 def picture(path: str, columns: int, otherwise: str = "") -> Iterator[Any]:
-    """Axes side by side to draw on, saved as an SVG. Raises ValueError where it cannot be written,
-    `otherwise` added."""
+    """Axes side by side to draw on, saved as an SVG. Raises ValueError, which ends in `otherwise`."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -63,7 +60,7 @@ def picture(path: str, columns: int, otherwise: str = "") -> Iterator[Any]:
 
 
 def draw(history: Sequence[dict[str, Any]], path: str) -> None:
-    """The predicted τ, and acceptance by depth, against the tokens that were trained on, as an SVG."""
+    """Draw predicted τ and acceptance by depth against the tokens trained on, as an SVG."""
     trained = [entry["trained"] / 1e6 for entry in history]
     with picture(path, 2, "; log.jsonl has the figures") as (left, right):
         left.plot(trained, [entry["tau"] for entry in history], marker="o", markersize=3)
@@ -76,7 +73,7 @@ def draw(history: Sequence[dict[str, Any]], path: str) -> None:
 
 
 class Watch:
-    """Bars for what a run does; `filling` and `show` are what `Trainer` calls."""
+    """Progress bars of a run. `Trainer` calls `filling` and `show`."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
@@ -84,19 +81,18 @@ class Watch:
         self._told = 0.0
 
     def filling(self, what: str, total: int) -> Callable[[int], None]:
-        """A bar for long work counted in tokens."""
+        """Begin a bar for long work, and return what advances it by a number of tokens."""
         task = self._bar.add_task(what, total=total, note="(tokens)")
         return lambda n: self._bar.update(task, advance=n)
 
     def show(self, seen: Seen) -> None:
-        """A bar for each stage of training, with the latest figures, the first of which is the one to
-        watch."""
+        """Update the stage's bar with the latest figures, of which predicted τ matters most."""
         if seen.stage not in self._stages:
             self._stages[seen.stage] = self._bar.add_task(f"stage {seen.stage + 1}", total=seen.of, note="")
         note = f"predicted τ {seen.tau:.2f}  loss {seen.loss:.3f}  agree {seen.agree:.0%}"
         note += f"  {seen.tokens_per_second:,.0f} tokens/s"
         self._bar.update(self._stages[seen.stage], completed=seen.step, note=note)
-        if not self._bar.console.is_terminal and seen.tau != self._told:  # a log: a line for every prediction
+        if not self._bar.console.is_terminal and seen.tau != self._told:  # a log gets a line per prediction
             self._told = seen.tau
             self._bar.console.print(
                 f"stage {seen.stage + 1}, step {seen.step} of {seen.of}: {note}", soft_wrap=True
@@ -105,6 +101,6 @@ class Watch:
 
 @contextmanager
 def watching(console: Console) -> Iterator[Watch]:
-    """Show a run while it lasts."""
+    """Show the progress of a run."""
     with bars(console) as bar:
         yield Watch(bar)

@@ -1,4 +1,4 @@
-"""Data from the target itself: answers to given prompts, and prompts written from its own chat template."""
+"""Training data that the target writes: answers to given prompts, and prompts from its own chat template."""
 
 import json
 import os
@@ -21,44 +21,43 @@ from slipstream.targets import Target
 T = TypeVar("T")
 Messages = list[dict[str, str]]
 Append = Callable[[Sequence[Messages], Sequence["Written"], float], None]
-HERE = "\u2983slipstream\u2984"  # stands for the user's words while the template is cut open
-ABOUT = {"source": "self"}  # how every row begins
-PATIENCE = 5  # batches without a usable prompt
-PROMPT_TOKENS = (4, 200)  # shorter and longer prompts are thrown away
+HERE = "\u2983slipstream\u2984"  # the user's words, by which the template's text is cut
+ABOUT = {"source": "self"}  # every row begins with this
+PATIENCE = 5  # batches without a usable prompt, after which synthesis stops
+PROMPT_TOKENS = (4, 200)  # shorter and longer prompts are discarded
 
 
 @dataclass(frozen=True)
 class Written:
-    """One text; `finished` is false where a length limit cut it."""
+    """One text; `finished` is false if a length limit cut it."""
 
     text: str
     finished: bool
 
 
 class Writer(ABC):
-    """Who writes: the target in this process, or a server."""
+    """What writes texts: the target in this process, or a server."""
 
     @property
     def about(self) -> dict[str, str]:
-        """Which model that is."""
+        """The model, as every row records it."""
         return {"writer": type(self).__name__}
 
-    def check(self, prompts: Sequence[Messages], limit: int) -> None:  # noqa: B027  a server knows its window
-        """Raise ValueError, before the first prompt is answered, if one of them leaves no room for an
-        answer."""
+    def check(self, prompts: Sequence[Messages], limit: int) -> None:  # noqa: B027  a server checks itself
+        """Raise ValueError if a prompt leaves no room for an answer, before the first one is answered."""
 
     @abstractmethod
     def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
-        """An assistant's answer to each conversation, at most `limit` tokens long."""
+        """The assistant's answer to each conversation, of at most `limit` tokens."""
 
     @abstractmethod
     def go_on(self, text: str, n: int, temperature: float, limit: int, seed: int) -> list[Written]:
-        """`n` continuations of a raw text, each up to the end token."""
+        """`n` continuations of a raw text, each up to its end token."""
 
 
 @final
 class TargetWriter(Writer):
-    """Plain decoding in batches."""
+    """Writes by plain decoding in batches."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -95,11 +94,11 @@ class TargetWriter(Writer):
 
 @final
 class ServerWriter(Writer):
-    """An OpenAI-compatible server, such as `vllm serve`, that holds the same model.
+    """Writes through an OpenAI-compatible server of the same model, such as `vllm serve`.
 
     Args:
         url: its base, http://host:port/v1.
-        model: the name it serves the model under; default: its first.
+        model: the server's name for the model; default: its first model.
     """
 
     def __init__(self, url: str, model: str | None = None) -> None:
@@ -117,7 +116,7 @@ class ServerWriter(Writer):
                 "chat/completions", {"model": self.model, "messages": item[1], **settings}, _answer
             )
 
-        with ThreadPoolExecutor(max(len(prompts), 1)) as pool:  # the server makes a batch of them
+        with ThreadPoolExecutor(max(len(prompts), 1)) as pool:  # the server batches concurrent requests
             return list(pool.map(one, enumerate(prompts)))
 
     def go_on(self, text: str, n: int, temperature: float, limit: int, seed: int) -> list[Written]:
@@ -130,14 +129,7 @@ class ServerWriter(Writer):
             request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=600) as reply:
                 return read(json.load(reply))
-        except (
-            OSError,
-            HTTPException,
-            ValueError,
-            KeyError,
-            IndexError,
-            TypeError,
-        ) as error:  # no server, or another kind
+        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:  # no such server
             raise ValueError(
                 f"server {self.url}/{path}: {error}: give the base of an OpenAI-compatible server, such as "
                 "http://localhost:8000/v1"
@@ -163,20 +155,20 @@ def regenerate(
     seed: int = 0,
     advance: Callable[[int], None] = lambda n: None,
 ) -> int:
-    """Let the target answer each row's first questions; whatever the rows' own answers were is dropped.
+    """Let the target answer the first questions of each row, whose own answers are dropped.
 
-    Lines are appended batch by batch. What an interrupted run has written is gone on with.
+    Lines are appended batch by batch. A run continues what an interrupted one has written.
 
     Args:
         rows: conversations; each is cut before its first assistant turn.
-        temperatures: taken in turn, batch by batch.
+        temperatures: used in turn, batch by batch.
 
     Returns:
-        Lines in the file.
+        The number of lines in the file.
 
     Raises:
-        ValueError: the file holds answers to other questions, or by another model or under other settings;
-            another process writes it; it cannot be written; or there is nothing to answer.
+        ValueError: the file holds answers to other questions, by another model or under other settings;
+            another process writes it; it cannot be written; or there is no question.
     """
     made = _made(out, writer, temperatures, limit, batch, seed)
     asked = [question for messages in rows if (question := _question(messages))]
@@ -199,8 +191,7 @@ def regenerate(
 
 
 def templated(rows: Sequence[Messages], systems: Sequence[str]) -> list[Messages]:
-    """Each conversation as it is, and once more behind each system message, in the place of its own (BiTA,
-    Table 6)."""
+    """Each conversation as it is, and once under each system message instead of its own (BiTA, Table 6)."""
     return [
         again
         for messages in rows
@@ -221,11 +212,10 @@ def synthesize(
     seed: int = 0,
     advance: Callable[[int], None] = lambda n: None,
 ) -> int:
-    """`n` prompts that the target writes, and its answers, batch by batch; an interrupted file is gone on
-    with.
+    """Let the target write `n` prompts and answer them, batch by batch. A run continues an interrupted file.
 
     Returns:
-        Lines in the file.
+        The number of lines in the file.
 
     Raises:
         ValueError: the target has no chat template, or writes no usable prompts; the file holds something
@@ -258,8 +248,10 @@ def synthesize_prompts(
     seed: int = 0,
     known: Iterable[str] = (),
 ) -> Iterator[str]:
-    """Prompts that the target writes when it is asked to go on where its chat template lets a user speak,
-    until there are `n` with the `known` ones. Empty, overlong, unfinished and repeated ones are thrown away.
+    """Prompts that the target writes when it continues its chat template from where a user's words begin.
+
+    There are `n` of them together with the `known` ones. Too short, too long, unfinished and repeated prompts
+    are discarded.
 
     Raises:
         ValueError: the target has no chat template, or does not write usable prompts.
@@ -284,8 +276,7 @@ def synthesize_prompts(
 
 
 def opening_of(target: Target) -> str:
-    """The chat template's text up to where a user's words begin. Raises ValueError where there is no
-    template."""
+    """The chat template's text up to the user's words. Raises ValueError if there is no template."""
     if not target.has_chat:
         raise ValueError(
             f"target {target.name} has no chat template to write prompts from: use `slipstream regenerate`"
@@ -312,8 +303,8 @@ def _made(
     seed: int,
     prompt_temperature: float | None = None,
 ) -> dict[str, Any]:
-    """By whom and how, as each row says it. Raises ValueError for a setting out of range, and an output that
-    is no file."""
+    """The model and the settings, as each row records them. Raises ValueError for a setting out of range, or
+    an output that is no file."""
     if path in STANDARD or (os.path.exists(path) and not os.path.isfile(path)):
         raise ValueError(f"output {path} is no file: name one, which an interrupted run can go on with")
     check_counts(max_new_tokens=limit, batch=batch, temperatures=len(temperatures))
@@ -326,12 +317,11 @@ def _made(
 
 @contextmanager
 def _appending(path: str, made: dict[str, Any]) -> Iterator[tuple[list[Messages], Append]]:
-    """Conversations that a file already holds, and what appends answers to it; it is this process's alone
-    meanwhile.
+    """The conversations that a file already holds, and a function that appends answers. The file is locked.
 
     Raises:
-        ValueError: it holds something else, or was made otherwise; another process has it; or it cannot be
-            written.
+        ValueError: the file holds something else, or was made by another model or under other settings;
+            another process writes it; or it cannot be written.
     """
 
     def append(asked: Sequence[Messages], answers: Sequence[Written], temperature: float) -> None:
@@ -361,8 +351,8 @@ def _appending(path: str, made: dict[str, Any]) -> Iterator[tuple[list[Messages]
 
 
 def _check_made(path: str, theirs: Any, ours: dict[str, Any]) -> None:
-    """Raises ValueError where a row was made otherwise; the target's name, of which it may have several, says
-    nothing."""
+    """Raise ValueError if a row was made by another model or under other settings. A target may have several
+    names, so its name is not compared."""
     if not isinstance(theirs, dict):
         raise ValueError(
             f"{path} does not say how it was made, as earlier versions did not: train on it, and name "
@@ -377,8 +367,8 @@ def _check_made(path: str, theirs: Any, ours: dict[str, Any]) -> None:
 
 
 def _written(path: str) -> list[dict[str, Any]]:
-    """Rows that a file already holds; a half-written last line is cut off. Nothing but what was appended here
-    is touched. Raises ValueError."""
+    """The rows that a file already holds. An incomplete last line is cut off, if `regenerate` or `synthesize`
+    wrote it. Raises ValueError."""
     try:
         if not os.path.exists(path):
             return []
@@ -399,5 +389,5 @@ def _written(path: str) -> list[dict[str, Any]]:
 
 
 def wrapped(seed: int) -> int:
-    """A seed that was counted on from a user's, within 64 bits."""
+    """A seed derived from a user's by addition, brought back into 63 bits."""
     return seed % 2**63

@@ -1,4 +1,4 @@
-"""The training loop: steps, predictions of τ, checkpoints that continue exactly."""
+"""The training loop: steps, predictions of τ, and checkpoints that continue exactly."""
 
 import json
 import math
@@ -29,19 +29,20 @@ from slipstream.training.recipe import Data, Optimizer, Recipe
 from slipstream.training.replay import Prediction, Record
 
 STATE, LOG, RECIPE = "state.pt", "log.jsonl", RUN
-# of a greedy answer's tokens are the target's likeliest, though it was made in another precision perhaps
-OWN = 0.95
+OWN = (
+    0.95  # of a greedy answer's tokens are the target's likeliest, though it may come from another precision
+)
 
 
 @dataclass
 class Progress:
-    """Where a run is; saved with every checkpoint.
+    """How far a run is; saved with every checkpoint.
 
     Attributes:
-        stage, step: the next one to take.
-        trained: tokens to learn that were seen, all stages.
-        seconds: spent on steps.
-        best: the highest predicted τ, whose weights the drafter directory holds.
+        stage, step: the next ones to take.
+        trained: tokens learnt from, over all stages.
+        seconds: time spent on steps.
+        best: the highest predicted τ; the drafter directory holds the weights that reached it.
         history: one entry per evaluation.
     """
 
@@ -55,7 +56,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the caller is told after each step, to show: `of` steps in this stage; `tau` as last predicted."""
+    """The figures after a step: `step` of `of` in this stage; `tau` is the latest prediction."""
 
     stage: int
     step: int
@@ -72,12 +73,12 @@ Show = Callable[[Seen], None]
 class Trainer:
     """One run in one directory.
 
-    From `prepare` to the end of `run`, or to an error, no other process may write in the directory.
+    The directory is locked from `prepare` to the end of `run`, or to an error.
 
     Args:
-        directory: a new or an empty one, or what a run left that came to nothing.
-        resume: go on from the directory's last checkpoint; its own recipe must be given.
-        force: begin whatever the directory holds.
+        directory: new, empty, or left by a run that saved nothing.
+        resume: continue from the directory's last checkpoint, whose recipe must be the given one.
+        force: begin a run whatever the directory holds.
 
     Raises:
         ValueError: the data, the directory or the checkpoint does not fit, or another process writes there.
@@ -92,23 +93,23 @@ class Trainer:
         self._taps = self._method.taps(recipe, target.config.num_hidden_layers)
         patience = InitProcessGroupKwargs(
             timeout=timedelta(days=1)
-        )  # the others wait while one reads features
+        )  # one process reads features, the others wait
         on_cpu, precision = target.device.type == "cpu", recipe.schedule.precision
         self.accelerator = Accelerator(mixed_precision=precision, cpu=on_cpu, kwargs_handlers=[patience])
         self.progress = Progress()
-        self.leads = self.accelerator.is_main_process  # the one that writes
+        self.leads = self.accelerator.is_main_process  # only this process writes
         self._stop, self._data_key = 0, ""
-        self.checkpoint: int | None = None  # the step of the last one
+        self.checkpoint: int | None = None  # the step of the last checkpoint
         self._held, self._saved = ExitStack(), None
         with self._claimed():
             home, processes = self.home, self.accelerator.num_processes
             if resume:
-                about = (target.fingerprint, target.dtype_name, processes, recipe, home / RECIPE)
-                self._saved = read_checkpoint(home / STATE, *about)
+                expected = (target.fingerprint, target.dtype_name, processes, recipe, home / RECIPE)
+                self._saved = read_checkpoint(home / STATE, *expected)
 
     @contextmanager
     def _claimed(self) -> Iterator[None]:
-        """The directory, for this run alone. Raises ValueError where it may not write."""
+        """Lock the directory. Raises ValueError if this run may not write there."""
         if not self.leads:
             yield
             return
@@ -118,10 +119,10 @@ class Trainer:
             if resume and not begun:
                 raise ValueError(f"{directory} holds no checkpoint to resume: leave --resume out to begin")
             if not (resume or self._force) and (begun or (self.home / "config.json").exists()):
-                found = (
+                held = (
                     "a training run: go on with --resume" if begun else "a drafter: begin anew with --force"
                 )
-                raise ValueError(f"{directory} holds {found}, or name another directory")
+                raise ValueError(f"{directory} holds {held}, or name another directory")
             yield
 
     def prepare(
@@ -130,16 +131,16 @@ class Trainer:
         """Read the data, let the target answer the held-out prompts, and begin or restore the objective.
 
         Args:
-            filling: told what long work begins and how many tokens it has; returns what is told of its
-                progress.
+            filling: called with a name and a number of tokens when long work begins; returns a function that
+                is called with the tokens done.
         """
-        with ExitStack() as held:  # let go of where this fails
+        with ExitStack() as held:  # released if this fails
             held.enter_context(self._claimed())
             self._prepare(filling)
             self._held = held.pop_all()
 
     def _prepare(self, filling: Callable[[str, int], Callable[[int], None]]) -> None:
-        self._read_data(self.stages[-1].data)  # what the drafter is for, its vocabulary included
+        self._read_data(self.stages[-1].data)  # the last stage's data decide the drafter's vocabulary
         kept = self._data
         self._rehearse()
         known = self._known_answers()
@@ -159,8 +160,7 @@ class Trainer:
             self.vocab_coverage = self._saved["coverage"]
 
     def _rehearse(self) -> None:
-        """What the recipe asks for can be made: said before hours of features, not after. Raises
-        ValueError."""
+        """Make everything that the recipe asks for once, before hours of features. Raises ValueError."""
         sample = torch.ones(
             8, sum(self.target.widths(self._taps)), dtype=self.target.dtype, device=self.target.device
         )
@@ -171,12 +171,9 @@ class Trainer:
                 _adamw(objective, stage.optimizer)
 
     def _known_answers(self) -> Record | None:
-        """The held-out texts of the data themselves, where they are marked as the target's greedy answers,
-        and are."""
-        drafted = all(
-            len(example.answer) > 1 for example in self._held_out
-        )  # the first token is the target's own
-        if not (drafted and all(example.greedy for example in self._held_out)):
+        """The held-out texts of the data, if they are marked as the target's greedy answers and are."""
+        # The first token of an answer comes from the prompt's pass, so none of it is drafted.
+        if not all(example.greedy and len(example.answer) > 1 for example in self._held_out):
             return None
         texts = [(e.prompt, e.answer[: self._data.held_out_tokens]) for e in self._held_out]
         record = Record.along(self.target, texts, self._taps)
@@ -192,11 +189,10 @@ class Trainer:
         self._data = data
 
     def run(self, show: Show = lambda seen: None) -> Progress:
-        """Train to the end, or until Ctrl-C or SIGTERM, which leave a checkpoint to resume from
-        (KeyboardInterrupt).
+        """Train to the end. Ctrl-C or SIGTERM leave a checkpoint to resume from and raise KeyboardInterrupt.
 
         Raises:
-            ValueError: the disk does not take a checkpoint, or training diverges; the last checkpoint stays.
+            ValueError: a checkpoint cannot be written, or training diverges. The last checkpoint stays.
         """
         with self._held:
             self._write_recipe()
@@ -235,7 +231,7 @@ class Trainer:
                     raise KeyboardInterrupt
 
     def _features(self, recipe: Recipe) -> Features:
-        """Features of the stage's data, cached as far as the recipe allows."""
+        """The features of the stage's data, cached as far as the recipe allows."""
         if recipe.data != self._data:
             self._read_data(recipe.data)
         batches = pack(self._all, recipe.schedule.batch_tokens)
@@ -260,26 +256,24 @@ class Trainer:
     def _step(
         self, model: torch.nn.Module, optimizer: Any, batch: Batch, recipe: Recipe, steps: int
     ) -> tuple[float, float, int, bool]:
-        """One step of all processes: loss a token, share of agreeing tokens, tokens, whether anyone is to
-        stop."""
+        """One step of all processes: loss per token, share of agreeing tokens, tokens, whether to stop."""
         accelerator, progress = self.accelerator, self.progress
         for group in optimizer.param_groups:
             group["lr"] = rate(recipe.optimizer, progress.step, steps)
         seed = _mix(recipe.schedule.seed, progress.stage, progress.step, accelerator.process_index)
-        with warnings.catch_warnings():  # norms keep fp32 weights in mixed precision, on purpose
+        with warnings.catch_warnings():  # norms keep fp32 weights in mixed precision
             warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
             loss, agreed = model(batch, recipe.loss, torch.Generator().manual_seed(seed))
-        here = torch.stack([batch.counts.sum(), agreed, loss.detach(), loss.new_tensor(self._stop)])
-        counted, agree, whole, stop = accelerator.reduce(here.double(), "sum").tolist()
-        accelerator.backward(
-            loss * accelerator.num_processes / counted
-        )  # the processes' gradients are averaged
+        own = torch.stack([batch.counts.sum(), agreed, loss.detach(), loss.new_tensor(self._stop)])
+        counted, agree, total, stop = accelerator.reduce(own.double(), "sum").tolist()
+        # Accelerate averages the processes' gradients, and the loss shall be a mean over all their tokens.
+        accelerator.backward(loss * accelerator.num_processes / counted)
         norm = accelerator.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
-        if not (math.isfinite(whole) and math.isfinite(norm)):
-            raise self._diverged(f"the loss is {whole / counted:.3g}, its gradient {float(norm):.3g}")
+        if not (math.isfinite(total) and math.isfinite(norm)):
+            raise self._diverged(f"the loss is {total / counted:.3g}, its gradient {float(norm):.3g}")
         optimizer.step()
         optimizer.zero_grad()
-        return whole / counted, agree / counted, int(counted), stop > 0
+        return total / counted, agree / counted, int(counted), stop > 0
 
     def _check_weights(self) -> None:
         if not all(bool(weight.isfinite().all()) for weight in self.objective.parameters()):
@@ -288,12 +282,11 @@ class Trainer:
     def _diverged(self, what: str) -> ValueError:
         return ValueError(
             f"training diverged at step {self.progress.step} of stage {self.progress.stage + 1}: {what}: the "
-            f"last "
-            f"checkpoint and the best drafter stay in {self.home}; begin anew with a lower optimizer.lr"
+            f"last checkpoint and the best drafter stay in {self.home}; begin anew with a lower optimizer.lr"
         )
 
     def _batch(self, features: Features, per_epoch: int, seed: int) -> Batch:
-        """What this process takes next: every epoch a new order, and no state but the step's number."""
+        """This process's next batch. Each epoch has an order of its own, known from its number alone."""
         processes, (epoch, index) = self.accelerator.num_processes, divmod(self.progress.step, per_epoch)
         shuffle = torch.Generator().manual_seed(_mix(seed, self.progress.stage, epoch, -1))
         order = torch.randperm(len(features.batches), generator=shuffle)
@@ -302,7 +295,7 @@ class Trainer:
         return Batch.collate(examples, features.of(b), self.accelerator.device)
 
     def _evaluate(self, loss: float | None = None) -> None:
-        """Predict τ; the best weights so far become the drafter directory."""
+        """Predict τ, and save the drafter directory if it is the best so far."""
         self._check_weights()
         progress, tree = self.progress, self.recipe.head.tree
         storage = getattr(torch, self.recipe.head.storage)
@@ -343,7 +336,7 @@ class Trainer:
         }
 
     def _save(self, optimizer: Any) -> None:
-        """A checkpoint, whole or not at all."""
+        """Write a checkpoint."""
         if not self.leads:
             return
         self._check_weights()
@@ -368,13 +361,12 @@ class Trainer:
             with replacing(str(self.home / RECIPE)) as file:
                 file.write(f"{RUN_MARK}\n")
                 yaml.safe_dump(self.recipe.model_dump(mode="json"), file, sort_keys=False)
-            if not self._resume:  # with force, of another run
+            if not self._resume:  # --force may begin in another run's directory
                 (self.home / STATE).unlink(missing_ok=True)
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM waits for the end of a step, so that the checkpoint is whole; the
-        second does not."""
+        """The first Ctrl-C or SIGTERM waits for the end of a step, so that the checkpoint is complete."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -384,9 +376,7 @@ class Trainer:
         def stop(number: int, _: Any) -> None:
             nonlocal first
             first = first or time.monotonic()
-            if (
-                self._stop and time.monotonic() - first > 1
-            ):  # a launcher may pass the same Ctrl-C on a second time
+            if self._stop and time.monotonic() - first > 1:  # a launcher may pass the same Ctrl-C on twice
                 raise KeyboardInterrupt
             self._stop = number
 
@@ -396,7 +386,7 @@ class Trainer:
         try:
             yield
         except KeyboardInterrupt:
-            if self._stop:  # whoever would have been told is told now
+            if self._stop:  # raise the signal again for its previous handler
                 signal.signal(self._stop, before[self._stop])
                 signal.raise_signal(self._stop)
             raise
@@ -420,7 +410,7 @@ def _adamw(module: torch.nn.Module, settings: Optimizer) -> torch.optim.AdamW:
 
 
 def _mix(*numbers: int) -> int:
-    """One seed of several numbers, the same in every process and on every machine."""
+    """One seed from several numbers, the same in every process and on every machine."""
     seed = 0x9E3779B97F4A7C15
     for number in numbers:
         seed = ((seed ^ (number & 0xFFFFFFFF)) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & (2**63 - 1)
