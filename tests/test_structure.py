@@ -10,7 +10,9 @@ ROOT = Path(slipstream.__file__).parent
 SHARED = {
     "files",
     "machine",
+    "command",
     "compiled",
+    "results",
     "bars",
 }  # writing results, what they were measured on, compilation, progress
 ROOMS = {  # DESIGN, "Rooms": a room may import itself and these

@@ -53,7 +53,7 @@ def test_a_place_in_the_middle_of_a_batch_is_found():
 def test_certify_and_audit_certify_nothing():
     """A certificate of an answer whose every margin is NaN, which no bound exceeds."""
     with pytest.raises(ValueError, match=SAYS):
-        certify(broken(math.nan), ["ngram"], [Question("own", "1", "chat", ("abc",))], [0.0], 4)
+        certify(broken(math.nan), "ngram", [Question("own", "1", "chat", ("abc",))], max_new_tokens=4)
     with pytest.raises(ValueError, match=SAYS):
         audit(broken(math.nan), PROMPT, [1, 2], Sampling())
 

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from slipstream.measure.paired import interval, paired
+from slipstream.measure.paired import Asked, interval, paired
 
 
 def result(*questions):
+    """By file, millions of tokens, and seconds."""
     return {
-        "by_question": {
-            f"{f}:{i}": {"file": f, "new_tokens": n, "seconds": s} for i, (f, n, s) in enumerate(questions)
-        }
+        f"{f}:{i}": Asked(file=f, new_tokens=round(1e6 * n), seconds=s)
+        for i, (f, n, s) in enumerate(questions)
     }
 
 

@@ -26,11 +26,11 @@ def test_certify_finds_no_unexplained_token(target):
     tokens each."""
     drafters = ["ngram", "eagle:proposal=noise"]
     report = certify(target, drafters, load_questions(limit=3), [0.0, 1.0], max_new_tokens=24)
-    rows = {(row["drafter"], row["temperature"]): row for row in report["results"]}
+    rows = {(row.drafter, row.temperature): row for row in report.results}
     names = [*drafters, "tree-oracle"]
     assert set(rows) == {(name, T) for name in names for T in (0, 1)} | {("hf_generate", 0)}
-    assert all(row["unexplained"] == 0 and row["questions"] == 3 for row in rows.values())
-    assert report["certified"]
+    assert all(row.unexplained == 0 and row.questions == 3 for row in rows.values())
+    assert report.certified
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from slipstream.decode.round import Seconds
 from slipstream.files import check_writable, write_json
 from slipstream.measure.certify import certify
 from slipstream.measure.questions import Question
-from slipstream.measure.report import bench_table, certificate
-from slipstream.measure.run import Contest, Tally, bench, expected
+from slipstream.measure.report import BenchReport, Expected
+from slipstream.measure.run import Contest, bench
+from slipstream.measure.tally import Tally, expected
 from slipstream.targets import Target
 
 
@@ -52,9 +53,9 @@ def test_what_ends_a_run_leaves_the_figures_of_whole_turns(target, monkeypatch, 
     with pytest.raises(type(error)):
         bench(target, ["ngram"], questions, max_new_tokens=8, keep=kept.append)
     (report,) = kept
-    assert (report["prompts"], report["stopped"]) == (["a:1"], str(error) or "KeyboardInterrupt")
-    assert {result["questions"] for result in report["results"]} == {2}
-    bench_table(report)
+    assert (report.prompts, report.stopped) == (["a:1"], str(error) or "KeyboardInterrupt")
+    assert {result.questions for result in report.results} == {2}
+    assert "ngram" in str(report)
     stop = len(asks) + 3 + 2
     with pytest.raises(type(error)):
         bench(target, ["ngram"], questions, max_new_tokens=8, keep=kept.append)
@@ -69,15 +70,13 @@ def test_expected_speedup_is_the_papers_formula():
     plain = Tally(rounds=[Round(0, 0, 1)] * 4, seconds=Seconds(verify=8.0))
     alpha, c = 5 / (3 + 1 + 3), 0.1 / 2
     wanted = (1 - alpha**4) / ((1 - alpha) * (3 * c + 1))
-    assert expected(ours, plain) == {"alpha": round(alpha, 4), "c": c, "speedup": round(wanted, 4)}
-    assert expected(Tally(rounds=[Round(2, 2, 3)]), plain)["speedup"] == 3  # all accepted
-    assert (
-        expected(Tally(rounds=[Round(2, 2, 3), Round(0, 0, 1)]), plain)["speedup"] == 2
-    )  # nothing found in one of two
-    assert (
-        expected(Tally(rounds=[Round(0, 0, 1)], seconds=Seconds(draft=1.0)), plain)["c"] == 0
-    )  # nothing to draft
-    assert expected(plain, plain)["speedup"] == 1
+    assert expected(ours, plain) == Expected(alpha=round(alpha, 4), c=c, speedup=round(wanted, 4))
+    assert expected(Tally(rounds=[Round(2, 2, 3)]), plain).speedup == 3  # all accepted
+    found_once = Tally(rounds=[Round(2, 2, 3), Round(0, 0, 1)])
+    assert expected(found_once, plain).speedup == 2
+    found_nothing = Tally(rounds=[Round(0, 0, 1)], seconds=Seconds(draft=1.0))
+    assert expected(found_nothing, plain).c == 0
+    assert expected(plain, plain).speedup == 1
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +89,13 @@ def report(target):
 
 
 def test_the_report_has_designs_schema(report):
-    assert report["schema"] == 1
-    assert {"cpu", "threads"} <= set(report["hardware"])
-    assert {"torch", "transformers", "slipstream", "commit"} <= set(report["versions"])
-    vanilla, ngram = report["results"]
+    stored = json.loads(report.to_json())
+    assert stored["schema"] == report.schema_version == 1
+    assert stored["command"].startswith("slipstream.bench(target=")
+    assert "max_new_tokens=12" in stored["command"]
+    assert {"cpu", "threads"} <= set(report.hardware)
+    assert {"torch", "transformers", "slipstream", "commit"} <= set(report.versions)
+    vanilla, ngram = stored["results"]
     assert (vanilla["drafter"], ngram["drafter"]) == ("vanilla", "ngram")
     for row in (vanilla, ngram):
         assert row["questions"] == 3
@@ -110,15 +112,13 @@ def test_the_report_has_designs_schema(report):
     assert vanilla["speedup"]["vanilla"] == 1
     assert vanilla["new_tokens"] == ngram["new_tokens"]
     assert ngram["target_passes"] <= vanilla["target_passes"]
-    json.dumps(report)
+    assert BenchReport.from_json(report.to_json()) == report
 
 
 def test_tables_show_every_drafter(target, report, capsys):
     console = Console(width=200)
-    console.print(bench_table(report))
-    console.print(
-        certificate(certify(target, ["ngram"], [Question("f", "1", "c", ("a b c",))], [0.0, 1.0], 8))
-    )
+    console.print(report)
+    console.print(certify(target, "ngram", [Question("f", "1", "c", ("a b c",))], max_new_tokens=8))
     shown = capsys.readouterr().out
     assert all(
         word in shown

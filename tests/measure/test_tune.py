@@ -1,7 +1,6 @@
 """Ranks, costs, the choice of a tree, and where it is kept."""
 
 import io
-import json
 import shlex
 
 import pytest
@@ -15,17 +14,19 @@ from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.decode.answer import Round
 from slipstream.decode.round import Seconds
-from slipstream.drafters import load_drafter, tuned_home
-from slipstream.drafters.spec import Spec
+from slipstream.drafters import load_drafter
 from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
 from slipstream.measure.cost import ROWS, cost_curve, pass_seconds, weight_bytes
 from slipstream.measure.draw import draw_costs, draw_tuned
-from slipstream.measure.report import cost_table, tuned_names, tuned_table
-from slipstream.measure.run import Tally, ledger
+from slipstream.measure.questions import Question
 from slipstream.measure.skip import skippable
+from slipstream.measure.tally import Tally, ledger
 from slipstream.measure.tune import SIZES, _rising, acceptance, reshaped, tune
+from slipstream.measure.tuned import TuneReport
 from slipstream.targets import Target
 from slipstream.training.replay import Record
+
+ASKED = [Question("f", "1", "letters", ("a b a",)), Question("f", "2", "letters", ("c d e f",))]
 
 
 @pytest.fixture(scope="module")
@@ -84,41 +85,35 @@ def test_ranks_are_those_of_drafts_from_every_position(target, drafter, proposal
 
 @pytest.fixture(scope="module")
 def tuned(target, drafter):
-    return tune(target, drafter, tiny.prompts(5, 7), new=8)
+    return tune(target, drafter, ASKED, max_new_tokens=8)
 
 
 def test_what_is_chosen_wins_the_race_of_what_was_predicted_best(tuned):
-    for found in tuned["temperatures"]:
-        raced = found["candidates"]
-        assert found["chosen"] == raced[0]
-        assert raced[0]["speedup"] == max(entry["speedup"] for entry in raced[:2])
-        predicted = sorted(
-            (size["estimate"] for seen in found["proposals"] for size in seen["budgets"]), reverse=True
-        )
-        sizes = {
-            (s["proposal"], e["nodes"], e["depth"]): e["estimate"]
-            for s in found["proposals"]
-            for e in s["budgets"]
-        }
-        assert {sizes[e["proposal"], e["nodes"], e["depth"]] for e in raced} == set(predicted[:SIZES])
-        assert Shape.parse(found["chosen"]["tree"]).nodes == found["chosen"]["nodes"]
-        for seen in found["proposals"]:
-            budgets = [size["nodes"] for size in seen["budgets"]]
+    for found in tuned.temperatures:
+        raced = found.candidates
+        assert found.chosen == raced[0]
+        assert raced[0].speedup == max(entry.speedup for entry in raced[:2])
+        predicted = sorted((size.estimate for seen in found.proposals for size in seen.budgets), reverse=True)
+        sizes = {(s.proposal, e.nodes, e.depth): e.estimate for s in found.proposals for e in s.budgets}
+        assert {sizes[e.proposal, e.nodes, e.depth] for e in raced} == set(predicted[:SIZES])
+        assert Shape.parse(found.chosen.tree).nodes == found.chosen.nodes
+        for seen in found.proposals:
+            budgets = [size.nodes for size in seen.budgets]
             assert budgets[0] == 2
             assert budgets == sorted(set(budgets))
-    json.dumps(tuned)
+    assert TuneReport.from_json(tuned.to_json()) == tuned
 
 
 def test_the_table_is_in_the_order_of_its_figures(target, tuned):
     """A winner of 1.20 stood above rows of 1.60, which had lost earlier races and were not marked."""
-    for found in tuned["temperatures"]:
-        rounds = [entry["rounds"] for entry in found["candidates"]]
+    for found in tuned.temperatures:
+        rounds = [entry.rounds for entry in found.candidates]
         assert rounds == sorted(rounds, reverse=True)
         for count in set(rounds):
-            speeds = [entry["speedup"] for entry in found["candidates"] if entry["rounds"] == count]
+            speeds = [entry.speedup for entry in found.candidates if entry.rounds == count]
             assert speeds == sorted(speeds, reverse=True)
-    names = tuned_names(tuned, Spec("self-speculative", {"skip": "0"}), best=99)
-    statics = {e["tree"] for f in tuned["temperatures"] for e in f["candidates"] if e["tree"].startswith("[")}
+    names = tuned.static_trees("self-speculative:skip=0", best=99)
+    statics = {e.tree for f in tuned.temperatures for e in f.candidates if e.tree.startswith("[")}
     pasted = [shlex.split(line.partition("--drafter ")[2])[0] for line in names]
     grown = {load_drafter(spec, target.ends).shape.paths for spec in pasted}
     assert grown == {Shape.parse(tree).paths for tree in statics}
@@ -128,12 +123,12 @@ def test_the_table_is_in_the_order_of_its_figures(target, tuned):
 def test_tables_are_read_at_any_width(tuned, width):
     """Words folded in the middle, and figures cut off."""
     console = Console(width=width, file=io.StringIO(), color_system=None)
-    console.print(tuned_table(tuned))
+    console.print(tuned)
     text = console.file.getvalue()
     assert max(map(len, text.splitlines())) <= width
-    for entry in tuned["temperatures"][0]["candidates"][:8]:
-        assert f"{entry['speedup']:.2f}" in text
-        assert entry["tree"] in text or "static 1" in text
+    for entry in tuned.temperatures[0].candidates[:8]:
+        assert f"{entry.speedup:.2f}" in text
+        assert entry.tree in text or "static 1" in text
     assert "…" not in text
 
 
@@ -176,19 +171,14 @@ def test_a_draft_model_is_tuned_as_well(target, monkeypatch, tmp_path):
     with."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     spec = "self-speculative:skip=0"
-    found = tune(target, load_drafter(spec, target.ends), tiny.prompts(9, 4), [0.0], new=12)["temperatures"][
-        0
-    ]
-    assert found["chosen"]["speedup"] >= max(each["speedup"] for each in found["candidates"])
-    assert [chain["tree"] for chain in found["gammas"]] == [f"chain-{gamma}" for gamma in range(2, 11)]
-    best = max(found["gammas"], key=lambda chain: chain["estimate"])["tree"]
-    assert best in [each["tree"] for each in found["candidates"]]
-    save_tuned(
-        tuned_home(f"{spec},tree=chain-2,proposal=noise", target.ends),
-        target.ends.place,
-        {0.0: found["chosen"]},
-    )
-    assert load_drafter(spec, target.ends).shape.name == found["chosen"]["tree"]
+    named = f"{spec},tree=chain-2,proposal=noise"
+    (found,) = tune(target, named, ASKED, [0.0], max_new_tokens=12).temperatures
+    last_race = [each.speedup for each in found.candidates if each.rounds == found.chosen.rounds]
+    assert found.chosen.speedup == max(last_race)
+    assert [chain.tree for chain in found.gammas] == [f"chain-{gamma}" for gamma in range(2, 11)]
+    best = max(found.gammas, key=lambda chain: chain.estimate).tree
+    assert best in [each.tree for each in found.candidates]
+    assert load_drafter(spec, target.ends).shape.name == found.chosen.tree
     assert load_drafter("self-speculative:skip=1", target.ends).shape.name == "chain-5"
 
 
@@ -198,11 +188,10 @@ def test_a_block_that_does_nothing_is_skipped_first():
     for linear in (model.model.layers[2].self_attn.o_proj, model.model.layers[2].mlp.down_proj):
         linear.weight.data.zero_()
     found = skippable(Target(model), tiny.prompts(9, 4, 14), new=12)
-    first, *others = found["tried"]
-    assert (first["skip"], first["alpha"]) == ("2", 1.0)
-    assert [len(each["skip"].split(",")) for each in found["tried"]] == [1, 2, 3]
-    assert all("2" in each["skip"] and each["alpha"] < 1 for each in others)
-    assert found["skip"] == max(found["tried"], key=lambda each: each["expected"])["skip"]
+    first, *others = found
+    assert (first.skip, first.alpha) == ("2", 1.0)
+    assert [len(each.skip.split(",")) for each in found] == [1, 2, 3]
+    assert all("2" in each.skip and each.alpha < 1 for each in others)
     with pytest.raises(ValueError, match="has 2 blocks"):
         skippable(tiny.target("llama"), tiny.prompts(9))
 
@@ -222,23 +211,21 @@ def test_a_speed_up_is_the_product_of_its_factors():
     plain = Tally(1, 3, 1.0, [Round(0, 0, 1)] * 2, Seconds(0.2, 0.0, 0.6, 0.2))
     drafted = Tally(1, 7, 1.2, [Round(3, 2, 3)] * 2, Seconds(0.2, 0.2, 0.7, 0.1))
     factors = ledger(drafted, plain)
-    assert factors["tau"] == 3
-    assert factors["rows"] == pytest.approx(0.6 / 0.7, abs=1e-4)
-    assert factors["draft"] == pytest.approx(0.7 / 0.9, abs=1e-4)
-    assert factors["host"] == pytest.approx(0.9 / 0.75, abs=1e-4)
-    assert factors["prompt"] == pytest.approx((7 / 6 * 1.0 / 1.2) / (3 / 2 * 0.8 / 1.0), abs=1e-4)
+    assert factors.tau == 3
+    assert factors.rows == pytest.approx(0.6 / 0.7, abs=1e-4)
+    assert factors.draft == pytest.approx(0.7 / 0.9, abs=1e-4)
+    assert factors.host == pytest.approx(0.9 / 0.75, abs=1e-4)
+    assert factors.prompt == pytest.approx((7 / 6 * 1.0 / 1.2) / (3 / 2 * 0.8 / 1.0), abs=1e-4)
     assert (
-        factors["predicted"]
-        == pytest.approx(factors["measured"], abs=1e-3)
-        == pytest.approx(7 / 1.2 / 3, abs=1e-3)
+        factors.predicted == pytest.approx(factors.measured, abs=1e-3) == pytest.approx(7 / 1.2 / 3, abs=1e-3)
     )
 
 
 def test_tables_and_pictures(target, tuned, tmp_path):
     costs = cost_curve(target, contexts=(16,), batches=(1, 2))
-    for draw, table, report in ((draw_costs, cost_table, costs), (draw_tuned, tuned_table, tuned)):
+    for draw, report in ((draw_costs, costs), (draw_tuned, tuned)):
         draw(report, str(tmp_path / "picture.svg"))
         assert "<svg" in (tmp_path / "picture.svg").read_text()
-        assert table(report).renderables
+        assert str(report)
         with pytest.raises(ValueError, match="cannot be written"):
             draw(report, str(tmp_path / "missing" / "picture.svg"))

@@ -2,6 +2,7 @@
 quick."""
 
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from typing import Any
 
 from slipstream.cli import cache, decoding, training, tuning  # noqa: F401  each registers its commands
 from slipstream.cli.common import app, err
+from slipstream.command import commanded
 
 STOPPED = 130  # what typer turns a KeyboardInterrupt into
 SILENT = (
@@ -40,7 +42,8 @@ def main() -> None:
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        code = _run()
+        with commanded(shlex.join(["slipstream", *sys.argv[1:]])):
+            code = _run()
     except KeyboardInterrupt:
         code = STOPPED
     finally:

@@ -41,7 +41,7 @@ def cache(
     """Show what is kept where, or delete it. All of it can be made again; files outside the cache stay."""
     from slipstream.cached import KINDS, clear, entries
     from slipstream.files import cache_home, check_writable, write_json
-    from slipstream.measure.report import Figures
+    from slipstream.results import Figures
 
     if action not in ("show", "clean"):
         raise ValueError(

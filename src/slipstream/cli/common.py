@@ -3,7 +3,7 @@ progress."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -12,7 +12,10 @@ from rich.text import Text
 from slipstream.bars import bars
 
 if TYPE_CHECKING:
+    from slipstream.results import Result
     from slipstream.targets import Target
+
+R = TypeVar("R", bound="Result")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -164,28 +167,28 @@ def inputs(target: str, drafters: Sequence[str] = (), files: Sequence[str] = ())
     return [target, *named, *files]
 
 
-def deliver(shown: Any, report: dict[str, Any], json_path: str | None) -> None:
-    """Print what was found, then write it: the one is not lost with the other. JSON has standard output for
-    itself."""
-    from slipstream.files import STANDARD, write_json
+def deliver(result: "Result", json_path: str | None) -> None:
+    """Print a result, then write it: a failure of the one does not lose the other. JSON has standard output
+    for itself."""
+    from slipstream.files import STANDARD
 
     try:
-        (err if json_path in STANDARD else out).print(shown)
+        (err if json_path in STANDARD else out).print(result)
     finally:
         if json_path is not None:
-            write_json(json_path, report)
+            result.write(json_path)
 
 
 @contextmanager
-def kept(show: Callable[[dict[str, Any]], None]) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Call what it yields with whatever was found: that is shown at the end, even if it comes by an error."""
-    found: list[dict[str, Any]] = []
+def kept(show: Callable[[R], None]) -> Iterator[Callable[[R], None]]:
+    """Yields what takes a result, and shows the result at the end, even where an error ends the work."""
+    results: list[R] = []
     try:
-        yield found.append
+        yield results.append
     finally:
-        for report in found:
-            show(report)
-            if "stopped" in report:
+        for result in results:
+            show(result)
+            if result.stopped is not None:
                 err.print("stopped early: these are the figures of what was done until then", style="yellow")
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from contextlib import nullcontext, redirect_stdout
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -208,18 +208,15 @@ def bench(
     prompts."""
     from slipstream.files import check_writable
     from slipstream.measure.questions import load_questions
-    from slipstream.measure.report import bench_table
     from slipstream.measure.run import bench as run
 
     check_writable(json_path, reads=inputs(target, drafter, questions))
     asked = load_questions(questions, limit)
     steps = 1 + sum(len(question.turns) for question in asked) * (2 + len(set(drafter) - {"vanilla"}))
-    with (
-        kept(lambda report: deliver(bench_table(report), report, json_path)) as keep,
-        progress_bar(steps) as progress,
-    ):
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(steps) as progress:
         loaded = load(target, dtype, device, compile)
-        keep(run(loaded, drafter, asked, max_new_tokens, temperature, seed, progress, keep))
+        keep(run(loaded, drafter, asked, **how, progress=progress, keep=keep))
 
 
 @app.command(
@@ -257,16 +254,13 @@ def certify(
     from slipstream.files import check_writable
     from slipstream.measure.certify import certify as run
     from slipstream.measure.questions import load_questions
-    from slipstream.measure.report import certificate
 
     check_writable(json_path, reads=inputs(target, drafter, questions))
     asked = load_questions(questions, limit)
-    with (
-        kept(lambda report: deliver(certificate(report), report, json_path)) as keep,
-        progress_bar(None) as progress,
-    ):
+    how = {"max_new_tokens": max_new_tokens, "seed": seed}
+    with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(None) as progress:
         loaded = load(target, dtype, device, compile)
-        report = run(loaded, drafter, asked, temperature, max_new_tokens, seed, progress, keep)
+        report = run(loaded, drafter, asked, temperature, **how, progress=progress, keep=keep)
         keep(report)
-    if not report["certified"]:
+    if not report.certified:
         raise typer.Exit(1)

@@ -297,15 +297,14 @@ def parity(
     from slipstream.files import check_writable
     from slipstream.interop.parity import parity as run
     from slipstream.measure.questions import load_questions
-    from slipstream.measure.report import parity_table
 
     check_writable(json_path, reads=inputs(target, [drafter], questions))
     loaded = load(target, dtype, "cpu")
     prompts = [loaded.encode(question.turns[0]) for question in load_questions(questions, limit)]
     with progress_bar(len(prompts) + 2) as progress:
         report = run(loaded, drafter, prompts, python, max_new_tokens, draft_tokens, progress)
-    deliver(parity_table(report), report, json_path)
-    if not report["agrees"]:
+    deliver(report, json_path)
+    if not report.agrees:
         raise typer.Exit(1)
 
 

@@ -1,7 +1,7 @@
 """tune: measure costs, choose trees."""
 
 from contextlib import ExitStack
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,6 +25,9 @@ from slipstream.cli.common import (
     progress_bar,
 )
 
+if TYPE_CHECKING:
+    from slipstream.targets import Target
+
 TUNABLE = """[bold]Drafters that grow trees[/bold]
   eagle, fasteagle       trained heads, whose weights for smollm2 ship
   DIR                    a directory that slipstream train or import wrote
@@ -32,13 +35,6 @@ TUNABLE = """[bold]Drafters that grow trees[/bold]
   draft-model:model=DIR  a smaller model of the same tokenizer
   self-speculative       the target without some blocks; tune finds which
 """
-TREELESS = (
-    "grows no trees that tune could choose among: it takes eagle, fasteagle, draft-model, self-speculative "
-    "or a drafter "
-    "directory; of the others compare options by bench (--drafter ngram:depth=4 --drafter ngram:depth=8); of "
-    "hybrid tune "
-    "the head"
-)
 
 
 @app.command(
@@ -74,57 +70,47 @@ def tune(
     json_path: JsonPath = None,
 ) -> None:
     """Find the tree that pays most on this machine; generate and bench then grow it unless told otherwise."""
-    from slipstream.drafters import load_drafter, tuned_home
-    from slipstream.drafters.proposer import Proposer
-    from slipstream.drafters.spec import Spec
-    from slipstream.drafters.store import save_tuned, tuned_file
-    from slipstream.files import cache_home, check_writable, evenly, read_results, update_json
-    from slipstream.measure import cost, draw
+    from slipstream.drafters import tuned_home
+    from slipstream.drafters.store import tuned_file
+    from slipstream.files import check_writable, evenly
+    from slipstream.measure.draw import draw_tuned
     from slipstream.measure.questions import load_questions
-    from slipstream.measure.report import cost_table, tuned_names, tuned_table
-    from slipstream.measure.run import first_prompts
-    from slipstream.measure.skip import skippable
     from slipstream.measure.tune import tune as run
+    from slipstream.measure.tuned import TuneReport
 
     check_writable(plot, json_path, reads=inputs(target, [drafter], questions))
     asked = evenly(load_questions(questions), limit)
     loaded = load(target, dtype, device, compile)
-    place, costs = loaded.ends.place, cache_home() / "costs.json"
     if measure:
-        read_results(costs)
-        with progress_bar(None) as progress:
-            report = cost.cost_curve(loaded, progress=progress)
-        with ExitStack() as last:  # the last first, and each whatever becomes of the others
-            last.callback(update_json, costs, place, {loaded.name: report})
-            if plot is not None:
-                last.callback(draw.draw_costs, report, plot)
-            last.callback(deliver, cost_table(report), report, json_path)
-        err.print(f"kept in {costs}", style="dim", soft_wrap=True)
+        _measure(loaded, plot, json_path)
         return
-    skipping, spec = dict[str, Any](), Spec.parse(drafter)
 
-    def show(report: dict[str, Any]) -> None:
-        if skipping:
-            report["skipping"] = skipping["tried"]
-        for found in report["temperatures"]:
-            found["chosen"] |= {"skip": skipping["skip"]} if skipping else {}
-        chosen = {found["temperature"]: found["chosen"] for found in report["temperatures"]}
-        with ExitStack() as last:
-            last.callback(save_tuned, tuned_home(drafter, loaded.ends), place, chosen)
+    def show(report: TuneReport) -> None:
+        with ExitStack() as last:  # the last first, and each whatever becomes of the others
             if plot is not None:
-                last.callback(draw.draw_tuned, report, plot)
-            last.callback(deliver, tuned_table(report), report, json_path)
-        for line in tuned_names(report, spec):
+                last.callback(draw_tuned, report, plot)
+            last.callback(deliver, report, json_path)
+        for line in report.static_trees(drafter):
             out.print(line, soft_wrap=True)
-        err.print(f"kept in {tuned_file(tuned_home(drafter, loaded.ends))}", style="dim", soft_wrap=True)
+        home = tuned_home(drafter, loaded.ends)
+        err.print(f"kept in {tuned_file(home)}", style="dim", soft_wrap=True)
 
     with kept(show) as keep, progress_bar(None) as progress:
-        if spec == Spec("self-speculative"):
-            skipping |= skippable(loaded, first_prompts(loaded, asked), progress=progress)
-            spec = spec.replace(skip=skipping["skip"])
-        made = load_drafter(spec, loaded.ends)
-        if not isinstance(made, Proposer):
-            raise ValueError(f"drafter {drafter!r} {TREELESS}")
-        prompts = first_prompts(loaded, asked)
-        read_results(tuned_file(tuned_home(drafter, loaded.ends)))
-        keep(run(loaded, made, prompts, progress=progress, keep=keep))
+        keep(run(loaded, drafter, asked, limit=None, progress=progress, keep=keep))
+
+
+def _measure(target: "Target", plot: str | None, json_path: str | None) -> None:
+    """Measure what passes cost, show it and keep it."""
+    from slipstream.files import read_results
+    from slipstream.measure import cost
+    from slipstream.measure.draw import draw_costs
+
+    read_results(cost.costs_file())
+    with progress_bar(None) as progress:
+        report = cost.cost_curve(target, progress=progress)
+    with ExitStack() as last:  # the last first, and each whatever becomes of the others
+        last.callback(cost.save_costs, target, report)
+        if plot is not None:
+            last.callback(draw_costs, report, plot)
+        last.callback(deliver, report, json_path)
+    err.print(f"kept in {cost.costs_file()}", style="dim", soft_wrap=True)

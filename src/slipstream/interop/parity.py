@@ -6,13 +6,17 @@ import math
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Group
+from rich.text import Text
 from safetensors.torch import load_file
 from torch import Tensor
 
+from slipstream.command import public
 from slipstream.core.cache import KVCache
 from slipstream.core.sampling import Sampling
 from slipstream.decode.answer import Round
@@ -25,7 +29,7 @@ from slipstream.drafters.layers import attend_cache
 from slipstream.drafters.recursive import RecursiveDrafter
 from slipstream.files import check_counts
 from slipstream.interop.public import export_head
-from slipstream.machine import heading
+from slipstream.results import Figures, Part, Result, heading
 from slipstream.targets import Target
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -33,26 +37,97 @@ POINTS = 0.02  # acceptance per position may differ by this much
 LOOSE = 2e-2  # relative difference of two tensors that are the same but for rounding
 
 
+class Acceptance(Part):
+    """By position in the draft: the share of rounds that accept it, here and in vLLM."""
+
+    slipstream: list[float]
+    vllm: list[float]
+
+
+class Drafts(Part):
+    """Rounds that drafted."""
+
+    slipstream: int
+    vllm: int
+
+
+class Deviation(Part):
+    """An answer that is not plain vLLM's: from where on, and by what margin in logits."""
+
+    answer: str
+    question: int
+    against: str
+    position: int | None
+    margin: float
+
+
+class ParityReport(Result):
+    """What `parity` found.
+
+    Attributes:
+        acceptance, difference: ours and vLLM's by position, and the one minus the other.
+        margin: the precision's, in logits.
+        first_tensor_that_differs: in order of computation; None if all agree.
+        agrees: acceptance agrees within 0.02 at every position, and texts within the margin.
+    """
+
+    questions: int
+    max_new_tokens: int
+    draft_tokens: int
+    acceptance: Acceptance
+    difference: list[float]
+    drafts: Drafts
+    margin: float
+    divergences: list[Deviation]
+    first_tensor_that_differs: str | None
+    agrees: bool
+
+    def __rich__(self) -> Group:
+        """Acceptance per position here and in vLLM, differing answers, and the verdict."""
+        title = f"{self.target}, {self.dtype}, {self.questions} questions, {self.draft_tokens} draft tokens"
+        table = Figures(title, "accepted at position", *map(str, range(1, self.draft_tokens + 1)))
+        table.add_row("slipstream", *(f"{rate:.3f}" for rate in self.acceptance.slipstream))
+        table.add_row("vllm", *(f"{rate:.3f}" for rate in self.acceptance.vllm))
+        table.add_row("difference", *(f"{rate:+.3f}" for rate in self.difference))
+        lines = []
+        for each in self.divergences:
+            leaves = f"leaves plain vLLM at {each.position}, margin {each.margin:.2g}"
+            lines.append(Text(f"{each.answer}, question {each.question + 1}: {leaves}"))
+        if self.first_tensor_that_differs:
+            first = f"first tensor that differs: {self.first_tensor_that_differs}"
+            lines.append(Text(first, "bold red"))
+        verdict = Text("agrees", "bold green") if self.agrees else Text("does NOT agree", "bold red")
+        return Group(table, *lines, verdict)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What vLLM said: answers without and with the head, its acceptance, and tensors of the first prompt."""
+
+    plain: list[list[int]]
+    drafted: list[list[int]]
+    acceptance: list[float]
+    drafts: int
+    tensors: dict[str, Tensor]
+
+
+@public
 def parity(
     target: Target,
     drafter: str,
     prompts: Sequence[list[int]],
     python: str,
-    new: int = 128,
-    draft: int = 3,
+    max_new_tokens: int = 128,
+    draft_tokens: int = 3,
     progress: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
+) -> ParityReport:
     """Serve a target with an exported head in vLLM, and hold acceptance and text against our chain decoding
     at T = 0.
 
     Args:
         drafter: an eagle or eagle3 drafter directory, or a name whose weights ship.
         python: the interpreter of the environment that vLLM is installed in (`make vllm`).
-        draft: draft tokens a round.
-
-    Returns:
-        Acceptance per position, both; answers that differ, audited; and, where they do not agree, the first
-        tensor that differs.
+        draft_tokens: drafted a round.
 
     Raises:
         ValueError: vLLM cannot be run, the drafter cannot be exported, or there is nothing to ask.
@@ -61,86 +136,109 @@ def parity(
         raise ValueError(
             f"vLLM's interpreter {python} is not there: run `make vllm`, or name another with --python"
         )
-    check_counts(prompts=len(prompts), max_new_tokens=new, draft_tokens=draft)
+    check_counts(prompts=len(prompts), max_new_tokens=max_new_tokens, draft_tokens=draft_tokens)
     for prompt in prompts:
-        Settings.of(target, new).limit(prompt)
+        Settings.of(target, max_new_tokens).limit(prompt)
+    ours = _chain(target, drafter, draft_tokens)
+    answers, rounds = _decoded(target, ours, prompts, max_new_tokens, progress)
+    acceptance = [sum(r.accepted >= d for r in rounds) / len(rounds) for d in range(1, draft_tokens + 1)]
+    progress("vLLM, plainly and with the head (minutes)")
+    job = {"method": ours.method, "prompts": list(prompts), "new": max_new_tokens, "draft": draft_tokens}
+    served = _served(target, drafter, {**job, "dtype": target.dtype_name}, python)
+    divergences = _deviations(target, prompts, served.plain, "vLLM with the head", served.drafted)
+    divergences += _deviations(target, prompts, served.plain, "ours", answers)
+    apart = [round(a - b, 4) for a, b in zip(acceptance, served.acceptance, strict=True)]
+    tied = all(each.margin <= margin_of(target) for each in divergences)
+    return ParityReport(
+        **heading(target),
+        questions=len(prompts),
+        max_new_tokens=max_new_tokens,
+        draft_tokens=draft_tokens,
+        acceptance=Acceptance(slipstream=[round(a, 4) for a in acceptance], vllm=served.acceptance),
+        difference=apart,
+        drafts=Drafts(slipstream=len(rounds), vllm=served.drafts),
+        margin=margin_of(target),
+        divergences=divergences,
+        first_tensor_that_differs=first_difference(target, ours, served.tensors, prompts[0]),
+        agrees=max(map(abs, apart)) <= POINTS and tied,
+    )
+
+
+def _chain(target: Target, drafter: str, draft_tokens: int) -> RecursiveDrafter:
+    """The head as the engine runs it: a chain, over all tokens unless it has an LM head of its own."""
     trained = load_drafter(drafter, target.ends)
     if not isinstance(trained, RecursiveDrafter):
         raise ValueError(f"drafter {drafter!r} is no eagle or eagle3 head: vLLM is given one of those")
-    vocab = (
-        trained.vocab if trained.head.own_lm_head else None
-    )  # otherwise all tokens are candidates, as in the engine
-    ours = type(trained)(trained.head, target.ends, vocab, f"chain-{draft}")
-    rounds: list[Round] = []
-    answers: list[list[int]] = []
-    for i, prompt in enumerate(prompts):
-        progress(f"ours, question {i + 1}")
+    vocab = trained.vocab if trained.head.own_lm_head else None
+    return type(trained)(trained.head, target.ends, vocab, f"chain-{draft_tokens}")
+
+
+def _decoded(
+    target: Target,
+    drafter: RecursiveDrafter,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    progress: Callable[[str], None],
+) -> tuple[list[list[int]], list[Round]]:
+    """Our answers, and all their rounds."""
+    answers, rounds = list[list[int]](), list[Round]()
+    for number, prompt in enumerate(prompts, 1):
+        progress(f"ours, question {number}")
         made: Generation = generate(
-            target, prompt, ours, max_new_tokens=new, temperature=0.0, repetition_penalty=1.0
+            target, prompt, drafter, max_new_tokens=max_new_tokens, temperature=0.0, repetition_penalty=1.0
         )
-        rounds += made.rounds
         answers.append(made.tokens)
-    acceptance = [sum(r.accepted >= d for r in rounds) / len(rounds) for d in range(1, draft + 1)]
-    with tempfile.TemporaryDirectory() as home:
-        progress("vLLM, plainly and with the head (minutes)")
-        job = {
-            "method": ours.method,
-            "prompts": list(prompts),
-            "new": new,
-            "draft": draft,
-            "dtype": target.dtype_name,
-        }
-        theirs = _serve(target, drafter, job, python, Path(home))
-        differing = first_difference(target, ours, theirs["seen"], prompts[0])
-    divergences: list[dict[str, Any]] = []
-    for name, said in (("vLLM with the head", theirs["drafted"]["tokens"]), ("ours", answers)):
-        for i, (prompt, answer, reference) in enumerate(
-            zip(prompts, said, theirs["plain"]["tokens"], strict=True)
-        ):
-            if answer != reference:
-                found = {"answer": name, "question": i, "against": "vLLM, plain"}
-                at = next(
-                    (j for j, (a, b) in enumerate(zip(answer, reference, strict=False)) if a != b), None
-                )
-                margins = [
-                    d.margin for text in (answer, reference) for d in audit(target, prompt, text, Sampling())
-                ]
-                behind = (
-                    math.inf if at is None else max(margins, default=0.0)
-                )  # one that only ends early is no tie
-                divergences.append({**found, "position": at, "margin": behind})
-    apart = [round(a - b, 4) for a, b in zip(acceptance, theirs["drafted"]["acceptance"], strict=True)]
-    agrees = max(map(abs, apart)) <= POINTS and all(d["margin"] <= margin_of(target) for d in divergences)
-    return {
-        **heading(target),
-        "questions": len(prompts),
-        "max_new_tokens": new,
-        "draft_tokens": draft,
-        "acceptance": {
-            "slipstream": [round(a, 4) for a in acceptance],
-            "vllm": theirs["drafted"]["acceptance"],
-        },
-        "difference": apart,
-        "drafts": {"slipstream": len(rounds), "vllm": theirs["drafted"]["drafts"]},
-        "margin": margin_of(target),
-        "divergences": divergences,
-        "first_tensor_that_differs": differing,
-        "agrees": agrees,
-    }
+        rounds += made.rounds
+    return answers, rounds
 
 
-def _serve(target: Target, drafter: str, job: dict[str, Any], python: str, home: Path) -> dict[str, Any]:
+def _deviations(
+    target: Target,
+    prompts: Sequence[list[int]],
+    plain: Sequence[list[int]],
+    name: str,
+    answers: Sequence[list[int]],
+) -> list[Deviation]:
+    """Answers that are not plain vLLM's, audited. One that only ends earlier is no tie."""
+    deviations = []
+    for i, (prompt, answer, reference) in enumerate(zip(prompts, answers, plain, strict=True)):
+        if answer == reference:
+            continue
+        at = next((j for j, (a, b) in enumerate(zip(answer, reference, strict=False)) if a != b), None)
+        audits = (audit(target, prompt, text, Sampling()) for text in (answer, reference))
+        margin = max((each.margin for audited in audits for each in audited), default=0.0)
+        margin = math.inf if at is None else margin
+        deviations.append(
+            Deviation(answer=name, question=i, against="vLLM, plain", position=at, margin=margin)
+        )
+    return deviations
+
+
+def _served(target: Target, drafter: str, job: dict[str, Any], python: str) -> Served:
+    """The worker's answers, given in files of a directory that is taken away again."""
     assert target.tokenizer is not None
-    target.model.save_pretrained(home / "target")
-    target.tokenizer.save_pretrained(home / "target")
-    export_head(drafter, str(home / "head"), target.ends)
-    job |= {name: str(home / name) for name in ("target", "head")} | {
-        "tensors": str(home / "seen.safetensors")
-    }
-    job |= {name: str(home / f"{name}.json") for name in ("plain", "drafted")}
-    (home / "job.json").write_text(json.dumps(job))
+    with tempfile.TemporaryDirectory() as directory:
+        home = Path(directory)
+        target.model.save_pretrained(home / "target")
+        target.tokenizer.save_pretrained(home / "target")
+        export_head(drafter, str(home / "head"), target.ends)
+        job |= {name: str(home / name) for name in ("target", "head")}
+        job |= {name: str(home / f"{name}.json") for name in ("plain", "drafted")}
+        (home / "job.json").write_text(json.dumps({**job, "tensors": str(home / "seen.safetensors")}))
+        _run(python, home / "job.json")
+        if not (home / "drafted.json").exists():
+            raise ValueError(
+                f"--python {python} is no interpreter with vLLM in it: `make vllm` makes an environment"
+            )
+        plain, drafted = (json.loads((home / f"{name}.json").read_text()) for name in ("plain", "drafted"))
+        tensors = load_file(home / "seen.safetensors")
+    return Served(plain["tokens"], drafted["tokens"], drafted["acceptance"], drafted["drafts"], tensors)
+
+
+def _run(python: str, job: Path) -> None:
+    """The worker, in vLLM's environment. Raises ValueError where it fails."""
     try:
-        done = subprocess.run([python, str(WORKER), str(home / "job.json")], capture_output=True, text=True)
+        done = subprocess.run([python, str(WORKER), str(job)], capture_output=True, text=True)
     except OSError as error:
         raise ValueError(
             f"--python {python} cannot be run: {error.strerror}: `make vllm` makes an environment"
@@ -150,12 +248,6 @@ def _serve(target: Target, drafter: str, job: dict[str, Any], python: str, home:
         raise ValueError(
             f"vLLM ({python}) stopped with exit code {done.returncode}: {' | '.join(lines[-6:])}"
         )
-    if not (home / "drafted.json").exists():
-        raise ValueError(
-            f"--python {python} is no interpreter with vLLM in it: `make vllm` makes an environment"
-        )
-    answers = {name: json.loads((home / f"{name}.json").read_text()) for name in ("plain", "drafted")}
-    return {**answers, "seen": load_file(home / "seen.safetensors")}
 
 
 def first_difference(

@@ -3,19 +3,72 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
+from rich.console import Group
+from rich.text import Text
 
 from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.tree import chain
 from slipstream.decode.capture import recorder
 from slipstream.decode.round import Decoder
-from slipstream.machine import heading
+from slipstream.files import cache_home, update_json
+from slipstream.results import Figures, Part, Result, heading
 from slipstream.targets.hf import Target
+
+
+class PassCost(Part):
+    """A target pass over `rows` rows of each of `batch` texts, behind `context` tokens.
+
+    Attributes:
+        gb_s: the weights' bytes over the time.
+        share: of the bandwidth.
+    """
+
+    rows: int
+    context: int
+    batch: int
+    ms: float
+    gb_s: float
+    share: float
+
+
+class CostReport(Result):
+    """What passes of a target cost on this machine.
+
+    Attributes:
+        bandwidth_gb_s: of the machine's memory.
+        weights_gb: what one pass must read.
+    """
+
+    bandwidth_gb_s: float
+    weights_gb: float
+    passes: list[PassCost]
+
+    @property
+    def limit_ms(self) -> float:
+        """What reading the weights takes."""
+        return 1e3 * self.weights_gb / self.bandwidth_gb_s
+
+    def __rich__(self) -> Group:
+        """Milliseconds of a pass by rows, one column per context and batch, and how near the one-row pass is
+        to the limit."""
+        settings = dict.fromkeys((cost.context, cost.batch) for cost in self.passes)
+        title = f"{self.target}, {self.dtype}{', compiled' if self.compiled else ''}"
+        title += ": ms of a pass, by its rows; columns: tokens of context × texts"
+        table = Figures(title, "rows", *(f"{context} × {batch}" for context, batch in settings))
+        ms = {(cost.rows, cost.context, cost.batch): cost.ms for cost in self.passes}
+        for rows in dict.fromkeys(cost.rows for cost in self.passes):
+            table.add_row(str(rows), *(f"{ms[rows, *setting]:.1f}" for setting in settings))
+        one = self.passes[0]
+        reads = f"one row reads weights at {one.gb_s:.1f} GB/s, {one.share:.0%} of {self.bandwidth_gb_s:.1f}"
+        return Group(table, Text(f"{reads}: at least {self.limit_ms:.1f} ms"))
+
 
 ROWS = (1, 2, 4, 6, 8, 12, 16, 20, 26, 32, 48, 64)
 
@@ -120,14 +173,8 @@ def cost_curve(
     contexts: Sequence[int] = (128, 512, 1024),
     batches: Sequence[int] = (1, 4),
     progress: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
-    """Costs of a target pass at 1 to 64 rows, beside the least that reading the weights takes.
-
-    Returns:
-        schema 1: `bandwidth_gb_s`, `weights_gb`, and `passes`, each {"rows", "context", "batch", "ms",
-            "gb_s", "share"}:
-        weights over time, and that over the bandwidth.
-    """
+) -> CostReport:
+    """Costs of a target pass at 1 to 64 rows, beside the least that reading the weights takes."""
     progress("reading memory")
     bandwidth, weights = read_bandwidth(target.device), weight_bytes(target) / 1e9
     passes = []
@@ -135,13 +182,31 @@ def cost_curve(
         for batch in batches:
             progress(f"passes behind {context} tokens of {batch} texts")
             for rows, seconds in pass_seconds(target, context=context, batch=batch).items():
-                speed = weights / seconds
-                passes.append(
-                    {"rows": rows, "context": context, "batch": batch, "ms": round(seconds * 1e3, 3)}
+                cost = PassCost(
+                    rows=rows,
+                    context=context,
+                    batch=batch,
+                    ms=round(seconds * 1e3, 3),
+                    gb_s=round(weights / seconds, 2),
+                    share=round(weights / seconds / bandwidth, 3),
                 )
-                passes[-1] |= {"gb_s": round(speed, 2), "share": round(speed / bandwidth, 3)}
-    about = {"bandwidth_gb_s": round(bandwidth, 1), "weights_gb": round(weights, 3)}
-    return {**heading(target), **about, "passes": passes}
+                passes.append(cost)
+    return CostReport(
+        **heading(target),
+        bandwidth_gb_s=round(bandwidth, 1),
+        weights_gb=round(weights, 3),
+        passes=passes,
+    )
+
+
+def costs_file() -> Path:
+    """Where `save_costs` stores reports: in the user's cache, by place and target."""
+    return cache_home() / "costs.json"
+
+
+def save_costs(target: Target, report: CostReport) -> None:
+    """Store what passes cost here. Raises ValueError where it cannot be written."""
+    update_json(costs_file(), target.ends.place, {target.name: report.stored()})
 
 
 def weight_bytes(target: Target) -> int:

@@ -7,9 +7,10 @@ from rich.text import Text
 
 from slipstream.decode.audit import audit, margin_of
 from slipstream.measure.questions import Question
-from slipstream.measure.report import ACCEPTED, OWN
-from slipstream.measure.run import HF, Answered, Contest, Tally, first_prompts
+from slipstream.measure.run import HF, Contest, first_prompts
+from slipstream.measure.tally import Answered, Tally
 
+ACCEPTED, OWN = "bold green", "default"
 SHOWN = {"vanilla": "plain", HF: "HF generate"}
 GREEN = "  (green: drafted, and accepted by the target)"
 

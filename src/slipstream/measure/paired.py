@@ -1,12 +1,22 @@
 """How sure a speed-up is: both methods on the same questions, and the questions drawn anew."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.results import Part
+
 SAMPLES = 2000
+
+
+class Asked(Part):
+    """One method's answers to one question, all turns together. `file`: where the question is from."""
+
+    file: str
+    new_tokens: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -20,7 +30,7 @@ class Paired:
         return f"{self.mean:.2f}" + (" [{:.2f}, {:.2f}]".format(*self.interval) if self.interval else "")
 
 
-def paired(ours: dict[str, Any], theirs: dict[str, Any]) -> Paired:
+def paired(ours: Mapping[str, Asked], theirs: Mapping[str, Asked]) -> Paired:
     """One method's tokens per second over another's, of each file's questions together, and the mean over the
     files.
 
@@ -29,12 +39,12 @@ def paired(ours: dict[str, Any], theirs: dict[str, Any]) -> Paired:
     McCarthy & Snowden 1985). It says how far other questions would move the figure, not another machine.
 
     Args:
-        ours, theirs: results of two methods in one report of `bench`; their `by_question` is read.
+        ours, theirs: `by_question` of two methods in one report of `bench`.
     """
     files: dict[str, list[list[float]]] = {}
-    for name, a in ours["by_question"].items():
-        b = theirs["by_question"][name]
-        files.setdefault(a["file"], []).append([a["new_tokens"], a["seconds"], b["new_tokens"], b["seconds"]])
+    for name, a in ours.items():
+        b = theirs[name]
+        files.setdefault(a.file, []).append([a.new_tokens, a.seconds, b.new_tokens, b.seconds])
     sums = [torch.tensor(questions, dtype=torch.float64) for questions in files.values()]
     generator = torch.Generator().manual_seed(0)
     mean = torch.stack([_ratio(q.sum(0)) for q in sums]).mean().item()
@@ -45,12 +55,12 @@ def paired(ours: dict[str, Any], theirs: dict[str, Any]) -> Paired:
 
 
 def interval(draws: Tensor) -> tuple[float, float]:
-    """95 % of the draws lie in it."""
+    """The interval that holds the middle 95 % of the draws."""
     low, high = draws.quantile(torch.tensor([0.025, 0.975], dtype=draws.dtype)).tolist()
     return low, high
 
 
 def _ratio(sums: Tensor) -> Tensor:
-    """Tokens and seconds of the one, tokens and seconds of the other."""
+    """Tokens per second of the one over the other's."""
     tokens, seconds, their_tokens, their_seconds = sums.unbind(-1)
     return tokens / seconds * their_seconds / their_tokens

@@ -27,26 +27,32 @@ class Question:
         return f"{self.file}:{self.id}"
 
 
-def load_questions(paths: Sequence[str | PathLike[str]] = (), limit: int | None = None) -> list[Question]:
-    """Questions of all files, the project's own where none is named; `limit` is per file.
+Asking = Question | str | PathLike[str]  # a question, or a file of them
 
-    Taking a few takes them evenly over the file, so that a small limit still sees every category.
+
+def load_questions(given: Sequence[Asking] = (), limit: int | None = None) -> list[Question]:
+    """Questions, and those of files; the project's own where none is given.
+
+    Args:
+        limit: of each file, and of those given as they are, taken evenly, so that a small limit still sees
+            every category.
 
     Raises:
         ValueError: a file that cannot be read, or a malformed line (numbered).
     """
     check_counts(limit=limit)
-    sources = [(Path(path).name, read_text(path, "question file")) for path in paths] or [
-        ("questions.jsonl", OWN.read_text("utf-8"))
-    ]
-    chosen = []
-    for name, text in sources:
-        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-        if not lines:
-            raise ValueError(f"question file {name} is empty: give one JSON object a line")
-        found = [_question(name, number, line) for number, line in lines]
-        chosen += evenly(found, limit)
-    return chosen
+    chosen = evenly([question for question in given if isinstance(question, Question)], limit)
+    for path in given:
+        if not isinstance(path, Question):
+            chosen += evenly(_parsed(Path(path).name, read_text(path, "question file")), limit)
+    return chosen if given else evenly(_parsed("questions.jsonl", OWN.read_text("utf-8")), limit)
+
+
+def _parsed(name: str, text: str) -> list[Question]:
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise ValueError(f"question file {name} is empty: give one JSON object a line")
+    return [_question(name, number, line) for number, line in lines]
 
 
 def alternated(questions: Sequence[Question]) -> list[Question]:

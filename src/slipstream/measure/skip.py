@@ -6,13 +6,13 @@ and the measured cost of a pass.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from slipstream.core.drafter import FINAL, INPUT
 from slipstream.measure.cost import pass_seconds, promised
+from slipstream.measure.tuned import Skipped
 from slipstream.targets.hf import Target
 from slipstream.training.replay import Record
 
@@ -25,17 +25,12 @@ def skippable(
     prompts: Sequence[Sequence[int]],
     new: int = 40,
     progress: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
-    """The blocks to skip, and what every number of them promises.
+) -> list[Skipped]:
+    """What skipping each number of blocks promises.
 
     Args:
         prompts: some of the kind that will be asked.
         new: tokens of each answer along which the skipping model is held.
-
-    Returns:
-        `skip`, as `self-speculative` takes it, and `tried`: for each number of blocks `skip`, `alpha`
-        (agreement at T = 0), `c` (its pass over the target's) and `expected`, the best speed-up of a chain if
-        rows cost nothing.
 
     Raises:
         ValueError: the target has fewer than three blocks.
@@ -54,7 +49,7 @@ def skippable(
     states = record.tapped(taps)[read].float().unflatten(-1, (L, -1))
     alike = F.cosine_similarity(states[:, 1:-1], states[:, 2:], dim=-1).mean(0)  # of blocks 1 … L − 2
     order = [1 + i for i in alike.argsort(descending=True).tolist()]
-    whole, tried = pass_seconds(target, (1,))[1], list[dict[str, Any]]()
+    whole, tried = pass_seconds(target, (1,))[1], list[Skipped]()
     rows = [tokens[:n].tolist() for tokens, n in zip(record.tokens, record.lengths, strict=True)]
     for count in range(max(1, L // 10), len(order) + 1, max(1, L // 10)):
         progress(f"{count} blocks skipped")
@@ -65,6 +60,6 @@ def skippable(
         alpha = float(right[judged[:, : said.shape[1]]].float().mean())
         c = pass_seconds(short, (1,))[1] / whole
         expected = max(promised(alpha, gamma, c) for gamma in GAMMAS)
-        found = {"skip": ",".join(map(str, blocks)), "alpha": round(alpha, 4), "c": round(c, 4)}
-        tried.append({**found, "expected": round(expected, 4)})
-    return {"skip": max(tried, key=lambda each: each["expected"])["skip"], "tried": tried}
+        named = ",".join(map(str, blocks))
+        tried.append(Skipped(skip=named, alpha=round(alpha, 4), c=round(c, 4), expected=round(expected, 4)))
+    return tried

@@ -9,20 +9,28 @@ their τ, and the best of them raced.
 import json
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import mean
-from typing import Any
 
+from slipstream.command import public
+from slipstream.core.drafter import Drafter
 from slipstream.core.optimal import optimal_trees
 from slipstream.core.shape import Shape
+from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.proposer import Proposer
+from slipstream.drafters.spec import Named, Spec
+from slipstream.drafters.store import save_tuned, tuned_file
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.files import check_counts
-from slipstream.machine import heading
+from slipstream.files import check_counts, evenly, read_results
 from slipstream.measure.cost import RoundCost, Rounds, pass_seconds
-from slipstream.measure.run import stopped_by
-from slipstream.targets.hf import Target
+from slipstream.measure.questions import Asking, load_questions
+from slipstream.measure.run import first_prompts
+from slipstream.measure.skip import skippable
+from slipstream.measure.tuned import Held, Proposed, Raced, Size, Skipped, Timing, Tuned, TuneReport
+from slipstream.results import heading
+from slipstream.targets import Target
+from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.replay import Following, Record, predict
 
 BUDGETS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 16, 20, 26, 32, 40, 48, 64)  # nodes, root included
@@ -34,123 +42,169 @@ SIZES, ROUNDS = (
 )  # sizes looked at closely, and rounds of each of their trees before the slower half is dropped
 
 
-@dataclass(frozen=True)
-class Size:
-    """A budget and a depth, with the best static tree for them and its estimated speed-up over plain
-    decoding."""
-
-    nodes: int
-    depth: int
-    tree: str
-    estimate: float
+TREELESS = (
+    "grows no trees that tune could choose among: it takes eagle, fasteagle, draft-model, self-speculative "
+    "or a drafter directory; of the others compare options by bench (--drafter ngram:depth=4 --drafter "
+    "ngram:depth=8); of hybrid tune the head"
+)
 
 
+@public
 def tune(
-    target: Target,
-    drafter: Proposer,
-    prompts: Sequence[Sequence[int]],
+    target: AnyTarget,
+    drafter: Named | Proposer = "eagle",
+    questions: Sequence[Asking] = (),
     temperatures: Sequence[float] = (0.0, 1.0),
-    new: int = 40,
+    *,
+    limit: int | None = 8,
+    max_new_tokens: int = 40,
     progress: Callable[[str], None] = lambda _: None,
-    keep: Callable[[dict[str, Any]], None] = lambda report: None,
-) -> dict[str, Any]:
-    """The best tree and proposal at each temperature.
+    keep: Callable[[TuneReport], None] = lambda _: None,
+) -> TuneReport:
+    """Find the tree and the proposal that pay most on this machine, at each temperature.
+
+    Of a drafter given by name they are stored as soon as they are found; `load_drafter` then takes them where
+    no other tree is named.
 
     Args:
-        prompts: some of the kind that will be asked; 8 to 16 are enough.
-        new: tokens of each answer along which drafts are held.
-        keep: is given what is known of the temperatures before the one at which an error or Ctrl-C ends it.
+        target: a target, or the name of one, which is loaded with `load_target`'s defaults.
+        drafter: one that grows trees, or its name. For "self-speculative" the blocks are sought first.
+        questions: questions, or files of them, of the kind that will be asked; default: the project's own.
+        limit: questions in all; 8 to 16 are enough.
+        max_new_tokens: tokens of each answer along which drafts are held.
+        progress: told what is under way.
+        keep: given what is known of the earlier temperatures where an error or Ctrl-C ends the run; `stopped`
+            then names the error.
 
     Raises:
-        ValueError: no prompts, a count below 1, or a drafter whose probes ride in the target's passes.
-
-    Returns:
-        schema 1: `passes_ms` by rows, and for each temperature `plain`, `proposals`, each with `acceptance`
-            by depth and
-        rank and the best static tree of all `budgets`, `candidates` with the τ that they would reach and the
-        speed-up that was timed, best first, and `chosen`, the first of them. Who lost an earlier race was
-        timed over fewer `rounds`, and
-        comes after all who did not. Of a draft model `gammas`, too: chains of 2 to 10, the best of which is a
-            candidate.
+        ValueError: no questions, a count below 1, or a drafter whose trees cannot be chosen.
     """
-    if drafter.probes is not None:
-        raise ValueError(
-            "this drafter guesses in the target's own passes, along no record that trees could be held "
-            "against: compare "
-            "its trees by bench, one --drafter NAME:tree=… for each"
-        )
-    check_counts(prompts=len(prompts), temperatures=len(temperatures), new=new)
-    context = sum(map(len, prompts)) // len(prompts) + new // 2
-    probe = min(prompts, key=len)  # read once for every tree that is timed
-    progress("cost of a pass")
-    curve = _rising(pass_seconds(target, context=context, repeats=3))
-    depth = _deepest(drafter)
-    timed = [Vanilla(), *(reshaped(drafter, tree) for tree in ("chain-1", f"chain-{depth}"))]
-    costs = Costs(depth, curve, *Rounds(target, timed, probe).run(ROUNDS))
-    reports: list[dict[str, Any]] = []
-    about = {
-        **heading(target),
-        "context": context,
-        "passes_ms": {str(rows): round(seconds * 1e3, 3) for rows, seconds in curve.items()},
-        "draft_step_ms": round(costs.step * 1e3, 3),
-        "temperatures": reports,
-    }
+    asked = evenly(load_questions(questions), limit)
+    target = loaded(target)
+    check_counts(temperatures=len(temperatures), max_new_tokens=max_new_tokens)
+    spec = drafter if isinstance(drafter, Drafter) else Spec.parse(drafter)
+    itself = spec == Spec("self-speculative")
+    skipping = skippable(target, first_prompts(target, asked), progress=progress) if itself else []
+    made = _grower(spec, target, skipping)
+    prompts = first_prompts(target, asked)
+    home = None if isinstance(spec, Drafter) else tuned_home(spec, target.ends)
+    if home is not None:
+        read_results(tuned_file(home))
+    costs = Costs.of(target, made, prompts, max_new_tokens, progress)
+    found: list[Tuned] = []
     try:
         for temperature in temperatures:
             progress(f"T = {temperature:g}: the target answers")
-            record = Record.of(target, prompts, new, drafter.taps, len(prompts), temperature)
-            reports.append(_at(target, drafter, record, temperature, costs, probe, progress))
+            record = Record.of(target, prompts, max_new_tokens, made.taps, len(prompts), temperature)
+            found.append(_tuned(target, made, record, temperature, costs, skipping, progress))
+            if home is not None:
+                save_tuned(home, target.ends.place, {temperature: found[-1].chosen.stored()})
     except BaseException as error:
-        if reports:
-            keep(about | {"stopped": stopped_by(error)})
+        if found:
+            keep(_report(target, costs, found, skipping).ended_by(error))
         raise
-    return about
+    return _report(target, costs, found, skipping)
 
 
-def _at(
+def _grower(drafter: Spec | Drafter, target: Target, skipping: Sequence[Skipped]) -> Proposer:
+    """A drafter whose trees can be chosen, without the blocks to skip. Raises ValueError for any other."""
+    if isinstance(drafter, Spec):
+        drafter = drafter.replace(skip=_best(skipping).skip) if skipping else drafter
+        made = load_drafter(drafter, target.ends)
+    else:
+        made = drafter
+    if not isinstance(made, Proposer):
+        raise ValueError(f"drafter {str(drafter)!r} {TREELESS}")
+    if made.probes is not None:
+        raise ValueError(
+            "this drafter guesses in the target's own passes, along no record that trees could be held "
+            "against: compare its trees by bench, one --drafter NAME:tree=… for each"
+        )
+    return made
+
+
+def _best(skipping: Sequence[Skipped]) -> Skipped:
+    return max(skipping, key=lambda each: each.expected)
+
+
+def _report(target: Target, costs: "Costs", found: list[Tuned], skipping: list[Skipped]) -> TuneReport:
+    report = TuneReport(
+        **heading(target),
+        context=costs.context,
+        passes_ms={rows: round(seconds * 1e3, 3) for rows, seconds in costs.passes.items()},
+        draft_step_ms=round(costs.step * 1e3, 3),
+        temperatures=found,
+    )
+    return report.model_copy(update={"skipping": skipping}) if skipping else report
+
+
+def _tuned(
     target: Target,
     drafter: Proposer,
     record: Record,
     temperature: float,
     costs: "Costs",
-    probe: Sequence[int],
+    skipping: Sequence[Skipped],
     progress: Callable[[str], None],
-) -> dict[str, Any]:
-    """What `tune` says of one temperature."""
-    proposals, sizes = [], list[tuple[str, Size]]()
+) -> Tuned:
+    """What `tune` finds at one temperature."""
+    proposals: list[Proposed] = []
     for proposal in ("top-k", "noise") if temperature else ("top-k",):
         progress(f"T = {temperature:g}: {proposal}, ranks")
         rates = acceptance(drafter, record, proposal)
-        best = _sizes(rates, costs)
-        sizes += [(proposal, size) for size in best]
-        seen = {"proposal": proposal, "acceptance": [[round(r, 4) for r in row] for row in rates]}
-        proposals.append({**seen, "budgets": [asdict(size) for size in best]})
+        rounded = [[round(rate, 4) for rate in depth] for depth in rates]
+        proposals.append(Proposed(proposal=proposal, acceptance=rounded, budgets=_sizes(rates, costs)))
     progress(f"T = {temperature:g}: drafts along the answers")
+    sizes = [(each.proposal, size) for each in proposals for size in each.budgets]
     closest = sorted(sizes, key=lambda named: -named[1].estimate)[:SIZES]
-    candidates = _held(
-        drafter, record, [(kind, tree) for kind, size in closest for tree in _trees(size)], costs
-    )
-    gammas = []
+    kinds = [(proposal, tree) for proposal, size in closest for tree in _trees(size)]
+    candidates = _held(drafter, record, kinds, costs)
+    gammas: list[Held] = []
     if isinstance(drafter, DraftModel):
-        gammas = _held(
-            drafter, record, [("top-k", f"chain-{gamma}") for gamma in range(2, costs.depth + 1)], costs
-        )
-        candidates += sorted(gammas, key=lambda chain: -chain["estimate"])[:1]
+        chains = [("top-k", f"chain-{gamma}") for gamma in range(2, costs.depth + 1)]
+        gammas = _held(drafter, record, chains, costs)
+        candidates.append(max(gammas, key=lambda chain: chain.estimate))
     progress(f"T = {temperature:g}: a race of {len(candidates)}")
-    plain, candidates = _race(target, drafter, candidates, probe, temperature)
-    about = {"temperature": temperature, "plain": plain, "proposals": proposals, "gammas": gammas}
-    return {**about, "candidates": candidates, "chosen": candidates[0]}
+    plain, raced = _race(target, drafter, candidates, costs.probe, temperature)
+    chosen = raced[0].model_copy(update={"skip": _best(skipping).skip}) if skipping else raced[0]
+    return Tuned(
+        temperature=temperature,
+        plain=plain,
+        proposals=proposals,
+        gammas=gammas,
+        candidates=raced,
+        chosen=chosen,
+    )
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of passes by rows, and of rounds without a drafter and with chains of 1 and of `depth`."""
+    """Seconds of passes by rows behind `context` tokens, and of rounds behind the prompt `probe`: without a
+    drafter, and with chains of 1 and of `depth` tokens."""
 
+    context: int
     depth: int
     passes: dict[int, float]
+    probe: list[int]
     plain: RoundCost
     short: RoundCost
     long: RoundCost
+
+    @classmethod
+    def of(
+        cls,
+        target: Target,
+        drafter: Proposer,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        progress: Callable[[str], None],
+    ) -> "Costs":
+        progress("cost of a pass")
+        context = sum(map(len, prompts)) // len(prompts) + max_new_tokens // 2
+        passes = _rising(pass_seconds(target, context=context, repeats=3))
+        depth, probe = _deepest(drafter), min(prompts, key=len)
+        timed = [Vanilla(), *(reshaped(drafter, tree) for tree in ("chain-1", f"chain-{depth}"))]
+        return cls(context, depth, passes, probe, *Rounds(target, timed, probe).run(ROUNDS))
 
     @property
     def step(self) -> float:
@@ -176,45 +230,45 @@ def acceptance(drafter: Proposer, record: Record, proposal: str) -> list[list[fl
     return follow.acceptance()
 
 
-def _held(
-    drafter: Proposer, record: Record, kinds: Sequence[tuple[str, str]], costs: Costs
-) -> list[dict[str, Any]]:
+def _held(drafter: Proposer, record: Record, kinds: Sequence[tuple[str, str]], costs: Costs) -> list[Held]:
     """Proposals and trees, with the τ that they reach along the record."""
-    found = []
+    held = []
     for proposal, tree in kinds:
         made = reshaped(drafter, tree, proposal)
         tau = predict(made, record).tau
-        about = {
-            "tree": tree,
-            "proposal": proposal,
-            "nodes": made.rows,
-            "depth": made.depth,
-            "tau": round(tau, 4),
-        }
-        found.append({**about, "estimate": round(costs.speedup(tau, made.rows, made.depth), 4)})
-    return found
+        estimate = round(costs.speedup(tau, made.rows, made.depth), 4)
+        held.append(
+            Held(
+                tree=tree,
+                proposal=proposal,
+                nodes=made.rows,
+                depth=made.depth,
+                tau=round(tau, 4),
+                estimate=estimate,
+            )
+        )
+    return held
 
 
 def _race(
-    target: Target,
-    drafter: Proposer,
-    candidates: list[dict[str, Any]],
-    probe: Sequence[int],
-    temperature: float,
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    target: Target, drafter: Proposer, candidates: list[Held], probe: Sequence[int], temperature: float
+) -> tuple[Timing, list[Raced]]:
     """(plain decoding, the candidates, best first): rounds of all, then of the better half, and so on."""
-    trees = [reshaped(drafter, each["tree"], each["proposal"]) for each in candidates]
+    trees = [reshaped(drafter, each.tree, each.proposal) for each in candidates]
     rounds = Rounds(target, [Vanilla(), *trees], probe, temperature)
-    racing, ended, raced = list(range(len(trees))), list[int](), 0
+    racing, ended, raced = list(range(len(trees))), list[Raced](), 0
     while racing:
         plain, *spent = rounds.run(ROUNDS, [0, *(1 + i for i in racing)])
         raced += ROUNDS
+        times = {}
         for i in racing:  # against plain rounds of the same minutes
-            candidates[i] |= {"rounds": raced, **_figures(candidates[i]["tau"], spent[i], plain)}
-        racing.sort(key=lambda i: -candidates[i]["speedup"])
+            timing = _timing(candidates[i].tau, spent[i], plain)
+            times[i] = Raced(**candidates[i].stored(), rounds=raced, **timing.stored())
+        racing.sort(key=lambda i: -times[i].speedup)
         left = (len(racing) + 1) // 2 if len(racing) > 2 else 0
-        racing, ended = racing[:left], racing[left:] + ended
-    return _figures(1.0, plain, plain), [candidates[i] for i in ended]
+        ended = [times[i] for i in racing[left:]] + ended
+        racing = racing[:left]
+    return _timing(1.0, plain, plain), ended
 
 
 def reshaped(drafter: Proposer, tree: str | Shape, proposal: str = "top-k") -> Proposer:
@@ -236,7 +290,8 @@ def _sizes(rates: list[list[float]], costs: Costs) -> list[Size]:
         for nodes, (paths, tau) in optimal_trees(rates[:depth], BUDGETS).items():
             if len(paths) == nodes - 1 and max(map(len, paths)) == depth:  # spends all and goes as deep
                 tree = json.dumps(sorted(paths, key=lambda p: (len(p), p)))
-                size = Size(nodes, depth, tree, costs.speedup(tau, nodes, depth))
+                estimate = costs.speedup(tau, nodes, depth)
+                size = Size(nodes=nodes, depth=depth, tree=tree, estimate=estimate)
                 best[nodes] = max(best.get(nodes, size), size, key=lambda size: size.estimate)
     return [best[nodes] for nodes in sorted(best)]
 
@@ -260,7 +315,7 @@ def _rising(seconds: dict[int, float]) -> dict[int, float]:
     return dict(zip(seconds, (mean(pool) for pool in pools for _ in pool), strict=True))
 
 
-def _figures(tau: float, cost: RoundCost, plain: RoundCost) -> dict[str, Any]:
-    parts = {f"{key}_ms": round(seconds * 1e3, 3) for key, seconds in asdict(cost).items()}
-    speed, speedup = tau / cost.total, tau * plain.total / cost.total
-    return {**parts, "tokens_per_second": round(speed, 2), "speedup": round(speedup, 4)}
+def _timing(tau: float, cost: RoundCost, plain: RoundCost) -> Timing:
+    parts = {f"{part}_ms": round(seconds * 1e3, 3) for part, seconds in vars(cost).items()}
+    speed = round(tau / cost.total, 2)
+    return Timing(**parts, tokens_per_second=speed, speedup=round(tau * plain.total / cost.total, 4))

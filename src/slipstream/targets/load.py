@@ -35,6 +35,14 @@ DTYPES = {
 }
 
 
+AnyTarget = Target | str | os.PathLike[str]
+
+
+def loaded(target: AnyTarget) -> Target:
+    """A target as it is, or one by name, as `load_target` loads it."""
+    return target if isinstance(target, Target) else load_target(target)
+
+
 def load_target(
     name: str | os.PathLike[str], dtype: str = "auto", device: str = "cpu", compile: bool = False
 ) -> Target:

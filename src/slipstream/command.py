@@ -1,0 +1,47 @@
+"""The command that a result stores: the command line, or the Python call, that made it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from inspect import isroutine, signature
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_command: ContextVar[str] = ContextVar("command", default="")
+
+
+def current() -> str:
+    """The command under way; empty where there is none."""
+    return _command.get()
+
+
+@contextmanager
+def commanded(command: str) -> Iterator[None]:
+    """Results made in this context store `command`; in one inside another, the outer one's."""
+    token = _command.set(_command.get() or command)
+    try:
+        yield
+    finally:
+        _command.reset(token)
+
+
+def public(function: Callable[P, R]) -> Callable[P, R]:
+    """A function of `slipstream`'s own: results that it makes store its call as their command."""
+
+    @wraps(function)
+    def call(*args: P.args, **named: P.kwargs) -> R:
+        given = signature(function).bind(*args, **named).arguments.items()
+        shown = ", ".join(f"{name}={_shown(value)}" for name, value in given if not isroutine(value))
+        with commanded(f"slipstream.{function.__name__}({shown})"):
+            return function(*args, **named)
+
+    return call
+
+
+def _shown(value: Any) -> str:
+    """Plain values as Python writes them; objects by their class."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    return repr(value) if isinstance(value, (str, int, float, type(None))) else type(value).__name__

@@ -1,0 +1,163 @@
+"""What `tune` found, and its tables."""
+
+import shlex
+
+from pydantic import Field
+from rich.console import Group
+from rich.text import Text
+
+from slipstream.drafters.spec import Named, Spec
+from slipstream.results import Figures, Part, Result
+
+BEST = 8  # candidates that are shown
+DROPPED = "dim"  # rows that lost an earlier race
+
+
+class Size(Part):
+    """A node budget (root included) and a depth, with the best static tree for them and its estimated
+    speed-up over plain decoding."""
+
+    nodes: int
+    depth: int
+    tree: str
+    estimate: float
+
+
+class Proposed(Part):
+    """A way to pick candidates: how often the token after an accepted node of depth d is the r-th candidate
+    (`acceptance[d][r]`), and the best static tree of each node budget."""
+
+    proposal: str
+    acceptance: list[list[float]]
+    budgets: list[Size]
+
+
+class Timing(Part):
+    """Milliseconds of a round's parts, tokens per second, and the speed-up over plain decoding."""
+
+    draft_ms: float
+    verify_ms: float
+    host_ms: float
+    tokens_per_second: float
+    speedup: float
+
+
+class Held(Part):
+    """A tree held against the record: the τ that it would reach, and the speed-up estimated from that."""
+
+    tree: str
+    proposal: str
+    nodes: int
+    depth: int
+    tau: float
+    estimate: float
+
+
+class Raced(Timing, Held):
+    """A tree, timed over `rounds` rounds. `skip`: the blocks that a self-speculative drafter skips."""
+
+    rounds: int = 0
+    skip: str | None = None
+
+
+class Tuned(Part):
+    """What was found at one temperature.
+
+    Attributes:
+        plain: plain decoding's timing.
+        gammas: of a draft model: chains of 2 to 10 tokens, the best of which is a candidate.
+        candidates: best first. One that lost an earlier race was timed over fewer rounds, and comes after all
+            that did not.
+        chosen: the first candidate.
+    """
+
+    temperature: float
+    plain: Timing
+    proposals: list[Proposed]
+    gammas: list[Held] = Field(default_factory=list)
+    candidates: list[Raced]
+    chosen: Raced
+
+    def names(self) -> dict[str, str]:
+        """Short names for static trees, which have none; other trees keep theirs."""
+        trees = dict.fromkeys(each.tree for each in self.candidates)
+        static = [tree for tree in trees if tree.startswith("[")]
+        return {tree: f"static {1 + static.index(tree)}" if tree in static else tree for tree in trees}
+
+    def table(self) -> Figures:
+        """The best candidates, those that lost an earlier race below the others and dimmed."""
+        plain = f"plain {self.plain.tokens_per_second:.1f} tokens/s"
+        title = f"T = {self.temperature:g}: {plain}; ms of a round"
+        columns = ("proposal", "nodes", "τ", "draft", "verify", "host", "× plain", "rounds")
+        table, names, last = Figures(title, "tree", *columns), self.names(), 0
+        for each in self.candidates[:BEST]:
+            if table.row_count and each.rounds < last:
+                table.add_section()
+            last, lost = each.rounds, each.rounds < self.chosen.rounds
+            table.add_row(
+                names[each.tree],
+                each.proposal,
+                str(each.nodes),
+                f"{each.tau:.2f}",
+                *(f"{ms:.1f}" for ms in (each.draft_ms, each.verify_ms, each.host_ms)),
+                f"({each.speedup:.2f})" if lost else f"{each.speedup:.2f}",
+                str(each.rounds),
+                style=DROPPED if lost else None,
+            )
+        return table
+
+
+class Skipped(Part):
+    """Blocks that a target may skip to draft for itself, and what that promises.
+
+    Attributes:
+        skip: the blocks, as `self-speculative` takes them.
+        alpha: agreement at T = 0.
+        c: a pass without the blocks over a whole one.
+        expected: the best speed-up of a chain if rows cost nothing.
+    """
+
+    skip: str
+    alpha: float
+    c: float
+    expected: float
+
+
+class TuneReport(Result):
+    """What `tune` found.
+
+    Attributes:
+        context: tokens before the passes that were timed.
+        passes_ms: of a target pass, by its rows.
+        draft_step_ms: of one more token in depth.
+        skipping: of a self-speculative drafter: each number of blocks that was tried.
+    """
+
+    context: int
+    passes_ms: dict[int, float]
+    draft_step_ms: float
+    temperatures: list[Tuned]
+    skipping: list[Skipped] = Field(default_factory=list)
+
+    def __rich__(self) -> Group:
+        """The best candidates at each temperature."""
+        shown: list[Figures | Text] = []
+        for tuned in self.temperatures:
+            shown.append(tuned.table())
+            if tuned.chosen.speedup < 1:
+                better = "no tree pays here: plain decoding (--drafter vanilla) is quicker"
+                shown.append(Text(better, "yellow"))
+        shown.append(Text("in brackets: as a shorter race had it, whose faster half ran on", "dim"))
+        return Group(*shown)
+
+    def static_trees(self, drafter: Named, best: int = BEST) -> list[str]:
+        """What the static trees of the table are called on the command line."""
+        lines = []
+        for tuned in self.temperatures:
+            names, skip = tuned.names(), tuned.chosen.skip
+            spec = Spec.parse(drafter).replace(**{"skip": skip} if skip else {})
+            for each in tuned.candidates[:best]:
+                if (name := names[each.tree]) != each.tree:
+                    called = spec.replace(tree=each.tree.replace(" ", ""), proposal=each.proposal)
+                    lines.append(f"{name}, T = {tuned.temperature:g}: --drafter {shlex.quote(str(called))}")
+        return lines

@@ -1,0 +1,148 @@
+"""Results: typed objects that a command returns, stores as JSON, reads back, and prints as a table."""
+
+import io
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from os import PathLike
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from slipstream import command
+from slipstream.files import parsed, read_text, write_json
+from slipstream.machine import SCHEMA, hardware, versions
+from slipstream.targets.hf import Target
+
+R = TypeVar("R", bound="Result")
+
+
+class Part(BaseModel):
+    """A part of a result. Its fields are the keys of its JSON object.
+
+    Fields with a default are missing from files of older versions, and are then left out when written again.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def stored(self) -> dict[str, Any]:
+        """The JSON object, as a dictionary."""
+        return self.model_dump(by_alias=True, exclude_unset=True)
+
+
+class Result(Part, ABC):
+    """What every result stores first.
+
+    Attributes:
+        schema_version: of the JSON; its key is `schema`.
+        command: the command line, or the Python call, that made the result.
+        target, dtype, compiled: the target's name and precision, and whether its passes were compiled.
+        stopped: the error that ended the run early; the figures are of what was done until then.
+    """
+
+    schema_version: int = Field(alias="schema")
+    command: str = ""
+    hardware: dict[str, str | int | float]
+    versions: dict[str, str]
+    target: str
+    dtype: str
+    compiled: bool = False
+    stopped: str | None = None
+
+    def ended_by(self: R, error: BaseException) -> R:
+        """The same, of a run that an error ended."""
+        return self.model_copy(update={"stopped": str(error).split("\n")[0] or type(error).__name__})
+
+    @abstractmethod
+    def __rich__(self) -> RenderableType:
+        """The table, which rich's `print` shows."""
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), color_system=None)
+        console.print(self)
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue().rstrip("\n")
+
+    def to_json(self) -> str:
+        """The text of the JSON file."""
+        return json.dumps(self.stored(), indent=1, ensure_ascii=False)
+
+    def write(self, path: str) -> None:
+        """Write the JSON file, whole or not at all. Raises ValueError where `path` does not take it; the
+        error names the file that holds it instead."""
+        write_json(path, self.stored())
+
+    @classmethod
+    def from_json(cls: type[R], text: str) -> R:
+        """The result of a JSON text. Raises ValueError for one that holds something else."""
+        try:
+            return cls.model_validate(parsed(text))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ValueError(f"this JSON is no {cls.__name__}: {where or 'it'}: {first['msg']}") from error
+
+    @classmethod
+    def read(cls: type[R], path: str | PathLike[str]) -> R:
+        """The result in a JSON file of this or an older version. Raises ValueError."""
+        return cls.from_json(read_text(path, "result"))
+
+
+def heading(target: Target) -> dict[str, Any]:
+    """The fields of `Result`, for a result measured here and now."""
+    measured_on = {"command": command.current(), "hardware": hardware(), "versions": versions()}
+    return {
+        "schema": SCHEMA,
+        **measured_on,
+        "target": target.name,
+        "dtype": target.dtype_name,
+        "compiled": target.compiles,
+    }
+
+
+class Figures(Table):
+    """A table of figures, whose rows are stacked where the terminal is too narrow for its columns.
+
+    Texts are printed as they are: a name may hold what would be rich's markup.
+    """
+
+    def __init__(self, title: str | None, first: str, *others: str) -> None:
+        super().__init__(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        self._title, self._records = title, list[list[Text]]()
+        self.add_column(Text(first))
+        for name in others:
+            self.add_column(Text(name), justify="right")
+
+    def add_row(self, *cells: Any, **style: Any) -> None:
+        texts = [cell if isinstance(cell, Text) else Text(cell, style.get("style") or "") for cell in cells]
+        self._records.append(texts)
+        super().add_row(*texts, **style)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        if self._title:
+            yield Text(self._title, "bold")
+        if Measurement.get(console, options.update_width(10_000), self).maximum <= options.max_width:
+            yield from super().__rich_console__(console, options)  # type: ignore[misc]
+        else:
+            yield from self._stacked(options.max_width)
+
+    def _stacked(self, width: int) -> Iterator[Text]:
+        """Each row's name, and below it as many figures to a line as there is room for."""
+        first, *others = (column.header.plain for column in self.columns if isinstance(column.header, Text))
+        widths = [max(map(len, column)) for column in zip(*self._records, strict=True)][1:]
+        for name, *cells in self._records:
+            yield Text.assemble((f"{first} ", "dim"), name) if len(first) + len(name) < width else name
+            line = Text()
+            for header, cell, wide in zip(others, cells, widths, strict=True):
+                pair = Text.assemble("  ", (header, "dim"), " " * (1 + wide - len(cell)), cell)
+                if line and cell and len(line) + len(pair) > width:
+                    yield line
+                    line = Text()
+                line += pair if cell else ""
+            yield line
+        yield Text()

@@ -1,0 +1,62 @@
+"""Results: every stored file is read, and written again as it was."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import tiny
+from slipstream.interop.parity import ParityReport
+from slipstream.measure.certify import Certificate
+from slipstream.measure.cost import CostReport, cost_curve
+from slipstream.measure.report import BenchReport
+from slipstream.measure.tuned import TuneReport
+
+STORED = Path(__file__).parent.parent / "benchmarks" / "results"
+KINDS = {"bench": BenchReport, "drafters": BenchReport, "exactness": Certificate, "tune": TuneReport}
+FILES = {
+    path.name: kind
+    for name, kind in {**KINDS, "vllm_parity": ParityReport}.items()
+    for path in sorted(STORED.glob(f"{name}*.json"))
+    if path.name != "drafters_proposals.json"
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), FILES.items(), ids=FILES)
+def test_a_stored_result_is_read_and_written_as_it_was(name, kind):
+    """Keys that changed their names, or that older versions did not write and newer ones would."""
+    text = (STORED / name).read_text()
+    result = kind.read(STORED / name)
+    assert json.loads(result.to_json()) == json.loads(text)
+    assert result.target in str(result) or kind is TuneReport
+
+
+def test_every_kind_has_a_stored_result():
+    assert len(FILES) > 15
+    assert {*FILES.values()} == {BenchReport, Certificate, TuneReport, ParityReport}
+
+
+def test_a_result_prints_its_table_and_is_read_back(tmp_path, capsys):
+    report = cost_curve(tiny.target("llama"), contexts=(16,), batches=(1,))
+    Console(width=100).print(report)
+    print(report)
+    shown = capsys.readouterr().out
+    assert shown.count("one row reads weights at") == 2
+    report.write(str(tmp_path / "costs.json"))
+    assert CostReport.read(tmp_path / "costs.json") == report
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[]", "it: "),
+        ("{}", "schema: Field required"),
+        ('{"schema": 1}', "Field required"),
+        ("{", "Expecting"),
+    ],
+)
+def test_another_file_is_refused_in_one_line(text, says):
+    with pytest.raises(ValueError, match=says) as refused:
+        BenchReport.from_json(text)
+    assert "\n" not in str(refused.value)
