@@ -143,7 +143,8 @@ def _writable(path: str) -> str:
     """The real path of an output. Raises OSError or ValueError if no file can be written there."""
     if not path:
         raise OSError(0, "its name is empty")
-    place, mode = os.path.realpath(path), stat.S_IFREG
+    place = os.path.realpath(path)
+    mode = stat.S_IFREG
     with suppress(FileNotFoundError):
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):

@@ -59,10 +59,12 @@ def multi_round(
     rows = torch.arange(len(node), device=node.device)
     p = sampler.law(logits)
     q = None if tree.law is None else tree.law[rows, node].double()
-    waiting, child = _children(tree, node), torch.full_like(node, -1)
+    waiting = _children(tree, node)
+    child = torch.full_like(node, -1)
     sibling = 0
     while bool(waiting.any()):
-        here, slot = waiting.any(1), waiting.int().argmax(1)
+        here = waiting.any(1)
+        slot = waiting.int().argmax(1)
         x = tree.tokens[rows, slot].clamp(min=0)
         ratio = acceptance(p, q, x)
         accepted = here & sampler.accept(ratio, position, sibling)
@@ -143,8 +145,11 @@ def verify(
     """
     B, device = len(lengths), lengths.device
     rows = torch.arange(B, device=device)
-    node, alive = torch.zeros_like(lengths), torch.ones(B, dtype=torch.bool, device=device)
-    path, count, token = [node], torch.ones_like(lengths), torch.zeros_like(lengths)
+    node = torch.zeros_like(lengths)
+    alive = torch.ones(B, dtype=torch.bool, device=device)
+    path = [node]
+    count = torch.ones_like(lengths)
+    token = torch.zeros_like(lengths)
     sampler.observe(tree.tokens[:, 0], alive)
     for depth in range(tree.depth + 1):
         child, drawn = law(tree, node, logits[rows, node], lengths + depth + 1, sampler)

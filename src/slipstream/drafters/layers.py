@@ -57,7 +57,8 @@ class Rope:
 
     def __init__(self, frequencies: Sequence[float], factor: float = 1.0) -> None:
         # The frequencies are no buffer of a module, which would be rounded with the weights.
-        self.frequencies, self.factor = torch.tensor(frequencies, dtype=torch.float64), factor
+        self.frequencies = torch.tensor(frequencies, dtype=torch.float64)
+        self.factor = factor
 
     @classmethod
     def scaled(cls, config: LayerConfig) -> "Rope":
@@ -124,7 +125,8 @@ class MLP(nn.Module):
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         H, I = config.hidden_size, config.intermediate_size  # noqa: E741
-        self.gate_proj, self.up_proj = nn.Linear(H, I, bias=False), nn.Linear(H, I, bias=False)
+        self.gate_proj = nn.Linear(H, I, bias=False)
+        self.up_proj = nn.Linear(H, I, bias=False)
         self.down_proj = nn.Linear(I, H, bias=False)
         self.act = ACTIVATIONS[config.hidden_act]
 
@@ -142,7 +144,8 @@ class DecoderLayer(nn.Module):
             self.input_layernorm: nn.Module = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         else:
             self.input_layernorm = nn.Identity()
-        self.self_attn, self.mlp = Attention(config), MLP(config)
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(

@@ -121,7 +121,9 @@ class StandIn:
     """Replaces the `forward` of a module by compiled graphs, which all modules of its class share."""
 
     def __init__(self, forward: Callable[..., Any], device: torch.device, layer: int = 0) -> None:
-        self.plain, self._compiled, self._layer = forward, compiled(forward, device), layer
+        self.plain = forward
+        self._compiled = compiled(forward, device)
+        self._layer = layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, View) and not x.stored for x in (*args, *kwargs.values())):

@@ -90,7 +90,8 @@ def load_target(
 
 def _resolve(name: str) -> Path:
     if name not in ALIASES:
-        path, near = Path(name).expanduser(), get_close_matches(name, ALIASES, 1, cutoff=0.8)
+        path = Path(name).expanduser()
+        near = get_close_matches(name, ALIASES, 1, cutoff=0.8)
         if near and not path.exists():  # a misspelt alias, for which the hub is not asked
             raise ValueError(f"Unknown target: {name!r}. Did you mean {near[0]!r}?")
         return path

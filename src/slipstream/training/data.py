@@ -58,7 +58,8 @@ def load_examples(
         raise ValueError(
             "no training data: give --data FILE, or let the target write some: slipstream synthesize"
         )
-    examples, max_length = [], min(max_length, target.window)
+    examples = []
+    max_length = min(max_length, target.window)
     for path in paths:
         for number, row in evenly(list(read_rows(path)), limit):
             try:
@@ -86,7 +87,8 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     if Path(path.removesuffix(".gz")).suffix == ".txt":
         yield from ((number, {"text": part}) for number, part in _paragraphs(text))
         return
-    rows, bad = [], []
+    rows = []
+    bad = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue

@@ -40,7 +40,10 @@ class Features:
         taps: tuple[str, ...],
         budget: int,
     ) -> None:
-        self.target, self.examples, self.batches, self.taps = target, examples, batches, taps
+        self.target = target
+        self.examples = examples
+        self.batches = batches
+        self.taps = taps
         self._widths = target.widths(taps)
         tokens = [sum(len(examples[i].tokens) for i in batch) for batch in batches]
         self._starts = [0, *np.cumsum(tokens).tolist()]
@@ -105,7 +108,8 @@ class Features:
         """The features of each example of batch b."""
         if b >= self.kept:
             return self._compute(self.batches[b], self.taps)
-        start, tokens = self._starts[b], self._starts[b + 1] - self._starts[b]
+        start = self._starts[b]
+        tokens = self._starts[b + 1] - self._starts[b]
         parts = []
         for path, width in zip(self.paths, self._widths, strict=True):
             row = width * self.target.dtype.itemsize

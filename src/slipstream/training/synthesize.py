@@ -256,7 +256,9 @@ def synthesize_prompts(
     Raises:
         ValueError: the target has no chat template, or does not write usable prompts.
     """
-    opening, seen, idle = opening_of(target), set(known), 0
+    opening = opening_of(target)
+    seen = set(known)
+    idle = 0
     assert target.tokenizer is not None
     for i in count():
         if len(seen) >= n:

@@ -29,9 +29,7 @@ from slipstream.training.recipe import Data, Optimizer, Recipe
 from slipstream.training.replay import Prediction, Record
 
 STATE, LOG, RECIPE = "state.pt", "log.jsonl", RUN
-OWN = (
-    0.95  # of a greedy answer's tokens are the target's likeliest, though it may come from another precision
-)
+OWN = 0.95  # the share of a greedy answer's tokens that are the target's likeliest, in any precision
 
 
 @dataclass
@@ -91,9 +89,8 @@ class Trainer:
         self.stages, self._directory, self._resume, self._force = recipe.staged(), directory, resume, force
         self._method = OBJECTIVES[recipe.method]
         self._taps = self._method.taps(recipe, target.config.num_hidden_layers)
-        patience = InitProcessGroupKwargs(
-            timeout=timedelta(days=1)
-        )  # one process reads features, the others wait
+        # One process reads features while the others wait.
+        patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
         on_cpu, precision = target.device.type == "cpu", recipe.schedule.precision
         self.accelerator = Accelerator(mixed_precision=precision, cpu=on_cpu, kwargs_handlers=[patience])
         self.progress = Progress()
