@@ -43,6 +43,7 @@ class Result(Part, ABC):
         command: the command line, or the Python call, that made the result.
         target, dtype, compiled: the target's name and precision, and whether its passes were compiled.
         stopped: the error that ended the run early; the figures are of what was done until then.
+        derived: what `benchmarks/derive.py` computed from the other fields.
     """
 
     schema_version: int = Field(alias="schema")
@@ -53,6 +54,7 @@ class Result(Part, ABC):
     dtype: str
     compiled: bool = False
     stopped: str | None = None
+    derived: dict[str, Any] = Field(default_factory=dict)
 
     def ended_by(self: R, error: BaseException) -> R:
         """The same, of a run that an error ended."""
