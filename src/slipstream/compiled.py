@@ -1,5 +1,4 @@
-"""Compilation: a function of tensors as one graph for one row and one for more, with packed weights on the
-CPU."""
+"""Compilation of functions of tensors into graphs of free sizes, with packed weights on the CPU."""
 
 import os
 from collections import defaultdict
@@ -16,40 +15,36 @@ from slipstream.files import cache_home
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
-GRAPHS = 64  # of one function in a process: one row or more, one text or more, taps, every target and drafter
-PACKED_FOR = 8  # rows: oneDNN's layout for a few serves one as well as many
+GRAPHS = 64  # Dynamo's recompile limit: one graph per combination of rows, batch, taps, target and drafter
+PACKED_FOR = 8  # rows; oneDNN's layout for a few rows serves one row and many as well
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
 HAS_BF16 = HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def compiled(function: Function, device: torch.device) -> Function:
-    """`function` compiled for all sizes of the dimensions that were `freed`; what was made is kept across
-    processes.
+    """`function` compiled for all sizes of `freed` dimensions. Graphs are cached across processes.
 
     Methods of modules of one class share their graphs. On the CPU linear layers read a packed copy of their
-    weights, which later changes of the weights do not reach. The two settings of the compiler are the whole
-    process's.
+    weights, which does not follow later changes of the weights. Two of Dynamo's settings change for the
+    process.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
-    torch._dynamo.config.allow_unspec_int_on_nn_module = (
-        True  # one graph for all layers, whatever their index
-    )
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # layers of any index share a graph
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))
-    made: Any = torch.compile(
-        function, backend=packing if device.type == "cpu" and HAS_ONEDNN else "inductor"
-    )
-    return made
+    backend = packing if device.type == "cpu" and HAS_ONEDNN else "inductor"
+    graphs: Any = torch.compile(function, backend=backend)
+    return graphs
 
 
 def freed(x: Tensor, *dims: int) -> Tensor:
-    """x itself, whose sizes along `dims` (default: the first two) are not to be compiled in."""
-    if not hasattr(x, "_dynamo_weak_dynamic_indices"):  # masks and angles come by once for every layer
+    """x itself, marked so that its sizes along `dims` (default: the first two) are not compiled in."""
+    if not hasattr(x, "_dynamo_weak_dynamic_indices"):  # masks and angles come once for every layer
         torch._dynamo.maybe_mark_dynamic(x, dims or (0, 1))
     return x
 
 
 def _inductor(module: fx.GraphModule, inputs: list[Any]) -> Any:
-    """Inductor, which is not to look at the strides of packed weights: there are none."""
+    """Inductor, without its check of strides, which packed weights do not have."""
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.lowering import lowerings, register_lowering
 
@@ -59,54 +54,49 @@ def _inductor(module: fx.GraphModule, inputs: list[Any]) -> Any:
 
 
 def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inductor) -> Any:
-    """Another compiler behind this: linear layers that read the same become one product with packed weights.
+    """A pass before another compiler: linear layers with one input become one product with packed weights.
 
-    Those are inputs of the graph beside the plain ones, so that layers still share it.
+    Packed weights are further inputs of the graph, so that layers still share it.
     """
-    graph, readers = fx.Graph(), defaultdict[fx.Node, list[fx.Node]](list)
-    graph.output(
-        graph.graph_copy(module.graph, {})
-    )  # the tracer goes on with its own, whose inputs are what it passes
+    graph = fx.Graph()
+    readers = defaultdict[fx.Node, list[fx.Node]](list)
+    graph.output(graph.graph_copy(module.graph, {}))  # a copy: the tracer goes on with its own graph
     for node in graph.nodes:
-        if (
-            node.target is F.linear
-            and len(node.args) > 1
-            and not node.kwargs
-            and all(map(_fixed, node.args[1:]))
-        ):
+        positional = len(node.args) > 1 and not node.kwargs
+        if node.target is F.linear and positional and all(map(_fixed, node.args[1:])):
             readers[node.args[0]].append(node)
     packs: list[_Packed] = []
     for nodes in readers.values():
-        x: Any = nodes[0].args[0]  # not the key, which is gone where it was a linear layer itself
+        x: Any = nodes[0].args[0]  # not the key, which is gone if it was a linear layer itself
         for group in [[node] for node in nodes] if any(map(_in_place, x.users)) else [nodes]:
             if (dtype := _dtype_for(group[0])) is not None:
                 packs.append(_merge(graph, group, dtype))
     added = [node.meta["example_value"] for node in graph.find_nodes(op="placeholder")][len(inputs) :]
-    made = then(fx.GraphModule(module, graph), [*inputs, *added])
+    compiled_graph = then(fx.GraphModule(module, graph), [*inputs, *added])
 
     def run(*args: Any) -> Any:
-        return made(*args, *(part for packed in packs for part in packed(args)))
+        return compiled_graph(*args, *(part for packed in packs for part in packed(args)))
 
-    return run if packs else made
+    return run if packs else compiled_graph
 
 
 def _fixed(argument: Any) -> bool:
-    """A weight or bias as it is, not one that is computed anew in each call; or none."""
+    """Whether a weight or bias is an input of the graph or missing, and not computed in each call."""
     return argument is None or argument.op == "placeholder"
 
 
 def _in_place(node: fx.Node) -> bool:
-    """Whether what a linear layer reads is changed, so that it matters when it is read."""
+    """Whether a node changes a linear layer's input in place, so that the order of reads matters."""
     name = str(getattr(node.target, "__name__", node.target))
     return name.endswith("_") or node.target in (iadd, imul, isub, itruediv, setitem)
 
 
 def _dtype_for(linear: fx.Node) -> torch.dtype | None:
-    """What its weights are packed as, where that is quicker.
+    """The type in which a layer's weights are packed; None if plain ones are faster.
 
     For a few rows MKL takes nearly twice as long with plain weights (docs/log.md). A CPU without bf16
-    instructions is many times slower in bf16 than in fp32, so weights are packed as fp32 there; one row reads
-    the plain ones, half the bytes.
+    instructions is many times slower in bf16 than in fp32, so weights are packed as fp32 there. A single row
+    reads the plain weights, which have half the bytes.
     """
     x, weight = (node.meta["example_value"] for node in linear.all_input_nodes[:2])
     if weight.dtype == torch.bfloat16 and not HAS_BF16:
@@ -116,7 +106,7 @@ def _dtype_for(linear: fx.Node) -> torch.dtype | None:
 
 
 def _merge(graph: fx.Graph, nodes: list[fx.Node], dtype: torch.dtype) -> "_Packed":
-    """One product in place of `nodes`, which reads packed weights that are new inputs of the graph."""
+    """Replace `nodes` by one product, which reads packed weights that are new inputs of the graph."""
     x: Any = nodes[0].args[0]
     weights: list[Any] = [node.args[1] for node in nodes]
     biases: list[Any] = [node.args[2] if len(node.args) > 2 else None for node in nodes]
@@ -149,15 +139,15 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], dtype: torch.dtype) -> "_Packe
 
 @dataclass(frozen=True)
 class _Packed:
-    """Where the arguments of a graph hold the weights and biases of linear layers that are packed as one."""
+    """Positions, in a graph's arguments, of the weights and biases of layers that are packed as one."""
 
     weights: list[int]
     biases: list[int | None]
     dtype: torch.dtype
 
     def __call__(self, args: Sequence[Any]) -> list[Tensor]:
-        """The packed weight, and the bias if any: made at the first use, they live with the first of the
-        weights, and with them the others, so that their ids stay theirs."""
+        """The packed weight and, if any, bias. They are made at the first use and stored on the first weight,
+        together with the other weights, whose ids therefore stay theirs."""
         weights = [args[i] for i in self.weights]
         biases = [None if i is None else args[i] for i in self.biases]
         copies = vars(weights[0]).setdefault("packed", {})
@@ -169,7 +159,7 @@ class _Packed:
 
 
 def _pack(weights: list[Tensor], biases: list[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
-    """All weights in one, in oneDNN's own layout, and all biases in one."""
+    """All weights as one tensor in oneDNN's layout, and all biases as one."""
     plain = torch.cat([weight.detach() for weight in weights]).to(dtype)
     packed = [torch.ops.mkldnn._reorder_linear_weight(plain, PACKED_FOR)]
     if any(b is not None for b in biases):
@@ -190,7 +180,7 @@ def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _lowered(x: Any, weight: Any, bias: Any) -> Any:
-    """The call of oneDNN itself, without Python; inductor's own way to it takes weights for constants."""
+    """A direct call of oneDNN. Inductor's own lowering of it takes weights for constants."""
     from torch._inductor.ir import TensorBox
     from torch._inductor.mkldnn_ir import LinearUnary
 
