@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from slipstream.measure.paired import paired
+from slipstream.measure.paired import Asked, paired
 
 RESULTS = Path(__file__).parent / "results"
 Result = dict[str, Any]
@@ -99,7 +99,10 @@ def drafting(result: Result, head: str, other: str) -> Result:
 
 def pairs(result: Result, *named: tuple[str, str]) -> Result:
     """One drafter's speed over another's on the same questions: mean of the sets, with its interval."""
-    by_name = {entry["drafter"]: entry for entry in result["results"]}
+    by_name = {
+        entry["drafter"]: {name: Asked(**asked) for name, asked in entry["by_question"].items()}
+        for entry in result["results"]
+    }
     found = {}
     for ours, theirs in named:
         both = paired(by_name[ours], by_name[theirs])

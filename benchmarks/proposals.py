@@ -24,9 +24,9 @@ from torch import Tensor
 
 import slipstream
 from slipstream.files import check_writable, write_json
-from slipstream.machine import heading
 from slipstream.measure.paired import interval
 from slipstream.measure.questions import Question, load_questions
+from slipstream.results import heading
 
 PROPOSALS = ("top-k", "noise", "sampled")
 SAMPLES = 2000

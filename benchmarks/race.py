@@ -28,10 +28,10 @@ from rich.table import Table
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_writable, write_json
-from slipstream.machine import heading
 from slipstream.measure.cost import RoundCost, Rounds
 from slipstream.measure.questions import load_questions
 from slipstream.measure.tune import reshaped
+from slipstream.results import heading
 from slipstream.targets import load_target
 
 STUDENT = {

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from slipstream.files import check_writable, write_json
-from slipstream.machine import heading
+from slipstream.results import heading
 from slipstream.targets import load_target
 
 

@@ -19,6 +19,7 @@ FILES = {
     path.name: kind
     for name, kind in {**KINDS, "vllm_parity": ParityReport}.items()
     for path in sorted(STORED.glob(f"{name}*.json"))
+    if path.name != "drafters_proposals.json"
 }
 
 

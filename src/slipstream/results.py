@@ -54,7 +54,7 @@ class Result(Part, ABC):
     dtype: str
     compiled: bool = False
     stopped: str | None = None
-    derived: dict[str, Any] = Field(default_factory=dict)
+    derived: dict[str, Any] | None = None
 
     def ended_by(self: R, error: BaseException) -> R:
         """The same, of a run that an error ended."""
