@@ -14,7 +14,8 @@ SHARED = {
     "compiled",
     "results",
     "bars",
-}  # writing results, what they were measured on, compilation, progress
+    "methods",
+}  # writing results, what they were measured on, compilation, progress, the table of methods
 ROOMS = {  # DESIGN, "Rooms": a room may import itself and these
     "core": set(),
     "targets": {"core"},

@@ -9,7 +9,7 @@ from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.drafters.hybrid import Hybrid, joined
 from slipstream.drafters.ngram import NGram
-from slipstream.drafters.store import save_drafter
+from slipstream.drafters.store import save_drafter, save_tuned
 
 
 def paths(tree: Tree, row: int) -> set[tuple[int, ...]]:
@@ -54,21 +54,28 @@ def test_what_cannot_be_joined_is_refused():
         Hybrid(tiny.eagle(target, "best-first-3x8"), NGram(7))
     with pytest.raises(ValueError, match="'lookahead' grows no tree"):
         load_drafter("hybrid:head=lookahead", target.ends)
-    with pytest.raises(ValueError, match="the tree is its own: name it behind the head, head=eagle,tree="):
-        load_drafter("hybrid:head=eagle:tree=chain-9", target.ends)
 
 
-def test_the_default_tree_is_no_deeper_than_the_head(tmp_path):
-    """`hybrid:head=fasteagle`, as the help offers it, was refused: four deep, and the head says two
-    tokens."""
+def test_the_default_tree_follows_the_head(tmp_path):
+    """`hybrid:head=fasteagle`, as the help offers it: a tree deeper than the head says tokens was refused,
+    and one larger than what `tune` chose for the head was slow."""
     target = tiny.target("llama")
-    config, tensors = tiny.fasteagle(target, "chain-2").pack()
+
+    def made(spec: str, temperature: float = 0.0) -> tuple[str, str, int]:
+        drafter = load_drafter(spec, target.ends, temperature)
+        return drafter.head.shape.name, drafter.head.proposal, drafter.ngram.depth
+
+    config, tensors = tiny.fasteagle(target, "best-first-2x10").pack()
     save_drafter(tmp_path, "fasteagle", "llama", target.ends, config, tensors, {}, dtype=None)
-    made = load_drafter(f"hybrid:head={tmp_path}:proposal=noise", target.ends)
-    assert (made.head.shape.name, made.head.proposal, made.depth) == ("best-first-3x16", "noise", 6)
-    assert (
-        load_drafter("hybrid:head=self-speculative:skip=0", target.ends).head.shape.name == "best-first-4x16"
-    )
+    head = f"hybrid:head={tmp_path}"
+    assert made(head) == ("best-first-2x10", "top-k", 5)
+    assert made(f"{head}:proposal=noise,depth=3") == ("best-first-2x10", "noise", 3)
+    assert made(f"{head}:tree=chain-3") == ("best-first-3x8", "top-k", 4)
+    assert made(f"{head},tree=chain-3") == ("chain-3", "top-k", 2)
+    assert made("hybrid:head=self-speculative:skip=0") == ("best-first-4x8", "top-k", 4)
+    save_tuned(tmp_path, target.ends.place, {1.0: {"tree": "dynamic-2x8x12", "proposal": "noise"}})
+    assert made(head, 0.7) == ("dynamic-2x8x12", "noise", 6)
+    assert made(head) == ("best-first-2x10", "top-k", 5)
 
 
 @pytest.mark.parametrize("head", ["eagle", "fasteagle", "glide", "draft_model", "bita"])

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.bars import bars
+from slipstream.methods import Method, named
 
 if TYPE_CHECKING:
     from slipstream.results import Result
@@ -52,16 +53,23 @@ Compile = Annotated[
         "--compile", rich_help_panel=MACHINE, help="compile all passes: a minute the first time, then seconds"
     ),
 ]
-DRAFTERS = """[bold]Drafters[/bold] (options follow a colon: eagle:tree=chain-5,proposal=noise)
-  vanilla           none: plain decoding
-  ngram             repeats what followed the same words before
-  lookahead         n-grams that the target's own passes make
-  eagle, fasteagle  trained heads, whose weights for smollm2 ship
-  hybrid            a head and n-grams in one tree: hybrid:head=fasteagle
-  draft-model       a smaller model: draft-model:model=DIR
-  self-speculative  fewer of the target's blocks: self-speculative:skip=10-14
-                    (without skip, those that slipstream tune left out)
-  DIR               a directory that slipstream train or import wrote"""
+DIRECTORY = ("DIR", "a directory that slipstream train or import wrote")
+
+
+def listed(title: str, *methods: Method, others: Sequence[tuple[str, str]] = ()) -> str:
+    """A list of methods for the end of a command's help."""
+    lines = [(method.name, method.help) for method in methods]
+    for i, method in enumerate(methods):
+        if method.ships and method.shipped:
+            lines[i] = (method.name, f"{method.help}; ships for {', '.join(method.shipped)}")
+    return "\n".join([title, *(f"  {name:<16}  {help}" for name, help in (*lines, *others))])
+
+
+DRAFTERS = listed(
+    "[bold]Drafters[/bold] (options follow a colon: eagle:tree=chain-5,proposal=noise)",
+    *named(),
+    others=[DIRECTORY],
+)
 DrafterName = Annotated[str, typer.Option("--drafter", metavar="NAME", help="one of the drafters below")]
 DrafterNames = Annotated[
     list[str], typer.Option("--drafter", metavar="NAME", help="one of those below; repeatable")

@@ -23,14 +23,21 @@ from slipstream.cli.common import (
     err,
     examples,
     inputs,
+    listed,
     load,
     out,
     progress_bar,
 )
+from slipstream.methods import METHODS
+
+LAYOUTS = [layout for method in METHODS.values() for layout in method.layouts]
+PUBLIC = f"{', '.join(LAYOUTS[:-1])} or {LAYOUTS[-1]}"
 
 
 @app.command(
-    epilog=examples(
+    epilog=listed("[bold]Methods[/bold]", *(method for method in METHODS.values() if method.objective))
+    + "\n\n"
+    + examples(
         "train eagle --data answers.jsonl --out runs/eagle",
         "train eagle --data answers.jsonl --preview",
         "train eagle --recipe recipes/eagle_smollm2.yaml --out runs/eagle optimizer.lr=5e-4 loss.unroll=3",
@@ -38,9 +45,7 @@ from slipstream.cli.common import (
     )
 )
 def train(
-    method: Annotated[
-        str, typer.Argument(help="eagle, eagle3, fasteagle, medusa, bita, glide or draft-model")
-    ],
+    method: Annotated[str, typer.Argument(help="one of those below")],
     overrides: Annotated[
         list[str],
         typer.Argument(
@@ -225,9 +230,7 @@ def regenerate(
     "import", epilog=examples("import ./EAGLE-LLaMA3-8B --target ./llama3-8b --out drafters/llama3-eagle")
 )
 def import_(
-    source: Annotated[
-        str, typer.Argument(metavar="DIR", help="a checkpoint of EAGLE, EAGLE-3, speculators or Medusa")
-    ],
+    source: Annotated[str, typer.Argument(metavar="DIR", help=f"a checkpoint written as {PUBLIC}")],
     directory: Annotated[str, typer.Option("--out", metavar="DIR", help="the drafter directory to write")],
     target: TargetName = "smollm2",
     tree: Annotated[
@@ -236,7 +239,7 @@ def import_(
     force: Force = False,
     dtype: Dtype = "bfloat16",
 ) -> None:
-    """Make a drafter directory of a public EAGLE, EAGLE-3 or Medusa checkpoint."""
+    """Make a drafter directory of a public checkpoint."""
     from slipstream.interop.public import import_head
 
     loaded = load(target, dtype, "cpu")
@@ -251,7 +254,7 @@ def import_(
 )
 def export(
     drafter: Annotated[
-        str, typer.Argument(help="eagle, or the directory of an eagle, eagle3 or medusa drafter")
+        str, typer.Argument(help="eagle, or a drafter directory of a method that has a public layout")
     ],
     directory: Annotated[str, typer.Option("--out", metavar="DIR", help="the checkpoint to write")],
     target: TargetName = "smollm2",
@@ -259,13 +262,13 @@ def export(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="eagle, eagle3, speculators, medusa or medusa-vllm (default: the method's own)",
+            help=f"{PUBLIC} (default: the method's own)",
         ),
     ] = None,
     force: Force = False,
     dtype: Dtype = "bfloat16",
 ) -> None:
-    """Write an eagle, eagle3 or medusa drafter in a public layout, which vLLM and SGLang load."""
+    """Write a drafter in a public layout, which vLLM and SGLang load."""
     from slipstream.interop.public import export_head
 
     loaded = load(target, dtype, "cpu")

@@ -7,6 +7,7 @@ import typer
 
 from slipstream.cli.common import (
     ASKED,
+    DIRECTORY,
     RESULTS,
     Compile,
     Device,
@@ -20,21 +21,18 @@ from slipstream.cli.common import (
     examples,
     inputs,
     kept,
+    listed,
     load,
     out,
     progress_bar,
 )
+from slipstream.methods import named
 
 if TYPE_CHECKING:
     from slipstream.targets import Target
 
-TUNABLE = """[bold]Drafters that grow trees[/bold]
-  eagle, fasteagle       trained heads, whose weights for smollm2 ship
-  DIR                    a directory that slipstream train or import wrote
-                         (not of bita, which drafts in the target's passes)
-  draft-model:model=DIR  a smaller model of the same tokenizer
-  self-speculative       the target without some blocks; tune finds which
-"""
+TUNED = [method for method in named() if method.tunes]
+TUNABLE = listed("[bold]Drafters that grow trees[/bold]", *TUNED, others=[DIRECTORY]) + "\n"
 
 
 @app.command(

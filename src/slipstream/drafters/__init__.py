@@ -1,27 +1,22 @@
-"""One file per drafter, one final class each. `load_drafter` finds them by name or directory."""
+"""One file per drafter, one final class each. `load_drafter` makes them by name or directory."""
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from slipstream.core.drafter import Drafter, Ends
 from slipstream.core.shape import LARGEST, ROWS, shortened
 from slipstream.drafters.spec import Named, Spec
-from slipstream.drafters.store import TRAINED, find_drafter, read_drafter, read_tuned
+from slipstream.drafters.store import find_drafter, read_drafter, read_tuned
 from slipstream.files import cache_home, understood
+from slipstream.methods import METHODS
 
-# drafters that need no target, by name: module and class, imported when asked for
-FREE = {
-    "vanilla": ("vanilla", "Vanilla"),
-    "ngram": ("ngram", "NGram"),
-    "lookahead": ("lookahead", "Lookahead"),
-}
-NAMES = (*FREE, "hybrid", *TRAINED, "draft-model", "self-speculative")
+BUILT = ("head", "model", "ends", "vocab", "part")  # arguments of a trained drafter that are no options
 
 
 def load_drafter(spec: Named, ends: Ends | None = None, temperature: float = 0.0) -> Drafter:
@@ -29,17 +24,18 @@ def load_drafter(spec: Named, ends: Ends | None = None, temperature: float = 0.0
     "runs/mine:tree=fig9".
 
     Args:
-        spec: a name (a trained one finds the weights that ship for the target) or a drafter directory, then
-            `:` and `key=value` pairs for the drafter's own arguments; or all that as a `Spec`.
+        spec: the name of a method (of a trained one: the weights that ship for the target) or a drafter
+            directory, then `:` and `key=value` pairs for the drafter's own arguments. Or a `Spec`.
         ends: `target.ends`; trained drafters need it.
-        temperature: what it will draft for: `tune` may have found another tree for greedy answers than for
-            sampled ones.
+        temperature: of the answers that it will draft for. `tune` may have found different trees for greedy
+            and for sampled ones.
 
     Raises:
         ValueError: there is no such drafter or option, it was made for another target, or its passes would be
             too large.
     """
-    drafter = _load(Spec.parse(spec), ends, temperature)
+    spec = Spec.parse(spec)
+    drafter = _load(spec, ends, temperature)
     if drafter.rows > ROWS:
         raise ValueError(
             f"drafter {shortened(str(spec))!r} costs target passes over {drafter.rows:,} rows; at most are "
@@ -49,40 +45,30 @@ def load_drafter(spec: Named, ends: Ends | None = None, temperature: float = 0.0
 
 
 def _load(spec: Spec, ends: Ends | None, temperature: float) -> Drafter:
-    name = spec.name
-    if name in FREE:
-        module, cls = FREE[name]
-        make = getattr(import_module(f"slipstream.drafters.{module}"), cls)
-        drafter: Drafter = make(**_checked(make, spec))
-        return drafter
-    if name == "hybrid":
-        from slipstream.drafters.hybrid import Hybrid
-
-        ends = _needed(ends, name)
-        return Hybrid.named(ends, **_checked(Hybrid.named, spec, without=("ends",)))
-    if name in ("draft-model", "self-speculative"):
-        from slipstream.drafters.draft_model import DraftModel
-
-        make, ends = DraftModel.named if name == "draft-model" else DraftModel.of_itself, _needed(ends, name)
-        tuned = read_tuned(tuned_home(spec, ends), ends.place, temperature)
-        if {"tree", "proposal"} & spec.options.keys():
-            tuned = {key: value for key, value in tuned.items() if key == "skip"}
-        options = _checked(make, Spec(name, tuned | spec.options), without=("ends",))
-        return make(ends=ends, **options)
-    if name in NAMES or os.path.isdir(os.path.expanduser(name)):
+    name, method = spec.name, METHODS.get(spec.name)
+    if method is not None and method.make is not None:
+        make: Callable[..., Drafter] = resolve_name(method.make)
+        takes = signature(make).parameters
+        filled: dict[str, Any] = {"temperature": temperature} if "temperature" in takes else {}
+        if "ends" in takes:
+            filled["ends"] = ends = _needed(ends, name)
+        if method.tunes and ends is not None:
+            spec = _tuned(spec, tuned_home(spec, ends), ends.place, temperature)
+        return make(**filled, **_checked(make, spec, filled))
+    if method is not None or os.path.isdir(os.path.expanduser(name)):
         ends = _needed(ends, name)
         home = find_drafter(name, ends)
         config, tensors = read_drafter(home, ends)
-        with understood(f"drafter directory {name}"):
-            method = drafter_class(config.get("method"), f"drafter directory {name}")
-            options = _checked(method, spec, without=("head", "model", "ends", "vocab", "part"))
-            return method.load(
-                config, tensors, ends, **(options or read_tuned(home, ends.place, temperature))
-            )
-    near = get_close_matches(name, NAMES, 1)
+        source = f"drafter directory {name}"
+        with understood(source):
+            cls = drafter_class(config.get("method"), source)
+            spec = _tuned(spec, home, ends.place, temperature)
+            drafter: Drafter = cls.load(config, tensors, ends, **_checked(cls, spec, BUILT))
+            return drafter
+    near = get_close_matches(name, METHODS, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(
-        f"Unknown drafter: {name!r}. Available: {', '.join(NAMES)}, or a drafter directory.{hint}"
+        f"Unknown drafter: {name!r}. Available: {', '.join(METHODS)}, or a drafter directory.{hint}"
     )
 
 
@@ -90,26 +76,26 @@ def tuned_home(spec: Named, ends: Ends) -> Path:
     """The directory for what `tune` finds for a drafter: beside its weights, or in the user's cache where it
     has none of its own. Trees and proposals that the drafter is named with make no difference."""
     spec = Spec.parse(spec)
-    if spec.name not in ("draft-model", "self-speculative"):
+    if spec.name not in METHODS or METHODS[spec.name].ships:
         return find_drafter(spec.name, ends)
     called = f"{spec.name}_{spec.replace(tree=None, proposal=None).tail}"
     return cache_home() / "tuned" / ends.fingerprint / re.sub(r"[^\w.-]+", "_", called)
 
 
+def _tuned(spec: Spec, home: Path, place: str, temperature: float) -> Spec:
+    """The spec with what `tune` found here, where it does not name a tree or a proposal itself."""
+    found = read_tuned(home, place, temperature)
+    if not spec.options.keys().isdisjoint(("tree", "proposal")):
+        found = {key: value for key, value in found.items() if key == "skip"}
+    return Spec(spec.name, found | spec.options)
+
+
 def drafter_class(method: Any, source: str) -> Any:
     """The class of a trained method. Raises ValueError."""
-    from slipstream.drafters.bita import Bita
-    from slipstream.drafters.draft_model import DraftModel
-    from slipstream.drafters.eagle import Eagle
-    from slipstream.drafters.eagle3 import Eagle3
-    from slipstream.drafters.fasteagle import FastEagle
-    from slipstream.drafters.glide import Glide
-    from slipstream.drafters.medusa import Medusa
-
-    classes = {cls.method: cls for cls in (Eagle, Eagle3, FastEagle, Medusa, Bita, Glide, DraftModel)}
-    if method not in classes:
-        raise ValueError(f"{source}: Unknown method: {method!r}. Available: {', '.join(classes)}")
-    return classes[method]
+    known = {name: each.drafter for name, each in METHODS.items() if each.drafter is not None}
+    if not isinstance(method, str) or method not in known:
+        raise ValueError(f"{source}: Unknown method: {method!r}. Available: {', '.join(known)}")
+    return resolve_name(known[method])
 
 
 def _needed(ends: Ends | None, name: str) -> Ends:
@@ -120,7 +106,7 @@ def _needed(ends: Ends | None, name: str) -> Ends:
     return ends
 
 
-def _checked(make: Callable[..., Drafter], spec: Spec, without: tuple[str, ...] = ()) -> dict[str, Any]:
+def _checked(make: Callable[..., Drafter], spec: Spec, without: Collection[str]) -> dict[str, Any]:
     """A drafter's options as `make` takes them. Raises ValueError for one that it does not have, or that is
     missing."""
     known = {name: p for name, p in signature(make).parameters.items() if name not in without}
@@ -130,13 +116,12 @@ def _checked(make: Callable[..., Drafter], spec: Spec, without: tuple[str, ...] 
             raise ValueError(
                 f"drafter {str(spec)!r} has no option {key!r}. Available: {', '.join(known) or 'none'}"
             )
-        if known[key].annotation is int and not (
-            value.isdecimal() and len(value) <= 4 and int(value) <= LARGEST
-        ):
+        number = known[key].annotation in (int, int | None)
+        if number and not (value.isdecimal() and len(value) <= 4 and int(value) <= LARGEST):
             raise ValueError(
                 f"drafter {str(spec)!r}: {key} is {value!r}; it must be a whole number up to {LARGEST}"
             )
-        options[key] = int(value) if known[key].annotation is int else value
+        options[key] = int(value) if number else value
     if missing := [name for name, p in known.items() if p.default is p.empty and name not in options]:
         raise ValueError(
             f"drafter {str(spec)!r} needs {missing[0]}: write {spec.replace(**{missing[0]: '…'})}"

@@ -15,6 +15,8 @@ from slipstream.core.verify import child_with
 from slipstream.drafters.ngram import NGram
 from slipstream.drafters.proposer import Proposer
 
+SMALLEST = 8  # nodes of the default tree, at least
+
 
 @dataclass
 class HybridState(State):
@@ -52,24 +54,38 @@ class Hybrid(Drafter):
         self.probes, self.memory = head.probes, head.memory
 
     @classmethod
-    def named(cls, ends: Ends, head: str = "eagle", tree: str | None = None, depth: int = 6) -> "Hybrid":
-        """Of a head by name or directory; its default tree is best-first, of 16 nodes, four deep or as deep
-        as the head drafts. Raises ValueError."""
+    def named(
+        cls,
+        ends: Ends,
+        head: str = "eagle",
+        tree: str | None = None,
+        depth: int | None = None,
+        temperature: float = 0.0,
+    ) -> "Hybrid":
+        """With a head by name or directory.
+
+        Args:
+            tree: of the head; by default the tree that it grows alone, as `tune` chose it, or where that has
+                fewer than `SMALLEST` nodes the best-first tree of so many, at most four deep.
+            depth: of a match; by default half the tree's nodes, at most six.
+            temperature: see `load_drafter`.
+
+        Raises:
+            ValueError: the head grows no tree, or see `Hybrid` and `load_drafter`.
+        """
         from slipstream.drafters import load_drafter
 
-        if "tree=" in head:
-            raise ValueError(
-                f"drafter 'hybrid': the tree is its own: name it behind the head, "
-                f"head={head.split(':')[0]},tree=…"
-            )
-        drafter = load_drafter(head, ends)
+        drafter = load_drafter(head, ends, temperature)
         if not isinstance(drafter, Proposer):
             raise ValueError(
                 f"drafter 'hybrid': {head!r} grows no tree: take a head such as fasteagle, or a drafter "
                 f"directory"
             )
-        drafter.grow_as(tree or f"best-first-{min(4, drafter.deepest or 4)}x16", drafter.proposal)
-        return cls(drafter, NGram(depth))
+        if tree is not None or drafter.shape.nodes < SMALLEST:
+            default = f"best-first-{min(4, drafter.deepest or 4)}x{SMALLEST}"
+            drafter.grow_as(tree or default, drafter.proposal)
+        match = max(1, min(6, drafter.shape.nodes // 2)) if depth is None else depth
+        return cls(drafter, NGram(match))
 
     def start(self, batch: int, capacity: int, device: torch.device) -> HybridState:
         root = torch.zeros(batch, dtype=torch.long, device=device)

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from slipstream.core.drafter import Ends
 from slipstream.files import LOCK, cache_home, check_regular, locked, read_json, update_json
+from slipstream.methods import METHODS, SHIPPED
 
 VERSION = 1
-TRAINED = ("eagle", "eagle3", "fasteagle", "medusa", "bita", "glide")  # methods whose weights may ship
 VOCAB = "draft_vocab"  # target ids that a drafter takes its candidates from, sorted
 STEP = ".step"  # beside a tensor of int8
 TUNED = "tuned.json"
-SHIPPED = Path(__file__).parent.parent / "weights"
 SCALES, COUNTS, DEEPEST = ("rope_theta", "rms_norm_eps"), ("depth", "layers"), 256  # numbers of a head
 RUN, RUN_MARK = "recipe.yaml", "# of a run of slipstream train"  # how the recipe of a run begins
 
@@ -188,7 +187,7 @@ def write_directory(
 def find_drafter(name: str, ends: Ends) -> Path:
     """A drafter directory, by the name of a method whose weights ship or as a path. Raises ValueError."""
     home = os.path.expanduser(name)
-    return shipped(name, ends) if name in TRAINED or not os.path.isdir(home) else Path(home)
+    return shipped(name, ends) if _ships(name) or not os.path.isdir(home) else Path(home)
 
 
 def read_drafter(directory: str | Path, ends: Ends) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -278,7 +277,7 @@ def shipped(method: str, ends: Ends) -> Path:
     Raises:
         ValueError: none do.
     """
-    if method not in TRAINED:
+    if not _ships(method):
         raise ValueError(f"Unknown drafter: {method!r}: neither a directory nor a method whose weights ship")
     homes = {
         home: json.loads(home.read_text("utf-8")) for home in sorted(SHIPPED.glob(f"*/{method}/config.json"))
@@ -294,6 +293,10 @@ def shipped(method: str, ends: Ends) -> Path:
         f"Train a drafter "
         f"(slipstream train {method}) and give its directory"
     )
+
+
+def _ships(name: str) -> bool:
+    return name in METHODS and METHODS[name].ships
 
 
 def load_weights(module: nn.Module, tensors: dict[str, Tensor], source: str) -> None:

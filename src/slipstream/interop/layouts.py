@@ -8,7 +8,8 @@ head's own.
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, final
+from pkgutil import resolve_name
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from slipstream.drafters.eagle3 import Eagle3Config
 from slipstream.drafters.medusa import MedusaConfig
 from slipstream.drafters.store import VOCAB
 from slipstream.interop.sizes import IDS, NESTED, SHARED, fits, layer, taps, targets, written
+from slipstream.methods import METHODS
 
 BLOCK = re.compile(r"blocks\.(\d+)\.(\d+)\.(weight|bias)")  # of a Medusa head, as we name it
 
@@ -32,11 +34,24 @@ class Report:
 
 
 class Layout(ABC):
-    """How a method's heads are written elsewhere."""
+    """A public format of a method's weights.
 
-    method: ClassVar[str]
-    keys: ClassVar[set[str]]  # of config.json, that are read
-    file: ClassVar[str] = "model.safetensors"  # that it is written to
+    Attributes:
+        keys: keys of config.json that are read.
+        file: the tensors are written to it.
+        embedding: checkpoints always hold a "copy" of the target's embedding; "may" hold it, or one of their
+            own; or hold "none".
+        vocabulary: tensors say the draft vocabulary. Otherwise our own key of config.json does.
+    """
+
+    keys: ClassVar[set[str]]
+    file: ClassVar[str] = "model.safetensors"
+    embedding: ClassVar[Literal["copy", "may", "none"]] = "may"
+    vocabulary: ClassVar[bool] = True
+
+    @abstractmethod
+    def knows(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+        """Whether a checkpoint is written in this layout."""
 
     @abstractmethod
     def sizes(
@@ -72,7 +87,10 @@ class EagleLayout(Layout):
     """EAGLE-1/2: config.json is the target's with one layer; beside the head's tensors a copy of the target's
     embedding."""
 
-    method, keys = "eagle", SHARED | {"bias"}
+    keys, embedding, vocabulary = SHARED | {"bias"}, "copy", False
+
+    def knows(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+        return True  # nothing marks it: what no other layout knows is read as this one
 
     def sizes(
         self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str, report: Report
@@ -82,6 +100,10 @@ class EagleLayout(Layout):
         return EagleConfig(**layer(config, tensors, ends, source), bias=has_bias)
 
     def config(self, head: EagleConfig, ends: Ends, target: str) -> dict[str, Any]:
+        if head.input_norm:
+            raise ValueError(
+                "this head has a norm before attention, which layout eagle cannot express: train one without"
+            )
         bias = {} if head.bias else {"bias": False}
         return {
             **targets(ends),
@@ -113,12 +135,15 @@ class Eagle3Layout(Layout):
     (vLLM), the same key in `eagle_config` outputs of blocks (SGLang, SpecForge, ModelOpt).
     """
 
-    method, layer = "eagle3", "midlayer."
+    layer = "midlayer."
     flags: ClassVar = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
     keys: ClassVar = SHARED | {*flags, "draft_vocab_size", "target_hidden_size", "embed_requires_grad",
     IDS} | {
         f"{NESTED}{name}" for name in (IDS, "norm_before_fc")
     }  # fmt: skip
+
+    def knows(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+        return any(name.startswith(self.layer) for name in tensors)
 
     def flat(self, config: dict[str, Any], source: str) -> dict[str, Any]:
         nested = {f"{NESTED}{name}": value for name, value in (config.get("eagle_config") or {}).items()}
@@ -186,6 +211,9 @@ class SpeculatorsLayout(Eagle3Layout):
 
     layer = "layers.0."
 
+    def knows(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+        return "speculators_model_type" in config
+
     def flat(self, config: dict[str, Any], source: str) -> dict[str, Any]:
         if (kind := config["speculators_model_type"]) != "eagle3":
             raise ValueError(
@@ -236,9 +264,12 @@ class MedusaLayout(Layout):
     """Medusa (FasterDecoding/Medusa): `{head}.{block}.linear`, and behind the blocks the LM head. Its
     config.json may count fewer heads than the file has, which counts."""
 
-    method, file = "medusa", "medusa_lm_head.safetensors"
+    file, embedding = "medusa_lm_head.safetensors", "none"
     keys: ClassVar = {"medusa_num_heads", "medusa_num_layers", "version"}  # which the tensors say, too
     block: ClassVar = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
+
+    def knows(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+        return any(map(self.block.fullmatch, tensors))
 
     def sizes(
         self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str, report: Report
@@ -304,6 +335,9 @@ class VLLMMedusaLayout(MedusaLayout):
         "original_lm_head",
     }  # fmt: skip
 
+    def knows(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+        return any(name.startswith("blocks.0.layers.") for name in tensors)
+
     def sizes(
         self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str, report: Report
     ) -> MedusaConfig:
@@ -345,24 +379,19 @@ class VLLMMedusaLayout(MedusaLayout):
         return given
 
 
-LAYOUTS: dict[str, Layout] = {
-    "eagle": EagleLayout(),
-    "eagle3": Eagle3Layout(),
-    "speculators": SpeculatorsLayout(),
-    "medusa": MedusaLayout(),
-    "medusa-vllm": VLLMMedusaLayout(),
-}
+def layouts() -> dict[str, tuple[str, Layout]]:
+    """The method and the layout of each name."""
+    return {
+        name: (method.name, resolve_name(layout)())
+        for method in METHODS.values()
+        for name, layout in method.layouts.items()
+    }
 
 
 def layout_of(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """Which of `LAYOUTS` a checkpoint is written in."""
-    if "speculators_model_type" in config:
-        return "speculators"
-    if any(map(MedusaLayout.block.fullmatch, tensors)):
-        return "medusa"
-    if any(name.startswith("blocks.0.layers.") for name in tensors):
-        return "medusa-vllm"
-    return "eagle3" if any(name.startswith(Eagle3Layout.layer) for name in tensors) else "eagle"
+    """The name of the layout that a checkpoint is written in. Later entries of the table are asked first."""
+    known = layouts()
+    return next(name for name in reversed(known) if known[name][1].knows(config, tensors))
 
 
 def _lm_head(tensors: dict[str, Tensor], ends: Ends) -> Tensor:

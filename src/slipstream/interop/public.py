@@ -25,7 +25,8 @@ from slipstream.drafters.store import (
 )
 from slipstream.files import check_regular, name_of, read_json, understood
 from slipstream.interop.keys import unread
-from slipstream.interop.layouts import LAYOUTS, Report, layout_of
+from slipstream.interop.layouts import Report, layout_of, layouts
+from slipstream.methods import METHODS
 
 OURS = (
     "slipstream"  # key of an exported config.json, which engines pass over: what else the drafter is made of
@@ -58,7 +59,7 @@ def import_head(
 def _import(source: str, directory: str, target: str, ends: Ends, tree: str | None) -> "Report":
     config, tensors = _read(Path(name_of(source, "a checkpoint")).expanduser())
     report, called = Report(), layout_of(config, tensors)
-    layout, ours = LAYOUTS[called], config.get(OURS, {})
+    (method, layout), ours = layouts()[called], config.get(OURS, {})
     embedding = tensors.pop(EMBEDDING, None)
     taken, flat = layout.take(tensors, source), layout.flat(config, source)
     if ids := ours.get(VOCAB):
@@ -66,9 +67,8 @@ def _import(source: str, directory: str, target: str, ends: Ends, tree: str | No
         taken[VOCAB] = torch.tensor(sorted(map(int, ids.split())), dtype=torch.int32)
     sizes = layout.sizes(flat, taken, ends, source, report)
     ignored = unread(flat, sorted(layout.keys), ends.config.to_dict(), source)
-    if layout.method == "medusa":  # reads no embedding
-        kept = {}
-    else:
+    kept = {}
+    if layout.embedding != "none":
         kept = _kept(embedding, ends, bool(getattr(sizes, "vocab_size", 0)), source, report)
     report.used = [*tensors, *sorted(layout.keys & set(flat))]
     report.notes.append(
@@ -79,12 +79,12 @@ def _import(source: str, directory: str, target: str, ends: Ends, tree: str | No
     about: dict[str, Any] = {"taps": list(named.pop("taps")), "head": named, "tree": tree, "public": config}
     about["layout"], about["public_embedding"] = called, None if embedding is None else _about(embedding)
     try:
-        drafter_class(layout.method, source).load(about, {**taken, **kept}, ends)
+        drafter_class(method, source).load(about, {**taken, **kept}, ends)
     except ValueError as error:  # of tensors, tree or draft vocabulary
         raise ValueError(f"checkpoint {source}: {error}") from error
     training = {"imported_from": Path(source).name}
     tensors = {**taken, **kept}
-    save_drafter(directory, layout.method, target, ends, about, tensors, training, dtype=None, force=True)
+    save_drafter(directory, method, target, ends, about, tensors, training, dtype=None, force=True)
     return report
 
 
@@ -123,7 +123,7 @@ def export_head(
     """Write a drafter directory in a public layout, for vLLM, SGLang or the reference code.
 
     Args:
-        layout: of `LAYOUTS`; default: the one that it was imported from, or its method's own.
+        layout: the name of one; default: the one that it was imported from, or its method's first.
         force: write whatever the directory holds; by default it is new, empty, or an earlier export.
 
     Raises:
@@ -141,25 +141,23 @@ def export_head(
 def _export(source: str, home: Path, directory: str, ends: Ends, layout: str | None) -> Report:
     config, tensors = read_drafter(home, ends)
     method = config["method"]
-    named = config.get("layout", method) if layout is None else layout
-    if named not in LAYOUTS or LAYOUTS[named].method != method:
-        fitting = ", ".join(name for name, each in LAYOUTS.items() if each.method == method)
-        if not fitting:
-            public = ", ".join(dict.fromkeys(each.method for each in LAYOUTS.values()))
-            raise ValueError(
-                f"drafter {source}: no public layout exists for {method} drafters, only for {public}"
-            )
+    fitting = list(METHODS[method].layouts) if method in METHODS else []
+    if not fitting:
+        public = ", ".join(name for name, each in METHODS.items() if each.layouts)
         raise ValueError(
-            f"drafter {source}: Unknown layout for {method} drafters: {named!r}. Available: {fitting}"
+            f"drafter {source}: no public layout exists for {method} drafters, only for {public}"
         )
-    if config["head"].get("input_norm"):
+    imported = config.get("layout", fitting[0])
+    named = imported if layout is None else layout
+    if named not in fitting:
         raise ValueError(
-            f"drafter {source} has a norm before attention, which the public layout does not: train one "
-            f"without"
+            f"drafter {source}: Unknown layout for {method} drafters: {named!r}. "
+            f"Available: {', '.join(fitting)}"
         )
-    report, written = Report(), LAYOUTS[named]
+    report, (_, written) = Report(), layouts()[named]
     drafter = drafter_class(method, source).load(config, tensors, ends)
-    stored = config.get("public_embedding", _about(_embedding(ends)) if method == "eagle" else None)
+    copied = _about(_embedding(ends)) if written.embedding == "copy" else None
+    stored = config.get("public_embedding", copied)
     embedding, vocab = tensors.pop(EMBEDDING, None), tensors.get(VOCAB)
     given = written.give(tensors, ends, report)
     if embedding is not None:
@@ -173,10 +171,10 @@ def _export(source: str, home: Path, directory: str, ends: Ends, layout: str | N
             )
         report.notes.append(f"{EMBEDDING}: a copy of the target's")
     report.used = list(given)
-    about = config.get("public") if named == config.get("layout", method) else None
+    about = config.get("public") if named == imported else None
     if about is None:
         ours = {"tree": config["tree"]}
-        if named == "eagle" and vocab is not None:
+        if not written.vocabulary and vocab is not None:
             ours[VOCAB] = " ".join(map(str, vocab.tolist()))
         about = {**written.config(drafter.head.config, ends, config["target"]["name"]), OURS: ours}
     write_directory(directory, about, given, written.file, by="export")

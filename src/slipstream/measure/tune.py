@@ -28,6 +28,7 @@ from slipstream.measure.questions import Asking, load_questions
 from slipstream.measure.run import first_prompts
 from slipstream.measure.skip import skippable
 from slipstream.measure.tuned import Held, Proposed, Raced, Size, Skipped, Timing, Tuned, TuneReport
+from slipstream.methods import named
 from slipstream.results import heading
 from slipstream.targets import Target
 from slipstream.targets.load import AnyTarget, loaded
@@ -43,9 +44,8 @@ SIZES, ROUNDS = (
 
 
 TREELESS = (
-    "grows no trees that tune could choose among: it takes eagle, fasteagle, draft-model, self-speculative "
-    "or a drafter directory; of the others compare options by bench (--drafter ngram:depth=4 --drafter "
-    "ngram:depth=8); of hybrid tune the head"
+    "grows no trees that tune could choose among: it takes {names} or a drafter directory; of the others "
+    "compare options by bench (--drafter ngram:depth=4 --drafter ngram:depth=8); of hybrid tune the head"
 )
 
 
@@ -114,7 +114,8 @@ def _grower(drafter: Spec | Drafter, target: Target, skipping: Sequence[Skipped]
     else:
         made = drafter
     if not isinstance(made, Proposer):
-        raise ValueError(f"drafter {str(drafter)!r} {TREELESS}")
+        names = ", ".join(method.name for method in named() if method.tunes)
+        raise ValueError(f"drafter {str(drafter)!r} {TREELESS.format(names=names)}")
     if made.probes is not None:
         raise ValueError(
             "this drafter guesses in the target's own passes, along no record that trees could be held "

@@ -1,0 +1,147 @@
+"""The table of methods: one entry for each way to draft.
+
+An entry names its parts as "module:Name" and imports them when they are used, so that the command line reads
+this table without loading torch.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SHIPPED = Path(__file__).parent / "weights"  # weights/<target>/<method>: drafter directories in the package
+
+
+@dataclass(frozen=True)
+class Method:
+    """All that belongs to one method.
+
+    Attributes:
+        name: what specs, recipes and drafter directories call it.
+        help: one line for lists of drafters.
+        make: function that makes a drafter from its name alone. Options of a spec are its keyword arguments;
+            arguments called `ends` and `temperature` are filled by `load_drafter`.
+        drafter: class of the trained drafter, whose `load` reads a drafter directory. Without `make` the
+            method's name stands for the weights that ship for the target.
+        objective: class that trains it.
+        recipe: class of its settings.
+        layouts: public formats of its weights by name, the default first.
+        tunes: whether `tune` can choose its tree.
+    """
+
+    name: str
+    help: str
+    make: str | None = None
+    drafter: str | None = None
+    objective: str | None = None
+    recipe: str | None = None
+    layouts: dict[str, str] = field(default_factory=dict)
+    tunes: bool = False
+
+    @property
+    def ships(self) -> bool:
+        """Whether its weights may ship: its name alone stands for them."""
+        return self.make is None
+
+    @property
+    def shipped(self) -> list[str]:
+        """The targets that weights ship for."""
+        return sorted(home.parts[-3] for home in SHIPPED.glob(f"*/{self.name}/config.json"))
+
+
+TABLE = (
+    Method("vanilla", "none: plain decoding", make="slipstream.drafters.vanilla:Vanilla"),
+    Method("ngram", "repeats what followed the same words before", make="slipstream.drafters.ngram:NGram"),
+    Method(
+        "lookahead",
+        "n-grams that the target's own passes make",
+        make="slipstream.drafters.lookahead:Lookahead",
+    ),
+    Method(
+        "hybrid",
+        "a head and n-grams in one tree: hybrid:head=fasteagle",
+        make="slipstream.drafters.hybrid:Hybrid.named",
+    ),
+    Method(
+        "eagle",
+        "guesses the target's next state",
+        drafter="slipstream.drafters.eagle:Eagle",
+        objective="slipstream.training.methods:EagleObjective",
+        recipe="slipstream.training.recipes:EagleRecipe",
+        layouts={"eagle": "slipstream.interop.layouts:EagleLayout"},
+        tunes=True,
+    ),
+    Method(
+        "eagle3",
+        "guesses from three of the target's states",
+        drafter="slipstream.drafters.eagle3:Eagle3",
+        objective="slipstream.training.methods:Eagle3Objective",
+        recipe="slipstream.training.recipes:Eagle3Recipe",
+        layouts={
+            "eagle3": "slipstream.interop.layouts:Eagle3Layout",
+            "speculators": "slipstream.interop.layouts:SpeculatorsLayout",
+        },
+        tunes=True,
+    ),
+    Method(
+        "fasteagle",
+        "guesses several states in one pass",
+        drafter="slipstream.drafters.fasteagle:FastEagle",
+        objective="slipstream.training.methods:FastEagleObjective",
+        recipe="slipstream.training.recipes:FastEagleRecipe",
+        tunes=True,
+    ),
+    Method(
+        "medusa",
+        "a small head for each token ahead",
+        drafter="slipstream.drafters.medusa:Medusa",
+        objective="slipstream.training.methods:MedusaObjective",
+        recipe="slipstream.training.recipes:MedusaRecipe",
+        layouts={
+            "medusa": "slipstream.interop.layouts:MedusaLayout",
+            "medusa-vllm": "slipstream.interop.layouts:VLLMMedusaLayout",
+        },
+        tunes=True,
+    ),
+    Method(
+        "bita",
+        "mask tokens in the target's own passes",
+        drafter="slipstream.drafters.bita:Bita",
+        objective="slipstream.training.bita:BitaObjective",
+        recipe="slipstream.training.recipes:BitaRecipe",
+    ),
+    Method(
+        "glide",
+        "a decoder that reads the target's cache",
+        drafter="slipstream.drafters.glide:Glide",
+        objective="slipstream.training.methods:GlideObjective",
+        recipe="slipstream.training.recipes:GlideRecipe",
+        tunes=True,
+    ),
+    Method(
+        "draft-model",
+        "a small LM (draft-model:model=DIR) or part of the target",
+        make="slipstream.drafters.draft_model:DraftModel.named",
+        drafter="slipstream.drafters.draft_model:DraftModel",
+        objective="slipstream.training.methods:DistillObjective",
+        recipe="slipstream.training.recipes:DraftModelRecipe",
+        tunes=True,
+    ),
+    Method(
+        "self-speculative",
+        "fewer of the target's blocks: self-speculative:skip=10-14",
+        make="slipstream.drafters.draft_model:DraftModel.of_itself",
+        tunes=True,
+    ),
+)
+METHODS: dict[str, Method] = {method.name: method for method in TABLE}
+
+
+def named() -> list[Method]:
+    """The methods whose name alone makes a drafter, of some target at least."""
+    return [method for method in METHODS.values() if method.make or method.shipped]
+
+
+def register(method: Method) -> None:
+    """Add a method to the table. Raises ValueError where its name is taken."""
+    if method.name in METHODS:
+        raise ValueError(f"there is a method {method.name!r} already: choose another name")
+    METHODS[method.name] = method
