@@ -16,7 +16,7 @@ import torch
 import slipstream
 import tiny
 from slipstream.decode.generate import LAWS
-from slipstream.decode.round import Decoder
+from slipstream.decode.session import Session
 from slipstream.measure import cost
 from slipstream.measure.run import Contest
 
@@ -427,15 +427,15 @@ def test_sigterm_is_one_line_and_143(tiny_options, questions):
 @pytest.mark.parametrize(("command", "number"), [("bench", signal.SIGINT), ("certify", signal.SIGTERM)])
 def test_what_stops_a_run_loses_nothing(run, tiny_options, questions, tmp_path, monkeypatch, command, number):
     """The figures until then are printed, on a terminal that shows no τ either, and written."""
-    decode, times = Decoder.step, []
+    step, times = Session.step, []
 
     def stopping(self, *args, **named):
         times.append(1)
         if len(times) == 60:
             signal.raise_signal(number)
-        return decode(self, *args, **named)
+        return step(self, *args, **named)
 
-    monkeypatch.setattr(Decoder, "step", stopping)
+    monkeypatch.setattr(Session, "step", stopping)
     with open(questions, "a") as file:
         file.writelines('{"turns": ["abc"]}\n' for _ in range(20))
     kept, screen = tmp_path / "out.json", io.TextIOWrapper(io.BytesIO(), "ascii")

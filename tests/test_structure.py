@@ -70,7 +70,7 @@ def test_core_imports_torch_only():
 
 
 def test_no_drafter_is_named_in_the_loop():
-    for path in (ROOT / "decode" / "round.py", ROOT / "core" / "verify.py", ROOT / "core" / "span.py"):
+    for path in (ROOT / "decode" / "session.py", ROOT / "core" / "verify.py", ROOT / "core" / "span.py"):
         assert not any(name.startswith("slipstream.drafters") for name in _imports(path)), path
 
 

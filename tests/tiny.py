@@ -146,7 +146,7 @@ def noise(*shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
 
 def kv_shape(target: Target) -> tuple[int, int, int]:
     """Layers, heads and head width of what the target caches."""
-    cache = target.new_cache(1, 1)
+    cache = target.new_cache(1)
     target(chain(torch.zeros(1, 1, dtype=torch.long)), cache)
     assert cache.keys is not None
     layers, _, heads, _, width = cache.keys.shape

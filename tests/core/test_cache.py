@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core.cache import BUCKET, KVCache
+from slipstream.core.cache import BLOCK, BUCKET, KVCache
 
 L, HEADS, D, DV = 2, 2, 3, 4
 
@@ -14,9 +14,9 @@ class Checked:
     """A cache and, beside it, a list of numbers per row: the number stands in every key and value of its
     slot."""
 
-    def __init__(self, batch, capacity, memory=None, **parts):
-        self.cache = parts.get("cache") or KVCache(L, batch, capacity, memory=memory)
-        self.rows = parts.get("rows") or [[] for _ in range(batch)]
+    def __init__(self, batch, cache=None):
+        self.cache = cache or KVCache(L, batch)
+        self.rows = [[] for _ in range(batch)]
 
     def read(self, numbers, path, count):
         """Write one pass of numbers [B, R] and keep a path of it."""
@@ -67,28 +67,38 @@ def passes(draw, batch):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.integers(1, 3))
-def test_equals_one_list_per_row(data, batch):
-    """Rows of different lengths, paths with gaps compacted in place, rows that keep nothing, rows that leave
-    and come back: one slot off and a later token attends to a rejected guess.
+@given(st.data(), st.integers(1, 3), st.integers(0, 3))
+def test_equals_one_list_per_row(data, batch, others):
+    """Rows of different lengths, paths with gaps compacted in place, rows that keep nothing, rows that leave,
+    change places and are taken by other texts: one slot off and a later token attends to a rejected guess.
     """
-    checked = Checked(batch, 90)
+    checked = Checked(batch + others)
+    checked.cache.select(list(range(batch)))
+    checked.rows = checked.rows[:batch]
     for _ in range(data.draw(st.integers(1, 4))):
         checked.read(*data.draw(passes(batch)))
         if data.draw(st.booleans()):
             checked.cache.settle([len(row) for row in checked.rows])
-    picked = data.draw(st.lists(st.integers(0, batch - 1), min_size=1, max_size=3))
-    some = Checked(0, 90, cache=checked.cache.select(picked), rows=[list(checked.rows[b]) for b in picked])
-    some.read(*data.draw(passes(len(picked))))
-    checked.check()  # selecting copies: the rows left behind are as they were
-    both = Checked(0, 90, cache=some.cache.insert(checked.cache), rows=some.rows + checked.rows)
-    both.check()
-    both.read(*data.draw(passes(len(both.rows))))
+    order = data.draw(st.lists(st.integers(0, batch - 1), min_size=1, unique=True))
+    memory = checked.cache.keys.data_ptr()
+    checked.cache.select(order)
+    checked.rows = [checked.rows[b] for b in order]
+    checked.check()
+    free = batch + others - len(order)
+    new = Checked(free, cache=checked.cache.window(free))
+    if free:
+        new.read(*data.draw(passes(free)))
+        checked.check()  # the rows beside the window are as they were
+        checked.cache.join(new.cache)
+        checked.rows += new.rows
+        checked.check()
+    checked.read(*data.draw(passes(len(checked.rows))))
+    assert checked.cache.keys.data_ptr() == memory  # in place, all of it
 
 
 def test_compaction_moves_a_path_onto_slots_it_reads_from():
     """Slots 2, 3, 5 → 1, 2, 3: a copy slot by slot in the wrong order overwrites what it still needs."""
-    checked = Checked(2, 20)
+    checked = Checked(2)
     checked.read(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), None, torch.tensor([2, 1]))
     path = torch.tensor([[0, 2, 3, 5], [0, 1, 4, 4]])
     checked.read(torch.arange(10.0, 22.0).view(2, 6), path, torch.tensor([4, 3]))
@@ -98,27 +108,38 @@ def test_compaction_moves_a_path_onto_slots_it_reads_from():
 def test_a_tree_may_name_a_depth_that_its_nodes_cannot_reach():
     """A dynamic tree of budget 3 and depth 7 has a path of 8 columns over 3 slots; `depth` is an upper
     bound."""
-    checked = Checked(1, 20)
+    checked = Checked(1)
     checked.read(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0, 2, 2, 2, 2]]), torch.tensor([2]))
     assert checked.rows == [[1, 3]]
 
 
-def test_inserting_rows_into_a_cache_that_has_read_nothing_keeps_them():
-    """An empty batch that requests join, or a request that joins before its prompt is read: their text must
-    not be lost."""
-    read = Checked(1, 20)
-    read.read(torch.tensor([[1.0, 2.0]]), None, torch.tensor([2]))
-    for left, right, rows in (
-        (KVCache(L, 0, 20), read.cache, [[1.0, 2.0]]),
-        (KVCache(L, 1, 20), read.cache, [[], [1.0, 2.0]]),
-        (read.cache, KVCache(L, 1, 20), [[1.0, 2.0], []]),
-    ):
-        joined = Checked(0, 20, cache=left.insert(right), rows=rows)
-        assert joined.cache.keys is not None
-        joined.check()
+def test_a_window_may_be_the_first_that_reads():
+    """An empty session that texts join: the storage is allocated by the window, for all rows."""
+    whole = Checked(3)
+    whole.cache.select([])
+    first = Checked(2, cache=whole.cache.window(2))
+    first.read(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), None, torch.tensor([2, 1]))
+    whole.cache.join(first.cache)
+    whole.rows = first.rows
+    whole.check()
+    assert whole.cache.storage.keys.shape[1] == 3
+    with pytest.raises(AssertionError, match="no rows left"):
+        whole.cache.window(2)
 
 
-def test_memory_is_never_touched_and_outlives_select_and_insert():
+def test_only_rows_that_change_place_are_moved():
+    """A copy of the whole cache whenever one text ends."""
+    cache = Checked(4)
+    cache.read(torch.arange(8.0).view(4, 2), None, torch.tensor([2, 2, 2, 2]))
+    cache.cache.settle([2, 2, 2, 2])
+    cache.cache.storage.keys[:, [0, 2, 3], :, 2:] = torch.nan  # past what is used
+    cache.cache.select([0, 3])
+    kept = cache.cache.storage.keys[0, :, 0, :, 0]
+    assert kept[:, :2].tolist() == [[0, 1], [6, 7], [4, 5], [6, 7]]
+    assert kept[1, 2:].isfinite().all()
+
+
+def test_memory_is_never_touched_and_is_in_every_row():
     """BiTA's prompts stand before the text: an offset lost anywhere writes text over them."""
     memory = torch.randn(L, 2, 5, HEADS, D)
 
@@ -126,7 +147,7 @@ def test_memory_is_never_touched_and_outlives_select_and_insert():
         kept = torch.stack([cache.keys[:, :, :, :5], cache.values[:, :, :, :5]], 1)  # [L, 2, B, heads, P, D]
         return torch.equal(kept, memory.transpose(2, 3)[:, :, None].expand_as(kept))
 
-    cache = KVCache(L, 2, 40, memory=memory)
+    cache = KVCache(L, 2, memory=memory)
     for count in ([3, 1], [2, 2]):  # ragged from the second pass on
         cache.reserve(3)
         for layer in range(L):
@@ -134,13 +155,19 @@ def test_memory_is_never_touched_and_outlives_select_and_insert():
         cache.keep(torch.tensor([[0, 1, 2], [0, 2, 2]]), torch.tensor(count))
         assert prefix_intact(cache)
     assert cache.keys[0, :, 0, 5:, 0].sum(1).tolist() >= [5, 3]
-    assert prefix_intact(cache.select([1]).insert(cache))
+    cache.select([1])
+    assert prefix_intact(cache)
+    assert prefix_intact(cache.window(1))
+    cache.reserve(BLOCK)  # and grow
+    assert cache.capacity == 2 * BLOCK
+    assert prefix_intact(cache)
 
 
 def test_reads_a_bucket_and_never_to_capacity():
     """Attention over unused slots costs as much as over used ones; slots that are needed must all be
     there."""
-    cache = KVCache(1, 2, 10 * BUCKET + 7)
+    cache = KVCache(1, 2)
+    cache.storage.hold(10 * BUCKET + 7)
     cache.settle([3, BUCKET])
     for rows, view in (
         (1, 2 * BUCKET),
@@ -153,18 +180,25 @@ def test_reads_a_bucket_and_never_to_capacity():
     cache.settle([0, 10 * BUCKET])
     cache.reserve(7)
     assert cache.view == cache.capacity
-    behind_memory = KVCache(1, 1, 10 * BUCKET, memory=torch.zeros(1, 2, 5, 1, 1))
+    behind_memory = KVCache(1, 1, memory=torch.zeros(1, 2, 5, 1, 1))
     behind_memory.settle([BUCKET - 5])
     behind_memory.reserve(1)
     assert behind_memory.view == 2 * BUCKET
 
 
-def test_a_pass_that_does_not_fit_is_refused_before_it_writes():
-    """Writing past the capacity would raise deep inside a layer, or (ragged) land in another slot."""
-    cache = KVCache(1, 2, 8)
-    cache.reserve(8)
-    cache.keep(None, torch.tensor([6, 2]))
-    cache.settle([6, 2])
-    with pytest.raises(ValueError, match=r"8 slots a row.* 6 .*3 rows.*not fit"):
-        cache.reserve(3)
-    cache.reserve(2)
+def test_a_storage_grows_by_blocks_and_keeps_what_it_holds():
+    """Writing past the capacity would raise deep inside a layer, or (ragged) land in another slot; and a
+    window that still saw the old memory would read another text."""
+    checked = Checked(2)
+    checked.cache.select([0])
+    checked.rows = [[]]
+    checked.read(torch.ones(1, 3), None, torch.tensor([3]))
+    assert checked.cache.capacity == BLOCK
+    window = Checked(1, cache=checked.cache.window(1))
+    window.read(torch.arange(1.0, 2 * BLOCK + 2)[None], None, torch.tensor([2 * BLOCK + 1]))
+    assert window.cache.capacity == checked.cache.capacity == 3 * BLOCK
+    checked.check()
+    checked.cache.join(window.cache)
+    checked.rows += window.rows
+    checked.read(torch.full((2, 5), 7.0), torch.tensor([[0, 4], [0, 2]]), torch.tensor([2, 1]))
+    assert checked.cache.capacity == 3 * BLOCK

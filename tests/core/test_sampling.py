@@ -171,7 +171,7 @@ def test_select_and_insert_carry_histories_along():
     batch = Sampler([s, with_processor], prompts[:2], V)
     for tokens in zip(said[0], said[1], strict=True):
         batch.observe(torch.tensor(tokens), torch.ones(2, dtype=torch.bool))
-    mixed = batch.select([1, 0]).insert(alone(2)).select([2, 0, 1])
+    mixed = batch.select([1, 0]).join(alone(2)).select([2, 0, 1])
     logits, at = logits_of(4), torch.tensor([6])
     for row, i in enumerate([2, 1, 0]):
         torch.testing.assert_close(mixed.scores(logits.expand(3, V))[row], alone(i).scores(logits)[0])

@@ -17,7 +17,7 @@ VERDICT = Verdict(torch.tensor([[0, 2, 4], [0, 0, 0]]), torch.tensor([3, 1]), to
 
 def commit_one(tree, verdict, features=None, start=(4, 2)):
     """Commit after a pass over the tree in a cache whose rows have read `start` tokens."""
-    cache = KVCache(1, 2, 32)
+    cache = KVCache(1, 2)
     cache.reserve(max(start))
     cache.keep(None, torch.tensor(start))
     cache.reserve(tree.rows)

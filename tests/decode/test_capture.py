@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves
 import tiny
 from slipstream.core import look
 from slipstream.core.sampling import Sampling, rows_of
-from slipstream.decode import capture
-from slipstream.decode import round as rounds
+from slipstream.decode import capture, session
 from slipstream.decode.answer import Answer
 from slipstream.decode.generate import decode
 from slipstream.drafters.vanilla import Vanilla
@@ -59,7 +58,7 @@ def tapes(monkeypatch):
 
     monkeypatch.setattr(look, "may_look", lambda x: False)
     monkeypatch.setattr(capture, "SPAN", 32)
-    monkeypatch.setattr(rounds, "recorder", lambda target: record)
+    monkeypatch.setattr(session, "recorder", lambda target: record)
     return made
 
 

@@ -43,7 +43,7 @@ def test_masks_say_in_drafting_what_they_say_in_training(family, head, monkeypat
     answer = generate(target, PROMPTS[0], drafter, max_new_tokens=16, temperature=0.0, trace=trace)
     text, at, checked = torch.tensor([PROMPTS[0] + answer.tokens]), len(PROMPTS[0]), 0
     for line in map(json.loads, trace.getvalue().splitlines()):
-        context = target.new_cache(1, text.shape[1])
+        context = target.new_cache(1)
         target(bita.chain(text), context)
         said = trained._masks(context, torch.tensor([[0, at - 1]]), torch.Generator())[
             0, 1
@@ -64,7 +64,7 @@ def test_straightforward_decoding_goes_on_with_what_earlier_masks_said(monkeypat
     drafter = Bita(trained.drafter("chain-3", torch.float64).head, target.ends, None, "chain-3", hosts=1)
     drafted = dict[int, list[int]]()  # by how many tokens were accepted before
     for prompt in PROMPTS:
-        context = target.new_cache(1, len(prompt) + 40)
+        context = target.new_cache(1)
         answer = generate(target, prompt, drafter, max_new_tokens=30, temperature=0.0, trace=trace)
         text, host, accepted = prompt + answer.tokens, len(prompt) - 1, 0
         target(bita.chain(torch.tensor([text])), context)
@@ -89,7 +89,7 @@ def test_the_loss_is_the_mean_over_groups_and_masks(monkeypatch):
     made, learn = objective(target), [False] * 5 + [True] * 7
     batch = Batch.collate([Example(text, learn)], [torch.zeros(12, 0)], "cpu")
     loss, _ = made(batch, Loss(token=1.0, hard=True), torch.Generator())
-    context = target.new_cache(1, 12)
+    context = target.new_cache(1)
     target(bita.chain(torch.tensor([text])), context)
     expected = []
     for host in range(12):

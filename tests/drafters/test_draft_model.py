@@ -108,17 +108,15 @@ def test_a_trained_part_comes_back_from_its_directory(family, tmp_path):
     save_drafter(tmp_path, "draft-model", family, target.ends, *drafter.pack(), {}, dtype=None)
     again = load_drafter(str(tmp_path), target.ends)
     assert torch.equal(again.vocab, drafter.vocab)
-    said, before = (
-        d.model(chain(torch.tensor(text)), d.model.new_cache(1, 9)).logits for d in (again, drafter)
-    )
+    said, before = (d.model(chain(torch.tensor(text)), d.model.new_cache(1)).logits for d in (again, drafter))
     assert torch.equal(said, before)
     assert said.shape[-1] == tiny.VOCAB // 2
     untrained = DraftModel(
         target.ends.part([0, 1], own=True, vocab=drafter.vocab), target.ends, vocab=drafter.vocab
     )
-    own = target(chain(torch.tensor(text)), target.new_cache(1, 9)).logits[..., drafter.vocab]
+    own = target(chain(torch.tensor(text)), target.new_cache(1)).logits[..., drafter.vocab]
     torch.testing.assert_close(
-        untrained.model(chain(torch.tensor(text)), untrained.model.new_cache(1, 9)).logits, own
+        untrained.model(chain(torch.tensor(text)), untrained.model.new_cache(1)).logits, own
     )
 
 

@@ -25,7 +25,7 @@ def naive(drafter: RecursiveDrafter, target, text: list[int], path: list[int]) -
     """Log q of the token after `text + path`, text read with the target's features, path with guessed ones.
     No cache."""
     head = drafter.head
-    out = target(chain(torch.tensor([text])), target.new_cache(1, len(text)), drafter.taps)
+    out = target(chain(torch.tensor([text])), target.new_cache(1), drafter.taps)
     hidden = out.features[0, :-1]  # of all but the root
     if isinstance(head, Eagle3Head):
         hidden = hidden @ head.fc.weight.T
@@ -77,12 +77,12 @@ def test_rows_of_a_batch_draft_as_they_do_alone():
 def state_of(drafter: Eagle, target, prompt: list[int], rows: int, root: int):
     """The drafter's state after a prompt, in `rows` equal rows."""
     tokens = torch.tensor(prompt).expand(rows, -1)
-    cache = target.new_cache(rows, 64)
+    cache = target.new_cache(rows)
     out = target(chain(tokens), cache, drafter.taps)
     count = torch.full((rows,), len(prompt))
     cache.keep(None, count)
     nexts = torch.cat([tokens[:, 1:], torch.full((rows, 1), root)], 1)
-    state = drafter.start(rows, 64, target.device)
+    state = drafter.start(rows, target.device)
     drafter.absorb(Span(tokens, nexts, 0 * count, count, cache, out.features), state)
     return state
 

@@ -19,7 +19,7 @@ PROMPTS = tiny.prompts(9, 4, 14)
 def naive(drafter: FastEagle, target, text: list[int]) -> torch.Tensor:
     """Log q [N, Vd] of the N tokens after `text`. No cache."""
     head, H, n = drafter.head, drafter.head.config.hidden_size, len(text) - 1
-    out = target(chain(torch.tensor([text])), target.new_cache(1, n + 1), drafter.taps)
+    out = target(chain(torch.tensor([text])), target.new_cache(1), drafter.taps)
     g = sum(
         f @ w.T for f, w in zip(out.features[:, :-1].split(H, -1), head.fuse.weight.split(H, 1), strict=True)
     )
@@ -63,10 +63,10 @@ def test_sampled_children_follow_the_law_of_their_depth():
     target, rows, text = tiny.target("llama"), 4000, [*PROMPTS[0], 3]
     drafter = tiny.fasteagle(target, "[[0],[1],[0,0],[1,0]]", "sampled", vocab=8)
     tokens = torch.tensor(text).expand(rows, -1)
-    cache, count = target.new_cache(rows, 64), torch.full((rows,), len(PROMPTS[0]))
+    cache, count = target.new_cache(rows), torch.full((rows,), len(PROMPTS[0]))
     out = target(chain(tokens[:, :-1]), cache, drafter.taps)
     cache.keep(None, count)
-    state = drafter.start(rows, 64, target.device)
+    state = drafter.start(rows, target.device)
     drafter.absorb(Span(tokens[:, :-1], tokens[:, 1:], 0 * count, count, cache, out.features), state)
     tree = drafter.propose(
         state, Sampler(rows_of(Sampling(temperature=1.5), rows), [PROMPTS[0]] * rows, target.vocab)

@@ -25,7 +25,7 @@ def naive(drafter: Glide, target, text: list[int], path: list[int]) -> torch.Ten
     its own."""
     head, lead = drafter.head, int(drafter.head.config.first_token)
     tokens = torch.tensor([text[1 - lead :] + path])
-    out = target(chain(torch.tensor([text[:-1]])), target.new_cache(1, len(text)), drafter.taps)
+    out = target(chain(torch.tensor([text[:-1]])), target.new_cache(1), drafter.taps)
     m = len(text) - 1  # what the target has read ends before the root
     at = torch.arange(1 - lead, m + 1 + len(path))
     causal = (at <= at[:, None])[None, None]
@@ -60,7 +60,7 @@ def test_every_drafted_child_is_among_the_likeliest_of_its_path(family, tree, ma
 def test_rows_of_a_batch_draft_as_they_do_alone(published, monkeypatch):
     """Ragged prefill, in chunks of which a text begins in the second; rows that end before others, slots of
     one row seen by another."""
-    monkeypatch.setattr("slipstream.decode.round.CHUNK", 5)
+    monkeypatch.setattr("slipstream.decode.session.CHUNK", 5)
     target = tiny.target("llama")
     drafter = tiny.glide(target, depth=2, published=published)
     together = generate(target, PROMPTS, drafter, max_new_tokens=16, temperature=0.0)
@@ -83,9 +83,9 @@ def test_a_block_of_training_is_a_draft(published):
         first = int(torch.randint(block, (), generator=torch.Generator().manual_seed(seed)))
         firsts.add(first)
         for row in range(first, T - block, block):  # the root is token row + 1
-            cache, count = target.new_cache(1, T + 1), torch.tensor([row + 1])
+            cache, count = target.new_cache(1), torch.tensor([row + 1])
             cache.keep(None, count)
-            state = drafter.start(1, T + 1, target.device)
+            state = drafter.start(1, target.device)
             drafter.absorb(
                 Span(
                     text[:, : row + 1], text[:, 1 : row + 2], 0 * count, count, cache, features[:, : row + 1]

@@ -8,7 +8,7 @@ from rich.console import Console
 
 import tiny
 from slipstream.decode.answer import Round
-from slipstream.decode.round import Seconds
+from slipstream.decode.session import Seconds
 from slipstream.files import check_writable, write_json
 from slipstream.measure.certify import certify
 from slipstream.measure.questions import Question

@@ -13,7 +13,7 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.decode.answer import Round
-from slipstream.decode.round import Seconds
+from slipstream.decode.session import Seconds
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
 from slipstream.measure.cost import ROWS, cost_curve, pass_seconds, weight_bytes
@@ -60,8 +60,8 @@ def test_ranks_are_those_of_drafts_from_every_position(target, drafter, proposal
         text = record.tokens[b, : record.lengths[b]]
         for at in range(int(record.prompts[b]), len(text) - 1):
             sampler = Sampler([row], [[]], target.vocab)
-            state = drafter.start(1, 64, target.device)
-            cache = target.new_cache(1, 64)
+            state = drafter.start(1, target.device)
+            cache = target.new_cache(1)
             read = Span(
                 text[None, :at], text[None, 1 : at + 1], torch.zeros(1).long(), torch.tensor([at]), cache
             )

@@ -63,7 +63,7 @@ def test_compiled_layers_say_what_eager_ones_say(family):
     eager, fast = (Target(deepcopy(tiny.reference(family)), compile=compile) for compile in (False, True))
     said = []
     for target in (eager, fast):
-        cache = target.new_cache(2, 40)
+        cache = target.new_cache(2)
         target(chain(torch.tensor(tiny.prompts(12, 12))), cache)
         cache.keep(None, torch.tensor([12, 9]))
         for nodes in (1, 6):

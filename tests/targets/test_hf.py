@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, Gemma2Config
 
-import slipstream.decode.round
+import slipstream.decode.session
 import tiny
 from slipstream.core.cache import KVCache
 from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.span import Output, Span
 from slipstream.core.tree import PAD, Tree, chain
-from slipstream.decode.round import Decoder
+from slipstream.decode.session import Session
 from slipstream.targets import Target
 from slipstream.targets.inside import GROUPED
 
@@ -56,7 +56,7 @@ def prefilled(target: Target, memory: Tensor | None = None) -> KVCache:
     """A cache that has read the prompts, which are ragged."""
     lengths = list(map(len, PROMPTS))
     tokens = torch.tensor([prompt + [0] * (max(lengths) - len(prompt)) for prompt in PROMPTS])
-    cache = target.new_cache(len(PROMPTS), 64, memory)
+    cache = target.new_cache(len(PROMPTS), memory)
     target(chain(tokens), cache)
     cache.keep(None, torch.tensor(lengths))
     cache.settle(lengths)
@@ -135,7 +135,7 @@ class Listener(Drafter):
     def __init__(self) -> None:
         self.spans: list[Span] = []
 
-    def start(self, batch: int, capacity: int, device: torch.device) -> State:
+    def start(self, batch: int, device: torch.device) -> State:
         return State(torch.zeros(batch, dtype=torch.long))
 
     def absorb(self, span: Span, state: State) -> None:
@@ -151,10 +151,9 @@ class Listener(Drafter):
 
 def prefill(target: Target) -> tuple[KVCache, Listener]:
     """The cache after ragged prompts, and the drafter that was told of them."""
-    listener, sampler = Listener(), Sampler([Sampling()] * len(PROMPTS), PROMPTS, target.vocab)
-    decoder = Decoder.start(target, listener, sampler, capacity=40)
-    decoder.prefill(PROMPTS)
-    return decoder.cache, listener
+    session = Session(target, Listener(), rows=len(PROMPTS))
+    session.admit(PROMPTS, [Sampling()] * len(PROMPTS))
+    return session.cache, session.drafter
 
 
 @every_family
@@ -162,7 +161,7 @@ def test_prefill_in_chunks_equals_prefill_in_one(family, monkeypatch):
     """Chunks cut so that a short prompt is read twice, late or not at all, or its drafter misses tokens."""
     target = tiny.target(family)
     whole, once = prefill(target)
-    monkeypatch.setattr(slipstream.decode.round, "CHUNK", 4)
+    monkeypatch.setattr(slipstream.decode.session, "CHUNK", 4)
     parts, often = prefill(target)
     assert (len(once.spans), len(often.spans)) == (1, 4)
     assert parts.lengths.tolist() == whole.lengths.tolist() == list(map(len, PROMPTS))
@@ -279,7 +278,7 @@ def test_unknown_taps_are_refused_with_the_choices(tap):
     with pytest.raises(
         ValueError, match=f"Unknown tap: '{tap}'.*'final', 'input of block 0' to 'input of block 1'"
     ):
-        target(TREE, target.new_cache(3, 16), taps=(tap,))
+        target(TREE, target.new_cache(3), taps=(tap,))
 
 
 @every_family

@@ -43,9 +43,9 @@ def test_unrolled_steps_are_the_steps_of_a_draft(drafter):
         steps.append(said)
         inputs = torch.cat([inputs[:, :1], said[:, :-1]], 1)
     for root in range(1, T - depth):  # draft along the text from every root, with the drafter's own cache
-        cache = target.new_cache(1, T + 1)
+        cache = target.new_cache(1)
         cache.keep(None, torch.tensor([root]))
-        state = drafter.start(1, T + 1, target.device)
+        state = drafter.start(1, target.device)
         count = torch.tensor([root])
         span = Span(text[:, :root], text[:, 1 : root + 1], 0 * count, count, cache, features[:, :root])
         drafter.absorb(span, state)
@@ -68,9 +68,9 @@ def test_layers_of_a_cascade_are_the_steps_of_a_draft():
     steps = list(objective.steps(text, features, Loss(), torch.Generator()))
     assert len(steps) == 3
     for root in range(1, T + 1):
-        cache, count = target.new_cache(1, T + 1), torch.tensor([root])
+        cache, count = target.new_cache(1), torch.tensor([root])
         cache.keep(None, count)
-        state = drafter.start(1, T + 1, target.device)
+        state = drafter.start(1, target.device)
         drafter.absorb(
             Span(text[:, :root], text[:, 1 : root + 1], 0 * count, count, cache, features[:, :root]), state
         )
@@ -310,7 +310,7 @@ def test_hard_labels_are_the_texts_own_tokens():
 def test_what_is_taught_and_drafted_with_is_the_targets_law(family):
     """An LM head's bias, scale or soft cap that is left out: Gemma 2 caps its logits at 30."""
     target, text = tiny.target(family), torch.tensor(tiny.prompts(9))
-    out = target(chain(text), target.new_cache(1, 9), ("final",))
+    out = target(chain(text), target.new_cache(1), ("final",))
     drafter = tiny.eagle(target)
     assert torch.allclose(drafter.logits(out.features), out.logits, atol=1e-9)
     law = EagleObjective(drafter.head, target.ends, None)._law(out.features[0], text[0], False)

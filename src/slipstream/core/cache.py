@@ -1,5 +1,6 @@
-"""KVCache: what the target has read, per row, preallocated. Slots past `lengths` are scratch."""
+"""KVCache: keys and values of what the target has read, for some rows of a storage that is allocated once."""
 
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from slipstream.compiled import freed
 from slipstream.core import look
 
 BUCKET = 64  # keys are read up to a multiple of this, never to capacity
+BLOCK = 256  # slots by which a storage grows
 
 
 class LayerView(NamedTuple):
@@ -52,44 +54,123 @@ def _put(
     storage[rows, :, slots] = new.transpose(1, 2)
 
 
+class Storage:
+    """The memory behind the caches of one session: keys and values of L layers for a fixed number of rows.
+
+    It is allocated by the first write, in the layers' own shape and dtype, and copied only to hold longer
+    texts.
+
+    Attributes:
+        capacity: slots for the text of a row. Memory comes before them. Behind them is one slot that is never
+            read: without it a pass that reads all slots would need a graph of its own.
+    """
+
+    def __init__(self, layers: int, rows: int, memory: Float[Tensor, "L 2 P heads D"] | None) -> None:
+        self.layers, self.rows, self.memory, self.capacity = layers, rows, memory, 0
+        self.keys: Float[Tensor, "L rows heads S D"] | None = None
+        self.values: Float[Tensor, "L rows heads S Dv"] | None = None
+
+    def hold(self, slots: int) -> None:
+        """Make room for texts of so many tokens. What is stored stays."""
+        if slots > self.capacity:
+            self.capacity = slots
+            if self.keys is not None and self.values is not None:
+                self.keys, self.values = (self._zeros(old, old) for old in (self.keys, self.values))
+
+    def allocate(self, key: Float[Tensor, "B heads R D"], value: Float[Tensor, "B heads R Dv"]) -> None:
+        """Memory for rows like these."""
+        memory = (None, None) if self.memory is None else self.memory.transpose(2, 3)[:, :, None].unbind(1)
+        self.keys, self.values = self._zeros(key, memory[0]), self._zeros(value, memory[1])
+
+    def _zeros(self, like: Tensor, first: Tensor | None) -> Float[Tensor, "L rows heads S D"]:
+        """Zeros, the first slots of which are given. Masked slots enter as 0 · value, and 0 · NaN is NaN."""
+        prefix = 0 if self.memory is None else self.memory.shape[2]
+        shape = self.layers, self.rows, like.shape[-3], prefix + self.capacity + 1, like.shape[-1]
+        made = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        if first is not None:
+            made[..., : first.shape[-2], :] = first
+        return made
+
+
 class KVCache:
-    """Keys and values of L layers for B rows of `capacity` slots.
+    """Keys and values of L layers for B texts: the rows [first, first + B) of a `Storage`.
 
     A round reserves slots for its rows (`reserve`), the target's layers write into them (`write`), and what
-    was accepted is moved to the front and kept (`keep`). Storage appears with the first write, in the layers'
-    own shape and dtype.
+    was accepted is moved to the front and kept (`keep`). Slots past `lengths` are scratch.
 
     Args:
         layers: L.
-        batch: B.
-        capacity: slots per row: the longest text and one round's rows.
+        batch: B, and the rows of the storage.
         memory: keys and values [L, 2, P, heads, D] that only probes read (BiTA's prompts). They fill the
-            first P slots, stand at no position, and are written once instead of being concatenated in every
-            layer of every pass.
+            first P slots of every row and stand at no position.
+
+    Attributes:
+        lengths: tokens of each text.
+        texts: the number of the text in each row, which a session counts.
+        bound: upper bound on `lengths`, known to the host; exact after `settle`.
+        used: the slots that this round reads.
     """
 
     def __init__(
         self,
         layers: int,
         batch: int,
-        capacity: int,
         device: torch.device | str = "cpu",
         memory: Float[Tensor, "L 2 P heads D"] | None = None,
     ) -> None:
-        self.layers, self.capacity, self.memory = layers, capacity, memory
+        self.storage, self.layers, self.first, self.bound = Storage(layers, batch, memory), layers, 0, 0
+        self.prefix = 0 if memory is None else memory.shape[2]
         self.lengths: Int[Tensor, " B"] = torch.zeros(batch, dtype=torch.long, device=device)
-        self.bound = 0  # host-side upper bound on lengths, exact after `settle`
-        self.keys: Float[Tensor, "L B heads S D"] | None = None
-        self.values: Float[Tensor, "L B heads S D"] | None = None
+        self.texts: Int[Tensor, " B"] = torch.arange(batch, device=device)
+        self.used: Int[Tensor, " S"] = torch.arange(0, device=device)
         self._slots: Int[Tensor, "B R"] = self.lengths[:, None]
         self._after = 0
-        self.used: Int[Tensor, " S"] = torch.arange(0, device=device)  # the slots that this round reads
         self._start: int | None = None  # first slot of this round where all rows agree
 
+    def window(self, rows: int) -> "KVCache":
+        """An empty cache for new texts, in the storage's rows behind these."""
+        made = copy(self)
+        made.first = self.first + len(self.lengths)
+        assert made.first + rows <= self.storage.rows, "the storage has no rows left"
+        made.lengths, made.bound = self.lengths.new_zeros(rows), 0
+        made.texts = torch.arange(rows, device=self.texts.device)
+        return made
+
+    def join(self, other: "KVCache") -> None:
+        """Take in a window behind these rows."""
+        assert other.storage is self.storage and other.first == self.first + len(self.lengths)
+        self.lengths = torch.cat([self.lengths, other.lengths])
+        self.texts = torch.cat([self.texts, other.texts])
+        self.bound = max(self.bound, other.bound)
+
+    def select(self, order: list[int]) -> None:
+        """Go on with some of the rows, in that order. Only rows that change place are moved."""
+        moves = [(goal, row) for goal, row in enumerate(order) if goal != row]
+        if moves and self.keys is not None and self.values is not None:
+            goals, rows = torch.tensor(moves, device=self.lengths.device).T
+            used = slice(self.prefix, self.prefix + self.bound)
+            for stored in (self.keys, self.values):  # the right side is a copy: rows may change places
+                stored[:, goals, :, used] = stored[:, rows, :, used]
+        index = torch.tensor(order, dtype=torch.long, device=self.lengths.device)
+        self.lengths, self.texts = self.lengths[index], self.texts[index]
+
     @property
-    def prefix(self) -> int:
-        """P, the slots that memory takes."""
-        return 0 if self.memory is None else self.memory.shape[2]
+    def keys(self) -> Float[Tensor, "L B heads S D"] | None:
+        return self._rows(self.storage.keys)
+
+    @property
+    def values(self) -> Float[Tensor, "L B heads S Dv"] | None:
+        return self._rows(self.storage.values)
+
+    def _rows(self, stored: Tensor | None) -> Tensor | None:
+        """This window of the storage."""
+        B = len(self.lengths)
+        return stored if stored is None or stored.shape[1] == B else stored[:, self.first : self.first + B]
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a row that are allocated, or will be."""
+        return self.storage.capacity
 
     @property
     def view(self) -> int:
@@ -99,17 +180,9 @@ class KVCache:
 
     def reserve(self, rows: int, after: int = 0) -> None:
         """Set aside the next `rows` slots of every row, `after` scratch slots that an earlier pass of the
-        round filled.
-
-        Raises:
-            ValueError: the capacity does not hold them.
-        """
-        if self.bound + after + rows > self.capacity:
-            raise ValueError(
-                f"the cache holds {self.capacity} slots a row, of which {self.bound + after} are used; a "
-                f"pass of {rows} "
-                "rows does not fit: allocate more, or draft a smaller tree"
-            )
+        round filled. The storage grows where they do not fit."""
+        if (needed := self.bound + after + rows) > self.capacity:
+            self.storage.hold(-(-needed // BLOCK) * BLOCK)
         first = self.prefix + after + self.lengths[:, None]
         self._slots, self._after = first + torch.arange(rows, device=self.lengths.device), after
         self.used = torch.arange(self.view, device=self.lengths.device)
@@ -120,14 +193,14 @@ class KVCache:
         self, layer: int, key: Float[Tensor, "B heads R D"], value: Float[Tensor, "B heads R Dv"]
     ) -> None:
         """Fill the reserved slots of one layer."""
-        if self.keys is None or self.values is None:
-            self._allocate(key, value)
+        if self.storage.keys is None:
+            self.storage.allocate(key, value)
         assert self.keys is not None and self.values is not None
-        for storage, new in ((self.keys[layer], key), (self.values[layer], value)):
+        for stored, new in ((self.keys[layer], key), (self.values[layer], value)):
             if self._start is not None:  # a plain copy: a third of the cost of index_put_
-                storage[:, :, self._start : self._start + new.shape[2]] = new
+                stored[:, :, self._start : self._start + new.shape[2]] = new
             else:
-                _put(storage, self._slots, new)
+                _put(stored, self._slots, new)
 
     def read(self, layer: int) -> tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S Dv"]]:
         """Keys and values of one layer, `view` slots."""
@@ -148,16 +221,6 @@ class KVCache:
         keys, values = freed(self.keys[layer], 0, 2), freed(self.values[layer], 0, 2)
         return LayerView(keys, values, freed(self._slots), freed(self.used, 0))
 
-    def _allocate(self, key: Tensor, value: Tensor) -> None:
-        # one slot that is never read: a graph is not to be made for the case that a pass reads all there are
-        shape = (self.layers, len(self.lengths), key.shape[1], self.prefix + self.capacity + 1)
-        # zeros, not empty: masked slots still enter 0 · value, and 0 · NaN is NaN
-        self.keys = torch.zeros(*shape, key.shape[-1], dtype=key.dtype, device=key.device)
-        self.values = torch.zeros(*shape, value.shape[-1], dtype=value.dtype, device=value.device)
-        if self.memory is not None:
-            for storage, memory in zip((self.keys, self.values), self.memory.unbind(1), strict=True):
-                storage[..., : self.prefix, :] = memory.transpose(1, 2)[:, None]
-
     def keep(self, path: Int[Tensor, "B D1"] | None, count: Int[Tensor, " B"]) -> None:
         """Keep the `count` reserved rows named by `path` (`None`: the first ones), in place, and forget the
         others."""
@@ -169,47 +232,11 @@ class KVCache:
             if not look.may_look(path) or bool(((path != steps) & (steps < count[:, None])).any()):
                 rows = torch.arange(len(path), device=path.device)[:, None]
                 source, goal = self._slots.gather(1, path), self._slots[:, :width]
-                for storage in (
-                    self.keys,
-                    self.values,
-                ):  # path[j] >= j and the right side is a copy: safe in place
-                    storage[:, rows, :, goal] = storage[:, rows, :, source]
+                for stored in (self.keys, self.values):  # path[j] >= j and the right side is a copy: safe
+                    stored[:, rows, :, goal] = stored[:, rows, :, source]
         self.lengths = self.lengths + count
         self.bound += width
 
     def settle(self, lengths: list[int]) -> None:
         """Tell the host-side bound what the round's one copy to the host showed."""
         self.bound = max(lengths, default=0)
-
-    def select(self, rows: list[int]) -> "KVCache":
-        """A cache of some of the rows, in that order."""
-        index = torch.tensor(rows, dtype=torch.long, device=self.lengths.device)
-        new = KVCache(self.layers, len(rows), self.capacity, self.lengths.device, self.memory)
-        new.lengths, new.bound = self.lengths[index], self.bound
-        if self.keys is not None and self.values is not None:
-            new.keys, new.values = self.keys[:, index], self.values[:, index]
-        return new
-
-    def insert(self, other: "KVCache") -> "KVCache":
-        """A cache of these rows followed by another's; capacities must agree."""
-        assert self.capacity == other.capacity and self.prefix == other.prefix
-        new = KVCache(
-            self.layers,
-            len(self.lengths) + len(other.lengths),
-            self.capacity,
-            self.lengths.device,
-            self.memory,
-        )
-        new.lengths, new.bound = torch.cat([self.lengths, other.lengths]), max(self.bound, other.bound)
-        for empty, full in ((self, other), (other, self)):
-            if empty.keys is None and full.keys is not None and full.values is not None:
-                empty._allocate(full.keys[0], full.values[0])
-        if (
-            self.keys is not None
-            and self.values is not None
-            and other.keys is not None
-            and other.values is not None
-        ):
-            new.keys = torch.cat([self.keys, other.keys], 1)
-            new.values = torch.cat([self.values, other.values], 1)
-        return new

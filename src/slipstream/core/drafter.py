@@ -1,61 +1,77 @@
 """The Drafter protocol: three methods, which every method of drafting fits."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from slipstream.core.cache import KVCache
+from slipstream.core.cache import BLOCK, KVCache
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
 
-S = TypeVar("S", bound="State")
 FINAL, INPUT, CACHE = "final", "input of block ", "cache of block "  # taps; a block's number follows
 
 
 @dataclass
 class State:
-    """What a drafter knows of its B rows. Every tensor field leads with B, so that rows come and go; so do
-    caches, and the states of drafters that it is made of."""
+    """What a drafter knows of its B rows. Its fields are tensors that lead with B, caches of B rows, and the
+    states of the drafters that it is made of."""
 
     root: Int[Tensor, " B"]  # chosen by the target, not yet read by it
 
     @property
     def parts(self) -> list["State"]:
         """This state and all that are in it."""
-        return [
-            self,
-            *(part for value in vars(self).values() if isinstance(value, State) for part in value.parts),
-        ]
+        inner = [value for value in vars(self).values() if isinstance(value, State)]
+        return [self, *(part for state in inner for part in state.parts)]
 
-    def select(self: S, rows: Sequence[int]) -> S:
-        """The state of some of the rows."""
-        index = torch.tensor(list(rows), dtype=torch.long, device=self.root.device)
-        kept: dict[str, Any] = {
-            name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        kept |= {
-            name: value.select(list(rows))
-            for name, value in vars(self).items()
-            if isinstance(value, KVCache | State)
-        }
-        return replace(self, **kept)
+    @property
+    def caches(self) -> list[KVCache]:
+        """The caches of all parts."""
+        return [value for part in self.parts for value in vars(part).values() if isinstance(value, KVCache)]
 
-    def insert(self: S, other: S) -> S:
-        """The state of these rows followed by another's."""
-        pairs = [(name, value, vars(other)[name]) for name, value in vars(self).items()]
-        joined: dict[str, Any] = {
-            name: torch.cat([mine, theirs]) for name, mine, theirs in pairs if isinstance(mine, Tensor)
-        }
-        joined |= {
-            name: mine.insert(theirs) for name, mine, theirs in pairs if isinstance(mine, KVCache | State)
-        }
-        return replace(self, **joined)
+    def place_behind(self, other: "State") -> None:
+        """Let the caches, which are still empty, be windows behind another state's."""
+        for mine, theirs in zip(self.parts, other.parts, strict=True):
+            for name, value in vars(theirs).items():
+                if isinstance(value, KVCache):
+                    setattr(mine, name, value.window(len(self.root)))
+
+    def select(self, order: list[int]) -> None:
+        """Go on with some of the rows, in that order."""
+        index = torch.tensor(order, dtype=torch.long, device=self.root.device)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value[index])
+            elif isinstance(value, KVCache | State):
+                value.select(order)
+
+    def join(self, other: "State") -> None:
+        """Take in the rows of another state, whose caches are windows behind this one's."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, _stacked(value, vars(other)[name]))
+            elif isinstance(value, KVCache | State):
+                value.join(vars(other)[name])
+
+
+def _stacked(a: Tensor, b: Tensor) -> Tensor:
+    """The rows of both. Columns that one of two texts has no room for yet are zeros."""
+    if a.dim() > 1 and a.shape[1] != b.shape[1]:
+        a, b = (widened(x, max(a.shape[1], b.shape[1])) for x in (a, b))
+    return torch.cat([a, b])
+
+
+def widened(text: Int[Tensor, "B S"], slots: int) -> Int[Tensor, "B S1"]:
+    """The same with zeros behind, if it has fewer slots; room is made by blocks."""
+    if slots <= text.shape[1]:
+        return text
+    return torch.nn.functional.pad(text, (0, -(-slots // BLOCK) * BLOCK - text.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -111,8 +127,8 @@ class Drafter(ABC):
     memory: Float[Tensor, "L 2 P heads D"] | None = None
 
     @abstractmethod
-    def start(self, batch: int, capacity: int, device: torch.device) -> State:
-        """A state for `batch` rows that will hold at most `capacity` tokens each."""
+    def start(self, batch: int, device: torch.device) -> State:
+        """A state for `batch` rows that have read nothing. Whatever holds a text grows with it."""
 
     @abstractmethod
     def absorb(self, span: Span, state: State) -> None:

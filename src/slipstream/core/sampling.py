@@ -276,7 +276,7 @@ class Sampler:
         """The sampler of some of the rows, with their histories."""
         return self._rebuilt([self], [list(rows)])
 
-    def insert(self, other: "Sampler") -> "Sampler":
+    def join(self, other: "Sampler") -> "Sampler":
         """The sampler of these rows followed by another's."""
         return self._rebuilt([self, other], [range(len(self)), range(len(other))])
 

@@ -1,1 +1,1 @@
-"""The round, ragged batches, `generate`, streaming and traces."""
+"""Sessions, ragged batches, `generate`, streaming and traces."""

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.core.sampling import Sampler, Sampling
-from slipstream.core.tree import chain
-from slipstream.decode.round import Decoder
+from slipstream.core.sampling import Sampling
+from slipstream.decode.session import Session
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.targets.hf import Target
 
@@ -52,27 +51,22 @@ def audit(
     the margin would have let it in, and only tokens inside a narrowed support can outrank it. Processors and
     warpers have no slack: a token at the edge of what they let in counts as an error.
     """
-    sampler = Sampler([sampling], [prompt], target.vocab, target.device)
-    decoder = Decoder.start(target, Vanilla(), sampler, len(prompt) + len(answer))
-    one = torch.ones(1, dtype=torch.long, device=target.device)
+    session = Session(target, Vanilla(), capacity=len(prompt) + len(answer))
     slack = margin_of(target)
     unit = sampling.temperature or 1.0  # scores are logits over temperature
-    last, found = decoder.prefill([prompt]).logits, []
+    found = []
     for i, token in enumerate(answer):
         if i:
-            fed = one * answer[i - 1]
-            sampler.observe(fed, one.bool())
-            last = target(chain(fed[None]), decoder.cache).logits
-            decoder.cache.keep(None, one)
-        assert last is not None
-        position = one * (len(prompt) + i)
-        noise, logits = sampler.noise(position), last[:, -1]
-        plain = int(sampler.draw(sampler.scores(logits), position))
-        if not sampler.sound:
+            session.state.root.fill_(answer[i - 1])
+        [plain] = session.step() if i else session.admit([prompt], [sampling])
+        if not plain.sound:
             raise ValueError(target.unsound([*prompt, *answer[:i]]))
-        if plain != token:
+        if plain.tokens != [token]:
+            sampler, span = session.sampler, session.span
+            assert span is not None and span.logits is not None
+            noise, logits = sampler.noise(span.start + span.count), span.logits[:, -1]
             mine = (sampler.scores(logits, slack / unit) + noise)[0, token]
             best = (sampler.scores(logits, -slack / unit) + noise).max()
             behind = float(best - mine) * unit if mine > -torch.inf else math.inf
-            found.append(Divergence(i, token, plain, max(0.0, behind)))
+            found.append(Divergence(i, token, plain.tokens[0], max(0.0, behind)))
     return found

@@ -65,11 +65,13 @@ class Captured:
         self._places: list[tuple[Any, str]] = [(cache, "lengths") for cache in self.caches]
         self._places += [(part, name) for part, name, value in held if isinstance(value, Tensor)]
         self._until = -1  # the cache's bound that the captures are good for
+        self._memory: list[Tensor | None] = []  # the keys of all storages when they were made
 
     def step(self) -> Any:
         """One round: what `check` returns, filled anew by the next round."""
-        bound = self.cache.bound
-        if bound > self._until:
+        bound, memory = self.cache.bound, [cache.storage.keys for cache in self.caches]
+        moved = any(old is not new for old, new in zip(self._memory, memory, strict=False))
+        if bound > self._until or moved:
             self._capture(rounded(bound))
         self._propose()
         self._check()
@@ -80,11 +82,15 @@ class Captured:
     def _capture(self, until: int) -> None:
         self._until = until
         before = [getattr(*place).clone() for place in self._places]
+        for cache in self.caches:
+            cache.settle([until])
+        self.check(self.propose())  # storages and texts grow to what the captured rounds will need
+        self._memory = [cache.storage.keys for cache in self.caches]
         tree, self._propose = self.record(lambda: self._half(self.propose))
         self._propose()  # a check reads the tree before it is captured
         self._made, self._check = self.record(lambda: self._half(lambda: self.check(tree)))
         for place, value in zip(self._places, before, strict=True):
-            getattr(*place).copy_(value)
+            getattr(*place)[tuple(map(slice, value.shape))] = value
 
     def _half(self, half: Callable[[], Any]) -> Any:
         """One half, at the sizes of full caches; what it made anew is put where the old was."""

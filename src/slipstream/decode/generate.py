@@ -1,8 +1,9 @@
 """generate and stream: prompts in, answers out, with the arguments people know from Hugging Face."""
 
 import json
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from os import PathLike
 from time import perf_counter
 from typing import Any, Protocol, runtime_checkable
@@ -11,11 +12,10 @@ import torch
 from torch import Tensor
 
 from slipstream.core.drafter import Drafter
-from slipstream.core.sampling import Sampler, Sampling
-from slipstream.core.span import Span
+from slipstream.core.sampling import Sampling
 from slipstream.core.verify import Law, coupled, lossy_typical, multi_round
 from slipstream.decode.answer import Answer, Finish, Round, mean_accepted_length
-from slipstream.decode.round import Decoder, Seconds
+from slipstream.decode.session import Seconds, Session
 from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
 from slipstream.drafters.spec import Named, Spec
@@ -201,7 +201,7 @@ class Stream(Iterator[str]):
 
     def _rounds(self, job: "_Job") -> Generator[list[str], None, None]:
         (answer,), shown = job.answers, 0
-        for seconds in _rounds(*job.work, job.trace):
+        for seconds in _rounds(*job.work, job.trace, None):
             pieces, shown = answer.pieces[shown:], len(answer.pieces)
             if answer.finish is not None:
                 (self.generation,) = job.generations(seconds)
@@ -286,12 +286,13 @@ def decode(
     law: Law = coupled,
     streamer: Streamer | None = None,
     trace: Writer | None = None,
+    batch: int | None = None,
 ) -> Seconds:
     """Fill `answers`, one per prompt. Returns where the time went."""
     if streamer is not None:
         streamer.put(torch.tensor(prompts[0]))
     seconds = Seconds()
-    for seconds in _rounds(target, drafter, prompts, sampling, answers, law, trace):  # noqa: B007
+    for seconds in _rounds(target, drafter, prompts, sampling, answers, law, trace, batch):  # noqa: B007
         if streamer is not None and (tokens := answers[0].released()):
             streamer.put(torch.tensor(tokens))
     if streamer is not None:
@@ -307,62 +308,41 @@ def _rounds(
     answers: Sequence[Answer],
     law: Law,
     trace: Writer | None,
+    batch: int | None,
 ) -> Iterator[Seconds]:
-    """Fill `answers`, round by round; rows leave the batch as they finish. Gives where the time went so
-    far."""
-    with torch.inference_mode():  # never across a yield: it would be the caller's mode, too
-        sampler = Sampler(sampling, prompts, target.vocab, target.device)
-        capacity = max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))
-        decoder = Decoder.start(target, drafter, sampler, capacity, law)
-        span = decoder.prefill(prompts)
+    """Fill `answers`, round by round. Texts leave the session as they finish, and waiting ones take their
+    rows. Gives where the time went so far."""
+    rows = min(batch or len(prompts), len(prompts))
+    capacity = max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))
+    session, waiting = Session(target, drafter, law, rows, capacity), deque(range(len(prompts)))
+    while waiting or session.texts:
+        joining = [waiting.popleft() for _ in range(min(len(waiting), rows - len(session.texts)))]
+        if joining:
+            news = session.admit([prompts[i] for i in joining], [sampling[i] for i in joining])
+        else:
+            news = session.step()
         began = perf_counter()
-        news, sound = [[token] for token in span.last(span.nexts).tolist()], sampler.sound.tolist()
-    lengths, live = list(map(len, prompts)), list(range(len(prompts)))
-    drafted = None  # the prompt's pass is no round
-    while True:
-        for i, row in enumerate(live):
-            if not sound[i]:
-                raise ValueError(target.unsound([*prompts[row], *answers[row].tokens]))
-        for i, row in enumerate(live):
-            taken = answers[row].extend(news[i])
-            if drafted is not None:
-                answers[row].rounds.append(Round(drafted[i], len(news[i]) - 1, len(taken)))
-        decoder.seconds.host += perf_counter() - began
-        yield decoder.seconds
-        began = perf_counter()
-        going = [i for i, row in enumerate(live) if answers[row].finish is None]
-        if not going:
-            return
-        with torch.inference_mode():
-            if len(going) < len(live):
-                live, lengths = [live[i] for i in going], [lengths[i] for i in going]
-                decoder.select(going)
-            decoder.cache.settle(lengths)
-            decoder.seconds.host += perf_counter() - began
-            span = decoder.step(limit=target.window - 1 - max(lengths))
-            began = perf_counter()
-            news, drafted, sound = _read(span, decoder.sampler)
-            lengths = [length + len(tokens) for length, tokens in zip(lengths, news, strict=True)]
-            if trace is not None:
-                _write(trace, span, live, [len(answers[row].rounds) for row in live])
+        if trace is not None and not joining:
+            _write(trace, session, answers)
+        for each in news:
+            answer = answers[each.text]
+            if not each.sound:
+                raise ValueError(target.unsound([*prompts[each.text], *answer.tokens]))
+            taken = answer.extend(each.tokens)
+            if each.drafted is not None:
+                answer.rounds.append(Round(each.drafted, len(each.tokens) - 1, len(taken)))
+        session.retire(each.text for each in news if answers[each.text].finish is not None)
+        session.seconds.host += perf_counter() - began
+        yield session.seconds
 
 
-def _read(span: Span, sampler: Sampler) -> tuple[list[list[int]], list[int], list[int]]:
-    """New tokens and drafted depth of each row, and whether they mean something: the round's one copy to the
-    host."""
-    assert span.tree is not None
-    depths = replace(span.tree, probes=None).layout().depths
-    drafted = depths.where(span.tree.tokens >= 0, 0).amax(1)
-    about = torch.stack([span.count, drafted, sampler.sound], 1)
-    table = torch.cat([about, span.nexts], 1).tolist()
-    return [row[3 : 3 + row[0]] for row in table], [row[1] for row in table], [row[2] for row in table]
-
-
-def _write(trace: Writer, span: Span, live: Sequence[int], rounds: Sequence[int]) -> None:
-    """One JSON line per row: the tree, the accepted slots and the target's own token."""
-    assert span.tree is not None and span.path is not None
+def _write(trace: Writer, session: Session, answers: Sequence[Answer]) -> None:
+    """One JSON line per text: the tree, the accepted slots and the target's own token."""
+    span = session.span
+    assert span is not None and span.tree is not None and span.path is not None
     parents = span.tree.parent_slots().expand_as(span.tree.tokens).tolist()
     path, count, nexts = span.path.tolist(), span.count.tolist(), span.last(span.nexts).tolist()
     for i, tokens in enumerate(span.tree.tokens.tolist()):
-        line = {"row": live[i], "round": rounds[i], "tokens": tokens, "parents": parents[i]}
+        text = session.texts[i]
+        line = {"row": text, "round": len(answers[text].rounds), "tokens": tokens, "parents": parents[i]}
         trace.write(json.dumps({**line, "accepted": path[i][: count[i]], "next": nexts[i]}) + "\n")

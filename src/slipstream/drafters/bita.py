@@ -100,8 +100,8 @@ class Bita(ParallelDrafter):
         self._hosts = torch.tensor(sorted(nodes[: self.hosts or None]))[None]
         self.rows = self.shape.nodes + self._hosts.shape[1] * self.depth
 
-    def start(self, batch: int, capacity: int, device: torch.device) -> BitaState:
-        about = vars(super().start(batch, capacity, device))
+    def start(self, batch: int, device: torch.device) -> BitaState:
+        about = vars(super().start(batch, device))
         about["hidden"] = about["hidden"][:, : self.depth]  # no more masks ride than the tree is deep
         return BitaState(**about, known=torch.zeros(batch, dtype=torch.long, device=device))
 

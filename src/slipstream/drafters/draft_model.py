@@ -168,11 +168,10 @@ class DraftModel(Proposer):
             tensors[VOCAB] = self.vocab.int()
         return {"blocks": list(self.part.config.blocks), "tree": self.shape.name}, tensors
 
-    def start(self, batch: int, capacity: int, device: torch.device) -> DraftModelState:
+    def start(self, batch: int, device: torch.device) -> DraftModelState:
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
         scores = torch.zeros(batch, len(self.vocab), device=device)
-        room = capacity + self.depth + 2 + self.shape.scratch  # the bound runs a round behind
-        return DraftModelState(zeros, scores, self.model.new_cache(batch, room))
+        return DraftModelState(zeros, scores, self.model.new_cache(batch))
 
     def absorb(self, span: Span, state: State) -> None:
         """Read what has been chosen since: the root, which the target has not read yet, included."""

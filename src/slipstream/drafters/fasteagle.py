@@ -107,9 +107,9 @@ class FastEagle(ParallelDrafter):
 
     method, module = "fasteagle", FastEagleHead
 
-    def start(self, batch: int, capacity: int, device: torch.device) -> FastEagleState:
-        cache = KVCache(self.deepest, batch, capacity + self.depth + 1, device)
-        return FastEagleState(**vars(super().start(batch, capacity, device)), cache=cache)
+    def start(self, batch: int, device: torch.device) -> FastEagleState:
+        cache = KVCache(self.deepest, batch, device)
+        return FastEagleState(**vars(super().start(batch, device)), cache=cache)
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, FastEagleState) and span.features is not None

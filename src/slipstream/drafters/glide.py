@@ -175,14 +175,12 @@ class Glide(HeadDrafter):
         """How far its own cache is ahead of the target's: by the text's first token, or not."""
         return int(self.head.config.first_token)
 
-    def start(self, batch: int, capacity: int, device: torch.device) -> GlideState:
+    def start(self, batch: int, device: torch.device) -> GlideState:
         N, zeros = self.head.config.depth, torch.zeros(batch, dtype=torch.long, device=device)
         width = self.head.config.hidden_size if self.head.own_lm_head else self.head.config.target_size
         hidden = torch.zeros(batch, width, dtype=self.ends.head.dtype, device=device)
-        room = capacity + self.lead + self.depth + 1 + self.shape.scratch  # the bound runs a round behind
-        return GlideState(
-            zeros, hidden, KVCache(N, batch, room, device), KVCache(len(self.taps), batch, room, device)
-        )
+        caches = KVCache(N, batch, device), KVCache(len(self.taps), batch, device)
+        return GlideState(zeros, hidden, *caches)
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, GlideState)

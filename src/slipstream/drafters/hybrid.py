@@ -87,10 +87,9 @@ class Hybrid(Drafter):
         match = max(1, min(6, drafter.shape.nodes // 2)) if depth is None else depth
         return cls(drafter, NGram(match))
 
-    def start(self, batch: int, capacity: int, device: torch.device) -> HybridState:
+    def start(self, batch: int, device: torch.device) -> HybridState:
         root = torch.zeros(batch, dtype=torch.long, device=device)
-        room = capacity + self.depth - self.head.depth  # what the head absorbs is as deep as a match
-        return HybridState(root, *(part.start(batch, room, device) for part in (self.head, self.ngram)))
+        return HybridState(root, *(part.start(batch, device) for part in (self.head, self.ngram)))
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, HybridState)

@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from slipstream.core.drafter import Drafter, State
+from slipstream.core.cache import BLOCK
+from slipstream.core.drafter import Drafter, State, widened
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree
@@ -60,7 +61,7 @@ class Lookahead(Drafter):
         self._column, self._parents = column, parents[None]
         self.rows, self.depth = len(parents), max(window + ngram - 2, ngram - 1)
 
-    def start(self, batch: int, capacity: int, device: torch.device) -> LookaheadState:
+    def start(self, batch: int, device: torch.device) -> LookaheadState:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.long, device=device)
 
@@ -70,7 +71,7 @@ class Lookahead(Drafter):
             zeros(batch, self.N - 1, self.W),
             pool,
             zeros(batch),
-            zeros(batch, capacity + 1),
+            zeros(batch, BLOCK),
             zeros(batch),
         )
 
@@ -91,6 +92,7 @@ class Lookahead(Drafter):
 
     def _read(self, span: Span, state: LookaheadState) -> None:
         """Append the span to the text, and put the text's own n-grams into the pool."""
+        state.text = widened(state.text, span.cache.bound + 1)
         at = span.start[:, None] + torch.arange(span.tokens.shape[1], device=span.tokens.device)
         state.text.scatter_(1, at.where(span.mask, state.text.shape[1] - 1), span.tokens)
         back = at[..., None] - torch.arange(self.N - 1, -1, -1, device=at.device)

@@ -12,7 +12,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from slipstream.core import look
-from slipstream.core.drafter import Drafter, State
+from slipstream.core.cache import BLOCK
+from slipstream.core.drafter import Drafter, State, widened
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree, chain
@@ -46,14 +47,15 @@ class NGram(Drafter):
             )
         self.depth, self.rows, self.longest, self.shortest = depth, depth + 1, longest, shortest
 
-    def start(self, batch: int, capacity: int, device: torch.device) -> NGramState:
+    def start(self, batch: int, device: torch.device) -> NGramState:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.long, device=device)
 
-        return NGramState(zeros(batch), zeros(batch, capacity + 1), zeros(batch))
+        return NGramState(zeros(batch), zeros(batch, BLOCK), zeros(batch))
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, NGramState)
+        state.text = widened(state.text, span.cache.bound + 1)
         at = span.start[:, None] + torch.arange(span.tokens.shape[1], device=span.tokens.device)
         state.text.scatter_(1, at.where(span.mask, state.text.shape[1] - 1), span.tokens)
         state.length, state.root = span.start + span.count, span.last(span.nexts)

@@ -31,7 +31,7 @@ class ParallelDrafter(HeadDrafter):
     def deepest(self) -> int:
         return int(self.head.config.depth)
 
-    def start(self, batch: int, capacity: int, device: torch.device) -> ParallelState:
+    def start(self, batch: int, device: torch.device) -> ParallelState:
         root = torch.zeros(batch, dtype=torch.long, device=device)
         about = (batch, self.deepest, self.head.config.hidden_size)
         return ParallelState(

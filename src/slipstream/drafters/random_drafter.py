@@ -51,7 +51,7 @@ class RandomDrafter(Drafter):
         self.inner = self.nodes - width**depth
         self.rows = self.nodes + (0 if probes is None else 2 * len(probes))
 
-    def start(self, batch: int, capacity: int, device: torch.device) -> RandomState:
+    def start(self, batch: int, device: torch.device) -> RandomState:
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
         return RandomState(zeros, zeros)
 

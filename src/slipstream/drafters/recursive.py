@@ -50,11 +50,10 @@ class RecursiveState(State):
 class RecursiveDrafter(HeadDrafter):
     """Reads each guess with the state that it guessed before."""
 
-    def start(self, batch: int, capacity: int, device: torch.device) -> RecursiveState:
+    def start(self, batch: int, device: torch.device) -> RecursiveState:
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
         hidden = torch.zeros(batch, self.head.config.hidden_size, dtype=self.ends.head.dtype, device=device)
-        room = capacity + self.depth + 1 + self.shape.scratch  # the bound runs a round behind
-        return RecursiveState(zeros, hidden, KVCache(1, batch, room, device))
+        return RecursiveState(zeros, hidden, KVCache(1, batch, device))
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, RecursiveState) and span.features is not None

@@ -30,7 +30,8 @@ class TreeOracle(Drafter):
     wrong parent.
 
     Args:
-        texts: prompt and answer of each row, as token ids. Past their end nothing is proposed.
+        texts: prompt and answer of each text, by its number, as token ids. Past their end nothing is
+            proposed.
         vocab: V, more than `width`.
     """
 
@@ -42,14 +43,14 @@ class TreeOracle(Drafter):
         self.texts, self.vocab, self.depth, self.width = [list(text) for text in texts], vocab, depth, width
         self.rows = 1 + depth * width + depth - 1
 
-    def start(self, batch: int, capacity: int, device: torch.device) -> OracleState:
+    def start(self, batch: int, device: torch.device) -> OracleState:
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
-        return OracleState(zeros, torch.arange(batch, device=device), zeros, zeros)
+        return OracleState(zeros, zeros, zeros, zeros)
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, OracleState)
         state.root, state.position = span.last(span.nexts), span.start + span.count
-        state.round = state.round + 1
+        state.row, state.round = span.cache.texts, state.round + 1
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, OracleState)

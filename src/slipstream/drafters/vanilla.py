@@ -14,7 +14,7 @@ from slipstream.core.tree import Tree, chain
 class Vanilla(Drafter):
     """One token per target pass."""
 
-    def start(self, batch: int, capacity: int, device: torch.device) -> State:
+    def start(self, batch: int, device: torch.device) -> State:
         return State(torch.zeros(batch, dtype=torch.long, device=device))
 
     def absorb(self, span: Span, state: State) -> None:

@@ -272,7 +272,7 @@ def first_difference(
     for name, module in head.named_modules():
         module.register_forward_hook(lambda module, args, out, name=name: ours.update({name: out[0]}))
     with torch.inference_mode():
-        [attend], _ = attend_cache(KVCache(1, 1, T), T)
+        [attend], _ = attend_cache(KVCache(1, 1), T)
         said = head(embedded[None], head.fuse(features[None]), positions, attend)[0]
         logits = drafter.logits(said[-1:])
         qkv = torch.cat([ours[f"{layer}.self_attn.{x}_proj"] for x in "qkv"], 1)

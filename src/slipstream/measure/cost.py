@@ -13,10 +13,10 @@ from rich.console import Group
 from rich.text import Text
 
 from slipstream.core.drafter import Drafter
-from slipstream.core.sampling import Sampler, Sampling
+from slipstream.core.sampling import Sampling
 from slipstream.core.tree import chain
 from slipstream.decode.capture import recorder
-from slipstream.decode.round import Decoder
+from slipstream.decode.session import Session
 from slipstream.files import cache_home, update_json
 from slipstream.results import Figures, Part, Result, heading
 from slipstream.targets.hf import Target
@@ -91,7 +91,8 @@ def pass_seconds(
     pass. Where rounds are captured, of its replay."""
     context = min(context, target.window - max(rows))
     tokens = torch.arange(batch * (context + max(rows)), device=target.device).view(batch, -1) % target.vocab
-    cache = target.new_cache(batch, context + max(rows))
+    cache = target.new_cache(batch)
+    cache.storage.hold(context + max(rows))
     target(chain(tokens[:, :context]), cache, rows=tokens[:, :0])
     cache.keep(None, torch.full((batch,), context, device=target.device))
     passes: dict[int, Callable[[], Any]] = {n: partial(target, chain(tokens[:, :n]), cache) for n in rows}
@@ -127,7 +128,6 @@ class Rounds:
         most: rounds of one drafter that there is room for.
     """
 
-    @torch.inference_mode()
     def __init__(
         self,
         target: Target,
@@ -136,28 +136,26 @@ class Rounds:
         temperature: float = 0.0,
         most: int = 32,
     ) -> None:
-        self._decoders, self._seen = [], [list[tuple[float, float, float]]() for _ in drafters]
+        self._seen = [list[tuple[float, float, float]]() for _ in drafters]
+        self._sessions = []
         for drafter in drafters:
-            sampler = Sampler([Sampling(temperature)], [prompt], target.vocab, target.device)
-            room = len(prompt) + (most + 1) * (1 + drafter.depth)
-            self._decoders.append(Decoder.start(target, drafter, sampler, room))
-            self._decoders[-1].prefill([prompt])
-            self._step(self._decoders[-1])  # not counted: buffers are made
+            session = Session(target, drafter, capacity=len(prompt) + (most + 1) * (1 + drafter.depth))
+            session.admit([prompt], [Sampling(temperature)])
+            session.step()  # not counted: buffers are made
+            self._sessions.append(session)
 
-    @torch.inference_mode()
     def run(self, rounds: int, among: Sequence[int] | None = None) -> list[RoundCost]:
         """So many more of each, or of some; what rounds of each cost by now."""
         for _ in range(rounds):
-            for i in range(len(self._decoders)) if among is None else among:
-                self._seen[i].append(self._step(self._decoders[i]))
+            for i in range(len(self._sessions)) if among is None else among:
+                self._seen[i].append(self._step(self._sessions[i]))
         return [RoundCost(*(median(values) for values in zip(*seen, strict=True))) for seen in self._seen]
 
     @staticmethod
-    def _step(decoder: Decoder) -> tuple[float, float, float]:
-        decoder.cache.settle(decoder.cache.lengths.tolist())
-        before = replace(decoder.seconds)
-        decoder.step(limit=decoder.target.window)
-        after = decoder.seconds
+    def _step(session: Session) -> tuple[float, float, float]:
+        before = replace(session.seconds)
+        session.step()
+        after = session.seconds
         return after.draft - before.draft, after.verify - before.verify, after.host - before.host
 
 

@@ -4,7 +4,7 @@ from pydantic import Field
 from rich.console import Group
 from rich.text import Text
 
-from slipstream.decode.round import Seconds
+from slipstream.decode.session import Seconds
 from slipstream.measure.paired import Asked, Paired
 from slipstream.results import Figures, Part, Result
 

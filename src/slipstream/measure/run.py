@@ -9,7 +9,7 @@ from slipstream.command import public
 from slipstream.core.drafter import Drafter
 from slipstream.decode.audit import audit, margin_of
 from slipstream.decode.generate import Generation, generate, stream
-from slipstream.decode.round import Seconds
+from slipstream.decode.session import Seconds
 from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
 from slipstream.drafters.proposer import Proposer

@@ -6,7 +6,7 @@ from math import prod
 
 from slipstream.core.sampling import Sampling
 from slipstream.decode.answer import Round, mean_accepted_length
-from slipstream.decode.round import Seconds
+from slipstream.decode.session import Seconds
 from slipstream.measure.cost import promised
 from slipstream.measure.report import Difference, Expected, Ledger
 

@@ -178,9 +178,9 @@ class Target:
         """Whether text becomes a user's turn of a chat template."""
         return self.tokenizer is not None and self.tokenizer.chat_template is not None
 
-    def new_cache(self, batch: int, capacity: int, memory: Tensor | None = None) -> KVCache:
-        """An empty cache for `batch` rows of `capacity` slots; `memory` is what a drafter's probes read."""
-        return KVCache(self.config.num_hidden_layers, batch, capacity, self.device, memory)
+    def new_cache(self, batch: int, memory: Tensor | None = None) -> KVCache:
+        """An empty cache for `batch` rows; `memory` is what a drafter's probes read."""
+        return KVCache(self.config.num_hidden_layers, batch, self.device, memory)
 
     @torch.inference_mode()
     def __call__(
@@ -310,7 +310,7 @@ class Target:
     @cached_property
     def _cached(self) -> int:
         """Numbers that one block caches of a token."""
-        cache = self.new_cache(1, 1)
+        cache = self.new_cache(1)
         self(chain(torch.zeros(1, 1, dtype=torch.long, device=self.device)), cache)
         return cache.written(0).shape[-1]
 
@@ -320,7 +320,7 @@ class Target:
         if not taps:
             return torch.zeros(len(rows), width, 0, dtype=self.dtype, device=self.device)
         tokens = torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=self.device)
-        out = self(chain(tokens), self.new_cache(len(rows), width), taps, rows=tokens[:, :0])
+        out = self(chain(tokens), self.new_cache(len(rows)), taps, rows=tokens[:, :0])
         assert out.features is not None
         for row, features in zip(rows, out.features, strict=True):
             if not features[: len(row)].isfinite().all():
@@ -339,7 +339,7 @@ class Target:
 
     def warm_up(self) -> None:
         """Compile what rounds of one text take: passes of one row and of several."""
-        cache, tokens = self.new_cache(1, 8), torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        cache, tokens = self.new_cache(1), torch.zeros(1, 2, dtype=torch.long, device=self.device)
         for rows in (2, 1, 2):  # the first allocates, and is not compiled
             self(chain(tokens[:, :rows]), cache)
 

@@ -90,7 +90,7 @@ class BitaObjective(Objective):
             & (ahead < batch.counts.shape[1])
             & batch.counts.gather(1, ahead.clamp(max=batch.counts.shape[1] - 1).flatten(1)).view_as(ahead)
         )
-        context = target.new_cache(B, S)
+        context = target.new_cache(B)
         f = target(chain(tokens), context, (FINAL,), rows=tokens[:, :0]).features
         said = self._masks(context, hosts, generator)[learnt].float()
         at = (ahead + 1).clamp(max=S - 1)[learnt]  # whose state says the token
@@ -115,7 +115,7 @@ class BitaObjective(Objective):
         memory = self.head.memory(target)
         kept = torch.rand(memory.shape, generator=generator) >= DROPOUT
         memory = (memory * kept.to(memory.device) / (1 - DROPOUT)).to(target.dtype)
-        S, layers = context.capacity, list[tuple[Tensor, Tensor]]()
+        S, layers = context.view, list[tuple[Tensor, Tensor]]()
         assert context.keys is not None and context.values is not None
         for (k, v), keys, values in zip(memory.transpose(2, 3), context.keys, context.values, strict=True):
             pairs = ((k, keys), (v, values))

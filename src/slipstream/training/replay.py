@@ -154,8 +154,8 @@ def predict(drafter: Drafter, record: Record) -> Prediction:
     B = len(record.tokens)
     rows = torch.arange(B, device=record.tokens.device)[:, None]
     sampler = Sampler(record.sampling, [[]] * B, record.vocab, record.tokens.device)
-    cache = KVCache(0, B, 2 * record.tokens.shape[1] + drafter.rows, record.tokens.device)
-    state = drafter.start(B, cache.capacity, record.tokens.device)
+    cache = KVCache(0, B, record.tokens.device)
+    state = drafter.start(B, record.tokens.device)
     width = int(record.prompts.max())
     at = torch.arange(width, device=rows.device).expand(B, -1)
     cache.reserve(width)

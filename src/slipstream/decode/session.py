@@ -1,0 +1,262 @@
+"""Session: texts under way, which others join and leave at any round. No drafter is named here."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from slipstream.core.cache import KVCache
+from slipstream.core.drafter import Drafter, State
+from slipstream.core.sampling import Sampler, Sampling
+from slipstream.core.span import Span, commit
+from slipstream.core.tree import Tree
+from slipstream.core.verify import Law, Verdict, coupled, verify
+from slipstream.decode.capture import Captured, recorder, rounded
+from slipstream.targets.hf import Target
+
+CHUNK = 512  # prompt tokens per prefill pass: bounds the mask and the activations
+
+
+@dataclass
+class Seconds:
+    """Where the time of a run went. Host: layout, masks, sampling, verification, compaction, bookkeeping."""
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.prefill + self.draft + self.verify + self.host
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(
+            self.prefill + other.prefill,
+            self.draft + other.draft,
+            self.verify + other.verify,
+            self.host + other.host,
+        )
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a round brought one text, or the pass of its prompt.
+
+    Attributes:
+        text: its number, counted from 0 in order of admission.
+        tokens: the accepted ones, then the target's own.
+        drafted: depth of the deepest guess; None for the pass of the prompt, which is no round.
+        sound: all scores that decided were finite. Where it is false the tokens mean nothing.
+    """
+
+    text: int
+    tokens: list[int]
+    drafted: int | None
+    sound: bool
+
+
+class Session:
+    """Texts under way that share passes of the target: `admit`, `step` and `retire`.
+
+    What a text says depends on its prompt and its sampling alone, not on when it is admitted or on the texts
+    beside it. Caches are rows of storages that are allocated once. A text takes a free row when it is
+    admitted. No pass reads free rows.
+
+    Args:
+        rows: texts that may be under way at once.
+        capacity: tokens of the longest text, if known: storages are made for it at once. They grow by blocks
+            where it is not enough.
+
+    Attributes:
+        texts, lengths: of each row, the number of its text and the tokens that the target has read of it.
+        seconds: where the time went so far.
+        span: what the last pass read.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter, law: Law = coupled, rows: int = 1, capacity: int = 0
+    ) -> None:
+        self.target, self.drafter, self.law, self.rows = target, drafter, law, rows
+        self.texts, self.lengths, self._admitted = list[int](), list[int](), 0
+        self.seconds = Seconds()
+        self.span: Span | None = None
+        self._record = recorder(target) if law is coupled else None  # other laws look at what they drew
+        self._captured: Captured | None = None
+        self.sampler = Sampler([], [], target.vocab, target.device)
+        self.cache, self.state = target.new_cache(rows, drafter.memory), drafter.start(rows, target.device)
+        for cache in (self.cache, *self.state.caches) if capacity else ():
+            cache.storage.hold((rounded(capacity) if self._record else capacity) + drafter.rows)
+        self.cache.select([])
+        self.state.select([])
+
+    @torch.inference_mode()
+    def admit(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> list[Committed]:
+        """Read prompts and draw the first token of each, which is the root of its first round.
+
+        Raises:
+            ValueError: there are fewer free rows than prompts.
+        """
+        if len(self.texts) + len(prompts) > self.rows:
+            raise ValueError(
+                f"{len(prompts)} texts cannot join {len(self.texts)}: this session has {self.rows} rows; "
+                "retire others first"
+            )
+        lap = _stopwatch()
+        cache, state = self.cache.window(len(prompts)), self.drafter.start(len(prompts), self.target.device)
+        cache.texts += self._admitted
+        state.place_behind(self.state)
+        sampler = Sampler(sampling, prompts, self.target.vocab, self.target.device)
+        self.span = span = self._prefill(prompts, cache, state, sampler)
+        self.cache.join(cache)
+        self.state.join(state)
+        self.sampler, self._captured = self.sampler.join(sampler), None
+        self.texts += range(self._admitted, self._admitted + len(prompts))
+        self.lengths += map(len, prompts)
+        self._admitted += len(prompts)
+        self.seconds.prefill += lap()
+        firsts = torch.stack([span.last(span.nexts), sampler.sound], 1).tolist()
+        self.seconds.host += lap()
+        return [
+            Committed(text, [first], None, bool(sound))
+            for text, (first, sound) in zip(self.texts[-len(prompts) :], firsts, strict=True)
+        ]
+
+    def _prefill(
+        self, prompts: Sequence[Sequence[int]], cache: KVCache, state: State, sampler: Sampler
+    ) -> Span:
+        """Read prompts in chunks. Returns the last one's span, whose last tokens are drawn."""
+        for tokens, nexts, count, last in _chunks(prompts, self.target.device):
+            rows = (count - 1)[:, None]
+            probes = self.drafter.probes if last else None
+            hosts = None if probes is None else rows
+            tree = Tree(tokens, None, tokens.shape[1] - 1, probes=probes, hosts=hosts)
+            start = cache.lengths
+            out = self.target(tree, cache, self.drafter.taps, rows=rows if last else rows[:, :0])
+            path = torch.minimum(torch.arange(tree.nodes, device=rows.device), rows.clamp(min=0))
+            if last:
+                nexts = sampler.draw(sampler.scores(out.logits[:, 0]), start + count)
+            span = commit(tree, out, Verdict(path, count, nexts), cache)
+            self.drafter.absorb(span, state)
+        return span
+
+    @torch.inference_mode()
+    def step(self, limit: int | None = None) -> list[Committed]:
+        """One round for every text.
+
+        Args:
+            limit: depth of the deepest guess; less where the target's window ends.
+
+        Returns:
+            What it brought, in the order of the rows.
+        """
+        lap = _stopwatch()
+        room = self.target.window - 1 - max(self.lengths)
+        limit = room if limit is None else min(limit, room)
+        assert room >= 0, "a text has reached the end of the target's window"
+        self.cache.settle(self.lengths)
+        if self._record is not None and not self.sampler.remembers and limit >= self.drafter.depth:
+            self.span = self._replayed()
+        else:
+            tree = self.drafter.propose(self.state, self.sampler).clip(limit)
+            self.seconds.draft += lap()
+            self.span = self._check(tree)
+        lap()
+        made = self._read(self.span)
+        self.seconds.host += lap()
+        return made
+
+    def _check(self, tree: Tree) -> Span:
+        """The target reads the tree, what agrees is kept, and the drafter absorbs it."""
+        lap = _stopwatch()
+        out = self.target(tree, self.cache, self.drafter.taps)
+        verdict = verify(tree, out.logits, self.cache.lengths, self.sampler, self.law)
+        span = commit(tree, out, verdict, self.cache)
+        self.seconds.verify += out.seconds
+        self.seconds.host += lap() - out.seconds
+        self.drafter.absorb(span, self.state)
+        self.seconds.draft += lap()
+        return span
+
+    def _replayed(self) -> Span:
+        """The same, captured. A captured round cannot be split into parts; all its time is booked as
+        verify."""
+        lap, before = _stopwatch(), replace(self.seconds)
+        if self._captured is None:
+            assert self._record is not None
+            propose = partial(self.drafter.propose, self.state, self.sampler)
+            self._captured = Captured(
+                propose, self._check, self.cache, self.state, self.drafter.depth, self._record
+            )
+        span: Span = self._captured.step()
+        span.count.tolist()  # wait for it
+        self.seconds = replace(before, verify=before.verify + lap())
+        return span
+
+    def _read(self, span: Span) -> list[Committed]:
+        """The round's one copy to the host: counts, drafted depths, soundness and tokens."""
+        assert span.tree is not None
+        depths = replace(span.tree, probes=None).layout().depths
+        drafted = depths.where(span.tree.tokens >= 0, 0).amax(1)
+        figures = torch.stack([span.count, drafted, self.sampler.sound], 1)
+        made = []
+        for row, (count, deepest, sound, *tokens) in enumerate(torch.cat([figures, span.nexts], 1).tolist()):
+            self.lengths[row] += count
+            made.append(Committed(self.texts[row], tokens[:count], deepest, bool(sound)))
+        return made
+
+    @torch.inference_mode()
+    def retire(self, texts: Iterable[int]) -> None:
+        """Let texts go, by their numbers. The last rows move into the holes that they leave."""
+        gone = {self.texts.index(text) for text in texts}
+        if not gone:
+            return
+        left = len(self.texts) - len(gone)
+        movers = iter([row for row in range(left, len(self.texts)) if row not in gone])
+        order = [next(movers) if row in gone else row for row in range(left)]
+        self.cache.settle(self.lengths)
+        self.cache.select(order)
+        self.state.select(order)
+        self.sampler, self._captured = self.sampler.select(order), None
+        self.texts, self.lengths = ([each[row] for row in order] for each in (self.texts, self.lengths))
+
+
+def _stopwatch() -> Callable[[], float]:
+    """A function that gives the seconds since its last call."""
+    last = perf_counter()
+
+    def lap() -> float:
+        nonlocal last
+        before, last = last, perf_counter()
+        return last - before
+
+    return lap
+
+
+def _chunks(
+    prompts: Sequence[Sequence[int]], device: torch.device
+) -> Iterator[tuple[Int[Tensor, "B T"], Int[Tensor, " B"], Int[Tensor, " B"], bool]]:
+    """(tokens, next token, count, last?) per chunk. Chunks are cut from the end, so that all rows end in the
+    last one and a shorter prompt has no tokens in the first ones: nothing has to tell a finished row from an
+    unfinished one."""
+    longest = max(map(len, prompts))
+    first = longest % CHUNK or CHUNK
+    for end in range(first, longest + 1, CHUNK):
+        start = max(0, end - CHUNK)
+        rows = []
+        for prompt in prompts:
+            shift = longest - len(prompt)
+            rows.append(list(prompt[max(0, start - shift) : max(0, end - shift)]))
+        width = max(map(len, rows))
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+        nexts = [prompt[max(0, end - longest + len(prompt))] if end < longest else 0 for prompt in prompts]
+        yield (
+            tokens,
+            torch.tensor(nexts, device=device),
+            torch.tensor(list(map(len, rows)), device=device),
+            end == longest,
+        )

@@ -1,0 +1,137 @@
+"""Session: what a text says does not depend on when it joined, beside whom, or in which row it stands."""
+
+import random
+from functools import cache
+
+import pytest
+import torch
+
+import tiny
+from slipstream.core import cache as caches
+from slipstream.core.sampling import Sampling
+from slipstream.decode.session import Session
+from slipstream.drafters.vanilla import Vanilla
+
+NEW = 14
+PROMPTS = tiny.prompts(7, 13, 5, 17, 9, 11, 6)
+SAMPLING = [
+    Sampling(),
+    Sampling(temperature=1.0, seed=3),
+    Sampling(repetition_penalty=1.3, frequency_penalty=0.2),
+    Sampling(temperature=0.8, top_p=0.9, presence_penalty=0.2, seed=2**40 + 7, row=5),
+]
+ROWS = [SAMPLING[i % len(SAMPLING)] for i in range(len(PROMPTS))]
+KINDS = {"T=0": [Sampling()] * len(PROMPTS), "T=1": [SAMPLING[1]] * len(PROMPTS), "mixed": ROWS}
+FAMILY = "qwen2"  # sliding windows shorter than the prompts
+pytestmark = pytest.mark.usefixtures("unchecked")  # shapes and types are checked by the exactness suite
+
+
+@cache
+def plain(kind: str) -> tiny.Texts:
+    """Every text alone, one token a pass."""
+    answers = []
+    for prompt, sampling in zip(PROMPTS, KINDS[kind], strict=True):
+        session = Session(tiny.target(FAMILY), Vanilla())
+        [first] = session.admit([prompt], [sampling])
+        answers.append(first.tokens + [session.step()[0].tokens[0] for _ in range(NEW)])
+    return answers
+
+
+def drafter_of(name: str, kind: str):
+    target = tiny.target(FAMILY)
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, plain(kind), strict=True)]
+    return tiny.DRAFTERS[name](target, texts)
+
+
+def play(session: Session, kind: str, seed: int, step=Session.step) -> None:
+    """Texts join when there is room, some early and some late, and leave at any length; each must be the
+    beginning of plain decoding's."""
+    chance, waiting = random.Random(seed), list(range(len(PROMPTS)))
+    answers: dict[int, list[int]] = {}
+    ends = [chance.randint(2, NEW) for _ in PROMPTS]
+    joined_late = left_early = 0
+    while waiting or session.texts:
+        free = session.rows - len(session.texts)
+        if waiting and free and (not session.texts or chance.random() < 0.5):
+            some = [waiting.pop(0) for _ in range(chance.randint(1, min(free, len(waiting))))]
+            joined_late += bool(session.texts)
+            news = session.admit([PROMPTS[i] for i in some], [KINDS[kind][i] for i in some])
+            assert [each.text for each in news] == some
+        else:
+            news = step(session)
+            assert session.span.tokens.shape[0] == len(session.texts)  # idle rows are in no pass
+            assert session.cache.read(0)[0].shape[0] == len(session.texts)
+        for each in news:
+            assert each.sound
+            answers.setdefault(each.text, []).extend(each.tokens)
+        done = [text for text in session.texts if len(answers[text]) >= ends[text]]
+        left_early += bool(done and len(done) < len(session.texts))
+        session.retire(done)
+        assert session.cache.texts.tolist() == session.texts
+        assert session.cache.lengths.tolist() == session.lengths
+    assert joined_late
+    assert left_early
+    for text, answer in answers.items():
+        assert answer[: NEW + 1] == plain(kind)[text][: len(answer)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", tiny.DRAFTERS)
+def test_a_text_does_not_depend_on_the_others(name, kind, seed):
+    """A state, a history, a cache row or a noise key that goes to another text when one joins or leaves."""
+    play(Session(tiny.target(FAMILY), drafter_of(name, kind), rows=3), kind, seed)
+
+
+@pytest.mark.parametrize("name", ["ngram", "lookahead", "eagle", "glide", "draft model", "bita", "hybrid"])
+def test_storages_grow_in_the_middle_of_texts(name, monkeypatch):
+    """A cache, or a text table, that a longer text outgrows while others stand beside it."""
+    monkeypatch.setattr(caches, "BLOCK", 4)
+    monkeypatch.setattr("slipstream.core.drafter.BLOCK", 4)
+    session, sizes = Session(tiny.target(FAMILY), drafter_of(name, "mixed"), rows=3), set()
+
+    def step(session):
+        sizes.add(session.cache.capacity)
+        return session.step()
+
+    play(session, "mixed", 0, step)
+    assert len(sizes) > 2
+
+
+@pytest.mark.parametrize("name", ["eagle", "fasteagle", "glide, two layers, noise", "draft model", "bita"])
+def test_no_storage_is_copied_when_a_text_joins_or_leaves(name):
+    """A cache that is cut or glued whenever one text ends: the time of a whole pass."""
+    session, places = Session(tiny.target(FAMILY), drafter_of(name, "mixed"), rows=3, capacity=64), set()
+
+    def step(session):
+        kept = [cache.storage.keys for cache in (session.cache, *session.state.caches)]
+        places.add(tuple(keys.data_ptr() for keys in kept if keys is not None))
+        return session.step()
+
+    play(session, "mixed", 1, step)
+    assert len(places) == 1
+
+
+def test_rows_that_are_free_are_counted():
+    session = Session(tiny.target(FAMILY), Vanilla(), rows=2)
+    session.admit(PROMPTS[:2], ROWS[:2])
+    with pytest.raises(
+        ValueError, match="1 texts cannot join 2: this session has 2 rows; retire others first"
+    ):
+        session.admit(PROMPTS[2:3], ROWS[2:3])
+    session.retire([0])
+    assert [each.text for each in session.admit(PROMPTS[2:3], ROWS[2:3])] == [2]
+    assert session.texts == [1, 2]
+
+
+def test_a_limit_is_the_depth_of_the_guesses():
+    """A policy that drafts less in one round than in another."""
+    answers: list[int] = []
+    session = Session(tiny.target(FAMILY), drafter_of("oracle", "T=0"))
+    answers += session.admit(PROMPTS[:1], [Sampling()])[0].tokens
+    for limit in (0, 1, 2, 0, 3):
+        [each] = session.step(limit)
+        assert each.drafted <= limit
+        answers += each.tokens
+    assert answers == plain("T=0")[0][: len(answers)]
+    assert torch.equal(session.cache.lengths, torch.tensor([len(PROMPTS[0]) + len(answers) - 1]))
