@@ -19,12 +19,12 @@ from rich.table import Table
 
 from slipstream.drafters import load_drafter
 from slipstream.files import check_writable, write_json
-from slipstream.machine import heading
 from slipstream.measure.questions import load_questions
 from slipstream.measure.tune import reshaped
+from slipstream.picture import picture
+from slipstream.results import heading
 from slipstream.targets import load_target
 from slipstream.training.replay import Following, Record, predict
-from slipstream.training.show import picture
 
 BINS, RANKS = 10, (1, 3, 5, 7)  # CAPE takes 1, 3, 5 or 7 candidates
 

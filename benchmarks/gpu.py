@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.files import check_writable, write_json
-from slipstream.machine import SCHEMA, heading
+from slipstream.machine import SCHEMA
 from slipstream.measure.cost import ROWS, pass_seconds, read_bandwidth, weight_bytes
+from slipstream.results import heading
 from slipstream.targets import Target, load_target
 
 MODES = ("eager", "compiled", "captured")

@@ -36,14 +36,14 @@ from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import find_drafter, read_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_writable, write_json
-from slipstream.machine import heading
 from slipstream.measure.cost import Rounds
 from slipstream.measure.paired import interval
 from slipstream.measure.questions import load_questions
 from slipstream.measure.tune import reshaped
+from slipstream.picture import picture
+from slipstream.results import heading
 from slipstream.targets import load_target
 from slipstream.training.replay import Prediction, Record, decoded, predict
-from slipstream.training.show import picture
 
 TREES = ("chain-3", "best-first-2x4", "best-first-3x8", "best-first-3x16")
 SAMPLES = 2000

@@ -15,10 +15,10 @@ from slipstream.drafters import load_drafter
 from slipstream.drafters.store import find_drafter, read_tuned
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_writable, write_json
-from slipstream.machine import heading
 from slipstream.measure.cost import Rounds
 from slipstream.measure.questions import load_questions
 from slipstream.measure.tune import reshaped
+from slipstream.results import heading
 from slipstream.targets import load_target
 from slipstream.training.replay import Record, predict
 

@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from slipstream.bars import bars
+from slipstream.training.progress import Seen
 from slipstream.training.show import Watch
-from slipstream.training.trainer import Seen
 
 
 @pytest.mark.parametrize("width", [44, 60, 80, 120])

@@ -10,6 +10,7 @@ ROOT = Path(slipstream.__file__).parent
 SHARED = {
     "files",
     "machine",
+    "picture",
     "command",
     "compiled",
     "results",

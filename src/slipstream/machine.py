@@ -15,12 +15,6 @@ if TYPE_CHECKING:
 SCHEMA = 1
 
 
-def heading(target: "Target") -> dict[str, Any]:
-    """What every results file begins with."""
-    about = {"schema": SCHEMA, "hardware": hardware(), "versions": versions()}
-    return {**about, "target": target.name, "dtype": target.dtype_name, "compiled": target.compiles}
-
-
 def hardware() -> dict[str, Any]:
     """Processor, cores in use, memory and accelerator."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -36,29 +36,15 @@ class Part(BaseModel):
 
 
 class Result(Part, ABC):
-    """What every result stores first.
+    """What a command returns.
 
     Attributes:
         schema_version: of the JSON; its key is `schema`.
         command: the command line, or the Python call, that made the result.
-        target, dtype, compiled: the target's name and precision, and whether its passes were compiled.
-        stopped: the error that ended the run early; the figures are of what was done until then.
-        derived: what `benchmarks/derive.py` computed from the other fields.
     """
 
     schema_version: int = Field(alias="schema")
     command: str = ""
-    hardware: dict[str, str | int | float]
-    versions: dict[str, str]
-    target: str
-    dtype: str
-    compiled: bool = False
-    stopped: str | None = None
-    derived: dict[str, Any] | None = None
-
-    def ended_by(self: R, error: BaseException) -> R:
-        """The same, of a run that an error ended."""
-        return self.model_copy(update={"stopped": str(error).split("\n")[0] or type(error).__name__})
 
     @abstractmethod
     def __rich__(self) -> RenderableType:
@@ -66,7 +52,7 @@ class Result(Part, ABC):
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), color_system=None)
-        console.print(self)
+        console.print(self, soft_wrap=True)
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue().rstrip("\n")
 
@@ -95,16 +81,37 @@ class Result(Part, ABC):
         return cls.from_json(read_text(path, "result"))
 
 
+class Report(Result):
+    """What was measured on a target.
+
+    Attributes:
+        target, dtype, compiled: the target's name and precision, and whether its passes were compiled.
+        stopped: the error that ended the run early; the figures are of what was done until then.
+        derived: what `benchmarks/derive.py` computed from the other fields.
+    """
+
+    hardware: dict[str, str | int | float]
+    versions: dict[str, str]
+    target: str
+    dtype: str
+    compiled: bool = False
+    stopped: str | None = None
+    derived: dict[str, Any] | None = None
+
+    def ended_by(self: R, error: BaseException) -> R:
+        """The same, of a run that an error ended."""
+        return self.model_copy(update={"stopped": str(error).split("\n")[0] or type(error).__name__})
+
+
+def made() -> dict[str, Any]:
+    """The fields of `Result`, for one that is made now."""
+    return {"schema": SCHEMA, "command": command.current()}
+
+
 def heading(target: Target) -> dict[str, Any]:
-    """The fields of `Result`, for a result measured here and now."""
-    measured_on = {"command": command.current(), "hardware": hardware(), "versions": versions()}
-    return {
-        "schema": SCHEMA,
-        **measured_on,
-        "target": target.name,
-        "dtype": target.dtype_name,
-        "compiled": target.compiles,
-    }
+    """The fields of `Report`, for one measured here and now."""
+    on = {"hardware": hardware(), "versions": versions()}
+    return made() | on | {"target": target.name, "dtype": target.dtype_name, "compiled": target.compiles}
 
 
 class Figures(Table):

@@ -13,16 +13,14 @@ from slipstream.files import locked
 from slipstream.targets import Target
 from slipstream.training.data import load_examples
 from slipstream.training.synthesize import (
-    ServerWriter,
-    TargetWriter,
-    Writer,
-    Written,
+    Answers,
     opening_of,
     regenerate,
     synthesize,
     synthesize_prompts,
     templated,
 )
+from slipstream.training.writers import ServerWriter, Writer, Written
 
 ROWS = [
     [{"role": "user", "content": c * 3}, {"role": "assistant", "content": "to be dropped"}] for c in "abcdefg"
@@ -35,7 +33,10 @@ def lines(path) -> list[dict]:
 
 def test_answers_are_the_targets_own(chat, tmp_path):
     out = tmp_path / "out.jsonl"
-    assert regenerate(ROWS, TargetWriter(chat), str(out), [0.0, 0.7], limit=8, batch=3) == 7
+    answers = regenerate(chat, ROWS, out, temperatures=[0.0, 0.7], max_new_tokens=8, batch=3)
+    assert (answers.lines, answers.path) == (7, str(out))
+    assert answers.command.startswith("slipstream.regenerate(target=")
+    assert Answers.from_json(answers.to_json()) == answers
     made = lines(out)
     assert [row["temperature"] for row in made] == [0.0] * 3 + [0.7] * 3 + [0.0]
     for row, asked in zip(made, ROWS, strict=True):
@@ -56,41 +57,42 @@ def test_a_question_is_asked_under_each_template():
 def test_an_interrupted_file_is_gone_on_with(chat, tmp_path):
     """Answers written twice, lost, or glued to half a line."""
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
-    regenerate(ROWS, TargetWriter(chat), str(whole), [0.0], limit=6, batch=3)
+    how = {"temperatures": [0.0], "max_new_tokens": 6, "batch": 3}
+    regenerate(chat, ROWS, whole, **how)
     text = whole.read_text()
     parts.write_text(text[: text.index("\n", text.index("\n") + 1) + 20])  # two lines, and a bit of the third
-    regenerate(ROWS, TargetWriter(chat), str(parts), [0.0], limit=6, batch=3)
+    regenerate(chat, ROWS, parts, **how)
     assert parts.read_text() == text
     told = []
-    regenerate(ROWS, TargetWriter(chat), str(parts), [0.0], limit=6, batch=3, advance=told.append)
-    assert told == [7]
+    regenerate(chat, ROWS, parts, **how, progress=lambda *counts: told.append(counts))
+    assert told == [(7, 7)]
     with pytest.raises(ValueError, match="holds answers to other questions"):
-        regenerate(ROWS[1:], TargetWriter(chat), str(parts), [0.0], limit=6, batch=3)
+        regenerate(chat, ROWS[1:], parts, **how)
 
 
 def test_a_file_is_gone_on_with_as_it_was_begun(chat, tmp_path):
     """Another target's answers, or other settings', behind the first ones, and nobody could tell."""
-    out, how = tmp_path / "out.jsonl", {"temperatures": [0.0], "limit": 4, "batch": 3, "seed": 0}
-    regenerate(ROWS[:3], TargetWriter(chat), str(out), **how)
+    out, how = tmp_path / "out.jsonl", {"temperatures": [0.0], "max_new_tokens": 4, "batch": 3, "seed": 0}
+    regenerate(chat, ROWS[:3], out, **how)
     begun = out.read_text()
     made = lines(out)[0]["made"]
     assert (made["target"], made["fingerprint"], made["max_new_tokens"]) == ("tiny-chat", chat.fingerprint, 4)
     for changed, says in [
-        ({"limit": 5}, "max_new_tokens 4, not max_new_tokens 5"),
+        ({"max_new_tokens": 5}, "max_new_tokens 4, not max_new_tokens 5"),
         ({"seed": 1, "batch": 2}, "batch 3, seed 0, not batch 2, seed 1"),
         ({"temperatures": [0.7]}, "temperatures"),
     ]:
         with pytest.raises(ValueError, match=f"was made with {says}"):
-            regenerate(ROWS, TargetWriter(chat), str(out), **how | changed)
+            regenerate(chat, ROWS, out, **how | changed)
     other = deepcopy(tiny.reference("qwen3"))
     with pytest.raises(ValueError, match=r"was made with fingerprint llama-.*, not fingerprint qwen3-"):
-        regenerate(ROWS, TargetWriter(Target(other, chat.tokenizer, "tiny-chat")), str(out), **how)
+        regenerate(Target(other, chat.tokenizer, "tiny-chat"), ROWS, out, **how)
     with pytest.raises(ValueError, match=r"prompt_temperature none, not prompt_temperature 0\.8"):
-        synthesize(chat, TargetWriter(chat), str(out), 9, [0.0], 0.8, 4, 3)
+        synthesize(chat, out, 9, **how)
     assert out.read_text() == begun
     out.write_text(begun.replace(json.dumps(made), "1").replace('"made": 1, ', ""))
     with pytest.raises(ValueError, match="does not say how it was made"):
-        regenerate(ROWS, TargetWriter(chat), str(out), **how)
+        regenerate(chat, ROWS, out, **how)
     assert len(load_examples([str(out)], chat, 64)) == 3  # and is trained on
 
 
@@ -98,20 +100,20 @@ def test_one_run_writes_a_file(chat, tmp_path):
     """Two on one --out: both said success over a mixed file."""
     out = str(tmp_path / "out.jsonl")
     with locked(out), pytest.raises(ValueError, match="is being written by process"):
-        regenerate(ROWS, TargetWriter(chat), out, [0.0], 4, 3)
+        regenerate(chat, ROWS, out, max_new_tokens=4)
     assert not (tmp_path / "out.jsonl").exists()
 
 
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"limit": 0}, "max_new_tokens is 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"batch": 0}, "batch is 0"),
         ({"temperatures": []}, "temperatures is 0"),
         ({"temperatures": [-1.0]}, "temperature is -1"),
-        ({"rows": []}, "hold no question"),
-        ({"rows": [[], [{"role": "assistant", "content": "a"}]]}, "2 conversations hold no question"),
-        ({"rows": [*ROWS, [{"role": "user", "content": "a" * 999}]]}, "question 8: the prompt has"),
+        ({"source": []}, "hold no question"),
+        ({"source": [[], [{"role": "assistant", "content": "a"}]]}, "2 conversations hold no question"),
+        ({"source": [*ROWS, [{"role": "user", "content": "a" * 999}]]}, "question 8: the prompt has"),
         ({"out": "/dev/null"}, "is no file"),
         ({"out": "-"}, "is no file"),
     ],
@@ -119,14 +121,14 @@ def test_one_run_writes_a_file(chat, tmp_path):
 def test_nothing_is_written_where_nothing_can_be(chat, tmp_path, changed, says):
     """0 answers, and success."""
     settings = {
-        "rows": ROWS,
+        "source": ROWS,
         "out": str(tmp_path / "out.jsonl"),
         "temperatures": [0.0],
-        "limit": 4,
+        "max_new_tokens": 4,
         "batch": 3,
     } | changed
     with pytest.raises(ValueError, match=says):
-        regenerate(writer=TargetWriter(chat), **settings)
+        regenerate(chat, **settings)
     assert not list(tmp_path.iterdir())
 
 
@@ -139,7 +141,8 @@ def test_synthesis_goes_on_with_what_is_there(chat, tmp_path):
 
     out = tmp_path / "out.jsonl"
     for n in (2, 3):
-        assert synthesize(chat, Both("abcd", "efgh", "ijkl"), str(out), n, [0.0], 0.8, 8, batch=2) == n
+        writer = Both("abcd", "efgh", "ijkl")
+        assert synthesize(chat, out, n, writer=writer, max_new_tokens=8, batch=2).lines == n
     assert [row["messages"][0]["content"] for row in lines(out)] == ["abcd", "efgh", "ijkl"]
     assert lines(out)[2]["messages"][1]["content"] == "to ijkl"
 
@@ -213,7 +216,8 @@ def server():
 def test_a_server_may_write(server, tmp_path):
     writer = ServerWriter(server)
     assert writer.model == "tiny"
-    regenerate(ROWS, writer, str(tmp_path / "out.jsonl"), [0.5], limit=8, batch=4)
+    path = str(tmp_path / "out.jsonl")
+    regenerate("never loaded", ROWS, path, writer=server, temperatures=[0.5], max_new_tokens=8, batch=4)
     made = lines(tmp_path / "out.jsonl")
     assert [row["messages"][-1]["content"] for row in made] == [f"{c * 3} at 0.5" for c in "abcdefg"]
     assert not any(row["finished"] for row in made)

@@ -102,8 +102,8 @@ def test_a_run_leaves_a_drafter_that_decodes(chat, data, tmp_path, method):
     about = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (about["method"], about["target"]["fingerprint"]) == (method, chat.fingerprint)
     assert about["training"]["predicted"]["tau"] == pytest.approx(progress.best, abs=1e-4)
-    assert progress.history[0]["trained"] == 0 < progress.history[-1]["trained"]
-    assert progress.history[-1]["loss"] > 0
+    assert progress.history[0].trained == 0 < progress.history[-1].trained
+    assert progress.history[-1].loss > 0
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_raw_text_first_and_chat_then_is_judged_by_chat(chat, data, tmp_path):
     assert int(trainer.record.prompts.min()) > 1
     assert trainer.vocab_coverage == 1
     trainer.run()
-    assert [entry["stage"] for entry in trainer.progress.history][-1] == 1
+    assert [entry.stage for entry in trainer.progress.history][-1] == 1
 
 
 def test_stages_go_on_from_each_other_and_resume(chat, data, tmp_path):

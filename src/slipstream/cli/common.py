@@ -13,10 +13,10 @@ from slipstream.bars import bars
 from slipstream.methods import Method, named
 
 if TYPE_CHECKING:
-    from slipstream.results import Result
+    from slipstream.results import Report
     from slipstream.targets import Target
 
-R = TypeVar("R", bound="Result")
+R = TypeVar("R", bound="Report")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -175,7 +175,7 @@ def inputs(target: str, drafters: Sequence[str] = (), files: Sequence[str] = ())
     return [target, *named, *files]
 
 
-def deliver(result: "Result", json_path: str | None) -> None:
+def deliver(result: "Report", json_path: str | None) -> None:
     """Print a result, then write it: a failure of the one does not lose the other. JSON has standard output
     for itself."""
     from slipstream.files import STANDARD
@@ -210,3 +210,11 @@ def progress_bar(steps: int | None) -> Iterator[Callable[..., None]]:
             bar.update(task, note=what, advance=n)
 
         yield advance
+
+
+@contextmanager
+def counting(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error for lines of a file, of which each call gives the count and the total."""
+    with bars(err, transient=True) as bar:
+        task = bar.add_task("", total=None, note="loading")
+        yield lambda done, total: bar.update(task, note=what, completed=done, total=total)

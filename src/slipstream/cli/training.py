@@ -1,7 +1,7 @@
 """train, synthesize, regenerate, import, export, parity: make a drafter, and take it elsewhere."""
 
 import os
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ from slipstream.cli.common import (
     Seed,
     TargetName,
     app,
+    counting,
     deliver,
     err,
     examples,
@@ -33,6 +34,34 @@ from slipstream.methods import METHODS
 LAYOUTS = [layout for method in METHODS.values() for layout in method.layouts]
 PUBLIC = f"{', '.join(LAYOUTS[:-1])} or {LAYOUTS[-1]}"
 
+if TYPE_CHECKING:
+    from slipstream.training.synthesize import Answers
+
+
+Method = Annotated[str, typer.Argument(help="one of those below")]
+Overrides = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[SECTION.KEY=VALUE]...",
+        help="of the recipe, whose sections are data, features, head, loss, optimizer and schedule "
+        "(docs/training.md)",
+    ),
+]
+DataFiles = Annotated[
+    list[str], typer.Option("--data", metavar="FILE", help="JSONL or .txt, gzipped or not; repeatable")
+]
+RunDirectory = Annotated[
+    str | None, typer.Option("--out", metavar="DIR", help="drafter, checkpoints and log go here")
+]
+RecipeFile = Annotated[
+    str | None,
+    typer.Option("--recipe", metavar="FILE", help="YAML; see the recipe.yaml that each run leaves"),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="go on, exactly, from the last checkpoint in --out")]
+Preview = Annotated[
+    bool, typer.Option("--preview", help="show what is learnt of the data, coloured, and stop")
+]
+
 
 @app.command(
     epilog=listed("[bold]Methods[/bold]", *(method for method in METHODS.values() if method.objective))
@@ -45,32 +74,15 @@ PUBLIC = f"{', '.join(LAYOUTS[:-1])} or {LAYOUTS[-1]}"
     )
 )
 def train(
-    method: Annotated[str, typer.Argument(help="one of those below")],
-    overrides: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[SECTION.KEY=VALUE]...",
-            help="of the recipe, whose sections are data, features, head, loss, optimizer and schedule "
-            "(docs/training.md)",
-        ),
-    ] = [],  # noqa: B006
-    data: Annotated[
-        list[str], typer.Option(metavar="FILE", help="JSONL or .txt, gzipped or not; repeatable")
-    ] = [],  # noqa: B006
-    directory: Annotated[
-        str | None, typer.Option("--out", metavar="DIR", help="drafter, checkpoints and log go here")
-    ] = None,
+    method: Method,
+    overrides: Overrides = [],  # noqa: B006
+    data: DataFiles = [],  # noqa: B006
+    directory: RunDirectory = None,
     target: TargetName = "smollm2",
-    recipe: Annotated[
-        str | None, typer.Option(metavar="FILE", help="YAML; see the recipe.yaml that each run leaves")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="go on, exactly, from the last checkpoint in --out")
-    ] = False,
+    recipe: RecipeFile = None,
+    resume: Resume = False,
     force: Force = False,
-    preview: Annotated[
-        bool, typer.Option("--preview", help="show what is learnt of the data, coloured, and stop")
-    ] = False,
+    preview: Preview = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
 ) -> None:
@@ -78,42 +90,39 @@ def train(
 
     The directory holds, at any time, the best drafter so far and the last checkpoint.
     """
-    from slipstream.training.data import load_examples
-    from slipstream.training.recipe import load_recipe
-    from slipstream.training.show import draw, watching
-    from slipstream.training.show import preview as show_preview
-    from slipstream.training.trainer import Trainer
+    from accelerate import PartialState
 
-    if resume and recipe is None and directory is not None:
-        recipe = f"{directory}/recipe.yaml"
-    given = {"data": {"files": data}} if data else {}
-    settled = load_recipe(recipe, overrides, method=method, **given)
+    from slipstream.training.run import recipe_of
+    from slipstream.training.run import train as run
+    from slipstream.training.show import preview as show_preview
+    from slipstream.training.show import watching
+
+    settled = recipe_of(method, directory, data, recipe, overrides, resume)
     if directory is None and not preview:
         raise ValueError("no place for the drafter: give --out DIR (or --preview to look at the data)")
     if device == "cuda" and "LOCAL_RANK" in os.environ:  # one process a device, as accelerate launches them
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     loaded = load(target, dtype, device)
     if directory is None or preview:
-        kept = settled.data
-        read = load_examples(kept.files, loaded, kept.max_length, kept.limit, kept.greedy)
-        out.print(show_preview(loaded, read))
+        out.print(show_preview(loaded, settled.data))
         return
-    trainer: Trainer | None = None
     try:
         with watching(err) as watch:
-            trainer = Trainer(loaded, settled, directory, resume, force)
-            trainer.prepare(watch.filling)
-            progress = trainer.run(watch.show)
-        if trainer.leads:
-            about = f"({settled.head.tree}) after {progress.trained:,} tokens, in {directory}"
-            out.print(f"predicted τ {progress.best:.2f} {about}")
-    except KeyboardInterrupt:
-        if trainer is not None and trainer.checkpoint is not None:
-            err.print(f"checkpoint at step {trainer.checkpoint} in {directory}: go on with --resume")
+            done = run(
+                loaded,
+                settled,
+                directory,
+                resume=resume,
+                force=force,
+                progress=watch.show,
+                filling=watch.filling,
+            )
+    except KeyboardInterrupt as stopped:
+        if stopped.args:
+            err.print(*stopped.args)
         raise
-    finally:
-        if trainer is not None and trainer.leads and trainer.progress.history:
-            draw(trainer.progress.history, f"{directory}/curve.svg")
+    if PartialState().is_main_process:
+        out.print(done)
 
 
 Server = Annotated[
@@ -164,17 +173,24 @@ def synthesize(
 ) -> None:
     """Training data from nothing: the target writes prompts, from its own chat template, and answers them."""
     from slipstream.files import check_writable
-    from slipstream.training import synthesize as make
+    from slipstream.training.synthesize import synthesize as run
 
     check_writable(path, reads=inputs(target))
     loaded = load(target, dtype, device)
-    writer = make.ServerWriter(server) if server is not None else make.TargetWriter(loaded)
-    how = (temperatures, prompt_temperature, max_new_tokens, batch, seed)
-    with progress_bar(prompts) as advance:
-        lines = make.synthesize(
-            loaded, writer, path, prompts, *how, lambda n: advance("writing and answering", n)
+    with counting("writing and answering") as progress:
+        made = run(
+            loaded,
+            path,
+            prompts,
+            writer=server,
+            temperatures=temperatures,
+            prompt_temperature=prompt_temperature,
+            max_new_tokens=max_new_tokens,
+            batch=batch,
+            seed=seed,
+            progress=progress,
         )
-    _written(lines, path)
+    _written(made)
 
 
 @app.command(
@@ -208,22 +224,27 @@ def regenerate(
     device: Device = "cpu",
 ) -> None:
     """Let the target answer given prompts: a drafter learns what its target says, not what others said."""
-    from slipstream.files import check_writable, evenly
-    from slipstream.training import synthesize as make
-    from slipstream.training.data import read_rows
+    from slipstream.files import check_writable
+    from slipstream.training.synthesize import conversations
+    from slipstream.training.synthesize import regenerate as run
 
     check_writable(path, reads=inputs(target, files=[source]))
-    rows = [row["messages"] for _, row in read_rows(source) if "messages" in row]
-    if not rows:
-        raise ValueError(f"{source} has no conversations: raw text is trained on as it is")
-    rows = make.templated(evenly(rows, limit), system)
-    writer = (
-        make.ServerWriter(server) if server is not None else make.TargetWriter(load(target, dtype, device))
-    )
-    how = (temperatures, max_new_tokens, batch, seed)
-    with progress_bar(len(rows)) as advance:
-        lines = make.regenerate(rows, writer, path, *how, lambda n: advance("answering", n))
-    _written(lines, path)
+    rows = conversations(source)
+    with counting("answering") as progress:
+        made = run(
+            target if server is not None else load(target, dtype, device),
+            rows,
+            path,
+            systems=system,
+            limit=limit,
+            writer=server,
+            temperatures=temperatures,
+            max_new_tokens=max_new_tokens,
+            batch=batch,
+            seed=seed,
+            progress=progress,
+        )
+    _written(made)
 
 
 @app.command(
@@ -311,9 +332,9 @@ def parity(
         raise typer.Exit(1)
 
 
-def _written(lines: int, path: str) -> None:
-    train = f"slipstream train eagle --data {path} --out runs/eagle"
-    out.print(f"{lines} answers in {path}; train on them: {train}", soft_wrap=True)
+def _written(made: "Answers") -> None:
+    train = f"slipstream train eagle --data {made.path} --out runs/eagle"
+    out.print(f"{made.lines} answers in {made.path}; train on them: {train}", soft_wrap=True)
 
 
 def _report(report: Any, directory: str) -> None:

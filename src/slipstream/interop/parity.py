@@ -29,7 +29,7 @@ from slipstream.drafters.layers import attend_cache
 from slipstream.drafters.recursive import RecursiveDrafter
 from slipstream.files import check_counts
 from slipstream.interop.public import export_head
-from slipstream.results import Figures, Part, Result, heading
+from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import Target
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -61,7 +61,7 @@ class Deviation(Part):
     margin: float
 
 
-class ParityReport(Result):
+class ParityReport(Report):
     """What `parity` found.
 
     Attributes:

@@ -19,7 +19,7 @@ from slipstream.measure.baseline import hf_answer
 from slipstream.measure.questions import Asking, Question, load_questions
 from slipstream.measure.report import Difference
 from slipstream.measure.run import HF, drafters_of, first_prompts
-from slipstream.results import Figures, Part, Result, heading
+from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import Target
 from slipstream.targets.load import AnyTarget, loaded
 
@@ -43,7 +43,7 @@ class Certified(Part):
     divergences: list[Difference]
 
 
-class Certificate(Result):
+class Certificate(Report):
     """What `certify` found.
 
     Attributes:

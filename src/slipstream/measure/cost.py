@@ -18,7 +18,7 @@ from slipstream.core.tree import chain
 from slipstream.decode.capture import recorder
 from slipstream.decode.session import Session
 from slipstream.files import cache_home, update_json
-from slipstream.results import Figures, Part, Result, heading
+from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets.hf import Target
 
 
@@ -38,7 +38,7 @@ class PassCost(Part):
     share: float
 
 
-class CostReport(Result):
+class CostReport(Report):
     """What passes of a target cost on this machine.
 
     Attributes:

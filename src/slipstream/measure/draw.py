@@ -2,7 +2,7 @@
 
 from slipstream.measure.cost import CostReport
 from slipstream.measure.tuned import TuneReport
-from slipstream.training.show import picture
+from slipstream.picture import picture
 
 LEGEND = {"frameon": False, "fontsize": "small"}
 

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from slipstream.decode.session import Seconds
 from slipstream.measure.paired import Asked, Paired
-from slipstream.results import Figures, Part, Result
+from slipstream.results import Figures, Part, Report
 
 WIDE = 12  # letters of a name that fits over a column
 FACTORS = {"tau": "τ", "rows": "rows", "draft": "draft", "host": "host", "prompt": "prompt"}
@@ -129,7 +129,7 @@ class HFResult(Part):
     by_question: dict[str, Asked] = Field(default_factory=dict)
 
 
-class BenchReport(Result):
+class BenchReport(Report):
     """What `bench` found.
 
     Attributes:

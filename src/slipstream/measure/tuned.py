@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.text import Text
 
 from slipstream.drafters.spec import Named, Spec
-from slipstream.results import Figures, Part, Result
+from slipstream.results import Figures, Part, Report
 
 BEST = 8  # candidates that are shown
 DROPPED = "dim"  # rows that lost an earlier race
@@ -123,7 +123,7 @@ class Skipped(Part):
     expected: float
 
 
-class TuneReport(Result):
+class TuneReport(Report):
     """What `tune` found.
 
     Attributes:

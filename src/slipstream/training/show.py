@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -10,17 +9,19 @@ from rich.progress import Progress, TaskID
 from rich.text import Text
 
 from slipstream.bars import bars
-from slipstream.files import replacing
+from slipstream.picture import picture
 from slipstream.targets import Target
-from slipstream.training.data import Example
-from slipstream.training.trainer import Seen
+from slipstream.training.data import load_examples
+from slipstream.training.progress import Evaluation, Seen
+from slipstream.training.recipe import Data
 
 LEARNT, GIVEN = "black on green", "dim"
 
 
-def preview(target: Target, examples: Sequence[Example], count: int = 3) -> Group:
+def preview(target: Target, data: Data, count: int = 3) -> Group:
     """The first examples as the drafter reads them: what it learns to predict is green, the rest dim."""
     assert target.tokenizer is not None
+    examples = load_examples(data.files, target, data.max_length, data.limit, data.greedy)
     panels = []
     for i, example in enumerate(examples[:count]):
         text = Text()
@@ -34,40 +35,14 @@ def preview(target: Target, examples: Sequence[Example], count: int = 3) -> Grou
     return Group(*panels, legend)
 
 
-@contextmanager
-def picture(path: str, columns: int, otherwise: str = "") -> Iterator[Any]:
-    """Axes side by side to draw on, saved as an SVG. Raises ValueError, which ends in `otherwise`."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        1, columns, figsize=(4.5 * columns, 3.2), layout="constrained", squeeze=False
-    )
-    try:
-        yield axes[0]
-        for ax in axes[0]:
-            ax.grid(alpha=0.3)
-            ax.spines[["top", "right"]].set_visible(False)
-        try:
-            with replacing(path) as file:
-                figure.savefig(file, format="svg")
-        except ValueError as error:
-            raise ValueError(f"picture: {error}{otherwise}") from error
-    finally:
-        pyplot.close(figure)
-
-
-def draw(history: Sequence[dict[str, Any]], path: str) -> None:
+def draw(history: Sequence[Evaluation], path: str) -> None:
     """Draw predicted τ and acceptance by depth against the tokens trained on, as an SVG."""
-    trained = [entry["trained"] / 1e6 for entry in history]
+    trained = [entry.trained / 1e6 for entry in history]
     with picture(path, 2, "; log.jsonl has the figures") as (left, right):
-        left.plot(trained, [entry["tau"] for entry in history], marker="o", markersize=3)
+        left.plot(trained, [entry.tau for entry in history], marker="o", markersize=3)
         left.set(xlabel="tokens trained on (millions)", ylabel="predicted τ")
-        for depth in range(len(history[0]["acceptance"])):
-            rates = [entry["acceptance"][depth] for entry in history]
-            right.plot(trained, rates, marker="o", markersize=3, label=f"depth {depth + 1}")
+        for depth, rates in enumerate(zip(*(entry.acceptance for entry in history), strict=True), 1):
+            right.plot(trained, rates, marker="o", markersize=3, label=f"depth {depth}")
         right.set(xlabel="tokens trained on (millions)", ylabel="share of rounds that accept this deep")
         right.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 

@@ -2,192 +2,126 @@
 
 import json
 import os
-import urllib.request
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.client import HTTPException
 from itertools import count, islice
-from typing import Any, TypeVar, final
+from os import PathLike, fspath
+from typing import Any
 
+from rich.text import Text
+
+from slipstream.command import public
 from slipstream.core.sampling import Sampling
-from slipstream.decode.generate import Generation, generate
-from slipstream.decode.settings import Settings
-from slipstream.files import STANDARD, check_counts, locked, parsed
+from slipstream.files import STANDARD, check_counts, check_writable, evenly, locked, parsed
+from slipstream.results import Result, made
 from slipstream.targets import Target
+from slipstream.targets.load import AnyTarget, loaded
+from slipstream.training.data import read_rows
+from slipstream.training.writers import Messages, Writer, wrapped, writer_of
 
-T = TypeVar("T")
-Messages = list[dict[str, str]]
-Append = Callable[[Sequence[Messages], Sequence["Written"], float], None]
 HERE = "\u2983slipstream\u2984"  # the user's words, by which the template's text is cut
 ABOUT = {"source": "self"}  # every row begins with this
 PATIENCE = 5  # batches without a usable prompt, after which synthesis stops
 PROMPT_TOKENS = (4, 200)  # shorter and longer prompts are discarded
+Told = Callable[[int, int], None]  # of lines in the file, and of all that there will be
+
+
+class Answers(Result):
+    """A file of training data, one conversation a line."""
+
+    path: str
+    lines: int
+
+    def __rich__(self) -> Text:
+        return Text(f"{self.lines} answers in {self.path}")
 
 
 @dataclass(frozen=True)
-class Written:
-    """One text; `finished` is false if a length limit cut it."""
+class Writing:
+    """What writes, and how. Batches use the temperatures in turn. Raises ValueError for a setting out of
+    range."""
 
-    text: str
-    finished: bool
+    writer: Writer
+    temperatures: Sequence[float]
+    max_new_tokens: int
+    batch: int
+    seed: int
+    prompt_temperature: float | None = None
 
-
-class Writer(ABC):
-    """What writes texts: the target in this process, or a server."""
-
-    @property
-    def about(self) -> dict[str, str]:
-        """The model, as every row records it."""
-        return {"writer": type(self).__name__}
-
-    def check(self, prompts: Sequence[Messages], limit: int) -> None:  # noqa: B027  a server checks itself
-        """Raise ValueError if a prompt leaves no room for an answer, before the first one is answered."""
-
-    @abstractmethod
-    def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
-        """The assistant's answer to each conversation, of at most `limit` tokens."""
-
-    @abstractmethod
-    def go_on(self, text: str, n: int, temperature: float, limit: int, seed: int) -> list[Written]:
-        """`n` continuations of a raw text, each up to its end token."""
-
-
-@final
-class TargetWriter(Writer):
-    """Writes by plain decoding in batches."""
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    def __post_init__(self) -> None:
+        temperatures = len(self.temperatures)
+        check_counts(max_new_tokens=self.max_new_tokens, batch=self.batch, temperatures=temperatures)
+        for temperature in (*self.temperatures, self.prompt_temperature or 0.0):
+            Sampling(temperature=temperature, seed=self.seed)
 
     @property
-    def about(self) -> dict[str, str]:
-        return {
-            "target": self.target.name,
-            "fingerprint": self.target.fingerprint,
-            "dtype": self.target.dtype_name,
-        }
-
-    def check(self, prompts: Sequence[Messages], limit: int) -> None:
-        for number, prompt in enumerate(prompts, 1):
-            try:
-                Settings.of(self.target, limit).limit(self.target.encode(prompt))
-            except ValueError as error:
-                raise ValueError(f"question {number}: {error}") from error
-
-    def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
-        return self._write([self.target.encode(prompt) for prompt in prompts], temperature, limit, seed)
-
-    def go_on(self, text: str, n: int, temperature: float, limit: int, seed: int) -> list[Written]:
-        assert self.target.tokenizer is not None
-        ids = list(self.target.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return self._write([ids] * n, temperature, limit, seed)
-
-    def _write(self, prompts: list[list[int]], temperature: float, limit: int, seed: int) -> list[Written]:
-        made: list[Generation] = generate(
-            self.target, prompts, max_new_tokens=limit, temperature=temperature, seed=seed
-        )
-        return [Written(answer.text.strip(), answer.finish == "eos") for answer in made]
+    def recorded(self) -> dict[str, Any]:
+        """The model and the settings, as each row records them."""
+        recorded = {**self.writer.about, **vars(self), "temperatures": list(self.temperatures)}
+        return {name: value for name, value in recorded.items() if name != "writer" and value is not None}
 
 
-@final
-class ServerWriter(Writer):
-    """Writes through an OpenAI-compatible server of the same model, such as `vllm serve`.
-
-    Args:
-        url: its base, http://host:port/v1.
-        model: the server's name for the model; default: its first model.
-    """
-
-    def __init__(self, url: str, model: str | None = None) -> None:
-        self.url = url.rstrip("/")
-        self.model = model or self._ask("models", None, lambda reply: str(reply["data"][0]["id"]))
-
-    @property
-    def about(self) -> dict[str, str]:
-        return {"server_model": self.model}
-
-    def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
-        def one(item: tuple[int, Messages]) -> Written:
-            settings = {"temperature": temperature, "max_tokens": limit, "seed": wrapped(seed + item[0])}
-            return self._ask(
-                "chat/completions", {"model": self.model, "messages": item[1], **settings}, _answer
-            )
-
-        with ThreadPoolExecutor(max(len(prompts), 1)) as pool:  # the server batches concurrent requests
-            return list(pool.map(one, enumerate(prompts)))
-
-    def go_on(self, text: str, n: int, temperature: float, limit: int, seed: int) -> list[Written]:
-        settings = {"temperature": temperature, "max_tokens": limit, "seed": seed, "n": n}
-        return self._ask("completions", {"model": self.model, "prompt": text, **settings}, _continuations)
-
-    def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=600) as reply:
-                return read(json.load(reply))
-        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:  # no such server
-            raise ValueError(
-                f"server {self.url}/{path}: {error}: give the base of an OpenAI-compatible server, such as "
-                "http://localhost:8000/v1"
-            ) from error
-
-
-def _answer(reply: Any) -> Written:
-    choice = reply["choices"][0]
-    return Written((choice["message"]["content"] or "").strip(), choice["finish_reason"] == "stop")
-
-
-def _continuations(reply: Any) -> list[Written]:
-    return [Written(choice["text"].strip(), choice["finish_reason"] == "stop") for choice in reply["choices"]]
-
-
+@public
 def regenerate(
-    rows: Sequence[Messages],
-    writer: Writer,
-    out: str,
-    temperatures: Sequence[float],
-    limit: int,
-    batch: int,
+    target: AnyTarget,
+    source: str | PathLike[str] | Sequence[Messages],
+    out: str | PathLike[str],
+    *,
+    systems: Sequence[str] = (),
+    limit: int | None = None,
+    writer: str | Writer | None = None,
+    temperatures: Sequence[float] = (0.0, 0.7, 1.0),
+    max_new_tokens: int = 512,
+    batch: int = 32,
     seed: int = 0,
-    advance: Callable[[int], None] = lambda n: None,
-) -> int:
-    """Let the target answer the first questions of each row, whose own answers are dropped.
+    progress: Told = lambda lines, of: None,
+) -> Answers:
+    """Let the target answer the first questions of conversations, whose own answers are dropped.
 
     Lines are appended batch by batch. A run continues what an interrupted one has written.
 
     Args:
-        rows: conversations; each is cut before its first assistant turn.
+        target: a target, or the name of one, which is loaded with `load_target`'s defaults.
+        source: a file in any training shape, or conversations; each is cut before its first assistant turn.
+        out: the file to write or to continue.
+        systems: each question is asked once more behind each of these system messages.
+        limit: conversations, taken evenly.
+        writer: the base URL of an OpenAI-compatible server that writes in the target's place.
         temperatures: used in turn, batch by batch.
 
-    Returns:
-        The number of lines in the file.
-
     Raises:
-        ValueError: the file holds answers to other questions, by another model or under other settings;
-            another process writes it; it cannot be written; or there is no question.
+        ValueError: a file cannot be read or written; `out` holds answers to other questions, by another model
+            or under other settings, or another process writes it; or there is no question.
     """
-    made = _made(out, writer, temperatures, limit, batch, seed)
-    asked = [question for messages in rows if (question := _question(messages))]
-    if not asked:
+    out = _checked(out, source)
+    rows = conversations(source) if isinstance(source, (str, PathLike)) else source
+    asked = [_question(messages) for messages in templated(evenly(rows, limit), systems)]
+    if not any(asked):
         raise ValueError(
             f"{len(rows)} conversations hold no question: give rows in which a user asks something"
         )
-    writer.check(asked, limit)
-    with _appending(out, made) as (known, append):
+    asked = list(filter(None, asked))
+    writing = Writing(writer_of(writer, target), temperatures, max_new_tokens, batch, seed)
+    writing.writer.check(asked, max_new_tokens)
+    with _appending(out, writing) as (known, append):
         written = [_question(messages) for messages in known]
         if written != asked[: len(written)]:
             raise ValueError(f"{out} holds answers to other questions than these: name another file")
-        advance(len(written))
+        progress(len(written), len(asked))
         for start in range(len(written) // batch * batch, len(asked), batch):
             if fresh := asked[max(len(written), start) : start + batch]:
-                temperature = temperatures[start // batch % len(temperatures)]
-                append(fresh, writer.answer(fresh, temperature, limit, wrapped(seed + start)), temperature)
-                advance(len(fresh))
-    return len(asked)
+                append(fresh, start)
+                progress(min(start + batch, len(asked)), len(asked))
+    return Answers(**made(), path=out, lines=len(asked))
+
+
+def conversations(path: str | PathLike[str]) -> list[Messages]:
+    """The conversations of a file in any training shape. Raises ValueError where there are none."""
+    rows = [row["messages"] for _, row in read_rows(fspath(path)) if "messages" in row]
+    if not rows:
+        raise ValueError(f"{path} has no conversations: raw text is trained on as it is")
+    return rows
 
 
 def templated(rows: Sequence[Messages], systems: Sequence[str]) -> list[Messages]:
@@ -200,43 +134,49 @@ def templated(rows: Sequence[Messages], systems: Sequence[str]) -> list[Messages
     ]
 
 
+@public
 def synthesize(
-    target: Target,
-    writer: Writer,
-    out: str,
-    n: int,
-    temperatures: Sequence[float],
-    prompt_temperature: float,
-    limit: int,
-    batch: int,
+    target: AnyTarget,
+    out: str | PathLike[str],
+    prompts: int = 200,
+    *,
+    writer: str | Writer | None = None,
+    temperatures: Sequence[float] = (0.0, 0.7, 1.0),
+    prompt_temperature: float = 0.8,
+    max_new_tokens: int = 512,
+    batch: int = 32,
     seed: int = 0,
-    advance: Callable[[int], None] = lambda n: None,
-) -> int:
-    """Let the target write `n` prompts and answer them, batch by batch. A run continues an interrupted file.
+    progress: Told = lambda lines, of: None,
+) -> Answers:
+    """Let the target write prompts and answer them, batch by batch. A run continues an interrupted file.
 
-    Returns:
-        The number of lines in the file.
+    Args:
+        target, out, writer, temperatures: as `regenerate` takes them.
+        prompts: how many to write.
+        prompt_temperature: of the prompts.
 
     Raises:
-        ValueError: the target has no chat template, or writes no usable prompts; the file holds something
-            else, or answers by another model or under other settings; another process writes it; or it cannot
-            be written.
+        ValueError: the target has no chat template, or writes no usable prompts; the file cannot be written,
+            holds something else, or answers by another model or under other settings; or another process
+            writes it.
     """
-    check_counts(prompts=n)
-    made = _made(out, writer, temperatures, limit, batch, seed, prompt_temperature)
-    with _appending(out, made) as (known, append):
+    check_counts(prompts=prompts)
+    out, target = _checked(out), loaded(target)
+    writing = Writing(
+        writer_of(writer, target), temperatures, max_new_tokens, batch, seed, prompt_temperature
+    )
+    with _appending(out, writing) as (known, append):
         asked = [_question(messages)[0]["content"] for messages in known]
         done = len(asked)
-        advance(min(done, n))
-        prompts = synthesize_prompts(
-            target, writer, n, prompt_temperature, batch, wrapped(seed + done), asked
+        progress(done, prompts)
+        more = synthesize_prompts(
+            target, writing.writer, prompts, prompt_temperature, batch, wrapped(seed + done), asked
         )
-        while fresh := [[{"role": "user", "content": text}] for text in islice(prompts, batch)]:
-            temperature = temperatures[done // batch % len(temperatures)]
-            append(fresh, writer.answer(fresh, temperature, limit, wrapped(seed + done)), temperature)
+        while fresh := [[{"role": "user", "content": text}] for text in islice(more, batch)]:
+            append(fresh, done)
             done += len(fresh)
-            advance(len(fresh))
-    return done
+            progress(done, prompts)
+    return Answers(**made(), path=out, lines=done)
 
 
 def synthesize_prompts(
@@ -296,41 +236,37 @@ def _question(messages: Messages) -> Messages:
     return messages[: turns.index("assistant")] if "assistant" in turns else messages
 
 
-def _made(
-    path: str,
-    writer: Writer,
-    temperatures: Sequence[float],
-    limit: int,
-    batch: int,
-    seed: int,
-    prompt_temperature: float | None = None,
-) -> dict[str, Any]:
-    """The model and the settings, as each row records them. Raises ValueError for a setting out of range, or
-    an output that is no file."""
-    if path in STANDARD or (os.path.exists(path) and not os.path.isfile(path)):
-        raise ValueError(f"output {path} is no file: name one, which an interrupted run can go on with")
-    check_counts(max_new_tokens=limit, batch=batch, temperatures=len(temperatures))
-    asked = {} if prompt_temperature is None else {"prompt_temperature": prompt_temperature}
-    for temperature in (*temperatures, *asked.values()):
-        Sampling(temperature=temperature, seed=seed)
-    how = {"temperatures": list(temperatures), "max_new_tokens": limit, "batch": batch, "seed": seed}
-    return {**writer.about, **how, **asked}
+def _checked(out: str | PathLike[str], source: Any = None) -> str:
+    """The output's name. Raises ValueError where no file can be written there, or it is the source."""
+    out = fspath(out)
+    if out in STANDARD or (os.path.exists(out) and not os.path.isfile(out)):
+        raise ValueError(f"output {out} is no file: name one, which an interrupted run can go on with")
+    check_writable(out, reads=[fspath(source)] if isinstance(source, (str, PathLike)) else [])
+    return out
+
+
+Append = Callable[[Sequence[Messages], int], None]
 
 
 @contextmanager
-def _appending(path: str, made: dict[str, Any]) -> Iterator[tuple[list[Messages], Append]]:
-    """The conversations that a file already holds, and a function that appends answers. The file is locked.
+def _appending(path: str, writing: Writing) -> Iterator[tuple[list[Messages], Append]]:
+    """The conversations that a file already holds, and a function that answers questions and appends them. It
+    takes the number of the batch's first question. The file is locked.
 
     Raises:
         ValueError: the file holds something else, or was made by another model or under other settings;
             another process writes it; or it cannot be written.
     """
+    recorded = writing.recorded
 
-    def append(asked: Sequence[Messages], answers: Sequence[Written], temperature: float) -> None:
+    def append(asked: Sequence[Messages], start: int) -> None:
+        temperature = writing.temperatures[start // writing.batch % len(writing.temperatures)]
+        seed = wrapped(writing.seed + start)
+        answers = writing.writer.answer(asked, temperature, writing.max_new_tokens, seed)
         rows = [
             {
                 **ABOUT,
-                "made": made,
+                "made": recorded,
                 "temperature": temperature,
                 "finished": answer.finished,
                 "messages": [*question, {"role": "assistant", "content": answer.text}],
@@ -348,12 +284,12 @@ def _appending(path: str, made: dict[str, Any]) -> Iterator[tuple[list[Messages]
     with locked(path):
         rows = _written(path)
         for row in rows:
-            _check_made(path, row.get("made"), made)
+            _check_made(path, row.get("made"), recorded)
         yield [row["messages"] for row in rows], append
 
 
 def _check_made(path: str, theirs: Any, ours: dict[str, Any]) -> None:
-    """Raise ValueError if a row was made by another model or under other settings. A target may have several
+    """Raise ValueError if a row was made by another model or under other writing. A target may have several
     names, so its name is not compared."""
     if not isinstance(theirs, dict):
         raise ValueError(
@@ -388,8 +324,3 @@ def _written(path: str) -> list[dict[str, Any]]:
         raise ValueError(f"output {path} cannot be written: {error.strerror}: name another file") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds something else than answers: name another file") from error
-
-
-def wrapped(seed: int) -> int:
-    """A seed derived from a user's by addition, brought back into 63 bits."""
-    return seed % 2**63

@@ -6,9 +6,9 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,47 +25,12 @@ from slipstream.training.data import hold_out, load_examples
 from slipstream.training.features import Features, pack
 from slipstream.training.methods import OBJECTIVES
 from slipstream.training.objective import Batch, coverage
+from slipstream.training.progress import Evaluation, Filling, Progress, Seen, Show
 from slipstream.training.recipe import Data, Optimizer, Recipe
 from slipstream.training.replay import Prediction, Record
 
 STATE, LOG, RECIPE = "state.pt", "log.jsonl", RUN
 OWN = 0.95  # the share of a greedy answer's tokens that are the target's likeliest, in any precision
-
-
-@dataclass
-class Progress:
-    """How far a run is; saved with every checkpoint.
-
-    Attributes:
-        stage, step: the next ones to take.
-        trained: tokens learnt from, over all stages.
-        seconds: time spent on steps.
-        best: the highest predicted τ; the drafter directory holds the weights that reached it.
-        history: one entry per evaluation.
-    """
-
-    stage: int = 0
-    step: int = 0
-    trained: int = 0
-    seconds: float = 0.0
-    best: float = 0.0
-    history: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The figures after a step: `step` of `of` in this stage; `tau` is the latest prediction."""
-
-    stage: int
-    step: int
-    of: int
-    loss: float
-    agree: float
-    tokens_per_second: float
-    tau: float
-
-
-Show = Callable[[Seen], None]
 
 
 class Trainer:
@@ -122,9 +87,7 @@ class Trainer:
                 raise ValueError(f"{directory} holds {held}, or name another directory")
             yield
 
-    def prepare(
-        self, filling: Callable[[str, int], Callable[[int], None]] = lambda what, total: lambda n: None
-    ) -> None:
+    def prepare(self, filling: Filling = lambda what, total: lambda n: None) -> None:
         """Read the data, let the target answer the held-out prompts, and begin or restore the objective.
 
         Args:
@@ -136,7 +99,7 @@ class Trainer:
             self._prepare(filling)
             self._held = held.pop_all()
 
-    def _prepare(self, filling: Callable[[str, int], Callable[[int], None]]) -> None:
+    def _prepare(self, filling: Filling) -> None:
         self._read_data(self.stages[-1].data)  # the last stage's data decide the drafter's vocabulary
         kept = self._data
         self._rehearse()
@@ -153,7 +116,7 @@ class Trainer:
         self._filling = filling
         if self._saved is not None:
             self.objective.load_state_dict(self._saved["objective"])
-            self.progress = Progress(**self._saved["progress"])
+            self.progress = Progress.of(self._saved["progress"])
             self.vocab_coverage = self._saved["coverage"]
 
     def _rehearse(self) -> None:
@@ -220,7 +183,7 @@ class Trainer:
                 progress.seconds += (took := time.perf_counter() - began)
                 if progress.step % schedule.evaluate_every == 0 or progress.step == steps:
                     self._evaluate(loss)
-                tau = progress.history[-1]["tau"]
+                tau = progress.history[-1].tau
                 show(Seen(progress.stage, progress.step, steps, loss, agree, counted / took, tau))
                 if stop or (progress.step % schedule.save_every == 0 and progress.step < steps):
                     self._save(optimizer)
@@ -298,15 +261,14 @@ class Trainer:
         storage = getattr(torch, self.recipe.head.storage)
         drafter = self.objective.drafter(tree, storage)
         prediction = self.objective.judge(drafter, self.record)
-        progress.history.append(
-            {"stage": progress.stage, "step": progress.step, "trained": progress.trained, "loss": loss}
-            | {"tau": round(prediction.tau, 4), "acceptance": [round(a, 4) for a in prediction.acceptance]}
-        )
+        acceptance = [round(a, 4) for a in prediction.acceptance]
+        at = (progress.stage, progress.step, progress.trained, loss)
+        progress.history.append(Evaluation(*at, round(prediction.tau, 4), acceptance))
         better, progress.best = prediction.tau > progress.best, max(progress.best, prediction.tau)
         if not self.leads:
             return
         with replacing(str(self.home / LOG)) as file:
-            file.writelines(json.dumps(entry) + "\n" for entry in progress.history)
+            file.writelines(json.dumps(asdict(entry)) + "\n" for entry in progress.history)
         if better:
             config, tensors = drafter.pack()
             vocabulary = {"size": len(drafter.vocab), "coverage": round(self.vocab_coverage, 4)}

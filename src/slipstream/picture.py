@@ -1,0 +1,32 @@
+"""Pictures of figures, as SVG."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from slipstream.files import replacing
+
+
+@contextmanager
+def picture(path: str, columns: int, otherwise: str = "") -> Iterator[Any]:
+    """Axes side by side to draw on, saved as an SVG. Raises ValueError, which ends in `otherwise`."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, columns, figsize=(4.5 * columns, 3.2), layout="constrained", squeeze=False
+    )
+    try:
+        yield axes[0]
+        for ax in axes[0]:
+            ax.grid(alpha=0.3)
+            ax.spines[["top", "right"]].set_visible(False)
+        try:
+            with replacing(path) as file:
+                figure.savefig(file, format="svg")
+        except ValueError as error:
+            raise ValueError(f"picture: {error}{otherwise}") from error
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,64 @@
+"""How far a training run is, and what callers are told of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A prediction: `trained` tokens were learnt from before it, the last step's `loss` is None at first.
+
+    Attributes:
+        tau: τ along the held-out answers.
+        acceptance: by depth, the share of rounds that accept as deep.
+    """
+
+    stage: int
+    step: int
+    trained: int
+    loss: float | None
+    tau: float
+    acceptance: list[float]
+
+
+@dataclass
+class Progress:
+    """How far a run is; saved with every checkpoint.
+
+    Attributes:
+        stage, step: the next ones to take.
+        trained: tokens learnt from, over all stages.
+        seconds: time spent on steps.
+        best: the highest predicted τ; the drafter directory holds the weights that reached it.
+        history: one entry per evaluation.
+    """
+
+    stage: int = 0
+    step: int = 0
+    trained: int = 0
+    seconds: float = 0.0
+    best: float = 0.0
+    history: list[Evaluation] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> "Progress":
+        """As a checkpoint has it."""
+        return cls(**{**saved, "history": [Evaluation(**entry) for entry in saved["history"]]})
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The figures after a step: `step` of `of` in this stage; `tau` is the latest prediction."""
+
+    stage: int
+    step: int
+    of: int
+    loss: float
+    agree: float
+    tokens_per_second: float
+    tau: float
+
+
+Show = Callable[[Seen], None]
+Filling = Callable[[str, int], Callable[[int], None]]  # what long work begins, of how many tokens

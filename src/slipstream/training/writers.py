@@ -1,0 +1,148 @@
+"""What writes training data: a target in this process, or a server that holds the same model."""
+
+import json
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any, TypeVar, final
+
+from slipstream.decode.generate import Generation, generate
+from slipstream.decode.settings import Settings
+from slipstream.targets import Target
+from slipstream.targets.load import AnyTarget, loaded
+
+T = TypeVar("T")
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Written:
+    """One text; `finished` is false if a length limit cut it."""
+
+    text: str
+    finished: bool
+
+
+class Writer(ABC):
+    """What writes texts: the target in this process, or a server."""
+
+    @property
+    def about(self) -> dict[str, str]:
+        """The model, as every row records it."""
+        return {"writer": type(self).__name__}
+
+    def check(self, prompts: Sequence[Messages], limit: int) -> None:  # noqa: B027  a server checks itself
+        """Raise ValueError if a prompt leaves no room for an answer, before the first one is answered."""
+
+    @abstractmethod
+    def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
+        """The assistant's answer to each conversation, of at most `limit` tokens."""
+
+    @abstractmethod
+    def go_on(self, text: str, n: int, temperature: float, limit: int, seed: int) -> list[Written]:
+        """`n` continuations of a raw text, each up to its end token."""
+
+
+@final
+class TargetWriter(Writer):
+    """Writes by plain decoding in batches."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    @property
+    def about(self) -> dict[str, str]:
+        return {
+            "target": self.target.name,
+            "fingerprint": self.target.fingerprint,
+            "dtype": self.target.dtype_name,
+        }
+
+    def check(self, prompts: Sequence[Messages], limit: int) -> None:
+        for number, prompt in enumerate(prompts, 1):
+            try:
+                Settings.of(self.target, limit).limit(self.target.encode(prompt))
+            except ValueError as error:
+                raise ValueError(f"question {number}: {error}") from error
+
+    def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
+        return self._write([self.target.encode(prompt) for prompt in prompts], temperature, limit, seed)
+
+    def go_on(self, text: str, n: int, temperature: float, limit: int, seed: int) -> list[Written]:
+        assert self.target.tokenizer is not None
+        ids = list(self.target.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._write([ids] * n, temperature, limit, seed)
+
+    def _write(self, prompts: list[list[int]], temperature: float, limit: int, seed: int) -> list[Written]:
+        made: list[Generation] = generate(
+            self.target, prompts, max_new_tokens=limit, temperature=temperature, seed=seed
+        )
+        return [Written(answer.text.strip(), answer.finish == "eos") for answer in made]
+
+
+@final
+class ServerWriter(Writer):
+    """Writes through an OpenAI-compatible server of the same model, such as `vllm serve`.
+
+    Args:
+        url: its base, http://host:port/v1.
+        model: the server's name for the model; default: its first model.
+    """
+
+    def __init__(self, url: str, model: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.model = model or self._ask("models", None, lambda reply: str(reply["data"][0]["id"]))
+
+    @property
+    def about(self) -> dict[str, str]:
+        return {"server_model": self.model}
+
+    def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
+        def one(item: tuple[int, Messages]) -> Written:
+            settings = {"temperature": temperature, "max_tokens": limit, "seed": wrapped(seed + item[0])}
+            return self._ask(
+                "chat/completions", {"model": self.model, "messages": item[1], **settings}, _answer
+            )
+
+        with ThreadPoolExecutor(max(len(prompts), 1)) as pool:  # the server batches concurrent requests
+            return list(pool.map(one, enumerate(prompts)))
+
+    def go_on(self, text: str, n: int, temperature: float, limit: int, seed: int) -> list[Written]:
+        settings = {"temperature": temperature, "max_tokens": limit, "seed": seed, "n": n}
+        return self._ask("completions", {"model": self.model, "prompt": text, **settings}, _continuations)
+
+    def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=600) as reply:
+                return read(json.load(reply))
+        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:  # no such server
+            raise ValueError(
+                f"server {self.url}/{path}: {error}: give the base of an OpenAI-compatible server, such as "
+                "http://localhost:8000/v1"
+            ) from error
+
+
+def _answer(reply: Any) -> Written:
+    choice = reply["choices"][0]
+    return Written((choice["message"]["content"] or "").strip(), choice["finish_reason"] == "stop")
+
+
+def _continuations(reply: Any) -> list[Written]:
+    return [Written(choice["text"].strip(), choice["finish_reason"] == "stop") for choice in reply["choices"]]
+
+
+def writer_of(given: "str | Writer | None", target: AnyTarget) -> Writer:
+    """The server at a URL, a writer as it is, or the target where none is given. Raises ValueError."""
+    if given is None:
+        return TargetWriter(loaded(target))
+    return ServerWriter(given) if isinstance(given, str) else given
+
+
+def wrapped(seed: int) -> int:
+    """A seed derived from a user's by addition, brought back into 63 bits."""
+    return seed % 2**63
