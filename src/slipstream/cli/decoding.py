@@ -2,7 +2,7 @@
 
 import sys
 from contextlib import nullcontext, redirect_stdout
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,6 +31,28 @@ from slipstream.cli.common import (
     out,
     progress_bar,
 )
+
+if TYPE_CHECKING:
+    from slipstream.decode.generate import Generation
+
+
+def _of_sampling(help: str, metavar: str = "X") -> Any:
+    return typer.Option(metavar=metavar, rich_help_panel=SAMPLING, help=help)
+
+
+OwnTemperature = Annotated[float | None, _of_sampling("0 is greedy (default: the target's own)", "T")]
+TopK = Annotated[int | None, _of_sampling("keep the K likeliest tokens", "K")]
+TopP = Annotated[float | None, _of_sampling("keep the likeliest tokens with this mass", "P")]
+MinP = Annotated[float | None, _of_sampling("keep tokens this fraction as likely as the likeliest", "P")]
+RepetitionPenalty = Annotated[float | None, _of_sampling("counts prompt and answer")]
+AnswerPenalty = Annotated[float, _of_sampling("counts the answer")]
+Stop = Annotated[list[str], _of_sampling("ends the answer; repeatable", "TEXT")]
+LAW = "coupled or multi-round (default: the drafter's own); lossy-typical, Medusa's, changes the text"
+LawName = Annotated[str | None, _of_sampling(LAW, "NAME")]
+Trace = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", rich_help_panel=RESULTS, help="write one JSON line per round here"),
+]
 
 
 @app.command(
@@ -76,52 +98,20 @@ def generate(
     target: TargetName = "smollm2",
     drafter: DrafterName = "ngram",
     max_new_tokens: MaxNewTokens = 256,
-    temperature: Annotated[
-        float | None,
-        typer.Option(metavar="T", rich_help_panel=SAMPLING, help="0 is greedy (default: the target's own)"),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(metavar="K", rich_help_panel=SAMPLING, help="keep the K likeliest tokens")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(metavar="P", rich_help_panel=SAMPLING, help="keep the likeliest tokens with this mass"),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            metavar="P", rich_help_panel=SAMPLING, help="keep tokens this fraction as likely as the likeliest"
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(metavar="X", rich_help_panel=SAMPLING, help="counts prompt and answer")
-    ] = None,
-    presence_penalty: Annotated[
-        float, typer.Option(metavar="X", rich_help_panel=SAMPLING, help="counts the answer")
-    ] = 0.0,
-    frequency_penalty: Annotated[
-        float, typer.Option(metavar="X", rich_help_panel=SAMPLING, help="counts the answer")
-    ] = 0.0,
+    temperature: OwnTemperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: AnswerPenalty = 0.0,
+    frequency_penalty: AnswerPenalty = 0.0,
     seed: Seed = 0,
-    stop: Annotated[
-        list[str], typer.Option(metavar="TEXT", rich_help_panel=SAMPLING, help="ends the answer; repeatable")
-    ] = [],  # noqa: B006
-    law: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            rich_help_panel=SAMPLING,
-            help="coupled or multi-round (default: the drafter's own); lossy-typical, Medusa's, changes the "
-            "text",
-        ),
-    ] = None,
+    stop: Stop = [],  # noqa: B006
+    law: LawName = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     compile: Compile = False,
-    trace: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", rich_help_panel=RESULTS, help="write one JSON line per round here"),
-    ] = None,
+    trace: Trace = None,
     json_path: JsonPath = None,
 ) -> None:
     """Answer one prompt, printed as it is made; figures go to standard error.
@@ -129,10 +119,10 @@ def generate(
     The text is the same whatever the drafter: exactly in float64, and in
     float32 and bfloat16 up to near-ties, which rounding may turn.
     """
-    from slipstream.decode.generate import LOSSY, stream
+    from slipstream.decode.generate import stream
     from slipstream.decode.settings import resolve_sampling
     from slipstream.drafters import load_drafter
-    from slipstream.files import STANDARD, check_writable, replacing, write_json
+    from slipstream.files import STANDARD, check_writable, replacing
 
     check_writable(trace, json_path, reads=inputs(target, [drafter]))
     aside = redirect_stdout(sys.stderr) if {trace, json_path} & {*STANDARD} else nullcontext()
@@ -143,43 +133,41 @@ def generate(
     if compile:
         with err.status("warming up"):
             list(stream(loaded, text, guide, max_new_tokens=4))
+    cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    penalties = {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty}
+    how: dict[str, Any] = {**cuts, **penalties, "repetition_penalty": repetition_penalty, "law": law}
+    how |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "stop": stop or None}
     with replacing(trace) if trace is not None else nullcontext() as trace_file, aside:
-        pieces = stream(
-            loaded,
-            text,
-            guide,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            seed=seed,
-            stop=stop or None,
-            law=law,
-            trace=trace_file,
-        )
+        pieces = stream(loaded, text, guide, **how, trace=trace_file)
         for piece in pieces:
             print(piece, end="", flush=True)
         print()
-    made = pieces.generation
+    idle = [f"--{name.replace('_', '-')}" for name, value in cuts.items() if value is not None and not heat]
+    _figures(pieces.generation, law or guide.law, idle, json_path)
+
+
+def _figures(made: "Generation | None", law: str, idle: list[str], json_path: str | None) -> None:
+    """What an answer took, and which options were without effect."""
+    from slipstream.decode.generate import LOSSY
+    from slipstream.files import write_json
+
     assert made is not None
-    speed = len(made.tokens) / made.seconds.total
-    err.print(
-        f"{len(made.tokens)} tokens ({made.finish})   τ {made.tau:.2f}   {speed:.1f} tokens/s", style="dim"
-    )
-    cuts = {"--top-k": top_k, "--top-p": top_p, "--min-p": min_p}
-    if not heat and (idle := [name for name, value in cuts.items() if value is not None]):
+    speed = f"τ {made.tau:.2f}   {len(made.tokens) / made.seconds.total:.1f} tokens/s"
+    err.print(f"{len(made.tokens)} tokens ({made.finish})   {speed}", style="dim")
+    if idle:
         err.print(f"at temperature 0 nothing is sampled: {', '.join(idle)} without effect", style="yellow")
     if law == LOSSY:
         err.print(
             "lossy: typical acceptance keeps tokens that the target would not have drawn", style="yellow"
         )
     if json_path is not None:
-        fields = {"text": made.text, "tokens": made.tokens, "finish": made.finish, "tau": made.tau}
-        fields |= {"law": law or guide.law}
+        fields = {
+            "text": made.text,
+            "tokens": made.tokens,
+            "finish": made.finish,
+            "tau": made.tau,
+            "law": law,
+        }
         write_json(json_path, {**fields, "target_passes": len(made.rounds), "seconds": vars(made.seconds)})
 
 
