@@ -6,7 +6,7 @@ cost more than the target pass.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -133,7 +133,9 @@ class Sampler:
         vocab: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.rows, self.vocab, self.device = list(rows), vocab, torch.device(device)
+        self.rows = list(rows)
+        self.vocab = vocab
+        self.device = torch.device(device)
         self.history = [list(prompt) for prompt in prompts]
         self._columns = _Columns(*(self._column(f) for f in _Columns._fields))
         self._keys = torch.tensor(
@@ -292,7 +294,8 @@ class Sampler:
         if new._seen is not None and new._count is not None:
             for i, (s, b) in enumerate(pairs):
                 if s._seen is not None and s._count is not None:
-                    new._seen[i], new._count[i] = s._seen[b], s._count[b]
+                    new._seen[i] = s._seen[b]
+                    new._count[i] = s._count[b]
         return new
 
 
@@ -315,5 +318,4 @@ def _judged(processor: Processor, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V
 
 def rows_of(sampling: Sampling, n: int) -> list[Sampling]:
     """`n` rows of the same settings, each with noise of its own; row 0 draws what a single row would."""
-    values = {f.name: getattr(sampling, f.name) for f in fields(Sampling)}
-    return [Sampling(**{**values, "row": sampling.row + i}) for i in range(n)]
+    return [replace(sampling, row=sampling.row + i) for i in range(n)]

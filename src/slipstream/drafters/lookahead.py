@@ -57,9 +57,13 @@ class Lookahead(Drafter):
         column = torch.stack([1 + first, *(1 + window + first * (ngram - 2) + i for i in range(ngram - 2))])
         guess = 1 + window * (ngram - 1) + torch.arange(guesses * (ngram - 1)).view(guesses, -1)
         parents = torch.zeros(1 + (window + guesses) * (ngram - 1), dtype=torch.long)
-        parents[column[0]], parents[column[1:]], parents[guess[:, 1:]] = first, column[:-1], guess[:, :-1]
-        self._column, self._parents = column, parents[None]
-        self.rows, self.depth = len(parents), max(window + ngram - 2, ngram - 1)
+        parents[column[0]] = first
+        parents[column[1:]] = column[:-1]
+        parents[guess[:, 1:]] = guess[:, :-1]
+        self._column = column
+        self._parents = parents[None]
+        self.rows = len(parents)
+        self.depth = max(window + ngram - 2, ngram - 1)
 
     def start(self, batch: int, device: torch.device) -> LookaheadState:
         def zeros(*shape: int) -> Tensor:
@@ -98,7 +102,8 @@ class Lookahead(Drafter):
         back = at[..., None] - torch.arange(self.N - 1, -1, -1, device=at.device)
         grams = state.text.gather(1, back.clamp(0, state.text.shape[1] - 1).flatten(1)).view(*back.shape)
         self._remember(state, grams, span.mask & (back[..., 0] >= 0))
-        state.length, state.root = span.start + span.count, span.last(span.nexts)
+        state.length = span.start + span.count
+        state.root = span.last(span.nexts)
 
     def _remember(
         self, state: LookaheadState, grams: Int[Tensor, "B K N"], real: Bool[Tensor, "B K"]

@@ -43,7 +43,8 @@ class MedusaHead(Head):
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
-        self.config, H = config, config.hidden_size
+        self.config = config
+        H = config.hidden_size
         self.blocks: Any = nn.ModuleList(
             [
                 nn.ModuleList([nn.Linear(H, H, config.bias) for _ in range(config.layers)])
@@ -92,13 +93,15 @@ class MedusaHead(Head):
 class Medusa(ParallelDrafter):
     """Drafts with a `MedusaHead`."""
 
-    method, module = "medusa", MedusaHead
+    method = "medusa"
+    module = MedusaHead
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, ParallelState) and span.features is not None
         last = span.last(span.features)[:, None]  # nothing else is read, so there is no cache
         state.hidden = (self._compiled_read(freed(last)) if self.ends.compiles else self._read(last))[:, 0]
-        state.root, state.length = span.last(span.nexts), span.start + span.count
+        state.root = span.last(span.nexts)
+        state.length = span.start + span.count
 
     def _read(self, features: Float[Tensor, "B 1 H"]) -> Float[Tensor, "B 1 N H"]:
         return self.head(features)

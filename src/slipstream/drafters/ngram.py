@@ -45,7 +45,10 @@ class NGram(Drafter):
                 f"ngram got depth={depth}, longest={longest}, shortest={shortest}; it needs depth >= 1 and 1 "
                 "<= shortest <= longest"
             )
-        self.depth, self.rows, self.longest, self.shortest = depth, depth + 1, longest, shortest
+        self.depth = depth
+        self.rows = depth + 1
+        self.longest = longest
+        self.shortest = shortest
 
     def start(self, batch: int, device: torch.device) -> NGramState:
         def zeros(*shape: int) -> Tensor:
@@ -58,7 +61,8 @@ class NGram(Drafter):
         state.text = widened(state.text, span.cache.bound + 1)
         at = span.start[:, None] + torch.arange(span.tokens.shape[1], device=span.tokens.device)
         state.text.scatter_(1, at.where(span.mask, state.text.shape[1] - 1), span.tokens)
-        state.length, state.root = span.start + span.count, span.last(span.nexts)
+        state.length = span.start + span.count
+        state.root = span.last(span.nexts)
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, NGramState)
@@ -71,7 +75,8 @@ class NGram(Drafter):
     def _match(self, state: NGramState) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
         """The slot at which the best match ends, and the number of its tokens."""
         view = int(state.length.max()) if look.may_look(state.length) else state.text.shape[1]
-        text, slot = state.text[:, :view], torch.arange(view, device=state.text.device)
+        text = state.text[:, :view]
+        slot = torch.arange(view, device=state.text.device)
         run = (text == state.root[:, None]) & (slot < state.length[:, None])
         length = run.long()
         for back in range(1, self.longest):

@@ -46,7 +46,10 @@ class RandomDrafter(Drafter):
                 f"RandomDrafter got width={width}; it must be between 1 and the vocabulary's {vocab}"
             )
         self.vocab, self.depth, self.width = vocab, depth, width
-        self.probes, self.memory, self.sampled, self.seed = probes, memory, sampled, seed
+        self.probes = probes
+        self.memory = memory
+        self.sampled = sampled
+        self.seed = seed
         self.nodes = sum(width**d for d in range(depth + 1))
         self.inner = self.nodes - width**depth
         self.rows = self.nodes + (0 if probes is None else 2 * len(probes))
@@ -57,7 +60,8 @@ class RandomDrafter(Drafter):
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, RandomState)
-        state.root, state.position = span.last(span.nexts), span.start + span.count
+        state.root = span.last(span.nexts)
+        state.position = span.start + span.count
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, RandomState)

@@ -40,7 +40,10 @@ class TreeOracle(Drafter):
             raise ValueError(
                 f"TreeOracle got width={width} and vocab={vocab}: wrong siblings need a wider vocabulary"
             )
-        self.texts, self.vocab, self.depth, self.width = [list(text) for text in texts], vocab, depth, width
+        self.texts = [list(text) for text in texts]
+        self.vocab = vocab
+        self.depth = depth
+        self.width = width
         self.rows = 1 + depth * width + depth - 1
 
     def start(self, batch: int, device: torch.device) -> OracleState:
@@ -49,8 +52,10 @@ class TreeOracle(Drafter):
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, OracleState)
-        state.root, state.position = span.last(span.nexts), span.start + span.count
-        state.row, state.round = span.cache.texts, state.round + 1
+        state.root = span.last(span.nexts)
+        state.position = span.start + span.count
+        state.row = span.cache.texts
+        state.round = state.round + 1
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, OracleState)
@@ -61,7 +66,10 @@ class TreeOracle(Drafter):
         return Tree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device), self.depth)
 
     def _row(self, root: int, row: int, position: int, turn: int) -> tuple[list[int], list[int]]:
-        tokens, parents, parent, decoy = [root], [0], 0, None
+        tokens = [root]
+        parents = [0]
+        parent = 0
+        decoy = None
         hit = (turn + row) % (self.depth + 1)
         for depth in range(1, self.depth + 1):
             at = position + depth
@@ -76,5 +84,6 @@ class TreeOracle(Drafter):
             if decoy is not None:
                 tokens.append(truth)
                 parents.append(decoy)
-            parent, decoy = first + rank, first + (rank + 1) % self.width
+            parent = first + rank
+            decoy = first + (rank + 1) % self.width
         return tokens, parents
