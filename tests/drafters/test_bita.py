@@ -12,7 +12,7 @@ from slipstream.drafters.bita import Bita
 from slipstream.training import bita
 from slipstream.training.data import Example
 from slipstream.training.objective import Batch
-from slipstream.training.recipe import Loss, Recipe
+from slipstream.training.recipes import BitaRecipe
 
 PROMPTS = tiny.prompts(9, 4, 14)
 
@@ -21,7 +21,7 @@ def objective(target, **head):
     """With weights so large that masks say different things."""
     text = PROMPTS[2]
     f = target.features([text], ("final",))[0]
-    recipe = Recipe(method="bita", head={"depth": 3, "prompts": 2, "draft_vocab": 0, **head})
+    recipe = BitaRecipe(head=BitaRecipe.Head(**{"prompts": 2, "draft_vocab": 0, **head}))
     made = bita.BitaObjective.begin(recipe, target.ends, [Example(text, [True] * len(text))], f)
     generator = torch.Generator().manual_seed(1)
     for p in made.head.double().parameters():
@@ -88,7 +88,7 @@ def test_the_loss_is_the_mean_over_groups_and_masks(monkeypatch):
     target, text = tiny.target("llama"), tiny.prompts(12)[0]
     made, learn = objective(target), [False] * 5 + [True] * 7
     batch = Batch.collate([Example(text, learn)], [torch.zeros(12, 0)], "cpu")
-    loss, _ = made(batch, Loss(token=1.0, hard=True), torch.Generator())
+    loss, _ = made(batch, BitaRecipe.Loss(), torch.Generator())
     context = target.new_cache(1)
     target(bita.chain(torch.tensor([text])), context)
     expected = []
@@ -104,7 +104,7 @@ def test_the_loss_is_the_mean_over_groups_and_masks(monkeypatch):
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in made.head.parameters())
     assert all(p.grad is None for p in target.model.parameters())
     nothing = Batch(batch.features, batch.tokens, batch.counts & False)
-    assert float(made(nothing, Loss(hard=True), torch.Generator())[0].detach()) == 0
+    assert float(made(nothing, BitaRecipe.Loss(), torch.Generator())[0].detach()) == 0
 
 
 def test_groups_stand_where_drafting_has_hosts():

@@ -15,7 +15,7 @@ from slipstream.drafters.glide import Glide, apart
 from slipstream.drafters.heads import target_rope
 from slipstream.drafters.layers import attend_cache, turns
 from slipstream.training.methods import GlideObjective
-from slipstream.training.recipe import Loss
+from slipstream.training.recipes import GlideRecipe
 
 PROMPTS = tiny.prompts(9, 4, 14)
 
@@ -79,7 +79,8 @@ def test_a_block_of_training_is_a_draft(published):
     features = target.features(text.tolist(), drafter.taps)[:, :-1]
     firsts = set()
     for seed in range(6):
-        [said] = objective.steps(text, features, Loss(block=block), torch.Generator().manual_seed(seed))
+        settings, generator = GlideRecipe.Loss(block=block), torch.Generator().manual_seed(seed)
+        [said] = objective.steps(text, features, settings, generator)
         first = int(torch.randint(block, (), generator=torch.Generator().manual_seed(seed)))
         firsts.add(first)
         for row in range(first, T - block, block):  # the root is token row + 1

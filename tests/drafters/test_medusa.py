@@ -11,7 +11,7 @@ from slipstream.decode.generate import generate
 from slipstream.training.data import Example
 from slipstream.training.methods import MedusaObjective
 from slipstream.training.objective import Batch
-from slipstream.training.recipe import Loss
+from slipstream.training.recipes import MedusaRecipe
 
 
 def laws(drafter, state):
@@ -46,9 +46,8 @@ def test_the_loss_is_each_heads_own_token_further_on():
     drafter = tiny.medusa(target)
     objective = MedusaObjective(drafter.head, target.ends, None)
     batch = Batch.collate([Example(text, [False] * 4 + [True] * 5)], [f[0]], "cpu")
-    settings = Loss(feature=0.0, token=1.0, noise=0.0, hard=True, decay=0.8)
     drafter.head.float()
-    loss, _ = objective(batch, settings, torch.Generator())
+    loss, _ = objective(batch, MedusaRecipe.Loss(), torch.Generator())
     expected = 0.0
     for k in range(3):
         for token in range(max(4, 2 + k), 9):

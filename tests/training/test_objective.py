@@ -18,7 +18,8 @@ from slipstream.training.methods import (
     Unrolled,
 )
 from slipstream.training.objective import Batch, check_size, coverage, frequent
-from slipstream.training.recipe import Loss, Recipe
+from slipstream.training.recipe import load_recipe
+from slipstream.training.recipes import Eagle3Recipe, EagleRecipe, FastEagleRecipe
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_layers_of_a_cascade_are_the_steps_of_a_draft():
     objective = FastEagleObjective(drafter.head, target.ends, None)
     text = torch.tensor(tiny.prompts(T + 1))
     features = target.features(text.tolist(), drafter.taps)[:, :-1]
-    steps = list(objective.steps(text, features, Loss(), torch.Generator()))
+    steps = list(objective.steps(text, features, FastEagleRecipe.Loss(), torch.Generator()))
     assert len(steps) == 3
     for root in range(1, T + 1):
         cache, count = target.new_cache(1), torch.tensor([root])
@@ -90,7 +91,7 @@ def test_the_loss_of_a_cascade_is_the_papers(decay):
     objective = FastEagleObjective(head, target.ends, None)
     batch, settings = (
         Batch.collate([example], [features[0]], "cpu"),
-        Loss(feature=1.0, token=0.1, noise=0.0, decay=decay),
+        FastEagleRecipe.Loss(decay=decay),
     )
     loss, agreed = objective(batch, settings, torch.Generator())
     mask, V = torch.ones(7, 7, dtype=torch.bool).tril()[None, None], target.ends.head.float()
@@ -118,7 +119,7 @@ def test_eagle3s_loss_is_the_cross_entropy_of_its_own_steps():
     objective = Eagle3Objective(head, target.ends, vocab)
     features = target.features([example.tokens], (*drafter.taps, "final")).float()
     batch = Batch.collate([example], [features[0]], "cpu")
-    loss, _ = objective(batch, Loss(feature=0.0, token=1.0, noise=0.0, unroll=2), torch.Generator())
+    loss, _ = objective(batch, Eagle3Recipe.Loss(unroll=2), torch.Generator())
     unrolled, hidden = Unrolled(7, features.device), head.fuse(features[:, :7, :-32])
     embedded, expected = target.ends.embed(torch.tensor([example.tokens[1:-1]])).float(), 0.0
     for j in range(2):
@@ -141,9 +142,7 @@ def test_the_loss_is_the_papers(drafter, acceptance):
     features = target.features([example.tokens], ("final",))
     batch = Batch.collate([example], [features[0]], "cpu")
     objective = EagleObjective(drafter.head.float(), target.ends, None)
-    loss, _ = objective(
-        batch, Loss(feature=1.0, token=0.1, noise=0.0, acceptance=acceptance), torch.Generator()
-    )
+    loss, _ = objective(batch, EagleRecipe.Loss(noise=0.0, acceptance=acceptance), torch.Generator())
     f, expected = features[0].float(), 0.0
     mask = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
     embedded = target.ends.embed(torch.tensor([example.tokens[1:-1]])).float()
@@ -163,7 +162,7 @@ def test_padding_and_other_rows_change_nothing(drafter):
     examples = [Example(p, [True] * len(p)) for p in tiny.prompts(9, 5)]
     features = [target.features([e.tokens], ("final",))[0] for e in examples]
     objective = EagleObjective(drafter.head.double(), target.ends, None)
-    settings = Loss(noise=0.0, unroll=3)
+    settings = EagleRecipe.Loss(noise=0.0, unroll=3)
 
     def loss(which: list[int]) -> float:
         batch = Batch.collate([examples[i] for i in which], [features[i] for i in which], "cpu")
@@ -178,7 +177,9 @@ def test_before_training_the_head_repeats_the_feature():
     target = tiny.target("llama")
     text = torch.tensor(tiny.prompts(6))
     f = target.features(text.tolist(), ("final",)).float()
-    objective = EagleObjective.begin(Recipe(), target.ends, [Example(text[0].tolist(), [True] * 6)], f[0])
+    objective = EagleObjective.begin(
+        load_recipe(None), target.ends, [Example(text[0].tolist(), [True] * 6)], f[0]
+    )
     unrolled = Unrolled(6, f.device)
     said = objective.head(target.ends.embed(text).float(), f, unrolled.positions, unrolled.step)
     assert torch.allclose(said, f, atol=1e-5)
@@ -189,7 +190,7 @@ def test_a_cascade_may_begin_as_an_eagle_head(drafter, tmp_path):
     target, text = tiny.target("llama"), torch.tensor(tiny.prompts(6))
     save_drafter(tmp_path, "eagle", "llama", target.ends, *drafter.pack(), {}, dtype=None)
     taps, examples = ["input of block 0", "final"], [Example(text[0].tolist(), [True] * 6)]
-    recipe = Recipe(method="fasteagle", head={"start": str(tmp_path), "depth": 2, "taps": taps})
+    recipe = load_recipe(None, method="fasteagle", head={"start": str(tmp_path), "depth": 2, "taps": taps})
     f = target.features(text.tolist(), taps)
     made = FastEagleObjective.begin(recipe, target.ends, examples, f[0]).drafter("chain-2", torch.float64)
     mask = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
@@ -212,10 +213,10 @@ def test_a_cascade_may_begin_as_an_eagle_head(drafter, tmp_path):
 
 def test_a_head_larger_than_its_target_is_refused():
     """Memory asked for until the system ends the process, because of one zero too many."""
-    recipe, ends = Recipe(method="fasteagle", head={"depth": 16}), tiny.target("llama").ends
-    check_size(recipe, layer_sizes(ends, 2**10), ends)
+    head, ends = FastEagleRecipe.Head(depth=16), tiny.target("llama").ends
+    check_size(head, layer_sizes(ends, 2**10), ends)
     with pytest.raises(ValueError, match=r"head\.intermediate_size=131072 ask for 0\.2 billion numbers"):
-        check_size(recipe, layer_sizes(ends, 2**17), ends)
+        check_size(head, layer_sizes(ends, 2**17), ends)
 
 
 def test_the_draft_vocabulary_is_what_is_said_most():
@@ -238,12 +239,15 @@ def test_the_scales_of_taps_are_folded_into_the_drafter(make):
     target, text = tiny.target("llama"), torch.tensor(tiny.prompts(6))
     drafter, gains = make(target, "chain-3"), torch.tensor([7.0, 0.5, 3.0, 2.0])
     f = target.features(text.tolist(), drafter.taps).float()[:, :-1]
-    kind = {tiny.eagle3: Eagle3Objective, tiny.fasteagle: FastEagleObjective}[make]
+    kind, settings = {
+        tiny.eagle3: (Eagle3Objective, Eagle3Recipe.Loss(unroll=2)),
+        tiny.fasteagle: (FastEagleObjective, FastEagleRecipe.Loss()),
+    }[make]
     objective = kind(drafter.head.float(), target.ends, None, gains)
     made = kind(objective.drafter("chain-3", torch.float64).head.float(), target.ends, None)
     scaled = f * gains[1:].repeat_interleave(32)
     said, again = (
-        list(o.steps(text, x, Loss(unroll=2), torch.Generator())) for o, x in ((objective, scaled), (made, f))
+        list(o.steps(text, x, settings, torch.Generator())) for o, x in ((objective, scaled), (made, f))
     )
     torch.testing.assert_close(said, again, rtol=1e-3, atol=1e-3)
 
@@ -271,12 +275,10 @@ def test_a_part_is_trained_on_what_it_drafts_with(family):
     target, text = tiny.target(family), torch.tensor(tiny.prompts(11))
     example = Example(text[0].tolist(), [True] * 11)
     f = target.features(text.tolist(), ["final"])
-    recipe = Recipe(
-        method="draft-model", head={"blocks": [1], "draft_vocab": 40}, loss={"feature": 0.0, "token": 1.0}
-    )
+    recipe = load_recipe(None, method="draft-model", head={"blocks": [1], "draft_vocab": 40})
     objective = DistillObjective.begin(recipe, target.ends, [example], f[0])
     batch = Batch.collate([example], [f[0]], "cpu")
-    loss, _ = objective(batch, recipe.loss.model_copy(update={"noise": 0.0}), torch.Generator())
+    loss, _ = objective(batch, recipe.loss, torch.Generator())
     drafter = objective.drafter("chain-2", torch.float64)
     assert {weight.dtype for weight in objective.drafter("chain-2", torch.int8).part.parameters()} == {
         target.dtype
@@ -298,8 +300,9 @@ def test_hard_labels_are_the_texts_own_tokens():
     vocab = torch.tensor(sorted({*text[2:6], 1, 2}))
     objective = EagleObjective(tiny.eagle(target, "chain-2").head.float(), target.ends, vocab)
     batch = Batch.collate([Example(text, [True] * 11)], [f[0]], "cpu")
-    loss, _ = objective(batch, Loss(feature=0.0, token=1.0, noise=0.0, hard=True), torch.Generator())
-    said = next(objective.steps(batch.tokens[:, :-1], f[:, :-2].float(), Loss(), torch.Generator()))[0]
+    settings = EagleRecipe.Loss(feature=0.0, token=1.0, noise=0.0, hard=True)
+    loss, _ = objective(batch, settings, torch.Generator())
+    said = next(objective.steps(batch.tokens[:, :-1], f[:, :-2].float(), settings, torch.Generator()))[0]
     log_q, ids, expected = objective.student(said, 0).log_softmax(-1), vocab.tolist(), 0.0
     for i, token in enumerate(text[2:]):
         expected -= float(log_q[i, ids.index(token)]) if token in ids else 0.0

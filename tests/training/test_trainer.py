@@ -19,9 +19,10 @@ from slipstream.drafters import load_drafter
 from slipstream.drafters.store import save_drafter
 from slipstream.files import cache_home
 from slipstream.interop.public import import_head
+from slipstream.methods import METHODS
 from slipstream.targets import Target
 from slipstream.training.features import Features, pack
-from slipstream.training.recipe import READ_BY, Recipe, load_recipe
+from slipstream.training.recipe import Recipe, load_recipe, recipe_class
 from slipstream.training.replay import Record
 from slipstream.training.trainer import Trainer, rate
 
@@ -32,7 +33,7 @@ def home(tmp_path, monkeypatch):
 
 
 every_method = pytest.mark.parametrize(
-    "method", ["eagle", "eagle3", "fasteagle", "glide", "medusa", "bita", "draft-model"]
+    "method", [method.name for method in METHODS.values() if method.objective]
 )
 
 
@@ -41,7 +42,10 @@ OWN_SIZES = (("head", "depth", 3), ("loss", "unroll", 2))
 
 def recipe(data: str, method: str = "eagle", **schedule) -> Recipe:
     settings = {"batch_tokens": 64, "evaluate_every": 5, "save_every": 4, "epochs": 1.0} | schedule
-    depth, unroll = ({name: size} if method in READ_BY[part][name] else {} for part, name, size in OWN_SIZES)
+    kind = recipe_class(method, "")
+    depth, unroll = (
+        {name: size} if name in kind.section(part).model_fields else {} for part, name, size in OWN_SIZES
+    )
     return load_recipe(
         None,
         data={"files": [data], "max_length": 40, "held_out_tokens": 16},
@@ -391,7 +395,8 @@ def test_directories_and_checkpoints_that_do_not_fit_are_refused(chat, data, tmp
     with pytest.raises(ValueError, match=r"another recipe \(schedule differ\)"):
         Trainer(chat, recipe(data, epochs=3.0), str(tmp_path / "run"), resume=True)
     older = torch.load(tmp_path / "run" / "state.pt")
-    del older["recipe"]["head"]["prompts"]  # made before there was such a field
+    older["recipe"]["head"] |= {"prompts": 16}  # when all methods shared their settings
+    del older["recipe"]["head"]["storage"]  # before there was such a setting
     torch.save(older, tmp_path / "run" / "state.pt")
     Trainer(chat, settings, str(tmp_path / "run"), resume=True)
     with pytest.raises(ValueError, match="cannot be written"):
@@ -410,7 +415,7 @@ def test_too_little_data_is_refused(chat, data, tmp_path):
 
 
 def test_the_rate_warms_up_and_falls_to_its_floor():
-    optimizer = Recipe().optimizer
+    optimizer = load_recipe(None).optimizer
     rates = [rate(optimizer, step, 100) for step in range(100)]
     assert rates[0] < rates[1] < rates[2] <= optimizer.lr
     assert rates[3:] == sorted(rates[3:], reverse=True)

@@ -18,7 +18,8 @@ from slipstream.targets import Target
 from slipstream.targets.inside import Behind
 from slipstream.targets.part import states_behind
 from slipstream.training.objective import Batch, Given, Objective
-from slipstream.training.recipe import Loss, Recipe
+from slipstream.training.recipe import Loss
+from slipstream.training.recipes import BitaRecipe
 from slipstream.training.replay import Prediction, Record, decoded
 
 DROPOUT = 0.1  # of the prompts, in training
@@ -60,12 +61,9 @@ class BitaObjective(Objective):
     drafts, reads_features = Bita, False
 
     @classmethod
-    def reads(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
-        return (FINAL,)
-
-    @classmethod
     def new(cls, given: Given) -> Prompting:
         recipe, sizes = given.recipe, given.sizes
+        assert isinstance(recipe, BitaRecipe.Head)
         cache = (given.ends.config.num_hidden_layers, sizes["num_key_value_heads"], sizes["head_dim"])
         config = BitaConfig(sizes["hidden_size"], *cache, depth=recipe.depth, prompts=recipe.prompts)
         return Prompting(config, recipe.deep, given.generator)
@@ -79,6 +77,7 @@ class BitaObjective(Objective):
     def forward(self, batch: Batch, settings: Loss, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """As `Objective`'s, for as many tokens as count in the batch, whatever the groups: their mean is
         minimised."""
+        assert isinstance(settings, BitaRecipe.Loss)
         target, tokens, M = self._target, batch.tokens, self.head.config.depth
         B, S = tokens.shape
         hosts, real = groups(batch.counts, settings.groups, generator)

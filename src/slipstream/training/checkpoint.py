@@ -7,10 +7,9 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from slipstream.files import check_regular
-from slipstream.training.recipe import Recipe
+from slipstream.training.recipe import Recipe, stored_recipe
 
 
 def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -62,8 +61,8 @@ def read_checkpoint(
             "continuation needs as many"
         )
     new = recipe.model_dump(mode="json")
-    with suppress(ValidationError):  # fields that older recipes lack take their defaults
-        made = Recipe.model_validate(made).model_dump(mode="json")
+    with suppress(ValueError):
+        made = stored_recipe(made, str(path)).model_dump(mode="json")
     if made != new:
         changed = ", ".join(key for key in new if new[key] != made.get(key))
         raise ValueError(

@@ -20,9 +20,17 @@ from slipstream.drafters.layers import LayerConfig
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.store import restored, stored
 from slipstream.targets.part import states
-from slipstream.training.bita import BitaObjective
-from slipstream.training.objective import Given, Objective, size_of
+from slipstream.training.objective import Given, Objective, size_of, states_read
 from slipstream.training.recipe import Loss, Recipe
+from slipstream.training.recipes import (
+    DraftModelRecipe,
+    Eagle3Recipe,
+    EagleRecipe,
+    FastEagleRecipe,
+    GlideRecipe,
+    MedusaRecipe,
+    UnrolledLoss,
+)
 
 
 class _Recursion(Objective):
@@ -35,6 +43,7 @@ class _Recursion(Objective):
         settings: Loss,
         generator: torch.Generator,
     ) -> Iterator[Float[Tensor, "B T H"]]:
+        assert isinstance(settings, UnrolledLoss)
         embedded, inputs = self.embed(tokens[:, 1:]), self.head.fuse(features)
         unrolled = Unrolled(features.shape[1], features.device)
         for _ in range(settings.unroll):
@@ -50,11 +59,8 @@ class EagleObjective(_Recursion):
     drafts = Eagle
 
     @classmethod
-    def reads(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
-        return (FINAL,)
-
-    @classmethod
     def new(cls, given: Given) -> EagleHead:
+        assert isinstance(given.recipe, EagleRecipe.Head)
         return EagleHead(EagleConfig(**given.sizes, input_norm=given.recipe.input_norm)).start(
             given.generator
         )
@@ -66,6 +72,11 @@ class Eagle3Objective(_Recursion):
     steps."""
 
     drafts = Eagle3
+
+    @classmethod
+    def reads(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
+        assert isinstance(recipe, Eagle3Recipe)
+        return states_read(recipe.head.taps, recipe.method, layers)
 
     @classmethod
     def new(cls, given: Given) -> Eagle3Head:
@@ -87,8 +98,14 @@ class FastEagleObjective(Objective):
     drafts = FastEagle
 
     @classmethod
+    def reads(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
+        assert isinstance(recipe, FastEagleRecipe)
+        return states_read(recipe.head.taps, recipe.method, layers)
+
+    @classmethod
     def new(cls, given: Given) -> FastEagleHead:
         recipe = given.recipe
+        assert isinstance(recipe, FastEagleRecipe.Head)
         about = {**given.sizes, "depth": recipe.depth, "cascade": recipe.cascade}
         if recipe.start is None:
             return FastEagleHead(FastEagleConfig(**about)).start(given.generator)
@@ -130,13 +147,10 @@ class MedusaObjective(Objective):
     drafts = Medusa
 
     @classmethod
-    def reads(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
-        return (FINAL,)
-
-    @classmethod
     def new(cls, given: Given) -> MedusaHead:
-        Vd, H = given.lm_head.shape
-        return MedusaHead(MedusaConfig(H, Vd, given.recipe.depth, given.recipe.layers)).start(given.lm_head)
+        recipe, (Vd, H) = given.recipe, given.lm_head.shape
+        assert isinstance(recipe, MedusaRecipe.Head)
+        return MedusaHead(MedusaConfig(H, Vd, recipe.depth, recipe.layers)).start(given.lm_head)
 
     def student(self, said: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
         logits: Tensor = self.head.lm_heads[j](said)
@@ -160,6 +174,7 @@ class GlideObjective(Objective):
 
     @classmethod
     def reads(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
+        assert isinstance(recipe, GlideRecipe)
         depth = recipe.head.depth
         taps = recipe.head.taps or [f"{CACHE}{max(i, 0)}" for i in range(layers - depth, layers)]
         if len(taps) != depth or not all(tap.startswith(CACHE) for tap in taps):
@@ -172,6 +187,7 @@ class GlideObjective(Objective):
     @classmethod
     def new(cls, given: Given) -> GlideHead:
         recipe, ends, sizes = given.recipe, given.ends, dict(given.sizes)
+        assert isinstance(recipe, GlideRecipe.Head)
         about: dict[str, Any] = {"target_size": sizes["hidden_size"], "target_head_dim": sizes["head_dim"]}
         about |= {"target_heads": sizes["num_attention_heads"]}
         about["target_rope"] = tuple(
@@ -204,6 +220,7 @@ class GlideObjective(Objective):
         settings: Loss,
         generator: torch.Generator,
     ) -> Iterator[Float[Tensor, "B T H"]]:
+        assert isinstance(settings, GlideRecipe.Loss)
         config, T = self.head.config, features.shape[1]
         lead = int(config.first_token)
         at, rows = (torch.arange(first, T, device=features.device) for first in (0, -lead))
@@ -233,6 +250,7 @@ class DistillObjective(Objective):
 
     @classmethod
     def new(cls, given: Given) -> Part:
+        assert isinstance(given.recipe, DraftModelRecipe.Head)
         L = given.ends.config.num_hidden_layers
         return (
             Part(tuple(given.recipe.blocks or sorted({0, min(1, L - 1), L - 1})), given.ends)
@@ -287,14 +305,3 @@ class Unrolled:
         if j:  # the first j rows count for nothing, but a row that sees nothing is NaN
             seen[:j, 0] = True
         return torch.cat(self._keys, 2), torch.cat(self._values, 2), seen[None, None]
-
-
-OBJECTIVES: dict[str, type[Objective]] = {
-    "eagle": EagleObjective,
-    "eagle3": Eagle3Objective,
-    "fasteagle": FastEagleObjective,
-    "medusa": MedusaObjective,
-    "bita": BitaObjective,
-    "glide": GlideObjective,
-    "draft-model": DistillObjective,
-}

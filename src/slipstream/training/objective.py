@@ -17,8 +17,8 @@ from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.heads import HeadDrafter, bent, block_taps, borrowed, layer_sizes
 from slipstream.drafters.store import restored, stored
 from slipstream.training.data import Example
-from slipstream.training.recipe import READ_BY, Loss, Recipe
-from slipstream.training.recipe import Head as HeadRecipe
+from slipstream.training.recipe import Head, Loss, Recipe
+from slipstream.training.recipes import LawLoss
 from slipstream.training.replay import Prediction, Record, predict
 
 SMALL = 2**27  # numbers that a head may have whatever its target
@@ -67,7 +67,7 @@ class Given:
         ends: the target's.
     """
 
-    recipe: HeadRecipe
+    recipe: Head
     sizes: dict[str, Any]
     lm_head: Float[Tensor, "Vd H"]
     states: Sequence[Float[Tensor, "T H"]]
@@ -125,14 +125,8 @@ class Objective(nn.Module):
 
     @classmethod
     def reads(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
-        """The taps that the head reads."""
-        taps = tuple(recipe.head.taps or block_taps(layers))
-        if any(tap.startswith(CACHE) for tap in taps):
-            raise ValueError(
-                f"head.taps={list(taps)}: {recipe.method} reads states, such as {INPUT}2 or {FINAL}, not a "
-                f"cache"
-            )
-        return taps
+        """The taps that the head reads: by default what the LM head reads, alone."""
+        return (FINAL,)
 
     @classmethod
     def begin(
@@ -140,8 +134,8 @@ class Objective(nn.Module):
     ) -> "Objective":
         """An untrained head for this target. Some features show how large they are."""
         vocab = frequent(examples, recipe.head.draft_vocab, len(ends.head))
-        sizes = layer_sizes(ends, recipe.head.intermediate_size)
-        check_size(recipe, sizes, ends)
+        sizes = layer_sizes(ends, recipe.head.inner)
+        check_size(recipe.head, sizes, ends)
         sizes["taps"] = cls.reads(recipe, ends.config.num_hidden_layers)
         final = features[:, -ends.config.hidden_size :].float()
         states = [*cls._apart(features.float(), sizes["taps"], final.shape[1]), final]
@@ -191,15 +185,15 @@ class Objective(nn.Module):
     def forward(self, batch: Batch, settings: Loss, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """The loss summed over counting tokens (to be divided by `batch.counts.sum()` of all processes), and
         for how many of them the likeliest token of the first step is the target's."""
+        assert isinstance(settings, LawLoss)
         f, H = batch.features.float(), self._ends.config.hidden_size
         labels, taps = f[:, 1:, -H:], self._apart(f[:, :-1], self.head.config.taps, H)
         read = torch.cat(
             [f[:, :-1, :0], *(gain * tap for gain, tap in zip(self.gains[1:], taps, strict=True))], -1
         )
-        if settings.noise:
-            read = (
-                read + (torch.rand(read.shape, generator=generator) * 2 - 1).to(read.device) * settings.noise
-            )
+        if settings.blur:
+            blur = (torch.rand(read.shape, generator=generator) * 2 - 1).to(read.device)
+            read = read + blur * settings.blur
         total = f.new_zeros(())
         agreed = total
         law = self._law(
@@ -221,7 +215,7 @@ class Objective(nn.Module):
             if settings.feature:
                 feature = F.smooth_l1_loss(mine, labels[counts], reduction="sum") / H
                 loss = loss + settings.feature * feature
-            total = total + settings.decay**j * loss
+            total = total + settings.weight(j) * loss
             if j == 0:
                 agreed = (logits.argmax(-1) == teacher.argmax(-1)).sum()
         return total, agreed
@@ -250,23 +244,32 @@ class Objective(nn.Module):
         return predict(drafter, record)
 
 
-def check_size(recipe: Recipe, sizes: dict[str, Any], ends: Ends) -> None:
+def states_read(taps: Sequence[str] | None, method: str, layers: int) -> tuple[str, ...]:
+    """The named states of a target of so many layers, or the default ones. Raises ValueError for a cache."""
+    read = tuple(taps or block_taps(layers))
+    if any(tap.startswith(CACHE) for tap in read):
+        raise ValueError(
+            f"head.taps={list(read)}: {method} reads states, such as {INPUT}2 or {FINAL}, not a cache"
+        )
+    return read
+
+
+def check_size(asked: Head, sizes: dict[str, Any], ends: Ends) -> None:
     """Refuse a head that is larger than its target before memory is asked for. Raises ValueError."""
 
     def numbers(layers: int, width: int, inner: int) -> int:
         return layers * width * (4 * width + 3 * inner)
 
-    asked, H, inner = recipe.head, sizes["hidden_size"], sizes["intermediate_size"]
-    depth = asked.depth if recipe.method in READ_BY["head"]["depth"] else 1
-    head = numbers(depth * asked.layers, asked.hidden_size or H, inner)
+    H, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    layers, width = asked.layers_built(H)
+    head = numbers(layers, width, inner)
     whole = (
         numbers(ends.config.num_hidden_layers, H, layer_sizes(ends)["intermediate_size"]) + ends.head.numel()
     )
     if head > max(whole, SMALL):
         raise ValueError(
-            f"head.depth={depth} and head.intermediate_size={inner} ask for {head / 1e9:.1f} billion "
-            f"numbers; the target "
-            f"itself has about {whole / 1e9:.1f}: name smaller sizes"
+            f"head.depth={layers} and head.intermediate_size={inner} ask for {head / 1e9:.1f} billion "
+            f"numbers; the target itself has about {whole / 1e9:.1f}: name smaller sizes"
         )
 
 

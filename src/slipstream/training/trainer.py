@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 
 from slipstream.drafters.store import RUN, RUN_MARK, claimed, save_drafter
 from slipstream.files import replacing, understood
+from slipstream.methods import METHODS
 from slipstream.targets import Target
 from slipstream.training.checkpoint import read_checkpoint, write_checkpoint
 from slipstream.training.data import hold_out, load_examples
 from slipstream.training.features import Features, pack
-from slipstream.training.methods import OBJECTIVES
-from slipstream.training.objective import Batch, coverage
+from slipstream.training.objective import Batch, Objective, coverage
 from slipstream.training.progress import Evaluation, Filling, Progress, Seen, Show
 from slipstream.training.recipe import Data, Optimizer, Recipe
 from slipstream.training.replay import Prediction, Record
@@ -52,7 +53,9 @@ class Trainer:
     ) -> None:
         self.target, self.recipe, self.home = target, recipe, Path(directory)
         self.stages, self._directory, self._resume, self._force = recipe.staged(), directory, resume, force
-        self._method = OBJECTIVES[recipe.method]
+        objective = METHODS[recipe.method].objective
+        assert objective is not None
+        self._method: type[Objective] = resolve_name(objective)
         self._taps = self._method.taps(recipe, target.config.num_hidden_layers)
         # One process reads features while the others wait.
         patience = InitProcessGroupKwargs(timeout=timedelta(days=1))

@@ -1,0 +1,294 @@
+"""The recipe of each method. A section has the settings that the method reads, with its defaults.
+
+docs/training.md lists the defaults that are not the papers'.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from slipstream.training.recipe import Head, Loss, Optimizer, Recipe
+
+Weight = Annotated[float, Field(ge=0)]
+Depth = Annotated[int, Field(ge=1, le=16)]
+Width = Annotated[int | None, Field(ge=1, le=2**17)]
+
+
+def _apart(taps: list[str] | None) -> list[str] | None:
+    if taps and len(set(taps)) < len(taps):
+        raise ValueError("a state is named twice")
+    return taps
+
+
+Taps = Annotated[list[str] | None, Field(min_length=1), AfterValidator(_apart)]
+
+
+class LayerHead(Head):
+    """Of drafters that have decoder layers.
+
+    Attributes:
+        intermediate_size: width of the MLP; default: the target's.
+    """
+
+    intermediate_size: Width = None
+
+    @property
+    def inner(self) -> int | None:
+        return self.intermediate_size
+
+
+class LawLoss(Loss):
+    """L = feature · SmoothL1 + token · soft cross-entropy + acceptance · −log Σ min(p, q), summed over draft
+    steps j = 0, 1, … (EAGLE §3.2).
+
+    Attributes:
+        feature: weight of the SmoothL1 distance to the target's next state, a mean over its width.
+        token: weight of the cross-entropy with the target's law p.
+        acceptance: weight of a third part, which no paper here has. Σ min(p, q) is the chance that a token
+            sampled from the drafter's law q is accepted (Leviathan et al. 2023, Theorem 3.5).
+    """
+
+    feature: Weight = 0.0
+    token: Weight = 1.0
+    acceptance: Weight = 0.0
+
+    @model_validator(mode="after")
+    def _something(self) -> "LawLoss":
+        if not (self.feature or self.token or self.acceptance):
+            raise ValueError("feature, token and acceptance are all 0: nothing would be learnt")
+        return self
+
+    @property
+    def blur(self) -> float:
+        """Half the width of the uniform noise on what the drafter reads of the target."""
+        return 0.0
+
+    def weight(self, j: int) -> float:
+        """The weight of draft step j."""
+        return 1.0
+
+
+class NoisyLoss(LawLoss):
+    """Of drafters that read states of the target.
+
+    Attributes:
+        noise: they are blurred by U(−noise, noise).
+    """
+
+    noise: Weight = 0.0
+
+    @property
+    def blur(self) -> float:
+        return self.noise
+
+
+class StepsLoss(NoisyLoss):
+    """Of drafters that learn several draft steps.
+
+    Attributes:
+        decay: step j is weighted by decay^j.
+    """
+
+    decay: float = Field(default=0.8, gt=0, le=2)
+
+    def weight(self, j: int) -> float:
+        return self.decay**j
+
+
+class UnrolledLoss(StepsLoss):
+    """Of drafters that read their own guesses.
+
+    Attributes:
+        unroll: draft steps. The first reads the target's states, the others what the step before said. 1 is
+            EAGLE's training; more are EAGLE-3's training-time test.
+    """
+
+    unroll: int = Field(default=1, ge=1, le=8)
+
+
+class EagleRecipe(Recipe):
+    """EAGLE."""
+
+    class Head(LayerHead):
+        """`input_norm`: a norm before attention, which the public layout does not have."""
+
+        input_norm: bool = False
+
+    class Loss(UnrolledLoss):
+        """See `UnrolledLoss`."""
+
+        feature: Weight = 1.0
+        token: Weight = 0.1
+        noise: Weight = 0.1
+
+    method: Literal["eagle"] = "eagle"
+    head: Head = Head()
+    loss: Loss = Loss()
+
+
+class Eagle3Recipe(Recipe):
+    """EAGLE-3."""
+
+    class Head(LayerHead):
+        """`taps`: the states that are read; default: the inputs of blocks 2, L//2 and L − 3."""
+
+        taps: Taps = None
+        tree: str = "dynamic-7x10x60"
+
+    class Loss(UnrolledLoss):
+        """See `UnrolledLoss`."""
+
+        unroll: int = Field(default=7, ge=1, le=8)
+
+    method: Literal["eagle3"] = "eagle3"
+    head: Head = Head()
+    loss: Loss = Loss()
+
+
+class FastEagleRecipe(Recipe):
+    """FastEagle."""
+
+    class Head(LayerHead):
+        """The cascade.
+
+        Attributes:
+            taps: the states that are read; default: the inputs of blocks 2, L//2 and L − 3.
+            depth: N, layers, and tokens that they draft.
+            cascade: each layer reads the one before it; false: all read the same, as parallel heads do.
+            start: name or directory of a trained eagle head, as which every layer begins.
+        """
+
+        taps: Taps = None
+        depth: Depth = 7
+        cascade: bool = True
+        start: str | None = None
+        tree: str = "backbone-7x10"
+
+        def layers_built(self, width: int) -> tuple[int, int]:
+            return self.depth, width
+
+    class Loss(StepsLoss):
+        """The paper's w_i = 0.9^{N−i}, in another unit: deep layers count more."""
+
+        feature: Weight = 1.0
+        token: Weight = 0.1
+        decay: float = Field(default=1 / 0.9, gt=0, le=2)
+
+    method: Literal["fasteagle"] = "fasteagle"
+    head: Head = Head()
+    loss: Loss = Loss()
+
+
+class MedusaRecipe(Recipe):
+    """Medusa-1."""
+
+    class Head(Head):
+        """`depth`: heads, each of `layers` residual blocks."""
+
+        depth: Depth = 4
+        layers: Depth = 1
+        tree: str = "best-first-4x16"
+
+        def layers_built(self, width: int) -> tuple[int, int]:
+            return self.depth * self.layers, width
+
+    class Loss(StepsLoss):
+        """See `StepsLoss`."""
+
+        hard: bool = True
+
+    method: Literal["medusa"] = "medusa"
+    head: Head = Head()
+    loss: Loss = Loss()
+
+
+class BitaRecipe(Recipe):
+    """BiTA."""
+
+    class Head(Head):
+        """What is trained.
+
+        Attributes:
+            depth: masks, and tokens that they draft.
+            prompts: keys and values of each layer that the masks read; 0: none.
+            deep: prompts are those; false: they are vectors that enter the target's first layer.
+        """
+
+        depth: Depth = 3
+        prompts: int = Field(default=16, ge=0, le=1024)
+        deep: bool = True
+        tree: str = "backbone-3x5"
+
+    class Loss(Loss):
+        """`groups`: masks are put behind so many points of an answer, at most."""
+
+        hard: bool = True
+        groups: int = Field(default=64, ge=1, le=4096)
+
+    class Optimizer(Optimizer):
+        """See `Optimizer` of other recipes."""
+
+        lr: float = Field(default=3e-2, gt=0, le=1)
+        clip: float = Field(default=1.0, gt=0)
+
+    method: Literal["bita"] = "bita"
+    head: Head = Head()
+    loss: Loss = Loss()
+    optimizer: Optimizer = Optimizer()
+
+
+class GlideRecipe(Recipe):
+    """GLIDE."""
+
+    class Head(LayerHead):
+        """The decoder.
+
+        Attributes:
+            taps: the target's caches, one for each layer; default: of its last blocks.
+            depth: layers.
+            hidden_size: their width; default: the target's.
+            glimpses: they read the target's cache; false: a decoder of the same size that does not.
+            own_ends: an embedding and an LM head of its own, in place of the target's.
+            published: as the public code, without a norm before cross-attention and with the text's first
+                token.
+        """
+
+        taps: Taps = None
+        depth: Depth = 1
+        hidden_size: Annotated[int | None, Field(ge=1, le=2**15)] = None
+        glimpses: bool = True
+        own_ends: bool = False
+        published: bool = False
+        tree: str = "cape-5x32"
+
+        def layers_built(self, width: int) -> tuple[int, int]:
+            return self.depth, self.hidden_size or width
+
+    class Loss(NoisyLoss):
+        """The block-wise training of §4.1.
+
+        Attributes:
+            block: tokens that are drafted ahead of what the target has read.
+            offset: blocks begin at a random place of each batch; false: at the text's first token.
+        """
+
+        block: int = Field(default=5, ge=1, le=64)
+        offset: bool = True
+
+    method: Literal["glide"] = "glide"
+    head: Head = Head()
+    loss: Loss = Loss()
+
+
+class DraftModelRecipe(Recipe):
+    """DistillSpec, of some of the target's blocks."""
+
+    class Head(Head):
+        """`blocks`: the target's, as copies of which it begins; default: the first two and the last."""
+
+        blocks: Annotated[list[int] | None, Field(min_length=1)] = None
+        tree: str = "chain-5"
+
+    method: Literal["draft-model"] = "draft-model"
+    head: Head = Head()
+    loss: LawLoss = LawLoss()
