@@ -6,9 +6,11 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.common import JsonPath, app, examples, out
+from slipstream.cli.common import JsonPath, app, examples, flag, option, out
 
 DAY = 86_400
+DELETE = "delete what would be shown"
+Action = Annotated[str, typer.Argument(metavar="clean", show_default=False, help=DELETE)]
 
 
 @app.command(
@@ -21,21 +23,14 @@ DAY = 86_400
     )
 )
 def cache(
-    action: Annotated[
-        str,
-        typer.Argument(metavar="clean", show_default=False, help="delete what would be shown"),
-    ] = "show",
-    models: Annotated[bool, typer.Option("--models", help="only models converted from GGUF")] = False,
-    features: Annotated[
-        bool, typer.Option("--features", help="only targets' features of training data")
-    ] = False,
-    compiled: Annotated[bool, typer.Option("--compiled", help="only compiled passes")] = False,
-    tuned: Annotated[bool, typer.Option("--tuned", help="only trees that tune chose")] = False,
-    costs: Annotated[bool, typer.Option("--costs", help="only measured costs of passes")] = False,
-    older_than: Annotated[
-        float | None, typer.Option(min=0, metavar="DAYS", help="only what was not used for this many days")
-    ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="delete without asking")] = False,
+    action: Action = "show",
+    models: Annotated[bool, flag("only models converted from GGUF", "--models")] = False,
+    features: Annotated[bool, flag("only targets' features of training data", "--features")] = False,
+    compiled: Annotated[bool, flag("only compiled passes", "--compiled")] = False,
+    tuned: Annotated[bool, flag("only trees that tune chose", "--tuned")] = False,
+    costs: Annotated[bool, flag("only measured costs of passes", "--costs")] = False,
+    older_than: Annotated[float | None, option("only what was not used for this long", "DAYS", min=0)] = None,
+    yes: Annotated[bool, flag("delete without asking", "--yes")] = False,
     json_path: JsonPath = None,
 ) -> None:
     """Show what is kept where, or delete it. All of it can be made again; files outside the cache stay."""

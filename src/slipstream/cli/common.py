@@ -27,32 +27,26 @@ app = typer.Typer(
 PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # a name may hold [/] or :eyes:
 out, err = Console(**PLAIN), Console(stderr=True, **PLAIN)
 
-ASKED, SAMPLING, MACHINE, RESULTS = (
-    "Questions and answers",
-    "Sampling",
-    "Target and machine",
-    "Results",
-)  # panels of --help
-TargetName = Annotated[
-    str,
-    typer.Option(
-        "--target",
-        metavar="NAME",
-        rich_help_panel=MACHINE,
-        help="alias (smollm2), directory, hub id or GGUF file",
-    ),
-]
-Dtype = Annotated[
-    str,
-    typer.Option(metavar="TYPE", rich_help_panel=MACHINE, help="float32, bfloat16, float16, float64 or auto"),
-]
-Device = Annotated[str, typer.Option(metavar="NAME", rich_help_panel=MACHINE, help="cpu, cuda, cuda:1, …")]
-Compile = Annotated[
-    bool,
-    typer.Option(
-        "--compile", rich_help_panel=MACHINE, help="compile all passes: a minute the first time, then seconds"
-    ),
-]
+# panels of --help
+ASKED, SAMPLING, MACHINE, RESULTS = "Questions and answers", "Sampling", "Target and machine", "Results"
+
+
+def option(help: str, metavar: str | None = None, *names: str, panel: str | None = None, **kept: Any) -> Any:
+    """An option of a command; it is called as its parameter unless `names` are given."""
+    return typer.Option(*names, metavar=metavar, rich_help_panel=panel, help=help, **kept)
+
+
+def flag(help: str, name: str, panel: str | None = None) -> Any:
+    """An option without a value."""
+    return typer.Option(name, rich_help_panel=panel, help=help)
+
+
+NAMED = "alias (smollm2), directory, hub id or GGUF file"
+TargetName = Annotated[str, option(NAMED, "NAME", "--target", panel=MACHINE)]
+Dtype = Annotated[str, option("float32, bfloat16, float16, float64 or auto", "TYPE", panel=MACHINE)]
+Device = Annotated[str, option("cpu, cuda, cuda:1, …", "NAME", panel=MACHINE)]
+COMPILED = "compile all passes: a minute the first time, then seconds"
+Compile = Annotated[bool, flag(COMPILED, "--compile", MACHINE)]
 DIRECTORY = ("DIR", "a directory that slipstream train or import wrote")
 
 
@@ -70,29 +64,13 @@ DRAFTERS = listed(
     *named(),
     others=[DIRECTORY],
 )
-DrafterName = Annotated[str, typer.Option("--drafter", metavar="NAME", help="one of the drafters below")]
-DrafterNames = Annotated[
-    list[str], typer.Option("--drafter", metavar="NAME", help="one of those below; repeatable")
-]
-Files = Annotated[
-    list[str],
-    typer.Option(
-        "--questions",
-        metavar="FILE",
-        rich_help_panel=ASKED,
-        help="question.jsonl; repeatable (default: the project's own)",
-    ),
-]
-Limit = Annotated[
-    int | None,
-    typer.Option(
-        min=1, metavar="N", rich_help_panel=ASKED, help="so many questions of each file, evenly over it"
-    ),
-]
-MaxNewTokens = Annotated[
-    int, typer.Option(min=1, max=2**20, metavar="N", rich_help_panel=ASKED, help="tokens per answer, at most")
-]
-Temperature = Annotated[float, typer.Option(min=0, metavar="T", rich_help_panel=SAMPLING, help="0 is greedy")]
+DrafterName = Annotated[str, option("one of the drafters below", "NAME", "--drafter")]
+DrafterNames = Annotated[list[str], option("one of those below; repeatable", "NAME", "--drafter")]
+QUESTIONS = "question.jsonl; repeatable (default: the project's own)"
+Files = Annotated[list[str], option(QUESTIONS, "FILE", "--questions", panel=ASKED)]
+Limit = Annotated[int | None, option("questions of each file, evenly over it", "N", panel=ASKED, min=1)]
+MaxNewTokens = Annotated[int, option("tokens per answer, at most", "N", panel=ASKED, min=1, max=2**20)]
+Temperature = Annotated[float, option("0 is greedy", "T", panel=SAMPLING, min=0)]
 
 
 def _version(wanted: bool) -> bool:
@@ -119,36 +97,20 @@ def _in_64_bits(seed: int) -> int:
     return seed
 
 
-Seed = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        metavar="N",
-        callback=_in_64_bits,
-        rich_help_panel=SAMPLING,
-        help="same seed, same text, whatever the drafter: exactly in float64, up to near-ties that rounding "
-        "turns in "
-        "float32 and bfloat16 (certify audits them)",
-    ),
-]
-JsonPath = Annotated[
-    str | None,
-    typer.Option(
-        "--json", metavar="FILE", rich_help_panel=RESULTS, help="write the results here; - is standard output"
-    ),
-]
-Force = Annotated[bool, typer.Option("--force", help="write into --out whatever it holds")]
+SAME = (
+    "same seed, same text, whatever the drafter: exactly in float64, up to near-ties that rounding turns in "
+    "float32 and bfloat16 (certify audits them)"
+)
+Seed = Annotated[int, option(SAME, "N", panel=SAMPLING, min=0, callback=_in_64_bits)]
+JSON = "write the results here; - is standard output"
+JsonPath = Annotated[str | None, option(JSON, "FILE", "--json", panel=RESULTS)]
+Force = Annotated[bool, flag("write into --out whatever it holds", "--force")]
 
 
 def examples(*lines: str, drafters: bool = False) -> str:
     """What stands below a command's options: examples, and the drafters where it takes one."""
-    return "\n".join(
-        [
-            *([DRAFTERS, ""] if drafters else []),
-            "[bold]Examples[/bold]",
-            *(f"slipstream {line}" for line in lines),
-        ]
-    )
+    head = [DRAFTERS, ""] if drafters else []
+    return "\n".join([*head, "[bold]Examples[/bold]", *(f"slipstream {line}" for line in lines)])
 
 
 def load(name: str, dtype: str, device: str, compile: bool = False) -> "Target":

@@ -28,6 +28,7 @@ from slipstream.cli.common import (
     inputs,
     kept,
     load,
+    option,
     out,
     progress_bar,
 )
@@ -36,23 +37,20 @@ if TYPE_CHECKING:
     from slipstream.decode.generate import Generation
 
 
-def _of_sampling(help: str, metavar: str = "X") -> Any:
-    return typer.Option(metavar=metavar, rich_help_panel=SAMPLING, help=help)
-
-
-OwnTemperature = Annotated[float | None, _of_sampling("0 is greedy (default: the target's own)", "T")]
-TopK = Annotated[int | None, _of_sampling("keep the K likeliest tokens", "K")]
-TopP = Annotated[float | None, _of_sampling("keep the likeliest tokens with this mass", "P")]
-MinP = Annotated[float | None, _of_sampling("keep tokens this fraction as likely as the likeliest", "P")]
-RepetitionPenalty = Annotated[float | None, _of_sampling("counts prompt and answer")]
-AnswerPenalty = Annotated[float, _of_sampling("counts the answer")]
-Stop = Annotated[list[str], _of_sampling("ends the answer; repeatable", "TEXT")]
+OWN = "0 is greedy (default: the target's own)"
+OwnTemperature = Annotated[float | None, option(OWN, "T", panel=SAMPLING)]
+TopK = Annotated[int | None, option("keep the K likeliest tokens", "K", panel=SAMPLING)]
+TopP = Annotated[float | None, option("keep the likeliest tokens with this mass", "P", panel=SAMPLING)]
+LIKELY = "keep tokens this fraction as likely as the likeliest"
+MinP = Annotated[float | None, option(LIKELY, "P", panel=SAMPLING)]
+RepetitionPenalty = Annotated[float | None, option("counts prompt and answer", "X", panel=SAMPLING)]
+AnswerPenalty = Annotated[float, option("counts the answer", "X", panel=SAMPLING)]
+Stop = Annotated[list[str], option("ends the answer; repeatable", "TEXT", panel=SAMPLING)]
 LAW = "coupled or multi-round (default: the drafter's own); lossy-typical, Medusa's, changes the text"
-LawName = Annotated[str | None, _of_sampling(LAW, "NAME")]
-Trace = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", rich_help_panel=RESULTS, help="write one JSON line per round here"),
-]
+LawName = Annotated[str | None, option(LAW, "NAME", panel=SAMPLING)]
+Trace = Annotated[str | None, option("write one JSON line per round here", "FILE", panel=RESULTS)]
+SEVERAL = "0 is greedy; repeatable"
+Temperatures = Annotated[list[float], option(SEVERAL, "T", "--temperature", panel=SAMPLING, min=0)]
 
 
 @app.command(
@@ -221,10 +219,7 @@ def certify(
     questions: Files = [],  # noqa: B006
     limit: Limit = 20,
     max_new_tokens: MaxNewTokens = 128,
-    temperature: Annotated[
-        list[float],
-        typer.Option(min=0, metavar="T", rich_help_panel=SAMPLING, help="0 is greedy; repeatable"),
-    ] = [0.0, 1.0],  # noqa: B006
+    temperatures: Temperatures = [0.0, 1.0],  # noqa: B006
     seed: Seed = 0,
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -248,7 +243,7 @@ def certify(
     how = {"max_new_tokens": max_new_tokens, "seed": seed}
     with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(None) as progress:
         loaded = load(target, dtype, device, compile)
-        report = run(loaded, drafter, asked, temperature, **how, progress=progress, keep=keep)
+        report = run(loaded, drafter, asked, temperatures, **how, progress=progress, keep=keep)
         keep(report)
     if not report.certified:
         raise typer.Exit(1)

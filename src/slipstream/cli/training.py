@@ -23,9 +23,11 @@ from slipstream.cli.common import (
     deliver,
     err,
     examples,
+    flag,
     inputs,
     listed,
     load,
+    option,
     out,
     progress_bar,
 )
@@ -39,28 +41,13 @@ if TYPE_CHECKING:
 
 
 Method = Annotated[str, typer.Argument(help="one of those below")]
-Overrides = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="[SECTION.KEY=VALUE]...",
-        help="of the recipe, whose sections are data, features, head, loss, optimizer and schedule "
-        "(docs/training.md)",
-    ),
-]
-DataFiles = Annotated[
-    list[str], typer.Option("--data", metavar="FILE", help="JSONL or .txt, gzipped or not; repeatable")
-]
-RunDirectory = Annotated[
-    str | None, typer.Option("--out", metavar="DIR", help="drafter, checkpoints and log go here")
-]
-RecipeFile = Annotated[
-    str | None,
-    typer.Option("--recipe", metavar="FILE", help="YAML; see the recipe.yaml that each run leaves"),
-]
-Resume = Annotated[bool, typer.Option("--resume", help="go on, exactly, from the last checkpoint in --out")]
-Preview = Annotated[
-    bool, typer.Option("--preview", help="show what is learnt of the data, coloured, and stop")
-]
+SECTIONS = "of the recipe: data, features, head, loss, optimizer and schedule (docs/training.md)"
+Overrides = Annotated[list[str], typer.Argument(metavar="[SECTION.KEY=VALUE]...", help=SECTIONS)]
+DataFiles = Annotated[list[str], option("JSONL or .txt, gzipped or not; repeatable", "FILE", "--data")]
+RunDirectory = Annotated[str | None, option("drafter, checkpoints and log go here", "DIR", "--out")]
+RecipeFile = Annotated[str | None, option("YAML, such as the recipe.yaml of each run", "FILE", "--recipe")]
+Resume = Annotated[bool, flag("go on, exactly, from the last checkpoint in --out", "--resume")]
+Preview = Annotated[bool, flag("show what is learnt of the data, coloured, and stop", "--preview")]
 
 
 @app.command(
@@ -126,24 +113,15 @@ def train(
 
 
 Server = Annotated[
-    str | None, typer.Option(metavar="URL", help="let this OpenAI-compatible server write (vllm serve, …)")
+    str | None, option("let this OpenAI-compatible server write (vllm serve, …)", "URL", "--server")
 ]
-Temperatures = Annotated[
-    list[float],
-    typer.Option(
-        "--temperature",
-        min=0,
-        metavar="T",
-        rich_help_panel=SAMPLING,
-        help="of the answers, taken in turn; repeatable",
-    ),
-]
-Batch = Annotated[
-    int,
-    typer.Option(
-        min=1, max=4096, metavar="N", rich_help_panel=MACHINE, help="texts written at once: all in memory"
-    ),
-]
+IN_TURN = "of the answers, taken in turn; repeatable"
+Temperatures = Annotated[list[float], option(IN_TURN, "T", "--temperature", panel=SAMPLING, min=0)]
+Batch = Annotated[int, option("texts written at once: all in memory", "N", panel=MACHINE, min=1, max=4096)]
+AnswerFile = Annotated[str, option("JSONL; an interrupted file is gone on with", "FILE", "--out")]
+Prompts = Annotated[int, option("how many to write", "N", panel=ASKED, min=1, max=10**8)]
+PromptTemperature = Annotated[float, option("of the prompts", "T", panel=SAMPLING, min=0)]
+BEHIND = "ask each question once more behind this system message; may be repeated"
 
 
 @app.command(
@@ -153,18 +131,12 @@ Batch = Annotated[
     )
 )
 def synthesize(
-    path: Annotated[
-        str, typer.Option("--out", metavar="FILE", help="JSONL; an interrupted file is gone on with")
-    ],
-    prompts: Annotated[
-        int, typer.Option(min=1, max=10**8, metavar="N", rich_help_panel=ASKED, help="how many to write")
-    ] = 200,
+    path: AnswerFile,
+    prompts: Prompts = 200,
     target: TargetName = "smollm2",
     server: Server = None,
     temperatures: Temperatures = [0.0, 0.7, 1.0],  # noqa: B006
-    prompt_temperature: Annotated[
-        float, typer.Option(min=0, metavar="T", rich_help_panel=SAMPLING, help="of the prompts")
-    ] = 0.8,
+    prompt_temperature: PromptTemperature = 0.8,
     max_new_tokens: MaxNewTokens = 512,
     batch: Batch = 32,
     seed: Seed = 0,
@@ -204,17 +176,10 @@ def regenerate(
     source: Annotated[
         str, typer.Argument(metavar="FILE", help="JSONL in any training shape; its own answers are dropped")
     ],
-    path: Annotated[
-        str, typer.Option("--out", metavar="FILE", help="JSONL; an interrupted file is gone on with")
-    ],
+    path: AnswerFile,
     target: TargetName = "smollm2",
     server: Server = None,
-    system: Annotated[
-        list[str],
-        typer.Option(
-            metavar="TEXT", help="ask each question once more behind this system message; may be repeated"
-        ),
-    ] = [],  # noqa: B006
+    system: Annotated[list[str], option(BEHIND, "TEXT")] = [],  # noqa: B006
     temperatures: Temperatures = [0.0, 0.7, 1.0],  # noqa: B006
     max_new_tokens: MaxNewTokens = 512,
     limit: Limit = None,
@@ -252,11 +217,9 @@ def regenerate(
 )
 def import_(
     source: Annotated[str, typer.Argument(metavar="DIR", help=f"a checkpoint written as {PUBLIC}")],
-    directory: Annotated[str, typer.Option("--out", metavar="DIR", help="the drafter directory to write")],
+    directory: Annotated[str, option("the drafter directory to write", "DIR", "--out")],
     target: TargetName = "smollm2",
-    tree: Annotated[
-        str | None, typer.Option(metavar="NAME", help="the drafter's own tree (default: the method's)")
-    ] = None,
+    tree: Annotated[str | None, option("the drafter's own tree (default: the method's)", "NAME")] = None,
     force: Force = False,
     dtype: Dtype = "bfloat16",
 ) -> None:
@@ -277,15 +240,9 @@ def export(
     drafter: Annotated[
         str, typer.Argument(help="eagle, or a drafter directory of a method that has a public layout")
     ],
-    directory: Annotated[str, typer.Option("--out", metavar="DIR", help="the checkpoint to write")],
+    directory: Annotated[str, option("the checkpoint to write", "DIR", "--out")],
     target: TargetName = "smollm2",
-    layout: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"{PUBLIC} (default: the method's own)",
-        ),
-    ] = None,
+    layout: Annotated[str | None, option(f"{PUBLIC} (default: the method's own)", "NAME")] = None,
     force: Force = False,
     dtype: Dtype = "bfloat16",
 ) -> None:
@@ -296,6 +253,9 @@ def export(
     _report(export_head(drafter, directory, loaded.ends, layout, force), directory)
 
 
+Python = Annotated[str, option("interpreter of vLLM's environment (make vllm)", "FILE")]
+
+
 @app.command(
     epilog=examples(
         "parity eagle --questions gsm8k.jsonl --limit 20 --json parity.json",
@@ -303,14 +263,12 @@ def export(
 )
 def parity(
     drafter: Annotated[str, typer.Argument(help="eagle, or the directory of an eagle or eagle3 drafter")],
-    python: Annotated[
-        str, typer.Option(metavar="FILE", help="interpreter of vLLM's environment (make vllm)")
-    ] = ".venv-vllm/bin/python",
+    python: Python = ".venv-vllm/bin/python",
     target: TargetName = "smollm2",
     questions: Files = [],  # noqa: B006
     limit: Limit = 20,
     max_new_tokens: MaxNewTokens = 128,
-    draft_tokens: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="drafted a round")] = 3,
+    draft_tokens: Annotated[int, option("drafted a round", "N", min=1, max=64)] = 3,
     dtype: Dtype = "float32",
     json_path: JsonPath = None,
 ) -> None:

@@ -3,8 +3,6 @@
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from slipstream.cli.common import (
     ASKED,
     DIRECTORY,
@@ -19,10 +17,12 @@ from slipstream.cli.common import (
     deliver,
     err,
     examples,
+    flag,
     inputs,
     kept,
     listed,
     load,
+    option,
     out,
     progress_bar,
 )
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 TUNED = [method for method in named() if method.tunes]
 TUNABLE = listed("[bold]Drafters that grow trees[/bold]", *TUNED, others=[DIRECTORY]) + "\n"
+
+
+Prompts = Annotated[int, option("prompts that drafts are held against, in all", "N", panel=ASKED, min=1)]
+Measure = Annotated[bool, flag("only measure what passes of 1 to 64 rows cost", "--measure")]
 
 
 @app.command(
@@ -48,23 +52,14 @@ TUNABLE = listed("[bold]Drafters that grow trees[/bold]", *TUNED, others=[DIRECT
 )
 def tune(
     target: TargetName = "smollm2",
-    drafter: Annotated[str, typer.Option(metavar="NAME", help="one of those below")] = "eagle",
+    drafter: Annotated[str, option("one of those below", "NAME")] = "eagle",
     questions: Files = [],  # noqa: B006
-    limit: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="N", rich_help_panel=ASKED, help="prompts that drafts are held against, in all"
-        ),
-    ] = 8,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="only measure what passes of 1 to 64 rows cost")
-    ] = False,
+    limit: Prompts = 8,
+    measure: Measure = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     compile: Compile = False,
-    plot: Annotated[
-        str | None, typer.Option(metavar="FILE", rich_help_panel=RESULTS, help="draw it, as SVG")
-    ] = None,
+    plot: Annotated[str | None, option("draw it, as SVG", "FILE", panel=RESULTS)] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Find the tree that pays most on this machine; generate and bench then grow it unless told otherwise."""
