@@ -4,56 +4,76 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream.core.drafter import Drafter, State
-    from slipstream.core.sampling import Sampling
-    from slipstream.core.span import Span
-    from slipstream.core.tree import Tree
-    from slipstream.decode.generate import Generation, Stream, generate, stream
-    from slipstream.drafters import load_drafter
-    from slipstream.drafters.ngram import NGram
-    from slipstream.drafters.random_drafter import RandomDrafter
-    from slipstream.drafters.tree_oracle import TreeOracle
-    from slipstream.drafters.vanilla import Vanilla
-    from slipstream.targets import Target, load_target
+    from slipstream.core.drafter import Drafter as Drafter
+    from slipstream.core.drafter import State as State
+    from slipstream.core.sampling import Sampling as Sampling
+    from slipstream.core.span import Span as Span
+    from slipstream.core.tree import PAD as PAD
+    from slipstream.core.tree import Tree as Tree
+    from slipstream.core.tree import chain as chain
+    from slipstream.decode.generate import (
+        Generation as Generation,
+    )
+    from slipstream.decode.generate import (
+        Stream as Stream,
+    )
+    from slipstream.decode.generate import (
+        generate as generate,
+    )
+    from slipstream.decode.generate import (
+        stream as stream,
+    )
+    from slipstream.drafters import load_drafter as load_drafter
+    from slipstream.drafters.ngram import NGram as NGram
+    from slipstream.drafters.random_drafter import RandomDrafter as RandomDrafter
+    from slipstream.drafters.tree_oracle import TreeOracle as TreeOracle
+    from slipstream.drafters.vanilla import Vanilla as Vanilla
+    from slipstream.measure.certify import Certificate as Certificate
+    from slipstream.measure.certify import certify as certify
+    from slipstream.measure.questions import Question as Question
+    from slipstream.measure.report import BenchReport as BenchReport
+    from slipstream.measure.run import bench as bench
+    from slipstream.measure.tune import tune as tune
+    from slipstream.measure.tuned import TuneReport as TuneReport
+    from slipstream.targets import Target as Target
+    from slipstream.targets import load_target as load_target
+    from slipstream.training.run import TrainingRun as TrainingRun
+    from slipstream.training.run import train as train
+    from slipstream.training.synthesize import (
+        Answers as Answers,
+    )
+    from slipstream.training.synthesize import (
+        regenerate as regenerate,
+    )
+    from slipstream.training.synthesize import (
+        synthesize as synthesize,
+    )
 
     __version__: str
 
 _HOMES = {  # imported on first use: torch and transformers take seconds
-    "Drafter": "core.drafter",
-    "Generation": "decode.generate",
-    "NGram": "drafters.ngram",
-    "RandomDrafter": "drafters.random_drafter",
-    "Sampling": "core.sampling",
-    "Span": "core.span",
-    "State": "core.drafter",
-    "Stream": "decode.generate",
-    "Target": "targets",
-    "Tree": "core.tree",
-    "TreeOracle": "drafters.tree_oracle",
-    "Vanilla": "drafters.vanilla",
-    "generate": "decode.generate",
-    "load_drafter": "drafters",
-    "load_target": "targets",
-    "stream": "decode.generate",
+    "core.drafter": "Drafter State",
+    "core.sampling": "Sampling",
+    "core.span": "Span",
+    "core.tree": "PAD Tree chain",
+    "decode.generate": "Generation Stream generate stream",
+    "drafters": "load_drafter",
+    "drafters.ngram": "NGram",
+    "drafters.random_drafter": "RandomDrafter",
+    "drafters.tree_oracle": "TreeOracle",
+    "drafters.vanilla": "Vanilla",
+    "measure.certify": "Certificate certify",
+    "measure.questions": "Question",
+    "measure.report": "BenchReport",
+    "measure.run": "bench",
+    "measure.tune": "tune",
+    "measure.tuned": "TuneReport",
+    "targets": "Target load_target",
+    "training.run": "TrainingRun train",
+    "training.synthesize": "Answers regenerate synthesize",
 }
-__all__ = [
-    "Drafter",
-    "Generation",
-    "NGram",
-    "RandomDrafter",
-    "Sampling",
-    "Span",
-    "State",
-    "Stream",
-    "Target",
-    "Tree",
-    "TreeOracle",
-    "Vanilla",
-    "generate",
-    "load_drafter",
-    "load_target",
-    "stream",
-]
+_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+__all__ = [*_OF]
 
 
 def __getattr__(name: str) -> Any:
@@ -61,8 +81,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("slipstream")
-    if name not in _HOMES:
+    if name not in _OF:
         raise AttributeError(
             f"module 'slipstream' has no attribute {name!r}. Available: {', '.join(__all__)}"
         )
-    return getattr(import_module(f"slipstream.{_HOMES[name]}"), name)
+    return getattr(import_module(f"slipstream.{_OF[name]}"), name)

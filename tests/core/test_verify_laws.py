@@ -88,6 +88,23 @@ def test_leviathan_accepts_as_often_as_the_laws_overlap():
     assert rate == pytest.approx(torch.minimum(p, q).sum().item(), abs=1e-12)
 
 
+def test_shared_noise_accepts_no_more_than_the_laws_overlap():
+    """One child drafted with the target's own noise: Σ_i 1 / Σ_j max(p_j/p_i, q_j/q_i), at most Σ min(p, q).
+
+    A bound for every coupling of two draws, so that a chain of sampled tokens is accepted most.
+    """
+    V, N = 6, 2_000
+    logits = torch.randn(2, 1, V, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    p, q = logits.softmax(-1)[:, 0]
+    ratios = torch.maximum(p / p[:, None], q / q[:, None])
+    rate = (1 / ratios.sum(1)).sum().item()
+    assert rate < torch.minimum(p, q).sum().item()
+    sampler = Sampler([Sampling(1.0, row=row) for row in range(N)], [()] * N, V)
+    noise = sampler.noise(torch.full((N,), 3))
+    agreed = (p.log() + noise).argmax(-1) == (q.log() + noise).argmax(-1)
+    assert agreed.double().mean().item() == pytest.approx(rate, abs=4 * (0.25 / N) ** 0.5)
+
+
 def test_top_k_children_are_accepted_with_all_their_mass():
     """Both laws accept one of k fixed children with Σ p: nothing may be lost between siblings."""
     best = law_after((ROOT,), 6, WARM).topk(3)
