@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
@@ -11,6 +12,8 @@ from slipstream.drafters import load_drafter
 from slipstream.interop.layouts import Layout
 from slipstream.methods import METHODS, Method, register
 from slipstream.training.objective import Objective
+from slipstream.training.recipe import Recipe, recipe_class
+from slipstream.training.recipes import LayerHead, StepsLoss
 
 
 def test_reading_the_table_imports_no_torch():
@@ -35,6 +38,8 @@ def test_what_an_entry_names_is_there(name):
     assert (method.objective is None) == (method.recipe is None) == (method.drafter is None)
     if method.objective:
         assert issubclass(resolve_name(method.objective), Objective)
+        assert issubclass(resolve_name(method.recipe), Recipe)
+        assert recipe_class(name, "")().method == name
     assert all(issubclass(resolve_name(layout), Layout) for layout in method.layouts.values())
 
 
@@ -55,3 +60,18 @@ def test_a_method_is_added_by_one_call(monkeypatch):
         register(METHODS["short"])
     with pytest.raises(ValueError, match=r"Unknown drafter: 'sort'.*Did you mean 'short'\?"):
         load_drafter("sort")
+
+
+def test_the_guide_lists_every_method_with_its_settings():
+    """A method or a setting that docs/training.md leaves out, or has of another method."""
+    guide = (Path(__file__).parents[1] / "docs" / "training.md").read_text("utf-8")
+    rows = {line.split("`")[1]: line for line in reversed(guide.splitlines()) if line.startswith("| `")}
+    shared = set(LayerHead.model_fields) | set(StepsLoss.model_fields) - {"noise"}
+    for method in METHODS.values():
+        if method.recipe is not None:
+            _, _, help, settings, _ = rows[method.name].split("|")
+            kind = recipe_class(method.name, "")
+            fields = {part: kind.section(part).model_fields.keys() - shared for part in ("head", "loss")}
+            own = {f"{part}.{name}" for part, names in fields.items() for name in names}
+            assert help.strip() == method.help
+            assert set(settings.split("`")[1::2]) == own
