@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it writes, and one clear line with exit code 2 for every mistake."""
+"""The command line as a whole: help, signals, closed outputs, and one clear line for every mistake."""
 
 import io
 import json
@@ -7,43 +7,20 @@ import signal
 import subprocess
 import sys
 from copy import deepcopy
-from functools import partial
-from importlib.metadata import version
 
 import pytest
-import torch
 
-import slipstream
 import tiny
-from slipstream.decode.generate import LAWS
 from slipstream.decode.session import Session
-from slipstream.measure import cost
 from slipstream.measure.run import Contest
 
 COMMANDS = ("demo", "generate", "bench", "certify")
+
+
 MAKING = ("tune", "train", "synthesize", "regenerate", "import", "export", "parity")
+
+
 ALL = (*COMMANDS, *MAKING, "cache")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    """A tiny Llama with a window of 128 tokens, as a directory."""
-    path = tmp_path_factory.mktemp("model")
-    tiny.reference("llama").save_pretrained(path)
-    tiny.tokenizer().save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture
-def tiny_options(model) -> list[str]:
-    return ["--target", model, "--dtype", "float64", "--max-new-tokens", "8"]
-
-
-@pytest.fixture
-def questions(tmp_path) -> str:
-    path = tmp_path / "questions.jsonl"
-    path.write_text('{"question_id": 1, "category": "letters", "turns": ["abc abc", "de"]}\n')
-    return str(path)
 
 
 @pytest.mark.parametrize("command", ALL)
@@ -59,36 +36,6 @@ def test_help_is_read_at_80_columns(run, command, monkeypatch):
     assert max(texts) >= 30  # of an explanation's lines
     if command in COMMANDS:
         assert "self-speculative:skip=10-14\n" in "\n".join(line.rstrip() for line in out.splitlines()) + "\n"
-
-
-def test_the_version_is_the_packages(run):
-    code, out, _ = run("--version")
-    assert (code, out) == (0, f"slipstream {slipstream.__version__}\n")
-    assert slipstream.__version__ == version("slipstream")
-
-
-def test_names_are_no_markup(run, tmp_path, tiny_options):
-    """A traceback of rich's for `[/]` in a name, and colours where somebody wrote [red]."""
-    home = tmp_path / "[red]odd[/] :eyes:"
-    tiny.reference("llama").save_pretrained(home)
-    tiny.tokenizer().save_pretrained(home)
-    asked = tmp_path / "[b].jsonl"
-    asked.write_text(
-        '{"question_id": "[/b]", "category": "[/cat] :eyes:", "turns": ["a [/] b [red] :eyes:"]}\n'
-    )
-    words = ["--target", str(home), *tiny_options[2:], "--questions", str(asked)]
-    code, out, _ = run("demo", *words, "--drafter", "ngram")
-    assert (code, "[/cat] :eyes:" in out, "a [/] b [red] :eyes:" in out, "green" in out) == (
-        0,
-        True,
-        True,
-        False,
-    )
-    for command in ("bench", "certify"):
-        code, out, _ = run(command, *words, "--drafter", "ngram")
-        assert (code, "[red]odd[/] :eyes:" in out.replace("\n", "")) == (0, True)
-    code, _, err = run("generate", "abc", "--target", str(tmp_path / "[/]"))
-    assert (code, len(err.strip().splitlines()), "[/]" in err) == (2, 1, True)
 
 
 def test_a_closed_input_is_an_empty_prompt(run, tiny_options, monkeypatch):
@@ -107,100 +54,6 @@ def test_closed_and_full_outputs_are_no_traceback(words, code, lines):
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
     assert done.returncode == code, done.stderr
     assert len(done.stderr.splitlines()) == lines, done.stderr
-
-
-def test_generate_prints_the_answer_and_writes_json_and_trace(run, tiny_options, tmp_path):
-    out_json, trace = tmp_path / "out.json", tmp_path / "trace.jsonl"
-    code, out, err = run("generate", "abc abc", *tiny_options, "--json", str(out_json), "--trace", str(trace))
-    made = json.loads(out_json.read_text())
-    assert code == 0
-    assert out == made["text"] + "\n"
-    assert len(made["tokens"]) == 8
-    assert "τ" in err
-    assert len(trace.read_text().splitlines()) == made["target_passes"]
-
-
-def test_generate_prints_nothing_of_a_stop_string(run, tiny_options, tmp_path):
-    """The string that ended an answer, and what came with it, stood on the screen and not in the text."""
-    code, whole, _ = run("generate", "abc abc", *tiny_options)
-    assert code == 0
-    code, out, err = run("generate", "abc abc", *tiny_options, "--stop", whole[3:5])
-    assert (code, out) == (0, whole[: whole.index(whole[3:5])] + "\n")
-    assert "(stop)" in err
-
-
-def test_sampling_without_a_temperature_is_said(run, tiny_options):
-    """Options that change nothing, in silence."""
-    _, _, err = run("generate", "abc abc", *tiny_options, "--top-p", "0.5")
-    assert "at temperature 0 nothing is sampled: --top-p without effect" in err
-    _, _, err = run("generate", "abc abc", *tiny_options, "--top-p", "0.5", "--temperature", "1")
-    assert "without effect" not in err
-
-
-def test_a_mistake_leaves_an_earlier_trace_alone(run, tiny_options, tmp_path):
-    """A trace opened for writing before the prompt was looked at: the earlier one was gone."""
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("earlier\n")
-    code, _, _ = run("generate", " ", *tiny_options, "--trace", str(trace))
-    assert code == 2
-    assert trace.read_text() == "earlier\n"
-    assert list(tmp_path.iterdir()) == [trace]
-
-
-def test_bench_and_certify_write_json_and_print_a_table(run, tiny_options, questions, tmp_path):
-    path = tmp_path / "bench.json"
-    code, out, _ = run(
-        "bench", *tiny_options, "--questions", questions, "--drafter", "ngram", "--json", str(path)
-    )
-    assert code == 0
-    assert "ngram" in out
-    assert [row["drafter"] for row in json.loads(path.read_text())["results"]] == ["vanilla", "ngram"]
-    path = tmp_path / "certificate.json"
-    code, out, _ = run("certify", *tiny_options, "--questions", questions, "--json", str(path))
-    assert code == 0
-    assert "certified" in out
-    assert json.loads(path.read_text())["certified"] is True
-
-
-def test_what_was_measured_is_kept_for_each_machine(run, model, tmp_path, monkeypatch):
-    """One machine's or precision's costs in the place of another's."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cost, "cost_curve", partial(cost.cost_curve, contexts=(16,), batches=(1,)))
-    path, plot = tmp_path / "slipstream" / "costs.json", tmp_path / "costs.svg"
-    path.parent.mkdir()
-    path.write_text('{"another machine": {"a model": {"passes": []}}}')
-    code, out, _ = run("tune", "--measure", "--target", model, "--dtype", "float64", "--plot", str(plot))
-    assert code == 0
-    assert "rows" in out
-    (_, others), (place, here) = json.loads(path.read_text()).items()
-    assert others == {"a model": {"passes": []}}
-    assert place.endswith("float64")
-    assert here[model]["passes"]
-    assert "<svg" in plot.read_text()
-
-
-def test_certify_fails_where_a_token_is_not_explained(run, tiny_options, questions, monkeypatch):
-    def gullible(tree, node, logits, position, sampler):
-        """Accepts whatever is drafted."""
-        token = sampler.draw(sampler.scores(logits), position)
-        drafted = (tree.parent_slots() == node[:, None]) & (torch.arange(tree.nodes) > 0) & (tree.tokens >= 0)
-        slot = drafted.int().argmax(1)
-        return torch.where(drafted.any(1), slot, -1), torch.where(
-            drafted.any(1), tree.tokens[:, slot[0]], token
-        )
-
-    monkeypatch.setitem(LAWS, "coupled", gullible)
-    code, out, _ = run("certify", *tiny_options, "--questions", questions)
-    assert code == 1
-    assert "NOT certified" in out
-
-
-def test_demo_shows_both_answers_and_the_figures(run, tiny_options, questions):
-    code, out, _ = run("demo", *tiny_options, "--questions", questions)
-    assert code == 0
-    assert all(word in out for word in ("plain", "ngram", "the same text", "τ", "× plain", "× HF generate"))
-    _, said, _ = run("generate", "abc abc", *tiny_options)
-    assert out.count(f"\n{said}") == 2  # to the letter, in as many colours as rounds
 
 
 MISTAKES = {
@@ -387,14 +240,6 @@ def test_an_unknown_target_offers_the_nearest(run):
     assert "Did you mean 'smollm2'" in err
 
 
-def test_a_malformed_question_names_its_line(run, model, tmp_path):
-    file = tmp_path / "bad.jsonl"
-    file.write_text('{"turns": ["fine"]}\n{"turns": 3}\n')
-    code, _, err = run("bench", "--target", model, "--questions", str(file))
-    assert code == 2
-    assert "bad.jsonl line 2" in err
-
-
 def test_sigterm_is_one_line_and_143(tiny_options, questions):
     """A real process, in the midst of its work: what was done is printed."""
     with open(questions, "a") as file:
@@ -457,33 +302,6 @@ def test_what_stops_a_run_loses_nothing(run, tiny_options, questions, tmp_path, 
     assert not report.get("certified")
 
 
-def test_json_has_standard_output_for_itself(run, tiny_options, questions):
-    """`--json -` was a file of that name."""
-    for words in (
-        ["bench", "--questions", questions],
-        ["certify", "--questions", questions],
-        ["generate", "abc"],
-    ):
-        code, out, err = run(*words, *tiny_options, "--json", "-")
-        assert code == 0
-        assert json.loads(out)
-        assert "τ" in err or "certified" in err
-    code, out, err = run("generate", "abc", *tiny_options, "--trace", "-")
-    assert all("accepted" in json.loads(line) for line in out.splitlines())
-
-
-def test_results_that_cannot_be_written_are_printed_and_kept(
-    run, tiny_options, questions, tmp_path, monkeypatch
-):
-    """The disk was full at the end: an hour's table was not even printed."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code, out, err = run("bench", *tiny_options, "--questions", questions, "--json", "/dev/full")
-    assert code == 2
-    assert "vanilla" in out
-    assert "No space left on device; the results are in" in err
-    assert json.loads(next(tmp_path.glob("slipstream-*.json")).read_text())["results"]
-
-
 def test_what_nobody_foresaw_is_one_line_too(run, tiny_options, questions, tmp_path, monkeypatch):
     """After the figures of the turns before it; the traceback is in a file, to be reported."""
     ask, asks = Contest.ask, []
@@ -500,48 +318,3 @@ def test_what_nobody_foresaw_is_one_line_too(run, tiny_options, questions, tmp_p
     assert (code, "vanilla" in out) == (1, True)
     assert "RuntimeError: no room for a tensor" in err
     assert "Traceback" in next(tmp_path.glob("slipstream-*.txt")).read_text()
-
-
-def test_preview_shows_what_is_learnt_and_writes_nothing(run, tiny_options, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data.jsonl").write_text('{"text": "abc"}\n')
-    code, out, _ = run(
-        "train", "eagle", *tiny_options[:4], "--data", "data.jsonl", "--preview", "--out", "run"
-    )
-    assert code == 0
-    assert "3 of 3 tokens are learnt" in out
-    assert not (tmp_path / "run").exists()
-
-
-def test_train_bench_and_export_one_drafter(run, tiny_options, questions, tmp_path):
-    """The way of a new user, from data to another engine's format."""
-    (tmp_path / "data.jsonl").write_text(
-        "".join(f'{{"text": "abcabcabc{c * 3}"}}\n' for c in "abcdefghijklmnop")
-    )
-    target, home = tiny_options[:4], str(tmp_path / "run")
-    words = [
-        "head.tree=chain-3",
-        "schedule.evaluate_every=1000",
-        "schedule.batch_tokens=64",
-        "data.held_out_tokens=8",
-    ]
-    code, out, _ = run(
-        "train", "eagle", *target, "--data", str(tmp_path / "data.jsonl"), "--out", home, *words
-    )
-    assert (code, "predicted τ" in out) == (0, True)
-    assert (tmp_path / "run" / "curve.svg").read_text().startswith("<?xml")
-    report = tmp_path / "out.json"
-    code, _, _ = run(
-        "bench", *tiny_options, "--drafter", home, "--questions", questions, "--json", str(report)
-    )
-    assert code == 0
-    assert [row["identical"] for row in json.loads(report.read_text())["results"]] == [True, True]
-    sampled = f"{home}:tree=chain-3,proposal=sampled"
-    code, out, _ = run(
-        "bench", *tiny_options, "--drafter", sampled, "--questions", questions, "--temperature", "1"
-    )
-    assert (code, "in law" in out) == (0, True)
-    code, out, _ = run("export", home, *target, "--out", str(tmp_path / "public"))
-    assert (code, "embed_tokens.weight: a copy" in out) == (0, True)
-    code, out, _ = run("import", str(tmp_path / "public"), *target, "--out", str(tmp_path / "again"))
-    assert code == 0

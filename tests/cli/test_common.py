@@ -1,0 +1,64 @@
+"""What commands share: the version, names on the screen, results on standard output and on a full disk."""
+
+import json
+from importlib.metadata import version
+
+import slipstream
+import tiny
+
+
+def test_the_version_is_the_packages(run):
+    code, out, _ = run("--version")
+    assert (code, out) == (0, f"slipstream {slipstream.__version__}\n")
+    assert slipstream.__version__ == version("slipstream")
+
+
+def test_names_are_no_markup(run, tmp_path, tiny_options):
+    """A traceback of rich's for `[/]` in a name, and colours where somebody wrote [red]."""
+    home = tmp_path / "[red]odd[/] :eyes:"
+    tiny.reference("llama").save_pretrained(home)
+    tiny.tokenizer().save_pretrained(home)
+    asked = tmp_path / "[b].jsonl"
+    asked.write_text(
+        '{"question_id": "[/b]", "category": "[/cat] :eyes:", "turns": ["a [/] b [red] :eyes:"]}\n'
+    )
+    words = ["--target", str(home), *tiny_options[2:], "--questions", str(asked)]
+    code, out, _ = run("demo", *words, "--drafter", "ngram")
+    assert (code, "[/cat] :eyes:" in out, "a [/] b [red] :eyes:" in out, "green" in out) == (
+        0,
+        True,
+        True,
+        False,
+    )
+    for command in ("bench", "certify"):
+        code, out, _ = run(command, *words, "--drafter", "ngram")
+        assert (code, "[red]odd[/] :eyes:" in out.replace("\n", "")) == (0, True)
+    code, _, err = run("generate", "abc", "--target", str(tmp_path / "[/]"))
+    assert (code, len(err.strip().splitlines()), "[/]" in err) == (2, 1, True)
+
+
+def test_json_has_standard_output_for_itself(run, tiny_options, questions):
+    """`--json -` was a file of that name."""
+    for words in (
+        ["bench", "--questions", questions],
+        ["certify", "--questions", questions],
+        ["generate", "abc"],
+    ):
+        code, out, err = run(*words, *tiny_options, "--json", "-")
+        assert code == 0
+        assert json.loads(out)
+        assert "τ" in err or "certified" in err
+    code, out, err = run("generate", "abc", *tiny_options, "--trace", "-")
+    assert all("accepted" in json.loads(line) for line in out.splitlines())
+
+
+def test_results_that_cannot_be_written_are_printed_and_kept(
+    run, tiny_options, questions, tmp_path, monkeypatch
+):
+    """The disk was full at the end: an hour's table was not even printed."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code, out, err = run("bench", *tiny_options, "--questions", questions, "--json", "/dev/full")
+    assert code == 2
+    assert "vanilla" in out
+    assert "No space left on device; the results are in" in err
+    assert json.loads(next(tmp_path.glob("slipstream-*.json")).read_text())["results"]

@@ -1,0 +1,92 @@
+"""demo, generate, bench and certify: what they print and write."""
+
+import json
+
+import torch
+
+from slipstream.decode.generate import LAWS
+
+
+def test_generate_prints_the_answer_and_writes_json_and_trace(run, tiny_options, tmp_path):
+    out_json, trace = tmp_path / "out.json", tmp_path / "trace.jsonl"
+    code, out, err = run("generate", "abc abc", *tiny_options, "--json", str(out_json), "--trace", str(trace))
+    made = json.loads(out_json.read_text())
+    assert code == 0
+    assert out == made["text"] + "\n"
+    assert len(made["tokens"]) == 8
+    assert "τ" in err
+    assert len(trace.read_text().splitlines()) == made["target_passes"]
+
+
+def test_generate_prints_nothing_of_a_stop_string(run, tiny_options, tmp_path):
+    """The string that ended an answer, and what came with it, stood on the screen and not in the text."""
+    code, whole, _ = run("generate", "abc abc", *tiny_options)
+    assert code == 0
+    code, out, err = run("generate", "abc abc", *tiny_options, "--stop", whole[3:5])
+    assert (code, out) == (0, whole[: whole.index(whole[3:5])] + "\n")
+    assert "(stop)" in err
+
+
+def test_sampling_without_a_temperature_is_said(run, tiny_options):
+    """Options that change nothing, in silence."""
+    _, _, err = run("generate", "abc abc", *tiny_options, "--top-p", "0.5")
+    assert "at temperature 0 nothing is sampled: --top-p without effect" in err
+    _, _, err = run("generate", "abc abc", *tiny_options, "--top-p", "0.5", "--temperature", "1")
+    assert "without effect" not in err
+
+
+def test_a_mistake_leaves_an_earlier_trace_alone(run, tiny_options, tmp_path):
+    """A trace opened for writing before the prompt was looked at: the earlier one was gone."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("earlier\n")
+    code, _, _ = run("generate", " ", *tiny_options, "--trace", str(trace))
+    assert code == 2
+    assert trace.read_text() == "earlier\n"
+    assert list(tmp_path.iterdir()) == [trace]
+
+
+def test_bench_and_certify_write_json_and_print_a_table(run, tiny_options, questions, tmp_path):
+    path = tmp_path / "bench.json"
+    code, out, _ = run(
+        "bench", *tiny_options, "--questions", questions, "--drafter", "ngram", "--json", str(path)
+    )
+    assert code == 0
+    assert "ngram" in out
+    assert [row["drafter"] for row in json.loads(path.read_text())["results"]] == ["vanilla", "ngram"]
+    path = tmp_path / "certificate.json"
+    code, out, _ = run("certify", *tiny_options, "--questions", questions, "--json", str(path))
+    assert code == 0
+    assert "certified" in out
+    assert json.loads(path.read_text())["certified"] is True
+
+
+def test_certify_fails_where_a_token_is_not_explained(run, tiny_options, questions, monkeypatch):
+    def gullible(tree, node, logits, position, sampler):
+        """Accepts whatever is drafted."""
+        token = sampler.draw(sampler.scores(logits), position)
+        drafted = (tree.parent_slots() == node[:, None]) & (torch.arange(tree.nodes) > 0) & (tree.tokens >= 0)
+        slot = drafted.int().argmax(1)
+        return torch.where(drafted.any(1), slot, -1), torch.where(
+            drafted.any(1), tree.tokens[:, slot[0]], token
+        )
+
+    monkeypatch.setitem(LAWS, "coupled", gullible)
+    code, out, _ = run("certify", *tiny_options, "--questions", questions)
+    assert code == 1
+    assert "NOT certified" in out
+
+
+def test_demo_shows_both_answers_and_the_figures(run, tiny_options, questions):
+    code, out, _ = run("demo", *tiny_options, "--questions", questions)
+    assert code == 0
+    assert all(word in out for word in ("plain", "ngram", "the same text", "τ", "× plain", "× HF generate"))
+    _, said, _ = run("generate", "abc abc", *tiny_options)
+    assert out.count(f"\n{said}") == 2  # to the letter, in as many colours as rounds
+
+
+def test_a_malformed_question_names_its_line(run, model, tmp_path):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"turns": ["fine"]}\n{"turns": 3}\n')
+    code, _, err = run("bench", "--target", model, "--questions", str(file))
+    assert code == 2
+    assert "bad.jsonl line 2" in err

@@ -1,0 +1,48 @@
+"""train, export and import: the way of a new user."""
+
+import json
+
+
+def test_preview_shows_what_is_learnt_and_writes_nothing(run, tiny_options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text('{"text": "abc"}\n')
+    code, out, _ = run(
+        "train", "eagle", *tiny_options[:4], "--data", "data.jsonl", "--preview", "--out", "run"
+    )
+    assert code == 0
+    assert "3 of 3 tokens are learnt" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_train_bench_and_export_one_drafter(run, tiny_options, questions, tmp_path):
+    """The way of a new user, from data to another engine's format."""
+    (tmp_path / "data.jsonl").write_text(
+        "".join(f'{{"text": "abcabcabc{c * 3}"}}\n' for c in "abcdefghijklmnop")
+    )
+    target, home = tiny_options[:4], str(tmp_path / "run")
+    words = [
+        "head.tree=chain-3",
+        "schedule.evaluate_every=1000",
+        "schedule.batch_tokens=64",
+        "data.held_out_tokens=8",
+    ]
+    code, out, _ = run(
+        "train", "eagle", *target, "--data", str(tmp_path / "data.jsonl"), "--out", home, *words
+    )
+    assert (code, "predicted τ" in out) == (0, True)
+    assert (tmp_path / "run" / "curve.svg").read_text().startswith("<?xml")
+    report = tmp_path / "out.json"
+    code, _, _ = run(
+        "bench", *tiny_options, "--drafter", home, "--questions", questions, "--json", str(report)
+    )
+    assert code == 0
+    assert [row["identical"] for row in json.loads(report.read_text())["results"]] == [True, True]
+    sampled = f"{home}:tree=chain-3,proposal=sampled"
+    code, out, _ = run(
+        "bench", *tiny_options, "--drafter", sampled, "--questions", questions, "--temperature", "1"
+    )
+    assert (code, "in law" in out) == (0, True)
+    code, out, _ = run("export", home, *target, "--out", str(tmp_path / "public"))
+    assert (code, "embed_tokens.weight: a copy" in out) == (0, True)
+    code, out, _ = run("import", str(tmp_path / "public"), *target, "--out", str(tmp_path / "again"))
+    assert code == 0
