@@ -24,6 +24,7 @@ from slipstream.measure.tune import reshaped
 from slipstream.picture import picture
 from slipstream.results import heading
 from slipstream.targets import load_target
+from slipstream.targets.prompts import encode
 from slipstream.training.replay import Following, Record, predict
 
 BINS, RANKS = 10, (1, 3, 5, 7)  # CAPE takes 1, 3, 5 or 7 candidates
@@ -43,8 +44,8 @@ check_writable(given.json)
 
 
 target = load_target(given.target, given.dtype)
-drafters: dict[str, Any] = {Path(name).name: load_drafter(name, target.ends) for name in given.drafters}
-prompts = [target.encode(question.turns[0]) for question in load_questions(given.questions, given.limit)]
+drafters: dict[str, Any] = {Path(name).name: load_drafter(name, target) for name in given.drafters}
+prompts = [encode(target, question.turns[0]) for question in load_questions(given.questions, given.limit)]
 taps = tuple(dict.fromkeys(tap for drafter in drafters.values() for tap in drafter.taps))
 record = Record.of(target, prompts, given.max_new_tokens, taps, batch=20)
 entries: dict[str, dict[str, Any]] = {}

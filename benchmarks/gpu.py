@@ -21,9 +21,10 @@ from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.files import check_writable, write_json
 from slipstream.machine import SCHEMA
-from slipstream.measure.cost import ROWS, pass_seconds, read_bandwidth, weight_bytes
+from slipstream.measure.cost import ROWS, pass_seconds, read_bandwidth
 from slipstream.results import heading
-from slipstream.targets import Target, load_target
+from slipstream.targets import HFTarget, load_target
+from slipstream.targets.prompts import encode
 
 MODES = ("eager", "compiled", "captured")
 SEVEN_B = {
@@ -48,22 +49,22 @@ check_writable(given.json)
 console = Console()
 
 
-def load(dtype: str, mode: str) -> Target:
+def load(dtype: str, mode: str) -> HFTarget:
     """The target in one of the three modes."""
     if given.shape is None:
         target = load_target(given.target, dtype, given.device, compile=mode != "eager")
     else:
         with torch.device(given.device):
             model = AutoModelForCausalLM.from_config(LlamaConfig(**SEVEN_B), dtype=getattr(torch, dtype))
-        target = Target(model, name=f"random {given.shape}", compile=mode != "eager")
+        target = HFTarget(model, name=f"random {given.shape}", compile=mode != "eager")
     target.captures = target.captures and mode == "captured"
     return target
 
 
-def texts(target: Target, drafter: str, temperature: float) -> list[list[int]]:
+def texts(target: HFTarget, drafter: str, temperature: float) -> list[list[int]]:
     """Answers to two prompts of different length; one of them stops early."""
     some = ["Who wrote Hamlet?", "List three prime numbers, and say what makes a number prime, step by step."]
-    made = generate(target, [target.encode(prompt) for prompt in some], load_drafter(drafter, target.ends),
+    made = generate(target, [encode(target, prompt) for prompt in some], load_drafter(drafter, target),
                     max_new_tokens=48, temperature=temperature, eos_token_ids=(), seed=1)  # fmt: skip
     return [answer.tokens for answer in made]
 
@@ -96,7 +97,7 @@ def measure(mode: str, bandwidth: float) -> dict[str, Any]:
             target, prompt, max_new_tokens=given.max_new_tokens, eos_token_ids=(), temperature=0.0
         )
     spent = (plain.seconds.total - plain.seconds.prefill) / len(plain.rounds)
-    speed = weight_bytes(target) / spent / 1e9
+    speed = target.read_bytes / spent / 1e9
     about = {"mode": mode, "plain_tokens_per_second": round(1 / spent, 1), "gb_s": round(speed, 1)}
     about |= {"share": round(speed / bandwidth, 3), **heading(target)}
     curve = {str(c): {str(n): round(s * 1e3, 4) for n, s in found.items()} for c, found in passes.items()}

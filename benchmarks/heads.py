@@ -43,6 +43,7 @@ from slipstream.measure.tune import reshaped
 from slipstream.picture import picture
 from slipstream.results import heading
 from slipstream.targets import load_target
+from slipstream.targets.prompts import encode
 from slipstream.training.replay import Prediction, Record, decoded, predict
 
 TREES = ("chain-3", "best-first-2x4", "best-first-3x8", "best-first-3x16")
@@ -119,9 +120,9 @@ target = load_target(given.target, given.dtype)
 heads: dict[str, Proposer] = {}
 entries: dict[str, dict] = {}
 for name in given.heads:
-    drafter: Any = load_drafter(name, target.ends)
-    home, label = find_drafter(name, target.ends), Path(name).name
-    training = read_drafter(home, target.ends)[0]["training"]
+    drafter: Any = load_drafter(name, target)
+    home, label = find_drafter(name, target), Path(name).name
+    training = read_drafter(home, target)[0]["training"]
     heads[label] = drafter
     entries[label] = {
         "method": drafter.method,
@@ -136,7 +137,7 @@ for name in given.heads:
     }
 asked: dict[str, list[list[int]]] = {}
 for question in load_questions(given.questions, given.limit):
-    asked.setdefault(question.file, []).append(target.encode(question.turns[0]))
+    asked.setdefault(question.file, []).append(encode(target, question.turns[0]))
 taps = tuple(dict.fromkeys(tap for drafter in heads.values() for tap in drafter.taps))
 
 for temperature in TEMPERATURES:
@@ -198,7 +199,7 @@ costs: dict[str, dict] = {}
 for compiled in ((False, True) if given.compile else (False,)) if given.rounds else ():
     timed = load_target(given.target, given.dtype, compile=True) if compiled else target
     kinds = [(label, tree) for label, drafter in heads.items() for tree in TREES if grows(drafter, tree)]
-    own = dict(zip(heads, (load_drafter(name, timed.ends) for name in given.heads), strict=True))
+    own = dict(zip(heads, (load_drafter(name, timed) for name in given.heads), strict=True))
     drafters = [reshaped(own[label], tree) for label, tree in kinds]
     plain, *spent = Rounds(timed, [Vanilla(), *drafters], probe, most=given.rounds).run(given.rounds)
     how = "compiled" if compiled else "eager"

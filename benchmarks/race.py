@@ -33,6 +33,7 @@ from slipstream.measure.questions import load_questions
 from slipstream.measure.tune import reshaped
 from slipstream.results import heading
 from slipstream.targets import load_target
+from slipstream.targets.prompts import encode
 
 STUDENT = {
     2: 12.71,
@@ -158,8 +159,8 @@ def main() -> None:
     check_writable(given.json)
     stored = json.loads(Path(given.tau).read_text("utf-8"))
     target = load_target(given.target, given.dtype, compile=given.compile)
-    heads = {Path(name).name: load_drafter(name, target.ends) for name in given.heads}
-    probe = target.encode(load_questions(given.questions, 1)[0].turns[0])
+    heads = {Path(name).name: load_drafter(name, target) for name in given.heads}
+    probe = encode(target, load_questions(given.questions, 1)[0].turns[0])
     found = run(target, heads, given.tree, probe, given.races, given.rounds)
     result = report(found, given.tree, stored)
     show(result, "compiled" if given.compile else "eager")

@@ -20,6 +20,7 @@ from slipstream.measure.questions import load_questions
 from slipstream.measure.tune import reshaped
 from slipstream.results import heading
 from slipstream.targets import load_target
+from slipstream.targets.prompts import encode
 from slipstream.training.replay import Record, predict
 
 BUDGETS = {
@@ -49,15 +50,15 @@ check_writable(given.json)
 target = load_target(given.target, given.dtype, compile=given.compile)
 parts: dict[str, list[list[int]]] = {}
 for question in load_questions(given.questions, given.limit):
-    parts.setdefault(question.file, []).append(target.encode(question.turns[0]))
+    parts.setdefault(question.file, []).append(encode(target, question.turns[0]))
 records = {
     file: Record.of(target, prompts, given.max_new_tokens, ("final",), batch=8)
     for file, prompts in parts.items()
 }
 
-drafter = load_drafter(given.drafter, target.ends)
+drafter = load_drafter(given.drafter, target)
 drafters = {tree: reshaped(drafter, tree) for tree in TREES}
-if tuned := read_tuned(find_drafter(given.drafter, target.ends), target.ends.place, 0.0):
+if tuned := read_tuned(find_drafter(given.drafter, target), target.place, 0.0):
     drafters["tuned"] = reshaped(drafter, **tuned)
 probe = min((prompt for prompts in parts.values() for prompt in prompts), key=len)
 plain, *costs = Rounds(target, [Vanilla(), *drafters.values()], probe, most=given.rounds).run(given.rounds)

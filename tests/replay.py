@@ -223,7 +223,7 @@ def command_line(base: list[str], picked: Mapping[str | int, str], expected: str
 def library(world: World) -> Iterator[Call]:
     """Calls from Python."""
     target, ids = world.target, tiny.prompts(9)[0]
-    tokenizer = deepcopy(target.tokenizer)
+    tokenizer = deepcopy(target.text.tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
 
     def said(prompts: Any, **how: Any) -> Any:
@@ -312,7 +312,7 @@ def library(world: World) -> Iterator[Call]:
         yield call(f"load_target: {name!r}", REFUSED, lambda name=name: slipstream.load_target(name))
     for name in ("", "x", "ngram:depth=x", "eagle", None, 3, world.names["model"], world.names["loop"]):
         yield call(
-            f"load_drafter: {name!r}", REFUSED, lambda name=name: slipstream.load_drafter(name, target.ends)
+            f"load_drafter: {name!r}", REFUSED, lambda name=name: slipstream.load_drafter(name, target)
         )
     home = Path(world.names["model"])
     yield call(
@@ -373,7 +373,7 @@ def check_results(world: World, call: Call, shown: str) -> None:
         assert rows, f"{path.name} is empty"
     if verb in ("train", "import"):
         for path in world.out.rglob("model.safetensors"):
-            slipstream.load_drafter(str(path.parent), world.target.ends)
+            slipstream.load_drafter(str(path.parent), world.target)
 
 
 def replay(only: str, seed: int, within: float, show: Callable[[str], None]) -> tuple[int, list[str]]:

@@ -45,14 +45,14 @@ from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
 from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
 from slipstream.drafters.glide import Glide, GlideConfig, GlideHead
-from slipstream.drafters.heads import Head, block_taps, layer_sizes, target_rope
+from slipstream.drafters.heads import Head, block_taps, layer_sizes
 from slipstream.drafters.hybrid import Hybrid
 from slipstream.drafters.lookahead import Lookahead
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.ngram import NGram
 from slipstream.drafters.random_drafter import RandomDrafter
 from slipstream.drafters.tree_oracle import TreeOracle
-from slipstream.targets import Target
+from slipstream.targets import HFTarget
 
 COMPILED = bool(os.environ.get("TEST_COMPILED"))
 VOCAB = 64
@@ -116,9 +116,9 @@ def reference(family: str) -> PreTrainedModel:
 
 
 @cache
-def target(family: str) -> Target:
+def target(family: str) -> HFTarget:
     """The same weights as a target."""
-    return Target(deepcopy(reference(family)), tokenizer(), family, COMPILED)
+    return HFTarget(deepcopy(reference(family)), tokenizer(), family, COMPILED)
 
 
 @cache
@@ -144,7 +144,7 @@ def noise(*shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def kv_shape(target: Target) -> tuple[int, int, int]:
+def kv_shape(target: HFTarget) -> tuple[int, int, int]:
     """Layers, heads and head width of what the target caches."""
     cache = target.new_cache(1)
     target(chain(torch.zeros(1, 1, dtype=torch.long)), cache)
@@ -153,7 +153,7 @@ def kv_shape(target: Target) -> tuple[int, int, int]:
     return layers, heads, width
 
 
-def random_drafter(target: Target, sampled: bool = False) -> RandomDrafter:
+def random_drafter(target: HFTarget, sampled: bool = False) -> RandomDrafter:
     """Random trees, some of whose nodes carry probes that read memory."""
     layers, heads, width = kv_shape(target)
     memory = noise(layers, 2, 3, heads, width)
@@ -172,38 +172,38 @@ def scrambled(head: Head) -> Any:
     return head
 
 
-def eagle(target: Target, tree: str = "fig9", proposal: str = "top-k", vocab: int | None = None) -> Eagle:
+def eagle(target: HFTarget, tree: str = "fig9", proposal: str = "top-k", vocab: int | None = None) -> Eagle:
     """A random head; `vocab` trims its candidates to the lowest ids."""
-    head = scrambled(EagleHead(EagleConfig(**layer_sizes(target.ends))))
-    return Eagle(head, target.ends, None if vocab is None else torch.arange(vocab), tree, proposal)
+    head = scrambled(EagleHead(EagleConfig(**layer_sizes(target))))
+    return Eagle(head, target, None if vocab is None else torch.arange(vocab), tree, proposal)
 
 
-def eagle3(target: Target, tree: str = "fig9", proposal: str = "top-k", vocab: int | None = None) -> Eagle3:
+def eagle3(target: HFTarget, tree: str = "fig9", proposal: str = "top-k", vocab: int | None = None) -> Eagle3:
     """The same of EAGLE-3."""
     taps = block_taps(target.config.num_hidden_layers)
     head = scrambled(
-        Eagle3Head(Eagle3Config(**layer_sizes(target.ends), taps=taps, draft_vocab_size=vocab or VOCAB))
+        Eagle3Head(Eagle3Config(**layer_sizes(target), taps=taps, draft_vocab_size=vocab or VOCAB))
     )
-    return Eagle3(head, target.ends, None if vocab is None else torch.arange(vocab), tree, proposal)
+    return Eagle3(head, target, None if vocab is None else torch.arange(vocab), tree, proposal)
 
 
 def fasteagle(
-    target: Target, tree: str = "backbone-3x4", proposal: str = "top-k", vocab: int | None = None
+    target: HFTarget, tree: str = "backbone-3x4", proposal: str = "top-k", vocab: int | None = None
 ) -> FastEagle:
     """The same of FastEagle, three layers deep."""
     taps = ("input of block 0", "input of block 1", "final")
-    head = scrambled(FastEagleHead(FastEagleConfig(**layer_sizes(target.ends), taps=taps, depth=3)))
-    return FastEagle(head, target.ends, None if vocab is None else torch.arange(vocab), tree, proposal)
+    head = scrambled(FastEagleHead(FastEagleConfig(**layer_sizes(target), taps=taps, depth=3)))
+    return FastEagle(head, target, None if vocab is None else torch.arange(vocab), tree, proposal)
 
 
 def medusa(
-    target: Target, tree: str = "best-first-3x8", proposal: str = "top-k", vocab: int | None = None
+    target: HFTarget, tree: str = "best-first-3x8", proposal: str = "top-k", vocab: int | None = None
 ) -> Medusa:
     """Three random heads of two blocks."""
     sizes = MedusaConfig(target.config.hidden_size, vocab or VOCAB, depth=3, layers=2)
     return Medusa(
         scrambled(MedusaHead(sizes)),
-        target.ends,
+        target,
         None if vocab is None else torch.arange(vocab),
         tree,
         proposal,
@@ -211,30 +211,30 @@ def medusa(
 
 
 def bita(
-    target: Target, tree: str = "backbone-3x2", proposal: str = "top-k", prompts: int = 2, hosts: int = 0
+    target: HFTarget, tree: str = "backbone-3x2", proposal: str = "top-k", prompts: int = 2, hosts: int = 0
 ) -> Bita:
     """Random masks and prompts."""
     layers, heads, width = kv_shape(target)
     sizes = BitaConfig(target.config.hidden_size, layers, heads, width, depth=3, prompts=prompts)
-    return Bita(scrambled(BitaHead(sizes)), target.ends, None, tree, proposal, hosts)
+    return Bita(scrambled(BitaHead(sizes)), target, None, tree, proposal, hosts)
 
 
-def draft_model(own: Target, tree: str, proposal: str = "top-k") -> DraftModel:
+def draft_model(own: HFTarget, tree: str, proposal: str = "top-k") -> DraftModel:
     """Another family's model of the same vocabulary, with windows where the target has none."""
-    return DraftModel(target("llama" if own.name == "qwen2" else "qwen2"), own.ends, tree, proposal)
+    return DraftModel(target("llama" if own.name == "qwen2" else "qwen2"), own, tree, proposal)
 
 
 def distilled(
-    target: Target, tree: str = "chain-3", proposal: str = "top-k", blocks: tuple[int, ...] = (1,)
+    target: HFTarget, tree: str = "chain-3", proposal: str = "top-k", blocks: tuple[int, ...] = (1,)
 ) -> DraftModel:
     """Part of the target, as if it had been trained, over a draft vocabulary."""
     vocab = torch.arange(0, target.vocab, 2)
-    part = scrambled(Part(blocks, target.ends, vocab))
-    return DraftModel(part.model, target.ends, tree, proposal, vocab, part)
+    part = scrambled(Part(blocks, target, vocab))
+    return DraftModel(part.model, target, tree, proposal, vocab, part)
 
 
 def glide(
-    target: Target,
+    target: HFTarget,
     tree: str = "cape-3x9",
     proposal: str = "top-k",
     depth: int = 1,
@@ -244,14 +244,14 @@ def glide(
     """A random head that reads the last blocks' caches; `own` embedding and LM head or the target's; as
     `published`."""
     layers, heads, width = kv_shape(target)
-    sizes = layer_sizes(target.ends) | {"taps": tuple(f"{CACHE}{i}" for i in range(layers - depth, layers))}
+    sizes = layer_sizes(target) | {"taps": tuple(f"{CACHE}{i}" for i in range(layers - depth, layers))}
     about = {"depth": depth, "target_size": target.config.hidden_size, "target_head_dim": width}
-    about["target_rope"] = tuple(target_rope(target.config, i) for i in range(layers - depth, layers))
+    about["target_rope"] = tuple(target.rope(i) for i in range(layers - depth, layers))
     ends = {"vocab_size": VOCAB, "draft_vocab_size": VOCAB} if own else {}
     about |= {"cross_norm": not published, "first_token": published}
     queries = heads * (target.config.num_attention_heads // heads)
     head = scrambled(GlideHead(GlideConfig(**sizes, **about, **ends, target_heads=queries)))
-    return Glide(head, target.ends, None, tree, proposal)
+    return Glide(head, target, None, tree, proposal)
 
 
 def drafted(text: list[int], at: int, trace: io.StringIO) -> Iterator[tuple[list[int], list[int], list[int]]]:
@@ -280,7 +280,7 @@ def documented() -> Any:
 
 Texts = list[list[int]]
 # what it is called -> a drafter for a target and the texts (prompt and plain answer) of its rows
-DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
+DRAFTERS: dict[str, Callable[[HFTarget, Texts], Drafter]] = {
     "the documented one": lambda target, texts: documented()(target.vocab),
     "ngram": lambda target, texts: NGram(shortest=1),
     "lookahead": lambda target, texts: Lookahead(window=3, ngram=3, guesses=2),
@@ -308,9 +308,7 @@ DRAFTERS: dict[str, Callable[[Target, Texts], Drafter]] = {
     "draft model, sampled": lambda target, texts: draft_model(
         target, "[[0],[1],[0,0],[1,0],[1,1],[1,0,0]]", "sampled"
     ),
-    "self-speculative": lambda target, texts: load_drafter(
-        "self-speculative:skip=0,tree=chain-2", target.ends
-    ),
+    "self-speculative": lambda target, texts: load_drafter("self-speculative:skip=0,tree=chain-2", target),
     "distilled, sampled": lambda target, texts: distilled(target, "[[0],[1],[0,0],[1,0]]", "sampled"),
     "glide": lambda target, texts: glide(target),
     "glide, two layers, noise": lambda target, texts: glide(target, "dynamic-3x3x9", "noise", depth=2),

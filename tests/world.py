@@ -12,7 +12,7 @@ from transformers import BertConfig, LlamaForSequenceClassification
 
 import tiny
 from slipstream.drafters.store import save_drafter
-from slipstream.targets import Target
+from slipstream.targets import HFTarget
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}a{% endif %}"
@@ -75,15 +75,13 @@ class World:
             tokenizer.save_pretrained(self.home / name)
         config = json.loads((self.home / "short" / "config.json").read_text())
         (self.home / "short" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-        self.target = Target(model, tokenizer, str(self.home / "model"))
+        self.target = HFTarget(model, tokenizer, str(self.home / "model"))
         for name, drafter in (
             ("drafter", tiny.eagle(self.target, "chain-3")),
             ("fast", tiny.fasteagle(self.target)),
         ):
             about, tensors = drafter.pack()
-            save_drafter(
-                self.home / name, drafter.method, "model", self.target.ends, about, tensors, {}, None
-            )
+            save_drafter(self.home / name, drafter.method, self.target, about, tensors, {}, None)
 
     def seen(self) -> dict[str, tuple[int, int]]:
         """Size and time of every file that no call may change: outputs and the cache apart."""

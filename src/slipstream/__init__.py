@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from slipstream.core.drafter import State as State
     from slipstream.core.sampling import Sampling as Sampling
     from slipstream.core.span import Span as Span
+    from slipstream.core.target import Target as Target
     from slipstream.core.tree import PAD as PAD
     from slipstream.core.tree import Tree as Tree
     from slipstream.core.tree import chain as chain
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from slipstream.measure.run import bench as bench
     from slipstream.measure.tune import tune as tune
     from slipstream.measure.tuned import TuneReport as TuneReport
-    from slipstream.targets import Target as Target
+    from slipstream.targets import HFTarget as HFTarget
     from slipstream.targets import load_target as load_target
     from slipstream.training.run import TrainingRun as TrainingRun
     from slipstream.training.run import train as train
@@ -55,6 +56,7 @@ _HOMES = {  # imported on first use: torch and transformers take seconds
     "core.drafter": "Drafter State",
     "core.sampling": "Sampling",
     "core.span": "Span",
+    "core.target": "Target",
     "core.tree": "PAD Tree chain",
     "decode.generate": "Generation Stream generate stream",
     "drafters": "load_drafter",
@@ -68,7 +70,7 @@ _HOMES = {  # imported on first use: torch and transformers take seconds
     "measure.run": "bench",
     "measure.tune": "tune",
     "measure.tuned": "TuneReport",
-    "targets": "Target load_target",
+    "targets": "HFTarget load_target",
     "training.run": "TrainingRun train",
     "training.synthesize": "Answers regenerate synthesize",
 }

@@ -5,12 +5,9 @@ import platform
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from slipstream.targets.hf import Target
 
 SCHEMA = 1
 
@@ -24,12 +21,11 @@ def hardware() -> dict[str, Any]:
     return about
 
 
-def place(target: "Target") -> str:
-    """Where the target runs, in what precision, and whether compiled: what costs depend on."""
-    on = f"{_cpu()} × {torch.get_num_threads()}"
-    if target.device.type == "cuda":
-        on = torch.cuda.get_device_name(target.device)
-    return f"{on}, {target.dtype_name}{', compiled' if target.compiles else ''}"
+def where(device: torch.device) -> str:
+    """The processor, with its threads, or the accelerator."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu()} × {torch.get_num_threads()}"
 
 
 def versions() -> dict[str, str]:

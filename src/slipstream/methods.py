@@ -18,7 +18,7 @@ class Method:
         name: what specs, recipes and drafter directories call it.
         help: one line for lists of drafters.
         make: function that makes a drafter from its name alone. Options of a spec are its keyword arguments;
-            arguments called `ends` and `temperature` are filled by `load_drafter`.
+            arguments called `target` and `temperature` are filled by `load_drafter`.
         drafter: class of the trained drafter, whose `load` reads a drafter directory. Without `make` the
             method's name stands for the weights that ship for the target.
         objective: class that trains it.

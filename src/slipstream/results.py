@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream import command
+from slipstream.core.target import Target
 from slipstream.files import parsed, read_text, write_json
 from slipstream.machine import SCHEMA, hardware, versions
-from slipstream.targets.hf import Target
 
 R = TypeVar("R", bound="Result")
 

@@ -21,7 +21,8 @@ from slipstream.decode.generate import decode
 from slipstream.drafters.random_drafter import RandomDrafter
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.targets import Target
+from slipstream.measure.baseline import hf_generate
+from slipstream.targets import HFTarget
 
 SAMPLINGS = {
     "T=0": Sampling(),
@@ -63,7 +64,7 @@ def checked(request):
 
 
 def run(
-    target: Target,
+    target: HFTarget,
     drafter: Drafter,
     prompts: tiny.Texts,
     rows: list[Sampling],
@@ -161,8 +162,8 @@ def test_plain_decoding_is_hugging_faces_greedy_search(family, penalty):
     target = tiny.target(family)
     for prompt in PROMPTS[:3]:
         ours = run(target, Vanilla(), [prompt], [Sampling(repetition_penalty=penalty)])
-        theirs = target.hf_generate(
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW, repetition_penalty=penalty
+        theirs = hf_generate(
+            target, torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW, repetition_penalty=penalty
         )
         assert ours == [theirs[0, len(prompt) :].tolist()]
 
@@ -232,7 +233,7 @@ def test_three_tokens_follow_the_targets_law(law, drafter):
     first, second, third = logits[:, -3:].div(T).softmax(-1).unbind(1)
     law_of_text = (first.gather(1, pairs[:, :1]) * second.gather(1, pairs[:, 1:]) * third).view(V, V, V)
 
-    target, seen = Target(model), torch.zeros(V, V, V)
+    target, seen = HFTarget(model), torch.zeros(V, V, V)
     drafter = drafter if isinstance(drafter, Drafter) else drafter(target)
     for seed in range(batches):
         rows = rows_of(Sampling(temperature=T, seed=seed), batch)

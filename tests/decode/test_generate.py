@@ -20,7 +20,9 @@ from slipstream.decode.generate import Generation, generate
 from slipstream.drafters.random_drafter import RandomDrafter
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.targets import Target
+from slipstream.measure.baseline import hf_generate
+from slipstream.targets import HFTarget
+from slipstream.targets.prompts import encode
 
 EVERY = {"vanilla": lambda target, texts: Vanilla(), **tiny.DRAFTERS}
 PROMPTS = tiny.prompts(5, 11, 7, 9)
@@ -30,12 +32,12 @@ ENDLESS = {"eos_token_ids": ()}
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
+def target() -> HFTarget:
     return tiny.target("llama")
 
 
 @pytest.fixture(scope="module")
-def answer(target: Target) -> list[int]:
+def answer(target: HFTarget) -> list[int]:
     """What plain decoding says to `PROMPT`, 40 tokens of it."""
     return generate(target, PROMPT, max_new_tokens=40, **SAMPLED, **ENDLESS).tokens
 
@@ -67,16 +69,16 @@ def test_an_answer_ends_at_the_first_eos_of_a_round(target, answer, oracle):
 )
 def test_an_answer_ends_before_its_first_stop_string(target, answer, oracle, spans):
     """A stop string missed because it spans tokens or rounds, found late, or left in the text."""
-    stops = [target.decode(answer[a:b]) for a, b in spans]
+    stops = [target.text.decode(answer[a:b]) for a, b in spans]
     made = generate(target, PROMPT, oracle, **SAMPLED, **ENDLESS, stop=stops)
-    end = next(n for n in range(41) if any(stop in target.decode(answer[:n]) for stop in stops))
-    text = target.decode(answer[:end])
+    end = next(n for n in range(41) if any(stop in target.text.decode(answer[:n]) for stop in stops))
+    text = target.text.decode(answer[:end])
     assert (made.tokens, made.finish) == (answer[:end], "stop")
     assert made.text == text[: min(text.index(stop) for stop in stops if stop in text)]
     assert not any(stop in made.text for stop in stops)
     one = generate(target, PROMPT, **SAMPLED, **ENDLESS, stop=stops[0])
     assert stops[0] not in one.text
-    assert target.decode(one.tokens).endswith(stops[0])
+    assert target.text.decode(one.tokens).endswith(stops[0])
 
 
 def test_max_new_tokens_cuts_inside_a_round(target, answer, oracle):
@@ -97,7 +99,9 @@ WINDOW = 24
 def test_the_end_of_the_window(drafter, prompts):
     """Learned positions beyond the last one: an index error, or a text that ends early or differs from plain
     decoding."""
-    target = Target(tiny.build(GPT2Config(**tiny.SHORT, n_embd=32, n_layer=2, n_head=4, n_positions=WINDOW)))
+    target = HFTarget(
+        tiny.build(GPT2Config(**tiny.SHORT, n_embd=32, n_layer=2, n_head=4, n_positions=WINDOW))
+    )
     ids = tiny.prompts(*prompts)
     plain = generate(target, ids, **SAMPLED)
     assert [len(each.prompt + each.tokens) for each in plain] == [WINDOW] * len(ids)
@@ -139,7 +143,7 @@ def test_a_streamer_gets_the_prompt_and_then_exactly_the_answer(target, answer, 
 
 def test_hugging_face_streamers_work(target, oracle, capsys):
     """A tensor of a shape that `TextStreamer` does not take."""
-    streamer = TextStreamer(target.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer = TextStreamer(target.text.tokenizer, skip_prompt=True, skip_special_tokens=True)
     made = generate(target, PROMPT, oracle, max_new_tokens=20, **SAMPLED, **ENDLESS, streamer=streamer)
     assert capsys.readouterr().out == made.text + "\n"
 
@@ -208,11 +212,11 @@ def test_rows_of_a_batch_have_noise_of_their_own(target):
     assert len(set(map(tuple, three))) == 3
 
 
-def configured(**settings: object) -> Target:
+def configured(**settings: object) -> HFTarget:
     """A target whose `generation_config` says something."""
     model = deepcopy(tiny.reference("llama"))
     model.generation_config = GenerationConfig(**settings)
-    return Target(model, tiny.tokenizer())
+    return HFTarget(model, tiny.tokenizer())
 
 
 @pytest.mark.parametrize(
@@ -256,7 +260,7 @@ def test_what_is_given_overrules_generation_config(target, answer):
 def test_processors_see_each_nodes_own_history(target, drafter):
     """A Hugging Face processor called with the prompt alone, with another branch, or with rejected tokens."""
     theirs = [
-        target.hf_generate(torch.tensor([p]), max_new_tokens=24, no_repeat_ngram_size=2)[0].tolist()
+        hf_generate(target, torch.tensor([p]), max_new_tokens=24, no_repeat_ngram_size=2)[0].tolist()
         for p in PROMPTS
     ]
     processors = [NoRepeatNGramLogitsProcessor(2)]
@@ -355,7 +359,7 @@ def test_a_target_is_a_target(mistaken, monkeypatch):
     """A Hugging Face model has no `encode`, it said."""
     monkeypatch.setattr(config, "jaxtyping_disable", True)
     with pytest.raises(
-        ValueError, match=r"target is a \w+: give slipstream.Target\(model, tokenizer\) or load_target"
+        ValueError, match=r"target is a \w+: give slipstream.HFTarget\(model, tokenizer\) or load_target"
     ):
         generate(mistaken, PROMPT)
 
@@ -373,14 +377,14 @@ def test_numbers_of_numpy_are_numbers(target):
 
 def test_prompts_come_in_many_forms(target):
     """A list of ids taken for several prompts, or several prompts for one."""
-    text, ids = "hello", target.encode("hello")
+    text, ids = "hello", encode(target, "hello")
     want = generate(target, ids, max_new_tokens=8)
     for prompt in (text, torch.tensor(ids)):
         assert generate(target, prompt, max_new_tokens=8).tokens == want.tokens
     for prompts in ([text], [ids], torch.tensor([ids])):
         (made,) = generate(target, prompts, max_new_tokens=8)
         assert made.tokens == want.tokens
-    assert (want.prompt, want.text) == (ids, target.decode(want.tokens))
+    assert (want.prompt, want.text) == (ids, target.text.decode(want.tokens))
     assert (
         generate(target, text, Path("ngram"), max_new_tokens=8).tokens == want.tokens
     )  # a path is a name, too
@@ -410,7 +414,7 @@ def test_a_round_leaves_nothing_behind(target, answer, name):
 
 def test_text_needs_a_tokenizer():
     """An attribute error on `None`."""
-    mute = Target(deepcopy(tiny.reference("llama")), name="mute")
+    mute = HFTarget(deepcopy(tiny.reference("llama")), name="mute")
     with pytest.raises(ValueError, match="target mute has no tokenizer: give the prompt as token ids"):
         generate(mute, "hello")
     assert generate(mute, PROMPT, max_new_tokens=3).text == ""

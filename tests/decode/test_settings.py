@@ -18,10 +18,10 @@ from slipstream.decode.generate import generate
 from slipstream.decode.settings import Settings
 from slipstream.drafters.ngram import NGram
 from slipstream.drafters.tree_oracle import TreeOracle
-from slipstream.measure.baseline import hf_answer
+from slipstream.measure.baseline import hf_answer, hf_generate
 from slipstream.measure.certify import certify
 from slipstream.measure.questions import Question
-from slipstream.targets import Target
+from slipstream.targets import HFTarget
 
 PROMPTS = tiny.prompts(5, 9)
 NEW = 14
@@ -35,11 +35,11 @@ def unchecked():
     checks.update("jaxtyping_disable", False)
 
 
-def configured(**fields: object) -> Target:
+def configured(**fields: object) -> HFTarget:
     """A target whose generation_config says this."""
     model = deepcopy(tiny.reference("llama"))
     model.generation_config = GenerationConfig(**fields)
-    return Target(model, tiny.tokenizer(), "llama")
+    return HFTarget(model, tiny.tokenizer(), "llama")
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,8 @@ def plain() -> list[list[int]]:
     return [generate(configured(), prompt, max_new_tokens=NEW, eos_token_ids=()).tokens for prompt in PROMPTS]
 
 
-def theirs(target: Target, prompt: list[int], **how: object) -> list[int]:
-    return target.hf_generate(torch.tensor([prompt]), max_new_tokens=NEW, **how)[0, len(prompt) :].tolist()
+def theirs(target: HFTarget, prompt: list[int], **how: object) -> list[int]:
+    return hf_generate(target, torch.tensor([prompt]), max_new_tokens=NEW, **how)[0, len(prompt) :].tolist()
 
 
 # fields, given the tokens that plain decoding says, so that each of them bites
@@ -121,7 +121,7 @@ def test_a_first_token_is_forced_behind_a_prompt_of_one():
 
 
 def test_stop_strings_and_limits_of_the_target_hold(plain):
-    said = configured().decode(plain[0])
+    said = configured().text.decode(plain[0])
     target = configured(stop_strings=[said[6:8]])
     made = generate(target, PROMPTS[0], max_new_tokens=NEW)
     assert (made.tokens, made.finish) == (hf_answer(target, PROMPTS[0], NEW, 0.0), "stop")
@@ -163,7 +163,8 @@ def test_a_sampled_token_has_hugging_faces_law(fields):
     target = configured(do_sample=True, temperature=1.4, **({"top_k": 0} | fields))
     torch.manual_seed(0)
     prompt = PROMPTS[0]
-    out = target.hf_generate(
+    out = hf_generate(
+        target,
         torch.tensor([prompt]),
         max_new_tokens=6,
         output_scores=True,

@@ -12,7 +12,7 @@ from slipstream.core.sampling import Sampling
 from slipstream.decode.audit import audit
 from slipstream.measure.certify import certify
 from slipstream.measure.questions import Question
-from slipstream.targets import Target
+from slipstream.targets import HFTarget
 
 PROMPT = tiny.prompts(9)[0]
 SAYS = (
@@ -21,9 +21,9 @@ SAYS = (
 )
 
 
-def broken(number: float, token: int | None = None) -> Target:
+def broken(number: float, token: int | None = None) -> HFTarget:
     """A target whose second block says `number`, everywhere or behind one token alone."""
-    target = Target(deepcopy(tiny.reference("llama")), tiny.tokenizer(), "broken")
+    target = HFTarget(deepcopy(tiny.reference("llama")), tiny.tokenizer(), "broken")
     with torch.no_grad():
         if token is None:
             target.model.model.layers[1].mlp.up_proj.weight[0, 0] = number

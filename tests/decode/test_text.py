@@ -14,7 +14,7 @@ import tiny
 from slipstream.decode.generate import Stream, generate, stream
 from slipstream.decode.text import Detokeniser
 from slipstream.drafters.tree_oracle import TreeOracle
-from slipstream.targets import Target
+from slipstream.targets import HFTarget
 
 PROMPT = tiny.prompts(5)[0]
 HOW = {"max_new_tokens": 24, "temperature": 0.8, "seed": 3, "eos_token_ids": ()}
@@ -70,11 +70,11 @@ def cleaning() -> PreTrainedTokenizerFast:
 def test_pieces_are_the_text(make):
     """Half a character printed, a leading space lost or won, a byte that changes those before it, a stop
     string shown."""
-    target = Target(tiny.reference("llama"), make())
+    target = HFTarget(tiny.reference("llama"), make())
     drawn = random.Random(0)
     common = [
         i
-        for i, word in enumerate(target.tokenizer.convert_ids_to_tokens(range(len(make()))))
+        for i, word in enumerate(target.text.tokenizer.convert_ids_to_tokens(range(len(make()))))
         if len(word) != 6
     ]
     euro = [make().convert_tokens_to_ids(f"<0x{b:02X}>") for b in "€".encode()]
@@ -86,15 +86,15 @@ def test_pieces_are_the_text(make):
         if make is sentencepiece and drawn.random() < 0.5:
             at = drawn.randrange(12)
             tokens[at:at] = euro[: drawn.randrange(1, 4)]
-        whole = target.decode(tokens)
-        reader = Detokeniser(target)
+        whole = target.text.decode(tokens)
+        reader = Detokeniser(target.text)
         pieces = [reader.push(token) for token in tokens]
         assert all(whole.startswith("".join(pieces[:n])) for n in range(len(pieces)))
         assert "".join(pieces) + reader.flush() == whole
         begin = drawn.randrange(max(1, len(whole) - 3))
         if "\ufffd" in (stop := whole[begin : begin + 3]) or not stop:
             continue
-        reader, shown = Detokeniser(target, [stop, "no such stop"]), ""
+        reader, shown = Detokeniser(target.text, [stop, "no such stop"]), ""
         for token in tokens:
             shown += reader.push(token)
             if reader.stopped:
@@ -105,7 +105,7 @@ def test_pieces_are_the_text(make):
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
+def target() -> HFTarget:
     return tiny.target("llama")
 
 
@@ -121,7 +121,7 @@ def oracle(said) -> TreeOracle:
 
 def test_stream_gives_the_text_and_then_the_answer(target, said, oracle):
     """Pieces past a stop string, or of another answer than `generate` gives."""
-    text = target.decode(said)
+    text = target.text.decode(said)
     for stop in ((), text[9:12], [text[3], text[9:14]]):
         want = generate(target, PROMPT, oracle, **HOW, stop=stop)
         pieces = stream(target, PROMPT, oracle, **HOW, stop=stop)
@@ -159,10 +159,10 @@ class Recorder:
 
 def test_a_streamer_never_shows_more_than_the_text(target, said, oracle, capsys):
     """Tokens of a stop string were streamed before it was complete."""
-    text = target.decode(said)
+    text = target.text.decode(said)
     for begin, end in ((9, 12), (3, 4), (14, 20)):
         how = HOW | {"stop": text[begin:end]}
-        streamer = TextStreamer(target.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = TextStreamer(target.text.tokenizer, skip_prompt=True, skip_special_tokens=True)
         made = generate(target, PROMPT, oracle, **how, streamer=streamer)
         assert capsys.readouterr().out == made.text + "\n"
     recorder, held = Recorder(), HOW | {"stop": text[-1] + "never"}
@@ -173,7 +173,9 @@ def test_a_streamer_never_shows_more_than_the_text(target, said, oracle, capsys)
 def test_of_a_token_that_a_stop_string_cuts_a_streamer_gets_nothing():
     core = Tokenizer(models.WordLevel({"ab": 0, "c.d": 1, "e": 2, "</s>": 3}, unk_token="e"))
     core.decoder = decoders.Fuse()
-    target = Target(tiny.reference("llama"), PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>"))
+    target = HFTarget(
+        tiny.reference("llama"), PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+    )
     from slipstream.decode.answer import Answer
 
     answer = Answer(target, 9, frozenset(), (".",))

@@ -22,7 +22,7 @@ def objective(target, **head):
     text = PROMPTS[2]
     f = target.features([text], ("final",))[0]
     recipe = BitaRecipe(head=BitaRecipe.Head(**{"prompts": 2, "draft_vocab": 0, **head}))
-    made = bita.BitaObjective.begin(recipe, target.ends, [Example(text, [True] * len(text))], f)
+    made = bita.BitaObjective.begin(recipe, target, [Example(text, [True] * len(text))], f)
     generator = torch.Generator().manual_seed(1)
     for p in made.head.double().parameters():
         p.data.copy_(0.5 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
@@ -48,7 +48,7 @@ def test_masks_say_in_drafting_what_they_say_in_training(family, head, monkeypat
         said = trained._masks(context, torch.tensor([[0, at - 1]]), torch.Generator())[
             0, 1
         ]  # behind another group
-        best = (said @ target.ends.head.T).topk(2).indices.tolist()
+        best = (said @ target.lm_head().weight.T).topk(2).indices.tolist()
         assert line["tokens"][1:] == [*best[0], best[1][0], best[2][0]]
         at += len(line["accepted"])
         checked += 1
@@ -61,7 +61,7 @@ def test_straightforward_decoding_goes_on_with_what_earlier_masks_said(monkeypat
     monkeypatch.setattr(bita, "DROPOUT", 0.0)
     target, trace = tiny.target("llama"), io.StringIO()
     trained, M = objective(target), 3
-    drafter = Bita(trained.drafter("chain-3", torch.float64).head, target.ends, None, "chain-3", hosts=1)
+    drafter = Bita(trained.drafter("chain-3", torch.float64).head, target, None, "chain-3", hosts=1)
     drafted = dict[int, list[int]]()  # by how many tokens were accepted before
     for prompt in PROMPTS:
         context = target.new_cache(1)
@@ -70,7 +70,8 @@ def test_straightforward_decoding_goes_on_with_what_earlier_masks_said(monkeypat
         target(bita.chain(torch.tensor([text])), context)
         for line in map(json.loads, trace.getvalue().splitlines()):
             said = (
-                trained._masks(context, torch.tensor([[host]]), torch.Generator())[0, 0] @ target.ends.head.T
+                trained._masks(context, torch.tensor([[host]]), torch.Generator())[0, 0]
+                @ target.lm_head().weight.T
             )
             expected = said.argmax(-1).tolist()[accepted:]
             guesses = [token for token in line["tokens"][1:] if token >= 0]
@@ -93,7 +94,9 @@ def test_the_loss_is_the_mean_over_groups_and_masks(monkeypatch):
     target(bita.chain(torch.tensor([text])), context)
     expected = []
     for host in range(12):
-        said = made._masks(context, torch.tensor([[host]]), torch.Generator())[0, 0] @ target.ends.head.T
+        said = (
+            made._masks(context, torch.tensor([[host]]), torch.Generator())[0, 0] @ target.lm_head().weight.T
+        )
         for j, token in enumerate(range(host + 2, min(host + 5, 12))):
             if token >= 5 and host >= 4:  # the first host is the prompt's last token
                 expected.append(-said[j].log_softmax(-1)[text[token]])

@@ -8,12 +8,12 @@ import torch
 
 import tiny
 from slipstream.core.tree import chain
-from slipstream.decode import round as rounds
+from slipstream.decode import session as rounds
 from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.store import save_drafter, save_tuned
-from slipstream.targets import Target
+from slipstream.targets import HFTarget
 
 PROMPTS = tiny.prompts(9, 4, 14)
 
@@ -27,14 +27,14 @@ def test_a_model_that_drafts_for_itself_is_always_right(family, options, chunk, 
     monkeypatch.setattr(rounds, "CHUNK", chunk)
     target = tiny.target(family)
     for answer in generate(
-        target, PROMPTS, DraftModel(target, target.ends, **options), max_new_tokens=17, temperature=0.0
+        target, PROMPTS, DraftModel(target, target, **options), max_new_tokens=17, temperature=0.0
     ):
         assert [r.accepted for r in answer.rounds[:-1]] == [3] * (len(answer.rounds) - 1)
 
 
 def test_with_the_targets_own_noise_it_is_right_at_every_temperature():
     target = tiny.target("llama")
-    drafter = DraftModel(target, target.ends, "chain-3", "noise")
+    drafter = DraftModel(target, target, "chain-3", "noise")
     answers = generate(target, PROMPTS, drafter, max_new_tokens=17, temperature=1.3, seed=5)
     assert all(r.accepted == 3 for answer in answers for r in answer.rounds[:-1])
 
@@ -58,14 +58,15 @@ def test_skipping_blocks_is_the_model_without_them(family):
     window."""
     target, text = tiny.target(family), torch.tensor(tiny.prompts(11))
     whole = target.features(text.tolist(), ["final"])
-    drafter = load_drafter("self-speculative:skip=0", target.ends)
+    drafter = load_drafter("self-speculative:skip=0", target)
     model = tiny.build(tiny.FAMILIES[family])
     del model.model.layers[0]
     if types := getattr(model.config, "layer_types", None):
         assert types[0] != types[1]
         model.config.layer_types = types[1:]
     said = model.model(text, use_cache=False).last_hidden_state
-    torch.testing.assert_close(drafter.model.features(text.tolist(), ["final"]), said)
+    # Gemma's norms round to float32
+    torch.testing.assert_close(drafter.model.features(text.tolist(), ["final"]), said, atol=1e-5, rtol=0)
     assert torch.equal(target.features(text.tolist(), ["final"]), whole)
     assert set(map(id, drafter.model.twin.parameters())) < set(map(id, target.twin.parameters()))
 
@@ -74,11 +75,11 @@ def test_another_tokenizer_is_refused_with_the_reason():
     target, other = tiny.target("llama"), tiny.tokenizer()
     other = type(other)(tokenizer_object=other._tokenizer, eos_token="</s>")
     other.add_tokens(["zz"])
-    model = Target(tiny.build(tiny.FAMILIES["llama"]), other, "mine")
+    model = HFTarget(tiny.build(tiny.FAMILIES["llama"]), other, "mine")
     with pytest.raises(
         ValueError, match=r"mine reads other tokens than the target \(65 against 64; 'zz' is not the same\)"
     ):
-        DraftModel(model, target.ends)
+        DraftModel(model, target)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_another_tokenizer_is_refused_with_the_reason():
 )
 def test_a_draft_that_cannot_be_made_is_one_clear_line(spec, says):
     with pytest.raises(ValueError, match=says):
-        load_drafter(spec, tiny.target("llama").ends)
+        load_drafter(spec, tiny.target("llama"))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mistral"])
@@ -105,15 +106,13 @@ def test_a_trained_part_comes_back_from_its_directory(family, tmp_path):
     whole = [p.clone() for p in target.model.parameters()]
     drafter = tiny.distilled(target, blocks=(0, 1))
     assert all(torch.equal(p, q) for p, q in zip(target.model.parameters(), whole, strict=True))
-    save_drafter(tmp_path, "draft-model", family, target.ends, *drafter.pack(), {}, dtype=None)
-    again = load_drafter(str(tmp_path), target.ends)
+    save_drafter(tmp_path, "draft-model", target, *drafter.pack(), {}, dtype=None)
+    again = load_drafter(str(tmp_path), target)
     assert torch.equal(again.vocab, drafter.vocab)
     said, before = (d.model(chain(torch.tensor(text)), d.model.new_cache(1)).logits for d in (again, drafter))
     assert torch.equal(said, before)
     assert said.shape[-1] == tiny.VOCAB // 2
-    untrained = DraftModel(
-        target.ends.part([0, 1], own=True, vocab=drafter.vocab), target.ends, vocab=drafter.vocab
-    )
+    untrained = DraftModel(target.part([0, 1], own=True, vocab=drafter.vocab), target, vocab=drafter.vocab)
     own = target(chain(torch.tensor(text)), target.new_cache(1)).logits[..., drafter.vocab]
     torch.testing.assert_close(
         untrained.model(chain(torch.tensor(text)), untrained.model.new_cache(1)).logits, own
@@ -123,7 +122,7 @@ def test_a_trained_part_comes_back_from_its_directory(family, tmp_path):
 def test_without_skip_the_blocks_that_tune_found_are_skipped(monkeypatch, tmp_path):
     """`generate --drafter self-speculative`, as the help offers it, wanted skip=… even after tune."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    ends = tiny.target("llama").ends
+    ends = tiny.target("llama")
     found = {"skip": "0", "tree": "chain-2", "proposal": "top-k"}
     save_tuned(tuned_home("self-speculative", ends), ends.place, {0.0: found})
     made = load_drafter("self-speculative", ends)

@@ -33,7 +33,7 @@ def naive(drafter: RecursiveDrafter, target, text: list[int], path: list[int]) -
     for token in [*path, None]:
         n = len(tokens)
         mask = torch.ones(n, n, dtype=torch.bool).tril()[None, None]
-        embedded = target.ends.embed(torch.tensor([tokens]))
+        embedded = target.embed(torch.tensor([tokens]))
         said = head(embedded, hidden[None], torch.arange(n)[None], lambda k, v, mask=mask: (k, v, mask))[
             0, -1
         ]
@@ -42,7 +42,7 @@ def naive(drafter: RecursiveDrafter, target, text: list[int], path: list[int]) -
     if isinstance(head, Eagle3Head):
         normed = said / (said.pow(2).mean() + head.config.rms_norm_eps).sqrt() * head.norm.weight
         return (normed @ head.lm_head.weight.T).log_softmax(-1)
-    return (said @ target.ends.head.T)[drafter.vocab].log_softmax(-1)
+    return (said @ target.lm_head().weight.T)[drafter.vocab].log_softmax(-1)
 
 
 @pytest.mark.parametrize("make", [tiny.eagle, tiny.eagle3])
@@ -150,13 +150,13 @@ def test_pairs_that_are_not_exact_are_refused():
 def home(tmp_path) -> str:
     """A drafter directory for the tiny Llama."""
     drafter = tiny.eagle(tiny.target("llama"), "chain-3", vocab=40)
-    save_drafter(tmp_path / "d", "eagle", "tiny", drafter.ends, *drafter.pack(), {}, dtype=torch.float64)
+    save_drafter(tmp_path / "d", "eagle", drafter.target, *drafter.pack(), {}, dtype=torch.float64)
     return str(tmp_path / "d")
 
 
 def test_a_directory_holds_the_drafter(home):
     target, made = tiny.target("llama"), tiny.eagle(tiny.target("llama"), "chain-3", vocab=40)
-    loaded = load_drafter(home, target.ends)
+    loaded = load_drafter(home, target)
     assert isinstance(loaded, Eagle)
     assert loaded.shape == made.shape
     assert torch.equal(loaded.vocab, made.vocab)
@@ -165,7 +165,7 @@ def test_a_directory_holds_the_drafter(home):
 
 
 def test_options_follow_the_name(home):
-    ends = tiny.target("llama").ends
+    ends = tiny.target("llama")
     drafter = load_drafter(f"{home}:tree=[[0],[1],[0,0]],proposal=sampled", ends)
     assert (drafter.rows, drafter.law) == (4, "multi-round")
     assert load_drafter("ngram:depth=3").depth == 3
@@ -178,12 +178,12 @@ def test_options_follow_the_name(home):
     }.items():
         with pytest.raises(ValueError, match=says.replace("(", r"\(")):
             load_drafter(spec, ends)
-    with pytest.raises(ValueError, match="pass the target's ends"):
+    with pytest.raises(ValueError, match="is made for a target"):
         load_drafter(home)
 
 
 def test_another_targets_drafter_is_refused_with_both_fingerprints(home):
-    other = tiny.target("qwen3").ends
+    other = tiny.target("qwen3")
     with pytest.raises(ValueError, match=f"{tiny.target('llama').fingerprint}.*{other.fingerprint}"):
         load_drafter(home, other)
 
@@ -191,7 +191,7 @@ def test_another_targets_drafter_is_refused_with_both_fingerprints(home):
 def test_the_fingerprint_does_not_depend_on_precision():
     model = tiny.build(tiny.FAMILIES["llama"]).bfloat16()
     prints = [
-        tiny.Target(model.to(dtype)).fingerprint for dtype in (torch.bfloat16, torch.float32, torch.float64)
+        tiny.HFTarget(model.to(dtype)).fingerprint for dtype in (torch.bfloat16, torch.float32, torch.float64)
     ]
     assert len(set(prints)) == 1
     assert prints[0] != tiny.target("mistral").fingerprint
@@ -203,4 +203,4 @@ def test_the_fingerprint_does_not_depend_on_precision():
 def test_a_damaged_directory_is_one_clear_error(home, file, says, tmp_path):
     (tmp_path / "d" / file).write_text("{")
     with pytest.raises(ValueError, match=says):
-        load_drafter(home, tiny.target("llama").ends)
+        load_drafter(home, tiny.target("llama"))

@@ -23,12 +23,12 @@ def naive(drafter: FastEagle, target, text: list[int]) -> torch.Tensor:
     g = sum(
         f @ w.T for f, w in zip(out.features[:, :-1].split(H, -1), head.fuse.weight.split(H, 1), strict=True)
     )
-    x = torch.cat([g, target.ends.embed(torch.tensor([text[1:]]))], -1) @ head.fc.weight.T
+    x = torch.cat([g, target.embed(torch.tensor([text[1:]]))], -1) @ head.fc.weight.T
     mask = torch.ones(n, n, dtype=torch.bool).tril()[None, None]
     laws = []
     for layer in head.layers:
         x = layer(x, torch.arange(n)[None], lambda k, v: (k, v, mask))
-        laws.append((x[0, -1] @ target.ends.head.T)[drafter.vocab].log_softmax(-1))
+        laws.append((x[0, -1] @ target.lm_head().weight.T)[drafter.vocab].log_softmax(-1))
     return torch.stack(laws)
 
 

@@ -12,8 +12,8 @@ from slipstream.core.span import Span
 from slipstream.core.tree import chain
 from slipstream.decode.generate import generate
 from slipstream.drafters.glide import Glide, apart
-from slipstream.drafters.heads import target_rope
 from slipstream.drafters.layers import attend_cache, turns
+from slipstream.targets.sizes import rope
 from slipstream.training.methods import GlideObjective
 from slipstream.training.recipes import GlideRecipe
 
@@ -35,7 +35,7 @@ def naive(drafter: Glide, target, text: list[int], path: list[int]) -> torch.Ten
         (*apart(part, head.config.target_head_dim), seen)
         for part in out.features.chunk(len(drafter.taps), -1)
     ]
-    embed = target.ends.embed if head.embed_tokens is None else head.embed_tokens
+    embed = target.embed if head.embed_tokens is None else head.embed_tokens
     attends = [lambda k, v: (k, v, causal)] * head.config.depth
     return drafter.logits(head(embed(tokens), at[None], attends, glimpses)[0, -1]).log_softmax(-1)
 
@@ -75,7 +75,7 @@ def test_a_block_of_training_is_a_draft(published):
     generator."""
     target, T, block = tiny.target("llama"), 12, 4
     drafter = tiny.glide(target, "chain-4", published=published)
-    objective, text = GlideObjective(drafter.head, target.ends, None), torch.tensor(tiny.prompts(T + 1))
+    objective, text = GlideObjective(drafter.head, target, None), torch.tensor(tiny.prompts(T + 1))
     features = target.features(text.tolist(), drafter.taps)[:, :-1]
     firsts = set()
     for seed in range(6):
@@ -125,7 +125,7 @@ def test_queries_are_turned_as_the_targets_own(name):
     theirs, config = getattr(model.get_decoder(), "rotary_emb", None), model.config
     at = torch.arange(100)[None]
     for block in range(config.num_hidden_layers):
-        frequencies, factor = target_rope(config, block)
+        frequencies, factor = rope(config, block)
         assert (theirs is None) == (not frequencies)
         if theirs is None:
             continue
@@ -216,7 +216,7 @@ def test_a_head_of_the_public_code_loads_and_says_what_it_says_there():
     }  # fmt: skip
     config = {"head": sizes, "taps": ["cache of block 1"], "tree": "chain-3"}
     theirs = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    drafter, trace = Glide.load(config, theirs, target.ends), io.StringIO()
+    drafter, trace = Glide.load(config, theirs, target), io.StringIO()
     answer = generate(target, PROMPTS[0], drafter, max_new_tokens=6, temperature=0.0, trace=trace)
     about = {"heads": 3, "width": 8, "large_heads": 4, "large_width": wide, "eps": 1e-6}
     checked = 0
@@ -238,5 +238,5 @@ def test_a_directory_of_before_has_the_norm_and_no_first_token():
     config, tensors = tiny.glide(target, own=True).pack()
     for name in ("cross_norm", "first_token", "rope_scaling", "output_bias"):
         del config["head"][name]
-    again = Glide.load(config, tensors, target.ends)
+    again = Glide.load(config, tensors, target)
     assert (again.head.config.cross_norm, again.lead) == (True, 0)

@@ -53,7 +53,7 @@ def test_what_cannot_be_joined_is_refused():
     with pytest.raises(ValueError, match="no room for a match of 7"):
         Hybrid(tiny.eagle(target, "best-first-3x8"), NGram(7))
     with pytest.raises(ValueError, match="'lookahead' grows no tree"):
-        load_drafter("hybrid:head=lookahead", target.ends)
+        load_drafter("hybrid:head=lookahead", target)
 
 
 def test_the_default_tree_follows_the_head(tmp_path):
@@ -62,18 +62,18 @@ def test_the_default_tree_follows_the_head(tmp_path):
     target = tiny.target("llama")
 
     def made(spec: str, temperature: float = 0.0) -> tuple[str, str, int]:
-        drafter = load_drafter(spec, target.ends, temperature)
+        drafter = load_drafter(spec, target, temperature)
         return drafter.head.shape.name, drafter.head.proposal, drafter.ngram.depth
 
     config, tensors = tiny.fasteagle(target, "best-first-2x10").pack()
-    save_drafter(tmp_path, "fasteagle", "llama", target.ends, config, tensors, {}, dtype=None)
+    save_drafter(tmp_path, "fasteagle", target, config, tensors, {}, dtype=None)
     head = f"hybrid:head={tmp_path}"
     assert made(head) == ("best-first-2x10", "top-k", 5)
     assert made(f"{head}:proposal=noise,depth=3") == ("best-first-2x10", "noise", 3)
     assert made(f"{head}:tree=chain-3") == ("best-first-3x8", "top-k", 4)
     assert made(f"{head},tree=chain-3") == ("chain-3", "top-k", 2)
     assert made("hybrid:head=self-speculative:skip=0") == ("best-first-4x8", "top-k", 4)
-    save_tuned(tmp_path, target.ends.place, {1.0: {"tree": "dynamic-2x8x12", "proposal": "noise"}})
+    save_tuned(tmp_path, target.place, {1.0: {"tree": "dynamic-2x8x12", "proposal": "noise"}})
     assert made(head, 0.7) == ("dynamic-2x8x12", "noise", 6)
     assert made(head) == ("best-first-2x10", "top-k", 5)
 

@@ -30,7 +30,7 @@ def naive(prompt, answer, trace, target):
         for j in range(W):
             seen = [*text, root, *levels[0][: j + 1], *(levels[i][j] for i in range(1, N - 1))]
             state = target.features([seen], ("final",))[0, -1]
-            said.append(int((target.ends.head @ state).argmax()))
+            said.append(int((target.lm_head().weight @ state).argmax()))
         pool += [(*(levels[i][j] for i in range(N - 1)), said[j]) for j in range(W)]
         levels = [*levels[1:], said]
         for token in [root, *(line["tokens"][slot] for slot in line["accepted"][1:])]:

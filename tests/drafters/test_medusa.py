@@ -44,7 +44,7 @@ def test_the_loss_is_each_heads_own_token_further_on():
     target, text = tiny.target("llama"), tiny.prompts(9)[0]
     f = target.features([text], ["final"])
     drafter = tiny.medusa(target)
-    objective = MedusaObjective(drafter.head, target.ends, None)
+    objective = MedusaObjective(drafter.head, target, None)
     batch = Batch.collate([Example(text, [False] * 4 + [True] * 5)], [f[0]], "cpu")
     drafter.head.float()
     loss, _ = objective(batch, MedusaRecipe.Loss(), torch.Generator())
@@ -58,7 +58,7 @@ def test_the_loss_is_each_heads_own_token_further_on():
 
 def test_before_training_every_head_says_what_the_target_says():
     target = tiny.target("llama")
-    head = tiny.medusa(target).head.start(target.ends.head)
+    head = tiny.medusa(target).head.start(target.lm_head().weight)
     f = target.features([tiny.prompts(5)[0]], ["final"])
     said = head.logits(head(f))
-    torch.testing.assert_close(said, (f @ target.ends.head.T)[:, :, None].expand_as(said))
+    torch.testing.assert_close(said, (f @ target.lm_head().weight.T)[:, :, None].expand_as(said))

@@ -27,17 +27,15 @@ def test_int8_takes_half_the_space_and_half_a_step(make, tmp_path):
     target = tiny.target("llama")
     drafter, sizes = make(target, "chain-2"), {}
     for dtype in (torch.bfloat16, torch.int8):
-        save_drafter(
-            tmp_path / str(dtype), drafter.method, "tiny", target.ends, *drafter.pack(), {}, dtype=dtype
-        )
+        save_drafter(tmp_path / str(dtype), drafter.method, target, *drafter.pack(), {}, dtype=dtype)
         sizes[dtype] = sum(t.numel() * t.itemsize for t in stored(drafter.pack()[1], dtype).values())
     assert sizes[torch.int8] < 0.7 * sizes[torch.bfloat16]  # tiny rows: their steps take an eighth
-    config, tensors = read_drafter(tmp_path / "torch.int8", target.ends)
+    config, tensors = read_drafter(tmp_path / "torch.int8", target)
     for name, tensor in drafter.pack()[1].items():
         if tensor.ndim == 2:
             step = tensor.float().abs().amax(1, keepdim=True) / 127
             assert ((tensors[name] - tensor.float()).abs() <= 0.5001 * step).all(), name
-    again = type(drafter).load(config, tensors, target.ends)
+    again = type(drafter).load(config, tensors, target)
     assert again.shape == drafter.shape
 
 
@@ -57,27 +55,25 @@ def target():
 @pytest.fixture
 def drafter(target, tmp_path) -> str:
     made = tiny.eagle(target, "chain-2")
-    save_drafter(tmp_path / "drafter", "eagle", "tiny", target.ends, *made.pack(), {}, dtype=None)
+    save_drafter(tmp_path / "drafter", "eagle", target, *made.pack(), {}, dtype=None)
     return str(tmp_path / "drafter")
 
 
 def write(directory, to: str, target, source: str, force: bool = False) -> None:
     """By import, export or save_drafter."""
     if to == "import":
-        import_head(source, str(directory), "tiny", target.ends, force=force)
+        import_head(source, str(directory), target, force=force)
     elif to == "export":
-        export_head(source, str(directory), target.ends, force=force)
+        export_head(source, str(directory), target, force=force)
     else:
-        save_drafter(
-            directory, "eagle", "tiny", target.ends, *tiny.eagle(target, "chain-2").pack(), {}, force=force
-        )
+        save_drafter(directory, "eagle", target, *tiny.eagle(target, "chain-2").pack(), {}, force=force)
 
 
 @pytest.mark.parametrize("to", ["import", "export", "train"])
 def test_only_what_the_same_command_wrote_is_replaced(target, drafter, tmp_path, to):
     """--out at a model's directory replaced its config.json and its weights."""
     public, model, out = tmp_path / "public", tmp_path / "model", tmp_path / "out"
-    export_head(drafter, str(public), target.ends)
+    export_head(drafter, str(public), target)
     source = str(public) if to == "import" else drafter
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -102,7 +98,7 @@ def test_a_drafter_is_not_exported_onto_itself(target, drafter, tmp_path):
     before = (tmp_path / "drafter" / "config.json").read_bytes()
     for force in (False, True):
         with pytest.raises(ValueError, match="is read by this command"):
-            export_head(drafter, f"{drafter}/../drafter", target.ends, force=force)
+            export_head(drafter, f"{drafter}/../drafter", target, force=force)
     assert (tmp_path / "drafter" / "config.json").read_bytes() == before
 
 
@@ -117,7 +113,7 @@ def test_a_name_that_is_no_directorys_is_refused(tmp_path, name):
 
 def test_a_command_that_fails_leaves_no_directory(target, tmp_path):
     with pytest.raises(ValueError, match=r"has no config\.json"):
-        import_head(str(tmp_path / "nowhere"), str(tmp_path / "out"), "tiny", target.ends)
+        import_head(str(tmp_path / "nowhere"), str(tmp_path / "out"), target)
     assert not (tmp_path / "out").exists()
 
 
@@ -140,8 +136,8 @@ def test_a_config_that_does_not_fit_is_one_line(target, drafter, tmp_path, key, 
         value if key is None else "\ufeff" + json.dumps(json.loads(path.read_text()) | {key: value})
     )
     for use in (
-        lambda: load_drafter(drafter, target.ends),
-        lambda: export_head(drafter, str(tmp_path / "o"), target.ends),
+        lambda: load_drafter(drafter, target),
+        lambda: export_head(drafter, str(tmp_path / "o"), target),
     ):
         with pytest.raises(ValueError, match=r"config\.json|does not fit|no drafter|Unknown") as refused:
             use()
@@ -152,7 +148,7 @@ def test_a_tuned_tree_goes_with_the_weights_that_it_was_found_for(target, tmp_pa
     """Other weights in the same directory, drafting with the tree of the old ones."""
     drafter = tiny.eagle(target, "chain-2")
     for _ in range(2):
-        save_drafter(tmp_path, drafter.method, "tiny", target.ends, *drafter.pack(), {})
+        save_drafter(tmp_path, drafter.method, target, *drafter.pack(), {})
         assert read_tuned(tmp_path, "here", 0.0) == {}
         save_tuned(tmp_path, "here", {0.0: {"tree": "chain-1"}})
         assert read_tuned(tmp_path, "here", 0.0) == {"tree": "chain-1"}

@@ -40,8 +40,8 @@ def test_the_official_layout_says_what_it_says_and_comes_back_bit_for_bit(tmp_pa
         torch.save(tensors, tmp_path / "medusa_lm_head.pt")
     else:
         save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
-    import_head(str(tmp_path), str(tmp_path / "d"), "llama", target.ends)
-    drafter, f = load_drafter(str(tmp_path / "d"), target.ends), tiny.noise(1, 1, H)
+    import_head(str(tmp_path), str(tmp_path / "d"), target)
+    drafter, f = load_drafter(str(tmp_path / "d"), target), tiny.noise(1, 1, H)
     said = drafter.head.logits(drafter.head(f))[0, 0]
     for i in range(3):
         x = f[0, 0]
@@ -49,7 +49,7 @@ def test_the_official_layout_says_what_it_says_and_comes_back_bit_for_bit(tmp_pa
             y = tensors[f"{i}.{j}.linear.weight"] @ x + tensors[f"{i}.{j}.linear.bias"]
             x = x + y * y.sigmoid()
         torch.testing.assert_close(said[i], tensors[f"{i}.{layers}.weight"] @ x)
-    export_head(str(tmp_path / "d"), str(tmp_path / "b"), target.ends)
+    export_head(str(tmp_path / "d"), str(tmp_path / "b"), target)
     again = load_file(tmp_path / "b" / "medusa_lm_head.safetensors")
     assert again.keys() == tensors.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
@@ -61,10 +61,10 @@ def test_the_serving_engines_layout_comes_back_bit_for_bit(tmp_path):
     config = {"model_type": "medusa", "num_heads": 3, "num_hidden_layers": 2, "truncated_vocab_size": 20}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
-    import_head(str(tmp_path), str(tmp_path / "d"), "llama", target.ends)
-    drafter = load_drafter(str(tmp_path / "d"), target.ends)
+    import_head(str(tmp_path), str(tmp_path / "d"), target)
+    drafter = load_drafter(str(tmp_path / "d"), target)
     assert (drafter.vocab.tolist(), drafter.head.config.bias) == (list(range(3, 63, 3)), False)
-    export_head(str(tmp_path / "d"), str(tmp_path / "b"), target.ends)
+    export_head(str(tmp_path / "d"), str(tmp_path / "b"), target)
     again = load_file(tmp_path / "b" / "model.safetensors")
     assert again.keys() == tensors.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
@@ -74,12 +74,12 @@ def test_our_own_heads_in_both_layouts(tmp_path):
     """A draft vocabulary, which only one of them can express."""
     target = tiny.target("llama")
     drafter = tiny.medusa(target, vocab=40)
-    save_drafter(tmp_path / "d", "medusa", "llama", target.ends, *drafter.pack(), {}, dtype=None)
+    save_drafter(tmp_path / "d", "medusa", target, *drafter.pack(), {}, dtype=None)
     with pytest.raises(ValueError, match="medusa-vllm"):
-        export_head(str(tmp_path / "d"), str(tmp_path / "p"), target.ends)
-    export_head(str(tmp_path / "d"), str(tmp_path / "p"), target.ends, "medusa-vllm")
-    import_head(str(tmp_path / "p"), str(tmp_path / "again"), "llama", target.ends)
-    again = load_drafter(str(tmp_path / "again"), target.ends)
+        export_head(str(tmp_path / "d"), str(tmp_path / "p"), target)
+    export_head(str(tmp_path / "d"), str(tmp_path / "p"), target, "medusa-vllm")
+    import_head(str(tmp_path / "p"), str(tmp_path / "again"), target)
+    again = load_drafter(str(tmp_path / "again"), target)
     assert again.head.config == drafter.head.config
     assert again.vocab.tolist() == drafter.vocab.tolist()
     for name, tensor in drafter.head.state_dict().items():
@@ -94,19 +94,19 @@ def test_blocks_alone_say_with_the_targets_own_lm_head(tmp_path, layout):
         json.dumps({"medusa_num_heads": 3, "medusa_num_layers": 2, "version": "2"})
     )
     torch.save(tensors, tmp_path / "medusa_lm_head.pt")
-    report = import_head(str(tmp_path), str(tmp_path / "d"), "llama", target.ends)
+    report = import_head(str(tmp_path), str(tmp_path / "d"), target)
     assert any("lm_heads: absent" in note for note in report.notes)
-    drafter, f = load_drafter(str(tmp_path / "d"), target.ends), tiny.noise(1, 1, H)
+    drafter, f = load_drafter(str(tmp_path / "d"), target), tiny.noise(1, 1, H)
     said = drafter.logits(drafter.head(f))[0, 0]
     for i in range(3):
         x = f[0, 0]
         for j in range(2):
             y = tensors[f"{i}.{j}.linear.weight"] @ x + tensors[f"{i}.{j}.linear.bias"]
             x = x + y * y.sigmoid()
-        torch.testing.assert_close(said[i], target.ends.head.detach() @ x)
-    export_head(str(tmp_path / "d"), str(tmp_path / "b"), target.ends, layout)
-    import_head(str(tmp_path / "b"), str(tmp_path / "again"), "llama", target.ends)
-    again = load_drafter(str(tmp_path / "again"), target.ends)
+        torch.testing.assert_close(said[i], target.lm_head().weight.detach() @ x)
+    export_head(str(tmp_path / "d"), str(tmp_path / "b"), target, layout)
+    import_head(str(tmp_path / "b"), str(tmp_path / "again"), target)
+    again = load_drafter(str(tmp_path / "again"), target)
     assert again.head.config == drafter.head.config
     assert all(torch.equal(again.head.state_dict()[name], t) for name, t in drafter.head.state_dict().items())
     prompt = tiny.prompts(9)[0]
@@ -122,7 +122,7 @@ def test_the_lm_head_of_another_target_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "medusa", "original_lm_head": True}))
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="is not this target's LM head"):
-        import_head(str(tmp_path), str(tmp_path / "d"), "llama", target.ends)
+        import_head(str(tmp_path), str(tmp_path / "d"), target)
 
 
 def test_heads_of_another_target_are_refused(tmp_path):
@@ -131,5 +131,5 @@ def test_heads_of_another_target_are_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
     with pytest.raises(ValueError, match="the target it was made for"):
-        import_head(str(tmp_path), str(tmp_path / "d"), "llama", target.ends)
+        import_head(str(tmp_path), str(tmp_path / "d"), target)
     assert not (tmp_path / "d").exists()

@@ -10,11 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 import tiny
-from slipstream.core.drafter import Ends
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import save_drafter
 from slipstream.interop.public import export_head, import_head
-from slipstream.targets import Target
+from slipstream.targets import HFTarget
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 KINDS = {
@@ -46,10 +45,10 @@ H = 48
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
+def target() -> HFTarget:
     """A target of another width than the other tests'."""
     shape = tiny.GROUPED | {"hidden_size": H, "num_attention_heads": 6, "num_key_value_heads": 3}
-    return Target(tiny.build(LlamaConfig(**shape)), tiny.tokenizer(), "wide")
+    return HFTarget(tiny.build(LlamaConfig(**shape)), tiny.tokenizer(), "wide")
 
 
 def groups(config: dict) -> int:
@@ -57,7 +56,7 @@ def groups(config: dict) -> int:
     return config.get("num_key_value_heads", config["num_attention_heads"])
 
 
-def public(ends: Ends, kind: dict) -> tuple[dict, dict[str, torch.Tensor]]:
+def public(target: HFTarget, kind: dict) -> tuple[dict, dict[str, torch.Tensor]]:
     """config.json and random tensors of a public checkpoint."""
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -85,7 +84,10 @@ def public(ends: Ends, kind: dict) -> tuple[dict, dict[str, torch.Tensor]]:
     tensors = {
         name: tiny.noise(*shape, scale=0.2, seed=i) for i, (name, shape) in enumerate(sorted(shapes.items()))
     }
-    return config, {**tensors, "embed_tokens.weight": ends.embed.weight.detach().clone()}
+    return config, {
+        **tensors,
+        "embed_tokens.weight": target.embed(torch.arange(target.vocab)).detach().clone(),
+    }
 
 
 def write(home, config: dict, tensors: dict[str, torch.Tensor], as_pickle: bool = False) -> str:
@@ -170,32 +172,30 @@ def formulas(config: dict, t: dict[str, torch.Tensor], ids: list[int], f: torch.
 def test_an_imported_head_says_what_the_formulas_say(target, tmp_path, kind):
     """Order of the concatenation, a norm too many, rope's base or pairing, the grouping of heads, a bias left
     out."""
-    config, tensors = public(target.ends, kind)
-    import_head(write(tmp_path / "public", config, tensors), str(tmp_path / "d"), "wide", target.ends)
-    drafter = load_drafter(str(tmp_path / "d"), target.ends)
+    config, tensors = public(target, kind)
+    import_head(write(tmp_path / "public", config, tensors), str(tmp_path / "d"), target)
+    drafter = load_drafter(str(tmp_path / "d"), target)
     ids, f = tiny.prompts(7)[0], tiny.noise(7, H)
     mask = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
     said = drafter.head(
-        target.ends.embed(torch.tensor([ids])), f[None], torch.arange(7)[None], lambda k, v: (k, v, mask)
+        target.embed(torch.tensor([ids])), f[None], torch.arange(7)[None], lambda k, v: (k, v, mask)
     )[0]
     expected, close = (
         formulas(config, tensors, ids, f),
         1e-5 if "rope_scaling" in kind else 1e-10,
     )  # float32 frequencies
     assert torch.allclose(said, expected, atol=close)
-    assert torch.allclose(drafter.logits(said), expected @ target.ends.head.T, atol=10 * close)
+    assert torch.allclose(drafter.logits(said), expected @ target.lm_head().weight.T, atol=10 * close)
 
 
 @pytest.mark.parametrize("as_pickle", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_the_round_trip_is_bit_identical(target, tmp_path, dtype, as_pickle):
-    config, tensors = public(target.ends, KINDS["GQA"])
+    config, tensors = public(target, KINDS["GQA"])
     tensors = {name: t.to(dtype) for name, t in tensors.items()}
-    report = import_head(
-        write(tmp_path / "a", config, tensors, as_pickle), str(tmp_path / "d"), "wide", target.ends
-    )
+    report = import_head(write(tmp_path / "a", config, tensors, as_pickle), str(tmp_path / "d"), target)
     assert "architectures, torch_dtype" in report.notes[-1]
-    back = export_head(str(tmp_path / "d"), str(tmp_path / "b"), target.ends)
+    back = export_head(str(tmp_path / "d"), str(tmp_path / "b"), target)
     again = load_file(tmp_path / "b" / "model.safetensors")
     assert set(again) == set(tensors) == set(back.used)
     assert all(torch.equal(again[name], t) and again[name].dtype == t.dtype for name, t in tensors.items())
@@ -206,29 +206,29 @@ def test_our_own_head_comes_back_with_its_draft_vocabulary_and_its_tree(target, 
     """A head that came back bit for bit, and drafted over the whole LM head at four times the cost."""
     drafter = tiny.eagle(target, "chain-3", vocab=40)
     drafter.vocab = torch.arange(3, 43)
-    save_drafter(tmp_path / "d", "eagle", "wide", target.ends, *drafter.pack(), {}, dtype=None)
-    report = export_head(str(tmp_path / "d"), str(tmp_path / "p"), target.ends)
+    save_drafter(tmp_path / "d", "eagle", target, *drafter.pack(), {}, dtype=None)
+    report = export_head(str(tmp_path / "d"), str(tmp_path / "p"), target)
     assert any("draft_vocab: in config.json" in note for note in report.notes)
     assert "draft_vocab" not in load_file(
         tmp_path / "p" / "model.safetensors"
     )  # engines refuse tensors they do not know
-    report = import_head(str(tmp_path / "p"), str(tmp_path / "again"), "wide", target.ends)
+    report = import_head(str(tmp_path / "p"), str(tmp_path / "again"), target)
     assert any("draft_vocab: 40 tokens" in note for note in report.notes)
-    again = load_drafter(str(tmp_path / "again"), target.ends)
+    again = load_drafter(str(tmp_path / "again"), target)
     for name, t in drafter.head.state_dict().items():
         assert torch.equal(again.head.state_dict()[name], t)
     assert again.head.config == drafter.head.config
     assert torch.equal(again.vocab, drafter.vocab)
     assert again.shape.name == "chain-3"
-    export_head(str(tmp_path / "again"), str(tmp_path / "b"), target.ends)
+    export_head(str(tmp_path / "again"), str(tmp_path / "b"), target)
     assert (tmp_path / "b" / "config.json").read_text() == (tmp_path / "p" / "config.json").read_text()
 
 
 def test_a_draft_vocabulary_of_another_target_is_refused(target, tmp_path):
-    config, tensors = public(target.ends, KINDS["MHA"])
+    config, tensors = public(target, KINDS["MHA"])
     path = write(tmp_path / "a", config | {"slipstream": {"draft_vocab": "1 2 64"}}, tensors)
     with pytest.raises(ValueError, match="names other tokens than this target's 64"):
-        import_head(path, str(tmp_path / "d"), "wide", target.ends)
+        import_head(path, str(tmp_path / "d"), target)
 
 
 PUBLISHED = {
@@ -264,11 +264,9 @@ PUBLISHED = {
 def test_keys_that_change_nothing_are_listed_and_taken(target, tmp_path, keys, monkeypatch):
     """Checkpoints whose config.json is their target's own must not be refused for what describes the
     target."""
-    monkeypatch.setattr(target.ends.config, "logit_scale", 0.5, raising=False)
-    config, tensors = public(target.ends, KINDS["MHA"])
-    report = import_head(
-        write(tmp_path / "a", config | keys, tensors), str(tmp_path / "d"), "wide", target.ends
-    )
+    monkeypatch.setattr(target.config, "logit_scale", 0.5, raising=False)
+    config, tensors = public(target, KINDS["MHA"])
+    report = import_head(write(tmp_path / "a", config | keys, tensors), str(tmp_path / "d"), target)
     listed = report.notes[-1].split(": ")[1].split(", ")
     assert set(keys) - {"rope_scaling"} <= set(listed)
 
@@ -292,10 +290,10 @@ def broken(tensors: dict, how: str) -> dict:
     }.items(),
 )
 def test_tensors_that_do_not_fit_are_named(target, tmp_path, how, says):
-    config, tensors = public(target.ends, KINDS["MHA"])
+    config, tensors = public(target, KINDS["MHA"])
     path = write(tmp_path / "a", config, broken(tensors, how))
     with pytest.raises(ValueError, match=says):
-        import_head(path, str(tmp_path / "d"), "wide", target.ends)
+        import_head(path, str(tmp_path / "d"), target)
     assert not (tmp_path / "d").exists()
 
 
@@ -310,16 +308,16 @@ def test_tensors_that_do_not_fit_are_named(target, tmp_path, how, says):
     ],
 )
 def test_a_head_for_something_else_is_refused(target, tmp_path, change, says):
-    config, tensors = public(target.ends, KINDS["MHA"])
+    config, tensors = public(target, KINDS["MHA"])
     with pytest.raises(ValueError, match=says):
-        import_head(write(tmp_path / "a", config | change, tensors), str(tmp_path / "d"), "wide", target.ends)
+        import_head(write(tmp_path / "a", config | change, tensors), str(tmp_path / "d"), target)
 
 
 def test_another_targets_embedding_is_refused(target, tmp_path):
-    config, tensors = public(target.ends, KINDS["MHA"])
+    config, tensors = public(target, KINDS["MHA"])
     tensors["embed_tokens.weight"] = tiny.noise(tiny.VOCAB, H)
     with pytest.raises(ValueError, match="is not this target's embedding"):
-        import_head(write(tmp_path / "a", config, tensors), str(tmp_path / "d"), "wide", target.ends)
+        import_head(write(tmp_path / "a", config, tensors), str(tmp_path / "d"), target)
 
 
 class Harmful:
@@ -332,7 +330,7 @@ def test_a_pickle_of_other_things_is_refused_in_our_words(target, tmp_path):
     path = write(tmp_path / "a", {}, {}, as_pickle=True)
     torch.save({"fc.weight": object()}, tmp_path / "a" / "pytorch_model.bin")
     with pytest.raises(ValueError, match="holds other things than tensors, or is damaged: convert it") as e:
-        import_head(path, str(tmp_path / "d"), "wide", target.ends)
+        import_head(path, str(tmp_path / "d"), target)
     assert "weights_only" not in str(e.value)
 
 
@@ -340,28 +338,28 @@ def test_a_method_without_a_public_layout_says_so(tmp_path):
     """It was said to have "layout none, not 'fasteagle'"."""
     target = tiny.target("llama")
     config, tensors = tiny.fasteagle(target).pack()
-    save_drafter(tmp_path / "d", "fasteagle", "llama", target.ends, config, tensors, {})
+    save_drafter(tmp_path / "d", "fasteagle", target, config, tensors, {})
     with pytest.raises(
         ValueError, match="no public layout exists for fasteagle drafters, only for eagle, eagle3, medusa"
     ):
-        export_head(str(tmp_path / "d"), str(tmp_path / "p"), target.ends)
+        export_head(str(tmp_path / "d"), str(tmp_path / "p"), target)
     config, tensors = tiny.eagle(target).pack()
-    save_drafter(tmp_path / "d", "eagle", "llama", target.ends, config, tensors, {})
+    save_drafter(tmp_path / "d", "eagle", target, config, tensors, {})
     with pytest.raises(ValueError, match="Unknown layout for eagle drafters: 'medusa'"):
-        export_head(str(tmp_path / "d"), str(tmp_path / "p"), target.ends, "medusa")
+        export_head(str(tmp_path / "d"), str(tmp_path / "p"), target, "medusa")
 
 
 def test_a_pickle_that_would_run_code_is_refused(target, tmp_path, capsys):
-    config, _ = public(target.ends, KINDS["MHA"])
+    config, _ = public(target, KINDS["MHA"])
     path = write(tmp_path / "a", config, {}, as_pickle=True)
     (tmp_path / "a" / "pytorch_model.bin").write_bytes(pickle.dumps(Harmful()))
     with pytest.raises(ValueError, match="cannot be read"):
-        import_head(path, str(tmp_path / "d"), "wide", target.ends)
+        import_head(path, str(tmp_path / "d"), target)
     assert "must not run" not in capsys.readouterr().out
 
 
 def test_a_missing_file_is_named(target, tmp_path):
-    config, tensors = public(target.ends, KINDS["MHA"])
+    config, tensors = public(target, KINDS["MHA"])
     write(tmp_path / "a", config, tensors)
     (tmp_path / "a" / "model.safetensors").unlink()
     for path, says in (
@@ -369,18 +367,18 @@ def test_a_missing_file_is_named(target, tmp_path):
         (tmp_path / "a", "has no model.safetensors"),
     ):
         with pytest.raises(ValueError, match=says):
-            import_head(str(path), str(tmp_path / "d"), "wide", target.ends)
+            import_head(str(path), str(tmp_path / "d"), target)
 
 
 def test_a_variant_with_a_norm_is_not_exported(target, tmp_path):
     from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
     from slipstream.drafters.heads import layer_sizes
 
-    head = EagleHead(EagleConfig(**layer_sizes(target.ends), input_norm=True))
-    drafter = Eagle(head, target.ends)
-    save_drafter(tmp_path / "d", "eagle", "wide", target.ends, *drafter.pack(), {})
+    head = EagleHead(EagleConfig(**layer_sizes(target), input_norm=True))
+    drafter = Eagle(head, target)
+    save_drafter(tmp_path / "d", "eagle", target, *drafter.pack(), {})
     with pytest.raises(ValueError, match="norm before attention"):
-        export_head(str(tmp_path / "d"), str(tmp_path / "p"), target.ends)
+        export_head(str(tmp_path / "d"), str(tmp_path / "p"), target)
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -393,9 +391,9 @@ DEEP = tiny.GROUPED | {
 
 
 @pytest.fixture(scope="module")
-def deep() -> Target:
+def deep() -> HFTarget:
     """A target with blocks enough for EAGLE-3's three taps."""
-    return Target(tiny.build(LlamaConfig(**DEEP)), tiny.tokenizer(), "deep")
+    return HFTarget(tiny.build(LlamaConfig(**DEEP)), tiny.tokenizer(), "deep")
 
 
 KINDS3 = {
@@ -531,15 +529,15 @@ def test_an_imported_eagle3_head_says_what_the_formulas_say(deep, tmp_path, name
     vocabulary."""
     kind = KINDS3[name]
     config, tensors = public3(kind)
-    import_head(write(tmp_path / "public", config, tensors), str(tmp_path / "d"), "deep", deep.ends)
-    drafter = load_drafter(str(tmp_path / "d"), deep.ends)
+    import_head(write(tmp_path / "public", config, tensors), str(tmp_path / "d"), deep)
+    drafter = load_drafter(str(tmp_path / "d"), deep)
     assert drafter.taps == tuple(f"input of block {i}" for i in READ.get(name, (2, 4, 5)))
     ids = torch.tensor(tiny.prompts(7))
     states = tiny.build(LlamaConfig(**DEEP))(ids, output_hidden_states=True).hidden_states
     f = torch.cat([states[int(tap.split()[-1])][0] for tap in drafter.taps], -1).detach()
     assert torch.allclose(deep.features(ids.tolist(), drafter.taps)[0], f)
     table, mask = tensors.get("embed_tokens.weight"), torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
-    embedded = deep.ends.embed(ids[0]).detach() if table is None else table[ids[0]]
+    embedded = deep.embed(ids[0]).detach() if table is None else table[ids[0]]
     hidden, laws = f[None], []
     for fresh in (True, False):
         hidden = drafter._read(ids, hidden, torch.arange(7)[None], lambda k, v: (k, v, mask), fresh)
@@ -553,8 +551,8 @@ def test_an_imported_eagle3_head_says_what_the_formulas_say(deep, tmp_path, name
 @pytest.mark.parametrize("kind", KINDS3.values(), ids=KINDS3)
 def test_the_round_trip_of_an_eagle3_head_is_bit_identical(deep, tmp_path, kind):
     config, tensors = public3(kind)
-    import_head(write(tmp_path / "a", config, tensors), str(tmp_path / "d"), "deep", deep.ends)
-    export_head(str(tmp_path / "d"), str(tmp_path / "b"), deep.ends)
+    import_head(write(tmp_path / "a", config, tensors), str(tmp_path / "d"), deep)
+    export_head(str(tmp_path / "d"), str(tmp_path / "b"), deep)
     again = load_file(tmp_path / "b" / "model.safetensors")
     assert set(again) == set(tensors)
     assert all(torch.equal(again[name], t) and again[name].dtype == t.dtype for name, t in tensors.items())
@@ -564,10 +562,10 @@ def test_the_round_trip_of_an_eagle3_head_is_bit_identical(deep, tmp_path, kind)
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])
 def test_our_own_eagle3_head_is_exported(deep, tmp_path, layout):
     drafter = tiny.eagle3(deep, vocab=40)
-    save_drafter(tmp_path / "d", "eagle3", "deep", deep.ends, *drafter.pack(), {}, dtype=None)
-    export_head(str(tmp_path / "d"), str(tmp_path / "p"), deep.ends, layout)
-    import_head(str(tmp_path / "p"), str(tmp_path / "again"), "deep", deep.ends)
-    again = load_drafter(str(tmp_path / "again"), deep.ends)
+    save_drafter(tmp_path / "d", "eagle3", deep, *drafter.pack(), {}, dtype=None)
+    export_head(str(tmp_path / "d"), str(tmp_path / "p"), deep, layout)
+    import_head(str(tmp_path / "p"), str(tmp_path / "again"), deep)
+    again = load_drafter(str(tmp_path / "again"), deep)
     for name, t in drafter.head.state_dict().items():
         assert torch.equal(again.head.state_dict()[name], t)
     assert again.head.config == drafter.head.config
@@ -575,18 +573,18 @@ def test_our_own_eagle3_head_is_exported(deep, tmp_path, layout):
     with pytest.raises(
         ValueError, match=r"Unknown layout for eagle3 drafters: 'eagle'\. Available: eagle3, speculators"
     ):
-        export_head(str(tmp_path / "d"), str(tmp_path / "p"), deep.ends, "eagle")
+        export_head(str(tmp_path / "d"), str(tmp_path / "p"), deep, "eagle")
 
 
 @pytest.mark.parametrize("name", KINDS3)
 def test_a_head_in_the_other_layout_is_the_same_head(deep, tmp_path, name):
     """A key that is read in one place and written in another, or not at all."""
     config, tensors = public3(KINDS3[name])
-    import_head(write(tmp_path / "a", config, tensors), str(tmp_path / "d"), "some/model", deep.ends)
+    import_head(write(tmp_path / "a", config, tensors), str(tmp_path / "d"), deep)
     other = "eagle3" if "speculators_model_type" in config else "speculators"
-    export_head(str(tmp_path / "d"), str(tmp_path / "b"), deep.ends, other)
-    import_head(str(tmp_path / "b"), str(tmp_path / "again"), "some/model", deep.ends)
-    drafter, again = (load_drafter(str(tmp_path / home), deep.ends) for home in ("d", "again"))
+    export_head(str(tmp_path / "d"), str(tmp_path / "b"), deep, other)
+    import_head(str(tmp_path / "b"), str(tmp_path / "again"), deep)
+    drafter, again = (load_drafter(str(tmp_path / home), deep) for home in ("d", "again"))
     assert again.head.config == drafter.head.config
     assert torch.equal(again.vocab, drafter.vocab)
     assert all(torch.equal(again.head.state_dict()[key], t) for key, t in drafter.head.state_dict().items())
@@ -596,7 +594,7 @@ def test_a_head_in_the_other_layout_is_the_same_head(deep, tmp_path, name):
     if other == "eagle3":
         assert [i + 1 for i in written["eagle_config"][IDS]] == inputs  # as SGLang does
     else:
-        assert written["speculators_config"]["verifier"]["name_or_path"] == "some/model"
+        assert written["speculators_config"]["verifier"]["name_or_path"] == "deep"
 
 
 def test_a_head_that_engines_cannot_feed_is_not_exported(deep, tmp_path):
@@ -605,16 +603,14 @@ def test_a_head_that_engines_cannot_feed_is_not_exported(deep, tmp_path):
     for taps in (("input of block 2", "final"), ("input of block 4", "input of block 2")):
         about, tensors = drafter.pack()
         tensors["fc.weight"] = tensors["fc.weight"][:, : 2 * H].contiguous()
-        save_drafter(
-            tmp_path / "d", "eagle3", "deep", deep.ends, about | {"taps": taps}, tensors, {}, dtype=None
-        )
+        save_drafter(tmp_path / "d", "eagle3", deep, about | {"taps": taps}, tensors, {}, dtype=None)
         with pytest.raises(ValueError, match=f"this head reads {taps[0]!r}, {taps[1]!r}, and engines"):
-            export_head(str(tmp_path / "d"), str(tmp_path / "p"), deep.ends)
+            export_head(str(tmp_path / "d"), str(tmp_path / "p"), deep)
 
 
 def test_what_a_missing_key_was_taken_for_is_said(deep, tmp_path):
     config, tensors = public3({"num_attention_heads": 4, "speculators_model_type": "eagle3"})
-    report = import_head(write(tmp_path / "a", config, tensors), str(tmp_path / "d"), "deep", deep.ends)
+    report = import_head(write(tmp_path / "a", config, tensors), str(tmp_path / "d"), deep)
     assert any("norm_before_residual: absent, false as speculators has it" in note for note in report.notes)
 
 
@@ -641,11 +637,11 @@ def test_what_a_missing_key_was_taken_for_is_said(deep, tmp_path):
 def test_an_eagle3_head_for_something_else_is_refused(deep, tmp_path, change, says):
     config, tensors = public3(KINDS3["MHA"])
     with pytest.raises(ValueError, match=says):
-        import_head(write(tmp_path / "a", config | change, tensors), str(tmp_path / "d"), "deep", deep.ends)
+        import_head(write(tmp_path / "a", config | change, tensors), str(tmp_path / "d"), deep)
 
 
 def test_a_draft_vocabulary_that_contradicts_itself_is_refused(deep, tmp_path):
     config, tensors = public3(KINDS3["MHA"])
     tensors["t2d"] = ~tensors["t2d"]
     with pytest.raises(ValueError, match="d2t and t2d"):
-        import_head(write(tmp_path / "a", config, tensors), str(tmp_path / "d"), "deep", deep.ends)
+        import_head(write(tmp_path / "a", config, tensors), str(tmp_path / "d"), deep)

@@ -13,6 +13,7 @@ from slipstream.decode.answer import mean_accepted_length
 from slipstream.drafters.store import find_drafter
 from slipstream.measure.certify import certify
 from slipstream.measure.questions import load_questions
+from slipstream.targets.prompts import encode
 from slipstream.training.replay import Record, predict
 
 
@@ -38,13 +39,11 @@ def test_certify_finds_no_unexplained_token(target):
 )
 def test_a_head_that_ships_drafts_well_and_as_predicted(target, name, deep, wanted):
     """Weights that were packed wrongly, or a head that no longer reads what it was trained on."""
-    home, tree = find_drafter(name, target.ends), load_drafter(name, target.ends)
+    home, tree = find_drafter(name, target), load_drafter(name, target)
     assert (home / "model.safetensors").stat().st_size <= 10 * 2**20
-    prompts = [target.encode(question.turns[0]) for question in load_questions(limit=5)]
+    prompts = [encode(target, question.turns[0]) for question in load_questions(limit=5)]
     record = Record.of(target, prompts, 40, tree.taps)
-    predicted, chain = (
-        predict(d, record).tau for d in (tree, load_drafter(f"{name}:tree={deep}", target.ends))
-    )
+    predicted, chain = (predict(d, record).tau for d in (tree, load_drafter(f"{name}:tree={deep}", target)))
     answers = generate(target, prompts, tree, max_new_tokens=40, temperature=0.0)
     decoded = mean_accepted_length([r for answer in answers for r in answer.rounds])
     assert predicted > wanted
@@ -64,8 +63,9 @@ LONG = """
 import resource
 from slipstream import generate, load_target
 from slipstream.measure.questions import load_questions
+from slipstream.targets.prompts import encode
 target = load_target("smollm2", "auto")
-ids = target.encode(" ".join(question.turns[0] for question in load_questions()))
+ids = encode(target, " ".join(question.turns[0] for question in load_questions()))
 ids = (ids * 3)[:7000]
 answers = [generate(target, ids, drafter, max_new_tokens=16).tokens for drafter in ("vanilla", "ngram")]
 print(answers[0] == answers[1], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)

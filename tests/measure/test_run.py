@@ -15,12 +15,12 @@ from slipstream.measure.questions import Question
 from slipstream.measure.report import BenchReport, Expected
 from slipstream.measure.run import Contest, bench
 from slipstream.measure.tally import Tally, expected
-from slipstream.targets import Target
+from slipstream.targets import HFTarget
 
 
 @pytest.fixture(scope="module")
 def target():
-    return Target(deepcopy(tiny.reference("llama")), tiny.tokenizer())
+    return HFTarget(deepcopy(tiny.reference("llama")), tiny.tokenizer())
 
 
 def test_tau_and_acceptance_by_depth():

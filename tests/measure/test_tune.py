@@ -16,14 +16,14 @@ from slipstream.decode.answer import Round
 from slipstream.decode.session import Seconds
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
-from slipstream.measure.cost import ROWS, cost_curve, pass_seconds, weight_bytes
+from slipstream.measure.cost import ROWS, cost_curve, pass_seconds
 from slipstream.measure.draw import draw_costs, draw_tuned
 from slipstream.measure.questions import Question
 from slipstream.measure.skip import skippable
 from slipstream.measure.tally import Tally, ledger
 from slipstream.measure.tune import SIZES, _rising, acceptance, reshaped, tune
 from slipstream.measure.tuned import TuneReport
-from slipstream.targets import Target
+from slipstream.targets import HFTarget
 from slipstream.training.replay import Record
 
 ASKED = [Question("f", "1", "letters", ("a b a",)), Question("f", "2", "letters", ("c d e f",))]
@@ -115,7 +115,7 @@ def test_the_table_is_in_the_order_of_its_figures(target, tuned):
     names = tuned.static_trees("self-speculative:skip=0", best=99)
     statics = {e.tree for f in tuned.temperatures for e in f.candidates if e.tree.startswith("[")}
     pasted = [shlex.split(line.partition("--drafter ")[2])[0] for line in names]
-    grown = {load_drafter(spec, target.ends).shape.paths for spec in pasted}
+    grown = {load_drafter(spec, target).shape.paths for spec in pasted}
     assert grown == {Shape.parse(tree).paths for tree in statics}
 
 
@@ -145,25 +145,25 @@ def test_more_rows_cost_no_less():
 
 def test_a_tuned_tree_is_grown_unless_another_is_named(target, drafter, tmp_path):
     config, tensors = drafter.pack()
-    save_drafter(tmp_path, "eagle", "llama", target.ends, config, tensors, {}, dtype=None)
+    save_drafter(tmp_path, "eagle", target, config, tensors, {}, dtype=None)
     chosen = {
         0.0: {"tree": "dynamic-2x3x6", "proposal": "top-k"},
         1.0: {"tree": "chain-2", "proposal": "noise"},
     }
-    save_tuned(tmp_path, target.ends.place, {0.0: chosen[0.0]})
-    save_tuned(tmp_path, target.ends.place, {1.0: chosen[1.0]})  # the other one stays
-    cold, hot = (load_drafter(str(tmp_path), target.ends, temperature) for temperature in (0.0, 0.7))
+    save_tuned(tmp_path, target.place, {0.0: chosen[0.0]})
+    save_tuned(tmp_path, target.place, {1.0: chosen[1.0]})  # the other one stays
+    cold, hot = (load_drafter(str(tmp_path), target, temperature) for temperature in (0.0, 0.7))
     assert (cold.shape.name, cold.proposal, hot.shape.name, hot.proposal) == (
         "dynamic-2x3x6",
         "top-k",
         "chain-2",
         "noise",
     )
-    assert load_drafter(f"{tmp_path}:tree=chain-3", target.ends).shape.name == "chain-3"
-    assert load_drafter(f"{tmp_path}:proposal=noise", target.ends).shape.name == "fig9"
+    assert load_drafter(f"{tmp_path}:tree=chain-3", target).shape.name == "chain-3"
+    assert load_drafter(f"{tmp_path}:proposal=noise", target).shape.name == "fig9"
     assert read_tuned(tmp_path, "another machine", 0.0) == {}
     (tmp_path / "tuned.json").write_text("{")
-    assert load_drafter(str(tmp_path), target.ends).shape.name == "fig9"
+    assert load_drafter(str(tmp_path), target).shape.name == "fig9"
 
 
 def test_a_draft_model_is_tuned_as_well(target, monkeypatch, tmp_path):
@@ -178,8 +178,8 @@ def test_a_draft_model_is_tuned_as_well(target, monkeypatch, tmp_path):
     assert [chain.tree for chain in found.gammas] == [f"chain-{gamma}" for gamma in range(2, 11)]
     best = max(found.gammas, key=lambda chain: chain.estimate).tree
     assert best in [each.tree for each in found.candidates]
-    assert load_drafter(spec, target.ends).shape.name == found.chosen.tree
-    assert load_drafter("self-speculative:skip=1", target.ends).shape.name == "chain-5"
+    assert load_drafter(spec, target).shape.name == found.chosen.tree
+    assert load_drafter("self-speculative:skip=1", target).shape.name == "chain-5"
 
 
 def test_a_block_that_does_nothing_is_skipped_first():
@@ -187,7 +187,7 @@ def test_a_block_that_does_nothing_is_skipped_first():
     model = tiny.build(LlamaConfig(**(tiny.GROUPED | {"num_hidden_layers": 5})))
     for linear in (model.model.layers[2].self_attn.o_proj, model.model.layers[2].mlp.down_proj):
         linear.weight.data.zero_()
-    found = skippable(Target(model), tiny.prompts(9, 4, 14), new=12)
+    found = skippable(HFTarget(model), tiny.prompts(9, 4, 14), new=12)
     first, *others = found
     assert (first.skip, first.alpha) == ("2", 1.0)
     assert [len(each.skip.split(",")) for each in found] == [1, 2, 3]
@@ -201,8 +201,7 @@ def test_a_pass_costs_what_the_target_takes_and_leaves_the_cache_alone(target):
     assert list(seconds) == list(ROWS)
     assert all(value > 0 for value in seconds.values())
     assert (
-        weight_bytes(target)
-        == sum(p.nbytes for p in target.model.parameters()) - target.ends.embed.weight.nbytes
+        target.read_bytes == sum(p.nbytes for p in target.model.parameters()) - target.lm_head().weight.nbytes
     )
 
 

@@ -14,13 +14,13 @@ from slipstream.core.tree import Tree, chain
 from slipstream.decode.answer import Answer
 from slipstream.decode.generate import decode
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.targets import Target
+from slipstream.targets import HFTarget
 
 pytestmark = pytest.mark.skipif(not tiny.COMPILED, reason="make test-compiled")
 PROMPTS = tiny.prompts(7, 13, 55)
 
 
-def answers(target: Target, drafter, prompts, rows) -> tiny.Texts:
+def answers(target: HFTarget, drafter, prompts, rows) -> tiny.Texts:
     made = [Answer(target, 24, frozenset(), ()) for _ in prompts]
     decode(target, drafter, prompts, rows, made)
     return [answer.tokens for answer in made]
@@ -28,7 +28,7 @@ def answers(target: Target, drafter, prompts, rows) -> tiny.Texts:
 
 @pytest.fixture(scope="module")
 def compiled():
-    return Target(deepcopy(tiny.reference("llama")), tiny.tokenizer(), compile=True)
+    return HFTarget(deepcopy(tiny.reference("llama")), tiny.tokenizer(), compile=True)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def compiled():
 @pytest.mark.parametrize("batch", [1, 3])
 def test_compiled_texts_are_those_of_eager_plain_decoding(compiled, batch, sampling):
     prompts, rows = PROMPTS[:batch], rows_of(sampling, batch)
-    plain = answers(Target(deepcopy(tiny.reference("llama"))), Vanilla(), prompts, rows)
+    plain = answers(HFTarget(deepcopy(tiny.reference("llama"))), Vanilla(), prompts, rows)
     assert answers(compiled, Vanilla(), prompts, rows) == plain
     assert answers(compiled, tiny.eagle(compiled, "dynamic-3x4x14"), prompts, rows) == plain
 
@@ -60,7 +60,7 @@ def test_lengths_and_trees_share_a_graph(compiled):
 def test_compiled_layers_say_what_eager_ones_say(family):
     """A graph that is shared by layers which differ. Norms and rotary angles are float32 in Hugging Face's
     own code, and a compiled sum rounds otherwise: hence 1e-4."""
-    eager, fast = (Target(deepcopy(tiny.reference(family)), compile=compile) for compile in (False, True))
+    eager, fast = (HFTarget(deepcopy(tiny.reference(family)), compile=compile) for compile in (False, True))
     said = []
     for target in (eager, fast):
         cache = target.new_cache(2)

@@ -16,8 +16,10 @@ from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.span import Output, Span
 from slipstream.core.tree import PAD, Tree, chain
 from slipstream.decode.session import Session
-from slipstream.targets import Target
+from slipstream.measure.baseline import hf_generate
+from slipstream.targets import HFTarget
 from slipstream.targets.inside import GROUPED
+from slipstream.targets.prompts import encode
 
 PROMPTS = tiny.prompts(9, 5, 14)
 BUSHY = [0, 0, 0, 1, 1, 2, 3, 3, 4, 6, 9]
@@ -52,7 +54,7 @@ def assert_equal(family: str, got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-def prefilled(target: Target, memory: Tensor | None = None) -> KVCache:
+def prefilled(target: HFTarget, memory: Tensor | None = None) -> KVCache:
     """A cache that has read the prompts, which are ragged."""
     lengths = list(map(len, PROMPTS))
     tokens = torch.tensor([prompt + [0] * (max(lengths) - len(prompt)) for prompt in PROMPTS])
@@ -67,7 +69,7 @@ def with_probes(probes: Tensor, hosts: Tensor = HOSTS) -> Tree:
     return Tree(TOKENS, PARENTS, TREE.depth, probes=probes, hosts=hosts)
 
 
-def memory_of(target: Target, length: int = 3, **how: float) -> Tensor:
+def memory_of(target: HFTarget, length: int = 3, **how: float) -> Tensor:
     layers, heads, width = tiny.kv_shape(target)
     return tiny.noise(layers, 2, length, heads, width, **how)
 
@@ -149,7 +151,7 @@ class Listener(Drafter):
         return torch.cat([getattr(span, what)[row][span.mask[row]] for span in self.spans])
 
 
-def prefill(target: Target) -> tuple[KVCache, Listener]:
+def prefill(target: HFTarget) -> tuple[KVCache, Listener]:
     """The cache after ragged prompts, and the drafter that was told of them."""
     session = Session(target, Listener(), rows=len(PROMPTS))
     session.admit(PROMPTS, [Sampling()] * len(PROMPTS))
@@ -308,7 +310,7 @@ def test_softcap_survives_sdpa():
     logits = {}
     for attention in ("eager", "sdpa"):
         capped._attn_implementation = attention
-        target = Target(tiny.build(capped))
+        target = HFTarget(tiny.build(capped))
         logits[attention] = target(TREE, prefilled(target)).logits
     torch.testing.assert_close(logits["sdpa"], logits["eager"], rtol=1e-6, atol=1e-6)
 
@@ -316,7 +318,7 @@ def test_softcap_survives_sdpa():
 @pytest.mark.parametrize("family", ["llama", "gemma2", "falcon, new"])
 def test_hf_generate_runs_hugging_faces_own_parts(family, monkeypatch):
     """A baseline measured, or an equality checked, with our attention or compiled layers."""
-    target = Target(deepcopy(tiny.reference(family)), compile=True)
+    target = HFTarget(deepcopy(tiny.reference(family)), compile=True)
     theirs = tiny.reference(family).config._attn_implementation
     ours = GROUPED if family == "llama" else theirs
 
@@ -327,21 +329,21 @@ def test_hf_generate_runs_hugging_faces_own_parts(family, monkeypatch):
     assert parts(target.twin) == (ours, 3)  # two layers and the head
     assert parts(target.plain) == (theirs, 0)
     monkeypatch.setattr(target.plain, "generate", lambda tokens, **_: tokens + 1)
-    assert target.hf_generate(torch.tensor([[1, 2]])).tolist() == [[2, 3]]
+    assert hf_generate(target, torch.tensor([[1, 2]])).tolist() == [[2, 3]]
 
 
 def test_text_goes_through_the_chat_template_where_there_is_one():
     """A base model fed a template it never saw, or a chat model without its turns and the cue to answer."""
     model, tokenizer = deepcopy(tiny.reference("llama")), deepcopy(tiny.tokenizer())
     ids = {text: tokenizer(text)["input_ids"] for text in ("hi", "UhiA", "UhiUyesA")}
-    assert Target(model, tokenizer).encode("hi") == ids["hi"]
+    assert encode(HFTarget(model, tokenizer), "hi") == ids["hi"]
     tokenizer.chat_template = (
         "{% for m in messages %}U{{ m.content }}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
     )
-    chat = Target(model, tokenizer)
-    assert chat.encode("hi") == ids["UhiA"]
+    chat = HFTarget(model, tokenizer)
+    assert encode(chat, "hi") == ids["UhiA"]
     assert (
-        chat.encode([{"role": "user", "content": "hi"}, {"role": "user", "content": "yes"}])
+        encode(chat, [{"role": "user", "content": "hi"}, {"role": "user", "content": "yes"}])
         == ids["UhiUyesA"]
     )
-    assert chat.encode(ids["hi"]) == ids["hi"]
+    assert encode(chat, ids["hi"]) == ids["hi"]

@@ -14,20 +14,21 @@ from transformers import LlamaForSequenceClassification, PreTrainedModel, PreTra
 import tiny
 from slipstream.compiled import HAS_BF16
 from slipstream.core.tree import chain
-from slipstream.targets import Target, load, load_target
+from slipstream.targets import HFTarget, load, load_target
+from slipstream.targets.prompts import encode
 
 TEXT = "a tiny text"
 
 
-def logits_of(target: Target) -> torch.Tensor:
-    tokens = torch.tensor([target.encode(TEXT)])
+def logits_of(target: HFTarget) -> torch.Tensor:
+    tokens = torch.tensor([encode(target, TEXT)])
     return target(chain(tokens), target.new_cache(1)).logits
 
 
-def assert_is_llama(target: Target) -> None:
-    assert target.decode(target.encode(TEXT)) == TEXT
+def assert_is_llama(target: HFTarget) -> None:
+    assert target.text.decode(encode(target, TEXT)) == TEXT
     torch.testing.assert_close(
-        logits_of(target), logits_of(Target(tiny.reference("llama"), tiny.tokenizer()))
+        logits_of(target), logits_of(HFTarget(tiny.reference("llama"), tiny.tokenizer()))
     )
 
 

@@ -10,8 +10,8 @@ from jaxtyping import config as checks
 from transformers import BatchEncoding
 
 import tiny
-from slipstream.targets import Target
-from slipstream.targets.prompts import read_prompts
+from slipstream.targets import HFTarget
+from slipstream.targets.prompts import encode, read_prompts
 
 IDS = [5, 3, 9]
 CHAT = "{% for m in messages %}{% if m.role == 'system' %}"
@@ -28,16 +28,16 @@ def unchecked():
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
+def target() -> HFTarget:
     return tiny.target("llama")
 
 
 @pytest.fixture(scope="module")
-def chatting() -> Target:
+def chatting() -> HFTarget:
     """A target with a chat template that takes no system message, as Gemma's."""
     tokenizer = deepcopy(tiny.tokenizer())
     tokenizer.chat_template = CHAT
-    return Target(tiny.reference("llama"), tokenizer, "chatting")
+    return HFTarget(tiny.reference("llama"), tokenizer, "chatting")
 
 
 PADDED = {"input_ids": [[1, 1, *IDS], [*IDS, 7, 8]], "attention_mask": [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]}
@@ -76,12 +76,12 @@ def test_ids_in_every_form(target, given, ids, single):
 
 
 def test_a_tokenizers_output_is_what_it_says(target):
-    assert read_prompts(target, target.tokenizer("abc")) == ([target.encode("abc")], True)
+    assert read_prompts(target, target.text.tokenizer("abc")) == ([encode(target, "abc")], True)
 
 
 def test_messages_and_their_parts_of_text(chatting):
     """Content parts, as OpenAI's clients send them, broke the template."""
-    want = chatting.tokenizer("uabc")["input_ids"]
+    want = chatting.text.tokenizer("uabc")["input_ids"]
     parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
     for prompt in ("abc", [{"role": "user", "content": "abc"}], [{"role": "user", "content": parts}]):
         assert read_prompts(chatting, prompt) == ([want], True)
@@ -162,4 +162,4 @@ def test_a_message_outside_a_list_is_refused(chatting):
 
 def test_text_needs_a_tokenizer():
     with pytest.raises(ValueError, match="has no tokenizer: give the prompt as token ids"):
-        read_prompts(Target(tiny.reference("llama"), name="bare"), "abc")
+        read_prompts(HFTarget(tiny.reference("llama"), name="bare"), "abc")

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import tiny
-from slipstream.targets import Target
+from slipstream.targets import HFTarget
 from slipstream.targets.support import attention_windows, check_supported
 
 PADDED = tiny.GROUPED | {"pad_token_id": 0}
@@ -63,7 +63,7 @@ def test_refused_by_model_where_the_config_does_not_tell():
     """A recurrent model that is known by its class alone."""
     model = tiny.build(RwkvConfig(vocab_size=tiny.VOCAB, hidden_size=32, num_hidden_layers=2))
     with pytest.raises(ValueError, match="rwkv: it keeps a recurrent state"):
-        Target(model)
+        HFTarget(model)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_models_that_take_no_positions_are_refused(config: PreTrainedConfig):
     """`position_ids` swallowed by a forward's **kwargs: the model counts from its cache's length, and its
     text is wrong."""
     with pytest.raises(ValueError, match=f"Unsupported target: {config.model_type}: .*position_ids"):
-        Target(tiny.build(config))
+        HFTarget(tiny.build(config))
 
 
 @pytest.mark.parametrize(

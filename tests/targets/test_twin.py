@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel
 
 import tiny
 from slipstream import generate
-from slipstream.targets import Target
+from slipstream.measure.baseline import hf_generate
+from slipstream.targets import HFTarget
 
 PROMPT = tiny.prompts(9)[0]
 TEXT = torch.tensor([PROMPT])
@@ -56,10 +57,10 @@ def test_a_target_leaves_the_users_model_as_it_was(family):
     """A model that is no longer causal, in eval mode, frozen or compiled while a target is made of it, and
     afterwards."""
     model = model_of(family)
-    with Target(model, tiny.tokenizer(), compile=tiny.COMPILED) as target:
+    with HFTarget(model, tiny.tokenizer(), compile=tiny.COMPILED) as target:
         assert_untouched(model, family)
         generate(target, PROMPT, "ngram", max_new_tokens=4)
-        target.hf_generate(TEXT, max_new_tokens=4, do_sample=False)
+        hf_generate(target, TEXT, max_new_tokens=4, do_sample=False)
         assert_untouched(model, family)
     assert_untouched(model, family)
 
@@ -68,7 +69,7 @@ def test_compiled_layers_are_not_the_users():
     """A model that cannot be copied, saved or made a second target of, because its layers were compiled for
     the first."""
     model = model_of("llama")
-    targets = [Target(model, compile=True), Target(model, compile=True)]
+    targets = [HFTarget(model, compile=True), HFTarget(model, compile=True)]
     assert all(type(block.forward).__name__ == "StandIn" for target in targets for block in target.blocks)
     assert_untouched(model, "llama")
 
@@ -78,17 +79,17 @@ def test_training_mode_does_not_reach_the_target():
     config = deepcopy(tiny.FAMILIES["llama"])
     config.attention_dropout = 0.5
     model = tiny.build(config)
-    target = Target(model)
+    target = HFTarget(model)
     before = generate(target, PROMPT, max_new_tokens=16).tokens
     model.train()
     assert generate(target, PROMPT, max_new_tokens=16).tokens == before
-    assert target.hf_generate(TEXT, max_new_tokens=16, do_sample=False)[0, len(PROMPT) :].tolist() == before
+    assert hf_generate(target, TEXT, max_new_tokens=16, do_sample=False)[0, len(PROMPT) :].tolist() == before
 
 
 def test_a_target_follows_weights_that_are_trained_in_place():
     """A target that answers as the model did before it was fine-tuned."""
     model = model_of("llama")
-    target = Target(model)
+    target = HFTarget(model)
     behaviour(model)
     want = model.generate(TEXT, max_new_tokens=8, do_sample=False)[0, len(PROMPT) :].tolist()
     assert generate(target, PROMPT, max_new_tokens=8).tokens == want
@@ -97,7 +98,7 @@ def test_a_target_follows_weights_that_are_trained_in_place():
 def test_a_released_target_holds_nothing_and_says_so():
     """Weights that stay in memory after their target was given up, or an AttributeError in place of the
     reason."""
-    target = Target(deepcopy(tiny.reference("llama")), name="mine")
+    target = HFTarget(deepcopy(tiny.reference("llama")), name="mine")
     generate(target, PROMPT, max_new_tokens=2)
     held = weakref.ref(target.twin)
     target.release()
@@ -109,15 +110,15 @@ def test_a_released_target_holds_nothing_and_says_so():
 
 def test_a_target_shows_what_it_is():
     """An address in place of a name, sizes and precision."""
-    target = Target(deepcopy(tiny.reference("llama")), name="mine")
-    assert repr(target) == "Target(mine: llama, 2 blocks, 0.0 M weights, float64 on cpu)"
+    target = HFTarget(deepcopy(tiny.reference("llama")), name="mine")
+    assert repr(target) == "HFTarget(mine: llama, 2 blocks, 0.0 M weights, float64 on cpu)"
 
 
 @pytest.mark.parametrize("given", ["smollm2", None, torch.nn.Linear(2, 2)], ids=type)
 def test_what_is_no_model_is_refused(given, unchecked):
     """An AttributeError of an inner line."""
     with pytest.raises(ValueError, match="a target is made of a Hugging Face model, not of a"):
-        Target(given)
+        HFTarget(given)
 
 
 def test_an_encoder_is_refused():
@@ -128,6 +129,6 @@ def test_an_encoder_is_refused():
     fresh = AutoModelForCausalLM.from_config(encoder)  # whose attention hardly matters
     for model in (tiny.build(encoder), fresh.double(), deepcopy(fresh).bfloat16()):
         with pytest.raises(ValueError, match="Unsupported target: bert: its attention is not causal"):
-            Target(model)
+            HFTarget(model)
     encoder.is_decoder = True
-    Target(tiny.build(encoder))
+    HFTarget(tiny.build(encoder))

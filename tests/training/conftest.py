@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 
 import tiny
-from slipstream.targets import Target
+from slipstream.targets import HFTarget
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] + ' ' + m['content'] }}"
@@ -17,11 +17,11 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="session")
-def chat() -> Target:
+def chat() -> HFTarget:
     """A tiny float64 Llama with a chat template: "u QUESTION a ANSWER</s> "."""
     tokenizer = deepcopy(tiny.tokenizer())
     tokenizer.chat_template = TEMPLATE
-    return Target(deepcopy(tiny.reference("llama")), tokenizer, "tiny-chat")
+    return HFTarget(deepcopy(tiny.reference("llama")), tokenizer, "tiny-chat")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import tiny
+from slipstream.targets.prompts import encode
 from slipstream.training.data import hold_out, load_examples, read_rows
 
 
@@ -16,7 +17,9 @@ def write(path, *rows) -> str:
 
 
 def learnt(target, example) -> str:
-    return target.tokenizer.decode([t for t, own in zip(example.tokens, example.loss, strict=True) if own])
+    return target.text.tokenizer.decode(
+        [t for t, own in zip(example.tokens, example.loss, strict=True) if own]
+    )
 
 
 OPENAI = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}
@@ -27,14 +30,14 @@ ALPACA = {"instruction": "ab", "input": "", "output": "cd"}
 def test_three_shapes_say_the_same(chat, tmp_path):
     examples = load_examples([write(tmp_path / "a.jsonl", OPENAI, SHAREGPT, ALPACA)], chat, 64)
     assert examples[0] == examples[1] == examples[2]
-    assert chat.tokenizer.decode(examples[0].tokens) == "u ab a cd</s> "
+    assert chat.text.tokenizer.decode(examples[0].tokens) == "u ab a cd</s> "
     assert learnt(chat, examples[0]) == "cd</s>"
 
 
 def test_a_prompt_is_read_as_decoding_reads_it(chat, tmp_path):
     """Templates and loss masks that are off by one: good losses, and drafts that nobody accepts."""
     example = load_examples([write(tmp_path / "a.jsonl", OPENAI)], chat, 64)[0]
-    prompt = chat.encode(OPENAI["messages"][:1])
+    prompt = encode(chat, OPENAI["messages"][:1])
     assert example.tokens[: len(prompt)] == prompt
     assert example.loss.index(True) == len(prompt)
 
@@ -42,7 +45,7 @@ def test_a_prompt_is_read_as_decoding_reads_it(chat, tmp_path):
 def test_every_turn_of_an_assistant_counts(chat, tmp_path):
     turns = [*OPENAI["messages"], {"role": "user", "content": "ef"}, {"role": "assistant", "content": "gh"}]
     example = load_examples([write(tmp_path / "a.jsonl", {"messages": turns})], chat, 64)[0]
-    assert chat.tokenizer.decode(example.tokens) == "u ab a cd</s> u ef a gh</s> "
+    assert chat.text.tokenizer.decode(example.tokens) == "u ab a cd</s> u ef a gh</s> "
     assert learnt(chat, example) == "cd</s>gh</s>"
 
 
@@ -61,7 +64,7 @@ def test_long_examples_are_cut_and_limits_are_even(chat, tmp_path):
     texts = ["".join(chr(97 + (i + j) % 26) for j in range(9)) for i in range(10)]
     path = write(tmp_path / "a.jsonl", *({"text": text} for text in texts))
     examples = load_examples([path], chat, 5, limit=3)
-    assert [chat.tokenizer.decode(e.tokens) for e in examples] == [texts[i][:5] for i in (0, 3, 6)]
+    assert [chat.text.tokenizer.decode(e.tokens) for e in examples] == [texts[i][:5] for i in (0, 3, 6)]
 
 
 def test_gzip_is_read(chat, tmp_path):
@@ -138,5 +141,5 @@ def test_an_answer_is_what_follows_the_first_question(chat, tmp_path):
         {"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)
     ]
     (example,) = load_examples([write(tmp_path / "a.jsonl", {"messages": turns})], chat, 64)
-    assert chat.tokenizer.decode(example.answer) == "b</s>"
-    assert example.prompt == chat.encode("a")
+    assert chat.text.tokenizer.decode(example.answer) == "b</s>"
+    assert example.prompt == encode(chat, "a")

@@ -6,7 +6,7 @@ import torch
 import tiny
 from slipstream.core.span import Span
 from slipstream.core.tree import chain
-from slipstream.drafters.heads import bent, layer_sizes
+from slipstream.drafters.heads import layer_sizes
 from slipstream.drafters.layers import attend_cache
 from slipstream.drafters.store import save_drafter
 from slipstream.training.data import Example
@@ -34,7 +34,7 @@ def test_unrolled_steps_are_the_steps_of_a_draft(drafter):
     text = torch.tensor(tiny.prompts(T + 1))
     features = target.features(text.tolist(), ("final",))
     embedded, unrolled, inputs, steps = (
-        target.ends.embed(text[:, 1:]),
+        target.embed(text[:, 1:]),
         Unrolled(T, text.device),
         features[:, :-1],
         [],
@@ -55,7 +55,7 @@ def test_unrolled_steps_are_the_steps_of_a_draft(drafter):
         for j in range(1, depth):
             [attend], _ = attend_cache(state.cache, 1, j - 1)
             at = torch.tensor([[root + j - 1]])
-            hidden = drafter.head(target.ends.embed(text[:, root + j][:, None]), hidden, at, attend)
+            hidden = drafter.head(target.embed(text[:, root + j][:, None]), hidden, at, attend)
             assert torch.allclose(hidden[0, 0], steps[j][0, root + j - 1]), (root, j)
 
 
@@ -63,7 +63,7 @@ def test_layers_of_a_cascade_are_the_steps_of_a_draft():
     """A layer that learns another token than the one it drafts, or reads what drafting will not have."""
     target, T = tiny.target("llama"), 9
     drafter = tiny.fasteagle(target)
-    objective = FastEagleObjective(drafter.head, target.ends, None)
+    objective = FastEagleObjective(drafter.head, target, None)
     text = torch.tensor(tiny.prompts(T + 1))
     features = target.features(text.tolist(), drafter.taps)[:, :-1]
     steps = list(objective.steps(text, features, FastEagleRecipe.Loss(), torch.Generator()))
@@ -88,14 +88,14 @@ def test_the_loss_of_a_cascade_is_the_papers(decay):
     head = tiny.fasteagle(target).head.float()
     example = Example(tiny.prompts(9)[0], [False] * 4 + [True] * 5)
     features = target.features([example.tokens], head.config.taps).float()
-    objective = FastEagleObjective(head, target.ends, None)
+    objective = FastEagleObjective(head, target, None)
     batch, settings = (
         Batch.collate([example], [features[0]], "cpu"),
         FastEagleRecipe.Loss(decay=decay),
     )
     loss, agreed = objective(batch, settings, torch.Generator())
-    mask, V = torch.ones(7, 7, dtype=torch.bool).tril()[None, None], target.ends.head.float()
-    embedded = target.ends.embed(torch.tensor([example.tokens[1:-1]])).float()
+    mask, V = torch.ones(7, 7, dtype=torch.bool).tril()[None, None], target.lm_head().weight.float()
+    embedded = target.embed(torch.tensor([example.tokens[1:-1]])).float()
     said = head(embedded, features[:, :7], torch.arange(7)[None], [lambda k, v: (k, v, mask)] * 3)[0]
     f, expected = features[0, :, -32:], 0.0
     for i in range(7):
@@ -116,17 +116,17 @@ def test_eagle3s_loss_is_the_cross_entropy_of_its_own_steps():
     drafter = tiny.eagle3(target, "chain-2", vocab=40)
     head, vocab = drafter.head.float(), torch.arange(40)
     example = Example(tiny.prompts(9)[0], [False] * 4 + [True] * 5)
-    objective = Eagle3Objective(head, target.ends, vocab)
+    objective = Eagle3Objective(head, target, vocab)
     features = target.features([example.tokens], (*drafter.taps, "final")).float()
     batch = Batch.collate([example], [features[0]], "cpu")
     loss, _ = objective(batch, Eagle3Recipe.Loss(unroll=2), torch.Generator())
     unrolled, hidden = Unrolled(7, features.device), head.fuse(features[:, :7, :-32])
-    embedded, expected = target.ends.embed(torch.tensor([example.tokens[1:-1]])).float(), 0.0
+    embedded, expected = target.embed(torch.tensor([example.tokens[1:-1]])).float(), 0.0
     for j in range(2):
         said = head(embedded, hidden, unrolled.positions, unrolled.step)
         for i in range(j, 7):
             if example.loss[i + 2]:
-                p = (features[0, i + 1, -32:] @ target.ends.head.float()[:40].T).log_softmax(-1)
+                p = (features[0, i + 1, -32:] @ target.lm_head().weight.float()[:40].T).log_softmax(-1)
                 q = head.lm_head(head.norm(said[0, i])).log_softmax(-1)
                 expected -= 0.8**j * (p.exp() * q).sum()
         hidden = torch.cat([hidden[:, :1], said[:, :-1]], 1)
@@ -141,17 +141,17 @@ def test_the_loss_is_the_papers(drafter, acceptance):
     example = Example(tiny.prompts(9)[0], [False] * 4 + [True] * 5)
     features = target.features([example.tokens], ("final",))
     batch = Batch.collate([example], [features[0]], "cpu")
-    objective = EagleObjective(drafter.head.float(), target.ends, None)
+    objective = EagleObjective(drafter.head.float(), target, None)
     loss, _ = objective(batch, EagleRecipe.Loss(noise=0.0, acceptance=acceptance), torch.Generator())
     f, expected = features[0].float(), 0.0
     mask = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
-    embedded = target.ends.embed(torch.tensor([example.tokens[1:-1]])).float()
+    embedded = target.embed(torch.tensor([example.tokens[1:-1]])).float()
     said = drafter.head(embedded, f[None, :7], torch.arange(7)[None], lambda k, v: (k, v, mask))[0]
     for i in range(7):
         if example.loss[i + 2]:  # row i says f_{i+1}, which predicts t_{i+2}
             d = (said[i] - f[i + 1]).abs()
             expected += torch.where(d < 1, 0.5 * d * d, d - 0.5).mean()
-            p, q = ((x @ target.ends.head.float().T).softmax(-1) for x in (f[i + 1], said[i]))
+            p, q = ((x @ target.lm_head().weight.float().T).softmax(-1) for x in (f[i + 1], said[i]))
             expected -= 0.1 * (p * q.log()).sum() + acceptance * torch.minimum(p, q).sum().log()
     assert torch.allclose(loss, expected, rtol=1e-4)
     assert int(batch.counts.sum()) == 5
@@ -161,7 +161,7 @@ def test_padding_and_other_rows_change_nothing(drafter):
     target = tiny.target("llama")
     examples = [Example(p, [True] * len(p)) for p in tiny.prompts(9, 5)]
     features = [target.features([e.tokens], ("final",))[0] for e in examples]
-    objective = EagleObjective(drafter.head.double(), target.ends, None)
+    objective = EagleObjective(drafter.head.double(), target, None)
     settings = EagleRecipe.Loss(noise=0.0, unroll=3)
 
     def loss(which: list[int]) -> float:
@@ -177,43 +177,41 @@ def test_before_training_the_head_repeats_the_feature():
     target = tiny.target("llama")
     text = torch.tensor(tiny.prompts(6))
     f = target.features(text.tolist(), ("final",)).float()
-    objective = EagleObjective.begin(
-        load_recipe(None), target.ends, [Example(text[0].tolist(), [True] * 6)], f[0]
-    )
+    objective = EagleObjective.begin(load_recipe(None), target, [Example(text[0].tolist(), [True] * 6)], f[0])
     unrolled = Unrolled(6, f.device)
-    said = objective.head(target.ends.embed(text).float(), f, unrolled.positions, unrolled.step)
+    said = objective.head(target.embed(text).float(), f, unrolled.positions, unrolled.step)
     assert torch.allclose(said, f, atol=1e-5)
 
 
 def test_a_cascade_may_begin_as_an_eagle_head(drafter, tmp_path):
     """The first layer says what the head says, though it is trained on scaled inputs."""
     target, text = tiny.target("llama"), torch.tensor(tiny.prompts(6))
-    save_drafter(tmp_path, "eagle", "llama", target.ends, *drafter.pack(), {}, dtype=None)
+    save_drafter(tmp_path, "eagle", target, *drafter.pack(), {}, dtype=None)
     taps, examples = ["input of block 0", "final"], [Example(text[0].tolist(), [True] * 6)]
     recipe = load_recipe(None, method="fasteagle", head={"start": str(tmp_path), "depth": 2, "taps": taps})
     f = target.features(text.tolist(), taps)
-    made = FastEagleObjective.begin(recipe, target.ends, examples, f[0]).drafter("chain-2", torch.float64)
+    made = FastEagleObjective.begin(recipe, target, examples, f[0]).drafter("chain-2", torch.float64)
     mask = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
-    attend, at, embedded = lambda k, v: (k, v, mask), torch.arange(6)[None], target.ends.embed(text)
+    attend, at, embedded = lambda k, v: (k, v, mask), torch.arange(6)[None], target.embed(text)
     said = made.head(embedded, f, at, [attend, attend])[:, :, 0]
     torch.testing.assert_close(said, drafter.head(embedded, f[..., 32:], at, attend), rtol=1e-4, atol=1e-4)
     for wrong in ({"taps": ["input of block 0"]}, {"intermediate_size": 8}):
         changed = recipe.model_copy(update={"head": recipe.head.model_copy(update=wrong)})
         with pytest.raises(ValueError, match="begins as an eagle"):
-            FastEagleObjective.begin(changed, target.ends, examples, f[0])
+            FastEagleObjective.begin(changed, target, examples, f[0])
     about, tensors = drafter.pack()
     about["head"]["rope_scaling"] = {
         "rope_type": "linear",
         "factor": 2.0,
     }  # an imported one; a new layer's rope is plain
-    save_drafter(tmp_path, "eagle", "llama", target.ends, about, tensors, {}, dtype=None)
+    save_drafter(tmp_path, "eagle", target, about, tensors, {}, dtype=None)
     with pytest.raises(ValueError, match="begins as an eagle"):
-        FastEagleObjective.begin(recipe, target.ends, examples, f[0])
+        FastEagleObjective.begin(recipe, target, examples, f[0])
 
 
 def test_a_head_larger_than_its_target_is_refused():
     """Memory asked for until the system ends the process, because of one zero too many."""
-    head, ends = FastEagleRecipe.Head(depth=16), tiny.target("llama").ends
+    head, ends = FastEagleRecipe.Head(depth=16), tiny.target("llama")
     check_size(head, layer_sizes(ends, 2**10), ends)
     with pytest.raises(ValueError, match=r"head\.intermediate_size=131072 ask for 0\.2 billion numbers"):
         check_size(head, layer_sizes(ends, 2**17), ends)
@@ -243,8 +241,8 @@ def test_the_scales_of_taps_are_folded_into_the_drafter(make):
         tiny.eagle3: (Eagle3Objective, Eagle3Recipe.Loss(unroll=2)),
         tiny.fasteagle: (FastEagleObjective, FastEagleRecipe.Loss()),
     }[make]
-    objective = kind(drafter.head.float(), target.ends, None, gains)
-    made = kind(objective.drafter("chain-3", torch.float64).head.float(), target.ends, None)
+    objective = kind(drafter.head.float(), target, None, gains)
+    made = kind(objective.drafter("chain-3", torch.float64).head.float(), target, None)
     scaled = f * gains[1:].repeat_interleave(32)
     said, again = (
         list(o.steps(text, x, settings, torch.Generator())) for o, x in ((objective, scaled), (made, f))
@@ -255,8 +253,8 @@ def test_the_scales_of_taps_are_folded_into_the_drafter(make):
 def test_the_scale_of_embeddings_is_folded_into_the_drafter(drafter):
     """A head that is trained on scaled embeddings and drafts with plain ones."""
     target, text = tiny.target("llama"), torch.tensor(tiny.prompts(6))
-    f, embedded = target.features(text.tolist(), ("final",)).float(), target.ends.embed(text).float()
-    objective = EagleObjective(drafter.head.float(), target.ends, None, torch.tensor([7.0, 1.0]))
+    f, embedded = target.features(text.tolist(), ("final",)).float(), target.embed(text).float()
+    objective = EagleObjective(drafter.head.float(), target, None, torch.tensor([7.0, 1.0]))
     made = objective.drafter("chain-3", torch.float64).head.float()
     said = [
         head(x, f, u.positions, u.step)
@@ -276,16 +274,15 @@ def test_a_part_is_trained_on_what_it_drafts_with(family):
     example = Example(text[0].tolist(), [True] * 11)
     f = target.features(text.tolist(), ["final"])
     recipe = load_recipe(None, method="draft-model", head={"blocks": [1], "draft_vocab": 40})
-    objective = DistillObjective.begin(recipe, target.ends, [example], f[0])
+    objective = DistillObjective.begin(recipe, target, [example], f[0])
     batch = Batch.collate([example], [f[0]], "cpu")
     loss, _ = objective(batch, recipe.loss, torch.Generator())
     drafter = objective.drafter("chain-2", torch.float64)
     assert {weight.dtype for weight in objective.drafter("chain-2", torch.int8).part.parameters()} == {
         target.dtype
     }
-    head = target.ends.head[drafter.vocab].T
     own = drafter.model.features(text.tolist(), ["final"])
-    q, p = (bent(states[0, 1:-1] @ head, target.config) for states in (own, f))
+    q, p = (target.lm_head(drafter.vocab)(states[0, 1:-1]) for states in (own, f))
     q, p = q.log_softmax(-1), p.softmax(-1)
     torch.testing.assert_close(loss.double(), -(p * q).sum(), rtol=1e-4, atol=1e-4)
     loss.backward()
@@ -298,7 +295,7 @@ def test_hard_labels_are_the_texts_own_tokens():
     target, text = tiny.target("llama"), tiny.prompts(11)[0]
     f = target.features([text], ["final"])
     vocab = torch.tensor(sorted({*text[2:6], 1, 2}))
-    objective = EagleObjective(tiny.eagle(target, "chain-2").head.float(), target.ends, vocab)
+    objective = EagleObjective(tiny.eagle(target, "chain-2").head.float(), target, vocab)
     batch = Batch.collate([Example(text, [True] * 11)], [f[0]], "cpu")
     settings = EagleRecipe.Loss(feature=0.0, token=1.0, noise=0.0, hard=True)
     loss, _ = objective(batch, settings, torch.Generator())
@@ -316,5 +313,5 @@ def test_what_is_taught_and_drafted_with_is_the_targets_law(family):
     out = target(chain(text), target.new_cache(1), ("final",))
     drafter = tiny.eagle(target)
     assert torch.allclose(drafter.logits(out.features), out.logits, atol=1e-9)
-    law = EagleObjective(drafter.head, target.ends, None)._law(out.features[0], text[0], False)
+    law = EagleObjective(drafter.head, target, None)._law(out.features[0], text[0], False)
     assert torch.allclose(law.double(), out.logits[0].softmax(-1), atol=1e-6)

@@ -10,7 +10,7 @@ import pytest
 import tiny
 from slipstream.decode.generate import generate
 from slipstream.files import locked
-from slipstream.targets import Target
+from slipstream.targets import HFTarget
 from slipstream.training.data import load_examples
 from slipstream.training.synthesize import (
     Answers,
@@ -86,7 +86,7 @@ def test_a_file_is_gone_on_with_as_it_was_begun(chat, tmp_path):
             regenerate(chat, ROWS, out, **how | changed)
     other = deepcopy(tiny.reference("qwen3"))
     with pytest.raises(ValueError, match=r"was made with fingerprint llama-.*, not fingerprint qwen3-"):
-        regenerate(Target(other, chat.tokenizer, "tiny-chat"), ROWS, out, **how)
+        regenerate(HFTarget(other, chat.text.tokenizer, "tiny-chat"), ROWS, out, **how)
     with pytest.raises(ValueError, match=r"prompt_temperature none, not prompt_temperature 0\.8"):
         synthesize(chat, out, 9, **how)
     assert out.read_text() == begun

@@ -20,7 +20,7 @@ from slipstream.drafters.store import save_drafter
 from slipstream.files import cache_home
 from slipstream.interop.public import import_head
 from slipstream.methods import METHODS
-from slipstream.targets import Target
+from slipstream.targets import HFTarget
 from slipstream.training.features import Features, pack
 from slipstream.training.recipe import Recipe, load_recipe, recipe_class
 from slipstream.training.replay import Record
@@ -100,7 +100,7 @@ def same(a, b) -> bool:
 @every_method
 def test_a_run_leaves_a_drafter_that_decodes(chat, data, tmp_path, method):
     progress = train(chat, recipe(data, method, epochs=2.0), tmp_path / "run")
-    drafter = load_drafter(str(tmp_path / "run"), chat.ends)
+    drafter = load_drafter(str(tmp_path / "run"), chat)
     answer = generate(chat, "abcabc", drafter, max_new_tokens=12, temperature=0.0)
     assert answer.tokens == generate(chat, "abcabc", max_new_tokens=12, temperature=0.0).tokens
     about = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -119,7 +119,7 @@ def test_a_glide_of_its_own_width_and_ends_decodes(chat, data, tmp_path, about):
     settings = settings.model_copy(update={"head": settings.head.model_copy(update=about)})
     settings = settings.model_copy(update={"loss": settings.loss.model_copy(update={"offset": False})})
     train(chat, settings, tmp_path / "run")
-    drafter = load_drafter(str(tmp_path / "run"), chat.ends)
+    drafter = load_drafter(str(tmp_path / "run"), chat)
     assert drafter.head.config.hidden_size == about.get("hidden_size", chat.config.hidden_size)
     plain = generate(chat, "abcab", max_new_tokens=16)
     assert generate(chat, "abcab", drafter, max_new_tokens=16).tokens == plain.tokens
@@ -235,7 +235,7 @@ def test_what_diverges_stops_and_leaves_what_was_good(chat, data, tmp_path, monk
     state = torch.load(tmp_path / "run" / "state.pt", weights_only=True)
     assert state["progress"]["step"] == 4
     assert all(bool(weight.isfinite().all()) for weight in state["objective"].values())
-    load_drafter(str(tmp_path / "run"), chat.ends)
+    load_drafter(str(tmp_path / "run"), chat)
 
 
 def test_one_run_trains_in_a_directory(chat, data, tmp_path):
@@ -246,13 +246,13 @@ def test_one_run_trains_in_a_directory(chat, data, tmp_path):
     for other in (
         lambda: Trainer(chat, recipe(data), str(run)),
         lambda: Trainer(chat, recipe(data), str(run), force=True),
-        lambda: import_head(str(tmp_path / "public"), str(run), "tiny", chat.ends, force=True),
+        lambda: import_head(str(tmp_path / "public"), str(run), chat, force=True),
     ):
         with pytest.raises(ValueError, match=f"is being written by process {os.getpid()} on"):
             other()
     trainer.run()
     with pytest.raises(ValueError, match="what `slipstream train` wrote"):
-        import_head(str(tmp_path / "public"), str(run), "tiny", chat.ends)
+        import_head(str(tmp_path / "public"), str(run), chat)
     assert not (run / ".lock").exists()
 
 
@@ -264,14 +264,12 @@ def test_a_directory_of_something_else_is_trained_into_by_force_only(chat, data,
         Trainer(chat, recipe(data), str(tmp_path / "model"))
     with pytest.raises(ValueError, match="that is no name"):
         Trainer(chat, recipe(data), "")
-    target = Target(type(chat.model).from_pretrained(tmp_path / "model"), chat.tokenizer)
+    target = HFTarget(type(chat.model).from_pretrained(tmp_path / "model"), chat.text.tokenizer)
     with pytest.raises(ValueError, match="is read by this command"):
         Trainer(target, recipe(data), str(tmp_path / "model"), force=True)
     assert (tmp_path / "model" / "config.json").read_bytes() == before
     drafter = tiny.eagle(chat, "chain-2")
-    save_drafter(
-        tmp_path / "run", "eagle", "tiny", chat.ends, *drafter.pack(), {}
-    )  # a run without its checkpoint
+    save_drafter(tmp_path / "run", "eagle", chat, *drafter.pack(), {})  # a run without its checkpoint
     with pytest.raises(ValueError, match="holds a drafter: begin anew with --force"):
         Trainer(chat, recipe(data), str(tmp_path / "run"))
     Trainer(chat, recipe(data), str(tmp_path / "run"), force=True)
@@ -279,7 +277,7 @@ def test_a_directory_of_something_else_is_trained_into_by_force_only(chat, data,
 
 def test_kill_9_loses_no_more_than_the_steps_since_the_last_checkpoint(chat, data, tmp_path):
     chat.model.save_pretrained(tmp_path / "target")
-    chat.tokenizer.save_pretrained(tmp_path / "target")
+    chat.text.tokenizer.save_pretrained(tmp_path / "target")
     words = ["train", "eagle", "--target", str(tmp_path / "target"), "--dtype", "float64", "--data", data]
     words += [
         "--out",

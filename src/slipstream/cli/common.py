@@ -14,7 +14,7 @@ from slipstream.methods import Method, named
 
 if TYPE_CHECKING:
     from slipstream.results import Report
-    from slipstream.targets import Target
+    from slipstream.targets import HFTarget
 
 R = TypeVar("R", bound="Report")
 
@@ -113,7 +113,7 @@ def examples(*lines: str, drafters: bool = False) -> str:
     return "\n".join([*head, "[bold]Examples[/bold]", *(f"slipstream {line}" for line in lines)])
 
 
-def load(name: str, dtype: str, device: str, compile: bool = False) -> "Target":
+def load(name: str, dtype: str, device: str, compile: bool = False) -> "HFTarget":
     with err.status(Text(f"loading {name}")):
         from transformers.utils import logging
 

@@ -127,7 +127,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     loaded = load(target, dtype, device, compile)
     heat = resolve_sampling(loaded, temperature=temperature).temperature
-    guide = load_drafter(drafter, loaded.ends, heat)
+    guide = load_drafter(drafter, loaded, heat)
     if compile:
         with err.status("warming up"):
             list(stream(loaded, text, guide, max_new_tokens=4))

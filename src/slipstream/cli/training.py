@@ -227,7 +227,7 @@ def import_(
     from slipstream.interop.public import import_head
 
     loaded = load(target, dtype, "cpu")
-    _report(import_head(source, directory, loaded.name, loaded.ends, tree, force), directory)
+    _report(import_head(source, directory, loaded, tree, force), directory)
 
 
 @app.command(
@@ -250,7 +250,7 @@ def export(
     from slipstream.interop.public import export_head
 
     loaded = load(target, dtype, "cpu")
-    _report(export_head(drafter, directory, loaded.ends, layout, force), directory)
+    _report(export_head(drafter, directory, loaded, layout, force), directory)
 
 
 Python = Annotated[str, option("interpreter of vLLM's environment (make vllm)", "FILE")]
@@ -279,10 +279,11 @@ def parity(
     from slipstream.files import check_writable
     from slipstream.interop.parity import parity as run
     from slipstream.measure.questions import load_questions
+    from slipstream.targets.prompts import encode
 
     check_writable(json_path, reads=inputs(target, [drafter], questions))
     loaded = load(target, dtype, "cpu")
-    prompts = [loaded.encode(question.turns[0]) for question in load_questions(questions, limit)]
+    prompts = [encode(loaded, question.turns[0]) for question in load_questions(questions, limit)]
     with progress_bar(len(prompts) + 2) as progress:
         report = run(loaded, drafter, prompts, python, max_new_tokens, draft_tokens, progress)
     deliver(report, json_path)

@@ -29,7 +29,7 @@ from slipstream.cli.common import (
 from slipstream.methods import named
 
 if TYPE_CHECKING:
-    from slipstream.targets import Target
+    from slipstream.targets import HFTarget
 
 TUNED = [method for method in named() if method.tunes]
 TUNABLE = listed("[bold]Drafters that grow trees[/bold]", *TUNED, others=[DIRECTORY]) + "\n"
@@ -85,14 +85,14 @@ def tune(
             last.callback(deliver, report, json_path)
         for line in report.static_trees(drafter):
             out.print(line, soft_wrap=True)
-        home = tuned_home(drafter, loaded.ends)
+        home = tuned_home(drafter, loaded)
         err.print(f"kept in {tuned_file(home)}", style="dim", soft_wrap=True)
 
     with kept(show) as keep, progress_bar(None) as progress:
         keep(run(loaded, drafter, asked, limit=None, progress=progress, keep=keep))
 
 
-def _measure(target: "Target", plot: str | None, json_path: str | None) -> None:
+def _measure(target: "HFTarget", plot: str | None, json_path: str | None) -> None:
     """Measure what passes cost, show it and keep it."""
     from slipstream.files import read_results
     from slipstream.measure import cost

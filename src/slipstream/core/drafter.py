@@ -1,9 +1,7 @@
 """The Drafter protocol: three methods, which every method of drafting fits."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -72,33 +70,6 @@ def widened(text: Int[Tensor, "B S"], slots: int) -> Int[Tensor, "B S1"]:
     if slots <= text.shape[1]:
         return text
     return torch.nn.functional.pad(text, (0, -(-slots // BLOCK) * BLOCK - text.shape[1]))
-
-
-@dataclass(frozen=True)
-class Ends:
-    """What a drafter borrows from its target: the two ends of the model, and how it is called.
-
-    Attributes:
-        embed: token ids to vectors, H wide.
-        head: the LM head's weight; `bias` where it has one.
-        config: the target's own configuration.
-        fingerprint: what a drafter directory is held against.
-        compiles: the target's passes are compiled, and the drafter's own shall be.
-        place: the machine, precision and compile setting, as `machine.place` says it: what a tuned tree is
-            good for.
-        tokenizer: what a draft model must read and write alike.
-        part: some of the target's blocks between the same ends, as a model of its own (`Target.part`).
-    """
-
-    embed: torch.nn.Module
-    head: Float[Tensor, "V H"]
-    bias: Float[Tensor, " V"] | None
-    config: Any
-    fingerprint: str
-    compiles: bool = False
-    place: str = ""
-    tokenizer: Any = None
-    part: Callable[..., Any] | None = None
 
 
 class Drafter(ABC):

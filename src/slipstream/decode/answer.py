@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from slipstream.core.target import Target
 from slipstream.decode.text import Detokeniser
-from slipstream.targets.hf import Target
 
 Finish = Literal["eos", "stop", "length"]
 
@@ -51,8 +51,9 @@ class Answer:
     finish: Finish | None = None
 
     def __post_init__(self) -> None:
-        self._reader = Detokeniser(self.target, self.stop) if self.read or self.stop else None
-        self._ends: list[int] = []  # characters up to the end of each token
+        text = self.target.text if self.read or self.stop else None
+        self._reader = None if text is None else Detokeniser(text, self.stop)
+        self._target: list[int] = []  # characters up to the end of each token
         self._released = 0
 
     def extend(self, tokens: Sequence[int]) -> list[int]:
@@ -64,7 +65,7 @@ class Answer:
             self.tokens.append(token)
             if self._reader is not None:
                 self.pieces.append(self._reader.push(token))
-                self._ends.append(self._reader.read)
+                self._target.append(self._reader.read)
             if self._reader is not None and self._reader.stopped:
                 self.finish = "stop"
             elif token in self.eos:
@@ -81,12 +82,15 @@ class Answer:
         end = len(self.tokens)
         if self._reader is not None:
             end = next(
-                (i for i in range(self._released, end) if min(self._ends[i:]) > self._reader.given), end
+                (i for i in range(self._released, end) if min(self._target[i:]) > self._reader.given), end
             )
         made, self._released = self.tokens[self._released : end], end
         return made
 
     @property
     def text(self) -> str:
-        """The answer, without special tokens and without the stop string that ended it."""
-        return self.target.decode(self.tokens) if self._reader is None else "".join(self.pieces)
+        """The answer, without special tokens and without the stop string that ended it; empty where the
+        target has no text."""
+        if self._reader is not None:
+            return "".join(self.pieces)
+        return "" if self.target.text is None else self.target.text.decode(self.tokens)

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.core.sampling import Sampling
+from slipstream.core.target import Target
 from slipstream.decode.session import Session
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.targets.hf import Target
-
-MARGINS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}  # in logits
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,6 @@ class Divergence:
     margin: float
 
 
-def margin_of(target: Target) -> float:
-    """The stated margin of the target's precision, in logits."""
-    return MARGINS[target.dtype]
-
-
 @torch.inference_mode()
 def audit(
     target: Target, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling
@@ -52,7 +45,7 @@ def audit(
     warpers have no slack: a token at the edge of what they let in counts as an error.
     """
     session = Session(target, Vanilla(), capacity=len(prompt) + len(answer))
-    slack = margin_of(target)
+    slack = target.margin
     unit = sampling.temperature or 1.0  # scores are logits over temperature
     found = []
     for i, token in enumerate(answer):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.core.cache import KVCache
 from slipstream.core.drafter import State
-from slipstream.targets.hf import Target
+from slipstream.core.target import Target
 
 SPAN = 256
 Made = TypeVar("Made")

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling
+from slipstream.core.target import Target
 from slipstream.core.verify import Law, coupled, lossy_typical, multi_round
 from slipstream.decode.answer import Answer, Finish, Round, mean_accepted_length
 from slipstream.decode.session import Seconds, Session
 from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
 from slipstream.drafters.spec import Named, Spec
-from slipstream.targets.hf import Target
 from slipstream.targets.prompts import Prompt, read_prompts
 
 LOSSY = "lossy-typical"
@@ -237,7 +237,7 @@ class _Job:
         if law is not None and law not in list(LAWS):
             raise ValueError(f"Unknown law: {law!r}. Available: {', '.join(LAWS)}")
         if isinstance(drafter, (str, PathLike, Spec)):
-            drafter = load_drafter(drafter, target.ends, settings.sampling.temperature)
+            drafter = load_drafter(drafter, target, settings.sampling.temperature)
         if not isinstance(drafter, Drafter):
             raise ValueError(f"drafter is {drafter!r}: give a name, a directory or a slipstream.Drafter")
         if trace is not None and not isinstance(trace, Writer):
@@ -250,7 +250,7 @@ class _Job:
                 f"this drafter looks at the target's noise, which the {law} law does not allow: use law "
                 f"coupled"
             )
-        if read and target.tokenizer is None:
+        if read and target.text is None:
             raise ValueError(f"target {target.name} has no tokenizer: call generate, and read its token ids")
         answers = [
             Answer(target, settings.limit(prompt), settings.eos, settings.stop, read) for prompt in ids
@@ -267,7 +267,7 @@ class _Job:
             Generation(
                 prompt,
                 a.tokens,
-                a.text if self.target.tokenizer else "",
+                a.text,
                 a.finish or "length",
                 a.rounds,
                 seconds,

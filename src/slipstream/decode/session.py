@@ -13,10 +13,10 @@ from slipstream.core.cache import KVCache
 from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.span import Span, commit
+from slipstream.core.target import Target
 from slipstream.core.tree import Tree
 from slipstream.core.verify import Law, Verdict, coupled, verify
 from slipstream.decode.capture import Captured, recorder, rounded
-from slipstream.targets.hf import Target
 
 CHUNK = 512  # prompt tokens per prefill pass: bounds the mask and the activations
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from slipstream.core.sampling import Processor, Sampling
-from slipstream.targets.hf import Target
+from slipstream.core.target import Target
 from slipstream.targets.prompts import check_readable, checked_ids, is_whole
 
 NEW_TOKENS = 256  # of an answer, where neither the caller nor the target gives a limit
@@ -160,7 +160,7 @@ class Settings:
         """
         if not isinstance(target, Target):
             raise ValueError(
-                f"target is a {type(target).__name__}: give slipstream.Target(model, tokenizer) or "
+                f"target is a {type(target).__name__}: give slipstream.HFTarget(model, tokenizer) or "
                 "load_target(…)"
             )
         config = target.generation_config
@@ -286,8 +286,8 @@ def _merged(made: list[Processor], given: Sequence[Processor]) -> list[Processor
 
 def _eos(target: Target) -> list[int]:
     ids = target.generation_config.eos_token_id
-    if ids is None:
-        ids = getattr(target.tokenizer, "eos_token_id", None)
+    if ids is None and target.text is not None:
+        ids = target.text.eos
     with _blamed(target, "eos_token_id", ids):
         # An id outside the vocabulary is no error here: it never comes.
         return [] if ids is None else checked_ids(_listed(ids), 2**63)
@@ -301,7 +301,7 @@ def _stops(target: Target, stop: Any) -> tuple[str, ...]:
     if "" in stops:
         raise ValueError("a stop string is empty: leave it out, or give at least one character")
     check_readable(stops, "a stop string")
-    if stops and target.tokenizer is None:
+    if stops and target.text is None:
         raise ValueError(
             f"target {target.name} has no tokenizer: end answers with eos_token_ids, not with stop strings"
         )

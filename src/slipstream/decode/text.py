@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from slipstream.targets.hf import Target
+from slipstream.core.target import Text
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of one byte; a run of them is decoded as a whole
 
@@ -21,8 +21,8 @@ class Detokeniser:
         read: characters of all tokens so far.
     """
 
-    def __init__(self, target: Target, stop: Sequence[str] = ()) -> None:
-        self.target, self.stop = target, tuple(stop)
+    def __init__(self, text: Text, stop: Sequence[str] = ()) -> None:
+        self.text, self.stop = text, tuple(stop)
         self.stopped = False
         self.given = self.read = 0
         self._context = list[int]()  # the tokens that were given out last
@@ -46,20 +46,19 @@ class Detokeniser:
 
     def _text(self) -> str:
         """The fresh tokens' text."""
-        return self.target.decode(self._context + self._fresh)[self._behind :]
+        return self.text.decode(self._context + self._fresh)[self._behind :]
 
     def _give(self, text: str, end: int) -> str:
         piece = text[self.given - self._start : end]
         self.given += len(piece)
         if text and self.given == self.read:
             self._context, self._fresh, self._start = self._fresh, [], self.given
-            self._behind = len(self.target.decode(self._context))
+            self._behind = len(self.text.decode(self._context))
         return piece
 
     def _certain(self, text: str) -> int:
         """The number of characters that no later token can change or make part of a stop string."""
-        assert self.target.tokenizer is not None
-        if BYTE.fullmatch(str(self.target.tokenizer.convert_ids_to_tokens(self._fresh[-1]))):
+        if BYTE.fullmatch(self.text.written(self._fresh[-1])):
             return 0
         end = len(text.rstrip("\ufffd"))
         partial = (n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n], 0, end))

@@ -9,24 +9,25 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from slipstream.core.drafter import Drafter, Ends
+from slipstream.core.drafter import Drafter
 from slipstream.core.shape import LARGEST, ROWS, shortened
+from slipstream.core.target import Target
 from slipstream.drafters.spec import Named, Spec
 from slipstream.drafters.store import find_drafter, read_drafter, read_tuned
 from slipstream.files import cache_home, understood
 from slipstream.methods import METHODS
 
-BUILT = ("head", "model", "ends", "vocab", "part")  # arguments of a trained drafter that are no options
+BUILT = ("head", "model", "target", "vocab", "part")  # arguments of a trained drafter that are no options
 
 
-def load_drafter(spec: Named, ends: Ends | None = None, temperature: float = 0.0) -> Drafter:
+def load_drafter(spec: Named, target: Target | None = None, temperature: float = 0.0) -> Drafter:
     """A drafter by name or directory, with options: "ngram", "eagle:tree=chain-5,proposal=noise",
     "runs/mine:tree=fig9".
 
     Args:
         spec: the name of a method (of a trained one: the weights that ship for the target) or a drafter
             directory, then `:` and `key=value` pairs for the drafter's own arguments. Or a `Spec`.
-        ends: `target.ends`; trained drafters need it.
+        target: that it drafts for; only drafters that borrow nothing of a target go without.
         temperature: of the answers that it will draft for. `tune` may have found different trees for greedy
             and for sampled ones.
 
@@ -35,7 +36,7 @@ def load_drafter(spec: Named, ends: Ends | None = None, temperature: float = 0.0
             too large.
     """
     spec = Spec.parse(spec)
-    drafter = _load(spec, ends, temperature)
+    drafter = _load(spec, target, temperature)
     if drafter.rows > ROWS:
         raise ValueError(
             f"drafter {shortened(str(spec))!r} costs target passes over {drafter.rows:,} rows; at most are "
@@ -44,26 +45,26 @@ def load_drafter(spec: Named, ends: Ends | None = None, temperature: float = 0.0
     return drafter
 
 
-def _load(spec: Spec, ends: Ends | None, temperature: float) -> Drafter:
+def _load(spec: Spec, target: Target | None, temperature: float) -> Drafter:
     name, method = spec.name, METHODS.get(spec.name)
     if method is not None and method.make is not None:
         make: Callable[..., Drafter] = resolve_name(method.make)
         takes = signature(make).parameters
         filled: dict[str, Any] = {"temperature": temperature} if "temperature" in takes else {}
-        if "ends" in takes:
-            filled["ends"] = ends = _needed(ends, name)
-        if method.tunes and ends is not None:
-            spec = _tuned(spec, tuned_home(spec, ends), ends.place, temperature)
+        if "target" in takes:
+            filled["target"] = target = _needed(target, name)
+        if method.tunes and target is not None:
+            spec = _tuned(spec, tuned_home(spec, target), target.place, temperature)
         return make(**filled, **_checked(make, spec, filled))
     if method is not None or os.path.isdir(os.path.expanduser(name)):
-        ends = _needed(ends, name)
-        home = find_drafter(name, ends)
-        config, tensors = read_drafter(home, ends)
+        target = _needed(target, name)
+        home = find_drafter(name, target)
+        config, tensors = read_drafter(home, target)
         source = f"drafter directory {name}"
         with understood(source):
             cls = drafter_class(config.get("method"), source)
-            spec = _tuned(spec, home, ends.place, temperature)
-            drafter: Drafter = cls.load(config, tensors, ends, **_checked(cls, spec, BUILT))
+            spec = _tuned(spec, home, target.place, temperature)
+            drafter: Drafter = cls.load(config, tensors, target, **_checked(cls, spec, BUILT))
             return drafter
     near = get_close_matches(name, METHODS, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -72,14 +73,14 @@ def _load(spec: Spec, ends: Ends | None, temperature: float) -> Drafter:
     )
 
 
-def tuned_home(spec: Named, ends: Ends) -> Path:
+def tuned_home(spec: Named, target: Target) -> Path:
     """The directory for what `tune` finds for a drafter: beside its weights, or in the user's cache where it
     has none of its own. Trees and proposals that the drafter is named with make no difference."""
     spec = Spec.parse(spec)
     if spec.name not in METHODS or METHODS[spec.name].ships:
-        return find_drafter(spec.name, ends)
+        return find_drafter(spec.name, target)
     called = f"{spec.name}_{spec.replace(tree=None, proposal=None).tail}"
-    return cache_home() / "tuned" / ends.fingerprint / re.sub(r"[^\w.-]+", "_", called)
+    return cache_home() / "tuned" / target.fingerprint / re.sub(r"[^\w.-]+", "_", called)
 
 
 def _tuned(spec: Spec, home: Path, place: str, temperature: float) -> Spec:
@@ -98,12 +99,10 @@ def drafter_class(method: Any, source: str) -> Any:
     return resolve_name(known[method])
 
 
-def _needed(ends: Ends | None, name: str) -> Ends:
-    if ends is None:
-        raise ValueError(
-            f"drafter {name!r} is made for a target: pass the target's ends, load_drafter(…, target.ends)"
-        )
-    return ends
+def _needed(target: Target | None, name: str) -> Target:
+    if target is None:
+        raise ValueError(f"drafter {name!r} is made for a target: pass it, load_drafter(…, target)")
+    return target
 
 
 def _checked(make: Callable[..., Drafter], spec: Spec, without: Collection[str]) -> dict[str, Any]:

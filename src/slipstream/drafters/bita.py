@@ -8,10 +8,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from slipstream.core import look
-from slipstream.core.drafter import FINAL, Ends, State
+from slipstream.core.drafter import FINAL, State
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span
+from slipstream.core.target import Target
 from slipstream.core.tree import PAD, Tree, chain
 from slipstream.drafters.heads import Head
 from slipstream.drafters.parallel import ParallelDrafter, ParallelState
@@ -70,7 +71,7 @@ class Bita(ParallelDrafter):
             0: all. Rows are nodes + hosts · M: where they cost something four pay more than all
                 (docs/bita.md). Of a path that ends
             elsewhere, what the masks of its last host said of the tokens still to come is drafted.
-        head, ends, vocab, tree, proposal: see `HeadDrafter`.
+        head, target, vocab, tree, proposal: see `HeadDrafter`.
     """
 
     method, module = "bita", BitaHead
@@ -78,14 +79,14 @@ class Bita(ParallelDrafter):
     def __init__(
         self,
         head: BitaHead,
-        ends: Ends,
+        target: Target,
         vocab: Int[Tensor, " Vd"] | None = None,
         tree: str | Shape = "backbone-3x5",
         proposal: str = "top-k",
         hosts: int = 4,
     ) -> None:
         self.hosts = hosts
-        super().__init__(head, ends, vocab, tree, proposal)
+        super().__init__(head, target, vocab, tree, proposal)
         self.memory = self.head.memory if self.head.config.prompts else None
 
     def grow_as(self, tree: str | Shape, proposal: str = "top-k") -> None:

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from slipstream.core import look
 from slipstream.core.cache import KVCache
-from slipstream.core.drafter import Ends, State
+from slipstream.core.drafter import State
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span
+from slipstream.core.target import Target
 from slipstream.core.tree import Layout, Tree, chain
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import VOCAB, load_weights
-from slipstream.targets import Target, load_target
-from slipstream.targets.part import between
+from slipstream.targets import load_target
 
 
 @dataclass
@@ -50,17 +50,19 @@ class Part(nn.Module):
         ValueError: there is no such block.
     """
 
-    def __init__(self, blocks: tuple[int, ...], ends: Ends, vocab: Int[Tensor, " Vd"] | None = None) -> None:
+    def __init__(
+        self, blocks: tuple[int, ...], target: Target, vocab: Int[Tensor, " Vd"] | None = None
+    ) -> None:
         super().__init__()
-        assert ends.part is not None
         self.config = PartConfig(tuple(sorted(set(blocks))))
-        self.model: Target = ends.part(self.config.blocks, own=True, vocab=vocab)
-        self.blocks, self.between = self.model.blocks, nn.ModuleDict(between(self.model))
+        self.model = target.part(self.config.blocks, own=True, vocab=vocab)
+        for name, module in self.model.trunk().items():
+            self.add_module(name, module)
 
     def fill(self, tensors: dict[str, Tensor]) -> "Part":
         """Trained weights, in the target's precision. Raises ValueError for tensors that do not fit."""
-        like = self.model.ends.head
-        load_weights(self, {name: tensor.to(like) for name, tensor in tensors.items()}, "this draft model")
+        at, dtype = self.model.device, self.model.dtype
+        load_weights(self, {name: t.to(at, dtype) for name, t in tensors.items()}, "this draft model")
         return self
 
 
@@ -70,7 +72,7 @@ class DraftModel(Proposer):
 
     Args:
         model: the smaller one, as a target of its own.
-        ends: of the target that it drafts for.
+        target: that it drafts for.
         tree, proposal: see `Proposer`; "sampled" chains are speculative sampling as published.
         vocab: what the model's logits stand for, sorted; all tokens by default.
         part: where the model is part of the target.
@@ -84,15 +86,14 @@ class DraftModel(Proposer):
     def __init__(
         self,
         model: Target,
-        ends: Ends,
+        target: Target,
         tree: str | Shape = "chain-5",
         proposal: str = "top-k",
         vocab: Int[Tensor, " Vd"] | None = None,
         part: Part | None = None,
     ) -> None:
-        own, others = model.tokenizer, ends.tokenizer
-        if own is not None and others is not None and own is not others:
-            mine, theirs = own.get_vocab(), others.get_vocab()
+        if model.text is not None and target.text is not None and model.text is not target.text:
+            mine, theirs = model.text.vocabulary, target.text.vocabulary
             if mine != theirs:
                 one = next(iter(sorted(set(mine.items()) ^ set(theirs.items()))))
                 raise ValueError(
@@ -100,24 +101,26 @@ class DraftModel(Proposer):
                     f"{len(theirs)}; "
                     f"{one[0]!r} is not the same): take one of the target's tokenizer"
                 )
-        V, at = min(model.vocab, len(ends.head)), ends.head.device
+        V, at = min(model.vocab, target.vocab), target.device
         self.model, self.part = model, part
         super().__init__(
-            torch.arange(V, device=at) if vocab is None else vocab.to(at), len(ends.head), tree, proposal
+            torch.arange(V, device=at) if vocab is None else vocab.to(at), target.vocab, tree, proposal
         )
 
     @classmethod
-    def named(cls, model: str, ends: Ends, tree: str = "chain-5", proposal: str = "top-k") -> "DraftModel":
+    def named(
+        cls, model: str, target: Target, tree: str = "chain-5", proposal: str = "top-k"
+    ) -> "DraftModel":
         """With a model that `load_target` finds, in the target's precision and place. Raises ValueError."""
-        dtype, device = str(ends.head.dtype).removeprefix("torch."), str(ends.head.device)
-        return cls(load_target(model, dtype, device, ends.compiles), ends, tree, proposal)
+        loaded = load_target(model, target.dtype_name, str(target.device), target.compiles)
+        return cls(loaded, target, tree, proposal)
 
     @classmethod
     def of_itself(
-        cls, ends: Ends, skip: str = "", tree: str = "chain-5", proposal: str = "top-k"
+        cls, target: Target, skip: str = "", tree: str = "chain-5", proposal: str = "top-k"
     ) -> "DraftModel":
         """With the target itself, some blocks skipped: "10,11,12" or "10-12". Raises ValueError."""
-        blocks, L = list[int](), ends.config.num_hidden_layers
+        blocks, L = list[int](), target.sizes.blocks
         if not skip:
             raise ValueError(
                 f"drafter 'self-speculative' skips some of the target's blocks 0 to {L - 1}: name them, as "
@@ -138,27 +141,26 @@ class DraftModel(Proposer):
             blocks += range(
                 int(first), min(int(last or first), int(first) + L) + 1
             )  # no more than there are, and one
-        assert ends.part is not None
         skipped = set(blocks)
         if not skipped < set(range(L)):
             raise ValueError(
                 f"blocks {sorted(skipped)} cannot be skipped: this target has blocks 0 to {L - 1}; keep one"
             )
-        return cls(ends.part([i for i in range(L) if i not in skipped]), ends, tree, proposal)
+        return cls(target.part([i for i in range(L) if i not in skipped]), target, tree, proposal)
 
     @classmethod
     def load(
-        cls, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, **options: Any
+        cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, **options: Any
     ) -> "DraftModel":
         """What was trained as part of the target, from what `pack` gave. Raises ValueError for tensors that
         do not fit."""
         tensors = dict(tensors)
         vocab = tensors.pop(VOCAB, None)
         try:
-            part, tree = Part(tuple(config["blocks"]), ends, vocab), config["tree"]
+            part, tree = Part(tuple(config["blocks"]), target, vocab), config["tree"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"config.json of this draft model is not complete: {error}") from error
-        return cls(part.fill(tensors).model, ends, vocab=vocab, part=part, **{"tree": tree, **options})
+        return cls(part.fill(tensors).model, target, vocab=vocab, part=part, **{"tree": tree, **options})
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What a drafter directory says of a draft model that is part of its target."""

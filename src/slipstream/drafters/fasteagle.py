@@ -113,7 +113,7 @@ class FastEagle(ParallelDrafter):
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, FastEagleState) and span.features is not None
-        attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.ends.compiles)
+        attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.target.compiles)
         if isinstance(attends[0].cache, LayerView):
             said = self._compiled_read(freed(span.nexts), freed(span.features), freed(positions), attends)
         else:
@@ -129,4 +129,4 @@ class FastEagle(ParallelDrafter):
     def _read(
         self, tokens: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]
     ) -> Float[Tensor, "B T N H"]:
-        return self.head(self.ends.embed(tokens), features, positions, attends)
+        return self.head(self.target.embed(tokens), features, positions, attends)

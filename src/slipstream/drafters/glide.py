@@ -178,7 +178,7 @@ class Glide(HeadDrafter):
     def start(self, batch: int, device: torch.device) -> GlideState:
         N, zeros = self.head.config.depth, torch.zeros(batch, dtype=torch.long, device=device)
         width = self.head.config.hidden_size if self.head.own_lm_head else self.head.config.target_size
-        hidden = torch.zeros(batch, width, dtype=self.ends.head.dtype, device=device)
+        hidden = torch.zeros(batch, width, dtype=self.target.dtype, device=device)
         caches = KVCache(N, batch, device), KVCache(len(self.taps), batch, device)
         return GlideState(zeros, hidden, *caches)
 
@@ -198,7 +198,7 @@ class Glide(HeadDrafter):
             span.tree is None or span.tree.is_chain
         ):  # a text begins with a chunk of its prompt
             self._begin(span, state)
-        own, positions = attend_cache(state.cache, T, compiles=self.ends.compiles)
+        own, positions = attend_cache(state.cache, T, compiles=self.target.compiles)
         said = self._forward(span.nexts, positions + 1 - self.lead, own, glimpses)
         state.cache.keep(None, span.count)
         state.cache.bound = min(state.cache.bound, span.cache.bound + self.lead)
@@ -221,7 +221,7 @@ class Glide(HeadDrafter):
 
         def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:
             n = tokens.shape[1]
-            own, _ = attend_cache(state.cache, n, seen.shape[2] - n, seen, self.ends.compiles)
+            own, _ = attend_cache(state.cache, n, seen.shape[2] - n, seen, self.target.compiles)
             positions = (at + level)[:, None].repeat(1, n)
             return self.scores(self._forward(tokens, positions, own, glimpses))
 
@@ -247,7 +247,7 @@ class Glide(HeadDrafter):
         self, tokens: Tensor, positions: Tensor, attends: Sequence[Attend], glimpses: Sequence[Glimpse | None]
     ) -> Float[Tensor, "B T H"]:
         own = self.head.embed_tokens
-        return self.head((self.ends.embed if own is None else own)(tokens), positions, attends, glimpses)
+        return self.head((self.target.embed if own is None else own)(tokens), positions, attends, glimpses)
 
 
 def apart(

@@ -1,18 +1,17 @@
-"""What trained heads share: the target's ends, a draft vocabulary, and their directory."""
+"""What trained heads share: their target's ends, a draft vocabulary, and their directory."""
 
 from abc import abstractmethod
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.compiled import compiled, freed
-from slipstream.core.drafter import FINAL, INPUT, Ends
+from slipstream.core.drafter import FINAL, INPUT
 from slipstream.core.shape import Shape
+from slipstream.core.target import Target
 from slipstream.drafters.layers import ACTIVATIONS, LayerConfig
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import VOCAB, load_weights
@@ -44,7 +43,7 @@ class HeadDrafter(Proposer):
 
     Args:
         head: the trained module.
-        ends: the target's embedding and LM head.
+        target: it lends the head its embedding and, where the head has none, its LM head.
         vocab: target ids that the head's candidates are taken from, sorted; all by default.
         tree, proposal: see `Proposer`.
 
@@ -54,39 +53,33 @@ class HeadDrafter(Proposer):
 
     method: ClassVar[str]
     module: ClassVar[type[Head]]
-    head: Any
-    lm_head: Float[Tensor, "Vd H"] | None  # borrowed of the target
-    lm_bias: Float[Tensor, " Vd"] | None
+    lm_head: nn.Module | None  # the target's, where the head has none of its own
 
     def __init__(
         self,
         head: Head,
-        ends: Ends,
+        target: Target,
         vocab: Int[Tensor, " Vd"] | None = None,
         tree: str | Shape = "fig9",
         proposal: str = "top-k",
     ) -> None:
-        at, V = ends.head.device, ends.head.shape[0]
-        self.head, self.ends, self.taps = (
-            head.to(at, ends.head.dtype).requires_grad_(False),
-            ends,
-            head.config.taps,
-        )
+        at, V = target.device, target.vocab
+        self.head: Any = head.to(at, target.dtype).requires_grad_(False)
+        self.target, self.taps = target, head.config.taps
         if vocab is not None and not (len(vocab) and int(vocab.min()) >= 0 and int(vocab.max()) < V):
             raise ValueError(
                 f"the draft vocabulary of this {self.method} head names other tokens than this target's {V}"
             )
-        super().__init__(
-            torch.arange(V, device=at) if vocab is None else vocab.to(at).long(), V, tree, proposal
-        )
-        self.lm_head, self.lm_bias = (None, None) if self.head.own_lm_head else borrowed(ends, self.vocab)
+        ids = torch.arange(V, device=at) if vocab is None else vocab.to(at).long()
+        super().__init__(ids, V, tree, proposal)
+        self.lm_head = None if self.head.own_lm_head else target.lm_head(None if len(ids) == V else ids)
         self._compiled_read, self._compiled_logits = self._read, self.logits
-        if ends.compiles:
+        if target.compiles:
             self._compiled_read, self._compiled_logits = compiled(self._read, at), compiled(self.logits, at)
 
     @classmethod
     def load(
-        cls, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, **options: Any
+        cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, **options: Any
     ) -> "HeadDrafter":
         """A drafter from what `pack` gave. Raises ValueError for tensors that do not fit."""
         tensors = dict(tensors)
@@ -99,13 +92,13 @@ class HeadDrafter(Proposer):
         if EMBEDDING not in head.state_dict():
             tensors.pop(EMBEDDING, None)  # kept for export only
         load_weights(head, tensors, f"this {cls.method} head")
-        return cls(head, ends, vocab, **{"tree": tree, **options})
+        return cls(head, target, vocab, **{"tree": tree, **options})
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What a drafter directory says of this drafter: configuration and tensors, without the target's
         own."""
         tensors = dict(self.head.state_dict())
-        if len(self.vocab) < len(self.ends.head):
+        if len(self.vocab) < self.width:
             tensors[VOCAB] = self.vocab.int()
         sizes = asdict(self.head.config)
         return {"taps": list(sizes.pop("taps")), "head": sizes, "tree": self.shape.name}, tensors
@@ -116,80 +109,39 @@ class HeadDrafter(Proposer):
 
     def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
         """Over the draft vocabulary, float32 at least."""
-        weight = self.lm_head
-        if weight is None:
-            logits = self.head.logits(hidden)
-        else:
-            logits = bent(F.linear(hidden, weight, self.lm_bias), self.ends.config)
+        if self.lm_head is not None:
+            borrowed: Tensor = self.lm_head(hidden)
+            return borrowed
+        logits: Tensor = self.head.logits(hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def scores(self, hidden: Float[Tensor, "B F H"]) -> Float[Tensor, "B F Vd"]:
         """`logits`, compiled where the target is."""
-        return self._compiled_logits(freed(hidden)) if self.ends.compiles else self.logits(hidden)
+        return self._compiled_logits(freed(hidden)) if self.target.compiles else self.logits(hidden)
 
 
-def bent(logits: Float[Tensor, "*n Vd"], config: Any) -> Float[Tensor, "*n Vd"]:
-    """What the target makes of its LM head's products: Cohere and Granite scale them, Gemma caps them
-    softly."""
-    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-    cap = getattr(config, "final_logit_softcapping", None)
-    logits = logits if scale == 1 else logits * scale
-    return cap * torch.tanh(logits / cap) if cap else logits
-
-
-def borrowed(
-    ends: Ends, vocab: Int[Tensor, " Vd"]
-) -> tuple[Float[Tensor, "Vd H"], Float[Tensor, " Vd"] | None]:
-    """The rows of the target's LM head that say the draft vocabulary, and their biases."""
-    if len(vocab) == len(ends.head):
-        return ends.head, ends.bias
-    return ends.head[vocab].contiguous(), None if ends.bias is None else ends.bias[vocab]
-
-
-def layer_sizes(ends: Ends, intermediate_size: int | None = None) -> dict[str, Any]:
+def layer_sizes(target: Target, intermediate_size: int | None = None) -> dict[str, Any]:
     """Sizes of a decoder layer like the target's own: its width, heads and rope, with plain rotary positions.
 
     Raises:
         ValueError: the target's LM head is not as wide as its features.
     """
-    target = ends.config
-    H, heads = target.hidden_size, target.num_attention_heads
-    if ends.head.shape[1] != H:
+    sizes = asdict(target.sizes)
+    if target.width != sizes["hidden_size"]:
         raise ValueError(
-            f"the target's LM head is {ends.head.shape[1]} wide and its features {H}: no head fits"
+            f"the target's LM head is {target.width} wide and its features {sizes['hidden_size']}: no head "
+            f"fits"
         )
-    rope: dict[str, Any] = getattr(target, "rope_parameters", None) or {}
-    inner = intermediate_size or getattr(target, "intermediate_size", None) or 4 * H
-    act = getattr(target, "hidden_act", None)
-    return {
-        "hidden_size": H,
-        "intermediate_size": int(inner),
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(target, "head_dim", None) or H // heads,
-        "rope_theta": float(rope.get("rope_theta") or getattr(target, "rope_theta", None) or 10000.0),
-        "rms_norm_eps": float(getattr(target, "rms_norm_eps", None) or 1e-6),
-        "hidden_act": act if act in ACTIVATIONS else "silu",
-    }
+    del sizes["blocks"]
+    sizes["intermediate_size"] = intermediate_size or sizes["intermediate_size"]
+    sizes["hidden_act"] = sizes["hidden_act"] if sizes["hidden_act"] in ACTIVATIONS else "silu"
+    return sizes
 
 
-def target_rope(config: Any, block: int) -> tuple[list[float], float]:
-    """(frequencies of the rotary positions of one of the target's blocks, factor of their cos and sin): its
-    own base, width and scaling; no frequencies where it has no rotary positions."""
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    kind = (getattr(config, "layer_types", None) or {block: None})[block]
-    nested = kind in rope
-    rope = rope[kind] if nested else rope
-    if not rope:
-        return [], 1.0
-    if (scaled := rope.get("rope_type", "default")) != "default":
-        frequencies, factor = ROPE_INIT_FUNCTIONS[scaled](
-            config, torch.device("cpu"), layer_type=kind if nested else None
-        )
-        return frequencies.tolist(), float(factor)
-    D = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    dim = int(D * (rope.get("partial_rotary_factor") or 1.0))
-    return (1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim)).tolist(), 1.0
+def rows_of(lm_head: nn.Module, like: Float[Tensor, "*n H"]) -> Float[Tensor, "Vd H"]:
+    """The rows of an LM head, by what it says of unit vectors, which are made on the device of `like`."""
+    unit = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+    return (lm_head(unit) - lm_head(0 * unit[:1])).T
 
 
 def block_taps(layers: int) -> tuple[str, ...]:

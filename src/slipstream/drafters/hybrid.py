@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from slipstream.core.drafter import Drafter, Ends, State
+from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
+from slipstream.core.target import Target
 from slipstream.core.tree import PAD, Tree
 from slipstream.core.verify import child_with
 from slipstream.drafters.ngram import NGram
@@ -56,7 +57,7 @@ class Hybrid(Drafter):
     @classmethod
     def named(
         cls,
-        ends: Ends,
+        target: Target,
         head: str = "eagle",
         tree: str | None = None,
         depth: int | None = None,
@@ -75,7 +76,7 @@ class Hybrid(Drafter):
         """
         from slipstream.drafters import load_drafter
 
-        drafter = load_drafter(head, ends, temperature)
+        drafter = load_drafter(head, target, temperature)
         if not isinstance(drafter, Proposer):
             raise ValueError(
                 f"drafter 'hybrid': {head!r} grows no tree: take a head such as fasteagle, or a drafter "

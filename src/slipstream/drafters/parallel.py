@@ -34,9 +34,7 @@ class ParallelDrafter(HeadDrafter):
     def start(self, batch: int, device: torch.device) -> ParallelState:
         root = torch.zeros(batch, dtype=torch.long, device=device)
         about = (batch, self.deepest, self.head.config.hidden_size)
-        return ParallelState(
-            root, torch.zeros(about, dtype=self.ends.head.dtype, device=device), root.clone()
-        )
+        return ParallelState(root, torch.zeros(about, dtype=self.target.dtype, device=device), root.clone())
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, ParallelState)

@@ -52,12 +52,12 @@ class RecursiveDrafter(HeadDrafter):
 
     def start(self, batch: int, device: torch.device) -> RecursiveState:
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
-        hidden = torch.zeros(batch, self.head.config.hidden_size, dtype=self.ends.head.dtype, device=device)
+        hidden = torch.zeros(batch, self.head.config.hidden_size, dtype=self.target.dtype, device=device)
         return RecursiveState(zeros, hidden, KVCache(1, batch, device))
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, RecursiveState) and span.features is not None
-        [attend], positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.ends.compiles)
+        [attend], positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.target.compiles)
         hidden = self._forward(span.nexts, span.features, positions, attend, fresh=True)
         state.cache.keep(None, span.count)
         state.cache.bound = min(state.cache.bound, span.cache.bound)
@@ -72,7 +72,7 @@ class RecursiveDrafter(HeadDrafter):
             nonlocal hidden
             n = tokens.shape[1]
             said = hidden.gather(1, origin[..., None].expand(-1, -1, hidden.shape[-1]))
-            [attend], _ = attend_cache(state.cache, n, seen.shape[2] - n, seen, self.ends.compiles)
+            [attend], _ = attend_cache(state.cache, n, seen.shape[2] - n, seen, self.target.compiles)
             # repeated, not expanded: strides of its own, and so one graph when compiled
             positions = (state.cache.lengths + level - 1)[:, None].repeat(1, n)
             hidden = self._forward(tokens, said, positions, attend, fresh=False)
@@ -91,5 +91,5 @@ class RecursiveDrafter(HeadDrafter):
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, fresh: bool
     ) -> Float[Tensor, "B T H"]:
         """fresh: `hidden` is the target's taps, not what the head said."""
-        embed = self.head.embed_tokens or self.ends.embed
+        embed = self.head.embed_tokens or self.target.embed
         return self.head(embed(tokens), self.head.fuse(hidden) if fresh else hidden, positions, attend)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from slipstream.core.drafter import Ends
+from slipstream.core.target import Target
 from slipstream.files import LOCK, cache_home, check_regular, locked, read_json, update_json
 from slipstream.methods import METHODS, SHIPPED
 
@@ -104,8 +104,7 @@ def made_by(home: Path) -> str | None:
 def save_drafter(
     directory: str | Path,
     method: str,
-    target: str,
-    ends: Ends,
+    target: Target,
     config: dict[str, Any],
     tensors: dict[str, Tensor],
     training: dict[str, Any],
@@ -115,7 +114,6 @@ def save_drafter(
     """Write a drafter directory; each file beside and renamed, the weights first.
 
     Args:
-        target: what the target is called, for people; `ends.fingerprint` is what is checked.
         config, tensors: what the drafter's `pack` gave. They are `stored` as `dtype` (None: as they are).
         training: a summary of how it was made.
         force: whatever the directory holds; by default only a drafter is replaced. What `tune` found for it
@@ -128,7 +126,7 @@ def save_drafter(
     about = {
         "method": method,
         "version": VERSION,
-        "target": {"name": target, "fingerprint": ends.fingerprint},
+        "target": {"name": target.name, "fingerprint": target.fingerprint},
     }
     if dtype is not None:
         tensors = stored(tensors, dtype)
@@ -184,13 +182,13 @@ def write_directory(
         raise ValueError(f"directory {home} cannot be written: {reason}: name a writable one") from error
 
 
-def find_drafter(name: str, ends: Ends) -> Path:
+def find_drafter(name: str, target: Target) -> Path:
     """A drafter directory, by the name of a method whose weights ship or as a path. Raises ValueError."""
     home = os.path.expanduser(name)
-    return shipped(name, ends) if _ships(name) or not os.path.isdir(home) else Path(home)
+    return shipped(name, target) if _ships(name) or not os.path.isdir(home) else Path(home)
 
 
-def read_drafter(directory: str | Path, ends: Ends) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_drafter(directory: str | Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Configuration and tensors of a drafter directory.
 
     Raises:
@@ -209,11 +207,11 @@ def read_drafter(directory: str | Path, ends: Ends) -> tuple[dict[str, Any], dic
         raise ValueError(
             f"drafter directory {directory} has version {version}; this Slipstream reads {VERSION}"
         )
-    if made_for != ends.fingerprint:
+    if made_for != target.fingerprint:
         raise ValueError(
             f"drafter {directory} was made for target {made_for} "
-            f"({config['target'].get('name', 'unnamed')}), and this "
-            f"target is {ends.fingerprint}: load the target it was made for, or train one (slipstream train)"
+            f"({config['target'].get('name', 'unnamed')}), and this target is {target.fingerprint}: load "
+            f"the target it was made for, or train one (slipstream train)"
         )
     _check_sizes(config, f"drafter directory {directory}: config.json")
     try:
@@ -271,7 +269,7 @@ def _heat(temperature: float) -> str:
     return "T > 0" if temperature else "T = 0"
 
 
-def shipped(method: str, ends: Ends) -> Path:
+def shipped(method: str, target: Target) -> Path:
     """The directory of the weights that ship for a method and a target.
 
     Raises:
@@ -283,13 +281,13 @@ def shipped(method: str, ends: Ends) -> Path:
         home: json.loads(home.read_text("utf-8")) for home in sorted(SHIPPED.glob(f"*/{method}/config.json"))
     }
     for home, config in homes.items():
-        if config["target"]["fingerprint"] == ends.fingerprint:
+        if config["target"]["fingerprint"] == target.fingerprint:
             return home.parent
     known = ", ".join(
         f"{config['target']['name']} ({config['target']['fingerprint']})" for config in homes.values()
     )
     raise ValueError(
-        f"no {method} weights ship for this target ({ends.fingerprint}); they do for: {known or 'none'}. "
+        f"no {method} weights ship for this target ({target.fingerprint}); they do for: {known or 'none'}. "
         f"Train a drafter "
         f"(slipstream train {method}) and give its directory"
     )

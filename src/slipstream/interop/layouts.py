@@ -1,8 +1,6 @@
-"""How heads are written elsewhere: EAGLE-1/2 and EAGLE-3 (SafeAILab/EAGLE), speculators' EAGLE-3, and Medusa
-twice.
+"""How others write heads: EAGLE-1/2 and EAGLE-3 (SafeAILab/EAGLE), speculators' EAGLE-3, two Medusas.
 
-Each layout says which sizes its config.json gives and what its tensors are called, which are otherwise the
-head's own.
+A layout says which sizes its config.json gives and how it names the tensors that have other names here.
 """
 
 import re
@@ -14,12 +12,14 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from slipstream.core.drafter import INPUT, Ends
+from slipstream.core.drafter import INPUT
+from slipstream.core.target import Target
 from slipstream.drafters.eagle import EagleConfig
 from slipstream.drafters.eagle3 import Eagle3Config
+from slipstream.drafters.heads import rows_of
 from slipstream.drafters.medusa import MedusaConfig
 from slipstream.drafters.store import VOCAB
-from slipstream.interop.sizes import IDS, NESTED, SHARED, fits, layer, taps, targets, written
+from slipstream.interop.sizes import IDS, NESTED, SHARED, described, fits, layer, taps, written
 from slipstream.methods import METHODS
 
 BLOCK = re.compile(r"blocks\.(\d+)\.(\d+)\.(weight|bias)")  # of a Medusa head, as we name it
@@ -55,13 +55,13 @@ class Layout(ABC):
 
     @abstractmethod
     def sizes(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str, report: Report
+        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, source: str, report: Report
     ) -> Any:
         """The head's sizes, of the `flat` config; tensors are under our names. Raises ValueError for one that
         this target cannot have."""
 
     @abstractmethod
-    def config(self, head: Any, ends: Ends, target: str) -> dict[str, Any]:
+    def config(self, head: Any, target: Target, name: str) -> dict[str, Any]:
         """config.json of a head of our own for the target of that name. Raises ValueError where it cannot say
         it."""
 
@@ -77,7 +77,7 @@ class Layout(ABC):
         """Their tensors under our names. Raises ValueError."""
         return tensors
 
-    def give(self, tensors: dict[str, Tensor], ends: Ends, report: Report) -> dict[str, Tensor]:
+    def give(self, tensors: dict[str, Tensor], target: Target, report: Report) -> dict[str, Tensor]:
         """Our tensors under their names."""
         return tensors
 
@@ -93,27 +93,27 @@ class EagleLayout(Layout):
         return True  # nothing marks it: what no other layout knows is read as this one
 
     def sizes(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str, report: Report
+        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, source: str, report: Report
     ) -> EagleConfig:
         has_bias = config.get("bias") is not False  # of the fc: the key's absence means that there is one
-        fits("hidden_size", config.get("hidden_size"), ends.head.shape[1], source)
-        return EagleConfig(**layer(config, tensors, ends, source), bias=has_bias)
+        fits("hidden_size", config.get("hidden_size"), target.width, source)
+        return EagleConfig(**layer(config, tensors, target, source), bias=has_bias)
 
-    def config(self, head: EagleConfig, ends: Ends, target: str) -> dict[str, Any]:
+    def config(self, head: EagleConfig, target: Target, name: str) -> dict[str, Any]:
         if head.input_norm:
             raise ValueError(
                 "this head has a norm before attention, which layout eagle cannot express: train one without"
             )
         bias = {} if head.bias else {"bias": False}
         return {
-            **targets(ends),
+            **described(target),
             **written(head),
             **bias,
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
         }
 
-    def give(self, tensors: dict[str, Tensor], ends: Ends, report: Report) -> dict[str, Tensor]:
+    def give(self, tensors: dict[str, Tensor], target: Target, report: Report) -> dict[str, Tensor]:
         if VOCAB in tensors:
             n = len(tensors[VOCAB])
             report.notes.append(
@@ -150,23 +150,23 @@ class Eagle3Layout(Layout):
         return {name: value for name, value in config.items() if name != "eagle_config"} | nested
 
     def sizes(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str, report: Report
+        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, source: str, report: Report
     ) -> Eagle3Config:
         H, wide = config.get("hidden_size"), config.get("target_hidden_size")
-        fits("target_hidden_size" if wide else "hidden_size", wide or H, ends.config.hidden_size, source)
+        fits("target_hidden_size" if wide else "hidden_size", wide or H, target.sizes.hidden_size, source)
         flags: dict[str, Any] = {name: bool(config.get(name)) for name in self.flags}
         flags["norm_before_fc"] = bool(config.get(f"{NESTED}norm_before_fc", flags["norm_before_fc"]))
-        own = bool(config.get("embed_requires_grad")) or ends.config.hidden_size != H
+        own = bool(config.get("embed_requires_grad")) or target.sizes.hidden_size != H
         return Eagle3Config(
-            **layer(config, tensors, ends, source),
+            **layer(config, tensors, target, source),
             **flags,
-            taps=taps(config, ends.config.num_hidden_layers, source),
-            draft_vocab_size=config.get("draft_vocab_size") or len(ends.head),
+            taps=taps(config, target.sizes.blocks, source),
+            draft_vocab_size=config.get("draft_vocab_size") or target.vocab,
             target_hidden_size=0 if wide in (None, H) else wide,
-            vocab_size=len(ends.head) if own else 0,
+            vocab_size=target.vocab if own else 0,
         )
 
-    def config(self, head: Eagle3Config, ends: Ends, target: str) -> dict[str, Any]:
+    def config(self, head: Eagle3Config, target: Target, name: str) -> dict[str, Any]:
         inputs = [int(tap.removeprefix(INPUT)) for tap in head.taps if tap.startswith(INPUT)]
         if len(inputs) < len(head.taps) or inputs != sorted(set(inputs)):
             raise ValueError(
@@ -183,7 +183,7 @@ class Eagle3Layout(Layout):
         own |= {"target_hidden_size": head.target_hidden_size or head.hidden_size}
         own |= {"embed_requires_grad": bool(head.vocab_size), IDS: inputs}
         nested = {IDS: [i - 1 for i in inputs], "use_aux_hidden_state": True}
-        return {**targets(ends), **written(head), **own, "eagle_config": nested}
+        return {**described(target), **written(head), **own, "eagle_config": nested}
 
     def take(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
         taken = {name.replace(self.layer, "midlayer.", 1): tensor for name, tensor in tensors.items()}
@@ -197,11 +197,11 @@ class Eagle3Layout(Layout):
                 )
         return taken
 
-    def give(self, tensors: dict[str, Tensor], ends: Ends, report: Report) -> dict[str, Tensor]:
+    def give(self, tensors: dict[str, Tensor], target: Target, report: Report) -> dict[str, Tensor]:
         given = {name.replace("midlayer.", self.layer, 1): tensor for name, tensor in tensors.items()}
         if (vocab := given.pop(VOCAB, None)) is not None:
             given["d2t"] = vocab.long() - torch.arange(len(vocab))
-            given["t2d"] = torch.zeros(len(ends.head), dtype=torch.bool).index_fill_(0, vocab.long(), True)
+            given["t2d"] = torch.zeros(target.vocab, dtype=torch.bool).index_fill_(0, vocab.long(), True)
         return given
 
 
@@ -223,16 +223,16 @@ class SpeculatorsLayout(Eagle3Layout):
         return super().flat({**config.get("transformer_layer_config", {}), **sections}, source)
 
     def sizes(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str, report: Report
+        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, source: str, report: Report
     ) -> Eagle3Config:
         if "norm_before_residual" not in config:
             report.notes.append(
                 "norm_before_residual: absent, false as speculators has it; vLLM takes it as true"
             )
-        return super().sizes(config, tensors, ends, source, report)
+        return super().sizes(config, tensors, target, source, report)
 
-    def config(self, head: Eagle3Config, ends: Ends, target: str) -> dict[str, Any]:
-        flat = super().config(head, ends, target)
+    def config(self, head: Eagle3Config, target: Target, name: str) -> dict[str, Any]:
+        flat = super().config(head, target, name)
         own = (*self.flags, "draft_vocab_size", "target_hidden_size", "embed_requires_grad", IDS)
         greedy = {
             "proposal_type": "greedy",
@@ -241,8 +241,8 @@ class SpeculatorsLayout(Eagle3Layout):
             "accept_tolerance": 0.0,
         }
         verifier = {
-            "name_or_path": target,
-            "architectures": list(getattr(ends.config, "architectures", None) or []),
+            "name_or_path": name,
+            "architectures": target.described.get("architectures") or [],
         }
         layer = {name: value for name, value in flat.items() if name not in own and name != "eagle_config"}
         return {
@@ -251,10 +251,8 @@ class SpeculatorsLayout(Eagle3Layout):
             **{name: flat[name] for name in own},
             "transformer_layer_config": {**layer, "architectures": ["LlamaForCausalLM"]},
             "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [greedy],
-                "verifier": verifier,
+                **{"algorithm": "eagle3", "default_proposal_method": "greedy"},
+                **{"proposal_methods": [greedy], "verifier": verifier},
             },
             "tie_word_embeddings": False,
         }
@@ -272,7 +270,7 @@ class MedusaLayout(Layout):
         return any(map(self.block.fullmatch, tensors))
 
     def sizes(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str, report: Report
+        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, source: str, report: Report
     ) -> MedusaConfig:
         found = [match for match in map(BLOCK.fullmatch, tensors) if match]
         depth, layers = (1 + max((int(match[i]) for match in found), default=-1) for i in (1, 2))
@@ -280,23 +278,24 @@ class MedusaLayout(Layout):
         if shared:
             report.notes.append("lm_heads: absent, the target's LM head is used at every depth")
         H = tensors["blocks.0.0.weight"].shape[1]
-        Vd = len(tensors.get(VOCAB, ends.head)) if shared else len(tensors["lm_heads.0.weight"])
-        if ends.head.shape[1] != H or Vd != len(tensors.get(VOCAB, ends.head)):
+        own = len(tensors[VOCAB]) if VOCAB in tensors else target.vocab
+        Vd = own if shared else len(tensors["lm_heads.0.weight"])
+        if target.width != H or Vd != own:
             raise ValueError(
                 f"checkpoint {source}: LM heads of {Vd} tokens and width {H}; this target has "
-                f"{len(ends.head)} and "
-                f"{ends.head.shape[1]}: import it for the target it was made for"
+                f"{target.vocab} and "
+                f"{target.width}: import it for the target it was made for"
             )
         return MedusaConfig(H, Vd, depth, layers, bias, shared)
 
     def tree(self, sizes: MedusaConfig) -> str:
         return f"best-first-{sizes.depth}x16"
 
-    def config(self, head: MedusaConfig, ends: Ends, target: str) -> dict[str, Any]:
+    def config(self, head: MedusaConfig, target: Target, name: str) -> dict[str, Any]:
         return {
             "medusa_num_heads": head.depth,
             "medusa_num_layers": head.layers,
-            "base_model_name_or_path": target,
+            "base_model_name_or_path": name,
         }
 
     def take(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
@@ -309,10 +308,10 @@ class MedusaLayout(Layout):
             for name, tensor in tensors.items()
         }
 
-    def give(self, tensors: dict[str, Tensor], ends: Ends, report: Report) -> dict[str, Tensor]:
+    def give(self, tensors: dict[str, Tensor], target: Target, report: Report) -> dict[str, Tensor]:
         if VOCAB in tensors:
             raise ValueError(
-                f"this head says {len(tensors[VOCAB])} of {len(ends.head)} tokens, which layout medusa "
+                f"this head says {len(tensors[VOCAB])} of {target.vocab} tokens, which layout medusa "
                 f"cannot express: "
                 "export it as medusa-vllm, or train one with head.draft_vocab=0"
             )
@@ -339,24 +338,24 @@ class VLLMMedusaLayout(MedusaLayout):
         return any(name.startswith("blocks.0.layers.") for name in tensors)
 
     def sizes(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str, report: Report
+        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, source: str, report: Report
     ) -> MedusaConfig:
         if config.get("original_lm_head"):  # the file has the target's, once
-            said, own = tensors.pop("lm_heads.0.weight"), _lm_head(tensors, ends)
+            said, own = tensors.pop("lm_heads.0.weight"), _lm_head(tensors, target)
             if said.shape != own.shape or not torch.allclose(said.float(), own.float(), rtol=1e-2, atol=1e-3):
                 raise ValueError(
                     f"checkpoint {source}: original_lm_head=True, and lm_heads.0.weight is not this target's "
                     f"LM head: "
                     "import it for the target it was made for"
                 )
-        return super().sizes(config, tensors, ends, source, report)
+        return super().sizes(config, tensors, target, source, report)
 
-    def config(self, head: MedusaConfig, ends: Ends, target: str) -> dict[str, Any]:
+    def config(self, head: MedusaConfig, target: Target, name: str) -> dict[str, Any]:
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
             "hidden_size": head.hidden_size,
-            "vocab_size": len(ends.head),
+            "vocab_size": target.vocab,
             "truncated_vocab_size": head.draft_vocab_size,
             "num_heads": head.depth,
             "num_hidden_layers": head.layers,
@@ -370,10 +369,10 @@ class VLLMMedusaLayout(MedusaLayout):
             taken[VOCAB] = vocab.long()
         return taken
 
-    def give(self, tensors: dict[str, Tensor], ends: Ends, report: Report) -> dict[str, Tensor]:
+    def give(self, tensors: dict[str, Tensor], target: Target, report: Report) -> dict[str, Tensor]:
         given = {re.sub(r"(blocks\.\d+)\.", r"\1.layers.", name): tensor for name, tensor in tensors.items()}
         if "lm_heads.0.weight" not in given:
-            given["lm_heads.0.weight"] = _lm_head(tensors, ends).to(tensors["blocks.0.0.weight"].dtype)
+            given["lm_heads.0.weight"] = _lm_head(tensors, target).to(tensors["blocks.0.0.weight"].dtype)
         if (vocab := given.pop(VOCAB, None)) is not None:
             given["token_map"] = vocab.long()
         return given
@@ -394,6 +393,7 @@ def layout_of(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     return next(name for name in reversed(known) if known[name][1].knows(config, tensors))
 
 
-def _lm_head(tensors: dict[str, Tensor], ends: Ends) -> Tensor:
+def _lm_head(tensors: dict[str, Tensor], target: Target) -> Tensor:
     """The rows of the target's LM head that say the draft vocabulary."""
-    return (ends.head[tensors[VOCAB].long()] if VOCAB in tensors else ends.head).detach().cpu()
+    lm_head = target.lm_head(tensors[VOCAB].long() if VOCAB in tensors else None)
+    return rows_of(lm_head, target.embed(torch.zeros(1, dtype=torch.long, device=target.device))).cpu()

@@ -20,7 +20,7 @@ from slipstream.command import public
 from slipstream.core.cache import KVCache
 from slipstream.core.sampling import Sampling
 from slipstream.decode.answer import Round
-from slipstream.decode.audit import audit, margin_of
+from slipstream.decode.audit import audit
 from slipstream.decode.generate import Generation, generate
 from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
@@ -30,7 +30,7 @@ from slipstream.drafters.recursive import RecursiveDrafter
 from slipstream.files import check_counts
 from slipstream.interop.public import export_head
 from slipstream.results import Figures, Part, Report, heading
-from slipstream.targets import Target
+from slipstream.targets import HFTarget
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 POINTS = 0.02  # acceptance per position may differ by this much
@@ -113,7 +113,7 @@ class Served:
 
 @public
 def parity(
-    target: Target,
+    target: HFTarget,
     drafter: str,
     prompts: Sequence[list[int]],
     python: str,
@@ -148,7 +148,7 @@ def parity(
     divergences = _deviations(target, prompts, served.plain, "vLLM with the head", served.drafted)
     divergences += _deviations(target, prompts, served.plain, "ours", answers)
     apart = [round(a - b, 4) for a, b in zip(acceptance, served.acceptance, strict=True)]
-    tied = all(each.margin <= margin_of(target) for each in divergences)
+    tied = all(each.margin <= target.margin for each in divergences)
     return ParityReport(
         **heading(target),
         questions=len(prompts),
@@ -157,24 +157,24 @@ def parity(
         acceptance=Acceptance(slipstream=[round(a, 4) for a in acceptance], vllm=served.acceptance),
         difference=apart,
         drafts=Drafts(slipstream=len(rounds), vllm=served.drafts),
-        margin=margin_of(target),
+        margin=target.margin,
         divergences=divergences,
         first_tensor_that_differs=first_difference(target, ours, served.tensors, prompts[0]),
         agrees=max(map(abs, apart)) <= POINTS and tied,
     )
 
 
-def _chain(target: Target, drafter: str, draft_tokens: int) -> RecursiveDrafter:
+def _chain(target: HFTarget, drafter: str, draft_tokens: int) -> RecursiveDrafter:
     """The head as the engine runs it: a chain, over all tokens unless it has an LM head of its own."""
-    trained = load_drafter(drafter, target.ends)
+    trained = load_drafter(drafter, target)
     if not isinstance(trained, RecursiveDrafter):
         raise ValueError(f"drafter {drafter!r} is no eagle or eagle3 head: vLLM is given one of those")
     vocab = trained.vocab if trained.head.own_lm_head else None
-    return type(trained)(trained.head, target.ends, vocab, f"chain-{draft_tokens}")
+    return type(trained)(trained.head, target, vocab, f"chain-{draft_tokens}")
 
 
 def _decoded(
-    target: Target,
+    target: HFTarget,
     drafter: RecursiveDrafter,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
@@ -193,7 +193,7 @@ def _decoded(
 
 
 def _deviations(
-    target: Target,
+    target: HFTarget,
     prompts: Sequence[list[int]],
     plain: Sequence[list[int]],
     name: str,
@@ -214,14 +214,12 @@ def _deviations(
     return deviations
 
 
-def _served(target: Target, drafter: str, job: dict[str, Any], python: str) -> Served:
+def _served(target: HFTarget, drafter: str, job: dict[str, Any], python: str) -> Served:
     """The worker's answers, given in files of a directory that is taken away again."""
-    assert target.tokenizer is not None
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
-        target.model.save_pretrained(home / "target")
-        target.tokenizer.save_pretrained(home / "target")
-        export_head(drafter, str(home / "head"), target.ends)
+        target.save(home / "target")
+        export_head(drafter, str(home / "head"), target)
         job |= {name: str(home / name) for name in ("target", "head")}
         job |= {name: str(home / f"{name}.json") for name in ("plain", "drafted")}
         (home / "job.json").write_text(json.dumps({**job, "tensors": str(home / "seen.safetensors")}))
@@ -251,7 +249,7 @@ def _run(python: str, job: Path) -> None:
 
 
 def first_difference(
-    target: Target, drafter: RecursiveDrafter, seen: dict[str, Tensor], prompt: list[int]
+    target: HFTarget, drafter: RecursiveDrafter, seen: dict[str, Tensor], prompt: list[int]
 ) -> str | None:
     """The first tensor, in order of computation, that vLLM's head has otherwise than ours over the first
     prompt: its inputs are held against what ours would read, its parts against ours on the inputs that it
@@ -277,7 +275,7 @@ def first_difference(
         logits = drafter.logits(said[-1:])
         qkv = torch.cat([ours[f"{layer}.self_attn.{x}_proj"] for x in "qkv"], 1)
         pairs = {
-            "the tokens that it reads": (target.ends.embed(torch.tensor(prompt[1:])), embedded[:-1]),
+            "the tokens that it reads": (target.embed(torch.tensor(prompt[1:])), embedded[:-1]),
             "the target's features": (target.features([prompt], head.config.taps)[0], features),
             "fc": (ours["fc"], seen["out.model.fc"]),
             "q, k, v": (qkv, theirs("self_attn.qkv_proj")),

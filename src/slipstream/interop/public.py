@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slipstream.core.drafter import Ends
 from slipstream.core.shape import Shape
+from slipstream.core.target import Target
 from slipstream.drafters import drafter_class
 from slipstream.drafters.heads import EMBEDDING
 from slipstream.drafters.store import (
@@ -38,12 +38,11 @@ PICKLES, SAFE = (
 
 
 def import_head(
-    source: str, directory: str, target: str, ends: Ends, tree: str | None = None, force: bool = False
+    source: str, directory: str, target: Target, tree: str | None = None, force: bool = False
 ) -> Report:
     """Make a drafter directory of a public checkpoint; its tensors keep their precision.
 
     Args:
-        target: what the target is called.
         tree: the drafter's default; by default the layout's.
         force: write whatever the directory holds; by default it is new, empty, or an earlier import.
 
@@ -51,12 +50,12 @@ def import_head(
         ValueError: the directory holds something else; a file is missing or damaged, a tensor missing,
             unknown or misshapen (by name), or the head does not fit this target.
     """
-    reads = (source, ends.config.name_or_path)
+    reads = (source, target.source)
     with claimed(directory, ("import",), force, reads), understood(f"checkpoint {source}"):
-        return _import(source, directory, target, ends, tree)
+        return _import(source, directory, target, tree)
 
 
-def _import(source: str, directory: str, target: str, ends: Ends, tree: str | None) -> "Report":
+def _import(source: str, directory: str, target: Target, tree: str | None) -> "Report":
     config, tensors = _read(Path(name_of(source, "a checkpoint")).expanduser())
     report, called = Report(), layout_of(config, tensors)
     (method, layout), ours = layouts()[called], config.get(OURS, {})
@@ -65,11 +64,11 @@ def _import(source: str, directory: str, target: str, ends: Ends, tree: str | No
     if ids := ours.get(VOCAB):
         report.notes.append(f"{VOCAB}: {len(ids.split())} tokens, from config.json's key {OURS}")
         taken[VOCAB] = torch.tensor(sorted(map(int, ids.split())), dtype=torch.int32)
-    sizes = layout.sizes(flat, taken, ends, source, report)
-    ignored = unread(flat, sorted(layout.keys), ends.config.to_dict(), source)
+    sizes = layout.sizes(flat, taken, target, source, report)
+    ignored = unread(flat, sorted(layout.keys), target.described, source)
     kept = {}
     if layout.embedding != "none":
-        kept = _kept(embedding, ends, bool(getattr(sizes, "vocab_size", 0)), source, report)
+        kept = _kept(embedding, target, bool(getattr(sizes, "vocab_size", 0)), source, report)
     report.used = [*tensors, *sorted(layout.keys & set(flat))]
     report.notes.append(
         f"config keys kept for export that change nothing here: {', '.join(ignored) or 'none'}"
@@ -79,21 +78,21 @@ def _import(source: str, directory: str, target: str, ends: Ends, tree: str | No
     about: dict[str, Any] = {"taps": list(named.pop("taps")), "head": named, "tree": tree, "public": config}
     about["layout"], about["public_embedding"] = called, None if embedding is None else _about(embedding)
     try:
-        drafter_class(method, source).load(about, {**taken, **kept}, ends)
+        drafter_class(method, source).load(about, {**taken, **kept}, target)
     except ValueError as error:  # of tensors, tree or draft vocabulary
         raise ValueError(f"checkpoint {source}: {error}") from error
     training = {"imported_from": Path(source).name}
     tensors = {**taken, **kept}
-    save_drafter(directory, method, target, ends, about, tensors, training, dtype=None, force=True)
+    save_drafter(directory, method, target, about, tensors, training, dtype=None, force=True)
     return report
 
 
 def _kept(
-    embedding: Tensor | None, ends: Ends, trained: bool, source: str, report: Report
+    embedding: Tensor | None, target: Target, trained: bool, source: str, report: Report
 ) -> dict[str, Tensor]:
     """A checkpoint's embedding, if the drafter directory must hold it. Raises ValueError for another
     target's."""
-    own = _embedding(ends)
+    own = _embedding(target)
     if embedding is None:
         report.notes.append(f"{EMBEDDING}: absent, the target's is used")
         return {}
@@ -118,7 +117,7 @@ def _kept(
 
 
 def export_head(
-    source: str, directory: str, ends: Ends, layout: str | None = None, force: bool = False
+    source: str, directory: str, target: Target, layout: str | None = None, force: bool = False
 ) -> Report:
     """Write a drafter directory in a public layout, for vLLM, SGLang or the reference code.
 
@@ -130,16 +129,16 @@ def export_head(
         ValueError: it is no drafter for this target, or one that the layout cannot express; the directory
             holds something else, or is the drafter's own.
     """
-    home = find_drafter(source, ends)
+    home = find_drafter(source, target)
     with (
-        claimed(directory, ("export",), force, (home, ends.config.name_or_path)),
+        claimed(directory, ("export",), force, (home, target.source)),
         understood(f"drafter {source}"),
     ):
-        return _export(source, home, directory, ends, layout)
+        return _export(source, home, directory, target, layout)
 
 
-def _export(source: str, home: Path, directory: str, ends: Ends, layout: str | None) -> Report:
-    config, tensors = read_drafter(home, ends)
+def _export(source: str, home: Path, directory: str, target: Target, layout: str | None) -> Report:
+    config, tensors = read_drafter(home, target)
     method = config["method"]
     fitting = list(METHODS[method].layouts) if method in METHODS else []
     if not fitting:
@@ -155,16 +154,16 @@ def _export(source: str, home: Path, directory: str, ends: Ends, layout: str | N
             f"Available: {', '.join(fitting)}"
         )
     report, (_, written) = Report(), layouts()[named]
-    drafter = drafter_class(method, source).load(config, tensors, ends)
-    copied = _about(_embedding(ends)) if written.embedding == "copy" else None
+    drafter = drafter_class(method, source).load(config, tensors, target)
+    copied = _about(_embedding(target)) if written.embedding == "copy" else None
     stored = config.get("public_embedding", copied)
     embedding, vocab = tensors.pop(EMBEDDING, None), tensors.get(VOCAB)
-    given = written.give(tensors, ends, report)
+    given = written.give(tensors, target, report)
     if embedding is not None:
         given[EMBEDDING] = embedding
         report.notes.append(f"{EMBEDDING}: as it was imported")
     elif stored is not None:
-        given[EMBEDDING] = _embedding(ends).to(getattr(torch, stored["dtype"])).cpu().contiguous()
+        given[EMBEDDING] = _embedding(target).to(getattr(torch, stored["dtype"])).cpu().contiguous()
         if _about(given[EMBEDDING]) != stored:
             raise ValueError(
                 f"drafter {source}: load the target in the precision this head was imported with (--dtype)"
@@ -176,7 +175,7 @@ def _export(source: str, home: Path, directory: str, ends: Ends, layout: str | N
         ours = {"tree": config["tree"]}
         if not written.vocabulary and vocab is not None:
             ours[VOCAB] = " ".join(map(str, vocab.tolist()))
-        about = {**written.config(drafter.head.config, ends, config["target"]["name"]), OURS: ours}
+        about = {**written.config(drafter.head.config, target, config["target"]["name"]), OURS: ours}
     write_directory(directory, about, given, written.file, by="export")
     return report
 
@@ -187,9 +186,8 @@ def _about(embedding: Tensor) -> dict[str, str]:
     return {"dtype": str(embedding.dtype).removeprefix("torch."), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def _embedding(ends: Ends) -> Tensor:
-    weight: Any = ends.embed.weight
-    return weight.detach()
+def _embedding(target: Target) -> Tensor:
+    return target.embed(torch.arange(target.vocab, device=target.device)).detach()
 
 
 def _read(home: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.core.drafter import INPUT, Ends
+from slipstream.core.drafter import INPUT
+from slipstream.core.target import Target
 from slipstream.drafters.heads import HeadConfig, block_taps
 from slipstream.drafters.layers import ACTIVATIONS, SCALED, LayerConfig
 
@@ -16,14 +17,14 @@ SHARED = {f.name for f in fields(LayerConfig)} - {"output_bias"} | {
 IDS, NESTED = "eagle_aux_hidden_state_layer_ids", "eagle_config."
 
 
-def targets(ends: Ends) -> dict[str, Any]:
+def described(target: Target) -> dict[str, Any]:
     """What a head's config.json takes over from the target's: not what would be built into its layer."""
     gone = {
         "rope_parameters", "rope_scaling", "partial_rotary_factor", "layer_types", "sliding_window",
         "use_sliding_window",
         "qkv_bias", "mlp_bias", "quantization_config", "_name_or_path", "transformers_version",
     }  # fmt: skip
-    return {key: value for key, value in ends.config.to_dict().items() if key not in gone} | {
+    return {key: value for key, value in target.described.items() if key not in gone} | {
         "num_hidden_layers": 1
     }
 
@@ -69,9 +70,9 @@ def taps(config: dict[str, Any], blocks: int, source: str) -> tuple[str, ...]:
     return tuple(f"{INPUT}{i}" for i in ids)
 
 
-def layer(config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, source: str) -> dict[str, Any]:
+def layer(config: dict[str, Any], tensors: dict[str, Tensor], target: Target, source: str) -> dict[str, Any]:
     """Sizes of a head's one layer, checked against the target. Raises ValueError."""
-    for name, own in (("num_hidden_layers", 1), ("vocab_size", len(ends.head))):
+    for name, own in (("num_hidden_layers", 1), ("vocab_size", target.vocab)):
         fits(name, config.get(name, own), own, source)
     missing = [name for name in ("intermediate_size", "num_attention_heads") if name not in config]
     if missing or config.get("hidden_act", "silu") not in ACTIVATIONS:

@@ -3,16 +3,25 @@
 from typing import Any
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from slipstream.decode.settings import Settings
-from slipstream.targets.hf import Target
+from slipstream.targets.hf import HFTarget
 
 # fields of generation_config by which Hugging Face would draft, or keep its cache, in another way
 OTHERWISE = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "cache_implementation")
 
 
+def hf_generate(target: HFTarget, tokens: Int[Tensor, "B T"], **kwargs: Any) -> Int[Tensor, "B T2"]:
+    """Hugging Face's `generate` on the same weights, with its own attention and layers."""
+    plain: Any = target.plain
+    plain.generation_config = target.model.generation_config  # which the user may have changed since
+    return plain.generate(tokens, attention_mask=torch.ones_like(tokens), **kwargs)
+
+
 def hf_answer(
-    target: Target, prompt: list[int], max_new_tokens: int, temperature: float, seed: int = 0
+    target: HFTarget, prompt: list[int], max_new_tokens: int, temperature: float, seed: int = 0
 ) -> list[int]:
     """Its tokens, with the same settings, end tokens and stop strings. What else generation_config says it
     reads itself.
@@ -25,10 +34,11 @@ def hf_answer(
     if temperature:
         torch.manual_seed(seed)
         how |= {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
-    if settings.stop:
-        how |= {"stop_strings": list(settings.stop), "tokenizer": target.tokenizer}
+    if settings.stop and target.text is not None:
+        how |= {"stop_strings": list(settings.stop), "tokenizer": target.text.tokenizer}
     how |= {name: None for name in OTHERWISE if getattr(target.generation_config, name, None)}
-    made = target.hf_generate(
+    made = hf_generate(
+        target,
         torch.tensor([prompt], device=target.device),
         max_new_tokens=settings.limit(prompt),
         eos_token_id=sorted(settings.eos) or None,

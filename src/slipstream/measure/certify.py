@@ -10,7 +10,7 @@ from rich.text import Text
 
 from slipstream.command import public
 from slipstream.core.drafter import Drafter
-from slipstream.decode.audit import audit, margin_of
+from slipstream.decode.audit import audit
 from slipstream.decode.generate import Generation, generate
 from slipstream.decode.settings import resolve_sampling
 from slipstream.drafters.tree_oracle import TreeOracle
@@ -20,7 +20,7 @@ from slipstream.measure.questions import Asking, Question, load_questions
 from slipstream.measure.report import Difference
 from slipstream.measure.run import HF, drafters_of, first_prompts
 from slipstream.results import Figures, Part, Report, heading
-from slipstream.targets import Target
+from slipstream.targets import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
 
 
@@ -164,7 +164,7 @@ def _check_laws(drafters: dict[str, Drafter], temperatures: Sequence[float]) -> 
 
 
 def _audited(
-    target: Target,
+    target: HFTarget,
     drafters: dict[str, Drafter],
     question: Question,
     prompt: list[int],
@@ -191,12 +191,12 @@ def _audited(
 
 
 def _report(
-    target: Target, max_new_tokens: int, seed: int, answers: Answers, ended: bool = False
+    target: HFTarget, max_new_tokens: int, seed: int, answers: Answers, ended: bool = False
 ) -> Certificate:
     results = [_certified(target, name, temperature, of) for (temperature, name), of in answers.items()]
     return Certificate(
         **heading(target),
-        margin=margin_of(target),
+        margin=target.margin,
         max_new_tokens=max_new_tokens,
         seed=seed,
         certified=not ended and all(result.unexplained == 0 for result in results),
@@ -204,7 +204,7 @@ def _report(
     )
 
 
-def _certified(target: Target, name: str, temperature: float, answers: Sequence[Audited]) -> Certified:
+def _certified(target: HFTarget, name: str, temperature: float, answers: Sequence[Audited]) -> Certified:
     differences = [each for answer in answers for each in answer.differences]
     margins = [each.margin for each in differences]
     return Certified(
@@ -213,7 +213,7 @@ def _certified(target: Target, name: str, temperature: float, answers: Sequence[
         questions=len(answers),
         tokens=sum(answer.tokens for answer in answers),
         identical=sum(answer.identical for answer in answers),
-        unexplained=sum(margin > margin_of(target) for margin in margins),
+        unexplained=sum(margin > target.margin for margin in margins),
         largest_margin=max(margins, default=0.0) if math.inf not in margins else "outside the support",
         divergences=differences,
     )

@@ -14,12 +14,12 @@ from rich.text import Text
 
 from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling
+from slipstream.core.target import Target
 from slipstream.core.tree import chain
 from slipstream.decode.capture import recorder
 from slipstream.decode.session import Session
 from slipstream.files import cache_home, update_json
 from slipstream.results import Figures, Part, Report, heading
-from slipstream.targets.hf import Target
 
 
 class PassCost(Part):
@@ -174,7 +174,7 @@ def cost_curve(
 ) -> CostReport:
     """Costs of a target pass at 1 to 64 rows, beside the least that reading the weights takes."""
     progress("reading memory")
-    bandwidth, weights = read_bandwidth(target.device), weight_bytes(target) / 1e9
+    bandwidth, weights = read_bandwidth(target.device), target.read_bytes / 1e9
     passes = []
     for context in contexts:
         for batch in batches:
@@ -204,13 +204,4 @@ def costs_file() -> Path:
 
 def save_costs(target: Target, report: CostReport) -> None:
     """Store what passes cost here. Raises ValueError where it cannot be written."""
-    update_json(costs_file(), target.ends.place, {target.name: report.stored()})
-
-
-def weight_bytes(target: Target) -> int:
-    """What one pass must read: all weights but the embedding's rows that are not looked up (a tied one is the
-    head)."""
-    model: Any = target.model
-    weights = {id(p): p.nbytes for p in model.parameters()}
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return sum(weights.values()) - (embedding.nbytes if embedding is not head else 0)
+    update_json(costs_file(), target.place, {target.name: report.stored()})

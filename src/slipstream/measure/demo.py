@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.decode.audit import audit, margin_of
+from slipstream.decode.audit import audit
 from slipstream.measure.questions import Question
 from slipstream.measure.run import HF, Contest, first_prompts
 from slipstream.measure.tally import Answered, Tally
+from slipstream.targets.prompts import encode
 
 ACCEPTED, OWN = "bold green", "default"
 SHOWN = {"vanilla": "plain", HF: "HF generate"}
@@ -43,7 +44,7 @@ def _answered(
 ) -> dict[str, Answered]:
     """One question, asked and answered on the screen."""
     target, answers = contest.target, dict[str, Answered]()
-    prompt = target.encode(question.turns[0])
+    prompt = encode(target, question.turns[0])
     console.print(Text(question.turns[0], "italic dim"))
     for method in ("vanilla", HF, drafter):
         if method == HF:
@@ -74,7 +75,7 @@ def _verdict(contest: Contest, drafter: str, prompt: list[int], plain: Answered,
         return Text("another draw from the same distribution", "cyan")
     found = audit(contest.target, prompt, drafted.tokens, drafted.sampling)
     largest = max((d.margin for d in found), default=0.0)
-    if largest <= margin_of(contest.target):
+    if largest <= contest.target.margin:
         return Text(
             f"rounding turned a near-tie at token {found[0].position} (margin {largest:.2g} in logits)",
             "yellow",

@@ -7,7 +7,8 @@ from typing import Any
 
 from slipstream.command import public
 from slipstream.core.drafter import Drafter
-from slipstream.decode.audit import audit, margin_of
+from slipstream.core.target import Target
+from slipstream.decode.audit import audit
 from slipstream.decode.generate import Generation, generate, stream
 from slipstream.decode.session import Seconds
 from slipstream.decode.settings import Settings
@@ -20,8 +21,9 @@ from slipstream.measure.questions import Asking, Question, alternated, load_ques
 from slipstream.measure.report import BenchReport, Difference, DrafterResult, HFResult, Speed, Speedup
 from slipstream.measure.tally import Answered, Tally, expected, ledger
 from slipstream.results import heading
-from slipstream.targets import Target
+from slipstream.targets import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
+from slipstream.targets.prompts import encode
 
 HF = "hf_generate"
 BASELINES = ("vanilla", HF)
@@ -32,7 +34,7 @@ class Contest:
     """Methods that answer the same prompts under the same settings: Hugging Face, plain decoding, and the
     drafters."""
 
-    target: Target
+    target: HFTarget
     drafters: dict[str, Drafter]
     max_new_tokens: int
     temperature: float
@@ -41,7 +43,7 @@ class Contest:
     @classmethod
     def of(
         cls,
-        target: Target,
+        target: HFTarget,
         drafters: str | Sequence[str] | Mapping[str, Drafter],
         max_new_tokens: int,
         temperature: float,
@@ -148,11 +150,12 @@ def bench(
 
 def _ask(contest: Contest, question: Question, tallies: Tallies, progress: Callable[[str], None]) -> None:
     """Ask all methods every turn of a question. A turn counts once all of them have answered it."""
-    target, methods = contest.target, contest.methods
+    target, methods, words = contest.target, contest.methods, contest.target.text
+    assert words is not None  # the first prompts were text
     messages: list[dict[str, str]] = []
     for number, turn in enumerate(question.turns):
         messages.append({"role": "user", "content": turn})
-        prompt = target.encode(messages if target.has_chat else turn)
+        prompt = encode(target, messages if words.has_chat else turn)
         answers: dict[str, Answered] = {}
         first = sum(tally.questions for tally in tallies[HF].values()) % len(methods)
         for name in methods[first:] + methods[:first]:
@@ -169,17 +172,17 @@ def _ask(contest: Contest, question: Question, tallies: Tallies, progress: Calla
         for name, answered in answers.items():
             place = (question.file, question.category, question.name)
             tallies[name].setdefault(place, Tally()).add(answered, differences.get(name, ()))
-        messages.append({"role": "assistant", "content": target.decode(plain)})
+        messages.append({"role": "assistant", "content": words.decode(plain)})
 
 
 def drafters_of(
-    given: str | Sequence[str] | Mapping[str, Drafter], target: Target, temperature: float = 0.0
+    given: str | Sequence[str] | Mapping[str, Drafter], target: HFTarget, temperature: float = 0.0
 ) -> dict[str, Drafter]:
     """Drafters by name, loaded where they are only named. Raises ValueError for an unknown one."""
     if isinstance(given, Mapping):
         return dict(given)
     names = dict.fromkeys([given] if isinstance(given, str) else given)
-    return {name: load_drafter(name, target.ends, temperature) for name in names}
+    return {name: load_drafter(name, target, temperature) for name in names}
 
 
 def first_prompts(target: Target, questions: Sequence[Question], max_new_tokens: int = 1) -> list[list[int]]:
@@ -190,7 +193,7 @@ def first_prompts(target: Target, questions: Sequence[Question], max_new_tokens:
     prompts = []
     for question in questions:
         try:
-            prompts.append(target.encode(question.turns[0]))
+            prompts.append(encode(target, question.turns[0]))
             Settings.of(target, max_new_tokens).limit(prompts[-1])
         except ValueError as error:
             raise ValueError(f"question {question.name}: {error}") from error
@@ -202,7 +205,7 @@ def _report(contest: Contest, tallies: Tallies) -> BenchReport:
     asked = {name: _by_question(of) for name, of in tallies.items()}
     return BenchReport(
         **heading(contest.target),
-        margin=margin_of(contest.target),
+        margin=contest.target.margin,
         temperature=contest.temperature,
         seed=contest.seed,
         max_new_tokens=contest.max_new_tokens,
@@ -229,7 +232,7 @@ def _result(
         acceptance_by_depth_conditional=tally.acceptance(conditional=True),
         law=drafter.law,
         identical=not tally.differences if drafter.law == "coupled" else None,
-        unexplained=sum(each.margin > margin_of(contest.target) for each in tally.differences),
+        unexplained=sum(each.margin > contest.target.margin for each in tally.differences),
         divergences=tally.differences,
         seconds=Seconds(**{part: round(seconds, 3) for part, seconds in vars(tally.seconds).items()}),
         host_share=round(tally.seconds.host / decoding, 4) if decoding else 0.0,

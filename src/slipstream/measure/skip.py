@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.core.drafter import FINAL, INPUT
+from slipstream.core.target import Target
 from slipstream.measure.cost import pass_seconds, promised
 from slipstream.measure.tuned import Skipped
-from slipstream.targets.hf import Target
 from slipstream.training.replay import Record
 
 GAMMAS = range(1, 11)
@@ -35,7 +35,7 @@ def skippable(
     Raises:
         ValueError: the target has fewer than three blocks.
     """
-    L = target.config.num_hidden_layers
+    L = target.sizes.blocks
     if L < 3:
         raise ValueError(
             f"this target has {L} blocks; self-speculation skips some between the first and the last"
@@ -51,11 +51,12 @@ def skippable(
     order = [1 + i for i in alike.argsort(descending=True).tolist()]
     whole, tried = pass_seconds(target, (1,))[1], list[Skipped]()
     rows = [tokens[:n].tolist() for tokens, n in zip(record.tokens, record.lengths, strict=True)]
+    lm_head = target.lm_head()
     for count in range(max(1, L // 10), len(order) + 1, max(1, L // 10)):
         progress(f"{count} blocks skipped")
         blocks = sorted(order[:count])
         short = target.part([i for i in range(L) if i not in blocks])
-        said = F.linear(short.features(rows, (FINAL,)), target.ends.head, target.ends.bias).argmax(-1)
+        said = lm_head(short.features(rows, (FINAL,))).argmax(-1)
         right = said == record.tokens[:, 1 : said.shape[1] + 1]
         alpha = float(right[judged[:, : said.shape[1]]].float().mean())
         c = pass_seconds(short, (1,))[1] / whole

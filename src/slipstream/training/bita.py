@@ -1,7 +1,6 @@
 """SAR training (BiTA §3.1): behind points of the target's own answers, masks that are to say the tokens after
 the next."""
 
-from functools import cached_property
 from typing import final
 
 import torch
@@ -11,12 +10,10 @@ from torch import Tensor, nn
 
 from slipstream.core.cache import KVCache
 from slipstream.core.drafter import FINAL
+from slipstream.core.target import Target
 from slipstream.core.tree import chain
 from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
 from slipstream.drafters.store import restored, stored
-from slipstream.targets import Target
-from slipstream.targets.inside import Behind
-from slipstream.targets.part import states_behind
 from slipstream.training.objective import Batch, Given, Objective
 from slipstream.training.recipe import Loss
 from slipstream.training.recipes import BitaRecipe
@@ -47,11 +44,11 @@ class Prompting(nn.Module):
         """Keys and values that the masks read."""
         if self.deep:
             return self.prompts
-        P, behind = self.config.prompts, Behind()
+        P = self.config.prompts
         at = torch.zeros(1, P, dtype=torch.long, device=self.prompts.device)  # where no key is turned
         causal = torch.ones(1, P, P, dtype=torch.bool, device=at.device).tril()
-        states_behind(target, self.prompts.to(target.dtype)[None], at, causal, at, behind)
-        return torch.stack([torch.stack([key[0], value[0]]).transpose(1, 2) for key, value in behind.own])
+        _, made = target.states(self.prompts.to(target.dtype)[None], at, causal, at)
+        return torch.stack([torch.stack([key[0], value[0]]).transpose(1, 2) for key, value in made])
 
 
 @final
@@ -64,15 +61,9 @@ class BitaObjective(Objective):
     def new(cls, given: Given) -> Prompting:
         recipe, sizes = given.recipe, given.sizes
         assert isinstance(recipe, BitaRecipe.Head)
-        cache = (given.ends.config.num_hidden_layers, sizes["num_key_value_heads"], sizes["head_dim"])
+        cache = (given.target.sizes.blocks, sizes["num_key_value_heads"], sizes["head_dim"])
         config = BitaConfig(sizes["hidden_size"], *cache, depth=recipe.depth, prompts=recipe.prompts)
         return Prompting(config, recipe.deep, given.generator)
-
-    @cached_property
-    def _target(self) -> Target:
-        assert self._ends.part is not None
-        whole: Target = self._ends.part(range(self._ends.config.num_hidden_layers))
-        return whole
 
     def forward(self, batch: Batch, settings: Loss, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """As `Objective`'s, for as many tokens as count in the batch, whatever the groups: their mean is
@@ -135,9 +126,7 @@ class BitaObjective(Objective):
         )
         columns = torch.cat([text.new_full((B, P), -1), text.expand(B, -1), positions], 1)
         rows = self.head.masks.to(target.dtype).repeat(G, 1).expand(B, -1, -1)
-        said = states_behind(
-            target, rows, positions.clamp(max=target.window - 1), seen, columns, Behind(layers)
-        )
+        said, _ = target.states(rows, positions.clamp(max=target.window - 1), seen, columns, layers)
         return said.view(B, G, M, -1)
 
     def drafter(self, tree: str, dtype: torch.dtype) -> Bita:
@@ -146,7 +135,7 @@ class BitaObjective(Objective):
             head.masks.copy_(self.head.masks)
             head.memory.copy_(self.head.memory(self._target))
         head.load_state_dict(restored(stored(head.state_dict(), dtype)))
-        return Bita(head, self._ends, self._vocab, tree)
+        return Bita(head, self._target, self._vocab, tree)
 
     def judge(self, drafter: Bita, record: Record) -> Prediction:
         """The target drafts for itself: no record knows what it would say."""

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
+from slipstream.core.target import Target
 from slipstream.files import evenly, parsed, read_text
-from slipstream.targets import Target
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 SHAPES = '{"messages": […]}, {"conversations": […]}, {"instruction", "input", "output"} or {"text"}'
@@ -138,27 +136,28 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
     Raises:
         ValueError: the target lacks a tokenizer or a chat template, or the template rewrites earlier turns.
     """
-    if target.tokenizer is None:
+    if (words := target.text) is None:
         raise ValueError(f"target {target.name} has no tokenizer to read training data with")
     if "text" in row:
-        tokens = list(target.tokenizer(row["text"])["input_ids"])[:max_length]
+        tokens = words.ids(row["text"], special=True)[:max_length]
         return Example(tokens, [True] * len(tokens))
-    if not target.has_chat:
+    if not words.has_chat:
         raise ValueError(
             f'target {target.name} has no chat template: give raw text ({{"text": …}} or a .txt file)'
         )
     messages, tokens, loss, text = row["messages"], [], [], ""
-    ends = _end_tokens(target)
+    named = target.generation_config.eos_token_id
+    ends = {*(named if isinstance(named, list) else [named]), words.eos}
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        asked = _render(target, messages[:i], ask=True)
-        answered = _render(target, messages[: i + 1], ask=False)
+        asked = words.render(messages[:i], ask=True)
+        answered = words.render(messages[: i + 1], ask=False)
         if not (asked.startswith(text) and answered.startswith(asked)):
             raise ValueError(
                 "the chat template rewrites earlier turns: give rows of one question and one answer"
             )
-        prompt, answer = _ids(target, asked[len(text) :]), _ids(target, answered[len(asked) :])
+        prompt, answer = words.ids(asked[len(text) :]), words.ids(answered[len(asked) :])
         own = next((j + 1 for j, token in enumerate(answer) if token in ends), len(answer))
         if not row.get("finished", True):  # a length limit cut the answer, so the target did not end it
             answer = answer[: own - 1]
@@ -185,29 +184,6 @@ def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
         if part.strip():
             yield number, part.strip("\n")
         number += part.count("\n") + 2
-
-
-def _end_tokens(target: Target) -> set[int]:
-    assert target.tokenizer is not None
-    named = target.generation_config.eos_token_id
-    ends = named if isinstance(named, list) else [named]
-    return {int(token) for token in [*ends, target.tokenizer.eos_token_id] if token is not None}
-
-
-def _render(target: Target, messages: list[dict[str, str]], ask: bool) -> str:
-    assert target.tokenizer is not None
-    conversation: Any = messages
-    try:
-        return str(
-            target.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=ask)
-        )
-    except (TemplateError, IndexError) as error:
-        raise ValueError(f"the target's chat template refuses these turns: {error}") from error
-
-
-def _ids(target: Target, text: str) -> list[int]:
-    assert target.tokenizer is not None
-    return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _reason(error: Exception) -> str:

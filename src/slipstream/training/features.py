@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from slipstream.core.target import Target
 from slipstream.files import cache_home
-from slipstream.targets import Target
 from slipstream.training.data import Example
 
 Advance = Callable[[int], None]

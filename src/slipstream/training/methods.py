@@ -15,11 +15,10 @@ from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
 from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
 from slipstream.drafters.glide import Glide, GlideConfig, GlideHead, Glimpse, apart
-from slipstream.drafters.heads import target_rope
+from slipstream.drafters.heads import rows_of
 from slipstream.drafters.layers import LayerConfig
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.store import restored, stored
-from slipstream.targets.part import states
 from slipstream.training.objective import Given, Objective, size_of, states_read
 from slipstream.training.recipe import Loss, Recipe
 from slipstream.training.recipes import (
@@ -80,11 +79,11 @@ class Eagle3Objective(_Recursion):
 
     @classmethod
     def new(cls, given: Given) -> Eagle3Head:
-        head = Eagle3Head(Eagle3Config(**given.sizes, draft_vocab_size=len(given.lm_head)))
+        head = Eagle3Head(Eagle3Config(**given.sizes, draft_vocab_size=given.vocab))
         read, final = given.states[len(given.sizes["taps"]) - 1], given.states[-1]
         normed = F.rms_norm(read, read.shape[-1:])
         scale = final.pow(2).mean(0).sqrt() / normed.pow(2).mean(0).sqrt().clamp(min=1e-6)
-        return head.start(given.generator, given.lm_head, scale)
+        return head.start(given.generator, rows_of(given.lm_head, final), scale)
 
     def student(self, said: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
         return self.head.logits(said)
@@ -109,7 +108,7 @@ class FastEagleObjective(Objective):
         about = {**given.sizes, "depth": recipe.depth, "cascade": recipe.cascade}
         if recipe.start is None:
             return FastEagleHead(FastEagleConfig(**about)).start(given.generator)
-        eagle: Any = load_drafter(recipe.start, given.ends)
+        eagle: Any = load_drafter(recipe.start, given.target)
         sizes = vars(LayerConfig(**{name: size for name, size in given.sizes.items() if name != "taps"}))
         alike = isinstance(eagle, Eagle) and all(
             getattr(eagle.head.config, name) == sizes[name] for name in sizes
@@ -148,9 +147,10 @@ class MedusaObjective(Objective):
 
     @classmethod
     def new(cls, given: Given) -> MedusaHead:
-        recipe, (Vd, H) = given.recipe, given.lm_head.shape
+        recipe = given.recipe
         assert isinstance(recipe, MedusaRecipe.Head)
-        return MedusaHead(MedusaConfig(H, Vd, recipe.depth, recipe.layers)).start(given.lm_head)
+        head = MedusaHead(MedusaConfig(given.target.width, given.vocab, recipe.depth, recipe.layers))
+        return head.start(rows_of(given.lm_head, given.states[-1]))
 
     def student(self, said: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
         logits: Tensor = self.head.lm_heads[j](said)
@@ -186,13 +186,11 @@ class GlideObjective(Objective):
 
     @classmethod
     def new(cls, given: Given) -> GlideHead:
-        recipe, ends, sizes = given.recipe, given.ends, dict(given.sizes)
+        recipe, target, sizes = given.recipe, given.target, dict(given.sizes)
         assert isinstance(recipe, GlideRecipe.Head)
         about: dict[str, Any] = {"target_size": sizes["hidden_size"], "target_head_dim": sizes["head_dim"]}
         about |= {"target_heads": sizes["num_attention_heads"]}
-        about["target_rope"] = tuple(
-            target_rope(ends.config, int(tap.removeprefix(CACHE))) for tap in sizes["taps"]
-        )
+        about["target_rope"] = tuple(target.rope(int(tap.removeprefix(CACHE))) for tap in sizes["taps"])
         if recipe.hidden_size:
             heads = max(1, recipe.hidden_size // sizes["head_dim"])
             sizes |= {
@@ -201,7 +199,7 @@ class GlideObjective(Objective):
                 "num_key_value_heads": heads,
             }
         if recipe.own_ends:
-            about |= {"vocab_size": len(ends.head), "draft_vocab_size": len(given.lm_head)}
+            about |= {"vocab_size": target.vocab, "draft_vocab_size": given.vocab}
         about |= {"cross_norm": not recipe.published, "first_token": recipe.published}
         config = GlideConfig(**sizes, depth=recipe.depth, **about)
         return GlideHead(config).start(given.generator, size_of(given.states[-1]))
@@ -251,9 +249,9 @@ class DistillObjective(Objective):
     @classmethod
     def new(cls, given: Given) -> Part:
         assert isinstance(given.recipe, DraftModelRecipe.Head)
-        L = given.ends.config.num_hidden_layers
+        L = given.target.sizes.blocks
         return (
-            Part(tuple(given.recipe.blocks or sorted({0, min(1, L - 1), L - 1})), given.ends)
+            Part(tuple(given.recipe.blocks or sorted({0, min(1, L - 1), L - 1})), given.target)
             .float()
             .requires_grad_()
         )
@@ -265,13 +263,15 @@ class DistillObjective(Objective):
         settings: Loss,
         generator: torch.Generator,
     ) -> Iterator[Float[Tensor, "B T H"]]:
-        yield states(self.head.model, tokens)[:, 1:]
+        at = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        model = self.head.model
+        yield model.states(model.embed(tokens), at, at[:, :, None] >= at[:, None], at)[0][:, 1:]
 
     def drafter(self, tree: str, dtype: torch.dtype) -> DraftModel:
-        part = Part(self.head.config.blocks, self._ends, self._vocab).fill(
+        part = Part(self.head.config.blocks, self._target, self._vocab).fill(
             restored(stored(self.head.state_dict(), dtype))
         )
-        return DraftModel(part.model, self._ends, tree, vocab=self._vocab, part=part)
+        return DraftModel(part.model, self._target, tree, vocab=self._vocab, part=part)
 
 
 def deeper(said: Float[Tensor, "B T N H"]) -> Iterator[Float[Tensor, "B T H"]]:

@@ -4,6 +4,7 @@ them."""
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,9 +13,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from slipstream.core.drafter import CACHE, FINAL, INPUT, Ends
+from slipstream.core.drafter import CACHE, FINAL, INPUT
+from slipstream.core.target import Target
 from slipstream.drafters.draft_model import DraftModel
-from slipstream.drafters.heads import HeadDrafter, bent, block_taps, borrowed, layer_sizes
+from slipstream.drafters.heads import HeadDrafter, block_taps, layer_sizes
 from slipstream.drafters.store import restored, stored
 from slipstream.training.data import Example
 from slipstream.training.recipe import Head, Loss, Recipe
@@ -61,18 +63,18 @@ class Given:
     Attributes:
         recipe: its section on the head.
         sizes: of a layer, and the taps.
-        lm_head: the target's, for the draft vocabulary.
+        lm_head: the target's over the draft vocabulary, float32; `vocab`: how many tokens that has.
         states: some of each recorded tap, the final ones last.
         gains: what embeddings, and the states of each tap that is read, are multiplied by.
-        ends: the target's.
     """
 
     recipe: Head
     sizes: dict[str, Any]
-    lm_head: Float[Tensor, "Vd H"]
+    lm_head: nn.Module
+    vocab: int
     states: Sequence[Float[Tensor, "T H"]]
     gains: Float[Tensor, " taps1"]
-    ends: Ends
+    target: Target
     generator: torch.Generator
 
 
@@ -85,7 +87,7 @@ class Objective(nn.Module):
     scales into its weights.
 
     Args:
-        ends: the target's embedding and LM head, frozen.
+        target: its embedding and LM head are read, and stay as they are.
         vocab: draft vocabulary, target ids.
         gains: what embeddings, and the states of each tap, are multiplied by in training.
     """
@@ -94,14 +96,12 @@ class Objective(nn.Module):
     reads_features: ClassVar[bool] = (
         True  # in training; otherwise it makes the passes of the target that it needs
     )
-    lm_head: Tensor
-    lm_bias: Tensor | None
     gains: Float[Tensor, " taps1"]
 
     def __init__(
         self,
         head: nn.Module,
-        ends: Ends,
+        target: Target,
         vocab: Int[Tensor, " Vd"] | None,
         gains: Float[Tensor, " taps1"] | None = None,
     ) -> None:
@@ -109,12 +109,8 @@ class Objective(nn.Module):
         taps = len(head.config.taps)  # type: ignore[union-attr, arg-type]
         self.register_buffer("gains", torch.ones(1 + taps) if gains is None else gains.float().cpu())
         self.head: Any = head
-        self._ends, self._vocab = ends, vocab  # plain attributes: neither trained nor saved
-        lm_head, bias = borrowed(ends, torch.arange(len(ends.head)) if vocab is None else vocab)
-        self.register_buffer("lm_head", lm_head.detach().float().clone(), persistent=False)
-        self.register_buffer(
-            "lm_bias", None if bias is None else bias.detach().float().clone(), persistent=False
-        )
+        self._target, self._vocab = target, vocab  # plain attributes: neither trained nor saved
+        self.lm_head = deepcopy(target.lm_head(vocab)).float()
 
     @classmethod
     def taps(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
@@ -130,27 +126,27 @@ class Objective(nn.Module):
 
     @classmethod
     def begin(
-        cls, recipe: Recipe, ends: Ends, examples: Sequence[Example], features: Float[Tensor, "T F"]
+        cls, recipe: Recipe, target: Target, examples: Sequence[Example], features: Float[Tensor, "T F"]
     ) -> "Objective":
         """An untrained head for this target. Some features show how large they are."""
-        vocab = frequent(examples, recipe.head.draft_vocab, len(ends.head))
-        sizes = layer_sizes(ends, recipe.head.inner)
-        check_size(recipe.head, sizes, ends)
-        sizes["taps"] = cls.reads(recipe, ends.config.num_hidden_layers)
-        final = features[:, -ends.config.hidden_size :].float()
+        vocab = frequent(examples, recipe.head.draft_vocab, target.vocab)
+        sizes = layer_sizes(target, recipe.head.inner)
+        check_size(recipe.head, sizes, target)
+        sizes["taps"] = cls.reads(recipe, target.sizes.blocks)
+        final = features[:, -target.sizes.hidden_size :].float()
         states = [*cls._apart(features.float(), sizes["taps"], final.shape[1]), final]
         tokens = torch.tensor(
             [token for example in examples[:64] for token in example.tokens], device=features.device
         )
-        embedded, size = ends.embed(tokens).detach().float(), size_of(final)
+        embedded, size = target.embed(tokens).detach().float(), size_of(final)
         gains = [size / size_of(embedded)]
         for tap, state in zip(sizes["taps"], states, strict=False):
             gains.append(size.new_ones(()) if tap.startswith(CACHE) else size / size_of(state))
-        lm_head, _ = borrowed(ends, torch.arange(len(ends.head)) if vocab is None else vocab)
+        lm_head, Vd = deepcopy(target.lm_head(vocab)).float(), target.vocab if vocab is None else len(vocab)
         seeded = torch.Generator().manual_seed(recipe.schedule.seed)
         scale = torch.stack(gains).cpu()
-        head = cls.new(Given(recipe.head, sizes, lm_head.detach().float(), states, scale, ends, seeded))
-        return cls(head, ends, vocab, scale)
+        head = cls.new(Given(recipe.head, sizes, lm_head, Vd, states, scale, target, seeded))
+        return cls(head, target, vocab, scale)
 
     @staticmethod
     def _apart(features: Float[Tensor, "*n F"], taps: Sequence[str], H: int) -> tuple[Tensor, ...]:
@@ -176,17 +172,18 @@ class Objective(nn.Module):
 
     def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
         """What the head reads of tokens."""
-        return self._ends.embed(tokens).detach().to(next(self.head.parameters()).dtype) * self.gains[0]
+        return self._target.embed(tokens).detach().to(next(self.head.parameters()).dtype) * self.gains[0]
 
     def student(self, said: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
         """Logits of step j over the draft vocabulary."""
-        return bent(F.linear(said, self.lm_head, self.lm_bias), self._ends.config)
+        logits: Tensor = self.lm_head(said)
+        return logits
 
     def forward(self, batch: Batch, settings: Loss, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """The loss summed over counting tokens (to be divided by `batch.counts.sum()` of all processes), and
         for how many of them the likeliest token of the first step is the target's."""
         assert isinstance(settings, LawLoss)
-        f, H = batch.features.float(), self._ends.config.hidden_size
+        f, H = batch.features.float(), self._target.sizes.hidden_size
         labels, taps = f[:, 1:, -H:], self._apart(f[:, :-1], self.head.config.taps, H)
         read = torch.cat(
             [f[:, :-1, :0], *(gain * tap for gain, tap in zip(self.gains[1:], taps, strict=True))], -1
@@ -227,8 +224,9 @@ class Objective(nn.Module):
         """What is to be said: the target's own law, or the token of the text, if the draft vocabulary has
         it."""
         if not hard:
-            return bent(F.linear(states.float(), self.lm_head, self.lm_bias), self._ends.config).softmax(-1)
-        vocab = torch.arange(len(self.lm_head)) if self._vocab is None else self._vocab
+            law: Tensor = self.lm_head(states.float()).softmax(-1)
+            return law
+        vocab = torch.arange(self._target.vocab) if self._vocab is None else self._vocab
         return (tokens[:, None] == vocab.to(tokens.device)).float()
 
     def drafter(self, tree: str, dtype: torch.dtype) -> HeadDrafter | DraftModel:
@@ -237,7 +235,7 @@ class Objective(nn.Module):
         head.load_state_dict(self.head.state_dict())
         head.scale_inputs(self.gains[0].cpu(), self.gains[1:].cpu())
         head.load_state_dict(restored(stored(head.state_dict(), dtype)))
-        return self.drafts(head, self._ends, self._vocab, tree)
+        return self.drafts(head, self._target, self._vocab, tree)
 
     def judge(self, drafter: Any, record: Record) -> Prediction:
         """τ on the held-out texts."""
@@ -254,7 +252,7 @@ def states_read(taps: Sequence[str] | None, method: str, layers: int) -> tuple[s
     return read
 
 
-def check_size(asked: Head, sizes: dict[str, Any], ends: Ends) -> None:
+def check_size(asked: Head, sizes: dict[str, Any], target: Target) -> None:
     """Refuse a head that is larger than its target before memory is asked for. Raises ValueError."""
 
     def numbers(layers: int, width: int, inner: int) -> int:
@@ -263,9 +261,7 @@ def check_size(asked: Head, sizes: dict[str, Any], ends: Ends) -> None:
     H, inner = sizes["hidden_size"], sizes["intermediate_size"]
     layers, width = asked.layers_built(H)
     head = numbers(layers, width, inner)
-    whole = (
-        numbers(ends.config.num_hidden_layers, H, layer_sizes(ends)["intermediate_size"]) + ends.head.numel()
-    )
+    whole = numbers(target.sizes.blocks, H, target.sizes.intermediate_size) + target.vocab * target.width
     if head > max(whole, SMALL):
         raise ValueError(
             f"head.depth={layers} and head.intermediate_size={inner} ask for {head / 1e9:.1f} billion "

@@ -19,11 +19,11 @@ from slipstream.core.grow import Expand
 from slipstream.core.sampling import Sampler, Sampling, rows_of
 from slipstream.core.shape import Shape
 from slipstream.core.span import Output, Span, commit
+from slipstream.core.target import Target
 from slipstream.core.tree import Tree, chain
 from slipstream.core.verify import child_with, verify
 from slipstream.decode.generate import Generation, generate
 from slipstream.decode.settings import resolve_sampling
-from slipstream.targets import Target
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ class Record:
     @torch.inference_mode()
     def greedy_share(self, target: Target) -> float:
         """The share of the answers' tokens that are the target's likeliest."""
-        right = total = 0
+        right, total, lm_head = 0, 0, target.lm_head()
         texts = zip(self.tokens, self.prompts, self.lengths, self.tapped([FINAL]), strict=True)
         for tokens, start, end, final in texts:
-            likeliest = F.linear(final[start - 1 : end - 1], target.ends.head, target.ends.bias).argmax(-1)
+            likeliest = lm_head(final[start - 1 : end - 1]).argmax(-1)
             right, total = right + int((likeliest == tokens[start:end]).sum()), total + int(end - start)
         return right / total
 

@@ -9,8 +9,8 @@ from rich.progress import Progress, TaskID
 from rich.text import Text
 
 from slipstream.bars import bars
+from slipstream.core.target import Target
 from slipstream.picture import picture
-from slipstream.targets import Target
 from slipstream.training.data import load_examples
 from slipstream.training.progress import Evaluation, Seen
 from slipstream.training.recipe import Data
@@ -20,13 +20,13 @@ LEARNT, GIVEN = "black on green", "dim"
 
 def preview(target: Target, data: Data, count: int = 3) -> Group:
     """The first examples as the drafter reads them: what it learns to predict is green, the rest dim."""
-    assert target.tokenizer is not None
+    assert target.text is not None
     examples = load_examples(data.files, target, data.max_length, data.limit, data.greedy)
     panels = []
     for i, example in enumerate(examples[:count]):
         text = Text()
         for token, learnt in zip(example.tokens, example.loss, strict=True):
-            text.append(str(target.tokenizer.decode([token])), LEARNT if learnt else GIVEN)
+            text.append(target.text.decode([token], special=True), LEARNT if learnt else GIVEN)
         count_learnt = f"{sum(example.loss)} of {len(example.tokens)} tokens are learnt"
         panels.append(Panel(text, title=f"example {i + 1}: {count_learnt}"))
     legend = Text.assemble(

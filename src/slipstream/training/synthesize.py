@@ -13,9 +13,9 @@ from rich.text import Text
 
 from slipstream.command import public
 from slipstream.core.sampling import Sampling
+from slipstream.core.target import Target
 from slipstream.files import STANDARD, check_counts, check_writable, evenly, locked, parsed
 from slipstream.results import Result, made
-from slipstream.targets import Target
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import read_rows
 from slipstream.training.writers import Messages, Writer, wrapped, writer_of
@@ -199,13 +199,13 @@ def synthesize_prompts(
     opening = opening_of(target)
     seen = set(known)
     idle = 0
-    assert target.tokenizer is not None
+    assert target.text is not None
     for i in count():
         if len(seen) >= n:
             return
         before = len(seen)
         for written in writer.go_on(opening, batch, temperature, PROMPT_TOKENS[1], wrapped(seed + i)):
-            length = len(target.tokenizer(written.text)["input_ids"])
+            length = len(target.text.ids(written.text, special=True))
             if written.finished and length >= PROMPT_TOKENS[0] and written.text not in seen and len(seen) < n:
                 seen.add(written.text)
                 yield written.text
@@ -219,15 +219,11 @@ def synthesize_prompts(
 
 def opening_of(target: Target) -> str:
     """The chat template's text up to the user's words. Raises ValueError if there is no template."""
-    if not target.has_chat:
+    if target.text is None or not target.text.has_chat:
         raise ValueError(
             f"target {target.name} has no chat template to write prompts from: use `slipstream regenerate`"
         )
-    assert target.tokenizer is not None
-    conversation: Any = [{"role": "user", "content": HERE}]
-    text = str(
-        target.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False)
-    )
+    text = target.text.render([{"role": "user", "content": HERE}], ask=False)
     return text[: text.index(HERE)]
 
 

@@ -18,10 +18,10 @@ import torch
 import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs
 
+from slipstream.core.target import Target
 from slipstream.drafters.store import RUN, RUN_MARK, claimed, save_drafter
 from slipstream.files import replacing, understood
 from slipstream.methods import METHODS
-from slipstream.targets import Target
 from slipstream.training.checkpoint import read_checkpoint, write_checkpoint
 from slipstream.training.data import hold_out, load_examples
 from slipstream.training.features import Features, pack
@@ -56,7 +56,7 @@ class Trainer:
         objective = METHODS[recipe.method].objective
         assert objective is not None
         self._method: type[Objective] = resolve_name(objective)
-        self._taps = self._method.taps(recipe, target.config.num_hidden_layers)
+        self._taps = self._method.taps(recipe, target.sizes.blocks)
         # One process reads features while the others wait.
         patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
         on_cpu, precision = target.device.type == "cpu", recipe.schedule.precision
@@ -79,7 +79,7 @@ class Trainer:
             yield
             return
         resume, directory = self._resume, self._directory
-        with claimed(directory, ("train",), self._force or resume, [self.target.ends.config.name_or_path]):
+        with claimed(directory, ("train",), self._force or resume, [self.target.source]):
             begun = (self.home / STATE).exists()
             if resume and not begun:
                 raise ValueError(f"{directory} holds no checkpoint to resume: leave --resume out to begin")
@@ -114,7 +114,7 @@ class Trainer:
             advance(len(self._held_out) * kept.held_out_tokens)
         self.record = known
         features = torch.cat([f[:n] for f, n in zip(self.record.features, self.record.lengths, strict=True)])
-        self.objective = self._method.begin(self.recipe, self.target.ends, self._all, features)
+        self.objective = self._method.begin(self.recipe, self.target, self._all, features)
         self.vocab_coverage = coverage(self._all, self.objective._vocab)
         self._filling = filling
         if self._saved is not None:
@@ -128,7 +128,7 @@ class Trainer:
             8, sum(self.target.widths(self._taps)), dtype=self.target.dtype, device=self.target.device
         )
         with understood("this recipe"):
-            objective = self._method.begin(self.recipe, self.target.ends, self._all[:8], sample)
+            objective = self._method.begin(self.recipe, self.target, self._all[:8], sample)
             objective.drafter(self.recipe.head.tree, getattr(torch, self.recipe.head.storage))
             for stage in self.stages:
                 _adamw(objective, stage.optimizer)
@@ -276,8 +276,7 @@ class Trainer:
             config, tensors = drafter.pack()
             vocabulary = {"size": len(drafter.vocab), "coverage": round(self.vocab_coverage, 4)}
             config = {**config, "vocabulary": vocabulary}
-            name, training = self.target.name, self._summary(prediction)
-            about = (self.recipe.method, name, self.target.ends, config, tensors, training, storage)
+            about = (self.recipe.method, self.target, config, tensors, self._summary(prediction), storage)
             save_drafter(self.home, *about, force=True)
 
     def _summary(self, prediction: Prediction) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any, TypeVar, final
 
+from slipstream.core.target import Target
 from slipstream.decode.generate import Generation, generate
 from slipstream.decode.settings import Settings
-from slipstream.targets import Target
 from slipstream.targets.load import AnyTarget, loaded
+from slipstream.targets.prompts import encode
 
 T = TypeVar("T")
 Messages = list[dict[str, str]]
@@ -64,17 +65,16 @@ class TargetWriter(Writer):
     def check(self, prompts: Sequence[Messages], limit: int) -> None:
         for number, prompt in enumerate(prompts, 1):
             try:
-                Settings.of(self.target, limit).limit(self.target.encode(prompt))
+                Settings.of(self.target, limit).limit(encode(self.target, prompt))
             except ValueError as error:
                 raise ValueError(f"question {number}: {error}") from error
 
     def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
-        return self._write([self.target.encode(prompt) for prompt in prompts], temperature, limit, seed)
+        return self._write([encode(self.target, prompt) for prompt in prompts], temperature, limit, seed)
 
     def go_on(self, text: str, n: int, temperature: float, limit: int, seed: int) -> list[Written]:
-        assert self.target.tokenizer is not None
-        ids = list(self.target.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return self._write([ids] * n, temperature, limit, seed)
+        assert self.target.text is not None
+        return self._write([self.target.text.ids(text)] * n, temperature, limit, seed)
 
     def _write(self, prompts: list[list[int]], temperature: float, limit: int, seed: int) -> list[Written]:
         made: list[Generation] = generate(

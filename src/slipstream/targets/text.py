@@ -1,0 +1,69 @@
+"""A Hugging Face tokenizer and its chat template."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from slipstream.core.target import Messages, Text
+
+
+@final
+class HFText(Text):
+    """Text through a Hugging Face tokenizer; `name` is what errors call its target."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+        self.tokenizer, self.name = tokenizer, name
+
+    @property
+    def has_chat(self) -> bool:
+        return self.tokenizer.chat_template is not None
+
+    @property
+    def eos(self) -> int | None:
+        eos: int | None = self.tokenizer.eos_token_id
+        return eos
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        return self.tokenizer.get_vocab()
+
+    def encode(self, prompt: str | Messages) -> list[int]:
+        if not self.has_chat:
+            if isinstance(prompt, str):
+                return self.ids(prompt, special=True)
+            raise ValueError(f"target {self.name} has no chat template: give the prompt as text")
+        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        try:
+            made: Any = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True
+            )
+            return list(made["input_ids"])
+        except Exception as error:  # whatever a template makes of messages that it does not know
+            reason = str(error).strip().split("\n")[0]
+            raise ValueError(
+                f"the chat template of {self.name} does not take these messages: {reason}"
+            ) from error
+
+    def ids(self, text: str, special: bool = False) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def render(self, messages: Messages, ask: bool) -> str:
+        conversation: Any = list(messages)
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=ask)
+            )
+        except (TemplateError, IndexError) as error:
+            raise ValueError(f"the chat template of {self.name} refuses these turns: {error}") from error
+
+    def decode(self, tokens: Sequence[int], special: bool = False) -> str:
+        return str(  # a clean-up of spaces would take back what was shown
+            self.tokenizer.decode(
+                list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def written(self, token: int) -> str:
+        return str(self.tokenizer.convert_ids_to_tokens(token))
