@@ -1,12 +1,14 @@
 """The shape of the package: who may import whom, and what it promises to users."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
 import slipstream
 
 ROOT = Path(slipstream.__file__).parent
+TESTS = Path(__file__).parent
 SHARED = {
     "files",
     "machine",
@@ -99,3 +101,20 @@ def test_functions_fit_on_a_screen():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 name = f"{path.relative_to(ROOT)} {node.name}"
                 assert node.end_lineno - node.lineno + 1 <= 60 or name in long, name
+
+
+def test_tests_stand_beside_what_they_test():
+    """tests/ROOM/test_x.py tests src/slipstream/ROOM/x.py; CONTRIBUTING names the tests of several files."""
+    contributing = (TESTS.parent / "CONTRIBUTING.md").read_text("utf-8")
+    for path in TESTS.rglob("test_*.py"):
+        name = path.relative_to(TESTS)
+        source = ROOT / name.parent / f"{name.stem.removeprefix('test_')}.py"
+        package = name.stem == f"test_{name.parent.name}"
+        assert source.exists() or package or f"`{name}`" in contributing, name
+
+
+def test_links_lead_to_files():
+    """Of the pages of the project, and without the anchors."""
+    for page in [*TESTS.parent.glob("*.md"), *(TESTS.parent / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8")):
+            assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
