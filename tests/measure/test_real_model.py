@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import slipstream
 from slipstream import generate, load_drafter, load_target
 from slipstream.decode.answer import mean_accepted_length
 from slipstream.drafters.store import find_drafter
@@ -54,9 +55,10 @@ def test_a_head_that_ships_drafts_well_and_as_predicted(target, name, deep, want
 def test_the_readmes_lines_run(capsys):
     """The first thing a newcomer types."""
     readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
-    [lines] = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    exec(compile(lines, "README.md", "exec"), {})
+    answering, measuring = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    exec(compile(answering, "README.md", "exec"), {})
     assert "gravity" in capsys.readouterr().out.lower()
+    assert {*re.findall(r"slipstream\.(\w+)", measuring)} <= {*slipstream.__all__}  # it would take minutes
 
 
 LONG = """
