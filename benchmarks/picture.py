@@ -39,9 +39,10 @@ def picture(
         raise ValueError(f"{drafter} gave another text than plain decoding: ask another question")
     kept = [1, *(each.kept for each in answer.rounds)]  # the prompt's pass yields one token
     styles = [style for n in kept for style in (*[DRAFTED] * (n - 1), "default")]
+    assert loaded.text is not None
     text, shown = Text(), ""
     for count, style in enumerate(styles, 1):
-        longer = loaded.decode(answer.tokens[:count])
+        longer = loaded.text.decode(answer.tokens[:count])
         text.append(longer[len(shown) :], style)
         shown = longer
     console = Console(record=True, file=StringIO(), width=96, color_system="truecolor", highlight=False)
