@@ -13,6 +13,7 @@ from slipstream.core.sampling import Sampling, rows_of
 from slipstream.core.tree import Tree, chain
 from slipstream.decode.answer import Answer
 from slipstream.decode.generate import decode
+from slipstream.decode.session import Session
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.targets import HFTarget
 
@@ -53,6 +54,25 @@ def test_lengths_and_trees_share_a_graph(compiled):
         drafter.grow_as(f"dynamic-3x4x{nodes}")
         for prompt in PROMPTS:
             answers(compiled, drafter, [prompt], rows)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+def test_texts_that_join_and_leave_share_the_graphs(compiled):
+    """Windows of another number of rows, of another first row, or of a storage that has grown."""
+
+    def play(sizes: list[int], capacity: int) -> None:
+        session = Session(compiled, tiny.eagle(compiled, "dynamic-3x4x14"), rows=4, capacity=capacity)
+        for i, size in enumerate(sizes):
+            session.retire(session.texts[: len(session.texts) + size - 4])
+            session.admit((2 * PROMPTS)[:size], [Sampling()] * size)
+            for _ in range(1 + i):
+                session.step()
+        assert (session.cache.capacity == capacity + 14) == (capacity > 100)
+
+    play([1, 1, 2], 200)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    play([2, 1, 3, 1], 300)
+    play([4, 2, 1, 1, 3], 40)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
