@@ -9,7 +9,7 @@ from slipstream.core.sampling import Sampling
 from slipstream.core.verify import coupled
 from slipstream.decode.answer import Answer
 from slipstream.decode.audit import audit
-from slipstream.decode.generate import decode
+from slipstream.decode.generate import Job
 from slipstream.drafters.vanilla import Vanilla
 
 PROMPT = tiny.prompts(5)[0]
@@ -17,7 +17,7 @@ PROMPT = tiny.prompts(5)[0]
 
 def plain(sampling: Sampling) -> list[int]:
     answer = Answer(tiny.target("llama"), 12, frozenset(), ())
-    decode(answer.target, Vanilla(), [PROMPT], [sampling], [answer], coupled)
+    Job(answer.target, Vanilla(), [PROMPT], [sampling], [answer], coupled).run()
     return answer.tokens
 
 

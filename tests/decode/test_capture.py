@@ -14,7 +14,7 @@ from slipstream.core import look
 from slipstream.core.sampling import Sampling, rows_of
 from slipstream.decode import capture, session
 from slipstream.decode.answer import Answer
-from slipstream.decode.generate import decode
+from slipstream.decode.generate import Job
 from slipstream.drafters.vanilla import Vanilla
 
 DRAFTERS = {
@@ -66,7 +66,7 @@ def texts(target, drafter, prompts, rows) -> tiny.Texts:
     answers = [
         Answer(target, NEW - 8 * i, frozenset(), ()) for i in range(len(prompts))
     ]  # rows leave one by one
-    decode(target, drafter, prompts, rows, answers)
+    Job(target, drafter, prompts, rows, answers).run()
     return [answer.tokens for answer in answers]
 
 

@@ -17,7 +17,7 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling, rows_of
 from slipstream.core.verify import Law, coupled, multi_round
 from slipstream.decode.answer import Answer
-from slipstream.decode.generate import decode
+from slipstream.decode.generate import Job
 from slipstream.drafters.random_drafter import RandomDrafter
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
@@ -74,7 +74,7 @@ def run(
 ) -> tiny.Texts:
     """Answers to the prompts, decoded as one batch."""
     answers = [Answer(target, new, frozenset(), ()) for _ in prompts]
-    decode(target, drafter, prompts, rows, answers, law, trace=trace)
+    Job(target, drafter, prompts, rows, answers, law, trace=trace).run()
     return [answer.tokens for answer in answers]
 
 

@@ -16,7 +16,8 @@ from transformers import GenerationConfig, GPT2Config, NoRepeatNGramLogitsProces
 
 import tiny
 from slipstream.core.drafter import Drafter
-from slipstream.decode.generate import Generation, generate
+from slipstream.decode.generate import Generation, generate, stream
+from slipstream.decode.session import Session
 from slipstream.drafters.random_drafter import RandomDrafter
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
@@ -212,6 +213,46 @@ def test_rows_of_a_batch_have_noise_of_their_own(target):
     assert len(set(map(tuple, three))) == 3
 
 
+@pytest.mark.parametrize("drafter", EVERY)
+def test_more_prompts_than_are_answered_at_once(target, drafter):
+    """A text, a trace or a count that goes to another prompt when a row is taken again."""
+    how = {"max_new_tokens": 16, "temperature": 0.8, "repetition_penalty": 1.2, "law": "coupled"}
+    endless = generate(target, PROMPTS, **how, **ENDLESS)
+    ends = {"eos_token_ids": [endless[0].tokens[3], endless[3].tokens[5]]}
+    texts = [each.prompt + each.tokens for each in endless]
+    want = generate(target, PROMPTS, **how, **ends)
+    for batch in (1, 3):
+        trace = io.StringIO()
+        made = generate(
+            target, PROMPTS, EVERY[drafter](target, texts), batch=batch, trace=trace, **how, **ends
+        )
+        assert [(each.tokens, each.finish) for each in made] == [(each.tokens, each.finish) for each in want]
+        lines = list(map(json.loads, trace.getvalue().splitlines()))
+        for i, each in enumerate(made):
+            brought = [line["accepted"] for line in lines if line["row"] == i]
+            assert [len(path) - 1 for path in brought] == [r.accepted for r in each.rounds]
+
+
+def test_a_batch_bounds_the_rows_that_are_allocated(target, monkeypatch):
+    """A cache of all the prompts, of which some are answered at once."""
+    rows = []
+    monkeypatch.setattr(
+        "slipstream.decode.generate.Session",
+        lambda *args, **named: rows.append(args[3]) or Session(*args, **named),
+    )
+    generate(target, PROMPTS, max_new_tokens=3, batch=2)
+    generate(target, PROMPTS, max_new_tokens=3, batch=9)
+    generate(target, PROMPTS, max_new_tokens=3)
+    assert rows == [2, 4, 4]
+
+
+def test_an_argument_that_there_is_not(target):
+    """A typo that changes nothing."""
+    for call in (generate, stream):
+        with pytest.raises(TypeError, match="generate has no argument 'max_tokens': it has max_new_tokens, "):
+            call(target, PROMPT, max_tokens=3)
+
+
 def configured(**settings: object) -> HFTarget:
     """A target whose `generation_config` says something."""
     model = deepcopy(tiny.reference("llama"))
@@ -313,6 +354,7 @@ def test_laws_go_by_name(target, answer):
         (PROMPT, {"trace": "trace.jsonl"}, "trace is a str: give an open file, or anything else with write"),
         (PROMPT, {"max_new_tokens": 1.5}, "max_new_tokens is 1.5; it must be at least 1, a whole number"),
         (PROMPT, {"max_new_tokens": True}, "max_new_tokens is True"),
+        (PROMPT, {"batch": 0}, "batch is 0; it must be at least 1, a whole number"),
         (PROMPT, {"temperature": "hot"}, "temperature is 'hot'; it must be 0"),
         (PROMPT, {"temperature": 1e-320}, "temperature is 1e-320; it must be 0"),
         (PROMPT, {"top_k": 0.5}, "top_k is 0.5; it must be 0"),

@@ -12,7 +12,7 @@ import tiny
 from slipstream.core.sampling import Sampling, rows_of
 from slipstream.core.tree import Tree, chain
 from slipstream.decode.answer import Answer
-from slipstream.decode.generate import decode
+from slipstream.decode.generate import Job
 from slipstream.decode.session import Session
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.targets import HFTarget
@@ -23,7 +23,7 @@ PROMPTS = tiny.prompts(7, 13, 55)
 
 def answers(target: HFTarget, drafter, prompts, rows) -> tiny.Texts:
     made = [Answer(target, 24, frozenset(), ()) for _ in prompts]
-    decode(target, drafter, prompts, rows, made)
+    Job(target, drafter, prompts, rows, made).run()
     return [answer.tokens for answer in made]
 
 

@@ -2,11 +2,11 @@
 
 import json
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from time import perf_counter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypedDict, Unpack, overload, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
 from slipstream.core.verify import Law, coupled, lossy_typical, multi_round
 from slipstream.decode.answer import Answer, Finish, Round, mean_accepted_length
-from slipstream.decode.session import Seconds, Session
+from slipstream.decode.session import Committed, Seconds, Session
 from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
 from slipstream.drafters.spec import Named, Spec
-from slipstream.targets.prompts import Prompt, read_prompts
+from slipstream.targets.prompts import Prompt, is_whole, read_prompts
 
 LOSSY = "lossy-typical"
 LAWS: dict[str, Law] = {"coupled": coupled, "multi-round": multi_round, LOSSY: lossy_typical}
@@ -50,7 +50,7 @@ class Generation:
         text: without special tokens and stop string.
         finish: "eos", "stop" or "length".
         rounds: one entry per target pass; the prompt's own pass and the token it yields are not among them.
-        seconds: of the whole batch this answer was made in.
+        seconds: of all answers that were made in the same call.
         sampling: how its tokens were chosen, the target's own processors included: what `audit` judges them
             by.
     """
@@ -69,32 +69,63 @@ class Generation:
         return mean_accepted_length(self.rounds)
 
 
+class Options(TypedDict, total=False):
+    """Keyword arguments of `generate` and `stream`, which `generate` explains."""
+
+    max_new_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    processors: Sequence[Any]
+    eos_token_ids: int | Iterable[int] | None
+    stop: str | Sequence[str] | None
+    law: str | None
+    trace: Writer | None
+
+
+class BatchOptions(Options, total=False):
+    """Those of `generate` alone."""
+
+    batch: int | None
+    attention_mask: Any
+    streamer: Streamer | None
+
+
+Message = Mapping[str, Any]
+One = str | Sequence[int] | Sequence[Message]
+Many = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Sequence[Sequence[Message]]
+
+
+@overload
+def generate(
+    target: Target, prompts: One, drafter: Named | Drafter = ..., **options: Unpack[BatchOptions]
+) -> Generation: ...
+@overload
+def generate(
+    target: Target, prompts: Many, drafter: Named | Drafter = ..., **options: Unpack[BatchOptions]
+) -> list[Generation]: ...
+@overload  # tensors and what a tokenizer returns hold one prompt or several
+def generate(
+    target: Target,
+    prompts: Prompt | Sequence[Prompt],
+    drafter: Named | Drafter = ...,
+    **options: Unpack[BatchOptions],
+) -> Any: ...
 def generate(
     target: Target,
     prompts: Prompt | Sequence[Prompt],
     drafter: Named | Drafter = "vanilla",
-    *,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    seed: int = 0,
-    processors: Sequence[Any] = (),
-    eos_token_ids: int | Iterable[int] | None = None,
-    stop: str | Sequence[str] | None = None,
-    law: str | None = None,
-    attention_mask: Any = None,
-    streamer: Streamer | None = None,
-    trace: Writer | None = None,
+    **options: Unpack[BatchOptions],
 ) -> Any:
-    """Answer one prompt (a `Generation`) or several as one ragged batch (a list of them).
+    """Answer one prompt (a `Generation`) or several (a list of them), `batch` at once.
 
     The text is a function of (prompt, sampling, seed) alone, whatever the drafter and the batch: exactly in
-    float64, up to near-ties that rounding may turn in other precisions. Row i of a batch draws noise keyed by
+    float64, up to near-ties that rounding may turn in other precisions. The i-th prompt draws noise keyed by
     (seed, i). What is not given comes from the target's `generation_config`, whose other fields are honoured
     through Hugging Face's own processors, or refused by name.
 
@@ -104,62 +135,41 @@ def generate(
             list of such.
         drafter: a name, a directory or a `Drafter`.
         max_new_tokens: tokens per answer, at most; default: the target's limit, or 256.
-        temperature, …, processors: see `Sampling`. Where neither this nor the target says `top_k`, all tokens
-            stay.
+        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed,
+            processors: see `Sampling`. Where neither this nor the target says `top_k`, all tokens stay.
         eos_token_ids: ids that end an answer; default: the target's.
-        stop: strings that end an answer, in which alone they are looked for; they are not part of its text.
-            Default: the target's.
+        stop: strings that end an answer and are no part of its text; default: the target's. They are looked
+            for in the answer alone.
         law: "coupled" (same seed, same text) or "multi-round" (exact in distribution); default: the drafter's
-            own. "lossy-typical" is Medusa's typical acceptance: at T > 0 the target would not say this.
+            own. "lossy-typical" is Medusa's typical acceptance, which changes what the target says at T > 0.
+        trace: receives one JSON line per text and round.
+        batch: answers that are under way at once; a prompt that waits takes the place of an answer that ends.
+            Default: all.
         attention_mask: 0 where `prompts`, then token ids, are padding.
         streamer: gets the prompt and then tokens as they come; one prompt only. With stop strings it gets
             only whole tokens of the text, and those once it is certain; `stream` gives every character.
-        trace: receives one JSON line per row and round.
 
     Raises:
         ValueError: an argument of another type or outside its range, a field of generation_config that cannot
             be honoured, an empty prompt, or one that fills the target's window.
     """
-    job = _Job.of(
-        target,
-        prompts if attention_mask is None else {"input_ids": prompts, "attention_mask": attention_mask},
-        drafter,
-        law,
-        trace,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        processors=processors,
-        eos_token_ids=eos_token_ids,
-        stop=stop,
-    )
+    if (mask := options.pop("attention_mask", None)) is not None:
+        prompts = {"input_ids": prompts, "attention_mask": mask}
+    streamer = options.pop("streamer", None)
+    job = Job.of(target, prompts, drafter, **options)
     if streamer is not None and len(job.prompts) > 1:
         raise ValueError(
             f"a streamer takes one prompt, {len(job.prompts)} were given: call generate once for each"
         )
     if streamer is not None and not isinstance(streamer, Streamer):
-        raise ValueError(
-            f"streamer is a {type(streamer).__name__}: give an object with put and end, such as a "
-            f"TextStreamer"
-        )
-    made = job.generations(decode(*job.work, streamer, trace))
+        kind = type(streamer).__name__
+        raise ValueError(f"streamer is a {kind}: give an object with put and end, such as a TextStreamer")
+    made = job.generations(job.run(streamer))
     return made[0] if job.single else made
 
 
 def stream(
-    target: Target,
-    prompt: Prompt,
-    drafter: Named | Drafter = "vanilla",
-    *,
-    law: str | None = None,
-    trace: Writer | None = None,
-    **settings: Any,
+    target: Target, prompt: Prompt, drafter: Named | Drafter = "vanilla", **options: Unpack[Options]
 ) -> "Stream":
     """Answer one prompt piece by piece.
 
@@ -167,12 +177,12 @@ def stream(
             print(piece, end="", flush=True)
 
     Args:
-        settings: as `generate` takes them.
+        options: as `generate` takes them.
 
     Raises:
         ValueError: as in `generate`; more than one prompt; a target without tokenizer.
     """
-    job = _Job.of(target, prompt, drafter, law, trace, read=True, **settings)
+    job = Job.of(target, prompt, drafter, read=True, **options)
     if len(job.prompts) > 1:
         raise ValueError(f"stream takes one prompt, {len(job.prompts)} were given: call it once for each")
     return Stream(job)
@@ -188,7 +198,7 @@ class Stream(Iterator[str]):
         generation: the whole answer, once the last piece has been taken.
     """
 
-    def __init__(self, job: "_Job") -> None:
+    def __init__(self, job: "Job") -> None:
         self.generation: Generation | None = None
         self.rounds = self._rounds(job)
 
@@ -199,9 +209,9 @@ class Stream(Iterator[str]):
         """Give up the rest."""
         self.rounds.close()
 
-    def _rounds(self, job: "_Job") -> Generator[list[str], None, None]:
+    def _rounds(self, job: "Job") -> Generator[list[str], None, None]:
         (answer,), shown = job.answers, 0
-        for seconds in _rounds(*job.work, job.trace, None):
+        for seconds in job.rounds():
             pieces, shown = answer.pieces[shown:], len(answer.pieces)
             if answer.finish is not None:
                 (self.generation,) = job.generations(seconds)
@@ -209,17 +219,18 @@ class Stream(Iterator[str]):
 
 
 @dataclass(frozen=True)
-class _Job:
-    """Checked arguments: what is to be answered, and how."""
+class Job:
+    """What is to be answered, and how. `answers`, one per prompt, are filled by `rounds`."""
 
     target: Target
     drafter: Drafter
     prompts: list[list[int]]
-    single: bool
     sampling: list[Sampling]
     answers: list[Answer]
-    law: Law
-    trace: Writer | None
+    law: Law = coupled
+    trace: Writer | None = None
+    batch: int | None = None
+    single: bool = False  # one prompt was given, not a list
 
     @classmethod
     def of(
@@ -227,23 +238,29 @@ class _Job:
         target: Target,
         prompts: Prompt | Sequence[Prompt],
         drafter: Named | Drafter,
-        law: str | None,
-        trace: Writer | None,
+        law: str | None = None,
+        trace: Writer | None = None,
+        batch: int | None = None,
         read: bool = False,
         **given: Any,
-    ) -> "_Job":
+    ) -> "Job":
+        """From the arguments of `generate`. Raises ValueError; TypeError for one that there is not."""
+        if unknown := given.keys() - Options.__annotations__.keys():
+            known = ", ".join(BatchOptions.__annotations__)
+            raise TypeError(f"generate has no argument {unknown.pop()!r}: it has {known}")
         settings = Settings.of(target, **given)
         ids, single = read_prompts(target, prompts)
         if law is not None and law not in list(LAWS):
             raise ValueError(f"Unknown law: {law!r}. Available: {', '.join(LAWS)}")
+        if batch is not None and not (is_whole(batch) and batch > 0):
+            raise ValueError(f"batch is {batch!r}; it must be at least 1, a whole number")
         if isinstance(drafter, (str, PathLike, Spec)):
             drafter = load_drafter(drafter, target, settings.sampling.temperature)
         if not isinstance(drafter, Drafter):
             raise ValueError(f"drafter is {drafter!r}: give a name, a directory or a slipstream.Drafter")
         if trace is not None and not isinstance(trace, Writer):
-            raise ValueError(
-                f"trace is a {type(trace).__name__}: give an open file, or anything else with write"
-            )
+            kind = type(trace).__name__
+            raise ValueError(f"trace is a {kind}: give an open file, or anything else with write")
         law = law or drafter.law
         if drafter.peeks and law != "coupled":
             raise ValueError(
@@ -256,93 +273,66 @@ class _Job:
             Answer(target, settings.limit(prompt), settings.eos, settings.stop, read) for prompt in ids
         ]
         rows = [settings.row(i, prompt) for i, prompt in enumerate(ids)]
-        return cls(target, drafter, ids, single, rows, answers, LAWS[law], trace)
+        return cls(target, drafter, ids, rows, answers, LAWS[law], trace, batch, single)
 
-    @property
-    def work(self) -> tuple[Target, Drafter, list[list[int]], list[Sampling], list[Answer], Law]:
-        return self.target, self.drafter, self.prompts, self.sampling, self.answers, self.law
+    def rounds(self) -> Iterator[Seconds]:
+        """Fill the answers, round by round. Finished ones leave the session, and prompts that wait take their
+        rows. Gives where the time went so far."""
+        prompts, answers = self.prompts, self.answers
+        rows = min(self.batch or len(prompts), len(prompts))
+        longest = max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))
+        session = Session(self.target, self.drafter, self.law, rows, capacity=longest)
+        waiting = deque(range(len(prompts)))
+        while waiting or session.texts:
+            joining = [waiting.popleft() for _ in range(min(len(waiting), rows - len(session.texts)))]
+            if joining:
+                news = session.admit([prompts[i] for i in joining], [self.sampling[i] for i in joining])
+            else:
+                news = session.step()
+            began = perf_counter()
+            if self.trace is not None and not joining:
+                self._write(self.trace, session)
+            for each in news:
+                self._take(each)
+            session.seconds.host += perf_counter() - began
+            yield session.seconds
+            session.retire(each.text for each in news if answers[each.text].finish is not None)
+
+    def _take(self, committed: Committed) -> None:
+        """Tokens into the answer that they belong to."""
+        answer = self.answers[committed.text]
+        if not committed.sound:
+            raise ValueError(self.target.unsound([*self.prompts[committed.text], *answer.tokens]))
+        taken = answer.extend(committed.tokens)
+        if committed.drafted is not None:
+            answer.rounds.append(Round(committed.drafted, len(committed.tokens) - 1, len(taken)))
+
+    def _write(self, trace: Writer, session: Session) -> None:
+        """One JSON line per text: the tree, the accepted slots and the target's own token."""
+        span = session.span
+        assert span is not None and span.tree is not None and span.path is not None
+        parents = span.tree.parent_slots().expand_as(span.tree.tokens).tolist()
+        path, count, nexts = span.path.tolist(), span.count.tolist(), span.last(span.nexts).tolist()
+        for i, tokens in enumerate(span.tree.tokens.tolist()):
+            text = session.texts[i]
+            line = {"row": text, "round": len(self.answers[text].rounds), "tokens": tokens}
+            line |= {"parents": parents[i], "accepted": path[i][: count[i]], "next": nexts[i]}
+            trace.write(json.dumps(line) + "\n")
+
+    def run(self, streamer: Streamer | None = None) -> Seconds:
+        """Fill the answers. Returns where the time went."""
+        if streamer is not None:
+            streamer.put(torch.tensor(self.prompts[0]))
+        for seconds in self.rounds():  # noqa: B007
+            if streamer is not None and (tokens := self.answers[0].released()):
+                streamer.put(torch.tensor(tokens))
+        if streamer is not None:
+            streamer.end()
+        return seconds
 
     def generations(self, seconds: Seconds) -> list[Generation]:
+        """The finished answers, as `generate` returns them."""
         return [
-            Generation(
-                prompt,
-                a.tokens,
-                a.text,
-                a.finish or "length",
-                a.rounds,
-                seconds,
-                s,
-            )
+            Generation(prompt, a.tokens, a.text, a.finish or "length", a.rounds, seconds, s)
             for prompt, a, s in zip(self.prompts, self.answers, self.sampling, strict=True)
         ]
-
-
-def decode(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sequence[Sampling],
-    answers: Sequence[Answer],
-    law: Law = coupled,
-    streamer: Streamer | None = None,
-    trace: Writer | None = None,
-    batch: int | None = None,
-) -> Seconds:
-    """Fill `answers`, one per prompt. Returns where the time went."""
-    if streamer is not None:
-        streamer.put(torch.tensor(prompts[0]))
-    seconds = Seconds()
-    for seconds in _rounds(target, drafter, prompts, sampling, answers, law, trace, batch):  # noqa: B007
-        if streamer is not None and (tokens := answers[0].released()):
-            streamer.put(torch.tensor(tokens))
-    if streamer is not None:
-        streamer.end()
-    return seconds
-
-
-def _rounds(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sequence[Sampling],
-    answers: Sequence[Answer],
-    law: Law,
-    trace: Writer | None,
-    batch: int | None,
-) -> Iterator[Seconds]:
-    """Fill `answers`, round by round. Texts leave the session as they finish, and waiting ones take their
-    rows. Gives where the time went so far."""
-    rows = min(batch or len(prompts), len(prompts))
-    capacity = max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))
-    session, waiting = Session(target, drafter, law, rows, capacity), deque(range(len(prompts)))
-    while waiting or session.texts:
-        joining = [waiting.popleft() for _ in range(min(len(waiting), rows - len(session.texts)))]
-        if joining:
-            news = session.admit([prompts[i] for i in joining], [sampling[i] for i in joining])
-        else:
-            news = session.step()
-        began = perf_counter()
-        if trace is not None and not joining:
-            _write(trace, session, answers)
-        for each in news:
-            answer = answers[each.text]
-            if not each.sound:
-                raise ValueError(target.unsound([*prompts[each.text], *answer.tokens]))
-            taken = answer.extend(each.tokens)
-            if each.drafted is not None:
-                answer.rounds.append(Round(each.drafted, len(each.tokens) - 1, len(taken)))
-        session.retire(each.text for each in news if answers[each.text].finish is not None)
-        session.seconds.host += perf_counter() - began
-        yield session.seconds
-
-
-def _write(trace: Writer, session: Session, answers: Sequence[Answer]) -> None:
-    """One JSON line per text: the tree, the accepted slots and the target's own token."""
-    span = session.span
-    assert span is not None and span.tree is not None and span.path is not None
-    parents = span.tree.parent_slots().expand_as(span.tree.tokens).tolist()
-    path, count, nexts = span.path.tolist(), span.count.tolist(), span.last(span.nexts).tolist()
-    for i, tokens in enumerate(span.tree.tokens.tolist()):
-        text = session.texts[i]
-        line = {"row": text, "round": len(answers[text].rounds), "tokens": tokens, "parents": parents[i]}
-        trace.write(json.dumps({**line, "accepted": path[i][: count[i]], "next": nexts[i]}) + "\n")

@@ -215,6 +215,7 @@ class Session:
         gone = {self.texts.index(text) for text in texts}
         if not gone:
             return
+        lap = _stopwatch()
         left = len(self.texts) - len(gone)
         movers = iter([row for row in range(left, len(self.texts)) if row not in gone])
         order = [next(movers) if row in gone else row for row in range(left)]
@@ -223,6 +224,7 @@ class Session:
         self.state.select(order)
         self.sampler, self._captured = self.sampler.select(order), None
         self.texts, self.lengths = ([each[row] for row in order] for each in (self.texts, self.lengths))
+        self.seconds.host += lap()
 
 
 def _stopwatch() -> Callable[[], float]:

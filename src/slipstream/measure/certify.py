@@ -11,7 +11,7 @@ from rich.text import Text
 from slipstream.command import public
 from slipstream.core.drafter import Drafter
 from slipstream.decode.audit import audit
-from slipstream.decode.generate import Generation, generate
+from slipstream.decode.generate import generate
 from slipstream.decode.settings import resolve_sampling
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.files import check_counts
@@ -173,7 +173,7 @@ def _audited(
 ) -> dict[str, Audited]:
     """A question answered by everybody, and the answers audited."""
     temperature, answers = settings["temperature"], dict[str, list[int]]()
-    plain: Generation = generate(target, prompt, "vanilla", **settings)
+    plain = generate(target, prompt, "vanilla", **settings)
     oracle = TreeOracle([plain.prompt + plain.tokens], target.vocab)
     for name, drafter in [*drafters.items(), ("tree-oracle", oracle)]:
         progress(f"T={temperature:g} {question.name} {name}")

@@ -199,7 +199,7 @@ def decoded(target: Target, drafter: Drafter, record: Record) -> Prediction:
     """The same by decoding the record's prompts: for a drafter that is the target itself."""
     prompts = [tokens[:n].tolist() for tokens, n in zip(record.tokens, record.prompts, strict=True)]
     new = int((record.lengths - record.prompts).max())
-    answers: list[Generation] = generate(target, prompts, drafter, max_new_tokens=new, temperature=0.0)
+    answers = generate(target, prompts, drafter, max_new_tokens=new, temperature=0.0)
     kept = [torch.tensor([r.kept for r in answer.rounds]) for answer in answers]
     return Prediction(torch.nn.utils.rnn.pad_sequence(kept), drafter.depth)
 

@@ -10,7 +10,7 @@ from http.client import HTTPException
 from typing import Any, TypeVar, final
 
 from slipstream.core.target import Target
-from slipstream.decode.generate import Generation, generate
+from slipstream.decode.generate import generate
 from slipstream.decode.settings import Settings
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.targets.prompts import encode
@@ -77,9 +77,7 @@ class TargetWriter(Writer):
         return self._write([self.target.text.ids(text)] * n, temperature, limit, seed)
 
     def _write(self, prompts: list[list[int]], temperature: float, limit: int, seed: int) -> list[Written]:
-        made: list[Generation] = generate(
-            self.target, prompts, max_new_tokens=limit, temperature=temperature, seed=seed
-        )
+        made = generate(self.target, prompts, max_new_tokens=limit, temperature=temperature, seed=seed)
         return [Written(answer.text.strip(), answer.finish == "eos") for answer in made]
 
 
