@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import tiny
+from slipstream.core.tree import PAD, Tree
 from slipstream.decode.generate import generate
-from slipstream.drafters.bita import Bita
+from slipstream.drafters.bita import Bita, likeliest_ends
 from slipstream.training import bita
 from slipstream.training.data import Example
 from slipstream.training.objective import Batch
@@ -130,3 +131,14 @@ def test_hosts_are_those_likeliest_to_end_a_path():
     ]  # slots: 1 and 2 of depth one, 3 and 4 of two, 5 and 6 of three
     assert drafter.rows == 7 + 3 * 3
     assert tiny.bita(target, "backbone-2x2").rows == 5 + 5 * 2  # as many masks as the tree is deep
+
+
+def test_hosts_of_a_dynamic_tree_are_the_nodes_where_the_path_most_probably_ends():
+    """The first slots are the shallow nodes, through which a confident path only passes."""
+    tokens = torch.tensor([[9, 1, 2, 3, PAD]])
+    parents = torch.tensor([[0, 0, 0, 1, 3]])
+    reached = torch.tensor([[1.0, 0.9, 0.06, 0.7, 0.6]])
+    tree = Tree(tokens, parents, 3, scores=reached.log())
+    # the path ends: at the root 0.04, behind 1 0.2, behind 2 0.06, behind 3 0.7, since its child is PAD
+    assert likeliest_ends(tree, 2).tolist() == [[1, 3]]
+    assert likeliest_ends(tree, 3).tolist() == [[1, 2, 3]]

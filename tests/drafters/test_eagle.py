@@ -10,7 +10,7 @@ import torch
 import tiny
 from slipstream.core.sampling import Sampler, Sampling, rows_of
 from slipstream.core.span import Span
-from slipstream.core.tree import chain
+from slipstream.core.tree import PAD, chain
 from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.drafters.eagle import Eagle
@@ -105,6 +105,34 @@ def test_sampled_children_follow_the_law_on_the_tree():
         assert abs(int((first == x).sum()) - rows * p) < 5 * math.sqrt(rows * p * (1 - p)) + 2
         left = sum(float(q[y]) * p / (1 - float(q[y])) for y in range(8) if y != x)  # without replacement
         assert abs(int((second == x).sum()) - rows * left) < 5 * math.sqrt(rows * left * (1 - left)) + 2
+
+
+def test_children_are_sampled_from_the_law_that_cuts_and_penalties_leave():
+    """Drafts from q at the temperature alone: those that top-k, a penalty or a processor excludes are never
+    accepted."""
+    target, rows = tiny.target("llama"), 40
+    drafter = tiny.eagle(target, "[[0],[1],[0,0]]", "sampled", vocab=8)
+    log_q = naive(drafter, target, [*PROMPTS[0], 3], [])
+    worst = int(log_q.argmax())
+
+    def banned(ids, scores):
+        return scores.index_fill(1, torch.tensor([worst]), -torch.inf)
+
+    def proposed(**settings):
+        state = state_of(drafter, target, PROMPTS[0], rows, root=3)
+        every = rows_of(Sampling(temperature=1.5, **settings), rows)
+        return drafter.propose(state, Sampler(every, [PROMPTS[0]] * rows, target.vocab))
+
+    tree = proposed(top_k=3, processors=(banned,))
+    allowed = log_q.index_fill(0, torch.tensor([worst]), -torch.inf).topk(3)
+    wanted = torch.zeros(8, dtype=log_q.dtype).scatter(0, allowed.indices, (allowed.values / 1.5).softmax(-1))
+    assert torch.allclose(tree.law[:, 0, :8], wanted)
+    assert set(tree.tokens[:, 1:3].flatten().tolist()) == set(allowed.indices.tolist())
+    assert (proposed(top_k=1).tokens[:, 2] == PAD).all()  # the law has no second token
+    penalised = proposed(repetition_penalty=5.0).law[0, 0, :8]
+    repeated = [token in PROMPTS[0] for token in range(8)]
+    assert any(repeated)
+    assert not torch.allclose(penalised, proposed().law[0, 0, :8])
 
 
 def test_noise_proposals_are_the_best_of_log_q_and_the_targets_own_noise():

@@ -1,5 +1,7 @@
 """One tree of guesses and matches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -25,11 +27,11 @@ def paths(tree: Tree, row: int) -> set[tuple[int, ...]]:
     return {path(slot) for slot in range(1, len(tokens)) if PAD not in path(slot)}
 
 
-def test_a_match_takes_the_place_of_the_last_nodes():
+def test_a_match_takes_the_place_of_the_least_probable_nodes():
     """A match that lands under the wrong parent, hides a guess, or costs a row that had none."""
     tokens = torch.tensor([[9, 1, 2, 3, 4, 5, 6, 7]]).expand(4, -1)
     parents = torch.tensor([[0, 0, 0, 1, 1, 3, 3, 5]]).expand(4, -1)
-    tree = Tree(tokens, parents, 4)
+    tree = Tree(tokens, parents, 4, scores=-torch.arange(8.0).expand(4, -1))
     match = torch.tensor([[8, 8, 8], [1, 3, 8], [PAD, PAD, PAD], [1, 8, PAD]])
     made = joined(tree, match)
     assert (made.nodes, made.depth) == (8, 4)
@@ -40,8 +42,17 @@ def test_a_match_takes_the_place_of_the_last_nodes():
     assert all(int(p) < slot for row in made.parents for slot, p in enumerate(row) if slot)
 
 
+def test_nodes_that_matter_stay_wherever_they_stand():
+    """The last slots of a static tree are the deepest nodes, not the least probable ones."""
+    tokens, parents = torch.tensor([[9, 1, 2, 3, 4, 5]]), torch.tensor([[0, 0, 0, 0, 1, 4]])
+    scores = torch.tensor([[0.0, -0.1, -5.0, -6.0, -0.2, -0.3]])
+    made = joined(Tree(tokens, parents, 3, scores=scores), torch.tensor([[7, 8]]))
+    assert paths(made, 0) == {(1,), (1, 4), (1, 4, 5), (7,), (7, 8)}
+    assert all(int(p) < slot for slot, p in enumerate(made.parent_slots()[0]) if slot)
+
+
 def test_a_chain_may_be_joined_and_a_bare_root_changes_nothing():
-    tree = chain(torch.tensor([[9, 1, 2, 3, 4]]))
+    tree = replace(chain(torch.tensor([[9, 1, 2, 3, 4]])), scores=-torch.arange(5.0)[None])
     assert joined(tree, torch.zeros(1, 0, dtype=torch.long)) is tree
     assert paths(joined(tree, torch.tensor([[7, 8]])), 0) == {(1,), (1, 2), (7,), (7, 8)}
 

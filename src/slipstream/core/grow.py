@@ -40,9 +40,11 @@ def static(root: Int[Tensor, " B"], paths: Sequence[Path], expand: Expand) -> Tr
     B, device = len(root), root.device
     frontier = root[:, None]
     origin = torch.zeros(B, 1, dtype=torch.long, device=device)
+    scores = [torch.zeros(B, 1, device=device)]
+    score = scores[0]
     tokens, slots = [frontier], [origin[0]]
     for level in static_levels(tuple(paths), device):
-        ids, _ = expand(frontier, origin)
+        ids, log_q = expand(frontier, origin)
         if level.ranks > ids.shape[-1]:
             raise ValueError(
                 f"the tree asks for {level.ranks} children a node and the drafter offers {ids.shape[-1]}: "
@@ -51,9 +53,12 @@ def static(root: Int[Tensor, " B"], paths: Sequence[Path], expand: Expand) -> Tr
         children = ids[:, level.under, level.rank]
         tokens.append(children)
         slots.append(level.parent)
-        frontier = children[:, level.grown]
+        scores.append((score[..., None] + log_q.float().clamp(max=0))[:, level.under, level.rank])
+        frontier = children[:, level.grown].clamp(min=0)
+        score = scores[-1][:, level.grown]
         origin = level.under[level.grown].expand(B, -1)
-    return Tree(torch.cat(tokens, 1), torch.cat(slots).expand(B, -1), len(tokens) - 1)
+    parents = torch.cat(slots).expand(B, -1)
+    return Tree(torch.cat(tokens, 1), parents, len(tokens) - 1, scores=torch.cat(scores, 1))
 
 
 class Level(NamedTuple):
@@ -112,7 +117,7 @@ def dynamic(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int, bud
     origin = slots = torch.zeros(B, 1, dtype=torch.long, device=device)
     score = torch.zeros(B, 1, device=device)
     tokens, parents = [frontier], [slots]
-    scores = [torch.full((B, 1), torch.inf, device=device)]  # the root always stays
+    scores = [score]  # no node scores above the root, which always stays
     for _ in range(depth):
         ids, log_q = expand(frontier, origin)
         K, offset = ids.shape[-1], sum(t.shape[1] for t in tokens)
@@ -125,9 +130,10 @@ def dynamic(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int, bud
         score = path.gather(1, best)
         slots = offset + best
         origin = best // K
-    kept = _best(torch.cat(scores, 1), budget).sort(1).values
-    above = torch.cat(parents, 1).gather(1, kept)
-    return Tree(torch.cat(tokens, 1).gather(1, kept), torch.searchsorted(kept, above), depth)
+    paths = torch.cat(scores, 1)
+    kept = _best(paths, budget).sort(1).values
+    above = torch.searchsorted(kept, torch.cat(parents, 1).gather(1, kept))
+    return Tree(torch.cat(tokens, 1).gather(1, kept), above, depth, scores=paths.gather(1, kept))
 
 
 def beam(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int) -> Tree:
@@ -136,7 +142,7 @@ def beam(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int) -> Tre
     origin = slots = torch.zeros(len(root), 1, dtype=torch.long, device=root.device)
     score = torch.zeros(len(root), 1, device=root.device)
     offset = 1
-    tokens, parents = [frontier], [slots]
+    tokens, parents, scores = [frontier], [slots], [score]
     for _ in range(depth):
         ids, log_q = expand(frontier, origin)
         path = (score[..., None] + log_q.float()).flatten(1)
@@ -146,9 +152,10 @@ def beam(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int) -> Tre
         frontier = ids.flatten(1).gather(1, best)
         tokens.append(frontier.masked_fill(score == -torch.inf, PAD))
         parents.append(slots.gather(1, origin))
+        scores.append(score)
         slots = (offset + torch.arange(best.shape[1], device=root.device)).expand_as(best)
         offset += best.shape[1]
-    return Tree(torch.cat(tokens, 1), torch.cat(parents, 1), depth)
+    return Tree(torch.cat(tokens, 1), torch.cat(parents, 1), depth, scores=torch.cat(scores, 1))
 
 
 def cape(
@@ -171,12 +178,15 @@ def cape(
     extra = torch.tensor(counts, device=root.device)
     bounds = torch.tensor(limits, device=root.device)
     ranks = torch.arange(1 + max(counts), device=root.device)
-    levels, wanted = list[Tensor](), list[Tensor]()
+    score = torch.zeros(len(root), 1, device=root.device)
+    levels, wanted, scores = list[Tensor](), list[Tensor](), list[Tensor]()
     for _ in range(depth):
         ids, log_q = expand(frontier, origin)
         count = extra[torch.bucketize(log_q[:, 0, 0].exp().to(bounds), bounds)]
         levels.append(ids[:, 0, : len(ranks)])
         wanted.append(ranks <= count[:, None])
+        scores.append(score + log_q[:, 0, : len(ranks)].float())
+        score = scores[-1][:, :1]
         frontier = ids[:, 0, :1]
     first = (ranks == 0).repeat(depth)
     want = torch.cat(wanted, 1)
@@ -187,7 +197,9 @@ def cape(
     above = torch.cat([origin, chain[:, :-1]], 1).repeat_interleave(len(ranks), 1)
     parents = above.gather(1, kept) * want.gather(1, kept)
     tokens = torch.cat(levels, 1).masked_fill(~want, PAD).gather(1, kept)
-    return Tree(torch.cat([root[:, None], tokens], 1), torch.cat([origin, parents], 1), depth)
+    paths = torch.cat(scores, 1).masked_fill(~want, -torch.inf).gather(1, kept)
+    paths = torch.cat([torch.zeros_like(paths[:, :1]), paths], 1)
+    return Tree(torch.cat([root[:, None], tokens], 1), torch.cat([origin, parents], 1), depth, scores=paths)
 
 
 def _best(scores: Float[Tensor, "B n"], k: int) -> Int[Tensor, "B k"]:

@@ -249,6 +249,11 @@ class Sampler:
         return self._greedy
 
     @property
+    def tempers_only(self) -> bool:
+        """No row cuts, penalises or processes its scores: its law is a softmax at its temperature."""
+        return not (self._cuts or self.remembers)
+
+    @property
     def remembers(self) -> bool:
         """Whether some row's scores depend on its history."""
         return self._seen is not None or self._processed

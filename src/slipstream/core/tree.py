@@ -31,6 +31,7 @@ class Tree:
         probes: vectors that follow every host. They read the host and its ancestors and are never accepted
             (BiTA §3.1).
         hosts: slots of the nodes that carry probes; `PAD` stands for no host. Every node may be a host.
+        scores: the drafter's log probability of the path to each node, the root's is 0.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -39,6 +40,7 @@ class Tree:
     law: Float[Tensor, "B N V"] | None = None
     probes: Float[Tensor, "M H"] | None = None
     hosts: Int[Tensor, "#B G"] | None = None
+    scores: Float[Tensor, "B N"] | None = None
 
     @property
     def nodes(self) -> int:
@@ -85,7 +87,8 @@ class Tree:
         if self.parents is None:
             law = None if self.law is None else self.law[:, : depth + 1]
             hosts = None if self.hosts is None else self.hosts.masked_fill(self.hosts > depth, PAD)
-            return replace(self, tokens=self.tokens[:, : depth + 1], depth=depth, law=law, hosts=hosts)
+            tokens = self.tokens[:, : depth + 1]
+            return replace(self, tokens=tokens, depth=depth, law=law, hosts=hosts, scores=None)
         deep = replace(self, probes=None).layout().depths > depth
         return replace(
             self,

@@ -67,10 +67,10 @@ class Bita(ParallelDrafter):
     of Fig. 4.
 
     Args:
-        hosts: nodes that carry masks, those likeliest to end the accepted path first: low ranks and depths;
-            0: all. Rows are nodes + hosts · M: where they cost something four pay more than all
-                (docs/bita.md). Of a path that ends
-            elsewhere, what the masks of its last host said of the tokens still to come is drafted.
+        hosts: how many nodes carry masks: those likeliest to end the accepted path, which in a static tree
+            are those of low ranks and depths; 0: all. A pass has nodes + hosts · M rows; where rows cost time
+            four hosts pay more than all (docs/bita.md). Of a path that ends elsewhere, what the masks of its
+            last host said of the tokens still to come is drafted.
         head, target, vocab, tree, proposal: see `HeadDrafter`.
     """
 
@@ -92,13 +92,11 @@ class Bita(ParallelDrafter):
     def grow_as(self, tree: str | Shape, proposal: str = "top-k") -> None:
         super().grow_as(tree, proposal)
         self.probes = self.head.masks[: self.depth]
-        nodes, paths = (
-            list(range(self.shape.nodes)),
-            [(), *sorted(self.shape.paths, key=lambda path: (len(path), path))],
-        )
+        paths = [(), *sorted(self.shape.paths, key=lambda path: (len(path), path))]
+        slots = list(range(self.shape.nodes))
         if self.shape.paths:
-            nodes.sort(key=lambda slot: sum(paths[slot]) + len(paths[slot]))
-        self._hosts = torch.tensor(sorted(nodes[: self.hosts or None]))[None]
+            slots.sort(key=lambda slot: sum(paths[slot]) + len(paths[slot]))
+        self._hosts = torch.tensor(sorted(slots[: self.hosts or None]))[None]  # of a static tree
         self.rows = self.shape.nodes + self._hosts.shape[1] * self.depth
 
     def start(self, batch: int, device: torch.device) -> BitaState:
@@ -122,8 +120,22 @@ class Bita(ParallelDrafter):
             return replace(chain(state.root[:, None]), probes=self.probes, hosts=hosts[:, :1])
         tree = super().propose(state, sampler)
         known = tree.layout().depths <= state.known[:, None]
-        return replace(tree, tokens=tree.tokens.masked_fill(~known, PAD), probes=self.probes, hosts=hosts)
+        tree = replace(tree, tokens=tree.tokens.masked_fill(~known, PAD))
+        if not self.shape.paths:
+            hosts = likeliest_ends(tree, hosts.shape[1])
+        return replace(tree, probes=self.probes, hosts=hosts)
 
     def _read(self, features: Float[Tensor, "B M H"]) -> Float[Tensor, "B M H"]:
         """Nothing: the target reads."""
         return features
+
+
+def likeliest_ends(tree: Tree, count: int) -> Int[Tensor, "B G"]:
+    """Slots of the nodes at which the accepted path most probably ends: a node is reached and none of its
+    children agrees."""
+    assert tree.scores is not None
+    reached = tree.scores.exp().masked_fill(tree.tokens < 0, 0.0)
+    parents = tree.parent_slots().expand_as(tree.tokens)
+    further = torch.zeros_like(reached).scatter_add(1, parents[:, 1:], reached[:, 1:])
+    ends = (reached - further).masked_fill(tree.tokens < 0, -1.0)
+    return ends.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(1).values

@@ -27,10 +27,11 @@ class HybridState(State):
 
 @final
 class Hybrid(Drafter):
-    """The head's tree, the last nodes of which make room for the continuation of a match, where there is one.
+    """The head's tree, whose least probable nodes make room for the continuation of a match, where there is
+    one.
 
-    So a round has as many rows as the head's tree alone. What a match and the tree begin with alike is
-    drafted once.
+    So a round has as many rows as the head's tree alone. Tokens that the match and the tree begin with alike
+    are drafted once.
 
     Args:
         head: any drafter whose trees grow from candidates, but not sampled ones: a match was drawn from no
@@ -106,13 +107,29 @@ class Hybrid(Drafter):
         return joined(tree, match.tokens[:, 1:])
 
 
+def least_last(tree: Tree, last: int) -> Tree:
+    """The same tree with its `last` least probable nodes in the last slots. Parents stand before children."""
+    assert tree.scores is not None
+    best = tree.scores.sort(dim=1, descending=True, stable=True).indices[:, : tree.nodes - last]
+    order = torch.ones_like(tree.tokens).scatter(1, best, 0).sort(dim=1, stable=True).indices
+    slots = order.argsort(1)  # of each node, its new one
+    parents = slots.gather(1, tree.parent_slots().expand(len(slots), -1).gather(1, order))
+    hosts = tree.hosts
+    if hosts is not None:
+        hosts = slots.gather(1, hosts.clamp(min=0).expand(len(slots), -1)).where(hosts >= 0, PAD)
+    tokens, scores = tree.tokens.gather(1, order), tree.scores.gather(1, order)
+    return replace(tree, tokens=tokens, parents=parents, hosts=hosts, scores=scores)
+
+
 def joined(tree: Tree, match: Int[Tensor, "B D"]) -> Tree:
-    """The tree with a chain behind its root in the place of its last nodes; a row of `PAD` leaves them.
+    """The tree with a chain behind its root in the place of its least probable nodes; a row of `PAD` leaves
+    them.
 
     Token d of the chain takes slot N − D + d, unless the tree's other nodes say the chain up to it already.
     """
     if not match.shape[1]:
         return tree
+    tree = least_last(tree, match.shape[1])
     tokens, (N, D) = tree.tokens.clone(), (tree.nodes, match.shape[1])
     parents = tree.parent_slots().expand(len(tokens), -1).clone()
     first = N - D

@@ -1,6 +1,7 @@
 """Drafters whose trees grow from candidates: by a named shape, in three ways to pick them at T > 0."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,7 +11,7 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.noise import Stream
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
-from slipstream.core.tree import Tree
+from slipstream.core.tree import PAD, Tree
 from slipstream.drafters.layers import descended
 
 PROPOSALS = ("top-k", "noise", "sampled")
@@ -105,15 +106,21 @@ class Proposer(Drafter):
     ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
         """Children of the frontier, which stand at `position`; in sampled mode their law is appended to
         `laws`."""
-        if self.proposal != "top-k" and not sampler.greedy:
-            T = sampler.temperature
-            scores = scores / torch.where(T > 0, T, 1.0)[..., None]
-            if self.proposal == "noise":
-                scores = scores + sampler.noise(position)[:, None, self.vocab]
-            else:
-                return self._sample(scores, sampler, position, laws)
+        if self.proposal == "sampled" and not sampler.greedy:
+            return self._sample(self._processed(scores, sampler), sampler, position, laws)
+        if self.proposal == "noise" and not sampler.greedy:
+            scores = _heated(scores, sampler) + sampler.noise(position)[:, None, self.vocab]
         log_q, index = scores.log_softmax(-1).topk(self.shape.children)
         return self.vocab[index], log_q
+
+    def _processed(self, scores: Float[Tensor, "B F Vd"], sampler: Sampler) -> Float[Tensor, "B F Vd"]:
+        """Log weights of the law that children are drawn from: cut, penalised and processed as the target's
+        is, for the history up to the root. A draft that the target's law excludes is never accepted."""
+        if sampler.tempers_only:
+            return _heated(scores, sampler)
+        every = scores.new_full((*scores.shape[:2], self.width), -torch.inf)
+        every[..., self.vocab] = scores
+        return torch.stack([sampler.scores(one) for one in every.unbind(1)], 1)[..., self.vocab]
 
     def _sample(
         self,
@@ -122,15 +129,16 @@ class Proposer(Drafter):
         position: Int[Tensor, " B"],
         laws: list[Tensor],
     ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
-        """Gumbel top-k: drawn without replacement, in order. A greedy row takes its top-k, and its law is its
-        best."""
+        """Gumbel top-k: drawn without replacement, in order; `PAD` where the law has no further token. A
+        greedy row takes its top-k, and its law is its best."""
         hot = (sampler.temperature > 0)[..., None]
         u = sampler.uniform(Stream.DRAFT, position, scores.shape[1] * scores.shape[2]).view(scores.shape)
         log_q = scores.double().log_softmax(-1)
         index = torch.where(hot, log_q - (-u.log()).log(), log_q).topk(self.shape.children).indices
         best = torch.zeros_like(log_q).scatter_(2, index[..., :1], 1.0)
         laws.append(torch.where(hot, log_q.exp(), best))
-        return self.vocab[index], log_q.gather(2, index)
+        chosen = log_q.gather(2, index)
+        return self.vocab[index].masked_fill(chosen == -torch.inf, PAD), chosen
 
     def with_laws(self, tree: Tree, laws: list[Tensor]) -> Tree:
         """The tree, with the laws that its children were sampled from, level by level, if they were."""
@@ -139,4 +147,10 @@ class Proposer(Drafter):
         shape = len(tree.tokens), tree.nodes, self.width
         law = torch.zeros(shape, dtype=laws[0].dtype, device=laws[0].device)
         law[:, self.shape.inner.to(law.device)[:, None], self.vocab] = torch.cat(laws, 1)
-        return Tree(tree.tokens, tree.parents, tree.depth, law)
+        return replace(tree, law=law)
+
+
+def _heated(scores: Float[Tensor, "B F Vd"], sampler: Sampler) -> Float[Tensor, "B F Vd"]:
+    """Scores over each row's temperature; those of greedy rows as they are."""
+    T = sampler.temperature
+    return scores / torch.where(T > 0, T, 1.0)[..., None]
