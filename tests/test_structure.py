@@ -79,7 +79,8 @@ def test_no_drafter_is_named_in_the_loop():
 
 def test_public_surface():
     """A name that appears or goes is a change to announce."""
-    drafting = "Drafter NGram PAD RandomDrafter Span State Tree TreeOracle Vanilla chain"
+    drafting = "Drafter METHODS Method NGram PAD RandomDrafter Sampler Span Spec State Tree TreeOracle"
+    drafting += " Vanilla chain register"
     using = "Generation HFTarget Sampling Stream Target generate load_drafter load_target stream"
     measuring = "BenchReport Certificate Question TuneReport bench certify tune"
     making = "Answers TrainingRun regenerate synthesize train"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slipstream.core.drafter import Drafter as Drafter
     from slipstream.core.drafter import State as State
+    from slipstream.core.sampling import Sampler as Sampler
     from slipstream.core.sampling import Sampling as Sampling
     from slipstream.core.span import Span as Span
     from slipstream.core.target import Target as Target
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from slipstream.drafters import load_drafter as load_drafter
     from slipstream.drafters.ngram import NGram as NGram
     from slipstream.drafters.random_drafter import RandomDrafter as RandomDrafter
+    from slipstream.drafters.spec import Spec as Spec
     from slipstream.drafters.tree_oracle import TreeOracle as TreeOracle
     from slipstream.drafters.vanilla import Vanilla as Vanilla
     from slipstream.measure.certify import Certificate as Certificate
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from slipstream.measure.run import bench as bench
     from slipstream.measure.tune import tune as tune
     from slipstream.measure.tuned import TuneReport as TuneReport
+    from slipstream.methods import METHODS as METHODS
+    from slipstream.methods import Method as Method
+    from slipstream.methods import register as register
     from slipstream.targets import HFTarget as HFTarget
     from slipstream.targets import load_target as load_target
     from slipstream.training.run import TrainingRun as TrainingRun
@@ -54,7 +59,7 @@ if TYPE_CHECKING:
 
 _HOMES = {  # imported on first use: torch and transformers take seconds
     "core.drafter": "Drafter State",
-    "core.sampling": "Sampling",
+    "core.sampling": "Sampler Sampling",
     "core.span": "Span",
     "core.target": "Target",
     "core.tree": "PAD Tree chain",
@@ -62,6 +67,7 @@ _HOMES = {  # imported on first use: torch and transformers take seconds
     "drafters": "load_drafter",
     "drafters.ngram": "NGram",
     "drafters.random_drafter": "RandomDrafter",
+    "drafters.spec": "Spec",
     "drafters.tree_oracle": "TreeOracle",
     "drafters.vanilla": "Vanilla",
     "measure.certify": "Certificate certify",
@@ -70,6 +76,7 @@ _HOMES = {  # imported on first use: torch and transformers take seconds
     "measure.run": "bench",
     "measure.tune": "tune",
     "measure.tuned": "TuneReport",
+    "methods": "METHODS Method register",
     "targets": "HFTarget load_target",
     "training.run": "TrainingRun train",
     "training.synthesize": "Answers regenerate synthesize",

@@ -37,6 +37,10 @@ class Head(nn.Module):
     own_lm_head: bool = False  # `logits`, in place of the target's LM head
     config: Any  # of type `sizes`
 
+    def scale_inputs(self, embedding: Float[Tensor, ""], taps: Float[Tensor, " taps"]) -> None:
+        """Fold factors of the inputs in training into the weights. By default there is nothing to fold: the
+        final state's factor is 1, and embeddings are not read."""
+
 
 class HeadDrafter(Proposer):
     """Drafts with a trained head.

@@ -84,10 +84,6 @@ class MedusaHead(Head):
             own.weight.copy_(lm_head)
         return self
 
-    @torch.no_grad()
-    def scale_inputs(self, embedding: Float[Tensor, ""], taps: Float[Tensor, " taps"]) -> None:
-        """Does nothing: Medusa reads no embeddings, and its blocks keep the final state's scale."""
-
 
 @final
 class Medusa(ParallelDrafter):

@@ -114,18 +114,12 @@ class EagleLayout(Layout):
         }
 
     def give(self, tensors: dict[str, Tensor], target: Target, report: Report) -> dict[str, Tensor]:
-        if VOCAB in tensors:
-            n = len(tensors[VOCAB])
-            report.notes.append(
-                f"{VOCAB}: in config.json, where import finds it; engines take candidates from all tokens, "
-                f"not these {n}"
-            )
         if "fc.bias" in tensors:
             report.notes.append(
                 'fc.bias: vLLM leaves it out, and reads the key "bias" as one of attention; SGLang and EAGLE '
                 "use it"
             )
-        return {name: tensor for name, tensor in tensors.items() if name != VOCAB}
+        return tensors
 
 
 class Eagle3Layout(Layout):

@@ -157,7 +157,13 @@ def _export(source: str, home: Path, directory: str, target: Target, layout: str
     drafter = drafter_class(method, source).load(config, tensors, target)
     copied = _about(_embedding(target)) if written.embedding == "copy" else None
     stored = config.get("public_embedding", copied)
-    embedding, vocab = tensors.pop(EMBEDDING, None), tensors.get(VOCAB)
+    embedding = tensors.pop(EMBEDDING, None)
+    vocab = None if written.vocabulary else tensors.pop(VOCAB, None)
+    if vocab is not None:
+        report.notes.append(
+            f"{VOCAB}: in config.json, where import finds it; engines take candidates from all tokens, not "
+            f"these {len(vocab)}"
+        )
     given = written.give(tensors, target, report)
     if embedding is not None:
         given[EMBEDDING] = embedding
@@ -173,7 +179,7 @@ def _export(source: str, home: Path, directory: str, target: Target, layout: str
     about = config.get("public") if named == imported else None
     if about is None:
         ours = {"tree": config["tree"]}
-        if not written.vocabulary and vocab is not None:
+        if vocab is not None:
             ours[VOCAB] = " ".join(map(str, vocab.tolist()))
         about = {**written.config(drafter.head.config, target, config["target"]["name"]), OURS: ours}
     write_directory(directory, about, given, written.file, by="export")

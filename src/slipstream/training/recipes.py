@@ -115,8 +115,6 @@ class EagleRecipe(Recipe):
         input_norm: bool = False
 
     class Loss(UnrolledLoss):
-        """See `UnrolledLoss`."""
-
         feature: Weight = 1.0
         token: Weight = 0.1
         noise: Weight = 0.1
@@ -136,8 +134,6 @@ class Eagle3Recipe(Recipe):
         tree: str = "dynamic-7x10x60"
 
     class Loss(UnrolledLoss):
-        """See `UnrolledLoss`."""
-
         unroll: int = Field(default=7, ge=1, le=8)
 
     method: Literal["eagle3"] = "eagle3"
@@ -193,8 +189,6 @@ class MedusaRecipe(Recipe):
             return self.depth * self.layers, width
 
     class Loss(StepsLoss):
-        """See `StepsLoss`."""
-
         hard: bool = True
 
     method: Literal["medusa"] = "medusa"
@@ -226,8 +220,6 @@ class BitaRecipe(Recipe):
         groups: int = Field(default=64, ge=1, le=4096)
 
     class Optimizer(Optimizer):
-        """See `Optimizer` of other recipes."""
-
         lr: float = Field(default=3e-2, gt=0, le=1)
         clip: float = Field(default=1.0, gt=0)
 
