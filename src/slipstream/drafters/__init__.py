@@ -1,4 +1,4 @@
-"""One file per drafter, one final class each. `load_drafter` makes them by name or directory."""
+"""Drafters: one file and one final class each. `load_drafter` makes them by name or directory."""
 
 import os
 import re
@@ -17,23 +17,22 @@ from slipstream.drafters.store import find_drafter, read_drafter, read_tuned
 from slipstream.files import cache_home, understood
 from slipstream.methods import METHODS
 
-BUILT = ("head", "model", "target", "vocab", "part")  # arguments of a trained drafter that are no options
+BUILT = ("head", "model", "target", "vocab", "part")  # a trained drafter's arguments that are not options
 
 
 def load_drafter(spec: Named, target: Target | None = None, temperature: float = 0.0) -> Drafter:
-    """A drafter by name or directory, with options: "ngram", "eagle:tree=chain-5,proposal=noise",
-    "runs/mine:tree=fig9".
+    """Make a drafter: "ngram", "eagle:tree=chain-5,proposal=noise", "runs/mine:tree=fig9".
 
     Args:
         spec: the name of a method (of a trained one: the weights that ship for the target) or a drafter
             directory, then `:` and `key=value` pairs for the drafter's own arguments. Or a `Spec`.
-        target: that it drafts for; only drafters that borrow nothing of a target go without.
-        temperature: of the answers that it will draft for. `tune` may have found different trees for greedy
-            and for sampled ones.
+        target: the target that it drafts for. Drafters that use nothing of a target do not need it.
+        temperature: of the answers, because `tune` may have found different trees for greedy and sampled
+            ones.
 
     Raises:
-        ValueError: there is no such drafter or option, it was made for another target, or its passes would be
-            too large.
+        ValueError: there is no such drafter or option, it was made for another target, or its passes are too
+            large.
     """
     spec = Spec.parse(spec)
     drafter = _load(spec, target, temperature)
@@ -74,8 +73,8 @@ def _load(spec: Spec, target: Target | None, temperature: float) -> Drafter:
 
 
 def tuned_home(spec: Named, target: Target) -> Path:
-    """The directory for what `tune` finds for a drafter: beside its weights, or in the user's cache where it
-    has none of its own. Trees and proposals that the drafter is named with make no difference."""
+    """The directory for what `tune` finds: beside a drafter's weights, or in the user's cache if it has none.
+    The spec's tree and proposal do not matter."""
     spec = Spec.parse(spec)
     if spec.name not in METHODS or METHODS[spec.name].ships:
         return find_drafter(spec.name, target)
@@ -84,11 +83,11 @@ def tuned_home(spec: Named, target: Target) -> Path:
 
 
 def _tuned(spec: Spec, home: Path, place: str, temperature: float) -> Spec:
-    """The spec with what `tune` found here, where it does not name a tree or a proposal itself."""
-    found = read_tuned(home, place, temperature)
+    """The spec with the options that `tune` chose here. A tree or a proposal in the spec replaces both."""
+    tuned = read_tuned(home, place, temperature)
     if not spec.options.keys().isdisjoint(("tree", "proposal")):
-        found = {key: value for key, value in found.items() if key == "skip"}
-    return Spec(spec.name, found | spec.options)
+        tuned = {key: value for key, value in tuned.items() if key == "skip"}
+    return Spec(spec.name, tuned | spec.options)
 
 
 def drafter_class(method: Any, source: str) -> Any:
@@ -106,8 +105,7 @@ def _needed(target: Target | None, name: str) -> Target:
 
 
 def _checked(make: Callable[..., Drafter], spec: Spec, without: Collection[str]) -> dict[str, Any]:
-    """A drafter's options as `make` takes them. Raises ValueError for one that it does not have, or that is
-    missing."""
+    """A spec's options as arguments of `make`. Raises ValueError for an unknown or a missing one."""
     known = {name: p for name, p in signature(make).parameters.items() if name not in without}
     options: dict[str, Any] = {}
     for key, value in spec.options.items():

@@ -1,5 +1,4 @@
-"""A smaller model drafts for a larger one: speculative sampling, and self-speculation, where it is the
-target's own layers.
+"""A smaller model drafts for a larger one. In self-speculation it consists of the target's own layers.
 
 Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"; Chen et al. 2023,
 "Accelerating Large Language Model Decoding with Speculative Sampling"; Zhang et al. 2023, "Draft & Verify".
@@ -27,8 +26,8 @@ from slipstream.targets import load_target
 
 @dataclass
 class DraftModelState(State):
-    scores: Float[Tensor, "B Vd"]  # logits behind the root
-    cache: KVCache  # the draft model's own; the root is in it
+    scores: Float[Tensor, "B Vd"]  # the logits at the root
+    cache: KVCache  # the draft model's own, which also holds the root
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,11 @@ class PartConfig:
 
 
 class Part(nn.Module):
-    """A model of copies of some of the target's blocks, and of its last norm: its weights. The ends stay the
-    target's.
+    """The weights of a draft model of some of the target's blocks: copies of these and of the last norm. It
+    uses the target's embedding and LM head.
 
     Args:
-        vocab: the tokens that it has logits of.
+        vocab: the tokens for which it has logits.
 
     Raises:
         ValueError: there is no such block.
@@ -60,7 +59,7 @@ class Part(nn.Module):
             self.add_module(name, module)
 
     def fill(self, tensors: dict[str, Tensor]) -> "Part":
-        """Trained weights, in the target's precision. Raises ValueError for tensors that do not fit."""
+        """Load trained weights, in the target's precision. Raises ValueError for tensors that do not fit."""
         at, dtype = self.model.device, self.model.dtype
         load_weights(self, {name: t.to(at, dtype) for name, t in tensors.items()}, "this draft model")
         return self
@@ -68,17 +67,17 @@ class Part(nn.Module):
 
 @final
 class DraftModel(Proposer):
-    """Drafts with any causal LM of the target's tokenizer.
+    """Drafts with any causal LM that has the target's tokenizer.
 
     Args:
-        model: the smaller one, as a target of its own.
-        target: that it drafts for.
-        tree, proposal: see `Proposer`; "sampled" chains are speculative sampling as published.
-        vocab: what the model's logits stand for, sorted; all tokens by default.
-        part: where the model is part of the target.
+        model: the smaller model, as a target of its own.
+        target: the target that it drafts for.
+        tree, proposal: see `Proposer`. "sampled" chains are speculative sampling as published.
+        vocab: the sorted tokens of the model's logits; all tokens by default.
+        part: the weights, if the model consists of the target's blocks.
 
     Raises:
-        ValueError: the tokenizers differ, or see `Proposer`.
+        ValueError: the tokenizers differ; also see `Proposer`.
     """
 
     method = "draft-model"
@@ -98,8 +97,7 @@ class DraftModel(Proposer):
                 one = next(iter(sorted(set(mine.items()) ^ set(theirs.items()))))
                 raise ValueError(
                     f"draft model {model.name} reads other tokens than the target ({len(mine)} against "
-                    f"{len(theirs)}; "
-                    f"{one[0]!r} is not the same): take one of the target's tokenizer"
+                    f"{len(theirs)}; {one[0]!r} is not the same): take one of the target's tokenizer"
                 )
         V, at = min(model.vocab, target.vocab), target.device
         self.model, self.part = model, part
@@ -111,7 +109,7 @@ class DraftModel(Proposer):
     def named(
         cls, model: str, target: Target, tree: str = "chain-5", proposal: str = "top-k"
     ) -> "DraftModel":
-        """With a model that `load_target` finds, in the target's precision and place. Raises ValueError."""
+        """Draft with a model that `load_target` finds, in the target's precision. Raises ValueError."""
         loaded = load_target(model, target.dtype_name, str(target.device), target.compiles)
         return cls(loaded, target, tree, proposal)
 
@@ -119,28 +117,23 @@ class DraftModel(Proposer):
     def of_itself(
         cls, target: Target, skip: str = "", tree: str = "chain-5", proposal: str = "top-k"
     ) -> "DraftModel":
-        """With the target itself, some blocks skipped: "10,11,12" or "10-12". Raises ValueError."""
+        """Draft with the target itself without some blocks: "10,11,12" or "10-12". Raises ValueError."""
         blocks, L = list[int](), target.sizes.blocks
         if not skip:
             raise ValueError(
                 f"drafter 'self-speculative' skips some of the target's blocks 0 to {L - 1}: name them, as "
-                f"in "
-                "self-speculative:skip=10-14, or let `slipstream tune --drafter self-speculative` find and "
-                "keep them"
+                "in self-speculative:skip=10-14, or let `slipstream tune --drafter self-speculative` find "
+                "and keep them"
             )
         for part in skip.split(","):
-            first, _, last = part.partition("-")
-            if (
-                not first.strip().isdecimal()
-                or not (last or first).strip().isdecimal()
-                or int(first) > int(last or first)
-            ):
+            first, _, last = (each.strip() for each in part.partition("-"))
+            last = last or first
+            if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
                 raise ValueError(
                     f"skip={skip!r} names no blocks: write numbers and rising ranges, such as 10-14,20"
                 )
-            blocks += range(
-                int(first), min(int(last or first), int(first) + L) + 1
-            )  # no more than there are, and one
+            # L + 1 of the blocks are enough to refuse a range.
+            blocks += range(int(first), min(int(last), int(first) + L) + 1)
         skipped = set(blocks)
         if not skipped < set(range(L)):
             raise ValueError(
@@ -152,8 +145,7 @@ class DraftModel(Proposer):
     def load(
         cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, **options: Any
     ) -> "DraftModel":
-        """What was trained as part of the target, from what `pack` gave. Raises ValueError for tensors that
-        do not fit."""
+        """A trained draft model, from what `pack` returned. Raises ValueError for tensors that do not fit."""
         tensors = dict(tensors)
         vocab = tensors.pop(VOCAB, None)
         try:
@@ -163,7 +155,7 @@ class DraftModel(Proposer):
         return cls(part.fill(tensors).model, target, vocab=vocab, part=part, **{"tree": tree, **options})
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What a drafter directory says of a draft model that is part of its target."""
+        """What a drafter directory holds of a draft model that consists of the target's blocks."""
         assert self.part is not None
         tensors = dict(self.part.state_dict())
         if len(self.vocab) < self.width:
@@ -176,20 +168,17 @@ class DraftModel(Proposer):
         return DraftModelState(zeros, scores, self.model.new_cache(batch))
 
     def absorb(self, span: Span, state: State) -> None:
-        """Read what has been chosen since: the root, which the target has not read yet, included."""
+        """Read the tokens chosen since the last time, with the root, which the target has not read yet."""
         assert isinstance(state, DraftModelState)
-        begins = (span.start == 0) & (span.count > 0)  # the first token of all is nobody's next
+        begins = (span.start == 0) & (span.count > 0)  # a text's first token is not among `span.nexts`
         tokens = torch.cat([span.tokens[:, :1], span.nexts], 1)
-        at = (torch.arange(tokens.shape[1], device=tokens.device) + ~begins[:, None]).clamp(
-            max=tokens.shape[1] - 1
-        )
-        tokens, count = tokens.gather(1, at), span.count + begins
+        at = torch.arange(tokens.shape[1], device=tokens.device) + ~begins[:, None]
+        tokens = tokens.gather(1, at.clamp(max=tokens.shape[1] - 1))
+        count = span.count + begins
         if look.may_look(begins) and not bool(begins.any()):
             tokens = tokens[:, :-1]
         last = (count - 1).clamp(min=0)[:, None]
-        prompt = (
-            tokens.shape[1] > self.depth + 2
-        )  # of a round all rows' logits, so that nothing depends on what is in it
+        prompt = tokens.shape[1] > self.depth + 2  # else a round, which takes all logits: its shape is fixed
         logits = self.model(chain(tokens), state.cache, rows=last if prompt else None).logits
         state.cache.keep(None, count)
         state.cache.bound = min(state.cache.bound, span.cache.bound + 1)

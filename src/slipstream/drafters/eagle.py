@@ -1,7 +1,6 @@
-"""EAGLE: a one-layer head guesses the target's next feature, and the target's own LM head reads tokens off
-it.
+"""EAGLE: a head of one layer predicts the target's next feature, and the target's LM head reads it.
 
-EAGLE-1 (papers/eagle, §3) with static trees, and EAGLE-2's dynamic trees: the weights are the same.
+EAGLE-1 (§3) grows static trees and EAGLE-2 dynamic ones; both use the same weights.
 """
 
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ class EagleConfig(HeadConfig):
     """The head's sizes.
 
     Attributes:
-        bias: the fc has one; vLLM drops it without a word, so a new head has none.
-        input_norm: a norm before attention, which public checkpoints do not have (variant "eagle-prenorm").
+        bias: the fc has a bias. vLLM ignores one without a warning, so new heads have none.
+        input_norm: a norm stands before attention (variant "eagle-prenorm"); public checkpoints have none.
     """
 
     bias: bool = False
@@ -38,9 +37,7 @@ class EagleHead(RecursiveHead):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, config.bias)
-        self.layers = nn.ModuleList(
-            [DecoderLayer(config, config.input_norm)]
-        )  # a list for the sake of the tensors' names
+        self.layers = nn.ModuleList([DecoderLayer(config, config.input_norm)])  # a list, as tensors are named
 
     def forward(
         self,
@@ -49,19 +46,19 @@ class EagleHead(RecursiveHead):
         positions: Int[Tensor, "#B T"],
         attend: Attend,
     ) -> Float[Tensor, "B T H"]:
-        """The features after: row i reads (embedding of t_{i+1}, f_i) at position i and says f̂_{i+1}."""
+        """The next features: row i reads (embedding of t_{i+1}, f_i) at position i and predicts f_{i+1}."""
         return self.layers[0](self.fc(torch.cat([embedded, hidden], -1)), positions, attend)
 
     @torch.no_grad()
     def start(self, generator: torch.Generator) -> "EagleHead":
-        """Before training f̂_{i+1} = f_i: the fc copies the feature, and the layer adds nothing."""
+        """Initialise for training to f̂_{i+1} = f_i: the fc copies the feature, the layer adds nothing."""
         randomise(self, generator)
         self.fc.weight.copy_(copying(self.config.hidden_size, of=1, among=2))
         return self
 
     @torch.no_grad()
     def scale_inputs(self, embedding: Float[Tensor, ""], taps: Float[Tensor, " taps"]) -> None:
-        """Read what was trained on scaled inputs from plain ones."""
+        """Fold the scales of the training inputs into the weights, so that plain inputs are read."""
         self.fc.weight *= torch.stack([embedding, *taps]).repeat_interleave(self.config.hidden_size)
 
 
@@ -72,5 +69,5 @@ class Eagle(RecursiveDrafter):
     method, module = "eagle", EagleHead
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        about, tensors = super().pack()
-        return about | ({"variant": "eagle-prenorm"} if self.head.config.input_norm else {}), tensors
+        config, tensors = super().pack()
+        return config | ({"variant": "eagle-prenorm"} if self.head.config.input_norm else {}), tensors

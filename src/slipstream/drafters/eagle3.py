@@ -1,7 +1,7 @@
-"""EAGLE-3: a head that reads three of the target's states at once, and its own un-normed state after that.
+"""EAGLE-3: a head that reads three of the target's states in its first step, and its own state later.
 
-Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
-in the layout of public checkpoints: its own LM head over a draft vocabulary, no feature to predict.
+Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test".
+As in public checkpoints, it has an LM head of its own over a draft vocabulary, and predicts no feature.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ class Eagle3Config(HeadConfig):
 
     Attributes:
         draft_vocab_size: rows of its LM head.
-        norm_before_residual: the layer's residual is the normed state, as some public checkpoints are
-            trained.
-        norm_output: the recursion reads the normed state that the LM head reads (EAGLE 3.1).
-        norm_before_fc: one norm over the taps side by side; `fc_norm`: one over each of them (EAGLE 3.1).
-        target_hidden_size: of the taps; 0: as wide as the head.
-        vocab_size: V, of an embedding of its own; 0: it reads the target's.
+        norm_before_residual: the layer's residual is the normed state, as in some public checkpoints.
+        norm_output: later steps read the normed state that the LM head reads (EAGLE 3.1).
+        norm_before_fc: the concatenated taps have a norm (EAGLE 3.1).
+        fc_norm: each tap has a norm of its own (EAGLE 3.1).
+        target_hidden_size: width of the taps; 0: the head's.
+        vocab_size: V, if the head has an embedding of its own; 0: it reads the target's.
     """
 
     draft_vocab_size: int = 32000
@@ -40,15 +40,15 @@ class Eagle3Config(HeadConfig):
 
 
 class Eagle3Layer(nn.Module):
-    """A decoder layer whose attention reads the embedding and the state side by side, each normed; the
-    residual is the state's."""
+    """A decoder layer whose attention reads embedding and state, each normed and side by side."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = (
             nn.RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
         )
-        self.self_attn, self.mlp = Attention(config, inputs=2), MLP(config)
+        self.self_attn = Attention(config, inputs=2)
+        self.mlp = MLP(config)
         self.norm_before_residual = config.norm_before_residual
 
     def forward(
@@ -82,7 +82,7 @@ class Eagle3Head(RecursiveHead):
         self.lm_head = nn.Linear(H, config.draft_vocab_size, bias=False)
 
     def fuse(self, features: Float[Tensor, "B T F"]) -> Float[Tensor, "B T H"]:
-        """The target's states as one; the head's own skip this."""
+        """Combine the target's states into one. The head's own state does not pass through this."""
         features = self.input_norm(features)
         if self.fc_norm is not None:
             parts = features.chunk(len(self.fc_norm), -1)
@@ -96,20 +96,19 @@ class Eagle3Head(RecursiveHead):
         positions: Int[Tensor, "#B T"],
         attend: Attend,
     ) -> Float[Tensor, "B T H"]:
-        """The states after, un-normed but for `norm_output`: row i reads (embedding of t_{i+1}, h_i) at
-        position i."""
-        said = self.midlayer(embedded, hidden, positions, attend)
-        return self.norm(said) if self.config.norm_output else said
+        """The next states, normed if `norm_output`: row i reads (embedding of t_{i+1}, h_i) at position i."""
+        states = self.midlayer(embedded, hidden, positions, attend)
+        return self.norm(states) if self.config.norm_output else states
 
     def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
-        """Over the draft vocabulary."""
+        """Logits over the draft vocabulary."""
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
     @torch.no_grad()
     def start(
         self, generator: torch.Generator, lm_head: Float[Tensor, "Vd H"], norm: Float[Tensor, " H"]
     ) -> "Eagle3Head":
-        """Before training the last tap is read as if it were the target's final state: the fc copies it, the
+        """Initialise for training as if the last tap were the target's final state: the fc copies it, the
         layer adds nothing, and LM head and norm are the target's."""
         randomise(self, generator)
         self.fc.weight.copy_(
@@ -121,7 +120,7 @@ class Eagle3Head(RecursiveHead):
 
     @torch.no_grad()
     def scale_inputs(self, embedding: Float[Tensor, ""], taps: Float[Tensor, " taps"]) -> None:
-        """Read what was trained on scaled inputs from plain ones; embeddings are normed."""
+        """Fold the taps' scales into the weights, so that plain taps are read. Embeddings are normed."""
         self.fc.weight *= taps.repeat_interleave(self.config.hidden_size)
 
 

@@ -1,7 +1,7 @@
-"""FastEagle: N cascaded layers say N tokens in one pass (papers/fasteagle).
+"""FastEagle: N cascaded layers draft N tokens in one pass.
 
-There is no public code. Where the paper leaves a choice, it is named here, and docs/log.md has what was
-measured.
+There is no public code. Choices that the paper leaves open are named here, and docs/fasteagle.md gives
+figures.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,9 @@ class FastEagleConfig(HeadConfig):
     """The head's sizes.
 
     Attributes:
-        depth: N, layers and tokens drafted.
-        cascade: a layer reads what the layer before it said; otherwise all read the same, as parallel heads
-            (Table 2).
-        input_norm: a norm before attention, which layers that began as EAGLE's do not have.
+        depth: N, the number of layers, and of tokens drafted.
+        cascade: each layer reads the output of the one before; otherwise all read the same input (Table 2).
+        input_norm: a norm stands before attention. Layers that began as EAGLE's have none.
     """
 
     depth: int = 7
@@ -57,19 +56,18 @@ class FastEagleHead(Head):
         positions: Int[Tensor, "#B T"],
         attends: Sequence[Attend],
     ) -> Float[Tensor, "B T N H"]:
-        """Row i reads (g_i, embedding of t_{i+1}) at position i and says f̂_{i+1} … f̂_{i+N}, off which the
-        target's LM head reads t_{i+2} … t_{i+1+N}."""
+        """Row i reads (g_i, embedding of t_{i+1}) at position i and predicts f_{i+1} … f_{i+N}, which the
+        target's LM head turns into t_{i+2} … t_{i+1+N}."""
         x = first = self.fc(torch.cat([self.fuse(features), embedded], -1))
-        said = []
+        states = []
         for layer, attend in zip(self.layers, attends, strict=True):
             x = layer(x if self.config.cascade else first, positions, attend)
-            said.append(x)
-        return torch.stack(said, 2)
+            states.append(x)
+        return torch.stack(states, 2)
 
     @torch.no_grad()
     def start(self, generator: torch.Generator) -> "FastEagleHead":
-        """Before training every layer says the last tap, which is a fair guess where that is the final
-        state."""
+        """Initialise for training: every layer returns the last tap, which should be the final state."""
         randomise(self, generator)
         H, taps = self.config.hidden_size, len(self.config.taps)
         self.fuse.weight.copy_(copying(H, taps - 1, taps))
@@ -78,8 +76,8 @@ class FastEagleHead(Head):
 
     @torch.no_grad()
     def start_as(self, eagle: EagleHead) -> "FastEagleHead":
-        """Before training the first layer says what this head of the same sizes says; the others are copies
-        of it. The last tap must be the final state."""
+        """Initialise for training from an EAGLE head of the same sizes: every layer is a copy of its layer.
+        The last tap must be the final state."""
         H = self.config.hidden_size
         embedding, final = eagle.fc.weight.split(H, 1)
         self.fuse.weight.copy_(copying(H, len(self.config.taps) - 1, len(self.config.taps)))
@@ -90,7 +88,7 @@ class FastEagleHead(Head):
 
     @torch.no_grad()
     def scale_inputs(self, embedding: Float[Tensor, ""], taps: Float[Tensor, " taps"]) -> None:
-        """Read what was trained on scaled inputs from plain ones."""
+        """Fold the scales of the training inputs into the weights, so that plain inputs are read."""
         H = self.config.hidden_size
         self.fuse.weight *= taps.repeat_interleave(H)
         self.fc.weight[:, H:] *= embedding
@@ -98,12 +96,12 @@ class FastEagleHead(Head):
 
 @dataclass
 class FastEagleState(ParallelState):
-    cache: KVCache  # of every layer: what is committed, and nothing else
+    cache: KVCache  # of all layers: the committed tokens and nothing else
 
 
 @final
 class FastEagle(ParallelDrafter):
-    """Drafts with a `FastEagleHead`: one pass when a path is committed, and none to grow a tree."""
+    """Drafts with a `FastEagleHead`, which takes one pass per committed path and none to grow a tree."""
 
     method, module = "fasteagle", FastEagleHead
 
@@ -115,16 +113,14 @@ class FastEagle(ParallelDrafter):
         assert isinstance(state, FastEagleState) and span.features is not None
         attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.target.compiles)
         if isinstance(attends[0].cache, LayerView):
-            said = self._compiled_read(freed(span.nexts), freed(span.features), freed(positions), attends)
+            hidden = self._compiled_read(freed(span.nexts), freed(span.features), freed(positions), attends)
         else:
-            said = self._read(span.nexts, span.features, positions, attends)
+            hidden = self._read(span.nexts, span.features, positions, attends)
         state.cache.keep(None, span.count)
         state.cache.bound = min(state.cache.bound, span.cache.bound)
-        state.hidden, state.root, state.length = (
-            span.last(said),
-            span.last(span.nexts),
-            span.start + span.count,
-        )
+        state.hidden = span.last(hidden)
+        state.root = span.last(span.nexts)
+        state.length = span.start + span.count
 
     def _read(
         self, tokens: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]

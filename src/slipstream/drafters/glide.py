@@ -1,7 +1,7 @@
-"""GLIDE: a small decoder that catches a glimpse of the target's keys and values (papers/glide_cape, §4.1).
+"""GLIDE: a small decoder that also attends to the target's cached keys and values (GLIDE with a CAPE, §4.1).
 
-The public code does not run, and turns queries by the base 10000 whatever the target's is. Where paper and
-code leave a choice, it is named here.
+The public code does not run, and rotates queries with the base 10000 for every target. Choices that paper and
+code leave open are named here.
 """
 
 from collections.abc import Sequence
@@ -23,26 +23,25 @@ from slipstream.core.tree import Tree
 from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, randomise
 from slipstream.drafters.layers import MLP, Attend, Attention, CacheAttend, Rope, attend_cache, rotate
 
-# the target's keys and values of one block, and what each row sees of them
+# The target's keys and values of one block, and which of them each row sees.
 Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Bool[Tensor, "#B 1 #T S"]]
 
 
 @dataclass(frozen=True)
 class GlideConfig(HeadConfig):
-    """The head's sizes; those of `LayerConfig` are the draft's own, `taps` the target's caches that its
-    layers read; without any it is a decoder of the same size (the paper's vanilla draft).
+    """The head's sizes. Those of `LayerConfig` are the draft's own; `taps` name the target's caches that its
+    layers read. Without taps it is a decoder of the same size, the paper's vanilla draft.
 
     Attributes:
-        depth: N_D, its layers.
-        target_size: H, of the target's states.
+        depth: N_D, the number of its layers.
+        target_size: H, the width of the target's states.
         target_heads, target_head_dim: of the target's queries and keys.
-        target_rope: of each cache that is read, the frequencies of the target's rotary positions and what
-            their cos and sin are multiplied by (`target_rope`); none where it has none.
-        vocab_size: V, of an embedding and an LM head of its own, as published; 0: the target's.
+        target_rope: for each cache that is read, the frequencies of the target's rotary positions and the
+            factor on their cos and sin; none if the target has no rotary positions.
+        vocab_size: V, if it has an embedding and an LM head of its own, as published; 0: the target's.
         draft_vocab_size: rows of its own LM head.
-        cross_norm: a norm before cross-attention, which the public code does not have.
-        first_token: the draft reads the text's first token, too, as the public code does, and not only what
-            follows it.
+        cross_norm: a norm stands before cross-attention; the public code has none.
+        first_token: the draft also reads the text's first token, as the public code does.
     """
 
     depth: int = 1
@@ -57,8 +56,8 @@ class GlideConfig(HeadConfig):
 
 
 class CrossAttention(nn.Module):
-    """Queries of the draft's over the target's cached keys and values, which it neither makes nor changes.
-    Queries are turned as the target's own, at their absolute positions."""
+    """The draft's queries over the target's cached keys and values. Queries are rotated like the target's
+    own, at their absolute positions."""
 
     def __init__(self, config: GlideConfig, layer: int) -> None:
         super().__init__()
@@ -68,18 +67,18 @@ class CrossAttention(nn.Module):
         self.o_proj = nn.Linear(A * D, config.hidden_size, bias=False)
 
     def forward(self, x: Float[Tensor, "B T d"], positions: Int[Tensor, "#B T"], glimpse: Glimpse) -> Tensor:
-        """Rows of x see what their mask shows them of the glimpse."""
+        """Rows of x attend to the keys and values that the glimpse's mask shows them."""
         key, value, mask = glimpse
         q = self.q_proj(x).unflatten(-1, (-1, self.config.target_head_dim)).transpose(1, 2)
-        if turned := 2 * len(self.rope.frequencies):
+        if rotated := 2 * len(self.rope.frequencies):
             cos, sin = self.rope(positions, x.dtype)
-            q = torch.cat([rotate(q[..., :turned], cos, sin), q[..., turned:]], -1)
+            q = torch.cat([rotate(q[..., :rotated], cos, sin), q[..., rotated:]], -1)
         out = F.scaled_dot_product_attention(q, key, value, mask, enable_gqa=q.shape[1] != key.shape[1])
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class GlideLayer(nn.Module):
-    """Self-attention, cross-attention, MLP, each normed and added."""
+    """Self-attention, cross-attention and MLP, each with a norm before it and a residual around it."""
 
     def __init__(self, config: GlideConfig, layer: int) -> None:
         super().__init__()
@@ -126,7 +125,7 @@ class GlideHead(Head):
         attends: Sequence[Attend],
         glimpses: Sequence[Glimpse | None],
     ) -> Float[Tensor, "B T H"]:
-        """Row i reads t_{i+1} at position i+1, and says the state that the LM head reads t_{i+2} off."""
+        """Row i reads t_{i+1} at position i+1, and its state gives the LM head's prediction of t_{i+2}."""
         x = embedded if self.inward is None else self.inward(embedded)
         for layer, attend, glimpse in zip(self.layers, attends, glimpses, strict=True):
             x = layer(x, positions, attend, glimpse)
@@ -134,13 +133,13 @@ class GlideHead(Head):
         return x if self.outward is None else self.outward(x)
 
     def logits(self, hidden: Float[Tensor, "... d"]) -> Float[Tensor, "... Vd"]:
-        """Of its own LM head."""
+        """Logits of its own LM head."""
         return self.lm_head(hidden)
 
     @torch.no_grad()
     def start(self, generator: torch.Generator, size: Float[Tensor, ""]) -> "GlideHead":
-        """Before training all tokens are alike to it: the target's LM head, if it read embeddings as they
-        passed through, would let every token follow itself."""
+        """Initialise for training so that all tokens are equally likely. If embeddings passed through to the
+        target's LM head, every token would predict itself."""
         randomise(self, generator)
         self.norm.weight.copy_(size.expand(len(self.norm.weight)))
         if self.inward is not None and self.outward is not None:
@@ -150,29 +149,28 @@ class GlideHead(Head):
 
     @torch.no_grad()
     def scale_inputs(self, embedding: Float[Tensor, ""], taps: Float[Tensor, " taps"]) -> None:
-        """Read what was trained on scaled embeddings from plain ones; caches are read as they are."""
+        """Fold the embeddings' scale into the weights, so that plain ones are read. Caches have no scale."""
         if self.inward is not None:
             self.inward.weight *= embedding
 
 
 @dataclass
 class GlideState(State):
-    hidden: Float[Tensor, "B H"]  # said of the root
-    cache: KVCache  # of the draft's own layers: slot i holds t_{i+1}, or t_i where it reads the first token
-    # a copy of the target's keys and values, as far as it has read: up to the token before the root
-    seen: KVCache
+    hidden: Float[Tensor, "B H"]  # the head's output at the root
+    cache: KVCache  # of the draft's own layers: slot i holds t_{i+1}, or t_i if it reads the first token
+    seen: KVCache  # a copy of the target's keys and values, up to the token before the root
 
 
 @final
 class Glide(HeadDrafter):
-    """Drafts with a `GlideHead`. A draft's keys and values are its own; of the target's it sees what the last
-    pass left, so that the i-th drafted token is i positions ahead of what it can see."""
+    """Drafts with a `GlideHead`. It has keys and values of its own, and sees the target's up to the last
+    pass: the i-th drafted token is i positions ahead of them."""
 
     method, module = "glide", GlideHead
 
     @property
     def lead(self) -> int:
-        """How far its own cache is ahead of the target's: by the text's first token, or not."""
+        """How many tokens its own cache is ahead of the target's: 1 if it reads the text's first token."""
         return int(self.head.config.first_token)
 
     def start(self, batch: int, device: torch.device) -> GlideState:
@@ -194,18 +192,17 @@ class Glide(HeadDrafter):
                 glimpses[i] = attend(*apart(part, D))
             state.seen.keep(None, span.count)
             state.seen.bound = min(state.seen.bound, span.cache.bound)
-        if self.lead and (
-            span.tree is None or span.tree.is_chain
-        ):  # a text begins with a chunk of its prompt
+        if self.lead and (span.tree is None or span.tree.is_chain):  # it may be a prompt's first chunk
             self._begin(span, state)
         own, positions = attend_cache(state.cache, T, compiles=self.target.compiles)
-        said = self._forward(span.nexts, positions + 1 - self.lead, own, glimpses)
+        hidden = self._forward(span.nexts, positions + 1 - self.lead, own, glimpses)
         state.cache.keep(None, span.count)
         state.cache.bound = min(state.cache.bound, span.cache.bound + self.lead)
-        state.hidden, state.root = span.last(said), span.last(span.nexts)
+        state.hidden = span.last(hidden)
+        state.root = span.last(span.nexts)
 
     def _begin(self, span: Span, state: GlideState) -> None:
-        """Read the first tokens of the texts that a chunk begins; each sees itself, of the target, too."""
+        """Read the first token of each text that begins here. It sees itself, in the target's cache too."""
         new = (state.cache.lengths == 0) & (span.count > 0)
         if may_look(new) and not new.any():
             return
@@ -228,7 +225,7 @@ class Glide(HeadDrafter):
         return self.step_by_step(state.root, at, self.scores(state.hidden[:, None]), step, sampler)
 
     def _glimpses(self, seen: KVCache, count: Int[Tensor, " B"]) -> list[Glimpse | None]:
-        """The first `count` tokens that the target has read, of each layer's cache."""
+        """The target's keys and values of the first `count` tokens, for each layer."""
         if not self.taps:
             return [None] * self.head.config.depth
         seen.reserve(0)
@@ -253,6 +250,6 @@ class Glide(HeadDrafter):
 def apart(
     cached: Float[Tensor, "B T W"], head_dim: int
 ) -> tuple[Float[Tensor, "B heads T D"], Float[Tensor, "B heads T D"]]:
-    """Keys and values of a tap of a cache."""
+    """Keys and values from a tap of a cache."""
     key, value = (x.unflatten(-1, (-1, head_dim)).transpose(1, 2) for x in cached.chunk(2, -1))
     return key, value

@@ -1,5 +1,5 @@
-"""Heads that say the tokens of every depth in one pass: each depth has one law, whatever was drafted before
-it. FastEagle, Medusa."""
+"""Parallel heads, which draft all depths in one pass: each depth has one law, independent of the drafted
+tokens (FastEagle, Medusa)."""
 
 from dataclasses import dataclass
 
@@ -15,16 +15,16 @@ from slipstream.drafters.heads import HeadDrafter
 
 @dataclass
 class ParallelState(State):
-    hidden: Float[Tensor, "B N H"]  # what the laws of the N depths are read off
+    hidden: Float[Tensor, "B N H"]  # the states that give the laws of the N depths
     length: Int[Tensor, " B"]  # tokens before the root
 
 
 class ParallelDrafter(HeadDrafter):
-    """Drafts with N laws: any tree grows from them without another pass.
+    """Drafts with N laws, from which any tree grows without another pass.
 
-    The papers' own (FastEagle's Backbone Expansion "backbone-7x10", Medusa's static trees), and the most
-    probable of all ("best-first-7x26"). At T > 0 children sampled from one law serve all nodes of a depth:
-    only one of them is ever on the path, and which one does not depend on the draws below it.
+    The papers' trees are FastEagle's Backbone Expansion ("backbone-7x10") and Medusa's static ones; the most
+    probable nodes are "best-first-7x26". At T > 0 children sampled from one law serve all nodes of a depth:
+    the walk visits only one of these nodes, and which one does not depend on the draws below it.
     """
 
     @property
@@ -33,8 +33,8 @@ class ParallelDrafter(HeadDrafter):
 
     def start(self, batch: int, device: torch.device) -> ParallelState:
         root = torch.zeros(batch, dtype=torch.long, device=device)
-        about = (batch, self.deepest, self.head.config.hidden_size)
-        return ParallelState(root, torch.zeros(about, dtype=self.target.dtype, device=device), root.clone())
+        shape = (batch, self.deepest, self.head.config.hidden_size)
+        return ParallelState(root, torch.zeros(shape, dtype=self.target.dtype, device=device), root.clone())
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
         assert isinstance(state, ParallelState)

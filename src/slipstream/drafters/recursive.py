@@ -1,4 +1,4 @@
-"""Heads that read their own predictions: one draft step for every level of the tree. EAGLE and EAGLE-3."""
+"""Recursive heads, which read their own predictions: one draft step per level (EAGLE, EAGLE-3)."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from slipstream.drafters.layers import Attend, CacheAttend, attend_cache
 
 
 class RecursiveHead(Head):
-    """What a recursive drafter asks of its module."""
+    """The module of a recursive drafter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed_tokens: Any = None  # of its own, in place of the target's
+        self.embed_tokens: Any = None  # an embedding of its own instead of the target's
 
     def fuse(self, features: Float[Tensor, "B T F"]) -> Float[Tensor, "B T H"]:
-        """What the target's taps are to the recursion."""
+        """The state that the first step reads, made of the target's taps."""
         return features
 
     @abstractmethod
@@ -37,18 +37,17 @@ class RecursiveHead(Head):
         positions: Int[Tensor, "#B T"],
         attend: Attend,
     ) -> Float[Tensor, "B T H"]:
-        """Row i reads (embedding of t_{i+1}, h_i) at position i and says h_{i+1}, in place of the
-        target's."""
+        """Row i reads (embedding of t_{i+1}, h_i) at position i and predicts the target's h_{i+1}."""
 
 
 @dataclass
 class RecursiveState(State):
-    hidden: Float[Tensor, "B H"]  # said of the root
+    hidden: Float[Tensor, "B H"]  # the prediction at the root, from which its children come
     cache: KVCache  # the head's own: slot i holds the pair (h_i, t_{i+1})
 
 
 class RecursiveDrafter(HeadDrafter):
-    """Reads each guess with the state that it guessed before."""
+    """Reads each drafted token together with the state that was predicted for its parent."""
 
     def start(self, batch: int, device: torch.device) -> RecursiveState:
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
@@ -68,14 +67,14 @@ class RecursiveDrafter(HeadDrafter):
         hidden = state.hidden[:, None]
 
         def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:
-            """Read the frontier: each token with what was said of it, the state of its parent's row."""
+            """Read the frontier: each token with the state of its parent's row."""
             nonlocal hidden
             n = tokens.shape[1]
-            said = hidden.gather(1, origin[..., None].expand(-1, -1, hidden.shape[-1]))
+            parents = hidden.gather(1, origin[..., None].expand(-1, -1, hidden.shape[-1]))
             [attend], _ = attend_cache(state.cache, n, seen.shape[2] - n, seen, self.target.compiles)
-            # repeated, not expanded: strides of its own, and so one graph when compiled
+            # `repeat` and not `expand`: a tensor with strides of its own needs no graph of its own.
             positions = (state.cache.lengths + level - 1)[:, None].repeat(1, n)
-            hidden = self._forward(tokens, said, positions, attend, fresh=False)
+            hidden = self._forward(tokens, parents, positions, attend, fresh=False)
             return self.scores(hidden)
 
         return self.step_by_step(state.root, state.cache.lengths, self.scores(hidden), step, sampler)
@@ -90,6 +89,6 @@ class RecursiveDrafter(HeadDrafter):
     def _read(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, fresh: bool
     ) -> Float[Tensor, "B T H"]:
-        """fresh: `hidden` is the target's taps, not what the head said."""
+        """`fresh`: `hidden` holds the target's taps, not the head's own states."""
         embed = self.head.embed_tokens or self.target.embed
         return self.head(embed(tokens), self.head.fuse(hidden) if fresh else hidden, positions, attend)

@@ -20,21 +20,20 @@ from slipstream.methods import METHODS, SHIPPED
 
 VERSION = 1
 VOCAB = "draft_vocab"  # target ids that a drafter takes its candidates from, sorted
-STEP = ".step"  # beside a tensor of int8
+STEP = ".step"  # ends the name of the steps beside a tensor of int8
 TUNED = "tuned.json"
 SCALES, COUNTS, DEEPEST = ("rope_theta", "rms_norm_eps"), ("depth", "layers"), 256  # numbers of a head
-RUN, RUN_MARK = "recipe.yaml", "# of a run of slipstream train"  # how the recipe of a run begins
+RUN, RUN_MARK = "recipe.yaml", "# of a run of slipstream train"  # a run's recipe, and its first line
 
 
 @contextmanager
 def claimed(
     directory: str | Path, by: Sequence[str], force: bool, reads: Sequence[str | Path]
 ) -> Iterator[None]:
-    """A directory that `check_claim` allows, made where there is none, and held against other processes. If
-    nothing is written into a new one it is taken away again.
+    """Make and lock a directory that `check_claim` allows. A new one that stays empty is removed again.
 
     Raises:
-        ValueError: it is not allowed, cannot be written, or another process writes in it.
+        ValueError: `check_claim` refuses it, it cannot be written, or another process writes in it.
     """
     new = not os.path.lexists(directory)
     check_claim(directory, by, force, reads)
@@ -50,15 +49,15 @@ def claimed(
 def check_claim(
     directory: str | Path, by: Sequence[str], force: bool = False, reads: Sequence[str | Path] = ()
 ) -> None:
-    """Make a directory to write in: it is new, empty, or was written by the same command before.
+    """Make a directory to write in. It must be new, empty, or written by the same command before.
 
     Args:
-        by: commands, of train, import and export, whose earlier output may be replaced.
-        force: anything may be, but
-        reads: what the command reads.
+        by: the commands (train, import, export) whose earlier output may be replaced.
+        force: allow a directory that holds anything, but
+        reads: none that the command reads.
 
     Raises:
-        ValueError: it holds something else, or cannot be written.
+        ValueError: the directory holds something else, or cannot be written.
     """
     home = Path(directory)
     try:
@@ -68,11 +67,10 @@ def check_claim(
         if held and any(os.path.exists(source) and os.path.samefile(home, source) for source in reads):
             raise ValueError(f"directory {home} is read by this command: name another one to write")
         if held and not force and (writer := made_by(home)) not in by:
-            found = (
-                f"what `slipstream {writer}` wrote" if writer else f"other files ({', '.join(held[:3])}, …)"
-            )
+            files = ", ".join(held[:3])
+            what = f"what `slipstream {writer}` wrote" if writer else f"other files ({files}, …)"
             raise ValueError(
-                f"directory {home} holds {found}: name a new or empty one, or give --force to write into it"
+                f"directory {home} holds {what}: name a new or empty one, or give --force to write into it"
             )
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=home):
@@ -84,7 +82,7 @@ def check_claim(
 
 
 def made_by(home: Path) -> str | None:
-    """The command that wrote a directory: train, import or export; None where that is not known."""
+    """The command that wrote a directory: train, import or export, or None if that is not known."""
     try:
         with open(home / RUN, encoding="utf-8") as file:
             if file.readline().rstrip() == RUN_MARK:
@@ -111,32 +109,32 @@ def save_drafter(
     dtype: torch.dtype | None = torch.bfloat16,
     force: bool = False,
 ) -> None:
-    """Write a drafter directory; each file beside and renamed, the weights first.
+    """Write a drafter directory, atomically file by file, the weights first. What `tune` found for an earlier
+    drafter there is deleted.
 
     Args:
-        config, tensors: what the drafter's `pack` gave. They are `stored` as `dtype` (None: as they are).
-        training: a summary of how it was made.
-        force: whatever the directory holds; by default only a drafter is replaced. What `tune` found for it
-            goes with it.
+        config, tensors: from the drafter's `pack`. Tensors are `stored` as `dtype` (None: as they are).
+        training: a summary of how the drafter was made.
+        force: write whatever the directory holds; by default only a drafter is replaced.
 
     Raises:
         ValueError: the directory holds something else, or cannot be written.
     """
     check_claim(directory, ("train", "import"), force)
-    about = {
+    heading = {
         "method": method,
         "version": VERSION,
         "target": {"name": target.name, "fingerprint": target.fingerprint},
     }
     if dtype is not None:
         tensors = stored(tensors, dtype)
-    write_directory(directory, {**about, **config, "training": training}, tensors)
+    write_directory(directory, {**heading, **config, "training": training}, tensors)
     (Path(directory) / TUNED).unlink(missing_ok=True)
 
 
 def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Floating tensors as `dtype`; int8: matrices in steps of a 127th of each row's largest entry, the rest
-    as bfloat16."""
+    """Floating tensors as `dtype`. With int8, matrices are integer multiples of a step, a 127th of each row's
+    largest entry, and other tensors are bfloat16."""
     kept: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if dtype == torch.int8 and tensor.is_floating_point() and tensor.ndim == 2:
@@ -150,11 +148,12 @@ def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def restored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What `stored` kept, as floating tensors: integers with steps as float32, the others as they are."""
+    """The inverse of `stored`: int8 matrices become float32, other tensors keep their type."""
     steps = {name.removesuffix(STEP): tensor for name, tensor in tensors.items() if name.endswith(STEP)}
-    whole = {name: tensor for name, tensor in tensors.items() if not name.endswith(STEP)}
     return {
-        name: tensor * steps[name][:, None] if name in steps else tensor for name, tensor in whole.items()
+        name: tensor * steps[name][:, None] if name in steps else tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(STEP)
     }
 
 
@@ -165,14 +164,15 @@ def write_directory(
     name: str = "model.safetensors",
     by: str | None = None,
 ) -> None:
-    """config.json and a file of tensors, which says the command `by` that wrote it, each beside and renamed.
-    Raises ValueError where they cannot be written."""
-    home, whole = Path(directory), {key: t.contiguous().cpu() for key, t in tensors.items()}
+    """Write config.json and a file of tensors, each atomically. `by` is the command that the tensors' file
+    names. Raises ValueError if they cannot be written."""
+    home = Path(directory)
+    tensors = {key: t.contiguous().cpu() for key, t in tensors.items()}
     try:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home, ignore_cleanup_errors=True) as beside:
             weights, text = Path(beside) / name, Path(beside) / "config.json"
-            save_file(whole, weights, metadata={"format": "pt"} | ({"slipstream": by} if by else {}))
+            save_file(tensors, weights, metadata={"format": "pt"} | ({"slipstream": by} if by else {}))
             text.write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", "utf-8")
             for path in (weights, text):
                 os.chmod(path, 0o644)
@@ -183,16 +183,16 @@ def write_directory(
 
 
 def find_drafter(name: str, target: Target) -> Path:
-    """A drafter directory, by the name of a method whose weights ship or as a path. Raises ValueError."""
+    """The drafter directory of a path, or of a method whose weights ship. Raises ValueError."""
     home = os.path.expanduser(name)
     return shipped(name, target) if _ships(name) or not os.path.isdir(home) else Path(home)
 
 
 def read_drafter(directory: str | Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Configuration and tensors of a drafter directory.
+    """The configuration and the tensors of a drafter directory.
 
     Raises:
-        ValueError: it is none, it cannot be read, or it was made for another target.
+        ValueError: it is no drafter directory, it cannot be read, or it was made for another target.
     """
     home = Path(directory).expanduser()
     config = read_json(home / "config.json", "drafter's")
@@ -201,7 +201,7 @@ def read_drafter(directory: str | Path, target: Target) -> tuple[dict[str, Any],
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"drafter directory {directory}: config.json is not Slipstream's: `slipstream import` reads "
-            f"public checkpoints"
+            "public checkpoints"
         ) from error
     if version != VERSION:
         raise ValueError(
@@ -224,7 +224,7 @@ def read_drafter(directory: str | Path, target: Target) -> tuple[dict[str, Any],
 
 
 def _check_sizes(config: dict[str, Any], source: str) -> None:
-    """Refuse what would show itself in use only, or would be built for ever. Raises ValueError."""
+    """Refuse sizes whose errors would only show in use, or that no memory holds. Raises ValueError."""
     head = config.get("head", {})
     if not isinstance(head, dict):
         raise ValueError(f"{source}: head is {head!r}; it must be an object")
@@ -241,24 +241,23 @@ def _check_sizes(config: dict[str, Any], source: str) -> None:
 
 
 def read_tuned(directory: str | Path, place: str, temperature: float) -> dict[str, str]:
-    """The tree and the proposal that `tune` found best for this drafter here; nothing where it was not
-    asked."""
+    """The options that `tune` chose for this drafter in this place; none if it has not run."""
     try:
-        found = read_json(tuned_file(directory), "tuned")[place][_heat(temperature)]
-        return {key: str(found[key]) for key in ("skip", "tree", "proposal") if key in found}
+        chosen = read_json(tuned_file(directory), "tuned")[place][_heat(temperature)]
+        return {key: str(chosen[key]) for key in ("skip", "tree", "proposal") if key in chosen}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
 def save_tuned(directory: str | Path, place: str, chosen: dict[float, dict[str, Any]]) -> Path:
-    """Keep what `tune` chose, by temperature. Raises ValueError where it cannot be written."""
+    """Store what `tune` chose, by temperature. Raises ValueError if it cannot be written."""
     path = tuned_file(directory)
     update_json(path, place, {_heat(temperature): entry for temperature, entry in chosen.items()})
     return path
 
 
 def tuned_file(directory: str | Path) -> Path:
-    """Beside the weights; for those that ship, which belong to the package, in the user's cache."""
+    """The file of tuned options: beside the weights, or in the user's cache for weights that ship."""
     home = Path(directory).expanduser().resolve()
     if SHIPPED.resolve() in home.parents:
         home = cache_home() / "tuned" / home.relative_to(SHIPPED.resolve())
@@ -270,11 +269,7 @@ def _heat(temperature: float) -> str:
 
 
 def shipped(method: str, target: Target) -> Path:
-    """The directory of the weights that ship for a method and a target.
-
-    Raises:
-        ValueError: none do.
-    """
+    """The directory of the weights that ship for a method and a target. Raises ValueError if none do."""
     if not _ships(method):
         raise ValueError(f"Unknown drafter: {method!r}: neither a directory nor a method whose weights ship")
     homes = {
@@ -288,8 +283,7 @@ def shipped(method: str, target: Target) -> Path:
     )
     raise ValueError(
         f"no {method} weights ship for this target ({target.fingerprint}); they do for: {known or 'none'}. "
-        f"Train a drafter "
-        f"(slipstream train {method}) and give its directory"
+        f"Train a drafter (slipstream train {method}) and give its directory"
     )
 
 
@@ -298,10 +292,10 @@ def _ships(name: str) -> bool:
 
 
 def load_weights(module: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
-    """Fill a module, every tensor named and of its shape.
+    """Load tensors into a module.
 
     Raises:
-        ValueError: tensors are missing, left over or misshapen, by name.
+        ValueError: names the tensors that are missing, unknown or of another shape.
     """
     wanted = module.state_dict()
     wrong = [f"{name} is missing" for name in wanted if name not in tensors]
@@ -313,4 +307,4 @@ def load_weights(module: nn.Module, tensors: dict[str, Tensor], source: str) -> 
     ]
     if wrong:
         raise ValueError(f"{source} does not fit: {'; '.join(wrong)}")
-    module.load_state_dict(tensors, assign=True)  # in their own precision
+    module.load_state_dict(tensors, assign=True)  # they keep their own precision
