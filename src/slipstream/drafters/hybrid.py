@@ -48,8 +48,7 @@ class Hybrid(Drafter):
         if head.shape.nodes <= ngram.depth + 1:
             raise ValueError(
                 f"a tree of {head.shape.nodes} nodes has no room for a match of {ngram.depth} tokens beside "
-                f"a guess: name "
-                "a larger tree, or a smaller depth"
+                "a guess: name a larger tree, or a smaller depth"
             )
         self.head, self.ngram, self.taps, self.peeks = head, ngram, head.taps, head.peeks
         self.rows, self.depth = head.rows, max(head.depth, ngram.depth)
@@ -81,7 +80,7 @@ class Hybrid(Drafter):
         if not isinstance(drafter, Proposer):
             raise ValueError(
                 f"drafter 'hybrid': {head!r} grows no tree: take a head such as fasteagle, or a drafter "
-                f"directory"
+                "directory"
             )
         if tree is not None or drafter.shape.nodes < SMALLEST:
             default = f"best-first-{min(4, drafter.deepest or 4)}x{SMALLEST}"

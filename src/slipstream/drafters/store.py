@@ -210,8 +210,8 @@ def read_drafter(directory: str | Path, target: Target) -> tuple[dict[str, Any],
     if made_for != target.fingerprint:
         raise ValueError(
             f"drafter {directory} was made for target {made_for} "
-            f"({config['target'].get('name', 'unnamed')}), and this target is {target.fingerprint}: load "
-            f"the target it was made for, or train one (slipstream train)"
+            f"({config['target'].get('name', 'unnamed')}), and this target is {target.fingerprint}: load the "
+            "target it was made for, or train one (slipstream train)"
         )
     _check_sizes(config, f"drafter directory {directory}: config.json")
     try:

@@ -43,9 +43,7 @@ ONLY: dict[str, Any] = {
 LLAMA = LlamaConfig().to_dict()
 
 
-def unread(
-    config: Mapping[str, Any], read: Sequence[str], target: Mapping[str, Any], source: str
-) -> list[str]:
+def unread(config: Mapping[str, Any], read: Sequence[str], target: Mapping[str, Any]) -> list[str]:
     """The keys that are not `read` and change nothing: known ones and those that begin with "_", unset ones,
     and those at Llama's default or at the target's own value.
 
@@ -73,8 +71,7 @@ def unread(
 
     if wrong := [f"{name}={value!r}" for name, value in left.items() if not inert(name, value)]:
         raise ValueError(
-            f"checkpoint {source}: config.json says {', '.join(wrong)}, which may change what the head says "
-            f"and is not "
-            "known here: import a head without it, or take it out if you know that it changes nothing"
+            f"config.json says {', '.join(wrong)}, which may change what the head says and is not known "
+            "here: import a head without it, or take it out if you know that it changes nothing"
         )
     return sorted(left)

@@ -55,7 +55,7 @@ class Layout(ABC):
 
     @abstractmethod
     def sizes(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, source: str, report: Report
+        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, report: Report
     ) -> Any:
         """The head's sizes, of the `flat` config; tensors are under our names. Raises ValueError for one that
         this target cannot have."""
@@ -65,7 +65,7 @@ class Layout(ABC):
         """config.json of a head of our own for the target of that name. Raises ValueError where it cannot say
         it."""
 
-    def flat(self, config: dict[str, Any], source: str) -> dict[str, Any]:
+    def flat(self, config: dict[str, Any]) -> dict[str, Any]:
         """config.json without sections: all that is read under one roof."""
         return config
 
@@ -73,7 +73,7 @@ class Layout(ABC):
         """What a head of it drafts by default."""
         return "fig9"
 
-    def take(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
+    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Their tensors under our names. Raises ValueError."""
         return tensors
 
@@ -93,11 +93,11 @@ class EagleLayout(Layout):
         return True  # nothing marks it: what no other layout knows is read as this one
 
     def sizes(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, source: str, report: Report
+        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, report: Report
     ) -> EagleConfig:
         has_bias = config.get("bias") is not False  # of the fc: the key's absence means that there is one
-        fits("hidden_size", config.get("hidden_size"), target.width, source)
-        return EagleConfig(**layer(config, tensors, target, source), bias=has_bias)
+        fits("hidden_size", config.get("hidden_size"), target.width)
+        return EagleConfig(**layer(config, tensors, target), bias=has_bias)
 
     def config(self, head: EagleConfig, target: Target, name: str) -> dict[str, Any]:
         if head.input_norm:
@@ -139,22 +139,22 @@ class Eagle3Layout(Layout):
     def knows(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
         return any(name.startswith(self.layer) for name in tensors)
 
-    def flat(self, config: dict[str, Any], source: str) -> dict[str, Any]:
+    def flat(self, config: dict[str, Any]) -> dict[str, Any]:
         nested = {f"{NESTED}{name}": value for name, value in (config.get("eagle_config") or {}).items()}
         return {name: value for name, value in config.items() if name != "eagle_config"} | nested
 
     def sizes(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, source: str, report: Report
+        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, report: Report
     ) -> Eagle3Config:
         H, wide = config.get("hidden_size"), config.get("target_hidden_size")
-        fits("target_hidden_size" if wide else "hidden_size", wide or H, target.sizes.hidden_size, source)
+        fits("target_hidden_size" if wide else "hidden_size", wide or H, target.sizes.hidden_size)
         flags: dict[str, Any] = {name: bool(config.get(name)) for name in self.flags}
         flags["norm_before_fc"] = bool(config.get(f"{NESTED}norm_before_fc", flags["norm_before_fc"]))
         own = bool(config.get("embed_requires_grad")) or target.sizes.hidden_size != H
         return Eagle3Config(
-            **layer(config, tensors, target, source),
+            **layer(config, tensors, target),
             **flags,
-            taps=taps(config, target.sizes.blocks, source),
+            taps=taps(config, target.sizes.blocks),
             draft_vocab_size=config.get("draft_vocab_size") or target.vocab,
             target_hidden_size=0 if wide in (None, H) else wide,
             vocab_size=target.vocab if own else 0,
@@ -165,8 +165,7 @@ class Eagle3Layout(Layout):
         if len(inputs) < len(head.taps) or inputs != sorted(set(inputs)):
             raise ValueError(
                 f"this head reads {', '.join(map(repr, head.taps))}, and engines inputs of blocks alone, in "
-                f"ascending "
-                "order: train one that reads those (head.taps)"
+                "ascending order: train one that reads those (head.taps)"
             )
         own = {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -179,16 +178,13 @@ class Eagle3Layout(Layout):
         nested = {IDS: [i - 1 for i in inputs], "use_aux_hidden_state": True}
         return {**described(target), **written(head), **own, "eagle_config": nested}
 
-    def take(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
+    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         taken = {name.replace(self.layer, "midlayer.", 1): tensor for name, tensor in tensors.items()}
         d2t, t2d = taken.pop("d2t", None), taken.pop("t2d", None)
         if d2t is not None:
             taken[VOCAB] = d2t + torch.arange(len(d2t))
             if t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], taken[VOCAB]):
-                raise ValueError(
-                    f"checkpoint {source}: d2t and t2d do not say the same draft vocabulary, in ascending "
-                    f"order"
-                )
+                raise ValueError("d2t and t2d do not say the same draft vocabulary, in ascending order")
         return taken
 
     def give(self, tensors: dict[str, Tensor], target: Target, report: Report) -> dict[str, Tensor]:
@@ -208,22 +204,20 @@ class SpeculatorsLayout(Eagle3Layout):
     def knows(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
         return "speculators_model_type" in config
 
-    def flat(self, config: dict[str, Any], source: str) -> dict[str, Any]:
+    def flat(self, config: dict[str, Any]) -> dict[str, Any]:
         if (kind := config["speculators_model_type"]) != "eagle3":
-            raise ValueError(
-                f"checkpoint {source} is one of speculators' {kind!r} heads; of those, eagle3 is read here"
-            )
+            raise ValueError(f"this is one of speculators' {kind!r} heads; of those, eagle3 is read here")
         sections = {name: value for name, value in config.items() if name != "transformer_layer_config"}
-        return super().flat({**config.get("transformer_layer_config", {}), **sections}, source)
+        return super().flat({**config.get("transformer_layer_config", {}), **sections})
 
     def sizes(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, source: str, report: Report
+        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, report: Report
     ) -> Eagle3Config:
         if "norm_before_residual" not in config:
             report.notes.append(
                 "norm_before_residual: absent, false as speculators has it; vLLM takes it as true"
             )
-        return super().sizes(config, tensors, target, source, report)
+        return super().sizes(config, tensors, target, report)
 
     def config(self, head: Eagle3Config, target: Target, name: str) -> dict[str, Any]:
         flat = super().config(head, target, name)
@@ -264,7 +258,7 @@ class MedusaLayout(Layout):
         return any(map(self.block.fullmatch, tensors))
 
     def sizes(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, source: str, report: Report
+        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, report: Report
     ) -> MedusaConfig:
         found = [match for match in map(BLOCK.fullmatch, tensors) if match]
         depth, layers = (1 + max((int(match[i]) for match in found), default=-1) for i in (1, 2))
@@ -276,9 +270,8 @@ class MedusaLayout(Layout):
         Vd = own if shared else len(tensors["lm_heads.0.weight"])
         if target.width != H or Vd != own:
             raise ValueError(
-                f"checkpoint {source}: LM heads of {Vd} tokens and width {H}; this target has "
-                f"{target.vocab} and "
-                f"{target.width}: import it for the target it was made for"
+                f"LM heads of {Vd} tokens and width {H}; this target has {target.vocab} and {target.width}: "
+                "import it for the target it was made for"
             )
         return MedusaConfig(H, Vd, depth, layers, bias, shared)
 
@@ -292,7 +285,7 @@ class MedusaLayout(Layout):
             "base_model_name_or_path": name,
         }
 
-    def take(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
+    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         layers = {
             match[1]: int(match[2]) + 1 for match in map(self.block.fullmatch, sorted(tensors)) if match
         }
@@ -305,9 +298,8 @@ class MedusaLayout(Layout):
     def give(self, tensors: dict[str, Tensor], target: Target, report: Report) -> dict[str, Tensor]:
         if VOCAB in tensors:
             raise ValueError(
-                f"this head says {len(tensors[VOCAB])} of {target.vocab} tokens, which layout medusa "
-                f"cannot express: "
-                "export it as medusa-vllm, or train one with head.draft_vocab=0"
+                f"this head says {len(tensors[VOCAB])} of {target.vocab} tokens, which layout medusa cannot "
+                "express: export it as medusa-vllm, or train one with head.draft_vocab=0"
             )
         layers = 1 + max(int(match[2]) for match in map(BLOCK.fullmatch, tensors) if match)
         named = {name: BLOCK.sub(r"\1.\2.linear.\3", name) for name in tensors}
@@ -332,17 +324,16 @@ class VLLMMedusaLayout(MedusaLayout):
         return any(name.startswith("blocks.0.layers.") for name in tensors)
 
     def sizes(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, source: str, report: Report
+        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, report: Report
     ) -> MedusaConfig:
         if config.get("original_lm_head"):  # the file has the target's, once
             said, own = tensors.pop("lm_heads.0.weight"), _lm_head(tensors, target)
             if said.shape != own.shape or not torch.allclose(said.float(), own.float(), rtol=1e-2, atol=1e-3):
                 raise ValueError(
-                    f"checkpoint {source}: original_lm_head=True, and lm_heads.0.weight is not this target's "
-                    f"LM head: "
-                    "import it for the target it was made for"
+                    "original_lm_head=True, and lm_heads.0.weight is not this target's LM head: import it "
+                    "for the target it was made for"
                 )
-        return super().sizes(config, tensors, target, source, report)
+        return super().sizes(config, tensors, target, report)
 
     def config(self, head: MedusaConfig, target: Target, name: str) -> dict[str, Any]:
         return {
@@ -357,7 +348,7 @@ class VLLMMedusaLayout(MedusaLayout):
             "original_lm_head": head.shared,
         }
 
-    def take(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
+    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         taken = {re.sub(r"(blocks\.\d+)\.layers\.", r"\1.", name): tensor for name, tensor in tensors.items()}
         if (vocab := taken.pop("token_map", None)) is not None:
             taken[VOCAB] = vocab.long()

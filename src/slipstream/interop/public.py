@@ -28,13 +28,9 @@ from slipstream.interop.keys import unread
 from slipstream.interop.layouts import Report, layout_of, layouts
 from slipstream.methods import METHODS
 
-OURS = (
-    "slipstream"  # key of an exported config.json, which engines pass over: what else the drafter is made of
-)
-PICKLES, SAFE = (
-    ("pytorch_model.bin", "medusa_lm_head.pt"),
-    ("model.safetensors", "medusa_lm_head.safetensors"),
-)
+OURS = "slipstream"  # key of an exported config.json for what engines do not read
+PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
+SAFE = ("model.safetensors", "medusa_lm_head.safetensors")
 
 
 def import_head(
@@ -50,26 +46,38 @@ def import_head(
         ValueError: the directory holds something else; a file is missing or damaged, a tensor missing,
             unknown or misshapen (by name), or the head does not fit this target.
     """
-    reads = (source, target.source)
-    with claimed(directory, ("import",), force, reads), understood(f"checkpoint {source}"):
-        return _import(source, directory, target, tree)
+    with (
+        claimed(directory, ("import",), force, (source, target.source)),
+        understood(f"checkpoint {source}"),
+    ):
+        config, tensors = _read(Path(name_of(source, "a checkpoint")).expanduser())
+        report = Report()
+        try:
+            method, about, tensors = _converted(config, tensors, target, tree, report)
+        except ValueError as error:
+            raise ValueError(f"checkpoint {source}: {error}") from error
+        training = {"imported_from": Path(source).name}
+        save_drafter(directory, method, target, about, tensors, training, dtype=None, force=True)
+        return report
 
 
-def _import(source: str, directory: str, target: Target, tree: str | None) -> "Report":
-    config, tensors = _read(Path(name_of(source, "a checkpoint")).expanduser())
-    report, called = Report(), layout_of(config, tensors)
+def _converted(
+    config: dict[str, Any], tensors: dict[str, Tensor], target: Target, tree: str | None, report: Report
+) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """Method, configuration and tensors of a drafter directory. Raises ValueError for a head that does not
+    fit."""
+    called = layout_of(config, tensors)
     (method, layout), ours = layouts()[called], config.get(OURS, {})
     embedding = tensors.pop(EMBEDDING, None)
-    taken, flat = layout.take(tensors, source), layout.flat(config, source)
+    taken, flat = layout.take(tensors), layout.flat(config)
     if ids := ours.get(VOCAB):
         report.notes.append(f"{VOCAB}: {len(ids.split())} tokens, from config.json's key {OURS}")
         taken[VOCAB] = torch.tensor(sorted(map(int, ids.split())), dtype=torch.int32)
-    sizes = layout.sizes(flat, taken, target, source, report)
-    ignored = unread(flat, sorted(layout.keys), target.described, source)
-    kept = {}
-    if layout.embedding != "none":
-        kept = _kept(embedding, target, bool(getattr(sizes, "vocab_size", 0)), source, report)
+    sizes = layout.sizes(flat, taken, target, report)
+    ignored = unread(flat, sorted(layout.keys), target.described)
     report.used = [*tensors, *sorted(layout.keys & set(flat))]
+    if layout.embedding != "none":
+        taken |= _kept(embedding, target, bool(getattr(sizes, "vocab_size", 0)), report)
     report.notes.append(
         f"config keys kept for export that change nothing here: {', '.join(ignored) or 'none'}"
     )
@@ -77,19 +85,11 @@ def _import(source: str, directory: str, target: Target, tree: str | None) -> "R
     tree = Shape.parse(tree or ours.get("tree") or layout.tree(sizes)).name
     about: dict[str, Any] = {"taps": list(named.pop("taps")), "head": named, "tree": tree, "public": config}
     about["layout"], about["public_embedding"] = called, None if embedding is None else _about(embedding)
-    try:
-        drafter_class(method, source).load(about, {**taken, **kept}, target)
-    except ValueError as error:  # of tensors, tree or draft vocabulary
-        raise ValueError(f"checkpoint {source}: {error}") from error
-    training = {"imported_from": Path(source).name}
-    tensors = {**taken, **kept}
-    save_drafter(directory, method, target, about, tensors, training, dtype=None, force=True)
-    return report
+    drafter_class(method, called).load(about, taken, target)
+    return method, about, taken
 
 
-def _kept(
-    embedding: Tensor | None, target: Target, trained: bool, source: str, report: Report
-) -> dict[str, Tensor]:
+def _kept(embedding: Tensor | None, target: Target, trained: bool, report: Report) -> dict[str, Tensor]:
     """A checkpoint's embedding, if the drafter directory must hold it. Raises ValueError for another
     target's."""
     own = _embedding(target)
@@ -110,9 +110,8 @@ def _kept(
         )
         return {EMBEDDING: embedding}
     raise ValueError(
-        f"checkpoint {source}: {EMBEDDING} ({list(embedding.shape)}) is not this target's embedding: import "
-        f"it for the "
-        "target it was made for"
+        f"{EMBEDDING} ({list(embedding.shape)}) is not this target's embedding: import it for the target it "
+        "was made for"
     )
 
 
@@ -130,10 +129,8 @@ def export_head(
             holds something else, or is the drafter's own.
     """
     home = find_drafter(source, target)
-    with (
-        claimed(directory, ("export",), force, (home, target.source)),
-        understood(f"drafter {source}"),
-    ):
+    reads = (home, target.source)
+    with claimed(directory, ("export",), force, reads), understood(f"drafter {source}"):
         return _export(source, home, directory, target, layout)
 
 
@@ -150,8 +147,8 @@ def _export(source: str, home: Path, directory: str, target: Target, layout: str
     named = imported if layout is None else layout
     if named not in fitting:
         raise ValueError(
-            f"drafter {source}: Unknown layout for {method} drafters: {named!r}. "
-            f"Available: {', '.join(fitting)}"
+            f"drafter {source}: Unknown layout for {method} drafters: {named!r}. Available: "
+            f"{', '.join(fitting)}"
         )
     report, (_, written) = Report(), layouts()[named]
     drafter = drafter_class(method, source).load(config, tensors, target)

@@ -39,48 +39,41 @@ def written(head: HeadConfig) -> dict[str, Any]:
     return sizes | {"rope_parameters": rope} | ({"rope_scaling": scaling} if scaling else {})
 
 
-def fits(name: str, value: Any, own: int, source: str) -> None:
+def fits(name: str, value: Any, own: int) -> None:
     """Raises ValueError for a size that is not this target's."""
     if value != own:
-        raise ValueError(
-            f"checkpoint {source}: {name}={value}; this target's is {own}: import it for the target it was "
-            f"made for"
-        )
+        raise ValueError(f"{name}={value}; this target's is {own}: import it for the target it was made for")
 
 
-def taps(config: dict[str, Any], blocks: int, source: str) -> tuple[str, ...]:
+def taps(config: dict[str, Any], blocks: int) -> tuple[str, ...]:
     """The states that an EAGLE-3 head reads. Raises ValueError."""
     inputs, outputs = config.get(IDS), config.get(f"{NESTED}{IDS}")
     if inputs and outputs and inputs != [i + 1 for i in outputs]:
         raise ValueError(
-            f"checkpoint {source}: {IDS}={inputs} are inputs of blocks, and {NESTED}{IDS}={outputs} outputs, "
-            f"that is "
-            f"inputs of {[i + 1 for i in outputs]}: they say different states; take the wrong one out of "
-            f"config.json"
+            f"{IDS}={inputs} are inputs of blocks, and {NESTED}{IDS}={outputs} outputs, that is inputs of "
+            f"{[i + 1 for i in outputs]}: they say different states; take the wrong one out of config.json"
         )
     ids = inputs or [i + 1 for i in outputs or ()]
     if not ids:
         return block_taps(blocks)
     if not all(0 <= i < blocks for i in ids) or ids != sorted(set(ids)):
         raise ValueError(
-            f"checkpoint {source} reads the inputs of blocks {ids}; this target has blocks 0 to "
-            f"{blocks - 1}, and engines "
-            "read them in ascending order"
+            f"the head reads the inputs of blocks {ids}; this target has blocks 0 to {blocks - 1}, and "
+            "engines read them in ascending order"
         )
     return tuple(f"{INPUT}{i}" for i in ids)
 
 
-def layer(config: dict[str, Any], tensors: dict[str, Tensor], target: Target, source: str) -> dict[str, Any]:
+def layer(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> dict[str, Any]:
     """Sizes of a head's one layer, checked against the target. Raises ValueError."""
     for name, own in (("num_hidden_layers", 1), ("vocab_size", target.vocab)):
-        fits(name, config.get(name, own), own, source)
+        fits(name, config.get(name, own), own)
     missing = [name for name in ("intermediate_size", "num_attention_heads") if name not in config]
     if missing or config.get("hidden_act", "silu") not in ACTIVATIONS:
         raise ValueError(
-            f"checkpoint {source}: config.json lacks {', '.join(missing)}"
+            f"config.json lacks {', '.join(missing)}"
             if missing
-            else f"checkpoint {source}: hidden_act {config['hidden_act']!r}; available: "
-            f"{', '.join(ACTIVATIONS)}"
+            else f"hidden_act {config['hidden_act']!r}; available: {', '.join(ACTIVATIONS)}"
         )
     heads = config["num_attention_heads"]
     defaults = {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // heads}
@@ -91,10 +84,10 @@ def layer(config: dict[str, Any], tensors: dict[str, Tensor], target: Target, so
         "attention_bias": bool(biases[0]) if biases else config.get("model_type") == "qwen2",
         "output_bias": any(name.endswith("self_attn.o_proj.bias") for name in tensors),
     }
-    return {**defaults, **given, **_rope(config, source), **own_biases}
+    return {**defaults, **given, **_rope(config), **own_biases}
 
 
-def _rope(config: dict[str, Any], source: str) -> dict[str, Any]:
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """Base and scaling of a head's rotary positions. Raises ValueError for one that is not known here."""
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
@@ -105,8 +98,8 @@ def _rope(config: dict[str, Any], source: str) -> dict[str, Any]:
     partial = given.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
     if kind not in ("default", *SCALED) or partial != 1.0:
         raise ValueError(
-            f"checkpoint {source}: rope {kind!r} over {partial} of a head's width; available: default, "
-            f"{', '.join(SCALED)}, over all of it"
+            f"rope {kind!r} over {partial} of a head's width; available: default, {', '.join(SCALED)}, over "
+            "all of it"
         )
     if kind != "default":
         given["rope_type"] = kind
