@@ -91,7 +91,7 @@ def test_an_imported_eagle3_head_says_what_the_formulas_say(deep, tmp_path, name
     embedded = deep.embed(ids[0]).detach() if table is None else table[ids[0]]
     hidden, laws = f[None], []
     for fresh in (True, False):
-        hidden = drafter._read(ids, hidden, torch.arange(7)[None], lambda k, v: (k, v, mask), fresh)
+        hidden = drafter._read(ids, hidden, torch.arange(7)[None], [lambda k, v: (k, v, mask)], fresh)
         laws.append(drafter.logits(hidden)[0])
     expected = formulas3({**config.get("transformer_layer_config", {}), **config}, tensors, embedded, f)
     assert torch.allclose(torch.stack(laws), expected, atol=1e-4 if "rope_scaling" in kind else 1e-10)

@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from slipstream.compiled import freed
-from slipstream.core.cache import KVCache, LayerView
+from slipstream.core.cache import KVCache
 from slipstream.core.drafter import State
 from slipstream.core.span import Span
 from slipstream.drafters.eagle import EagleHead
@@ -112,13 +111,10 @@ class FastEagle(ParallelDrafter):
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, FastEagleState) and span.features is not None
         attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.target.compiles)
-        if isinstance(attends[0].cache, LayerView):
-            hidden = self._compiled_read(freed(span.nexts), freed(span.features), freed(positions), attends)
-        else:
-            hidden = self._read(span.nexts, span.features, positions, attends)
+        states = self.read(span.nexts, span.features, positions, attends=attends)
         state.cache.keep(None, span.count)
         state.cache.bound = min(state.cache.bound, span.cache.bound)
-        state.hidden = span.last(hidden)
+        state.hidden = span.last(states)
         state.root = span.last(span.nexts)
         state.length = span.start + span.count
 

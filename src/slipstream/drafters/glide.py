@@ -14,14 +14,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from slipstream.compiled import freed
-from slipstream.core.cache import KVCache, LayerView
+from slipstream.core.cache import KVCache
 from slipstream.core.drafter import State
 from slipstream.core.look import may_look
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
 from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, randomise
-from slipstream.drafters.layers import MLP, Attend, Attention, CacheAttend, Rope, attend_cache, rotate
+from slipstream.drafters.layers import MLP, Attend, Attention, Rope, attend_cache, rotate
 
 # The target's keys and values of one block, and which of them each row sees.
 Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Bool[Tensor, "#B 1 #T S"]]
@@ -189,16 +189,16 @@ class Glide(HeadDrafter):
             parts = span.features.chunk(len(self.taps), -1)
             D = self.head.config.target_head_dim
             for i, (part, attend) in enumerate(zip(parts, attends, strict=True)):
-                glimpses[i] = attend(*apart(part, D))
+                glimpses[i] = _freed(*attend(*apart(part, D)))
             state.seen.keep(None, span.count)
             state.seen.bound = min(state.seen.bound, span.cache.bound)
         if self.lead and (span.tree is None or span.tree.is_chain):  # it may be a prompt's first chunk
             self._begin(span, state)
         own, positions = attend_cache(state.cache, T, compiles=self.target.compiles)
-        hidden = self._forward(span.nexts, positions + 1 - self.lead, own, glimpses)
+        states = self.read(span.nexts, positions + 1 - self.lead, attends=own, more=(glimpses,))
         state.cache.keep(None, span.count)
         state.cache.bound = min(state.cache.bound, span.cache.bound + self.lead)
-        state.hidden = span.last(hidden)
+        state.hidden = span.last(states)
         state.root = span.last(span.nexts)
 
     def _begin(self, span: Span, state: GlideState) -> None:
@@ -207,9 +207,8 @@ class Glide(HeadDrafter):
         if may_look(new) and not new.any():
             return
         own, positions = attend_cache(state.cache, 1)
-        self._forward(
-            span.tokens[:, :1], positions, own, self._glimpses(state.seen, torch.ones_like(span.count))
-        )
+        glimpses = self._glimpses(state.seen, torch.ones_like(span.count))
+        self.read(span.tokens[:, :1], positions, attends=own, more=(glimpses,))
         state.cache.keep(None, new.long())
 
     def propose(self, state: State, sampler: Sampler) -> Tree:
@@ -220,7 +219,7 @@ class Glide(HeadDrafter):
             n = tokens.shape[1]
             own, _ = attend_cache(state.cache, n, seen.shape[2] - n, seen, self.target.compiles)
             positions = (at + level)[:, None].repeat(1, n)
-            return self.scores(self._forward(tokens, positions, own, glimpses))
+            return self.scores(self.read(tokens, positions, attends=own, more=(glimpses,)))
 
         return self.step_by_step(state.root, at, self.scores(state.hidden[:, None]), step, sampler)
 
@@ -230,21 +229,18 @@ class Glide(HeadDrafter):
             return [None] * self.head.config.depth
         seen.reserve(0)
         mask = (seen.used < count[:, None])[:, None, None]
-        return [(*seen.read(i), mask) for i in range(len(self.taps))]
-
-    def _forward(
-        self, tokens: Tensor, positions: Tensor, attends: list[CacheAttend], glimpses: list[Glimpse | None]
-    ) -> Float[Tensor, "B T H"]:
-        if not isinstance(attends[0].cache, LayerView):
-            return self._read(tokens, positions, attends, glimpses)
-        free = [None if g is None else tuple(freed(x, *range(x.dim())) for x in g) for g in glimpses]
-        return self._compiled_read(freed(tokens), freed(positions), attends, free)
+        return [_freed(*seen.read(i), mask) for i in range(len(self.taps))]
 
     def _read(
         self, tokens: Tensor, positions: Tensor, attends: Sequence[Attend], glimpses: Sequence[Glimpse | None]
     ) -> Float[Tensor, "B T H"]:
         own = self.head.embed_tokens
         return self.head((self.target.embed if own is None else own)(tokens), positions, attends, glimpses)
+
+
+def _freed(*glimpse: Tensor) -> Any:
+    """A glimpse of any size in all dimensions, for compiled passes."""
+    return tuple(freed(part, *range(part.dim())) for part in glimpse)
 
 
 def apart(

@@ -1,6 +1,7 @@
 """What trained heads share: their target's ends, a draft vocabulary, and their directory."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -9,10 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from slipstream.compiled import compiled, freed
+from slipstream.core.cache import KVCache
 from slipstream.core.drafter import FINAL, INPUT
 from slipstream.core.shape import Shape
 from slipstream.core.target import Target
-from slipstream.drafters.layers import ACTIVATIONS, LayerConfig
+from slipstream.drafters.layers import ACTIVATIONS, CacheAttend, LayerConfig
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import VOCAB, load_weights
 
@@ -108,8 +110,18 @@ class HeadDrafter(Proposer):
         return {"taps": list(sizes.pop("taps")), "head": sizes, "tree": self.shape.name}, tensors
 
     @abstractmethod
-    def _read(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What the head says of tokens and of what it sees of the target: what is compiled."""
+    def _read(self, *inputs: Any) -> Tensor:
+        """The head's states for tokens and what it sees of the target. This is what is compiled."""
+
+    def read(
+        self, *inputs: Tensor, attends: Sequence[CacheAttend] = (), more: tuple[Any, ...] = ()
+    ) -> Tensor:
+        """`_read(*inputs, attends, *more)`, compiled where the target is. The pass that allocates a cache is
+        not compiled."""
+        inside = (attends, *more) if attends else more
+        if not self.target.compiles or any(isinstance(attend.cache, KVCache) for attend in attends):
+            return self._read(*inputs, *inside)
+        return self._compiled_read(*map(freed, inputs), *inside)
 
     def logits(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... Vd"]:
         """Over the draft vocabulary, float32 at least."""

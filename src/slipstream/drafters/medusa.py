@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from slipstream.compiled import freed
 from slipstream.core.drafter import FINAL, State
 from slipstream.core.span import Span
 from slipstream.drafters.heads import Head
@@ -95,7 +94,7 @@ class Medusa(ParallelDrafter):
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, ParallelState) and span.features is not None
         last = span.last(span.features)[:, None]  # nothing else is read, so there is no cache
-        state.hidden = (self._compiled_read(freed(last)) if self.target.compiles else self._read(last))[:, 0]
+        state.hidden = self.read(last)[:, 0]
         state.root = span.last(span.nexts)
         state.length = span.start + span.count
 

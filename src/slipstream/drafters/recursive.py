@@ -1,6 +1,7 @@
 """Recursive heads, which read their own predictions: one draft step per level (EAGLE, EAGLE-3)."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,14 +9,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from slipstream.compiled import freed
-from slipstream.core.cache import KVCache, LayerView
+from slipstream.core.cache import KVCache
 from slipstream.core.drafter import State
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
 from slipstream.drafters.heads import Head, HeadDrafter
-from slipstream.drafters.layers import Attend, CacheAttend, attend_cache
+from slipstream.drafters.layers import Attend, attend_cache
 
 
 class RecursiveHead(Head):
@@ -56,8 +56,8 @@ class RecursiveDrafter(HeadDrafter):
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, RecursiveState) and span.features is not None
-        [attend], positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.target.compiles)
-        hidden = self._forward(span.nexts, span.features, positions, attend, fresh=True)
+        attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.target.compiles)
+        hidden = self.read(span.nexts, span.features, positions, attends=attends, more=(True,))
         state.cache.keep(None, span.count)
         state.cache.bound = min(state.cache.bound, span.cache.bound)
         state.hidden, state.root = span.last(hidden), span.last(span.nexts)
@@ -71,24 +71,17 @@ class RecursiveDrafter(HeadDrafter):
             nonlocal hidden
             n = tokens.shape[1]
             parents = hidden.gather(1, origin[..., None].expand(-1, -1, hidden.shape[-1]))
-            [attend], _ = attend_cache(state.cache, n, seen.shape[2] - n, seen, self.target.compiles)
+            attends, _ = attend_cache(state.cache, n, seen.shape[2] - n, seen, self.target.compiles)
             # `repeat` and not `expand`: a tensor with strides of its own needs no graph of its own.
             positions = (state.cache.lengths + level - 1)[:, None].repeat(1, n)
-            hidden = self._forward(tokens, parents, positions, attend, fresh=False)
+            hidden = self.read(tokens, parents, positions, attends=attends, more=(False,))
             return self.scores(hidden)
 
         return self.step_by_step(state.root, state.cache.lengths, self.scores(hidden), step, sampler)
 
-    def _forward(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: CacheAttend, fresh: bool
-    ) -> Float[Tensor, "B T H"]:
-        if not isinstance(attend.cache, LayerView):
-            return self._read(tokens, hidden, positions, attend, fresh)
-        return self._compiled_read(freed(tokens), freed(hidden), freed(positions), attend, fresh)
-
     def _read(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, fresh: bool
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attends: Sequence[Attend], fresh: bool
     ) -> Float[Tensor, "B T H"]:
         """`fresh`: `hidden` holds the target's taps, not the head's own states."""
         embed = self.head.embed_tokens or self.target.embed
-        return self.head(embed(tokens), self.head.fuse(hidden) if fresh else hidden, positions, attend)
+        return self.head(embed(tokens), self.head.fuse(hidden) if fresh else hidden, positions, attends[0])
