@@ -10,6 +10,8 @@ over bins, by their size.
 """
 
 import argparse
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,7 @@ Console().print(table)
 
 if given.json:
     about = {
+        "command": f"python benchmarks/confidence.py {shlex.join(sys.argv[1:])}",
         "max_new_tokens": given.max_new_tokens,
         "questions": [Path(name).name for name in given.questions],
     }

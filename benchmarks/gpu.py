@@ -10,6 +10,8 @@ are read.
 
 import argparse
 import gc
+import shlex
+import sys
 from typing import Any
 
 import torch
@@ -121,9 +123,8 @@ for result in results:
     table.add_row(result["mode"], *figures, *(f"{ms:.2f}" for ms in curve.values()))
 console.print(table)
 if given.json:
-    write_json(
-        given.json,
-        {"schema": SCHEMA, "bandwidth_gb_s": round(bandwidth, 1), "proved": proved, "results": results},
-    )
+    command = f"python benchmarks/gpu.py {shlex.join(sys.argv[1:])}"
+    about = {"schema": SCHEMA, "command": command, "bandwidth_gb_s": round(bandwidth, 1)}
+    write_json(given.json, {**about, "proved": proved, "results": results})
 if not all(entry["same"] for entry in proved):
     raise SystemExit(1)

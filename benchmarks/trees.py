@@ -7,6 +7,8 @@ some of its rounds are timed, all trees in alternation.
 """
 
 import argparse
+import shlex
+import sys
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -100,7 +102,8 @@ if tuned:
     share = rows[-1]["speedup"] / max(row["speedup"] for row in rows[:-1])
     Console().print(f"the tuned tree reaches {share:.1%} of the best of the other {len(TREES)}")
 if given.json:
-    about = {"drafter": given.drafter, "max_new_tokens": given.max_new_tokens}
+    command = f"python benchmarks/trees.py {shlex.join(sys.argv[1:])}"
+    about = {"command": command, "drafter": given.drafter, "max_new_tokens": given.max_new_tokens}
     about |= {
         "questions": {file: len(prompts) for file, prompts in parts.items()},
         "plain_ms": round(1e3 * plain.total, 3),
