@@ -1,8 +1,7 @@
 """A decoder-only Hugging Face causal LM as a target, through its own modelling code.
 
-What makes a tree pass possible is all outside the model: our cache in place of its own, a 4-D mask that says
-what each row sees (every active sliding window included), explicit positions, and probe rows through
-`inputs_embeds`.
+All that makes a tree pass possible is outside the model: our cache in the place of its own, a 4-D mask of
+what each row sees (sliding windows included), explicit positions, and probe rows through `inputs_embeds`.
 """
 
 import hashlib
@@ -37,22 +36,22 @@ from slipstream.targets.text import HFText
 class HFTarget(Target):
     """A Hugging Face causal LM.
 
-    The model stays the caller's. Passes run through a twin: modules of our own over the very same weights, in
-    which attention is exchanged and layers are compiled. What is done to the model afterwards does not reach
-    the twin, but for weights that are changed in place, as optimizers do.
+    The model stays the caller's. Passes run through a twin: modules of our own over the same weights, in
+    which attention is replaced and layers are compiled. Later changes of the model do not reach the twin,
+    except for weights that are changed in place, as optimizers do.
 
     Args:
         model: a Hugging Face causal LM. On the CPU the twin's `sdpa` attention reads grouped keys as they
             are.
-        tokenizer: may be missing where prompts are token ids.
-        name: what the user called it.
-        compile: layers and LM head run as compiled graphs, but for the layers in a text's first pass, which
-            makes the cache. On the CPU they keep a packed copy of the weights (bf16 ones as fp32 where it has
-            no bf16), which later changes of the weights do not reach. On a GPU rounds are captured as well,
-            as CUDA graphs (`decode.capture`).
+        tokenizer: not needed if prompts are token ids.
+        name: the user's name for the target.
+        compile: run layers and LM head as compiled graphs, except for the layers in a text's first pass,
+            which makes the cache. On the CPU they keep a packed copy of the weights (bf16 ones as fp32 if the
+            processor has no bf16), which does not follow later changes. On a GPU rounds are also captured as
+            CUDA graphs (`decode.capture`).
 
     Raises:
-        ValueError: this is no Hugging Face model, or one that cannot be served exactly (`check_supported`,
+        ValueError: the model is no Hugging Face model, or cannot be decoded exactly (`check_supported`,
             `check_causal`).
     """
 
@@ -68,7 +67,7 @@ class HFTarget(Target):
         if not isinstance(model, PreTrainedModel):
             raise ValueError(
                 f"a target is made of a Hugging Face model, not of a {type(model).__name__}: load_target(…) "
-                f"takes names"
+                "takes names"
             )
         config = model.config.get_text_config(decoder=True)
         check_supported(config, model._is_stateful, "position_ids" in signature(model.forward).parameters)
@@ -108,8 +107,8 @@ class HFTarget(Target):
 
     @cached_property
     def plain(self) -> PreTrainedModel:
-        """Another twin, with Hugging Face's own attention and layers: the outside baseline. Its attention is
-        eager where a softcap, which `sdpa` leaves out without a word, is asked for."""
+        """Another twin, with Hugging Face's own attention and layers, which is the outside baseline. A model
+        with a softcap gets eager attention, because `sdpa` ignores the softcap without a warning."""
         plain = twin(self.model)
         config = plain.config.get_text_config(decoder=True)
         if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
@@ -117,8 +116,8 @@ class HFTarget(Target):
         return plain
 
     def release(self) -> None:
-        """Let go of the weights, packed copies included; the model is the caller's as before. `with
-        HFTarget(model) as target:` does it at the end."""
+        """Release the weights, with their packed copies. The caller's model stays as it is. `with
+        HFTarget(model) as target:` does this at the end."""
         self._twin = self._embed = self._head = None
         for name in ("plain", "blocks"):
             vars(self).pop(name, None)
@@ -142,8 +141,7 @@ class HFTarget(Target):
         return self.config.to_dict()
 
     def _hash(self) -> str:
-        """The model's type and a hash of the signs of the first values of every weight, which no precision
-        that the model may be loaded in changes."""
+        """The model's type and a hash of the signs of each weight's first values: no precision changes it."""
         parts = [bytes(torch.signbit(p.flatten()[:256]).tolist()) for p in self.twin.parameters()]
         return f"{self.config.model_type}-{hashlib.sha256(b'|'.join(sorted(parts))).hexdigest()[:12]}"
 
@@ -207,8 +205,8 @@ class HFTarget(Target):
             every[kind] = seen & (near | (columns < 0)[:, None])
         embedded = embedded.to(next(self.blocks.parameters()).dtype)
         cache, decoder = Behind(behind), self.twin.get_decoder()
-        about = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
-        out = decoder(inputs_embeds=embedded, attention_mask=additive(every, embedded.dtype), **about)
+        read = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
+        out = decoder(inputs_embeds=embedded, attention_mask=additive(every, embedded.dtype), **read)
         return out.last_hidden_state, cache.own
 
     @torch.inference_mode()
@@ -217,9 +215,8 @@ class HFTarget(Target):
     ) -> Output:
         layout = tree.layout()
         cache.reserve(tree.rows)
-        positions = (cache.lengths[:, None] + layout.depths).clamp(
-            max=self.window - 1
-        )  # only padding is beyond
+        positions = cache.lengths[:, None] + layout.depths
+        positions = positions.clamp(max=self.window - 1)  # only padding lies beyond the window
         tokens = tree.tokens.clamp(min=0)
         if tree.rows == tree.nodes:
             inputs = {"input_ids": tokens}
@@ -232,9 +229,8 @@ class HFTarget(Target):
         if rows is not None or tree.rows > tree.nodes:
             keep = torch.arange(tree.nodes, device=self.device) if rows is None else rows.unique()
         if isinstance(keep, Tensor) and len(keep) == 0:
-            keep = positions.new_zeros(
-                1
-            )  # one row; as a slice it would not be contiguous, and every text copy the head
+            # One row by its index: sliced states would not be contiguous, and each text would copy the head.
+            keep = positions.new_zeros(1)
         mask = self._mask(layout, positions, cache, tree.nodes)
         began = perf_counter()
         logits, features = self._pass(inputs, positions, mask, cache, keep, tuple(taps))
@@ -263,7 +259,7 @@ class HFTarget(Target):
         keep: int | Tensor,
         taps: tuple[str, ...],
     ) -> tuple[Float[Tensor, "B K V"], Float[Tensor, "B R F"] | None]:
-        """Logits and features."""
+        """The logits of the rows to keep, and the features of all rows."""
         with self._recording(taps) as states:
             out = self.twin(
                 **inputs,
@@ -279,8 +275,8 @@ class HFTarget(Target):
 
     @contextmanager
     def _recording(self, taps: tuple[str, ...]) -> Iterator[dict[str, Float[Tensor, "B R H"]]]:
-        """The states at the taps, once a pass has run inside. Hugging Face's own recorder keeps those of all
-        layers, and puts hooks into them, where no compiler follows."""
+        """Record the states at the taps while a pass runs inside. Hugging Face's own recorder keeps the
+        states of all layers, by hooks inside them, which cannot be compiled."""
         states: dict[str, Tensor] = {}
 
         def after(module: nn.Module, args: Any, out: Any) -> None:
@@ -292,7 +288,7 @@ class HFTarget(Target):
         with ExitStack() as hooks:
             for tap in taps:
                 if tap.startswith(CACHE):
-                    self._index(tap)  # read off the cache after the pass
+                    self._index(tap)  # check it; it is read from the cache after the pass
                     continue
                 if tap == FINAL:
                     hook = self.twin.get_decoder().register_forward_hook(after)
@@ -323,7 +319,7 @@ class HFTarget(Target):
 
     @cached_property
     def _cached(self) -> int:
-        """Numbers that one block caches of a token."""
+        """The count of numbers that one block caches per token."""
         cache = self.new_cache(1)
         self(chain(torch.zeros(1, 1, dtype=torch.long, device=self.device)), cache)
         return cache.written(0).shape[-1]
@@ -338,18 +334,17 @@ class HFTarget(Target):
         for row, features in zip(rows, out.features, strict=True):
             if not features[: len(row)].isfinite().all():
                 raise ValueError(self.unsound(row))
-        return out.features.clone()  # outside inference mode: what autograd may read
+        return out.features.clone()  # outside inference mode, so that autograd may read it
 
     def unsound(self, tokens: Sequence[int]) -> str:
         module = first_unsound(self.plain, tokens) or "no module of Hugging Face's own pass"
         return (
             f"target {self.name} says numbers that are not finite after {len(tokens)} tokens, first in "
-            f"{module}: its "
-            f"weights are damaged, or {self.dtype_name} is too narrow for it: load it in float32"
+            f"{module}: its weights are damaged, or {self.dtype_name} is too narrow: load it in float32"
         )
 
     def warm_up(self) -> None:
-        """Compile what rounds of one text take: passes of one row and of several."""
+        """Compile the passes that rounds of one text take: of one row and of several."""
         cache, tokens = self.new_cache(1), torch.zeros(1, 2, dtype=torch.long, device=self.device)
         for rows in (2, 1, 2):  # the first allocates, and is not compiled
             self(chain(tokens[:, :rows]), cache)
@@ -357,13 +352,11 @@ class HFTarget(Target):
     def _mask(
         self, layout: Layout, positions: Int[Tensor, "B A"], cache: KVCache, nodes: int
     ) -> Tensor | dict[str, Tensor]:
-        """What each of the R new rows sees of the cache's view, as the additive mask of each attention type;
-        the last R of the round's A scratch rows are new."""
+        """The additive mask of each attention type: what each of the R new rows sees of the cache's view.
+        They are the last R of the round's A scratch rows."""
         view, P = cache.view, cache.prefix
         slots = cache.used - P
-        new = (
-            slots - cache.lengths[:, None]
-        )  # [B, S]: index of a slot among the scratch rows; negative: read before
+        new = slots - cache.lengths[:, None]  # [B, S]: index among the scratch rows; negative: read before
         R, A = layout.visible.shape[1:]
         among = new.clamp(0, A - 1)
         B = len(among)
@@ -371,7 +364,7 @@ class HFTarget(Target):
             layout.visible.expand(B, R, A).gather(2, among[:, None].expand(B, R, view)) & (new < A)[:, None]
         )
         seen = torch.where((new < 0)[:, None], (slots >= 0).expand(B, R, view), seen)
-        if P:  # memory is for probes
+        if P:  # only probes read memory
             probe = torch.arange(R, device=self.device) >= nodes
             seen = seen | ((slots < 0) & probe[:, None])
         every = {}

@@ -1,4 +1,4 @@
-"""Some of a model's blocks as a model of its own."""
+"""A model of some of another model's blocks."""
 
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
@@ -17,11 +17,11 @@ def part(
     vocab: Int[Tensor, " Vd"] | None,
     compiled: Callable[..., nn.Module],
 ) -> tuple[PreTrainedModel, nn.ModuleList]:
-    """The model of the `kept` blocks, and those: see `Target.part`.
+    """The model of the `kept` blocks, and its blocks: see `Target.part`.
 
     Args:
-        blocks: of the whole model.
-        compiled: is given each module that was copied, and its place.
+        blocks: the whole model's blocks.
+        compiled: called with each copied module and its index; returns the module to use.
     """
     L = len(blocks)
     if not kept or not set(kept) <= set(range(L)):
@@ -29,27 +29,27 @@ def part(
             f"a model of blocks {sorted(kept)} cannot be made: this target has 0 to {L - 1}; keep one"
         )
     kept = sorted(set(kept))
-    made = _shallow(whole)
+    model = _shallow(whole)
     chosen = nn.ModuleList([compiled(_copied(blocks[i]), i) if own else blocks[i] for i in kept])
-    _put(made, blocks, chosen)
-    decoder: Any = made.get_decoder()
-    if types := getattr(decoder.config, "layer_types", None):  # masks are picked by a layer's place
+    _put(model, blocks, chosen)
+    decoder: Any = model.get_decoder()
+    if types := getattr(decoder.config, "layer_types", None):  # a layer's index selects its mask
         decoder.config = copy(decoder.config)
         decoder.config.layer_types = [types[i] for i in kept]
     if own:
-        decoder._modules.update({name: deepcopy(each) for name, each in between(made, chosen).items()})
+        decoder._modules.update({name: deepcopy(each) for name, each in between(model, chosen).items()})
     if vocab is not None:
         head: Any = whole.get_output_embeddings()
         narrow = nn.Linear(1, 1, head.bias is not None, device="meta")
         narrow.weight = nn.Parameter(head.weight[vocab], requires_grad=False)
         if head.bias is not None:
             narrow.bias = nn.Parameter(head.bias[vocab], requires_grad=False)
-        _put(made, head, compiled(narrow))
-    return made, chosen
+        _put(model, head, compiled(narrow))
+    return model, chosen
 
 
 def between(model: PreTrainedModel, blocks: nn.ModuleList) -> dict[str, nn.Module]:
-    """What stands between the ends beside the blocks: the last norm, perhaps positions."""
+    """The modules beside the blocks between embedding and LM head: the last norm, perhaps positions."""
     decoder: Any = model.get_decoder()
     others = (model.get_input_embeddings(), blocks)
     return {
@@ -58,7 +58,7 @@ def between(model: PreTrainedModel, blocks: nn.ModuleList) -> dict[str, nn.Modul
 
 
 def _put(model: PreTrainedModel, old: nn.Module, new: nn.Module) -> None:
-    """Another module in one's place; the modules around it become this model's own."""
+    """Replace a module by another. The modules around it are copied, so that they are this model's own."""
     path = next(name for name, module in model.named_modules() if module is old).split(".")
     holder: Any = model
     for name in path[:-1]:
@@ -68,13 +68,13 @@ def _put(model: PreTrainedModel, old: nn.Module, new: nn.Module) -> None:
 
 
 def _shallow(module: Any) -> Any:
-    """Another module with the same parts, one of which may be exchanged."""
-    made = copy(module)
-    made._modules = dict(module._modules)
-    return made
+    """A copy of a module with the same parts, of which each can be replaced."""
+    shallow = copy(module)
+    shallow._modules = dict(module._modules)
+    return shallow
 
 
 def _copied(block: nn.Module) -> nn.Module:
     plain = _shallow(block)
-    plain.__dict__.pop("forward", None)  # of a compiled one, which cannot be copied
+    plain.__dict__.pop("forward", None)  # a compiled module's `forward` cannot be copied
     return deepcopy(plain)

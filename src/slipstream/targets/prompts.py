@@ -1,4 +1,4 @@
-"""Prompts: token ids of whatever was given as one, or as several."""
+"""Prompts: token ids from text, messages, ids or a tokenizer's output, one prompt or several."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,14 +14,14 @@ from slipstream.core.target import Target
 # text, token ids, messages, or what a tokenizer returns
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Tensor | np.ndarray
 FORMS = "text, messages, token ids, a tokenizer's output, or a list of such"
-UNREADABLE = re.compile("[\ud800-\udfff]")  # bytes that were no UTF-8, as Python hands them over
+UNREADABLE = re.compile("[\ud800-\udfff]")  # stands in Python's strings for bytes that are not UTF-8
 
 
 def read_prompts(target: Target, prompts: Prompt | Sequence[Prompt]) -> tuple[list[list[int]], bool]:
-    """Token ids of each prompt, and whether one alone was given (not a list of one).
+    """Token ids of each prompt, and whether a single prompt was given (not a list of one).
 
     Raises:
-        ValueError: there are none, or one that `encode` refuses.
+        ValueError: there is no prompt, or `encode` refuses one.
     """
     given: Any = _plain(prompts)
     if not isinstance(given, (str, bytes, PurePath, list, tuple)):
@@ -36,12 +36,12 @@ def read_prompts(target: Target, prompts: Prompt | Sequence[Prompt]) -> tuple[li
 
 
 def encode(target: Target, prompt: Prompt) -> list[int]:
-    """Token ids of one prompt: ids as they are, without the padding that an attention mask names; messages,
-    and text where there is a chat template, through it.
+    """Token ids of one prompt. Ids lose the padding that an attention mask names. Messages, and text if there
+    is a chat template, pass through the template.
 
     Raises:
         ValueError: the prompt is empty or no prompt, an id is outside the vocabulary, the chat template
-            refuses the messages, or text is given to a target without tokenizer.
+            refuses the messages, or text is given to a target without a tokenizer.
     """
     given: Any = _plain(prompt)
     if isinstance(given, PurePath):
@@ -52,16 +52,16 @@ def encode(target: Target, prompt: Prompt) -> list[int]:
         raise ValueError(f"the prompt is a {type(prompt).__name__}: give text, messages or token ids")
     if len(given) == 0 or (isinstance(given, str) and not given.strip()):
         raise ValueError("the prompt is empty: give at least one token")
-    words = isinstance(given, str) or all(map(_is_message, given))
-    tokens = checked_ids(_tokenized(target, given) if words else given, target.vocab)
+    is_text = isinstance(given, str) or all(map(_is_message, given))
+    tokens = checked_ids(_tokenized(target, given) if is_text else given, target.vocab)
     if not tokens:
         raise ValueError("the prompt is empty: its text has no tokens")
     return tokens
 
 
 def checked_ids(tokens: Iterable[Any], vocab: int, what: str = "the prompt") -> list[int]:
-    """Token ids as Python's integers. Raises ValueError for what is none."""
-    made = list[int]()
+    """Token ids as Python's integers. Raises ValueError for anything else."""
+    ids = list[int]()
     for token in tokens:
         if not is_whole(token):
             raise ValueError(
@@ -71,31 +71,30 @@ def checked_ids(tokens: Iterable[Any], vocab: int, what: str = "the prompt") -> 
             raise ValueError(
                 f"{what} holds the token id {token}; the target's vocabulary has 0 to {vocab - 1}"
             )
-        made.append(int(token))
-    return made
+        ids.append(int(token))
+    return ids
 
 
 def is_whole(value: Any) -> bool:
-    """A whole number of any kind, NumPy's included; True and False are none."""
+    """Whether a value is a whole number, such as NumPy's; True and False are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_readable(texts: Any, what: str) -> None:
-    """Refuse text, wherever it stands in lists and mappings, that no encoding can write. Raises
-    ValueError."""
+    """Raise ValueError for text, anywhere in lists and mappings, that no encoding can write."""
     if any(map(UNREADABLE.search, _texts(texts))):
         raise ValueError(f"{what} is no Unicode text (bytes that are not UTF-8?): give it as UTF-8")
 
 
 def _plain(given: Any) -> Any:
-    """Lists in place of tensors, arrays and what a tokenizer returns."""
+    """Tensors, arrays and a tokenizer's output as lists."""
     if isinstance(given, Mapping) and "input_ids" in given:
         return _unpadded(_plain(given["input_ids"]), _plain(given.get("attention_mask")))
     return given.tolist() if isinstance(given, (Tensor, np.ndarray, np.generic)) else given
 
 
 def _unpadded(ids: Any, mask: Any) -> Any:
-    """Ids, of one prompt or of several, where the mask is not 0."""
+    """The ids of one prompt or of several at which the mask is not 0."""
     if mask is None:
         return ids
     try:
@@ -109,7 +108,7 @@ def _unpadded(ids: Any, mask: Any) -> Any:
 
 
 def _tokenized(target: Target, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
-    """Token ids of text, or of messages."""
+    """Token ids of text or messages."""
     check_readable(prompt, "the prompt")
     if target.text is None:
         raise ValueError(f"target {target.name} has no tokenizer: give the prompt as token ids")
@@ -123,7 +122,7 @@ def _is_message(given: Any) -> bool:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose content is text."""
+    """A message with its content as text."""
     if "role" not in message or not {"content", "tool_calls"} & message.keys():
         raise ValueError(
             f'a message has {", ".join(map(str, message)) or "nothing"}: it needs "role" and "content"'

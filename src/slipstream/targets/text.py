@@ -36,11 +36,11 @@ class HFText(Text):
             raise ValueError(f"target {self.name} has no chat template: give the prompt as text")
         messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         try:
-            made: Any = self.tokenizer.apply_chat_template(
+            encoded: Any = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_dict=True
             )
-            return list(made["input_ids"])
-        except Exception as error:  # whatever a template makes of messages that it does not know
+            return list(encoded["input_ids"])
+        except Exception as error:  # templates raise errors of many types
             reason = str(error).strip().split("\n")[0]
             raise ValueError(
                 f"the chat template of {self.name} does not take these messages: {reason}"
@@ -59,7 +59,7 @@ class HFText(Text):
             raise ValueError(f"the chat template of {self.name} refuses these turns: {error}") from error
 
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:
-        return str(  # a clean-up of spaces would take back what was shown
+        return str(  # without a clean-up of spaces, which would change text that was already given out
             self.tokenizer.decode(
                 list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
             )
