@@ -96,8 +96,9 @@ def compare(
     for drafter in drafters:
         found = {}
         for proposal in PROPOSALS:
-            found[proposal] = decode(target, f"{drafter},proposal={proposal}", questions, **how)
-            arms[f"{drafter},proposal={proposal}"] = arm = summary(found[proposal])
+            named = str(slipstream.Spec.parse(drafter).replace(proposal=proposal))
+            found[proposal] = decode(target, named, questions, **how)
+            arms[named] = arm = summary(found[proposal])
             print(drafter, proposal, arm["tau"], file=sys.stderr, flush=True)
         ratios[drafter] = {}
         for below, above in combinations(PROPOSALS, 2):

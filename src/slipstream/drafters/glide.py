@@ -166,7 +166,7 @@ class Glide(HeadDrafter):
     """Drafts with a `GlideHead`. It has keys and values of its own, and sees the target's up to the last
     pass: the i-th drafted token is i positions ahead of them."""
 
-    method, module = "glide", GlideHead
+    method, module, blind = "glide", GlideHead, True
 
     @property
     def lead(self) -> int:

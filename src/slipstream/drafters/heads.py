@@ -59,6 +59,7 @@ class HeadDrafter(Proposer):
 
     method: ClassVar[str]
     module: ClassVar[type[Head]]
+    blind: ClassVar[bool] = False  # it may read nothing of the target
     lm_head: nn.Module | None  # the target's, where the head has none of its own
 
     def __init__(
@@ -93,6 +94,8 @@ class HeadDrafter(Proposer):
             sizes, tree = cls.module.sizes(**config["head"], taps=tuple(config["taps"])), config["tree"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"config.json of this {cls.method} head is not complete: {error}") from error
+        if not (sizes.taps or cls.blind):
+            raise ValueError(f"config.json of this {cls.method} head does not fit: taps is []")
         vocab = tensors.pop(VOCAB, None)
         head = cls.module(sizes)
         if EMBEDDING not in head.state_dict():

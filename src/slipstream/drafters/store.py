@@ -234,8 +234,6 @@ def _check_sizes(config: dict[str, Any], source: str) -> None:
         if (name in SCALES and not (isinstance(value, (int, float)) and 0 <= value < math.inf))
         or (name in COUNTS and not (isinstance(value, int) and 0 < value <= DEEPEST))
     ]
-    if config.get("taps", [""]) == [] and config.get("method") != "glide":
-        wrong.append("taps is []")
     if wrong:
         raise ValueError(f"{source} does not fit: {', '.join(wrong)}")
 
