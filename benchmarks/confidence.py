@@ -12,22 +12,28 @@ over bins, by their size.
 import argparse
 import shlex
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
+from slipstream.core.grow import Expand
+from slipstream.core.shape import Shape
+from slipstream.core.tree import Tree
+from slipstream.decode.predict import record
 from slipstream.drafters import load_drafter
 from slipstream.files import check_writable, write_json
 from slipstream.measure.questions import load_questions
-from slipstream.measure.tune import reshaped
+from slipstream.measure.tune import ranks, reshaped
 from slipstream.picture import picture
 from slipstream.results import heading
 from slipstream.targets import load_target
 from slipstream.targets.prompts import encode
-from slipstream.training.replay import Following, Record, predict
 
 BINS, RANKS = 10, (1, 3, 5, 7)  # CAPE takes 1, 3, 5 or 7 candidates
 
@@ -45,20 +51,39 @@ given = options.parse_args()
 check_writable(given.json)
 
 
+@dataclass(frozen=True)
+class Watched(Shape):
+    """A backbone that notes how sure the drafter is of the first candidate at each depth."""
+
+    sure: list[Float[Tensor, "B depth"]] = field(default_factory=list)
+
+    def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
+        levels: list[Tensor] = []
+
+        def watched(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            ids, log_q = expand(tokens, origin)
+            levels.append(log_q[:, 0, 0].exp())
+            return ids, log_q
+
+        tree = super().grow(root, watched)
+        self.sure.append(torch.stack(levels, 1))
+        return tree
+
+
 target = load_target(given.target, given.dtype)
 drafters: dict[str, Any] = {Path(name).name: load_drafter(name, target) for name in given.drafters}
 prompts = [encode(target, question.turns[0]) for question in load_questions(given.questions, given.limit)]
 taps = tuple(dict.fromkeys(tap for drafter in drafters.values() for tap in drafter.taps))
-record = Record.of(target, prompts, given.max_new_tokens, taps, batch=20)
+recorded = record(target, prompts, given.max_new_tokens, taps, batch=20)
 entries: dict[str, dict[str, Any]] = {}
 table = Table(
     "drafter", "tokens", "confidence", "accepted", "calibration error", *(f"top {k}" for k in RANKS)
 )
 for label, drafter in drafters.items():
     depth = min(given.depth, drafter.deepest or given.depth)
-    follow = Following.along(record, depth, max(RANKS))
-    predict(reshaped(drafter, follow), record)
-    rank, confidence = torch.cat(follow.ranks), torch.cat(follow.confidences).double()
+    shape = Watched(**vars(Shape.parse(f"backbone-{depth}x{max(RANKS)}")))
+    rank = ranks(reshaped(drafter, shape), recorded)
+    confidence = torch.cat(shape.sure).double()
     confidence, rank = confidence[rank >= 0], rank[rank >= 0]
     bins = []
     for b in range(BINS):

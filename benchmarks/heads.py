@@ -18,7 +18,6 @@ import argparse
 import shlex
 import sys
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -32,8 +31,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.core.shape import Shape
+from slipstream.decode.predict import Prediction, decoded, predict, record
 from slipstream.drafters import load_drafter
-from slipstream.drafters.bita import Bita
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import find_drafter, read_drafter
@@ -47,7 +46,6 @@ from slipstream.picture import picture
 from slipstream.results import heading
 from slipstream.targets import load_target
 from slipstream.targets.prompts import encode
-from slipstream.training.replay import Prediction, Record, decoded, predict
 
 TREES = ("chain-3", "best-first-2x4", "best-first-3x8", "best-first-3x16")
 SAMPLES = 2000
@@ -147,7 +145,7 @@ for temperature in TEMPERATURES:
     records = {}  # one for each file: their prompts differ in length, and rows of a record are padded
     for file, prompts in asked.items():
         with console.status(f"T = {temperature}: the target answers {file}"):
-            records[file] = Record.of(
+            records[file] = record(
                 target, prompts, given.max_new_tokens, taps, batch=20, temperature=temperature
             )
     table = Table(Column("drafter"), Column("tree"), "nodes", *asked, "τ", "of the first", "α", "by depth")
@@ -159,8 +157,9 @@ for temperature in TEMPERATURES:
                 continue
             made = reshaped(drafter, tree, given.proposal if temperature else "top-k")
             with console.status(f"T = {temperature}: {label} {tree}"):
-                judge = partial(decoded, target) if isinstance(made, Bita) else predict
-                parts = {file: judge(made, record) for file, record in records.items()}
+                known = made.probes is None and not (temperature and made.law == "multi-round")
+                judge = predict if known else decoded
+                parts = {file: judge(made, recorded) for file, recorded in records.items()}
             found = pooled(list(parts.values()))
             draws, reached = Draws.of(found), [1.0, *found.acceptance]
             base = base or (found.tau, draws)

@@ -13,6 +13,7 @@ import sys
 from rich.console import Console
 from rich.table import Column, Table
 
+from slipstream.decode.predict import predict, record
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import find_drafter, read_tuned
 from slipstream.drafters.vanilla import Vanilla
@@ -23,7 +24,6 @@ from slipstream.measure.tune import reshaped
 from slipstream.results import heading
 from slipstream.targets import load_target
 from slipstream.targets.prompts import encode
-from slipstream.training.replay import Record, predict
 
 BUDGETS = {
     2: (3, 4, 5, 6, 8, 10),
@@ -54,7 +54,7 @@ parts: dict[str, list[list[int]]] = {}
 for question in load_questions(given.questions, given.limit):
     parts.setdefault(question.file, []).append(encode(target, question.turns[0]))
 records = {
-    file: Record.of(target, prompts, given.max_new_tokens, ("final",), batch=8)
+    file: record(target, prompts, given.max_new_tokens, ("final",), batch=8)
     for file, prompts in parts.items()
 }
 
@@ -70,7 +70,7 @@ table = Table(
     Column("tree", min_width=20), "nodes", "depth", *records, "τ", "draft", "verify", "host ms", "× plain"
 )
 for (tree, drafter), cost in zip(drafters.items(), costs, strict=True):
-    found = {file: predict(drafter, record) for file, record in records.items()}
+    found = {file: predict(drafter, recorded) for file, recorded in records.items()}
     rounds = sum(p.rounds for p in found.values())
     tau = sum(p.tau * p.rounds for p in found.values()) / rounds
     depths = [sum(p.acceptance[d] * p.rounds for p in found.values()) / rounds for d in range(drafter.depth)]

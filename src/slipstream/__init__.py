@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from slipstream.methods import Method as Method
     from slipstream.methods import register as register
     from slipstream.targets import HFTarget as HFTarget
+    from slipstream.targets import RecordedTarget as RecordedTarget
     from slipstream.targets import load_target as load_target
     from slipstream.training.run import TrainingRun as TrainingRun
     from slipstream.training.run import train as train
@@ -77,7 +78,7 @@ _HOMES = {  # imported on first use: torch and transformers take seconds
     "measure.tune": "tune",
     "measure.tuned": "TuneReport",
     "methods": "METHODS Method register",
-    "targets": "HFTarget load_target",
+    "targets": "HFTarget RecordedTarget load_target",
     "training.run": "TrainingRun train",
     "training.synthesize": "Answers regenerate synthesize",
 }

@@ -11,11 +11,11 @@ import pytest
 import slipstream
 from slipstream import generate, load_drafter, load_target
 from slipstream.decode.answer import mean_accepted_length
+from slipstream.decode.predict import predict, record
 from slipstream.drafters.store import find_drafter
 from slipstream.measure.certify import certify
 from slipstream.measure.questions import load_questions
 from slipstream.targets.prompts import encode
-from slipstream.training.replay import Record, predict
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +43,8 @@ def test_a_head_that_ships_drafts_well_and_as_predicted(target, name, deep, want
     home, tree = find_drafter(name, target), load_drafter(name, target)
     assert (home / "model.safetensors").stat().st_size <= 10 * 2**20
     prompts = [encode(target, question.turns[0]) for question in load_questions(limit=5)]
-    record = Record.of(target, prompts, 40, tree.taps)
-    predicted, chain = (predict(d, record).tau for d in (tree, load_drafter(f"{name}:tree={deep}", target)))
+    recorded = record(target, prompts, 40, tree.taps)
+    predicted, chain = (predict(d, recorded).tau for d in (tree, load_drafter(f"{name}:tree={deep}", target)))
     answers = generate(target, prompts, tree, max_new_tokens=40, temperature=0.0)
     decoded = mean_accepted_length([r for answer in answers for r in answer.rounds])
     assert predicted > wanted

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import tiny
 from slipstream.decode.answer import mean_accepted_length
 from slipstream.decode.generate import generate
+from slipstream.decode.predict import record
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import save_drafter
 from slipstream.files import cache_home
@@ -23,7 +24,6 @@ from slipstream.methods import METHODS
 from slipstream.targets import HFTarget
 from slipstream.training.features import Features, pack
 from slipstream.training.recipe import Recipe, load_recipe, recipe_class
-from slipstream.training.replay import Record
 from slipstream.training.trainer import Trainer, rate
 
 
@@ -134,7 +134,7 @@ def test_predicted_tau_is_decoded_tau(chat, data, tmp_path, method):
     trainer.prepare()
     trainer.run()
     drafter = trainer.objective.drafter(settings.head.tree, torch.float64)
-    predicted = trainer.objective.judge(drafter, trainer.record)
+    predicted = trainer.objective.judge(drafter, trainer.recorded)
     prompts = [e.prompt for e in trainer._held_out]
     answers = generate(chat, prompts, drafter, max_new_tokens=16, temperature=0.0)
     rounds = [r for answer in answers for r in answer.rounds]
@@ -160,7 +160,7 @@ def test_raw_text_first_and_chat_then_is_judged_by_chat(chat, data, tmp_path):
     staged = recipe(data).model_copy(update={"stages": [{"data": {"files": [str(raw)]}}, {}]})
     trainer = Trainer(chat, staged, str(tmp_path / "run"))
     trainer.prepare()
-    assert int(trainer.record.prompts.min()) > 1
+    assert int(trainer.recorded.prompts.min()) > 1
     assert trainer.vocab_coverage == 1
     trainer.run()
     assert [entry.stage for entry in trainer.progress.history][-1] == 1
@@ -434,16 +434,16 @@ def test_greedy_answers_of_the_data_are_not_made_again(chat, tmp_path, honest):
     trainer = Trainer(chat, recipe(str(path)), str(tmp_path / "run"))
     trainer.prepare()
     assert (trainer._known_answers() is not None) == honest
-    anew = Record.of(chat, [e.prompt for e in trainer._held_out], 12, ("final",))
+    anew = record(chat, [e.prompt for e in trainer._held_out], 12, ("final",))
     assert anew.greedy_share(chat) == 1.0
     if honest:
-        assert trainer.record.tokens[:, : anew.tokens.shape[1]].equal(anew.tokens)
+        assert trainer.recorded.tokens[:, : anew.tokens.shape[1]].equal(anew.tokens)
 
 
 def test_a_record_ends_where_an_answer_ends(chat, data):
     """Tokens past the end of an answer that count as accepted."""
     from slipstream.training.data import load_examples
 
-    record = Record.of(chat, [e.prompt for e in load_examples([data], chat, 40)[:5]], 16, ("final",))
-    assert (record.lengths - record.prompts <= 16).all()
-    assert (record.tokens.gather(1, record.lengths[:, None] - 1) >= 0).all()
+    recorded = record(chat, [e.prompt for e in load_examples([data], chat, 40)[:5]], 16, ("final",))
+    assert (recorded.lengths - recorded.prompts <= 16).all()
+    assert (recorded.tokens.gather(1, recorded.lengths[:, None] - 1) >= 0).all()

@@ -14,7 +14,7 @@ from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.span import Span, commit
 from slipstream.core.target import Target
-from slipstream.core.tree import Tree
+from slipstream.core.tree import Tree, chain
 from slipstream.core.verify import Law, Verdict, coupled, verify
 from slipstream.decode.capture import Captured, recorder, rounded
 
@@ -129,7 +129,7 @@ class Session:
     def _prefill(
         self, prompts: Sequence[Sequence[int]], cache: KVCache, state: State, sampler: Sampler
     ) -> Span:
-        """Read prompts in chunks. Returns the last one's span, whose last tokens are drawn."""
+        """Read prompts in chunks. Returns the last one's span, whose last tokens the law names."""
         for tokens, nexts, count, last in _chunks(prompts, self.target.device):
             rows = (count - 1)[:, None]
             probes = self.drafter.probes if last else None
@@ -139,7 +139,8 @@ class Session:
             out = self.target(tree, cache, self.drafter.taps, rows=rows if last else rows[:, :0])
             path = torch.minimum(torch.arange(tree.nodes, device=rows.device), rows.clamp(min=0))
             if last:
-                nexts = sampler.draw(sampler.scores(out.logits[:, 0]), start + count)
+                bare = chain(tokens.gather(1, rows))
+                _, nexts = self.law(bare, 0 * count, out.logits[:, 0], start + count, sampler)
             span = commit(tree, out, Verdict(path, count, nexts), cache)
             self.drafter.absorb(span, state)
         return span

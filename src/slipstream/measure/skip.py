@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from slipstream.core.drafter import FINAL, INPUT
 from slipstream.core.target import Target
+from slipstream.decode.predict import record
 from slipstream.measure.cost import pass_seconds, promised
 from slipstream.measure.tuned import Skipped
-from slipstream.training.replay import Record
 
 GAMMAS = range(1, 11)
 
@@ -42,22 +42,22 @@ def skippable(
         )
     progress("the target answers")
     taps = tuple(f"{INPUT}{i}" for i in range(L))
-    record = Record.of(target, prompts, new, taps)
-    at = torch.arange(record.tokens.shape[1], device=target.device)
-    read = at < record.lengths[:, None]
-    judged = (at >= record.prompts[:, None] - 1) & (at + 1 < record.lengths[:, None])
-    states = record.tapped(taps)[read].float().unflatten(-1, (L, -1))
+    recorded = record(target, prompts, new, taps)
+    at = torch.arange(recorded.tokens.shape[1], device=target.device)
+    read = at < recorded.lengths[:, None]
+    judged = (at >= recorded.prompts[:, None] - 1) & (at + 1 < recorded.lengths[:, None])
+    states = recorded.tapped(taps)[read].float().unflatten(-1, (L, -1))
     alike = F.cosine_similarity(states[:, 1:-1], states[:, 2:], dim=-1).mean(0)  # of blocks 1 … L − 2
     order = [1 + i for i in alike.argsort(descending=True).tolist()]
     whole, tried = pass_seconds(target, (1,))[1], list[Skipped]()
-    rows = [tokens[:n].tolist() for tokens, n in zip(record.tokens, record.lengths, strict=True)]
+    rows = [tokens[:n].tolist() for tokens, n in zip(recorded.tokens, recorded.lengths, strict=True)]
     lm_head = target.lm_head()
     for count in range(max(1, L // 10), len(order) + 1, max(1, L // 10)):
         progress(f"{count} blocks skipped")
         blocks = sorted(order[:count])
         short = target.part([i for i in range(L) if i not in blocks])
         said = lm_head(short.features(rows, (FINAL,))).argmax(-1)
-        right = said == record.tokens[:, 1 : said.shape[1] + 1]
+        right = said == recorded.tokens[:, 1 : said.shape[1] + 1]
         alpha = float(right[judged[:, : said.shape[1]]].float().mean())
         c = pass_seconds(short, (1,))[1] / whole
         expected = max(promised(alpha, gamma, c) for gamma in GAMMAS)

@@ -12,11 +12,19 @@ from copy import copy
 from dataclasses import dataclass
 from statistics import mean
 
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int
+from torch import Tensor
+
 from slipstream.command import public
 from slipstream.core.drafter import Drafter
 from slipstream.core.optimal import optimal_trees
+from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.target import Target
+from slipstream.core.tree import Tree
+from slipstream.decode.predict import predict, record, rounds
 from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.proposer import Proposer
@@ -32,7 +40,7 @@ from slipstream.measure.tuned import Held, Proposed, Raced, Size, Skipped, Timin
 from slipstream.methods import named
 from slipstream.results import heading
 from slipstream.targets.load import AnyTarget, loaded
-from slipstream.training.replay import Following, Record, predict
+from slipstream.targets.recorded import RecordedTarget
 
 BUDGETS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 16, 20, 26, 32, 40, 48, 64)  # nodes, root included
 DEPTH, RANKS, WIDTH = 7, 10, 8  # at most
@@ -95,8 +103,8 @@ def tune(
     try:
         for temperature in temperatures:
             progress(f"T = {temperature:g}: the target answers")
-            record = Record.of(target, prompts, max_new_tokens, made.taps, len(prompts), temperature)
-            found.append(_tuned(target, made, record, temperature, costs, skipping, progress))
+            recorded = record(target, prompts, max_new_tokens, made.taps, len(prompts), temperature)
+            found.append(_tuned(target, made, recorded, temperature, costs, skipping, progress))
             if home is not None:
                 save_tuned(home, target.place, {temperature: found[-1].chosen.stored()})
     except BaseException as error:
@@ -142,7 +150,7 @@ def _report(target: Target, costs: "Costs", found: list[Tuned], skipping: list[S
 def _tuned(
     target: Target,
     drafter: Proposer,
-    record: Record,
+    recorded: RecordedTarget,
     temperature: float,
     costs: "Costs",
     skipping: Sequence[Skipped],
@@ -152,18 +160,18 @@ def _tuned(
     proposals: list[Proposed] = []
     for proposal in ("top-k", "noise") if temperature else ("top-k",):
         progress(f"T = {temperature:g}: {proposal}, ranks")
-        rates = acceptance(drafter, record, proposal)
+        rates = acceptance(drafter, recorded, proposal)
         rounded = [[round(rate, 4) for rate in depth] for depth in rates]
         proposals.append(Proposed(proposal=proposal, acceptance=rounded, budgets=_sizes(rates, costs)))
     progress(f"T = {temperature:g}: drafts along the answers")
     sizes = [(each.proposal, size) for each in proposals for size in each.budgets]
     closest = sorted(sizes, key=lambda named: -named[1].estimate)[:SIZES]
     kinds = [(proposal, tree) for proposal, size in closest for tree in _trees(size)]
-    candidates = _held(drafter, record, kinds, costs)
+    candidates = _held(drafter, recorded, kinds, costs)
     gammas: list[Held] = []
     if isinstance(drafter, DraftModel):
         chains = [("top-k", f"chain-{gamma}") for gamma in range(2, costs.depth + 1)]
-        gammas = _held(drafter, record, chains, costs)
+        gammas = _held(drafter, recorded, chains, costs)
         candidates.append(max(gammas, key=lambda chain: chain.estimate))
     progress(f"T = {temperature:g}: a race of {len(candidates)}")
     plain, raced = _race(target, drafter, candidates, costs.probe, temperature)
@@ -223,20 +231,49 @@ class Costs:
         return self.passes[below] + share * (self.passes[above] - self.passes[below])
 
 
-def acceptance(drafter: Proposer, record: Record, proposal: str) -> list[list[float]]:
-    """[d][r]: how often the token after an accepted node of depth d is the r-th candidate, along the
-    record."""
-    follow = Following.along(record, _deepest(drafter), min(RANKS, len(drafter.vocab)))
-    predict(reshaped(drafter, follow, proposal), record)
-    return follow.acceptance()
+def acceptance(drafter: Proposer, recorded: RecordedTarget, proposal: str) -> list[list[float]]:
+    """[d][r]: how often, behind d right first candidates, the next token is the r-th candidate."""
+    children = min(RANKS, len(drafter.vocab))
+    found = ranks(reshaped(drafter, f"backbone-{_deepest(drafter)}x{children}", proposal), recorded)
+    counts = torch.stack([torch.bincount(depth[depth >= 0], minlength=children + 1) for depth in found.T])
+    return (counts[:, :-1] / counts.sum(1, keepdim=True).clamp(min=1)).tolist()
 
 
-def _held(drafter: Proposer, record: Record, kinds: Sequence[tuple[str, str]], costs: Costs) -> list[Held]:
+def ranks(drafter: Proposer, recorded: RecordedTarget) -> Int[Tensor, "n depth"]:
+    """The ranks of the right candidates of drafts that begin at every token of the recorded answers. The
+    drafter grows a backbone; its width stands where no candidate is right, −1 behind a wrong first candidate
+    and past the end of the text."""
+    depth, width, last = drafter.depth, drafter.shape.children, recorded.tokens.shape[1] - 1
+    found = []
+    for session, _ in rounds(drafter, recorded, _one_by_one):
+        span = session.span
+        assert span is not None and span.tree is not None
+        at = span.start[:, None] + torch.arange(1, depth + 1, device=span.start.device)
+        right = recorded.tokens[session.cache.texts[:, None], at.clamp(max=last)]
+        hits = span.tree.tokens[:, 1:].unflatten(1, (depth, width)) == right[..., None]
+        rank = torch.where(hits.any(2), hits.int().argmax(2), width)
+        behind = F.pad((rank == 0).cumprod(1), (1, -1), value=1).bool()
+        found.append(torch.where(behind & (right >= 0), rank, -1))
+    return torch.cat(found)
+
+
+def _one_by_one(
+    tree: Tree, node: Tensor, logits: Tensor, at: Tensor, sampler: Sampler
+) -> tuple[Tensor, Tensor]:
+    """The law of a text that is already written, but for its guesses: none is accepted, so that the next
+    round begins one token further on."""
+    child, token = RecordedTarget.law(tree, node, logits, at, sampler)
+    return torch.full_like(child, -1), token
+
+
+def _held(
+    drafter: Proposer, recorded: RecordedTarget, kinds: Sequence[tuple[str, str]], costs: Costs
+) -> list[Held]:
     """Proposals and trees, with the τ that they reach along the record."""
     held = []
     for proposal, tree in kinds:
         made = reshaped(drafter, tree, proposal)
-        tau = predict(made, record).tau
+        tau = predict(made, recorded).tau
         estimate = round(costs.speedup(tau, made.rows, made.depth), 4)
         held.append(
             Held(

@@ -2,5 +2,6 @@
 
 from slipstream.targets.hf import HFTarget
 from slipstream.targets.load import load_target
+from slipstream.targets.recorded import RecordedTarget
 
-__all__ = ["HFTarget", "load_target"]
+__all__ = ["HFTarget", "RecordedTarget", "load_target"]

@@ -12,12 +12,13 @@ from slipstream.core.cache import KVCache
 from slipstream.core.drafter import FINAL
 from slipstream.core.target import Target
 from slipstream.core.tree import chain
+from slipstream.decode.predict import Prediction, decoded
 from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
 from slipstream.drafters.store import restored, stored
+from slipstream.targets.recorded import RecordedTarget
 from slipstream.training.objective import Batch, Given, Objective
 from slipstream.training.recipe import Loss
 from slipstream.training.recipes import BitaRecipe
-from slipstream.training.replay import Prediction, Record, decoded
 
 DROPOUT = 0.1  # of the prompts, in training
 SPREAD = 0.02  # of what is trained, to begin with
@@ -137,9 +138,9 @@ class BitaObjective(Objective):
         head.load_state_dict(restored(stored(head.state_dict(), dtype)))
         return Bita(head, self._target, self._vocab, tree)
 
-    def judge(self, drafter: Bita, record: Record) -> Prediction:
+    def judge(self, drafter: Bita, recorded: RecordedTarget) -> Prediction:
         """The target drafts for itself: no record knows what it would say."""
-        return decoded(self._target, drafter, record)
+        return decoded(drafter, recorded)
 
 
 def groups(

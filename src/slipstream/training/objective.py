@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from slipstream.core.drafter import CACHE, FINAL, INPUT
 from slipstream.core.target import Target
+from slipstream.decode.predict import Prediction, predict
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.heads import HeadDrafter, block_taps, layer_sizes
 from slipstream.drafters.store import restored, stored
+from slipstream.targets.recorded import RecordedTarget
 from slipstream.training.data import Example
 from slipstream.training.recipe import Head, Loss, Recipe
 from slipstream.training.recipes import LawLoss
-from slipstream.training.replay import Prediction, Record, predict
 
 SMALL = 2**27  # numbers that a head may have whatever its target
 
@@ -237,9 +238,9 @@ class Objective(nn.Module):
         head.load_state_dict(restored(stored(head.state_dict(), dtype)))
         return self.drafts(head, self._target, self._vocab, tree)
 
-    def judge(self, drafter: Any, record: Record) -> Prediction:
+    def judge(self, drafter: Any, recorded: RecordedTarget) -> Prediction:
         """τ on the held-out texts."""
-        return predict(drafter, record)
+        return predict(drafter, recorded)
 
 
 def states_read(taps: Sequence[str] | None, method: str, layers: int) -> tuple[str, ...]:

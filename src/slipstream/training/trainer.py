@@ -19,16 +19,17 @@ import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from slipstream.core.target import Target
+from slipstream.decode.predict import Prediction, record
 from slipstream.drafters.store import RUN, RUN_MARK, claimed, save_drafter
 from slipstream.files import replacing, understood
 from slipstream.methods import METHODS
+from slipstream.targets.recorded import RecordedTarget
 from slipstream.training.checkpoint import read_checkpoint, write_checkpoint
 from slipstream.training.data import hold_out, load_examples
 from slipstream.training.features import Features, pack
 from slipstream.training.objective import Batch, Objective, coverage
 from slipstream.training.progress import Evaluation, Filling, Progress, Seen, Show
 from slipstream.training.recipe import Data, Optimizer, Recipe
-from slipstream.training.replay import Prediction, Record
 
 STATE, LOG, RECIPE = "state.pt", "log.jsonl", RUN
 OWN = 0.95  # the share of a greedy answer's tokens that are the target's likeliest, in any precision
@@ -110,10 +111,12 @@ class Trainer:
         if known is None:
             advance = filling("answering held-out prompts", len(self._held_out) * kept.held_out_tokens)
             prompts = [example.prompt for example in self._held_out]
-            known = Record.of(self.target, prompts, kept.held_out_tokens, self._taps)
+            known = record(self.target, prompts, kept.held_out_tokens, self._taps)
             advance(len(self._held_out) * kept.held_out_tokens)
-        self.record = known
-        features = torch.cat([f[:n] for f, n in zip(self.record.features, self.record.lengths, strict=True)])
+        self.recorded = known
+        features = torch.cat(
+            [f[:n] for f, n in zip(self.recorded.tapped(self._taps), self.recorded.lengths, strict=True)]
+        )
         self.objective = self._method.begin(self.recipe, self.target, self._all, features)
         self.vocab_coverage = coverage(self._all, self.objective._vocab)
         self._filling = filling
@@ -133,14 +136,14 @@ class Trainer:
             for stage in self.stages:
                 _adamw(objective, stage.optimizer)
 
-    def _known_answers(self) -> Record | None:
+    def _known_answers(self) -> RecordedTarget | None:
         """The held-out texts of the data, if they are marked as the target's greedy answers and are."""
         # The first token of an answer comes from the prompt's pass, so none of it is drafted.
         if not all(example.greedy and len(example.answer) > 1 for example in self._held_out):
             return None
         texts = [(e.prompt, e.answer[: self._data.held_out_tokens]) for e in self._held_out]
-        record = Record.along(self.target, texts, self._taps)
-        return record if record.greedy_share(self.target) > OWN else None
+        recorded = RecordedTarget(self.target, texts, self._taps)
+        return recorded if recorded.greedy_share() > OWN else None
 
     def _read_data(self, data: Data) -> None:
         examples = load_examples(data.files, self.target, data.max_length, data.limit, data.greedy)
@@ -263,7 +266,7 @@ class Trainer:
         progress, tree = self.progress, self.recipe.head.tree
         storage = getattr(torch, self.recipe.head.storage)
         drafter = self.objective.drafter(tree, storage)
-        prediction = self.objective.judge(drafter, self.record)
+        prediction = self.objective.judge(drafter, self.recorded)
         acceptance = [round(a, 4) for a in prediction.acceptance]
         at = (progress.stage, progress.step, progress.trained, loss)
         progress.history.append(Evaluation(*at, round(prediction.tau, 4), acceptance))
@@ -285,7 +288,7 @@ class Trainer:
             "predicted": {
                 **{name: getattr(prediction, name) for name in ("tau", "acceptance", "rounds")},
                 "tree": self.recipe.head.tree,
-                "texts": len(self.record.tokens),
+                "texts": len(self.recorded.tokens),
             },
             "trained_tokens": progress.trained,
             "examples": len(self._all),

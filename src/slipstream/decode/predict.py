@@ -1,0 +1,119 @@
+"""Predicted τ: the ordinary rounds of a session over a recorded target. No pass of the model is made."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from slipstream.core.drafter import Drafter
+from slipstream.core.target import Target
+from slipstream.core.verify import Law
+from slipstream.decode.generate import generate
+from slipstream.decode.session import Committed, Session
+from slipstream.targets.recorded import RecordedTarget
+
+
+def record(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    taps: tuple[str, ...],
+    batch: int = 32,
+    temperature: float = 0.0,
+) -> RecordedTarget:
+    """Let the target answer with at most `new` tokens, `batch` prompts at once, and record the answers. Those
+    of one token, behind which nothing is drafted, are left out. Raises ValueError if no other is left."""
+    made = generate(target, prompts, max_new_tokens=new, temperature=temperature, batch=batch)
+    made = [answer for answer in made if len(answer.tokens) > 1]
+    if not made:
+        raise ValueError(
+            "every prompt is answered by the end token at once: give prompts that the target answers"
+        )
+    texts = [(answer.prompt, answer.tokens) for answer in made]
+    return RecordedTarget(target, texts, taps, [answer.sampling for answer in made])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Acceptance over all rounds.
+
+    Attributes:
+        committed: tokens of each round, the target's own included; 0 where the text is over.
+        depth: of the tree.
+    """
+
+    committed: Int[Tensor, "rounds B"]
+    depth: int
+
+    @property
+    def rounds(self) -> int:
+        """Target passes."""
+        return int((self.committed > 0).sum())
+
+    @property
+    def tau(self) -> float:
+        """Tokens a target pass."""
+        return int(self.committed.sum()) / self.rounds
+
+    @property
+    def acceptance(self) -> list[float]:
+        """By depth d: the share of the rounds that accept d drafted tokens or more."""
+        return [int((self.committed > d).sum()) / self.rounds for d in range(1, self.depth + 1)]
+
+
+def rounds(drafter: Drafter, recorded: RecordedTarget, law: Law) -> Iterator[tuple[Session, list[Committed]]]:
+    """Rounds of all recorded texts, each up to its last token: the session, and what the round brought."""
+    B, ends = len(recorded.tokens), recorded.lengths.tolist()
+    session = Session(recorded, drafter, law, B, recorded.tokens.shape[1])
+    prompts = zip(recorded.tokens.tolist(), recorded.prompts.tolist(), strict=True)
+    session.admit([tokens[:length] for tokens, length in prompts], recorded.sampling)
+    while True:
+        under_way = zip(session.texts, session.lengths, strict=True)
+        session.retire([text for text, length in under_way if length + 1 >= ends[text]])
+        if not session.texts:
+            return
+        yield session, session.step()
+
+
+def predict(drafter: Drafter, recorded: RecordedTarget) -> Prediction:
+    """τ of a drafter along the record, counted as decoding counts it: tokens past an answer's end are none.
+
+    Raises:
+        ValueError: the drafter's probes ride in the target's passes, of which there are none here, or its
+            children are sampled: `decoded` judges both.
+    """
+    if drafter.probes is not None:
+        raise ValueError(
+            "this drafter guesses in the target's own passes, which a record does not have: judge it by "
+            "decoding (bench)"
+        )
+    if drafter.law != "coupled" and any(row.temperature for row in recorded.sampling):
+        raise ValueError(
+            "proposal=sampled accepts Σ min(p, q) of its guesses, and a known text matches Σ p·q of them: "
+            "judge it by decoding (bench), or predict proposal=top-k or noise"
+        )
+    kept: list[list[int]] = [[] for _ in recorded.tokens]
+    ends = recorded.lengths.tolist()
+    for session, made in rounds(drafter, recorded, recorded.law):
+        for each, length in zip(made, session.lengths, strict=True):
+            past = length + 1 - ends[each.text]  # the root is chosen, too
+            kept[each.text].append(len(each.tokens) - max(past, 0))
+    return _prediction(kept, drafter.depth)
+
+
+def decoded(drafter: Drafter, recorded: RecordedTarget) -> Prediction:
+    """The same by decoding the record's prompts anew, for drafters that `predict` refuses."""
+    lines = zip(recorded.tokens.tolist(), recorded.prompts.tolist(), strict=True)
+    prompts, new = [tokens[:n] for tokens, n in lines], int((recorded.lengths - recorded.prompts).max())
+    answers = generate(
+        recorded.target, prompts, drafter, max_new_tokens=new, temperature=recorded.sampling[0].temperature
+    )
+    return _prediction([[r.kept for r in answer.rounds] for answer in answers], drafter.depth)
+
+
+def _prediction(kept: Sequence[Sequence[int]], depth: int) -> Prediction:
+    """Of the tokens that each round of each text kept."""
+    return Prediction(pad_sequence([torch.tensor(rounds, dtype=torch.long) for rounds in kept]), depth)
