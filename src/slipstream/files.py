@@ -187,7 +187,7 @@ def replacing(path: str) -> Iterator[TextIO]:
 
 @contextmanager
 def locked(path: str | Path) -> Iterator[None]:
-    """Hold a file or a directory for this process alone. The lock ends with the process, however that ends.
+    """Hold a file or a directory for this process alone; the lock ends with it.
 
     Raises:
         ValueError: another process, which is named, holds it, or it cannot be locked.

@@ -4,6 +4,6 @@ from torch import Tensor
 
 
 def may_look(x: Tensor) -> bool:
-    """True on a CPU, where reading a value costs nothing and can save work. On a GPU it would wait for the
-    device, and while a graph is captured there are no values yet: every round there takes the same steps."""
+    """True on a CPU, where reading a value costs nothing. On a GPU it would wait for the device, and while a
+    graph is captured there are no values yet."""
     return x.device.type == "cpu"

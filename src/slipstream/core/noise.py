@@ -1,8 +1,7 @@
 """Counter-based noise, a function of (seed, row, stream, position): Philox4x64-10 (Salmon et al. 2011).
 
-There are two kernels of one signature. On the CPU NumPy's own Philox runs, which is 10 times as fast there.
-Other devices run integer tensor arithmetic, which needs no host synchronisation. A test checks that both give
-the same bits.
+The CPU runs NumPy's own Philox, which is 10 times as fast there. Other devices run integer tensor arithmetic,
+which needs no host synchronisation. A test checks that both give the same bits.
 """
 
 from enum import IntEnum

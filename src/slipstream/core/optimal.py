@@ -10,10 +10,9 @@ def optimal_trees(
 ) -> dict[int, tuple[list[Path], float]]:
     """(paths, expected tokens per pass) of the best tree for each node budget.
 
-    The worth of a subtree is the expected number of accepted nodes in it, given that its root is accepted. A
-    subtree of n nodes at depth d is worth 1, plus what the best division of n − 1 nodes among its children is
-    worth: the child of rank r adds acceptance[d][r] times the worth of its own subtree. The search takes
-    O(depth · ranks · nodes²).
+    A subtree's worth is the expected number of its nodes that are accepted, if its root is: 1 plus the best
+    division of the other nodes among its children, of which rank r adds acceptance[d][r] times its own
+    subtree's worth. The search takes O(depth · ranks · nodes²).
 
     Args:
         acceptance: [d][r], the probability that the token after an accepted node of depth d is the drafter's

@@ -33,12 +33,11 @@ class Sampling:
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of likeliest tokens with at least this mass; in (0, 1].
         min_p: keep tokens that are at least this fraction as likely as the likeliest; in [0, 1).
-        repetition_penalty: divide positive logits of tokens in the prompt or the answer, and multiply
-            negative ones; > 0.
+        repetition_penalty: > 0; divides the positive logits of tokens seen so far and multiplies negative
+            ones.
         presence_penalty: subtracted from the logits of tokens in the answer.
         frequency_penalty: subtracted once for every occurrence in the answer.
-        seed: the key of this row's noise, together with `row`. The rows of a batch share a seed and differ in
-            `row`.
+        seed: with `row`, the key of this row's noise. The rows of a batch share a seed and differ in `row`.
         processors: further Hugging Face `LogitsProcessor`s, called with the node's own history.
         warpers: the same, but after the cuts, and for greedy rows too.
 
@@ -122,8 +121,7 @@ class Sampler:
         device: where the logits live.
 
     Attributes:
-        sound: [B], false once a draw of the row had no finite best score. The loop reads it when it copies
-            the tokens to the host.
+        sound: [B], false once a draw of the row had no finite best score.
     """
 
     def __init__(

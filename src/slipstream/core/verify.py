@@ -4,7 +4,7 @@ The *coupled* law draws the target's own token at each node and descends while a
 for any tree, and the text does not depend on the tree. *Multi-round speculative sampling* (EAGLE, Algorithm
 1; on a chain, Leviathan's rule) accepts a sampled child x with probability min(1, p(x)/q(x)); after a
 rejection it goes on with norm(max(p − q, 0)) and the next sibling. It is exact in distribution. *Lossy
-typical* acceptance is exact at T = 0 alone, and is used only where it is named.
+typical* acceptance is exact at T = 0 alone.
 """
 
 from collections.abc import Callable

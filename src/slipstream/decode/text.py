@@ -11,9 +11,8 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of one byte; a run of them is de
 class Detokeniser:
     """Turns tokens into pieces of text. Together the pieces are the text of all tokens, up to a stop string.
 
-    It holds incomplete characters back, and what may yet become a stop string. A tokenizer's decoder may look
-    back (whether a text begins here, for one), so tokens are decoded behind those whose text was given out
-    last.
+    It holds back incomplete characters and what may become a stop string. Tokens are decoded behind those
+    whose text was given out last, because a decoder may look back.
 
     Attributes:
         stopped: a stop string is complete, and nothing follows.

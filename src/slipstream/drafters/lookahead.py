@@ -34,8 +34,8 @@ class Lookahead(Drafter):
     """Drafts n-grams that begin with the root, and lets the same target pass make new ones.
 
     The tree holds both branches of the paper. The lookahead branch has W columns of N − 1 levels: the first
-    level is a chain behind the root, and each column continues from its node of that chain. The verification
-    branch is G chains of n-grams from the pool. Tokens of either branch may be accepted.
+    level is a chain, from whose nodes the columns continue. The verification branch is G n-grams from the
+    pool. Tokens of both may be accepted.
 
     Args:
         window: W, the number of columns.

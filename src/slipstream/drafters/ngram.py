@@ -1,7 +1,6 @@
 """Prompt lookup decoding (Saxena 2023; vLLM's `ngram`).
 
-The text's end is searched earlier in the text, and what followed the longest match is proposed. That takes no
-pass of a model, only a few integer comparisons over the context.
+What followed the longest earlier match of the text's end is proposed. That takes no pass of a model.
 """
 
 from dataclasses import dataclass

@@ -54,8 +54,8 @@ def load_target(
         compile: see `HFTarget`.
 
     Raises:
-        ValueError: there is no such target, it cannot be read, its weights do not cover the model, or its
-            architecture is not supported.
+        ValueError: there is no such target, it cannot be read, its weights do not fit, or it is not
+            supported.
     """
     name = name_of(name, "a target")
     if dtype == "auto":

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 ROPE_REFUSED = ("dynamic", "longrope", "su")
 LAYERS_KNOWN = ("full_attention", "sliding_attention")
-# How much a causal model's logits may differ between two passes, as a part of their spread. One shape of pass
-# gives the same bits, except in a routed model (the second limit), whose experts read other rows with them.
+# How much of their spread a causal model's logits may change by rounding; the second limit is for models
+# with routed experts, which read other rows with them.
 LEAK, ROUTED = 1e-3, 0.05
 SUPPORTED = "Supported: decoder-only models with attention in every layer"
 
