@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.compiled import HAS_BF16, freed, packing
+from slipstream.compiled import freed
+from slipstream.packing import HAS_BF16, packing
 
 
 class Layers(nn.Module):

@@ -1,6 +1,7 @@
 """The shape of the package: who may import whom, and what it promises to users."""
 
 import ast
+import graphlib
 import re
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ SHARED = {
     "picture",
     "command",
     "compiled",
+    "packing",
     "results",
     "bars",
     "methods",
@@ -62,6 +64,29 @@ def test_no_room_imports_against_the_arrows():
         assert others <= ROOMS[room], f"{path.relative_to(ROOT)} imports {sorted(others - ROOMS[room])}"
     rooms = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"__pycache__", "cli", "weights"}
     assert seen == set(ROOMS) == rooms
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    """A circle, be it of imports for type checkers alone. Imports inside functions run later, and are no
+    part of it."""
+    parts = {path: path.relative_to(ROOT.parent).with_suffix("").parts for path in ROOT.rglob("*.py")}
+    files = {".".join(name).removesuffix(".__init__"): path for path, name in parts.items()}
+    }
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        graph[module], waiting = set(), [*ast.parse(path.read_text("utf-8")).body]
+        for node in waiting:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            waiting += ast.iter_child_nodes(node)
+            if isinstance(node, ast.Import):
+                graph[module] |= {alias.name for alias in node.names} & files.keys()
+            elif isinstance(node, ast.ImportFrom):
+                named = {f"{node.module}.{alias.name}" for alias in node.names}
+                graph[module] |= (named & files.keys()) or ({node.module} & files.keys())
+    assert sum(map(len, graph.values())) > 300
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_core_imports_torch_only():

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from transformers import LlamaForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 import tiny
-from slipstream.compiled import HAS_BF16
 from slipstream.core.tree import chain
+from slipstream.packing import HAS_BF16
 from slipstream.targets import HFTarget, load, load_target
 from slipstream.targets.prompts import encode
 

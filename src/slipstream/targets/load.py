@@ -21,8 +21,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from slipstream.compiled import HAS_BF16
 from slipstream.files import cache_home, name_of
+from slipstream.packing import HAS_BF16
 from slipstream.targets.hf import HFTarget
 from slipstream.targets.support import check_supported
 

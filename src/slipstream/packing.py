@@ -1,0 +1,166 @@
+"""Packed weights on the CPU: a pass before Inductor that lets linear layers read oneDNN's own layout."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import getitem, iadd, imul, isub, itruediv, setitem
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+Compiler = Callable[[fx.GraphModule, list[Any]], Any]
+PACKED_FOR = 8  # rows; oneDNN's layout for a few rows serves one row and many as well
+HAS_ONEDNN = torch.backends.mkldnn.is_available()
+HAS_BF16 = HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _inductor(module: fx.GraphModule, inputs: list[Any]) -> Any:
+    """Inductor, without its check of strides, which packed weights do not have."""
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.lowering import lowerings, register_lowering
+
+    if (op := torch.ops.slipstream.packed_linear.default) not in lowerings:
+        register_lowering(op, type_promotion_kind=None)(_lowered)
+    return compile_fx(module, inputs, config_patches={"size_asserts": False})
+
+
+def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inductor) -> Any:
+    """A pass before another compiler: linear layers with one input become one product with packed weights.
+
+    Packed weights are further inputs of the graph, so that layers still share it.
+    """
+    graph = fx.Graph()
+    readers = defaultdict[fx.Node, list[fx.Node]](list)
+    graph.output(graph.graph_copy(module.graph, {}))  # a copy: the tracer goes on with its own graph
+    for node in graph.nodes:
+        positional = len(node.args) > 1 and not node.kwargs
+        if node.target is F.linear and positional and all(map(_fixed, node.args[1:])):
+            readers[node.args[0]].append(node)
+    packs: list[_Packed] = []
+    for nodes in readers.values():
+        x: Any = nodes[0].args[0]  # not the key, which is gone if it was a linear layer itself
+        for group in [[node] for node in nodes] if any(map(_in_place, x.users)) else [nodes]:
+            if (dtype := _dtype_for(group[0])) is not None:
+                packs.append(_merge(graph, group, dtype))
+    added = [node.meta["example_value"] for node in graph.find_nodes(op="placeholder")][len(inputs) :]
+    compiled_graph = then(fx.GraphModule(module, graph), [*inputs, *added])
+
+    def run(*args: Any) -> Any:
+        return compiled_graph(*args, *(part for packed in packs for part in packed(args)))
+
+    return run if packs else compiled_graph
+
+
+def _fixed(argument: Any) -> bool:
+    """Whether a weight or bias is an input of the graph or missing, and not computed in each call."""
+    return argument is None or argument.op == "placeholder"
+
+
+def _in_place(node: fx.Node) -> bool:
+    """Whether a node changes a linear layer's input in place, so that the order of reads matters."""
+    name = str(getattr(node.target, "__name__", node.target))
+    return name.endswith("_") or node.target in (iadd, imul, isub, itruediv, setitem)
+
+
+def _dtype_for(linear: fx.Node) -> torch.dtype | None:
+    """The type in which a layer's weights are packed; None if plain ones are faster.
+
+    For a few rows MKL takes nearly twice as long with plain weights (docs/log.md). A CPU without bf16
+    instructions is many times slower in bf16 than in fp32, so weights are packed as fp32 there. A single row
+    reads the plain weights, which have half the bytes.
+    """
+    x, weight = (node.meta["example_value"] for node in linear.all_input_nodes[:2])
+    if weight.dtype == torch.bfloat16 and not HAS_BF16:
+        one = all(isinstance(n, int) and n == 1 for n in x.shape[:-1])
+        return None if one else torch.float32
+    return weight.dtype if weight.dtype in (torch.float32, torch.bfloat16) else None
+
+
+def _merge(graph: fx.Graph, nodes: list[fx.Node], dtype: torch.dtype) -> "_Packed":
+    """Replace `nodes` by one product, which reads packed weights that are new inputs of the graph."""
+    x: Any = nodes[0].args[0]
+    weights: list[Any] = [node.args[1] for node in nodes]
+    biases: list[Any] = [node.args[2] if len(node.args) > 2 else None for node in nodes]
+    sizes = [len(weight.meta["example_value"]) for weight in weights]
+    plain = weights[0].meta["example_value"]
+    places = graph.find_nodes(op="placeholder")
+    packed = _Packed(
+        [places.index(w) for w in weights], [None if b is None else places.index(b) for b in biases], dtype
+    )
+    with graph.inserting_after(places[-1]):
+        weight, bias = graph.placeholder(f"packed_{len(places)}"), None
+        weight.meta["example_value"] = plain.new_empty(sum(sizes), plain.shape[1], dtype=dtype)
+    if any(b is not None for b in biases):
+        with graph.inserting_after(weight):
+            bias = graph.placeholder(f"packed_{len(places)}_bias")
+            bias.meta["example_value"] = plain.new_empty(sum(sizes), dtype=dtype)
+    with graph.inserting_before(nodes[0]):
+        x = x if dtype == plain.dtype else graph.call_method("to", (x, dtype))
+        out = graph.call_function(torch.ops.slipstream.packed_linear.default, (x, weight, bias))
+        out = out if dtype == plain.dtype else graph.call_method("to", (out, plain.dtype))
+        parts = graph.call_function(torch.split, (out, sizes, -1))
+        for i, node in enumerate(nodes):
+            part = graph.call_function(getitem, (parts, i))
+            part.meta["example_value"] = node.meta["example_value"]
+            node.replace_all_uses_with(part)
+    for node in nodes:
+        graph.erase_node(node)
+    return packed
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Positions, in a graph's arguments, of the weights and biases of layers that are packed as one."""
+
+    weights: list[int]
+    biases: list[int | None]
+    dtype: torch.dtype
+
+    def __call__(self, args: Sequence[Any]) -> list[Tensor]:
+        """The packed weight and, if any, bias. They are made at the first use and stored on the first weight,
+        together with the other weights, whose ids therefore stay theirs."""
+        weights = [args[i] for i in self.weights]
+        biases = [None if i is None else args[i] for i in self.biases]
+        copies = vars(weights[0]).setdefault("packed", {})
+        key = (*map(id, weights), *map(id, biases))
+        if key not in copies:
+            copies[key] = (_pack(weights, biases, self.dtype), weights[1:], biases)
+        packed: list[Tensor] = copies[key][0]
+        return packed
+
+
+def _pack(weights: list[Tensor], biases: list[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
+    """All weights as one tensor in oneDNN's layout, and all biases as one."""
+    plain = torch.cat([weight.detach() for weight in weights]).to(dtype)
+    packed = [torch.ops.mkldnn._reorder_linear_weight(plain, PACKED_FOR)]
+    if any(b is not None for b in biases):
+        packed.append(
+            torch.cat(
+                [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
+            ).to(dtype)
+        )
+    return packed
+
+
+def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _lowered(x: Any, weight: Any, bias: Any) -> Any:
+    """A direct call of oneDNN. Inductor's own lowering of it takes weights for constants."""
+    from torch._inductor.ir import TensorBox
+    from torch._inductor.mkldnn_ir import LinearUnary
+
+    return TensorBox.create(LinearUnary.create(x, weight, bias, "none", [], ""))
+
+
+_library = torch.library.Library("slipstream", "DEF")
+_library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl("packed_linear", _packed_linear, "MkldnnCPU")
+torch.library.register_fake("slipstream::packed_linear", _shape, lib=_library)
