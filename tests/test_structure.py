@@ -71,8 +71,6 @@ def test_no_module_imports_itself_by_way_of_others():
     part of it."""
     parts = {path: path.relative_to(ROOT.parent).with_suffix("").parts for path in ROOT.rglob("*.py")}
     files = {".".join(name).removesuffix(".__init__"): path for path, name in parts.items()}
-    }
-    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
     graph: dict[str, set[str]] = {}
     for module, path in files.items():
         graph[module], waiting = set(), [*ast.parse(path.read_text("utf-8")).body]
