@@ -24,10 +24,8 @@ FIG9_RANKS = """
 FIG9 = tuple(tuple(map(int, path)) for path in FIG9_RANKS.split())  # EAGLE, Fig. 9: 25 nodes under the root
 KINDS = (
     "chain-DEPTH, fig9, backbone-DEPTHxWIDTH, full-DEPTHxWIDTH, dynamic-DEPTHxWIDTHxNODES, "
-    "best-first-DEPTHxNODES, "
-    "beam-DEPTHxWIDTH, "
-    "cape-DEPTH or cape-DEPTHxDRAFTED (with -COUNT@LIMIT… and a last -COUNT: cape-5x32-7@0.3-5@0.6-3@0.8-1), "
-    "or child-rank paths such as [[0],[1],[0,0]]"
+    "best-first-DEPTHxNODES, beam-DEPTHxWIDTH, cape-DEPTH or cape-DEPTHxDRAFTED (with -COUNT@LIMIT… and a "
+    "last -COUNT: cape-5x32-7@0.3-5@0.6-3@0.8-1), or child-rank paths such as [[0],[1],[0,0]]"
 )
 LARGEST = 1024  # number in the name of a tree or an option of a drafter
 DEEPEST, DRAFTED, ROWS = (
@@ -159,8 +157,7 @@ def affordable(name: str, depth: int, rows: int, drafted: int = 0) -> None:
     if depth > DEEPEST or drafted > DRAFTED or rows > ROWS:
         raise ValueError(
             f"tree {name!r} costs {depth:,} draft steps a round, which read {drafted:,} rows, and a target "
-            f"pass over "
-            f"{rows:,}; at most are {DEEPEST}, {DRAFTED:,} and {ROWS:,}: name a smaller tree"
+            f"pass over {rows:,}; at most are {DEEPEST}, {DRAFTED:,} and {ROWS:,}: name a smaller tree"
         )
 
 

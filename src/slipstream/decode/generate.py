@@ -265,7 +265,7 @@ class Job:
         if drafter.peeks and law != "coupled":
             raise ValueError(
                 f"this drafter looks at the target's noise, which the {law} law does not allow: use law "
-                f"coupled"
+                "coupled"
             )
         if read and target.text is None:
             raise ValueError(f"target {target.name} has no tokenizer: call generate, and read its token ids")

@@ -149,7 +149,7 @@ def layer_sizes(target: Target, intermediate_size: int | None = None) -> dict[st
     if target.width != sizes["hidden_size"]:
         raise ValueError(
             f"the target's LM head is {target.width} wide and its features {sizes['hidden_size']}: no head "
-            f"fits"
+            "fits"
         )
     del sizes["blocks"]
     sizes["intermediate_size"] = intermediate_size or sizes["intermediate_size"]

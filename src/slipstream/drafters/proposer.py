@@ -56,13 +56,12 @@ class Proposer(Drafter):
         if self.deepest is not None and shape.depth > self.deepest:
             raise ValueError(
                 f"tree {shape.name!r} is {shape.depth} deep and this drafter says {self.deepest} tokens: "
-                f"name a lower tree"
+                "name a lower tree"
             )
         if proposal == "sampled" and not shape.keeps_first_children:
             raise ValueError(
                 f"tree {shape.name!r} drops some of a node's sampled children, which the multi-round law "
-                f"does not "
-                "allow: use a static tree without gaps among siblings (fig9, chain-5, …) with "
+                "does not allow: use a static tree without gaps among siblings (fig9, chain-5, …) with "
                 "proposal=sampled"
             )
         if shape.children > len(self.vocab):

@@ -159,7 +159,7 @@ def _check_laws(drafters: dict[str, Drafter], temperatures: Sequence[float]) -> 
         if drafter.law != "coupled" and any(temperatures):
             raise ValueError(
                 f"drafter {name!r} follows the {drafter.law} law, which keeps the distribution and not the "
-                f"text: certify another proposal (top-k, noise), or at --temperature 0"
+                "text: certify another proposal (top-k, noise), or at --temperature 0"
             )
 
 

@@ -116,7 +116,7 @@ class FastEagleObjective(Objective):
         if not alike or eagle.head.config.bias or given.sizes["taps"][-1] != FINAL:
             raise ValueError(
                 f"head.start={recipe.start!r}: a fasteagle head begins as an eagle head without fc.bias, "
-                f"whose layer is as "
+                "whose layer is as "
                 f'wide as its own (head.intermediate_size), and the last of head.taps is "{FINAL}"'
             )
         head = FastEagleHead(FastEagleConfig(**about, input_norm=eagle.head.config.input_norm)).start_as(
