@@ -44,4 +44,6 @@ def _shown(value: Any) -> str:
     """Plain values as Python writes them; objects by their class."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_shown(key)}: {_shown(each)}' for key, each in value.items())}}}"
     return repr(value) if isinstance(value, (str, int, float, type(None))) else type(value).__name__

@@ -1,0 +1,123 @@
+"""Everything that slipstream offers, once, on one target: answer, draft in another way, train, measure, take
+elsewhere.
+
+    python examples/tour.py smollm2 /tmp/tour --epochs 2
+
+Every public name is used here; the tests run it on a tiny model, and mypy --strict reads it.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import slipstream
+from slipstream import PAD, Drafter, Generation, Sampling, Span, State, Target, Tree, chain
+
+
+@dataclass
+class Heard(State):
+    """The last token of each row, and how often it came before in the row: a drafter's own state."""
+
+    again: torch.Tensor
+
+
+class Stutter(Drafter):
+    """Drafts that the last token comes twice, where it has done so before."""
+
+    def __init__(self) -> None:
+        self.depth, self.rows = 1, 2
+
+    def start(self, batch: int, device: torch.device) -> Heard:
+        """Nothing was heard yet."""
+        none = torch.zeros(batch, dtype=torch.long, device=device)
+        return Heard(none, none.bool())
+
+    def absorb(self, span: Span, state: State) -> None:
+        """Remember whether a token came twice."""
+        assert isinstance(state, Heard)
+        state.again = state.again | ((span.tokens == span.nexts) & span.mask).any(1)
+        state.root = span.last(span.nexts)
+
+    def propose(self, state: State, sampler: object, shape: object = None) -> Tree:
+        """The root, and itself once more."""
+        assert isinstance(state, Heard)
+        return chain(torch.stack([state.root, state.root.where(state.again, torch.tensor(PAD))], 1))
+
+
+def answer(target: Target, prompt: str) -> list[int]:
+    """One answer in several ways: whatever drafts, the same text."""
+    plain: Generation = slipstream.generate(target, prompt, max_new_tokens=24, temperature=0.0)
+    text = plain.prompt + plain.tokens
+    drafters = [
+        slipstream.Vanilla(),
+        slipstream.NGram(),
+        slipstream.RandomDrafter(target.vocab),
+        slipstream.TreeOracle([text], target.vocab),
+        slipstream.load_drafter("lookahead"),
+        Stutter(),
+    ]
+    for drafter in drafters:
+        drafted: Generation = slipstream.generate(target, prompt, drafter, max_new_tokens=24, temperature=0.0)
+        print(f"{type(drafter).__name__}: τ {drafted.tau:.2f}")
+        assert drafted.sampling == Sampling()
+        assert drafted.tokens == plain.tokens
+    pieces: slipstream.Stream = slipstream.stream(target, prompt, "ngram", max_new_tokens=24, temperature=0.0)
+    print("".join(pieces))
+    return plain.tokens
+
+
+def make_drafter(target: Target, home: Path, epochs: float) -> str:
+    """A drafter from nothing: prompts, answers, training; then there and back through a public layout."""
+    answers: slipstream.Answers = slipstream.synthesize(target, home / "prompts.jsonl", 16, max_new_tokens=16)
+    again = slipstream.regenerate(target, answers.path, home / "answers.jsonl", max_new_tokens=16)
+    run: slipstream.TrainingRun = slipstream.train(
+        target,
+        "eagle",
+        home / "eagle",
+        data=[again.path],
+        overrides=[f"schedule.epochs={epochs}", "head.tree=chain-3", "data.held_out_tokens=16"],
+        progress=lambda seen: print(f"step {seen.step} of {seen.of}: loss {seen.loss:.3f}"),
+    )
+    print(run)
+    return run.directory
+
+
+def measure(target: Target, drafter: str, home: Path) -> None:
+    """Which tree pays, how much, and that no token changes."""
+    asked = [
+        slipstream.Question("tour", "1", "chat", ("What is gravity?", "And who found it?")),
+        slipstream.Question("tour", "2", "code", ("Count to ten.",)),
+    ]
+    tuned: slipstream.TuneReport = slipstream.tune(target, drafter, asked, [0.0], max_new_tokens=16)
+    print(tuned, tuned.temperatures[0].chosen.tree)
+    report: slipstream.BenchReport = slipstream.bench(target, ["ngram", drafter], asked, max_new_tokens=16)
+    report.write(str(home / "bench.json"))
+    print(slipstream.BenchReport.read(home / "bench.json"))
+    own = slipstream.bench(target, {"stutter": Stutter()}, asked, max_new_tokens=16)
+    print(f"stutter: {own.results[1].speedup.vanilla:.2f} × plain decoding, by {own.command}")
+    certificate: slipstream.Certificate = slipstream.certify(
+        target, [drafter], asked, max_new_tokens=16, progress=print
+    )
+    assert certificate.certified, certificate
+
+
+def main() -> None:
+    """The command line."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("target")
+    options.add_argument("directory", type=Path)
+    options.add_argument("--dtype", default="auto")
+    options.add_argument("--epochs", type=float, default=1.0)
+    given = options.parse_args()
+    given.directory.mkdir(parents=True, exist_ok=True)
+    print(f"slipstream {slipstream.__version__}")
+    target = slipstream.load_target(given.target, given.dtype)
+    answer(target, "What is gravity?")
+    drafter = make_drafter(target, given.directory, given.epochs)
+    measure(target, drafter, given.directory)
+
+
+if __name__ == "__main__":
+    main()
