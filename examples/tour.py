@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import slipstream
-from slipstream import PAD, Drafter, Generation, Sampling, Span, State, Target, Tree, chain
+from slipstream import PAD, Drafter, Generation, HFTarget, Sampling, Span, State, Target, Tree, chain
 
 
 @dataclass
@@ -68,7 +68,7 @@ def answer(target: Target, prompt: str) -> list[int]:
     return plain.tokens
 
 
-def make_drafter(target: Target, home: Path, epochs: float) -> str:
+def make_drafter(target: HFTarget, home: Path, epochs: float) -> str:
     """A drafter from nothing: prompts, answers, training; then there and back through a public layout."""
     answers: slipstream.Answers = slipstream.synthesize(target, home / "prompts.jsonl", 16, max_new_tokens=16)
     again = slipstream.regenerate(target, answers.path, home / "answers.jsonl", max_new_tokens=16)
@@ -84,7 +84,7 @@ def make_drafter(target: Target, home: Path, epochs: float) -> str:
     return run.directory
 
 
-def measure(target: Target, drafter: str, home: Path) -> None:
+def measure(target: HFTarget, drafter: str, home: Path) -> None:
     """Which tree pays, how much, and that no token changes."""
     asked = [
         slipstream.Question("tour", "1", "chat", ("What is gravity?", "And who found it?")),

@@ -13,18 +13,10 @@ if TYPE_CHECKING:
     from slipstream.core.tree import PAD as PAD
     from slipstream.core.tree import Tree as Tree
     from slipstream.core.tree import chain as chain
-    from slipstream.decode.generate import (
-        Generation as Generation,
-    )
-    from slipstream.decode.generate import (
-        Stream as Stream,
-    )
-    from slipstream.decode.generate import (
-        generate as generate,
-    )
-    from slipstream.decode.generate import (
-        stream as stream,
-    )
+    from slipstream.decode.generate import Generation as Generation
+    from slipstream.decode.generate import Stream as Stream
+    from slipstream.decode.generate import generate as generate
+    from slipstream.decode.generate import stream as stream
     from slipstream.drafters import load_drafter as load_drafter
     from slipstream.drafters.ngram import NGram as NGram
     from slipstream.drafters.random_drafter import RandomDrafter as RandomDrafter
@@ -46,15 +38,9 @@ if TYPE_CHECKING:
     from slipstream.targets import load_target as load_target
     from slipstream.training.run import TrainingRun as TrainingRun
     from slipstream.training.run import train as train
-    from slipstream.training.synthesize import (
-        Answers as Answers,
-    )
-    from slipstream.training.synthesize import (
-        regenerate as regenerate,
-    )
-    from slipstream.training.synthesize import (
-        synthesize as synthesize,
-    )
+    from slipstream.training.synthesize import Answers as Answers
+    from slipstream.training.synthesize import regenerate as regenerate
+    from slipstream.training.synthesize import synthesize as synthesize
 
     __version__: str
 
