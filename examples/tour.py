@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import slipstream
-from slipstream import PAD, Drafter, Generation, HFTarget, Sampling, Span, State, Target, Tree, chain
+from slipstream import PAD, Drafter, HFTarget, Method, Sampler, Sampling, Span, State, Target, Tree, chain
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Stutter(Drafter):
         state.again = state.again | ((span.tokens == span.nexts) & span.mask).any(1)
         state.root = span.last(span.nexts)
 
-    def propose(self, state: State, sampler: object, shape: object = None) -> Tree:
+    def propose(self, state: State, sampler: Sampler) -> Tree:
         """The root, and itself once more."""
         assert isinstance(state, Heard)
         return chain(torch.stack([state.root, state.root.where(state.again, torch.tensor(PAD))], 1))
@@ -48,7 +48,7 @@ class Stutter(Drafter):
 
 def answer(target: Target, prompt: str) -> list[int]:
     """One answer in several ways: whatever drafts, the same text."""
-    plain: Generation = slipstream.generate(target, prompt, max_new_tokens=24, temperature=0.0)
+    plain: slipstream.Generation = slipstream.generate(target, prompt, max_new_tokens=24, temperature=0.0)
     text = plain.prompt + plain.tokens
     drafters = [
         slipstream.Vanilla(),
@@ -56,10 +56,11 @@ def answer(target: Target, prompt: str) -> list[int]:
         slipstream.RandomDrafter(target.vocab),
         slipstream.TreeOracle([text], target.vocab),
         slipstream.load_drafter("lookahead"),
-        Stutter(),
+        slipstream.load_drafter(slipstream.Spec.parse("ngram").replace(depth="3")),
+        slipstream.load_drafter("stutter", target),
     ]
     for drafter in drafters:
-        drafted: Generation = slipstream.generate(target, prompt, drafter, max_new_tokens=24, temperature=0.0)
+        drafted = slipstream.generate(target, prompt, drafter, max_new_tokens=24, temperature=0.0)
         print(f"{type(drafter).__name__}: τ {drafted.tau:.2f}")
         assert drafted.sampling == Sampling()
         assert drafted.tokens == plain.tokens
@@ -95,8 +96,8 @@ def measure(target: HFTarget, drafter: str, home: Path) -> None:
     report: slipstream.BenchReport = slipstream.bench(target, ["ngram", drafter], asked, max_new_tokens=16)
     report.write(str(home / "bench.json"))
     print(slipstream.BenchReport.read(home / "bench.json"))
-    own = slipstream.bench(target, {"stutter": Stutter()}, asked, max_new_tokens=16)
-    print(f"stutter: {own.results[1].speedup.vanilla:.2f} × plain decoding, by {own.command}")
+    own = slipstream.bench(target, {"mine": Stutter()}, asked, max_new_tokens=16)
+    print(f"mine: {own.results[1].speedup.vanilla:.2f} × plain decoding, by {own.command}")
     certificate: slipstream.Certificate = slipstream.certify(
         target, [drafter], asked, max_new_tokens=16, progress=print
     )
@@ -112,7 +113,8 @@ def main() -> None:
     options.add_argument("--epochs", type=float, default=1.0)
     given = options.parse_args()
     given.directory.mkdir(parents=True, exist_ok=True)
-    print(f"slipstream {slipstream.__version__}")
+    slipstream.register(Method("stutter", "drafts what came twice", make=f"{__name__}:Stutter"))
+    print(f"slipstream {slipstream.__version__}: {', '.join(slipstream.METHODS)}")
     target = slipstream.load_target(given.target, given.dtype)
     answer(target, "What is gravity?")
     drafter = make_drafter(target, given.directory, given.epochs)
