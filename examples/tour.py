@@ -46,7 +46,7 @@ class Stutter(Drafter):
         return chain(torch.stack([state.root, state.root.where(state.again, torch.tensor(PAD))], 1))
 
 
-def answer(target: Target, prompt: str) -> list[int]:
+def answer(target: Target, prompt: str) -> int:
     """One answer in several ways: whatever drafts, the same text."""
     plain: slipstream.Generation = slipstream.generate(target, prompt, max_new_tokens=24, temperature=0.0)
     text = plain.prompt + plain.tokens
@@ -66,7 +66,8 @@ def answer(target: Target, prompt: str) -> list[int]:
         assert drafted.tokens == plain.tokens
     pieces: slipstream.Stream = slipstream.stream(target, prompt, "ngram", max_new_tokens=24, temperature=0.0)
     print("".join(pieces))
-    return plain.tokens
+    recorded = slipstream.RecordedTarget(target, [(plain.prompt, plain.tokens)], ("final",))
+    return int(recorded.lengths.sum())
 
 
 def make_drafter(target: HFTarget, home: Path, epochs: float) -> str:
