@@ -83,6 +83,8 @@ def make_drafter(target: HFTarget, home: Path, epochs: float) -> str:
         progress=lambda seen: print(f"step {seen.step} of {seen.of}: loss {seen.loss:.3f}"),
     )
     print(run)
+    public: slipstream.Conversion = slipstream.export(run.directory, str(home / "public"), target)
+    print(slipstream.import_checkpoint(public.directory, str(home / "again"), target))
     return run.directory
 
 

@@ -107,7 +107,7 @@ def test_public_surface():
     using = "Generation Sampling Stream generate load_drafter stream"
     using += " HFTarget RecordedTarget Target load_target"
     measuring = "BenchReport Certificate Question TuneReport bench certify tune"
-    making = "Answers TrainingRun regenerate synthesize train"
+    making = "Answers Conversion export import_checkpoint TrainingRun regenerate synthesize train"
     assert sorted(slipstream.__all__) == sorted(" ".join((drafting, using, measuring, making)).split())
     for name in slipstream.__all__:
         assert getattr(slipstream, name).__doc__, name

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from slipstream.drafters.spec import Spec as Spec
     from slipstream.drafters.tree_oracle import TreeOracle as TreeOracle
     from slipstream.drafters.vanilla import Vanilla as Vanilla
+    from slipstream.interop.public import Conversion as Conversion
+    from slipstream.interop.public import export as export
+    from slipstream.interop.public import import_checkpoint as import_checkpoint
     from slipstream.measure.certify import Certificate as Certificate
     from slipstream.measure.certify import certify as certify
     from slipstream.measure.questions import Question as Question
@@ -57,6 +60,7 @@ _HOMES = {  # imported on first use: torch and transformers take seconds
     "drafters.spec": "Spec",
     "drafters.tree_oracle": "TreeOracle",
     "drafters.vanilla": "Vanilla",
+    "interop.public": "Conversion export import_checkpoint",
     "measure.certify": "Certificate certify",
     "measure.questions": "Question",
     "measure.report": "BenchReport",

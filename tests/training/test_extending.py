@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import slipstream
-from slipstream.interop.public import export_head, import_head
+from slipstream.interop.public import export, import_checkpoint
 from slipstream.methods import METHODS
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_drafter.md"
@@ -69,9 +69,9 @@ def test_a_method_is_added_by_one_entry(chat, trained):
 def test_a_layout_is_added_by_one_entry(chat, trained, tmp_path):
     import_module("linear_layout")
     public, again = tmp_path / "public", tmp_path / "again"
-    export_head(trained, str(public), chat)
+    export(trained, str(public), chat)
     assert set(load_file(public / "model.safetensors")) == {"0", "1"}
-    import_head(str(public), str(again), chat)
+    import_checkpoint(str(public), str(again), chat)
     mine, theirs = (load_file(Path(home) / "model.safetensors") for home in (trained, again))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name].float(), theirs[name].float()) for name in mine)

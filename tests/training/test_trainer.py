@@ -19,7 +19,7 @@ from slipstream.decode.predict import record
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import save_drafter
 from slipstream.files import cache_home
-from slipstream.interop.public import import_head
+from slipstream.interop.public import import_checkpoint
 from slipstream.methods import METHODS
 from slipstream.targets import HFTarget
 from slipstream.training.features import Features, pack
@@ -246,13 +246,13 @@ def test_one_run_trains_in_a_directory(chat, data, tmp_path):
     for other in (
         lambda: Trainer(chat, recipe(data), str(run)),
         lambda: Trainer(chat, recipe(data), str(run), force=True),
-        lambda: import_head(str(tmp_path / "public"), str(run), chat, force=True),
+        lambda: import_checkpoint(str(tmp_path / "public"), str(run), chat, force=True),
     ):
         with pytest.raises(ValueError, match=f"is being written by process {os.getpid()} on"):
             other()
     trainer.run()
     with pytest.raises(ValueError, match="what `slipstream train` wrote"):
-        import_head(str(tmp_path / "public"), str(run), chat)
+        import_checkpoint(str(tmp_path / "public"), str(run), chat)
     assert not (run / ".lock").exists()
 
 

@@ -1,7 +1,7 @@
 """train, synthesize, regenerate, import, export, parity: make a drafter, and take it elsewhere."""
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -224,10 +224,10 @@ def import_(
     dtype: Dtype = "bfloat16",
 ) -> None:
     """Make a drafter directory of a public checkpoint."""
-    from slipstream.interop.public import import_head
+    from slipstream.interop.public import import_checkpoint
 
-    loaded = load(target, dtype, "cpu")
-    _report(import_head(source, directory, loaded, tree, force), directory)
+    made = import_checkpoint(source, directory, load(target, dtype, "cpu"), tree, force)
+    out.print(made, soft_wrap=True)
 
 
 @app.command(
@@ -247,10 +247,9 @@ def export(
     dtype: Dtype = "bfloat16",
 ) -> None:
     """Write a drafter in a public layout, which vLLM and SGLang load."""
-    from slipstream.interop.public import export_head
+    from slipstream.interop.public import export as run
 
-    loaded = load(target, dtype, "cpu")
-    _report(export_head(drafter, directory, loaded, layout, force), directory)
+    out.print(run(drafter, directory, load(target, dtype, "cpu"), layout, force), soft_wrap=True)
 
 
 Python = Annotated[str, option("interpreter of vLLM's environment (make vllm)", "FILE")]
@@ -294,9 +293,3 @@ def parity(
 def _written(made: "Answers") -> None:
     train = f"slipstream train eagle --data {made.path} --out runs/eagle"
     out.print(f"{made.lines} answers in {made.path}; train on them: {train}", soft_wrap=True)
-
-
-def _report(report: Any, directory: str) -> None:
-    out.print(f"{len(report.used)} tensors and keys used; written to {directory}", soft_wrap=True)
-    for note in report.notes:
-        out.print(f"  {note}")

@@ -28,7 +28,7 @@ from slipstream.drafters.eagle import Eagle
 from slipstream.drafters.layers import attend_cache
 from slipstream.drafters.recursive import RecursiveDrafter
 from slipstream.files import check_counts
-from slipstream.interop.public import export_head
+from slipstream.interop.public import export
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
 
@@ -219,7 +219,7 @@ def _served(target: HFTarget, drafter: str, job: dict[str, Any], python: str) ->
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         target.save(home / "target")
-        export_head(drafter, str(home / "head"), target)
+        export(drafter, str(home / "head"), target)
         job |= {name: str(home / name) for name in ("target", "head")}
         job |= {name: str(home / f"{name}.json") for name in ("plain", "drafted")}
         (home / "job.json").write_text(json.dumps({**job, "tensors": str(home / "seen.safetensors")}))

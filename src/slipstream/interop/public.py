@@ -8,9 +8,11 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from rich.text import Text
 from safetensors.torch import load_file
 from torch import Tensor
 
+from slipstream.command import public
 from slipstream.core.shape import Shape
 from slipstream.core.target import Target
 from slipstream.drafters import drafter_class
@@ -27,15 +29,30 @@ from slipstream.files import check_regular, name_of, read_json, understood
 from slipstream.interop.keys import unread
 from slipstream.interop.layouts import Report, layout_of, layouts
 from slipstream.methods import METHODS
+from slipstream.results import Result, made
+from slipstream.targets.load import AnyTarget, loaded
 
 OURS = "slipstream"  # key of an exported config.json for what engines do not read
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 SAFE = ("model.safetensors", "medusa_lm_head.safetensors")
 
 
-def import_head(
-    source: str, directory: str, target: Target, tree: str | None = None, force: bool = False
-) -> Report:
+class Conversion(Result):
+    """A directory that was written, the tensors and keys that were used, and notes on the others."""
+
+    directory: str
+    used: list[str]
+    notes: list[str]
+
+    def __rich__(self) -> Text:
+        written = f"{len(self.used)} tensors and keys used; written to {self.directory}"
+        return Text("\n  ".join([written, *self.notes]))
+
+
+@public
+def import_checkpoint(
+    source: str, directory: str, target: AnyTarget, tree: str | None = None, force: bool = False
+) -> Conversion:
     """Make a drafter directory of a public checkpoint; its tensors keep their precision.
 
     Args:
@@ -46,6 +63,7 @@ def import_head(
         ValueError: the directory holds something else; a file is missing or damaged, a tensor missing,
             unknown or misshapen (by name), or the head does not fit this target.
     """
+    target = loaded(target)
     with (
         claimed(directory, ("import",), force, (source, target.source)),
         understood(f"checkpoint {source}"),
@@ -58,7 +76,7 @@ def import_head(
             raise ValueError(f"checkpoint {source}: {error}") from error
         training = {"imported_from": Path(source).name}
         save_drafter(directory, method, target, about, tensors, training, dtype=None, force=True)
-        return report
+        return Conversion(**made(), directory=directory, used=report.used, notes=report.notes)
 
 
 def _converted(
@@ -115,9 +133,10 @@ def _kept(embedding: Tensor | None, target: Target, trained: bool, report: Repor
     )
 
 
-def export_head(
-    source: str, directory: str, target: Target, layout: str | None = None, force: bool = False
-) -> Report:
+@public
+def export(
+    source: str, directory: str, target: AnyTarget, layout: str | None = None, force: bool = False
+) -> Conversion:
     """Write a drafter directory in a public layout, for vLLM, SGLang or the reference code.
 
     Args:
@@ -128,10 +147,12 @@ def export_head(
         ValueError: it is no drafter for this target, or one that the layout cannot express; the directory
             holds something else, or is the drafter's own.
     """
+    target = loaded(target)
     home = find_drafter(source, target)
     reads = (home, target.source)
     with claimed(directory, ("export",), force, reads), understood(f"drafter {source}"):
-        return _export(source, home, directory, target, layout)
+        report = _export(source, home, directory, target, layout)
+        return Conversion(**made(), directory=directory, used=report.used, notes=report.notes)
 
 
 def _export(source: str, home: Path, directory: str, target: Target, layout: str | None) -> Report:
