@@ -29,7 +29,7 @@ from slipstream.decode.predict import record
 from slipstream.drafters import load_drafter
 from slipstream.files import check_writable, write_json
 from slipstream.measure.questions import load_questions
-from slipstream.measure.tune import ranks, reshaped
+from slipstream.measure.tune import ranks
 from slipstream.picture import picture
 from slipstream.results import heading
 from slipstream.targets import load_target
@@ -82,7 +82,7 @@ table = Table(
 for label, drafter in drafters.items():
     depth = min(given.depth, drafter.deepest or given.depth)
     shape = Watched(**vars(Shape.parse(f"backbone-{depth}x{max(RANKS)}")))
-    rank = ranks(reshaped(drafter, shape), recorded)
+    rank = ranks(drafter, recorded, shape)
     confidence = torch.cat(shape.sure).double()
     confidence, rank = confidence[rank >= 0], rank[rank >= 0]
     bins = []

@@ -41,7 +41,7 @@ from slipstream.files import check_writable, write_json
 from slipstream.measure.cost import Rounds
 from slipstream.measure.paired import interval
 from slipstream.measure.questions import load_questions
-from slipstream.measure.tune import reshaped
+from slipstream.measure.tune import proposing
 from slipstream.picture import picture
 from slipstream.results import heading
 from slipstream.targets import load_target
@@ -155,7 +155,7 @@ for temperature in TEMPERATURES:
         for label, drafter in heads.items():
             if not grows(drafter, tree):
                 continue
-            made = reshaped(drafter, tree, given.proposal if temperature else "top-k")
+            made = proposing(drafter, given.proposal if temperature else "top-k", tree)
             with console.status(f"T = {temperature}: {label} {tree}"):
                 known = made.probes is None and not (temperature and made.law == "multi-round")
                 judge = predict if known else decoded
@@ -202,8 +202,8 @@ for compiled in ((False, True) if given.compile else (False,)) if given.rounds e
     timed = load_target(given.target, given.dtype, compile=True) if compiled else target
     kinds = [(label, tree) for label, drafter in heads.items() for tree in TREES if grows(drafter, tree)]
     own = dict(zip(heads, (load_drafter(name, timed) for name in given.heads), strict=True))
-    drafters = [reshaped(own[label], tree) for label, tree in kinds]
-    plain, *spent = Rounds(timed, [Vanilla(), *drafters], probe, most=given.rounds).run(given.rounds)
+    arms = [(own[label], Shape.parse(tree)) for label, tree in kinds]
+    plain, *spent = Rounds(timed, [(Vanilla(), None), *arms], probe, most=given.rounds).run(given.rounds)
     how = "compiled" if compiled else "eager"
     costs[how] = {"plain_ms": round(1e3 * plain.total, 2), "heads": {label: {} for label in heads}}
     passes: dict[str, list[float]] = {}  # by tree, of every head

@@ -25,12 +25,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from slipstream.core.shape import Shape
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_writable, write_json
 from slipstream.measure.cost import RoundCost, Rounds
 from slipstream.measure.questions import load_questions
-from slipstream.measure.tune import reshaped
 from slipstream.results import heading
 from slipstream.targets import load_target
 from slipstream.targets.prompts import encode
@@ -57,8 +57,8 @@ def run(
     found = []
     for race in range(races):
         order = kinds[race % len(kinds) :] + kinds[: race % len(kinds)]
-        drafters = [reshaped(heads[head], tree) for head, tree in order]
-        plain, *spent = Rounds(target, [Vanilla(), *drafters], probe, most=rounds).run(rounds)
+        arms = [(heads[head], Shape.parse(tree)) for head, tree in order]
+        plain, *spent = Rounds(target, [(Vanilla(), None), *arms], probe, most=rounds).run(rounds)
         found.append((plain, dict(zip(order, spent, strict=True))))
         print(f"race {race + 1} of {races}: plain {1e3 * plain.total:.1f} ms", file=sys.stderr, flush=True)
     return found

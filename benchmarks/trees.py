@@ -13,6 +13,7 @@ import sys
 from rich.console import Console
 from rich.table import Column, Table
 
+from slipstream.core.shape import Shape
 from slipstream.decode.predict import predict, record
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import find_drafter, read_tuned
@@ -20,7 +21,6 @@ from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_writable, write_json
 from slipstream.measure.cost import Rounds
 from slipstream.measure.questions import load_questions
-from slipstream.measure.tune import reshaped
 from slipstream.results import heading
 from slipstream.targets import load_target
 from slipstream.targets.prompts import encode
@@ -59,38 +59,39 @@ records = {
 }
 
 drafter = load_drafter(given.drafter, target)
-drafters = {tree: reshaped(drafter, tree) for tree in TREES}
+shapes = {tree: Shape.parse(tree) for tree in TREES}
 if tuned := read_tuned(find_drafter(given.drafter, target), target.place, 0.0):
-    drafters["tuned"] = reshaped(drafter, **tuned)
+    shapes["tuned"] = Shape.parse(tuned["tree"])
 probe = min((prompt for prompts in parts.values() for prompt in prompts), key=len)
-plain, *costs = Rounds(target, [Vanilla(), *drafters.values()], probe, most=given.rounds).run(given.rounds)
+arms = [(drafter, shape) for shape in shapes.values()]
+plain, *costs = Rounds(target, [(Vanilla(), None), *arms], probe, most=given.rounds).run(given.rounds)
 
 rows = []
 table = Table(
     Column("tree", min_width=20), "nodes", "depth", *records, "τ", "draft", "verify", "host ms", "× plain"
 )
-for (tree, drafter), cost in zip(drafters.items(), costs, strict=True):
-    found = {file: predict(drafter, recorded) for file, recorded in records.items()}
+for (tree, shape), cost in zip(shapes.items(), costs, strict=True):
+    found = {file: predict(drafter, recorded, shape) for file, recorded in records.items()}
     rounds = sum(p.rounds for p in found.values())
     tau = sum(p.tau * p.rounds for p in found.values()) / rounds
-    depths = [sum(p.acceptance[d] * p.rounds for p in found.values()) / rounds for d in range(drafter.depth)]
+    depths = [sum(p.acceptance[d] * p.rounds for p in found.values()) / rounds for d in range(shape.depth)]
     speedup, ms = (
         tau * plain.total / cost.total,
         [1e3 * part for part in (cost.draft, cost.verify, cost.host)],
     )
     parts_ms = [f"{part:.1f}" for part in ms]
-    name = f"tuned: {drafter.shape.name}" if tree == "tuned" else tree
+    name = f"tuned: {shape.name}" if tree == "tuned" else tree
     by_file = {file: round(p.tau, 4) for file, p in found.items()}
     table.add_row(
-        name, str(drafter.rows), str(drafter.depth), *(f"{t:.2f}" for t in by_file.values()), f"{tau:.2f}",
+        name, str(shape.nodes), str(shape.depth), *(f"{t:.2f}" for t in by_file.values()), f"{tau:.2f}",
         *parts_ms,
         f"{speedup:.2f}",
     )  # fmt: skip
     rows.append(
         {
             "tree": name,
-            "nodes": drafter.rows,
-            "depth": drafter.depth,
+            "nodes": shape.nodes,
+            "depth": shape.depth,
             "tau": round(tau, 4),
             "by_file": by_file,
         }

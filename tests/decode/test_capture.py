@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 import tiny
 from slipstream.core import look
 from slipstream.core.sampling import Sampling, rows_of
+from slipstream.core.shape import PLAIN, Shape
 from slipstream.decode import capture, session
 from slipstream.decode.answer import Answer
 from slipstream.decode.generate import Job
@@ -68,6 +69,27 @@ def texts(target, drafter, prompts, rows) -> tiny.Texts:
     ]  # rows leave one by one
     Job(target, drafter, prompts, rows, answers).run()
     return [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize("name", ["ngram", "hybrid", "eagle", "fasteagle", "glide", "draft model", "bita"])
+def test_captured_rounds_may_grow_other_trees_in_turn(tapes, name, monkeypatch):
+    """A capture that goes on from a state which another one, or a round that was not captured, has left
+    behind."""
+    target = tiny.target("llama")
+    drafter = DRAFTERS[name](target, [])
+    shapes = [None, PLAIN, Shape.parse("chain-2"), Shape.parse("best-first-3x8")]
+
+    def answer(shapes, drafter) -> list[int]:
+        made = session.Session(target, drafter)
+        tokens = made.admit(PROMPTS[1:2], [Sampling(temperature=0.8, seed=5)])[0].tokens
+        for i in range(40):
+            tokens += made.step(limit=1 if i % 7 == 6 else None, shape=shapes[i % len(shapes)])[0].tokens
+        return tokens[:41]
+
+    captured = answer(shapes, drafter)
+    monkeypatch.undo()
+    assert captured == answer([None], Vanilla())
+    assert len(tapes) > 8
 
 
 @pytest.mark.parametrize(

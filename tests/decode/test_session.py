@@ -9,7 +9,9 @@ import torch
 import tiny
 from slipstream.core import cache as caches
 from slipstream.core.sampling import Sampling
+from slipstream.core.shape import PLAIN, Shape
 from slipstream.decode.session import Session
+from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.vanilla import Vanilla
 
 NEW = 14
@@ -110,6 +112,71 @@ def test_no_storage_is_copied_when_a_text_joins_or_leaves(name):
 
     play(session, "mixed", 1, step)
     assert len(places) == 1
+
+
+TREES = ["[[0],[1],[0,0]]", "chain-3", "full-2x2", "[[0]]"]
+GROWN = [*TREES, "dynamic-3x4x14", "best-first-3x10", "beam-2x3", "cape-3x9"]
+
+
+@pytest.mark.parametrize("name", tiny.DRAFTERS)
+def test_every_round_may_grow_another_tree(name):
+    """A depth, hosts or laws that stay those of the default tree; scratch that overwrites the text; a round
+    without guesses that leaves a stale state behind."""
+    drafter = drafter_of(name, "mixed")
+    law = drafter.law if drafter.law == "coupled" else "sampled"
+    shapes = [None, PLAIN, *map(Shape.parse, TREES if law == "sampled" else GROWN)]
+    chance, drafted = random.Random(0), set()
+
+    def step(session):
+        shape = chance.choice(shapes)
+        news = session.step(shape=shape)
+        if shape is PLAIN:
+            assert session.span.tree.nodes == 1
+        elif shape is not None and isinstance(drafter, Proposer):
+            assert session.span.tree.nodes <= shape.nodes
+            assert session.span.tree.depth <= shape.depth
+        drafted.add(session.span.tree.nodes)
+        return news
+
+    for capacity in (0, 40):
+        session = Session(
+            tiny.target(FAMILY), drafter, rows=3, capacity=capacity, shapes=shapes if capacity else ()
+        )
+        play(session, "mixed", 0, step)
+    assert len(drafted) > 1
+
+
+def test_room_for_the_largest_tree_is_made_at_once():
+    """A storage that grows, and so is copied, in the middle of a text because a tree is larger than the
+    drafter's own."""
+    target, shapes = tiny.target(FAMILY), [Shape.parse("best-first-4x60"), Shape.parse("chain-2")]
+    for drafter in (tiny.eagle(target), tiny.glide(target, "chain-1"), tiny.draft_model(target, "chain-1")):
+        session = Session(target, drafter, capacity=len(PROMPTS[0]) + NEW, shapes=shapes)
+        session.admit(PROMPTS[:1], ROWS[:1])
+        held = [cache.storage.keys.data_ptr() for cache in (session.cache, *session.state.caches)]
+        while session.lengths[0] < len(PROMPTS[0]) + NEW:
+            session.step(shape=shapes[0])
+        assert [cache.storage.keys.data_ptr() for cache in (session.cache, *session.state.caches)] == held
+
+
+def test_a_tree_that_cannot_be_grown_is_refused():
+    """A shape that a drafter was not made with came past the checks of its own."""
+    target = tiny.target(FAMILY)
+    for drafter, tree, message in (
+        (tiny.fasteagle(target), "chain-4", "is 4 deep and this drafter says 3 tokens"),
+        (
+            tiny.eagle(target, "chain-2", "sampled"),
+            "dynamic-3x4x14",
+            "drops some of a node's sampled children",
+        ),
+        (tiny.eagle(target, "chain-2", vocab=5), "backbone-2x6", "asks for 6 children a node"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Session(target, drafter, shapes=[Shape.parse(tree)])
+        session = Session(target, drafter)
+        session.admit(PROMPTS[:1], ROWS[:1])
+        with pytest.raises(ValueError, match=message):
+            session.step(shape=Shape.parse(tree))
 
 
 def test_rows_that_are_free_are_counted():

@@ -23,7 +23,7 @@ from slipstream.measure.draw import draw_costs, draw_tuned
 from slipstream.measure.questions import Question
 from slipstream.measure.skip import skippable
 from slipstream.measure.tally import Tally, ledger
-from slipstream.measure.tune import GAMMA, RANKS, SIZES, _rising, acceptance, ranks, reshaped, tune
+from slipstream.measure.tune import GAMMA, RANKS, SIZES, _rising, acceptance, proposing, ranks, tune
 from slipstream.measure.tuned import TuneReport
 from slipstream.targets import HFTarget
 
@@ -54,7 +54,7 @@ def test_a_model_that_drafts_for_itself_is_right_first_at_every_depth(target):
     itself = DraftModel(target, target)
     recorded = record(target, tiny.prompts(5, 9, 4), 12, ())
     assert acceptance(itself, recorded, "top-k") == [[1.0] + [0.0] * (RANKS - 1)] * GAMMA
-    drafts = ranks(reshaped(itself, "backbone-3x2"), recorded)
+    drafts = ranks(itself, recorded, Shape.parse("backbone-3x2"))
     ends = [int(n) for n in recorded.lengths - recorded.prompts]
     assert (drafts == -1).sum() == 3 * len(ends)  # one, two and three tokens before the end of a text
     assert len(drafts) == sum(ends) - len(ends)
@@ -66,7 +66,7 @@ def test_ranks_are_those_of_drafts_from_every_position(target, drafter, proposal
     """Counted by hand: from every token, the head steps along its own first guesses, as far as the text that
     is known to follow bears them out."""
     recorded = record(target, tiny.prompts(5, 9), 60, ("final",), temperature=temperature)
-    ranked = reshaped(drafter, "[[0],[1],[2],[3],[4],[5],[6],[7],[8],[9]]", proposal)
+    ranked, ten = proposing(drafter, proposal), Shape.parse("[[0],[1],[2],[3],[4],[5],[6],[7],[8],[9]]")
     hits = torch.zeros(2, 10)
     tried = [0, 0]
     for b, row in enumerate(recorded.sampling):
@@ -87,7 +87,7 @@ def test_ranks_are_those_of_drafts_from_every_position(target, drafter, proposal
                     step = Span(fed, fed, state.cache.lengths, one, cache, state.hidden[:, None])
                     drafter.absorb(step, state)
                 state.root = text[at + depth][None]
-                found = ranked.propose(state, sampler).tokens[0, 1:].tolist()
+                found = ranked.propose(state, sampler, ten).tokens[0, 1:].tolist()
                 tried[depth] += 1
                 if int(text[at + depth + 1]) in found:
                     hits[depth, found.index(int(text[at + depth + 1]))] += 1
@@ -95,9 +95,7 @@ def test_ranks_are_those_of_drafts_from_every_position(target, drafter, proposal
                     break
     expected = hits / torch.tensor(tried)[:, None]
     assert hits.sum() > 3
-    assert torch.allclose(
-        torch.tensor(acceptance(reshaped(drafter, "chain-2"), recorded, proposal))[:2], expected, atol=1e-6
-    )
+    assert torch.allclose(torch.tensor(acceptance(drafter, recorded, proposal))[:2], expected, atol=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import tiny
 from slipstream.core.cache import KVCache
 from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler, Sampling
+from slipstream.core.shape import Shape
 from slipstream.core.span import Output, Span
 from slipstream.core.tree import PAD, Tree, chain
 from slipstream.decode.session import Session
@@ -143,7 +144,7 @@ class Listener(Drafter):
     def absorb(self, span: Span, state: State) -> None:
         self.spans.append(span)
 
-    def propose(self, state: State, sampler: Sampler) -> Tree:
+    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
         raise NotImplementedError("it only listens")
 
     def heard(self, what: str, row: int) -> Tensor:

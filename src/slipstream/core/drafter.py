@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.core.cache import BLOCK, KVCache
 from slipstream.core.sampling import Sampler
+from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
 
@@ -73,15 +74,15 @@ def widened(text: Int[Tensor, "B S"], slots: int) -> Int[Tensor, "B S1"]:
 
 
 class Drafter(ABC):
-    """Guesses ahead. State lives in `State`, never on the drafter; its learned maths is one `forward` of its
-    own.
+    """Guesses ahead. What changes from round to round is in its `State`, never on the drafter. What it has
+    learned is one `forward`, which training and drafting share.
 
     Attributes:
-        taps: what `absorb` wants to see of the target, named exactly: "final" (what the LM head reads),
-            "input of block i", or "cache of block i" (its keys, turned, and values, of all heads). Their
-            concatenation is the feature; of states F = taps·H.
-        rows: the most rows that a tree of this drafter takes in a target pass, probes included.
-        depth: the deepest tree it proposes.
+        taps: what `absorb` reads of the target, named exactly: "final" (what the LM head reads), "input of
+            block i", or "cache of block i" (keys, turned, and values of all heads). A feature is their
+            concatenation; of states its width is F = taps·H.
+        rows: the most rows that its own trees take in a target pass, probes included.
+        depth: the deepest of its own trees.
         law: how its trees are verified: "coupled", or "multi-round" for children sampled from a law on the
             tree.
         peeks: its candidates depend on `sampler.noise`, so that only the coupled law is exact for it.
@@ -107,5 +108,17 @@ class Drafter(ABC):
         that sat out some rounds absorbs their spans later, in order."""
 
     @abstractmethod
-    def propose(self, state: State, sampler: Sampler) -> Tree:
-        """Guess. A drafter that looks at `sampler.noise` says so (`peeks`)."""
+    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
+        """Guess. A drafter that reads `sampler.noise` says so (`peeks`).
+
+        Args:
+            shape: the tree to grow in this round; default: the drafter's own. One that looks its guesses up
+                takes the depth as a limit, and one whose trees have a form of their own ignores it.
+
+        Raises:
+            ValueError: it cannot grow this shape.
+        """
+
+    def room(self, shape: Shape | None = None) -> int:
+        """Slots of a cache that a round may fill behind the text. Raises ValueError as `propose` does."""
+        return self.rows

@@ -131,7 +131,7 @@ class Shape:
     @property
     def keeps_first_children(self) -> bool:
         """A static tree in which every child's more likely siblings are children, too."""
-        return bool(self.paths) and all(
+        return bool(self.paths or not self.depth) and all(
             path[-1] == 0 or (*path[:-1], path[-1] - 1) in self.paths for path in self.paths
         )
 
@@ -146,6 +146,9 @@ class Shape:
             return dynamic(root, expand, self.depth, self.width, self.nodes)
         tree = static(root, self.paths, expand)
         return replace(tree, parents=None) if self.nodes == self.depth + 1 else tree
+
+
+PLAIN = Shape("plain", (), 0, 1, 0, 0)  # a bare root: plain decoding
 
 
 def affordable(name: str, depth: int, rows: int, drafted: int = 0) -> None:

@@ -65,19 +65,31 @@ class Captured:
         self._places: list[tuple[Any, str]] = [(cache, "lengths") for cache in self.caches]
         self._places += [(part, name) for part, name, value in held if isinstance(value, Tensor)]
         self._until = -1  # the cache's bound that the captures are good for
-        self._memory: list[Tensor | None] = []  # the keys of all storages when they were made
+        self._held: list[Tensor] = []  # what stands in the places
+        self._memory: list[Tensor | None] = []  # the keys of all storages
 
     def step(self) -> Any:
         """One round: what `check` returns, filled anew by the next round."""
-        bound, memory = self.cache.bound, [cache.storage.keys for cache in self.caches]
-        moved = any(old is not new for old, new in zip(self._memory, memory, strict=False))
-        if bound > self._until or moved:
+        bound = self.cache.bound
+        if bound > self._until or self._moved():
             self._capture(rounded(bound))
+        for (owner, name), held in zip(self._places, self._held, strict=True):
+            if (now := getattr(owner, name)) is not held:  # a round that was not captured came between
+                held.copy_(now)
+                setattr(owner, name, held)
         self._propose()
         self._check()
         for cache in self.caches:
             cache.settle([bound + self.depth + 1])
         return self._made
+
+    def _moved(self) -> bool:
+        """Whether a storage or a state has grown since."""
+        grown = [
+            getattr(*place).shape != held.shape for place, held in zip(self._places, self._held, strict=True)
+        ]
+        kept = zip(self._memory, self.caches, strict=True)
+        return any(grown) or any(old is not cache.storage.keys for old, cache in kept)
 
     def _capture(self, until: int) -> None:
         self._until = until
@@ -89,8 +101,9 @@ class Captured:
         tree, self._propose = self.record(lambda: self._half(self.propose))
         self._propose()  # a check reads the tree before it is captured
         self._made, self._check = self.record(lambda: self._half(lambda: self.check(tree)))
-        for place, value in zip(self._places, before, strict=True):
-            getattr(*place)[tuple(map(slice, value.shape))] = value
+        self._held = [getattr(*place) for place in self._places]
+        for held, value in zip(self._held, before, strict=True):
+            held[tuple(map(slice, value.shape))] = value
 
     def _half(self, half: Callable[[], Any]) -> Any:
         """One half, at the sizes of full caches; what it made anew is put where the old was."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from slipstream.core.drafter import Drafter
+from slipstream.core.shape import Shape
 from slipstream.core.target import Target
 from slipstream.core.verify import Law
 from slipstream.decode.generate import generate
@@ -64,7 +65,9 @@ class Prediction:
         return [int((self.committed > d).sum()) / self.rounds for d in range(1, self.depth + 1)]
 
 
-def rounds(drafter: Drafter, recorded: RecordedTarget, law: Law) -> Iterator[tuple[Session, list[Committed]]]:
+def rounds(
+    drafter: Drafter, recorded: RecordedTarget, law: Law, shape: Shape | None = None
+) -> Iterator[tuple[Session, list[Committed]]]:
     """Rounds of all recorded texts, each up to its last token: the session, and what the round brought."""
     B, ends = len(recorded.tokens), recorded.lengths.tolist()
     session = Session(recorded, drafter, law, B, recorded.tokens.shape[1])
@@ -75,11 +78,12 @@ def rounds(drafter: Drafter, recorded: RecordedTarget, law: Law) -> Iterator[tup
         session.retire([text for text, length in under_way if length + 1 >= ends[text]])
         if not session.texts:
             return
-        yield session, session.step()
+        yield session, session.step(shape=shape)
 
 
-def predict(drafter: Drafter, recorded: RecordedTarget) -> Prediction:
-    """τ of a drafter along the record, counted as decoding counts it: tokens past an answer's end are none.
+def predict(drafter: Drafter, recorded: RecordedTarget, shape: Shape | None = None) -> Prediction:
+    """τ of a drafter along the record, with its own tree or another `shape`, counted as decoding counts it:
+    tokens past an answer's end are none.
 
     Raises:
         ValueError: the drafter's probes ride in the target's passes, of which there are none here, or its
@@ -97,11 +101,11 @@ def predict(drafter: Drafter, recorded: RecordedTarget) -> Prediction:
         )
     kept: list[list[int]] = [[] for _ in recorded.tokens]
     ends = recorded.lengths.tolist()
-    for session, made in rounds(drafter, recorded, recorded.law):
+    for session, made in rounds(drafter, recorded, recorded.law, shape):
         for each, length in zip(made, session.lengths, strict=True):
             past = length + 1 - ends[each.text]  # the root is chosen, too
             kept[each.text].append(len(each.tokens) - max(past, 0))
-    return _prediction(kept, drafter.depth)
+    return _prediction(kept, drafter.depth if shape is None else shape.depth)
 
 
 def decoded(drafter: Drafter, recorded: RecordedTarget) -> Prediction:

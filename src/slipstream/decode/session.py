@@ -12,11 +12,12 @@ from torch import Tensor
 from slipstream.core.cache import KVCache
 from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler, Sampling
+from slipstream.core.shape import Shape
 from slipstream.core.span import Span, commit
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree, chain
 from slipstream.core.verify import Law, Verdict, coupled, verify
-from slipstream.decode.capture import Captured, recorder, rounded
+from slipstream.decode.capture import Captured, Record, recorder, rounded
 
 CHUNK = 512  # prompt tokens per prefill pass: bounds the mask and the activations
 
@@ -71,6 +72,7 @@ class Session:
         rows: texts that may be under way at once.
         capacity: tokens of the longest text, if known: storages are made for it at once. They grow by blocks
             where it is not enough.
+        shapes: trees that steps may ask for, beside the drafter's own: room is made for the largest.
 
     Attributes:
         texts, lengths: of each row, the number of its text and the tokens that the target has read of it.
@@ -79,18 +81,25 @@ class Session:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, law: Law = coupled, rows: int = 1, capacity: int = 0
+        self,
+        target: Target,
+        drafter: Drafter,
+        law: Law = coupled,
+        rows: int = 1,
+        capacity: int = 0,
+        shapes: Sequence[Shape] = (),
     ) -> None:
         self.target, self.drafter, self.law, self.rows = target, drafter, law, rows
         self.texts, self.lengths, self._admitted = list[int](), list[int](), 0
         self.seconds = Seconds()
         self.span: Span | None = None
         self._record = recorder(target) if law is coupled else None  # other laws look at what they drew
-        self._captured: Captured | None = None
+        self._captured: dict[Shape | None, Captured] = {}
         self.sampler = Sampler([], [], target.vocab, target.device)
         self.cache, self.state = target.new_cache(rows, drafter.memory), drafter.start(rows, target.device)
+        room = max(drafter.room(shape) for shape in (None, *shapes))
         for cache in (self.cache, *self.state.caches) if capacity else ():
-            cache.storage.hold((rounded(capacity) if self._record else capacity) + drafter.rows)
+            cache.storage.hold((rounded(capacity) if self._record else capacity) + room)
         self.cache.select([])
         self.state.select([])
 
@@ -114,7 +123,8 @@ class Session:
         self.span = span = self._prefill(prompts, cache, state, sampler)
         self.cache.join(cache)
         self.state.join(state)
-        self.sampler, self._captured = self.sampler.join(sampler), None
+        self.sampler = self.sampler.join(sampler)
+        self._captured.clear()
         self.texts += range(self._admitted, self._admitted + len(prompts))
         self.lengths += map(len, prompts)
         self._admitted += len(prompts)
@@ -146,11 +156,12 @@ class Session:
         return span
 
     @torch.inference_mode()
-    def step(self, limit: int | None = None) -> list[Committed]:
+    def step(self, limit: int | None = None, shape: Shape | None = None) -> list[Committed]:
         """One round for every text.
 
         Args:
             limit: depth of the deepest guess; less where the target's window ends.
+            shape: the tree of this round; default: the drafter's own. `PLAIN` is a round of plain decoding.
 
         Returns:
             What it brought, in the order of the rows.
@@ -160,16 +171,22 @@ class Session:
         limit = room if limit is None else min(limit, room)
         assert room >= 0, "a text has reached the end of the target's window"
         self.cache.settle(self.lengths)
-        if self._record is not None and not self.sampler.remembers and limit >= self.drafter.depth:
-            self.span = self._replayed()
+        depth = max(self.drafter.depth, shape.depth if shape else 0)
+        if self._record is not None and not self.sampler.remembers and limit >= depth:
+            self.span = self._replayed(self._record, shape, depth)
         else:
-            tree = self.drafter.propose(self.state, self.sampler).clip(limit)
+            tree = self._propose(shape).clip(limit)
             self.seconds.draft += lap()
             self.span = self._check(tree)
         lap()
         made = self._read(self.span)
         self.seconds.host += lap()
         return made
+
+    def _propose(self, shape: Shape | None) -> Tree:
+        if shape is not None and shape.depth == 0:
+            return chain(self.state.root[:, None])
+        return self.drafter.propose(self.state, self.sampler, shape)
 
     def _check(self, tree: Tree) -> Span:
         """The target reads the tree, what agrees is kept, and the drafter absorbs it."""
@@ -183,17 +200,14 @@ class Session:
         self.seconds.draft += lap()
         return span
 
-    def _replayed(self) -> Span:
+    def _replayed(self, record: Record, shape: Shape | None, depth: int) -> Span:
         """The same, captured. A captured round cannot be split into parts; all its time is booked as
         verify."""
         lap, before = _stopwatch(), replace(self.seconds)
-        if self._captured is None:
-            assert self._record is not None
-            propose = partial(self.drafter.propose, self.state, self.sampler)
-            self._captured = Captured(
-                propose, self._check, self.cache, self.state, self.drafter.depth, self._record
-            )
-        span: Span = self._captured.step()
+        if shape not in self._captured:
+            propose = partial(self._propose, shape)
+            self._captured[shape] = Captured(propose, self._check, self.cache, self.state, depth, record)
+        span: Span = self._captured[shape].step()
         span.count.tolist()  # wait for it
         self.seconds = replace(before, verify=before.verify + lap())
         return span
@@ -223,7 +237,8 @@ class Session:
         self.cache.settle(self.lengths)
         self.cache.select(order)
         self.state.select(order)
-        self.sampler, self._captured = self.sampler.select(order), None
+        self.sampler = self.sampler.select(order)
+        self._captured.clear()
         self.texts, self.lengths = ([each[row] for row in order] for each in (self.texts, self.lengths))
         self.seconds.host += lap()
 

@@ -1,6 +1,7 @@
 """BiTA: the target drafts for itself, by mask tokens that ride behind its own rows (papers/bita)."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import final
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from slipstream.core import look
 from slipstream.core.drafter import FINAL, State
+from slipstream.core.grow import Path
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span
@@ -92,42 +94,54 @@ class Bita(ParallelDrafter):
     def grow_as(self, tree: str | Shape, proposal: str = "top-k") -> None:
         super().grow_as(tree, proposal)
         self.probes = self.head.masks[: self.depth]
-        paths = [(), *sorted(self.shape.paths, key=lambda path: (len(path), path))]
-        slots = list(range(self.shape.nodes))
-        if self.shape.paths:
-            slots.sort(key=lambda slot: sum(paths[slot]) + len(paths[slot]))
-        self._hosts = torch.tensor(sorted(slots[: self.hosts or None]))[None]  # of a static tree
-        self.rows = self.shape.nodes + self._hosts.shape[1] * self.depth
+        self.rows = self.room()
+
+    def room(self, shape: Shape | None = None) -> int:
+        shape = self.shaped(shape)
+        return shape.nodes + min(self.hosts or shape.nodes, shape.nodes) * shape.depth
 
     def start(self, batch: int, device: torch.device) -> BitaState:
         about = vars(super().start(batch, device))
-        about["hidden"] = about["hidden"][:, : self.depth]  # no more masks ride than the tree is deep
         return BitaState(**about, known=torch.zeros(batch, dtype=torch.long, device=device))
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, BitaState)
-        if span.probes is not None and span.probed is not None:
+        if span.probes is None or span.probed is None:
+            state.known = torch.zeros_like(state.known)  # no masks rode in this pass
+        else:
             M, since = span.probes.shape[1], span.probed
             state.known = torch.where(since < 0, 0, M - since).clamp(min=0)
-            later = (torch.arange(M, device=since.device) + since[:, None]).clamp(0, M - 1)
-            state.hidden = span.probes.gather(1, later[..., None].expand_as(span.probes))
+            later = (torch.arange(self.deepest, device=since.device) + since[:, None]).clamp(0, M - 1)
+            state.hidden = span.probes.gather(1, later[..., None].expand_as(state.hidden))
         state.root, state.length = span.last(span.nexts), span.start + span.count
 
-    def propose(self, state: State, sampler: Sampler) -> Tree:
+    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
         assert isinstance(state, BitaState)
-        hosts = self._hosts.to(state.root.device)
+        shape = self.shaped(shape)
+        masks = self.head.masks[: shape.depth]
         if look.may_look(state.known) and not bool(state.known.any()):
-            return replace(chain(state.root[:, None]), probes=self.probes, hosts=hosts[:, :1])
-        tree = super().propose(state, sampler)
+            bare = chain(state.root[:, None])
+            return replace(bare, probes=masks, hosts=torch.zeros_like(bare.tokens))
+        tree = super().propose(state, sampler, shape)
         known = tree.layout().depths <= state.known[:, None]
         tree = replace(tree, tokens=tree.tokens.masked_fill(~known, PAD))
-        if not self.shape.paths:
-            hosts = likeliest_ends(tree, hosts.shape[1])
-        return replace(tree, probes=self.probes, hosts=hosts)
+        if shape.paths:
+            hosts = static_hosts(shape.paths, self.hosts, known.device)
+        else:
+            hosts = likeliest_ends(tree, self.hosts or shape.nodes)
+        return replace(tree, probes=masks, hosts=hosts)
 
     def _read(self, features: Float[Tensor, "B M H"]) -> Float[Tensor, "B M H"]:
         """Nothing: the target reads."""
         return features
+
+
+@lru_cache
+def static_hosts(paths: tuple[Path, ...], count: int, device: torch.device) -> Int[Tensor, "1 G"]:
+    """Slots of the first `count` nodes (0: all) of a static tree by low ranks and depths."""
+    ordered = [(), *sorted(paths, key=lambda path: (len(path), path))]
+    slots = sorted(range(len(ordered)), key=lambda slot: sum(ordered[slot]) + len(ordered[slot]))
+    return torch.tensor([sorted(slots[: count or None])], device=device)
 
 
 def likeliest_ends(tree: Tree, count: int) -> Int[Tensor, "B G"]:

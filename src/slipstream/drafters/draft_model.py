@@ -15,11 +15,11 @@ from slipstream.core import look
 from slipstream.core.cache import KVCache
 from slipstream.core.drafter import State
 from slipstream.core.sampling import Sampler
-from slipstream.core.shape import Shape
+from slipstream.core.shape import DEEPEST, Shape
 from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import Layout, Tree, chain
-from slipstream.drafters.proposer import Proposer
+from slipstream.drafters.proposer import Draft, Proposer
 from slipstream.drafters.store import VOCAB, load_weights
 from slipstream.targets import load_target
 
@@ -175,17 +175,18 @@ class DraftModel(Proposer):
         at = torch.arange(tokens.shape[1], device=tokens.device) + ~begins[:, None]
         tokens = tokens.gather(1, at.clamp(max=tokens.shape[1] - 1))
         count = span.count + begins
-        if look.may_look(begins) and not bool(begins.any()):
-            tokens = tokens[:, :-1]
-        last = (count - 1).clamp(min=0)[:, None]
-        prompt = tokens.shape[1] > self.depth + 2  # else a round, which takes all logits: its shape is fixed
+        prompt = tokens.shape[1] > DEEPEST + 2
+        if look.may_look(begins):
+            prompt = prompt or bool(begins.any())
+            tokens = tokens if bool(begins.any()) else tokens[:, :-1]
+        last = (count - 1).clamp(min=0)[:, None]  # of a round all logits are taken: its shape is fixed
         logits = self.model(chain(tokens), state.cache, rows=last if prompt else None).logits
         state.cache.keep(None, count)
         state.cache.bound = min(state.cache.bound, span.cache.bound + 1)
         at_last = logits if prompt else logits.gather(1, last[..., None].expand(-1, -1, logits.shape[2]))
         state.scores, state.root = at_last[:, 0, : len(self.vocab)], span.last(span.nexts)
 
-    def propose(self, state: State, sampler: Sampler) -> Tree:
+    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
         assert isinstance(state, DraftModelState)
         depths = list[int]()
 
@@ -196,4 +197,5 @@ class DraftModel(Proposer):
             layout = Layout(torch.tensor([depths], device=tokens.device), seen)
             return self.model.extend(tokens, layout, state.cache, seen.shape[2] - n)[..., : len(self.vocab)]
 
-        return self.step_by_step(state.root, state.cache.lengths - 1, state.scores[:, None], step, sampler)
+        draft = Draft(self, self.shaped(shape), sampler)
+        return draft.step_by_step(state.root, state.cache.lengths - 1, state.scores[:, None], step)

@@ -18,10 +18,12 @@ from slipstream.core.cache import KVCache
 from slipstream.core.drafter import State
 from slipstream.core.look import may_look
 from slipstream.core.sampling import Sampler
+from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
 from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, randomise
 from slipstream.drafters.layers import MLP, Attend, Attention, Rope, attend_cache, rotate
+from slipstream.drafters.proposer import Draft
 
 # The target's keys and values of one block, and which of them each row sees.
 Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Bool[Tensor, "#B 1 #T S"]]
@@ -211,7 +213,7 @@ class Glide(HeadDrafter):
         self.read(span.tokens[:, :1], positions, attends=own, more=(glimpses,))
         state.cache.keep(None, new.long())
 
-    def propose(self, state: State, sampler: Sampler) -> Tree:
+    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
         assert isinstance(state, GlideState)
         glimpses, at = self._glimpses(state.seen, state.seen.lengths), state.cache.lengths - self.lead
 
@@ -221,7 +223,8 @@ class Glide(HeadDrafter):
             positions = (at + level)[:, None].repeat(1, n)
             return self.scores(self.read(tokens, positions, attends=own, more=(glimpses,)))
 
-        return self.step_by_step(state.root, at, self.scores(state.hidden[:, None]), step, sampler)
+        draft = Draft(self, self.shaped(shape), sampler)
+        return draft.step_by_step(state.root, at, self.scores(state.hidden[:, None]), step)
 
     def _glimpses(self, seen: KVCache, count: Int[Tensor, " B"]) -> list[Glimpse | None]:
         """The target's keys and values of the first `count` tokens, for each layer."""

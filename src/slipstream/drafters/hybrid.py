@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler
+from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import PAD, Tree
@@ -92,15 +93,21 @@ class Hybrid(Drafter):
         root = torch.zeros(batch, dtype=torch.long, device=device)
         return HybridState(root, *(part.start(batch, device) for part in (self.head, self.ngram)))
 
+    def room(self, shape: Shape | None = None) -> int:
+        return self.head.room(shape) + self.ngram.depth
+
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, HybridState)
         self.head.absorb(span, state.guessed)
         self.ngram.absorb(span, state.found)
         state.root = state.guessed.root
 
-    def propose(self, state: State, sampler: Sampler) -> Tree:
+    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
         assert isinstance(state, HybridState)
-        tree, match = self.head.propose(state.guessed, sampler), self.ngram.propose(state.found, sampler)
+        tree = self.head.propose(state.guessed, sampler, shape)
+        match = self.ngram.propose(state.found, sampler)
+        if shape is not None:  # room for a guess beside the match
+            match = match.clip(max(0, shape.nodes - 2))
         if tree.nodes <= match.nodes:  # a bare root: nothing is guessed
             return replace(match, probes=tree.probes, hosts=tree.hosts)
         return joined(tree, match.tokens[:, 1:])

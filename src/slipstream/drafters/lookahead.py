@@ -13,6 +13,7 @@ from torch import Tensor
 from slipstream.core.cache import BLOCK
 from slipstream.core.drafter import Drafter, State, widened
 from slipstream.core.sampling import Sampler
+from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree
 
@@ -113,7 +114,7 @@ class Lookahead(Drafter):
         state.pool = state.pool.scatter(1, at, grams)
         state.made = state.made + real.sum(1)
 
-    def propose(self, state: State, sampler: Sampler) -> Tree:
+    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
         assert isinstance(state, LookaheadState)
         B, device = len(state.root), state.root.device
         columns = torch.cat([state.levels[:, 0], state.levels[:, 1:].transpose(1, 2).flatten(1)], 1)

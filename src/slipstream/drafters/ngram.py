@@ -14,6 +14,7 @@ from slipstream.core import look
 from slipstream.core.cache import BLOCK
 from slipstream.core.drafter import Drafter, State, widened
 from slipstream.core.sampling import Sampler
+from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree, chain
 
@@ -63,13 +64,14 @@ class NGram(Drafter):
         state.length = span.start + span.count
         state.root = span.last(span.nexts)
 
-    def propose(self, state: State, sampler: Sampler) -> Tree:
+    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
         assert isinstance(state, NGramState)
         end, length = self._match(state)
         matched = length >= self.shortest
         if look.may_look(matched) and not bool(matched.any()):
             return chain(state.root[:, None])
-        return chain(self._continuation(state, end, matched))
+        depth = self.depth if shape is None else min(self.depth, shape.depth)
+        return chain(self._continuation(state, end, matched, depth))
 
     def _match(self, state: NGramState) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
         """The slot at which the best match ends, and the number of its tokens."""
@@ -85,10 +87,12 @@ class NGram(Drafter):
         best = (length * view + slot).argmax(1)
         return best, length.gather(1, best[:, None])[:, 0]
 
-    def _continuation(self, state: NGramState, end: Tensor, matched: Tensor) -> Int[Tensor, "B N"]:
+    def _continuation(
+        self, state: NGramState, end: Tensor, matched: Tensor, depth: int
+    ) -> Int[Tensor, "B N"]:
         """Root and draft. A continuation that reaches the root starts again: repetitions tend to go on."""
         period = (state.length - end).clamp(min=1)[:, None]
-        at = end[:, None] + 1 + torch.arange(self.depth, device=end.device) % period
+        at = end[:, None] + 1 + torch.arange(depth, device=end.device) % period
         full = torch.cat([state.text, state.root[:, None]], 1)
         at = torch.where(at >= state.length[:, None], full.shape[1] - 1, at)
         draft = full.gather(1, at).masked_fill(~matched[:, None], PAD)

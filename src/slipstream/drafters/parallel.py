@@ -9,8 +9,10 @@ from torch import Tensor
 
 from slipstream.core.drafter import State
 from slipstream.core.sampling import Sampler
+from slipstream.core.shape import Shape
 from slipstream.core.tree import Tree
 from slipstream.drafters.heads import HeadDrafter
+from slipstream.drafters.proposer import Draft
 
 
 @dataclass
@@ -36,18 +38,17 @@ class ParallelDrafter(HeadDrafter):
         shape = (batch, self.deepest, self.head.config.hidden_size)
         return ParallelState(root, torch.zeros(shape, dtype=self.target.dtype, device=device), root.clone())
 
-    def propose(self, state: State, sampler: Sampler) -> Tree:
+    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
         assert isinstance(state, ParallelState)
-        scores = self.scores(state.hidden[:, : self.depth])
-        level, laws = 0, list[Tensor]()
+        draft, level = Draft(self, self.shaped(shape), sampler), 0
+        scores = self.scores(state.hidden[:, : draft.shape.depth])
 
         def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal level
             level += 1
-            drawn: list[Tensor] = []
-            ids, log_q = self.candidates(scores[:, level - 1 : level], sampler, state.length + level, drawn)
+            ids, log_q = draft.children(scores[:, level - 1 : level], state.length + level)
             width = tokens.shape[1]
-            laws.extend(law.expand(-1, width, -1) for law in drawn)
+            draft.laws[level - 1 :] = [law.expand(-1, width, -1) for law in draft.laws[level - 1 :]]
             return ids.expand(-1, width, -1), log_q.expand(-1, width, -1)
 
-        return self.with_laws(self.shape.grow(state.root, expand), laws)
+        return draft.grow(state.root, expand)

@@ -10,6 +10,7 @@ from torch import Tensor
 from slipstream.core.drafter import Drafter, State
 from slipstream.core.noise import Stream
 from slipstream.core.sampling import Sampler
+from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree
 
@@ -63,7 +64,7 @@ class RandomDrafter(Drafter):
         state.root = span.last(span.nexts)
         state.position = span.start + span.count
 
-    def propose(self, state: State, sampler: Sampler) -> Tree:
+    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
         assert isinstance(state, RandomState)
         B, device = len(state.root), state.root.device
         u = sampler.uniform(Stream.DRAFT, state.position, self.inner * self.vocab).view(

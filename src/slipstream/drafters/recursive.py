@@ -12,10 +12,12 @@ from torch import Tensor
 from slipstream.core.cache import KVCache
 from slipstream.core.drafter import State
 from slipstream.core.sampling import Sampler
+from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
 from slipstream.drafters.heads import Head, HeadDrafter
 from slipstream.drafters.layers import Attend, attend_cache
+from slipstream.drafters.proposer import Draft
 
 
 class RecursiveHead(Head):
@@ -62,7 +64,7 @@ class RecursiveDrafter(HeadDrafter):
         state.cache.bound = min(state.cache.bound, span.cache.bound)
         state.hidden, state.root = span.last(hidden), span.last(span.nexts)
 
-    def propose(self, state: State, sampler: Sampler) -> Tree:
+    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
         assert isinstance(state, RecursiveState)
         hidden = state.hidden[:, None]
 
@@ -77,7 +79,8 @@ class RecursiveDrafter(HeadDrafter):
             hidden = self.read(tokens, parents, positions, attends=attends, more=(False,))
             return self.scores(hidden)
 
-        return self.step_by_step(state.root, state.cache.lengths, self.scores(hidden), step, sampler)
+        draft = Draft(self, self.shaped(shape), sampler)
+        return draft.step_by_step(state.root, state.cache.lengths, self.scores(hidden), step)
 
     def _read(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attends: Sequence[Attend], fresh: bool

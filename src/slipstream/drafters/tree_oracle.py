@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler
+from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree
 
@@ -57,7 +58,7 @@ class TreeOracle(Drafter):
         state.row = span.cache.texts
         state.round = state.round + 1
 
-    def propose(self, state: State, sampler: Sampler) -> Tree:
+    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
         assert isinstance(state, OracleState)
         columns = (state.root, state.row, state.position, state.round)
         rows = zip(*(column.tolist() for column in columns), strict=True)

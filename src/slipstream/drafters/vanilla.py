@@ -6,6 +6,7 @@ import torch
 
 from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler
+from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree, chain
 
@@ -20,5 +21,5 @@ class Vanilla(Drafter):
     def absorb(self, span: Span, state: State) -> None:
         state.root = span.last(span.nexts)
 
-    def propose(self, state: State, sampler: Sampler) -> Tree:
+    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
         return chain(state.root[:, None])

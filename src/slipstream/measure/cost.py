@@ -14,6 +14,7 @@ from rich.text import Text
 
 from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling
+from slipstream.core.shape import Shape
 from slipstream.core.target import Target
 from slipstream.core.tree import chain
 from slipstream.decode.capture import recorder
@@ -125,36 +126,39 @@ class Rounds:
     """Rounds of several drafters behind a prompt, one text each, timed in alternation.
 
     Args:
+        arms: drafters, and the trees that they grow; None: their own.
         most: rounds of one drafter that there is room for.
     """
 
     def __init__(
         self,
         target: Target,
-        drafters: Sequence[Drafter],
+        arms: Sequence[tuple[Drafter, Shape | None]],
         prompt: Sequence[int],
         temperature: float = 0.0,
         most: int = 32,
     ) -> None:
-        self._seen = [list[tuple[float, float, float]]() for _ in drafters]
-        self._sessions = []
-        for drafter in drafters:
-            session = Session(target, drafter, capacity=len(prompt) + (most + 1) * (1 + drafter.depth))
+        self._seen = [list[tuple[float, float, float]]() for _ in arms]
+        self._sessions = list[tuple[Session, Shape | None]]()
+        for drafter, shape in arms:
+            depth = drafter.depth if shape is None else shape.depth
+            capacity, shapes = len(prompt) + (most + 1) * (1 + depth), [shape] if shape else []
+            session = Session(target, drafter, capacity=capacity, shapes=shapes)
             session.admit([prompt], [Sampling(temperature)])
-            session.step()  # not counted: buffers are made
-            self._sessions.append(session)
+            session.step(shape=shape)  # not counted: buffers are made
+            self._sessions.append((session, shape))
 
     def run(self, rounds: int, among: Sequence[int] | None = None) -> list[RoundCost]:
         """So many more of each, or of some; what rounds of each cost by now."""
         for _ in range(rounds):
             for i in range(len(self._sessions)) if among is None else among:
-                self._seen[i].append(self._step(self._sessions[i]))
+                self._seen[i].append(self._step(*self._sessions[i]))
         return [RoundCost(*(median(values) for values in zip(*seen, strict=True))) for seen in self._seen]
 
     @staticmethod
-    def _step(session: Session) -> tuple[float, float, float]:
+    def _step(session: Session, shape: Shape | None) -> tuple[float, float, float]:
         before = replace(session.seconds)
-        session.step()
+        session.step(shape=shape)
         after = session.seconds
         return after.draft - before.draft, after.verify - before.verify, after.host - before.host
 

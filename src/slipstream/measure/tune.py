@@ -212,7 +212,9 @@ class Costs:
         context = sum(map(len, prompts)) // len(prompts) + max_new_tokens // 2
         passes = _rising(pass_seconds(target, context=context, repeats=3))
         depth, probe = _deepest(drafter), min(prompts, key=len)
-        timed = [Vanilla(), *(reshaped(drafter, tree) for tree in ("chain-1", f"chain-{depth}"))]
+        drafter = proposing(drafter, "top-k")
+        chains = [(drafter, Shape.parse(f"chain-{tokens}")) for tokens in (1, depth)]
+        timed = [(Vanilla(), None), *chains]
         return cls(context, depth, passes, probe, *Rounds(target, timed, probe).run(ROUNDS))
 
     @property
@@ -234,18 +236,19 @@ class Costs:
 def acceptance(drafter: Proposer, recorded: RecordedTarget, proposal: str) -> list[list[float]]:
     """[d][r]: how often, behind d right first candidates, the next token is the r-th candidate."""
     children = min(RANKS, len(drafter.vocab))
-    found = ranks(reshaped(drafter, f"backbone-{_deepest(drafter)}x{children}", proposal), recorded)
+    shape = Shape.parse(f"backbone-{_deepest(drafter)}x{children}")
+    found = ranks(proposing(drafter, proposal), recorded, shape)
     counts = torch.stack([torch.bincount(depth[depth >= 0], minlength=children + 1) for depth in found.T])
     return (counts[:, :-1] / counts.sum(1, keepdim=True).clamp(min=1)).tolist()
 
 
-def ranks(drafter: Proposer, recorded: RecordedTarget) -> Int[Tensor, "n depth"]:
+def ranks(drafter: Proposer, recorded: RecordedTarget, shape: Shape) -> Int[Tensor, "n depth"]:
     """The ranks of the right candidates of drafts that begin at every token of the recorded answers. The
-    drafter grows a backbone; its width stands where no candidate is right, −1 behind a wrong first candidate
-    and past the end of the text."""
-    depth, width, last = drafter.depth, drafter.shape.children, recorded.tokens.shape[1] - 1
+    shape is a backbone; its width stands where no candidate is right, −1 behind a wrong first candidate and
+    past the end of the text."""
+    depth, width, last = shape.depth, shape.children, recorded.tokens.shape[1] - 1
     found = []
-    for session, _ in rounds(drafter, recorded, _one_by_one):
+    for session, _ in rounds(drafter, recorded, _one_by_one, shape):
         span = session.span
         assert span is not None and span.tree is not None
         at = span.start[:, None] + torch.arange(1, depth + 1, device=span.start.device)
@@ -272,15 +275,15 @@ def _held(
     """Proposals and trees, with the τ that they reach along the record."""
     held = []
     for proposal, tree in kinds:
-        made = reshaped(drafter, tree, proposal)
-        tau = predict(made, recorded).tau
-        estimate = round(costs.speedup(tau, made.rows, made.depth), 4)
+        shape = Shape.parse(tree)
+        tau = predict(proposing(drafter, proposal), recorded, shape).tau
+        estimate = round(costs.speedup(tau, shape.nodes, shape.depth), 4)
         held.append(
             Held(
                 tree=tree,
                 proposal=proposal,
-                nodes=made.rows,
-                depth=made.depth,
+                nodes=shape.nodes,
+                depth=shape.depth,
                 tau=round(tau, 4),
                 estimate=estimate,
             )
@@ -292,8 +295,8 @@ def _race(
     target: Target, drafter: Proposer, candidates: list[Held], probe: Sequence[int], temperature: float
 ) -> tuple[Timing, list[Raced]]:
     """(plain decoding, the candidates, best first): rounds of all, then of the better half, and so on."""
-    trees = [reshaped(drafter, each.tree, each.proposal) for each in candidates]
-    rounds = Rounds(target, [Vanilla(), *trees], probe, temperature)
+    trees = [(proposing(drafter, each.proposal), Shape.parse(each.tree)) for each in candidates]
+    rounds = Rounds(target, [(Vanilla(), None), *trees], probe, temperature)
     racing, ended, raced = list(range(len(trees))), list[Raced](), 0
     while racing:
         plain, *spent = rounds.run(ROUNDS, [0, *(1 + i for i in racing)])
@@ -309,8 +312,8 @@ def _race(
     return _timing(1.0, plain, plain), ended
 
 
-def reshaped(drafter: Proposer, tree: str | Shape, proposal: str = "top-k") -> Proposer:
-    """The same head with another tree."""
+def proposing(drafter: Proposer, proposal: str, tree: str = "chain-1") -> Proposer:
+    """The same head with candidates of another kind, and another tree of its own."""
     made = copy(drafter)
     made.grow_as(tree, proposal)
     return made
