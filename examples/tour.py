@@ -13,7 +13,20 @@ from pathlib import Path
 import torch
 
 import slipstream
-from slipstream import PAD, Drafter, HFTarget, Method, Sampler, Sampling, Span, State, Target, Tree, chain
+from slipstream import (
+    PAD,
+    Drafter,
+    HFTarget,
+    Method,
+    Sampler,
+    Sampling,
+    Span,
+    State,
+    Target,
+    Tree,
+    chain,
+)
+from slipstream.core.shape import Shape
 
 
 @dataclass
@@ -40,7 +53,7 @@ class Stutter(Drafter):
         state.again = state.again | ((span.tokens == span.nexts) & span.mask).any(1)
         state.root = span.last(span.nexts)
 
-    def propose(self, state: State, sampler: Sampler) -> Tree:
+    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
         """The root, and itself once more."""
         assert isinstance(state, Heard)
         return chain(torch.stack([state.root, state.root.where(state.again, torch.tensor(PAD))], 1))
