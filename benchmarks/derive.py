@@ -61,6 +61,12 @@ def kept(result: Result) -> Result:
     return found
 
 
+def n_alpha(result: Result, tree: str) -> list[float]:
+    """Accepted at each depth of a chain, of what was accepted at the depth before (trees.py)."""
+    entry = next(entry for entry in result["results"] if entry["tree"] == tree)
+    return [below / above for above, below in pairwise([1.0, *entry["acceptance_by_depth"]])]
+
+
 def shared_verify(result: Result) -> Result:
     """Expected speeds where all heads are charged one verify time for one tree: the median over the heads.
 
@@ -169,6 +175,7 @@ FORMULAS: dict[str, Callable[[Result], Result]] = {
     "glide_heads.json": lambda d: {"alpha_gain": alpha_gain(d)},
     "glide_layers.json": lambda d: {"alpha_gain": alpha_gain(d)},
     "drafters.json": of_drafters,
+    "trees_compiled.json": lambda d: {"n-alpha": {"chain-5": n_alpha(d, "chain-5")}},
     "bench_four_sets.json": lambda d: {"pairs": pairs(d, (HYBRID, "fasteagle"))},
     "bench_fasteagle_bf16.json": lambda d: {"mean_of_files": mean_of_files(d)},
 }

@@ -163,14 +163,7 @@ def test_figures_stand_in_the_results_that_their_section_links(page):
     assert not missing, "\n".join([f"{page.name}: not in a linked result:", *missing])
 
 
-AGAIN = pytest.mark.xfail(strict=True, reason="no command is known that made it: it is measured again")
-COMMANDED = [
-    pytest.param(path, marks=AGAIN) if path.stem in ("confidence", "eagle_trees") else path
-    for path in sorted(RESULTS.glob("*.json"))
-]
-
-
-@pytest.mark.parametrize("path", COMMANDED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_results_store_their_command_and_a_page_speaks_of_them(path):
     result = json.loads(path.read_text("utf-8"))
     command = result["command"]
