@@ -435,7 +435,7 @@ def test_greedy_answers_of_the_data_are_not_made_again(chat, tmp_path, honest):
     trainer.prepare()
     assert (trainer._known_answers() is not None) == honest
     anew = record(chat, [e.prompt for e in trainer._held_out], 12, ("final",))
-    assert anew.greedy_share(chat) == 1.0
+    assert anew.greedy_share() == 1.0
     if honest:
         assert trainer.recorded.tokens[:, : anew.tokens.shape[1]].equal(anew.tokens)
 
