@@ -237,6 +237,12 @@ class KVCache:
         self.lengths = self.lengths + count
         self.bound += width
 
+    def follow(self, other: "KVCache", count: Int[Tensor, " B"], ahead: int = 0) -> None:
+        """Keep the first `count` reserved rows of texts that the other cache has read. These are `ahead`
+        tokens longer at most, so the other's bound limits this one's."""
+        self.keep(None, count)
+        self.bound = min(self.bound, other.bound + ahead)
+
     def settle(self, lengths: list[int]) -> None:
         """Tell the host-side bound what the round's one copy to the host showed."""
         self.bound = max(lengths, default=0)

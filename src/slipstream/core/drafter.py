@@ -62,15 +62,23 @@ class State:
 def _stacked(a: Tensor, b: Tensor) -> Tensor:
     """The rows of both. Columns that one of two texts has no room for yet are zeros."""
     if a.dim() > 1 and a.shape[1] != b.shape[1]:
-        a, b = (widened(x, max(a.shape[1], b.shape[1])) for x in (a, b))
+        a, b = (_widened(x, max(a.shape[1], b.shape[1])) for x in (a, b))
     return torch.cat([a, b])
 
 
-def widened(text: Int[Tensor, "B S"], slots: int) -> Int[Tensor, "B S1"]:
-    """The same with zeros behind, if it has fewer slots; room is made by blocks."""
+def _widened(text: Int[Tensor, "B S"], slots: int) -> Int[Tensor, "B S1"]:
+    """The same with zeros behind, by blocks, if it has fewer slots."""
     if slots <= text.shape[1]:
         return text
     return torch.nn.functional.pad(text, (0, -(-slots // BLOCK) * BLOCK - text.shape[1]))
+
+
+def appended(text: Int[Tensor, "B S"], span: Span) -> Int[Tensor, "B S1"]:
+    """Texts with a span's tokens behind them, in place where there is room. A text may start with no slots;
+    the last slot is scratch."""
+    text = _widened(text, span.cache.bound + 1)
+    at = span.start[:, None] + torch.arange(span.tokens.shape[1], device=text.device)
+    return text.scatter_(1, at.where(span.mask, text.shape[1] - 1), span.tokens)
 
 
 class Drafter(ABC):

@@ -181,8 +181,7 @@ class DraftModel(Proposer):
             tokens = tokens if bool(begins.any()) else tokens[:, :-1]
         last = (count - 1).clamp(min=0)[:, None]  # of a round all logits are taken: its shape is fixed
         logits = self.model(chain(tokens), state.cache, rows=last if prompt else None).logits
-        state.cache.keep(None, count)
-        state.cache.bound = min(state.cache.bound, span.cache.bound + 1)
+        state.cache.follow(span.cache, count, ahead=1)
         at_last = logits if prompt else logits.gather(1, last[..., None].expand(-1, -1, logits.shape[2]))
         state.scores, state.root = at_last[:, 0, : len(self.vocab)], span.last(span.nexts)
 

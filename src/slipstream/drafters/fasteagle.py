@@ -112,8 +112,7 @@ class FastEagle(ParallelDrafter):
         assert isinstance(state, FastEagleState) and span.features is not None
         attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.target.compiles)
         states = self.read(span.nexts, span.features, positions, attends=attends)
-        state.cache.keep(None, span.count)
-        state.cache.bound = min(state.cache.bound, span.cache.bound)
+        state.cache.follow(span.cache, span.count)
         state.hidden = span.last(states)
         state.root = span.last(span.nexts)
         state.length = span.start + span.count

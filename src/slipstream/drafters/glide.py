@@ -192,14 +192,12 @@ class Glide(HeadDrafter):
             D = self.head.config.target_head_dim
             for i, (part, attend) in enumerate(zip(parts, attends, strict=True)):
                 glimpses[i] = _freed(*attend(*apart(part, D)))
-            state.seen.keep(None, span.count)
-            state.seen.bound = min(state.seen.bound, span.cache.bound)
+            state.seen.follow(span.cache, span.count)
         if self.lead and (span.tree is None or span.tree.is_chain):  # it may be a prompt's first chunk
             self._begin(span, state)
         own, positions = attend_cache(state.cache, T, compiles=self.target.compiles)
         states = self.read(span.nexts, positions + 1 - self.lead, attends=own, more=(glimpses,))
-        state.cache.keep(None, span.count)
-        state.cache.bound = min(state.cache.bound, span.cache.bound + self.lead)
+        state.cache.follow(span.cache, span.count, self.lead)
         state.hidden = span.last(states)
         state.root = span.last(span.nexts)
 

@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from slipstream.core.cache import BLOCK
-from slipstream.core.drafter import Drafter, State, widened
+from slipstream.core.drafter import Drafter, State, appended
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span
@@ -76,7 +75,7 @@ class Lookahead(Drafter):
             zeros(batch, self.N - 1, self.W),
             pool,
             zeros(batch),
-            zeros(batch, BLOCK),
+            zeros(batch, 0),
             zeros(batch),
         )
 
@@ -97,9 +96,8 @@ class Lookahead(Drafter):
 
     def _read(self, span: Span, state: LookaheadState) -> None:
         """Append the span to the text, and put the text's own n-grams into the pool."""
-        state.text = widened(state.text, span.cache.bound + 1)
+        state.text = appended(state.text, span)
         at = span.start[:, None] + torch.arange(span.tokens.shape[1], device=span.tokens.device)
-        state.text.scatter_(1, at.where(span.mask, state.text.shape[1] - 1), span.tokens)
         back = at[..., None] - torch.arange(self.N - 1, -1, -1, device=at.device)
         grams = state.text.gather(1, back.clamp(0, state.text.shape[1] - 1).flatten(1)).view(*back.shape)
         self._remember(state, grams, span.mask & (back[..., 0] >= 0))

@@ -11,8 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from slipstream.core import look
-from slipstream.core.cache import BLOCK
-from slipstream.core.drafter import Drafter, State, widened
+from slipstream.core.drafter import Drafter, State, appended
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span
@@ -54,13 +53,11 @@ class NGram(Drafter):
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.long, device=device)
 
-        return NGramState(zeros(batch), zeros(batch, BLOCK), zeros(batch))
+        return NGramState(zeros(batch), zeros(batch, 0), zeros(batch))
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, NGramState)
-        state.text = widened(state.text, span.cache.bound + 1)
-        at = span.start[:, None] + torch.arange(span.tokens.shape[1], device=span.tokens.device)
-        state.text.scatter_(1, at.where(span.mask, state.text.shape[1] - 1), span.tokens)
+        state.text = appended(state.text, span)
         state.length = span.start + span.count
         state.root = span.last(span.nexts)
 

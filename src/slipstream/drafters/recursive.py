@@ -60,8 +60,7 @@ class RecursiveDrafter(HeadDrafter):
         assert isinstance(state, RecursiveState) and span.features is not None
         attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.target.compiles)
         hidden = self.read(span.nexts, span.features, positions, attends=attends, more=(True,))
-        state.cache.keep(None, span.count)
-        state.cache.bound = min(state.cache.bound, span.cache.bound)
+        state.cache.follow(span.cache, span.count)
         state.hidden, state.root = span.last(hidden), span.last(span.nexts)
 
     def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
