@@ -228,10 +228,7 @@ class SpeculatorsLayout(Eagle3Layout):
             "verifier_accept_k": 1,
             "accept_tolerance": 0.0,
         }
-        verifier = {
-            "name_or_path": name,
-            "architectures": target.described.get("architectures") or [],
-        }
+        verifier = {"name_or_path": name, "architectures": target.described.get("architectures") or []}
         layer = {name: value for name, value in flat.items() if name not in own and name != "eagle_config"}
         return {
             "speculators_model_type": "eagle3",

@@ -64,10 +64,7 @@ def import_checkpoint(
             unknown or misshapen (by name), or the head does not fit this target.
     """
     target = loaded(target)
-    with (
-        claimed(directory, ("import",), force, (source, target.source)),
-        understood(f"checkpoint {source}"),
-    ):
+    with claimed(directory, ("import",), force, (source, target.source)), understood(f"checkpoint {source}"):
         config, tensors = _read(Path(name_of(source, "a checkpoint")).expanduser())
         report = Report()
         try:
