@@ -85,7 +85,9 @@ def answer(target: Target, prompt: str) -> int:
 
 def make_drafter(target: HFTarget, home: Path, epochs: float) -> str:
     """A drafter from nothing: prompts, answers, training; then there and back through a public layout."""
-    answers: slipstream.Answers = slipstream.synthesize(target, home / "prompts.jsonl", 16, max_new_tokens=16)
+    answers: slipstream.Answers = slipstream.synthesize(
+        target, home / "prompts.jsonl", prompts=16, max_new_tokens=16
+    )
     again = slipstream.regenerate(target, answers.path, home / "answers.jsonl", max_new_tokens=16)
     run: slipstream.TrainingRun = slipstream.train(
         target,
@@ -96,8 +98,8 @@ def make_drafter(target: HFTarget, home: Path, epochs: float) -> str:
         progress=lambda seen: print(f"step {seen.step} of {seen.of}: loss {seen.loss:.3f}"),
     )
     print(run)
-    public: slipstream.Conversion = slipstream.export(run.directory, str(home / "public"), target)
-    print(slipstream.import_checkpoint(public.directory, str(home / "again"), target))
+    public: slipstream.Conversion = slipstream.export(target, run.directory, home / "public")
+    print(slipstream.import_checkpoint(target, public.directory, home / "again"))
     return run.directory
 
 
@@ -107,7 +109,9 @@ def measure(target: HFTarget, drafter: str, home: Path) -> None:
         slipstream.Question("tour", "1", "chat", ("What is gravity?", "And who found it?")),
         slipstream.Question("tour", "2", "code", ("Count to ten.",)),
     ]
-    tuned: slipstream.TuneReport = slipstream.tune(target, drafter, asked, [0.0], max_new_tokens=16)
+    tuned: slipstream.TuneReport = slipstream.tune(
+        target, drafter, asked, temperatures=[0.0], max_new_tokens=16
+    )
     print(tuned, tuned.temperatures[0].chosen.tree)
     report: slipstream.BenchReport = slipstream.bench(target, ["ngram", drafter], asked, max_new_tokens=16)
     report.write(str(home / "bench.json"))

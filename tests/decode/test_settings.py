@@ -236,6 +236,6 @@ def test_certify_asks_and_audits_with_the_targets_processors():
         no_repeat_ngram_size=1, prompt_lookup_num_tokens=3, repetition_penalty=1.2, typical_p=0.8
     )
     questions = [Question("f", "1", "c", ("abcabc",)), Question("f", "2", "c", ("hello",))]
-    report = certify(target, ["ngram"], questions, [0.0, 1.0], max_new_tokens=12)
+    report = certify(target, ["ngram"], questions, temperatures=[0.0, 1.0], max_new_tokens=12)
     assert report.certified
     assert all(result.identical == 2 for result in report.results)

@@ -62,9 +62,9 @@ def drafter(target, tmp_path) -> str:
 def write(directory, to: str, target, source: str, force: bool = False) -> None:
     """By import, export or save_drafter."""
     if to == "import":
-        import_checkpoint(source, str(directory), target, force=force)
+        import_checkpoint(target, source, str(directory), force=force)
     elif to == "export":
-        export(source, str(directory), target, force=force)
+        export(target, source, str(directory), force=force)
     else:
         save_drafter(directory, "eagle", target, *tiny.eagle(target, "chain-2").pack(), {}, force=force)
 
@@ -73,7 +73,7 @@ def write(directory, to: str, target, source: str, force: bool = False) -> None:
 def test_only_what_the_same_command_wrote_is_replaced(target, drafter, tmp_path, to):
     """--out at a model's directory replaced its config.json and its weights."""
     public, model, out = tmp_path / "public", tmp_path / "model", tmp_path / "out"
-    export(drafter, str(public), target)
+    export(target, drafter, str(public))
     source = str(public) if to == "import" else drafter
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -98,7 +98,7 @@ def test_a_drafter_is_not_exported_onto_itself(target, drafter, tmp_path):
     before = (tmp_path / "drafter" / "config.json").read_bytes()
     for force in (False, True):
         with pytest.raises(ValueError, match="is read by this command"):
-            export(drafter, f"{drafter}/../drafter", target, force=force)
+            export(target, drafter, f"{drafter}/../drafter", force=force)
     assert (tmp_path / "drafter" / "config.json").read_bytes() == before
 
 
@@ -113,7 +113,7 @@ def test_a_name_that_is_no_directorys_is_refused(tmp_path, name):
 
 def test_a_command_that_fails_leaves_no_directory(target, tmp_path):
     with pytest.raises(ValueError, match=r"has no config\.json"):
-        import_checkpoint(str(tmp_path / "nowhere"), str(tmp_path / "out"), target)
+        import_checkpoint(target, str(tmp_path / "nowhere"), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -137,7 +137,7 @@ def test_a_config_that_does_not_fit_is_one_line(target, drafter, tmp_path, key, 
     )
     for use in (
         lambda: load_drafter(drafter, target),
-        lambda: export(drafter, str(tmp_path / "o"), target),
+        lambda: export(target, drafter, str(tmp_path / "o")),
     ):
         with pytest.raises(ValueError, match=r"config\.json|does not fit|no drafter|Unknown") as refused:
             use()

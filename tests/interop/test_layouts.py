@@ -80,7 +80,7 @@ def test_an_imported_eagle3_head_says_what_the_formulas_say(deep, tmp_path, name
     vocabulary."""
     kind = KINDS3[name]
     config, tensors = public3(kind)
-    import_checkpoint(write(tmp_path / "public", config, tensors), str(tmp_path / "d"), deep)
+    import_checkpoint(deep, write(tmp_path / "public", config, tensors), str(tmp_path / "d"))
     drafter = load_drafter(str(tmp_path / "d"), deep)
     assert drafter.taps == tuple(f"input of block {i}" for i in READ.get(name, (2, 4, 5)))
     ids = torch.tensor(tiny.prompts(7))
@@ -102,8 +102,8 @@ def test_an_imported_eagle3_head_says_what_the_formulas_say(deep, tmp_path, name
 @pytest.mark.parametrize("kind", KINDS3.values(), ids=KINDS3)
 def test_the_round_trip_of_an_eagle3_head_is_bit_identical(deep, tmp_path, kind):
     config, tensors = public3(kind)
-    import_checkpoint(write(tmp_path / "a", config, tensors), str(tmp_path / "d"), deep)
-    export(str(tmp_path / "d"), str(tmp_path / "b"), deep)
+    import_checkpoint(deep, write(tmp_path / "a", config, tensors), str(tmp_path / "d"))
+    export(deep, str(tmp_path / "d"), str(tmp_path / "b"))
     again = load_file(tmp_path / "b" / "model.safetensors")
     assert set(again) == set(tensors)
     assert all(torch.equal(again[name], t) and again[name].dtype == t.dtype for name, t in tensors.items())
@@ -114,8 +114,8 @@ def test_the_round_trip_of_an_eagle3_head_is_bit_identical(deep, tmp_path, kind)
 def test_our_own_eagle3_head_is_exported(deep, tmp_path, layout):
     drafter = tiny.eagle3(deep, vocab=40)
     save_drafter(tmp_path / "d", "eagle3", deep, *drafter.pack(), {}, dtype=None)
-    export(str(tmp_path / "d"), str(tmp_path / "p"), deep, layout)
-    import_checkpoint(str(tmp_path / "p"), str(tmp_path / "again"), deep)
+    export(deep, str(tmp_path / "d"), str(tmp_path / "p"), layout=layout)
+    import_checkpoint(deep, str(tmp_path / "p"), str(tmp_path / "again"))
     again = load_drafter(str(tmp_path / "again"), deep)
     for name, t in drafter.head.state_dict().items():
         assert torch.equal(again.head.state_dict()[name], t)
@@ -124,17 +124,17 @@ def test_our_own_eagle3_head_is_exported(deep, tmp_path, layout):
     with pytest.raises(
         ValueError, match=r"Unknown layout for eagle3 drafters: 'eagle'\. Available: eagle3, speculators"
     ):
-        export(str(tmp_path / "d"), str(tmp_path / "p"), deep, "eagle")
+        export(deep, str(tmp_path / "d"), str(tmp_path / "p"), layout="eagle")
 
 
 @pytest.mark.parametrize("name", KINDS3)
 def test_a_head_in_the_other_layout_is_the_same_head(deep, tmp_path, name):
     """A key that is read in one place and written in another, or not at all."""
     config, tensors = public3(KINDS3[name])
-    import_checkpoint(write(tmp_path / "a", config, tensors), str(tmp_path / "d"), deep)
+    import_checkpoint(deep, write(tmp_path / "a", config, tensors), str(tmp_path / "d"))
     other = "eagle3" if "speculators_model_type" in config else "speculators"
-    export(str(tmp_path / "d"), str(tmp_path / "b"), deep, other)
-    import_checkpoint(str(tmp_path / "b"), str(tmp_path / "again"), deep)
+    export(deep, str(tmp_path / "d"), str(tmp_path / "b"), layout=other)
+    import_checkpoint(deep, str(tmp_path / "b"), str(tmp_path / "again"))
     drafter, again = (load_drafter(str(tmp_path / home), deep) for home in ("d", "again"))
     assert again.head.config == drafter.head.config
     assert torch.equal(again.vocab, drafter.vocab)
@@ -156,12 +156,12 @@ def test_a_head_that_engines_cannot_feed_is_not_exported(deep, tmp_path):
         tensors["fc.weight"] = tensors["fc.weight"][:, : 2 * H].contiguous()
         save_drafter(tmp_path / "d", "eagle3", deep, about | {"taps": taps}, tensors, {}, dtype=None)
         with pytest.raises(ValueError, match=f"this head reads {taps[0]!r}, {taps[1]!r}, and engines"):
-            export(str(tmp_path / "d"), str(tmp_path / "p"), deep)
+            export(deep, str(tmp_path / "d"), str(tmp_path / "p"))
 
 
 def test_what_a_missing_key_was_taken_for_is_said(deep, tmp_path):
     config, tensors = public3({"num_attention_heads": 4, "speculators_model_type": "eagle3"})
-    report = import_checkpoint(write(tmp_path / "a", config, tensors), str(tmp_path / "d"), deep)
+    report = import_checkpoint(deep, write(tmp_path / "a", config, tensors), str(tmp_path / "d"))
     assert any("norm_before_residual: absent, false as speculators has it" in note for note in report.notes)
 
 
@@ -188,14 +188,14 @@ def test_what_a_missing_key_was_taken_for_is_said(deep, tmp_path):
 def test_an_eagle3_head_for_something_else_is_refused(deep, tmp_path, change, says):
     config, tensors = public3(KINDS3["MHA"])
     with pytest.raises(ValueError, match=says):
-        import_checkpoint(write(tmp_path / "a", config | change, tensors), str(tmp_path / "d"), deep)
+        import_checkpoint(deep, write(tmp_path / "a", config | change, tensors), str(tmp_path / "d"))
 
 
 def test_a_draft_vocabulary_that_contradicts_itself_is_refused(deep, tmp_path):
     config, tensors = public3(KINDS3["MHA"])
     tensors["t2d"] = ~tensors["t2d"]
     with pytest.raises(ValueError, match="d2t and t2d"):
-        import_checkpoint(write(tmp_path / "a", config, tensors), str(tmp_path / "d"), deep)
+        import_checkpoint(deep, write(tmp_path / "a", config, tensors), str(tmp_path / "d"))
 
 
 HIDDEN, V = 32, tiny.VOCAB
@@ -226,7 +226,7 @@ def test_the_official_layout_says_what_it_says_and_comes_back_bit_for_bit(tmp_pa
         torch.save(tensors, tmp_path / "medusa_lm_head.pt")
     else:
         save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
-    import_checkpoint(str(tmp_path), str(tmp_path / "d"), target)
+    import_checkpoint(target, str(tmp_path), str(tmp_path / "d"))
     drafter, f = load_drafter(str(tmp_path / "d"), target), tiny.noise(1, 1, HIDDEN)
     said = drafter.head.logits(drafter.head(f))[0, 0]
     for i in range(3):
@@ -235,7 +235,7 @@ def test_the_official_layout_says_what_it_says_and_comes_back_bit_for_bit(tmp_pa
             y = tensors[f"{i}.{j}.linear.weight"] @ x + tensors[f"{i}.{j}.linear.bias"]
             x = x + y * y.sigmoid()
         torch.testing.assert_close(said[i], tensors[f"{i}.{layers}.weight"] @ x)
-    export(str(tmp_path / "d"), str(tmp_path / "b"), target)
+    export(target, str(tmp_path / "d"), str(tmp_path / "b"))
     again = load_file(tmp_path / "b" / "medusa_lm_head.safetensors")
     assert again.keys() == tensors.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
@@ -247,10 +247,10 @@ def test_the_serving_engines_layout_comes_back_bit_for_bit(tmp_path):
     config = {"model_type": "medusa", "num_heads": 3, "num_hidden_layers": 2, "truncated_vocab_size": 20}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
-    import_checkpoint(str(tmp_path), str(tmp_path / "d"), target)
+    import_checkpoint(target, str(tmp_path), str(tmp_path / "d"))
     drafter = load_drafter(str(tmp_path / "d"), target)
     assert (drafter.vocab.tolist(), drafter.head.config.bias) == (list(range(3, 63, 3)), False)
-    export(str(tmp_path / "d"), str(tmp_path / "b"), target)
+    export(target, str(tmp_path / "d"), str(tmp_path / "b"))
     again = load_file(tmp_path / "b" / "model.safetensors")
     assert again.keys() == tensors.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
@@ -262,9 +262,9 @@ def test_our_own_heads_in_both_layouts(tmp_path):
     drafter = tiny.medusa(target, vocab=40)
     save_drafter(tmp_path / "d", "medusa", target, *drafter.pack(), {}, dtype=None)
     with pytest.raises(ValueError, match="medusa-vllm"):
-        export(str(tmp_path / "d"), str(tmp_path / "p"), target)
-    export(str(tmp_path / "d"), str(tmp_path / "p"), target, "medusa-vllm")
-    import_checkpoint(str(tmp_path / "p"), str(tmp_path / "again"), target)
+        export(target, str(tmp_path / "d"), str(tmp_path / "p"))
+    export(target, str(tmp_path / "d"), str(tmp_path / "p"), layout="medusa-vllm")
+    import_checkpoint(target, str(tmp_path / "p"), str(tmp_path / "again"))
     again = load_drafter(str(tmp_path / "again"), target)
     assert again.head.config == drafter.head.config
     assert again.vocab.tolist() == drafter.vocab.tolist()
@@ -280,7 +280,7 @@ def test_blocks_alone_say_with_the_targets_own_lm_head(tmp_path, layout):
         json.dumps({"medusa_num_heads": 3, "medusa_num_layers": 2, "version": "2"})
     )
     torch.save(tensors, tmp_path / "medusa_lm_head.pt")
-    report = import_checkpoint(str(tmp_path), str(tmp_path / "d"), target)
+    report = import_checkpoint(target, str(tmp_path), str(tmp_path / "d"))
     assert any("lm_heads: absent" in note for note in report.notes)
     drafter, f = load_drafter(str(tmp_path / "d"), target), tiny.noise(1, 1, HIDDEN)
     said = drafter.logits(drafter.head(f))[0, 0]
@@ -290,8 +290,8 @@ def test_blocks_alone_say_with_the_targets_own_lm_head(tmp_path, layout):
             y = tensors[f"{i}.{j}.linear.weight"] @ x + tensors[f"{i}.{j}.linear.bias"]
             x = x + y * y.sigmoid()
         torch.testing.assert_close(said[i], target.lm_head().weight.detach() @ x)
-    export(str(tmp_path / "d"), str(tmp_path / "b"), target, layout)
-    import_checkpoint(str(tmp_path / "b"), str(tmp_path / "again"), target)
+    export(target, str(tmp_path / "d"), str(tmp_path / "b"), layout=layout)
+    import_checkpoint(target, str(tmp_path / "b"), str(tmp_path / "again"))
     again = load_drafter(str(tmp_path / "again"), target)
     assert again.head.config == drafter.head.config
     assert all(torch.equal(again.head.state_dict()[name], t) for name, t in drafter.head.state_dict().items())
@@ -308,7 +308,7 @@ def test_the_lm_head_of_another_target_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "medusa", "original_lm_head": True}))
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="is not this target's LM head"):
-        import_checkpoint(str(tmp_path), str(tmp_path / "d"), target)
+        import_checkpoint(target, str(tmp_path), str(tmp_path / "d"))
 
 
 def test_heads_of_another_target_are_refused(tmp_path):
@@ -317,5 +317,5 @@ def test_heads_of_another_target_are_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
     with pytest.raises(ValueError, match="the target it was made for"):
-        import_checkpoint(str(tmp_path), str(tmp_path / "d"), target)
+        import_checkpoint(target, str(tmp_path), str(tmp_path / "d"))
     assert not (tmp_path / "d").exists()

@@ -45,7 +45,7 @@ def test_an_imported_head_says_what_the_formulas_say(target, tmp_path, kind):
     """Order of the concatenation, a norm too many, rope's base or pairing, the grouping of heads, a bias left
     out."""
     config, tensors = public(target, kind)
-    import_checkpoint(write(tmp_path / "public", config, tensors), str(tmp_path / "d"), target)
+    import_checkpoint(target, write(tmp_path / "public", config, tensors), str(tmp_path / "d"))
     drafter = load_drafter(str(tmp_path / "d"), target)
     ids, f = tiny.prompts(7)[0], tiny.noise(7, H)
     mask = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
@@ -65,9 +65,9 @@ def test_an_imported_head_says_what_the_formulas_say(target, tmp_path, kind):
 def test_the_round_trip_is_bit_identical(target, tmp_path, dtype, as_pickle):
     config, tensors = public(target, KINDS["GQA"])
     tensors = {name: t.to(dtype) for name, t in tensors.items()}
-    report = import_checkpoint(write(tmp_path / "a", config, tensors, as_pickle), str(tmp_path / "d"), target)
+    report = import_checkpoint(target, write(tmp_path / "a", config, tensors, as_pickle), str(tmp_path / "d"))
     assert "architectures, torch_dtype" in report.notes[-1]
-    back = export(str(tmp_path / "d"), str(tmp_path / "b"), target)
+    back = export(target, str(tmp_path / "d"), str(tmp_path / "b"))
     again = load_file(tmp_path / "b" / "model.safetensors")
     assert set(again) == set(tensors) == set(back.used)
     assert all(torch.equal(again[name], t) and again[name].dtype == t.dtype for name, t in tensors.items())
@@ -79,12 +79,12 @@ def test_our_own_head_comes_back_with_its_draft_vocabulary_and_its_tree(target, 
     drafter = tiny.eagle(target, "chain-3", vocab=40)
     drafter.vocab = torch.arange(3, 43)
     save_drafter(tmp_path / "d", "eagle", target, *drafter.pack(), {}, dtype=None)
-    report = export(str(tmp_path / "d"), str(tmp_path / "p"), target)
+    report = export(target, str(tmp_path / "d"), str(tmp_path / "p"))
     assert any("draft_vocab: in config.json" in note for note in report.notes)
     assert "draft_vocab" not in load_file(
         tmp_path / "p" / "model.safetensors"
     )  # engines refuse tensors they do not know
-    report = import_checkpoint(str(tmp_path / "p"), str(tmp_path / "again"), target)
+    report = import_checkpoint(target, str(tmp_path / "p"), str(tmp_path / "again"))
     assert any("draft_vocab: 40 tokens" in note for note in report.notes)
     again = load_drafter(str(tmp_path / "again"), target)
     for name, t in drafter.head.state_dict().items():
@@ -92,7 +92,7 @@ def test_our_own_head_comes_back_with_its_draft_vocabulary_and_its_tree(target, 
     assert again.head.config == drafter.head.config
     assert torch.equal(again.vocab, drafter.vocab)
     assert again.shape.name == "chain-3"
-    export(str(tmp_path / "again"), str(tmp_path / "b"), target)
+    export(target, str(tmp_path / "again"), str(tmp_path / "b"))
     assert (tmp_path / "b" / "config.json").read_text() == (tmp_path / "p" / "config.json").read_text()
 
 
@@ -100,7 +100,7 @@ def test_a_draft_vocabulary_of_another_target_is_refused(target, tmp_path):
     config, tensors = public(target, KINDS["MHA"])
     path = write(tmp_path / "a", config | {"slipstream": {"draft_vocab": "1 2 64"}}, tensors)
     with pytest.raises(ValueError, match="names other tokens than this target's 64"):
-        import_checkpoint(path, str(tmp_path / "d"), target)
+        import_checkpoint(target, path, str(tmp_path / "d"))
 
 
 PUBLISHED = {
@@ -138,7 +138,7 @@ def test_keys_that_change_nothing_are_listed_and_taken(target, tmp_path, keys, m
     target."""
     monkeypatch.setattr(target.config, "logit_scale", 0.5, raising=False)
     config, tensors = public(target, KINDS["MHA"])
-    report = import_checkpoint(write(tmp_path / "a", config | keys, tensors), str(tmp_path / "d"), target)
+    report = import_checkpoint(target, write(tmp_path / "a", config | keys, tensors), str(tmp_path / "d"))
     listed = report.notes[-1].split(": ")[1].split(", ")
     assert set(keys) - {"rope_scaling"} <= set(listed)
 
@@ -165,7 +165,7 @@ def test_tensors_that_do_not_fit_are_named(target, tmp_path, how, says):
     config, tensors = public(target, KINDS["MHA"])
     path = write(tmp_path / "a", config, broken(tensors, how))
     with pytest.raises(ValueError, match=says):
-        import_checkpoint(path, str(tmp_path / "d"), target)
+        import_checkpoint(target, path, str(tmp_path / "d"))
     assert not (tmp_path / "d").exists()
 
 
@@ -182,14 +182,14 @@ def test_tensors_that_do_not_fit_are_named(target, tmp_path, how, says):
 def test_a_head_for_something_else_is_refused(target, tmp_path, change, says):
     config, tensors = public(target, KINDS["MHA"])
     with pytest.raises(ValueError, match=says):
-        import_checkpoint(write(tmp_path / "a", config | change, tensors), str(tmp_path / "d"), target)
+        import_checkpoint(target, write(tmp_path / "a", config | change, tensors), str(tmp_path / "d"))
 
 
 def test_another_targets_embedding_is_refused(target, tmp_path):
     config, tensors = public(target, KINDS["MHA"])
     tensors["embed_tokens.weight"] = tiny.noise(tiny.VOCAB, H)
     with pytest.raises(ValueError, match="is not this target's embedding"):
-        import_checkpoint(write(tmp_path / "a", config, tensors), str(tmp_path / "d"), target)
+        import_checkpoint(target, write(tmp_path / "a", config, tensors), str(tmp_path / "d"))
 
 
 class Harmful:
@@ -202,7 +202,7 @@ def test_a_pickle_of_other_things_is_refused_in_our_words(target, tmp_path):
     path = write(tmp_path / "a", {}, {}, as_pickle=True)
     torch.save({"fc.weight": object()}, tmp_path / "a" / "pytorch_model.bin")
     with pytest.raises(ValueError, match="holds other things than tensors, or is damaged: convert it") as e:
-        import_checkpoint(path, str(tmp_path / "d"), target)
+        import_checkpoint(target, path, str(tmp_path / "d"))
     assert "weights_only" not in str(e.value)
 
 
@@ -214,11 +214,11 @@ def test_a_method_without_a_public_layout_says_so(tmp_path):
     with pytest.raises(
         ValueError, match="no public layout exists for fasteagle drafters, only for eagle, eagle3, medusa"
     ):
-        export(str(tmp_path / "d"), str(tmp_path / "p"), target)
+        export(target, str(tmp_path / "d"), str(tmp_path / "p"))
     config, tensors = tiny.eagle(target).pack()
     save_drafter(tmp_path / "d", "eagle", target, config, tensors, {})
     with pytest.raises(ValueError, match="Unknown layout for eagle drafters: 'medusa'"):
-        export(str(tmp_path / "d"), str(tmp_path / "p"), target, "medusa")
+        export(target, str(tmp_path / "d"), str(tmp_path / "p"), layout="medusa")
 
 
 def test_a_pickle_that_would_run_code_is_refused(target, tmp_path, capsys):
@@ -226,7 +226,7 @@ def test_a_pickle_that_would_run_code_is_refused(target, tmp_path, capsys):
     path = write(tmp_path / "a", config, {}, as_pickle=True)
     (tmp_path / "a" / "pytorch_model.bin").write_bytes(pickle.dumps(Harmful()))
     with pytest.raises(ValueError, match="cannot be read"):
-        import_checkpoint(path, str(tmp_path / "d"), target)
+        import_checkpoint(target, path, str(tmp_path / "d"))
     assert "must not run" not in capsys.readouterr().out
 
 
@@ -239,7 +239,7 @@ def test_a_missing_file_is_named(target, tmp_path):
         (tmp_path / "a", "has no model.safetensors"),
     ):
         with pytest.raises(ValueError, match=says):
-            import_checkpoint(str(path), str(tmp_path / "d"), target)
+            import_checkpoint(target, str(path), str(tmp_path / "d"))
 
 
 def test_a_variant_with_a_norm_is_not_exported(target, tmp_path):
@@ -250,4 +250,4 @@ def test_a_variant_with_a_norm_is_not_exported(target, tmp_path):
     drafter = Eagle(head, target)
     save_drafter(tmp_path / "d", "eagle", target, *drafter.pack(), {})
     with pytest.raises(ValueError, match="norm before attention"):
-        export(str(tmp_path / "d"), str(tmp_path / "p"), target)
+        export(target, str(tmp_path / "d"), str(tmp_path / "p"))

@@ -187,7 +187,7 @@ def test_a_draft_model_is_tuned_as_well(target, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     spec = "self-speculative:skip=0"
     named = f"{spec},tree=chain-2,proposal=noise"
-    (found,) = tune(target, named, ASKED, [0.0], max_new_tokens=12).temperatures
+    (found,) = tune(target, named, ASKED, temperatures=[0.0], max_new_tokens=12).temperatures
     last_race = [each.speedup for each in found.candidates if each.rounds == found.chosen.rounds]
     assert found.chosen.speedup == max(last_race)
     assert [chain.tree for chain in found.gammas] == [f"chain-{gamma}" for gamma in range(2, 11)]

@@ -69,9 +69,9 @@ def test_a_method_is_added_by_one_entry(chat, trained):
 def test_a_layout_is_added_by_one_entry(chat, trained, tmp_path):
     import_module("linear_layout")
     public, again = tmp_path / "public", tmp_path / "again"
-    export(trained, str(public), chat)
+    export(chat, trained, str(public))
     assert set(load_file(public / "model.safetensors")) == {"0", "1"}
-    import_checkpoint(str(public), str(again), chat)
+    import_checkpoint(chat, str(public), str(again))
     mine, theirs = (load_file(Path(home) / "model.safetensors") for home in (trained, again))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name].float(), theirs[name].float()) for name in mine)

@@ -88,7 +88,7 @@ def test_a_file_is_gone_on_with_as_it_was_begun(chat, tmp_path):
     with pytest.raises(ValueError, match=r"was made with fingerprint llama-.*, not fingerprint qwen3-"):
         regenerate(HFTarget(other, chat.text.tokenizer, "tiny-chat"), ROWS, out, **how)
     with pytest.raises(ValueError, match=r"prompt_temperature none, not prompt_temperature 0\.8"):
-        synthesize(chat, out, 9, **how)
+        synthesize(chat, out, prompts=9, **how)
     assert out.read_text() == begun
     out.write_text(begun.replace(json.dumps(made), "1").replace('"made": 1, ', ""))
     with pytest.raises(ValueError, match="does not say how it was made"):
@@ -142,7 +142,7 @@ def test_synthesis_goes_on_with_what_is_there(chat, tmp_path):
     out = tmp_path / "out.jsonl"
     for n in (2, 3):
         writer = Both("abcd", "efgh", "ijkl")
-        assert synthesize(chat, out, n, writer=writer, max_new_tokens=8, batch=2).lines == n
+        assert synthesize(chat, out, prompts=n, writer=writer, max_new_tokens=8, batch=2).lines == n
     assert [row["messages"][0]["content"] for row in lines(out)] == ["abcd", "efgh", "ijkl"]
     assert lines(out)[2]["messages"][1]["content"] == "to ijkl"
 

@@ -246,13 +246,13 @@ def test_one_run_trains_in_a_directory(chat, data, tmp_path):
     for other in (
         lambda: Trainer(chat, recipe(data), str(run)),
         lambda: Trainer(chat, recipe(data), str(run), force=True),
-        lambda: import_checkpoint(str(tmp_path / "public"), str(run), chat, force=True),
+        lambda: import_checkpoint(chat, str(tmp_path / "public"), str(run), force=True),
     ):
         with pytest.raises(ValueError, match=f"is being written by process {os.getpid()} on"):
             other()
     trainer.run()
     with pytest.raises(ValueError, match="what `slipstream train` wrote"):
-        import_checkpoint(str(tmp_path / "public"), str(run), chat)
+        import_checkpoint(chat, str(tmp_path / "public"), str(run))
     assert not (run / ".lock").exists()
 
 

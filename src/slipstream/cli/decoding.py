@@ -240,10 +240,10 @@ def certify(
 
     check_writable(json_path, reads=inputs(target, drafter, questions))
     asked = load_questions(questions, limit)
-    how = {"max_new_tokens": max_new_tokens, "seed": seed}
+    how: Any = {"temperatures": temperatures, "max_new_tokens": max_new_tokens, "seed": seed}
     with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(None) as progress:
         loaded = load(target, dtype, device, compile)
-        report = run(loaded, drafter, asked, temperatures, **how, progress=progress, keep=keep)
+        report = run(loaded, drafter, asked, **how, progress=progress, keep=keep)
         keep(report)
     if not report.certified:
         raise typer.Exit(1)

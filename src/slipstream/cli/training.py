@@ -153,7 +153,7 @@ def synthesize(
         made = run(
             loaded,
             path,
-            prompts,
+            prompts=prompts,
             writer=server,
             temperatures=temperatures,
             prompt_temperature=prompt_temperature,
@@ -226,7 +226,7 @@ def import_(
     """Make a drafter directory of a public checkpoint."""
     from slipstream.interop.public import import_checkpoint
 
-    made = import_checkpoint(source, directory, load(target, dtype, "cpu"), tree, force)
+    made = import_checkpoint(load(target, dtype, "cpu"), source, directory, tree=tree, force=force)
     out.print(made, soft_wrap=True)
 
 
@@ -249,7 +249,8 @@ def export(
     """Write a drafter in a public layout, which vLLM and SGLang load."""
     from slipstream.interop.public import export as run
 
-    out.print(run(drafter, directory, load(target, dtype, "cpu"), layout, force), soft_wrap=True)
+    made = run(load(target, dtype, "cpu"), drafter, directory, layout=layout, force=force)
+    out.print(made, soft_wrap=True)
 
 
 Python = Annotated[str, option("interpreter of vLLM's environment (make vllm)", "FILE")]

@@ -73,6 +73,10 @@ class Layout(ABC):
         """What a head of it drafts by default."""
         return "fig9"
 
+    def own_embedding(self, sizes: Any) -> bool:
+        """Whether a head of these sizes has an embedding of its own."""
+        return False
+
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Their tensors under our names. Raises ValueError."""
         return tensors
@@ -159,6 +163,9 @@ class Eagle3Layout(Layout):
             target_hidden_size=0 if wide in (None, H) else wide,
             vocab_size=target.vocab if own else 0,
         )
+
+    def own_embedding(self, sizes: Eagle3Config) -> bool:
+        return sizes.vocab_size > 0
 
     def config(self, head: Eagle3Config, target: Target, name: str) -> dict[str, Any]:
         inputs = [int(tap.removeprefix(INPUT)) for tap in head.taps if tap.startswith(INPUT)]

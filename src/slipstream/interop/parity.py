@@ -219,7 +219,7 @@ def _served(target: HFTarget, drafter: str, job: dict[str, Any], python: str) ->
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         target.save(home / "target")
-        export(drafter, str(home / "head"), target)
+        export(target, drafter, home / "head")
         job |= {name: str(home / name) for name in ("target", "head")}
         job |= {name: str(home / f"{name}.json") for name in ("plain", "drafted")}
         (home / "job.json").write_text(json.dumps({**job, "tensors": str(home / "seen.safetensors")}))

@@ -3,6 +3,7 @@
 
 import hashlib
 from dataclasses import asdict
+from os import PathLike, fspath
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -51,11 +52,19 @@ class Conversion(Result):
 
 @public
 def import_checkpoint(
-    source: str, directory: str, target: AnyTarget, tree: str | None = None, force: bool = False
+    target: AnyTarget,
+    source: str | PathLike[str],
+    directory: str | PathLike[str],
+    *,
+    tree: str | None = None,
+    force: bool = False,
 ) -> Conversion:
     """Make a drafter directory of a public checkpoint; its tensors keep their precision.
 
     Args:
+        target: a target, or the name of one, which is loaded with `load_target`'s defaults.
+        source: the checkpoint's directory.
+        directory: the drafter directory to write.
         tree: the drafter's default; by default the layout's.
         force: write whatever the directory holds; by default it is new, empty, or an earlier import.
 
@@ -64,8 +73,10 @@ def import_checkpoint(
             unknown or misshapen (by name), or the head does not fit this target.
     """
     target = loaded(target)
+    directory = fspath(directory)
+    source = name_of(source, "a checkpoint")
     with claimed(directory, ("import",), force, (source, target.source)), understood(f"checkpoint {source}"):
-        config, tensors = _read(Path(name_of(source, "a checkpoint")).expanduser())
+        config, tensors = _read(Path(source).expanduser())
         report = Report()
         try:
             method, about, tensors = _converted(config, tensors, target, tree, report)
@@ -92,7 +103,7 @@ def _converted(
     ignored = unread(flat, sorted(layout.keys), target.described)
     report.used = [*tensors, *sorted(layout.keys & set(flat))]
     if layout.embedding != "none":
-        taken |= _kept(embedding, target, bool(getattr(sizes, "vocab_size", 0)), report)
+        taken |= _kept(embedding, target, layout.own_embedding(sizes), report)
     report.notes.append(
         f"config keys kept for export that change nothing here: {', '.join(ignored) or 'none'}"
     )
@@ -132,11 +143,19 @@ def _kept(embedding: Tensor | None, target: Target, trained: bool, report: Repor
 
 @public
 def export(
-    source: str, directory: str, target: AnyTarget, layout: str | None = None, force: bool = False
+    target: AnyTarget,
+    drafter: str | PathLike[str],
+    directory: str | PathLike[str],
+    *,
+    layout: str | None = None,
+    force: bool = False,
 ) -> Conversion:
     """Write a drafter directory in a public layout, for vLLM, SGLang or the reference code.
 
     Args:
+        target: a target, or the name of one, which is loaded with `load_target`'s defaults.
+        drafter: a drafter directory, or a method whose weights ship.
+        directory: the checkpoint to write.
         layout: the name of one; default: the one that it was imported from, or its method's first.
         force: write whatever the directory holds; by default it is new, empty, or an earlier export.
 
@@ -145,10 +164,11 @@ def export(
             holds something else, or is the drafter's own.
     """
     target = loaded(target)
-    home = find_drafter(source, target)
-    reads = (home, target.source)
-    with claimed(directory, ("export",), force, reads), understood(f"drafter {source}"):
-        report = _export(source, home, directory, target, layout)
+    directory = fspath(directory)
+    name = name_of(drafter, "a drafter")
+    home = find_drafter(name, target)
+    with claimed(directory, ("export",), force, (home, target.source)), understood(f"drafter {name}"):
+        report = _export(name, home, directory, target, layout)
         return Conversion(**made(), directory=directory, used=report.used, notes=report.notes)
 
 

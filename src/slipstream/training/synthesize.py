@@ -138,8 +138,8 @@ def templated(rows: Sequence[Messages], systems: Sequence[str]) -> list[Messages
 def synthesize(
     target: AnyTarget,
     out: str | PathLike[str],
-    prompts: int = 200,
     *,
+    prompts: int = 200,
     writer: str | Writer | None = None,
     temperatures: Sequence[float] = (0.0, 0.7, 1.0),
     prompt_temperature: float = 0.8,
