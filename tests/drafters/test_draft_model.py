@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tiny
+from slipstream.core.cache import BLOCK
 from slipstream.core.tree import chain
 from slipstream.decode import session as rounds
 from slipstream.decode.generate import generate
@@ -64,9 +65,11 @@ def test_skipping_blocks_is_the_model_without_them(family):
     if types := getattr(model.config, "layer_types", None):
         assert types[0] != types[1]
         model.config.layer_types = types[1:]
-    said = model.model(text, use_cache=False).last_hidden_state
-    # Gemma's norms round to float32
-    torch.testing.assert_close(drafter.model.features(text.tolist(), ["final"]), said, atol=1e-5, rtol=0)
+    # Gemma 2's eager attention sums its softmax in float32, which rounds by the number of columns: the
+    # reference has as many as the cache.
+    padded = torch.nn.functional.pad(text, (0, BLOCK - text.shape[1]))
+    want = model.model(padded, use_cache=False).last_hidden_state[:, : text.shape[1]]
+    torch.testing.assert_close(drafter.model.features(text.tolist(), ["final"]), want)
     assert torch.equal(target.features(text.tolist(), ["final"]), whole)
     assert set(map(id, drafter.model.twin.parameters())) < set(map(id, target.twin.parameters()))
 
