@@ -5,7 +5,7 @@ import torch
 
 from slipstream.core.cache import KVCache
 from slipstream.core.span import Output, commit
-from slipstream.core.tree import PAD, Tree, chain
+from slipstream.core.tree import PAD, Probes, Tree, chain
 from slipstream.core.verify import Verdict
 
 #   0 ─ 1 ─ 3
@@ -53,7 +53,7 @@ def test_a_chain_is_kept_without_a_path():
     assert span.nexts.tolist()[1][:2] == [21, 25]
     assert span.cache.lengths.tolist() == [9, 4]
     assert span.features is None
-    assert span.probes is None
+    assert span.probed is None
 
 
 def test_a_row_without_tokens_reads_nothing():
@@ -66,7 +66,7 @@ def test_a_row_without_tokens_reads_nothing():
 
 
 @pytest.mark.parametrize(
-    ("hosts", "probed", "groups"),
+    ("hosts", "since", "groups"),
     [
         ([[0, 4], [0, 4]], [0, 0], [1, 0]),  # each row its last accepted host
         ([[4, 0], [PAD, 0]], [0, 0], [0, 1]),
@@ -74,18 +74,18 @@ def test_a_row_without_tokens_reads_nothing():
         ([[0, 0], [PAD, PAD]], [2, -1], [0, None]),
     ],
 )
-def test_probes_are_those_behind_the_last_accepted_host_and_say_how_old_they_are(hosts, probed, groups):
+def test_probes_are_those_behind_the_last_accepted_host_and_say_how_old_they_are(hosts, since, groups):
     """Probes of another branch predict what follows another text."""
     M = 2
-    tree = Tree(TOKENS, PARENTS, 2, probes=torch.zeros(M, 4), hosts=torch.tensor(hosts))
+    tree = Tree(TOKENS, PARENTS, 2, probes=Probes(torch.zeros(M, 4), torch.tensor(hosts)))
     span = commit_one(tree, VERDICT, numbered(tree.rows))
-    assert span.probed.tolist() == probed
-    assert span.probes.shape == (2, M, 1)
+    assert span.probed.since.tolist() == since
+    assert span.probed.features.shape == (2, M, 1)
     for b, g in enumerate(groups):
         if g is None:
             continue
         first = 100 * b + tree.nodes + g * M
-        assert span.probes[b, :, 0].tolist() == [first, first + 1]
+        assert span.probed.features[b, :, 0].tolist() == [first, first + 1]
 
 
 def test_a_span_without_a_tree_has_no_picks():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core.tree import PAD, Tree, chain
+from slipstream.core.tree import PAD, Probes, Tree, chain
 
 N = 7
 
@@ -65,7 +65,7 @@ def test_probes_see_their_host_and_its_ancestors_and_nobody_sees_them(parents, M
     n = len(parents[0])
     hosts = [[data.draw(st.integers(PAD, n - 1)) for _ in range(G)] for _ in parents]
     plain = tree_of(parents)
-    tree = tree_of(parents, probes=torch.zeros(M, 2), hosts=torch.tensor(hosts))
+    tree = tree_of(parents, probes=Probes(torch.zeros(M, 2), torch.tensor(hosts)))
     depths, visible = tree.layout()
     assert tree.rows == depths.shape[1] == n + G * M
     assert torch.equal(visible[:, :n, :n], plain.layout().visible)
@@ -86,7 +86,7 @@ def test_one_topology_serves_rows_with_their_own_hosts():
     """Parents [1, N] and hosts [B, G], as a static tree with probes has them."""
     parents, hosts = torch.tensor([[0, 0, 1]]), torch.tensor([[2], [1]])
     depths, visible = Tree(
-        torch.zeros(2, 3).long(), parents, 2, probes=torch.zeros(1, 4), hosts=hosts
+        torch.zeros(2, 3).long(), parents, 2, probes=Probes(torch.zeros(1, 4), hosts)
     ).layout()
     assert depths.tolist() == [[0, 1, 2, 3], [0, 1, 2, 2]]
     assert [seen_by(visible[b], 3) for b in range(2)] == [{0, 1, 2, 3}, {0, 1, 3}]
@@ -121,7 +121,7 @@ def test_clip_shortens_a_chain_with_its_law():
 
 def test_clip_lets_go_of_hosts_that_it_cuts_off_a_chain():
     """A host beyond the shortened chain: an index out of range in the last round before the window ends."""
-    tree = Tree(torch.arange(4)[None], None, 3, probes=torch.zeros(2, 2), hosts=torch.tensor([[1, 3]]))
+    tree = Tree(torch.arange(4)[None], None, 3, probes=Probes(torch.zeros(2, 2), torch.tensor([[1, 3]])))
     visible = tree.clip(1).layout().visible[0]
     assert seen_by(visible, 2) == {0, 1, 2}  # slots 0 and 1 are left, then the probes of host 1
     assert seen_by(visible, 5) == {4, 5}  # and those of nobody

@@ -15,7 +15,7 @@ from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.shape import Shape
 from slipstream.core.span import Output, Span
-from slipstream.core.tree import PAD, Tree, chain
+from slipstream.core.tree import PAD, Probes, Tree, chain
 from slipstream.decode.session import Session
 from slipstream.measure.baseline import hf_generate
 from slipstream.targets import HFTarget
@@ -67,7 +67,7 @@ def prefilled(target: HFTarget, memory: Tensor | None = None) -> KVCache:
 
 
 def with_probes(probes: Tensor, hosts: Tensor = HOSTS) -> Tree:
-    return Tree(TOKENS, PARENTS, TREE.depth, probes=probes, hosts=hosts)
+    return Tree(TOKENS, PARENTS, TREE.depth, probes=Probes(probes, hosts))
 
 
 def memory_of(target: HFTarget, length: int = 3, **how: float) -> Tensor:
@@ -177,7 +177,7 @@ def test_prefill_in_chunks_equals_prefill_in_one(family, monkeypatch):
         assert often.heard("nexts", b)[:-1].tolist() == prompt[1:]
         assert often.heard("nexts", b)[-1] == once.spans[-1].logits[b, 0].argmax()
         assert_equal(family, often.heard("features", b), once.heard("features", b))
-        assert_equal(family, often.spans[-1].probes[b], probed(family, prompt, Listener.probes))
+        assert_equal(family, often.spans[-1].probed.features[b], probed(family, prompt, Listener.probes))
 
 
 @every_family

@@ -2,6 +2,7 @@
 sequence."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -27,6 +28,13 @@ class Output:
     seconds: float
 
 
+class Probed(NamedTuple):
+    """What the probes behind the last token that hosts any have read."""
+
+    features: Float[Tensor, "B M F"]
+    since: Int[Tensor, " B"]  # tokens after that host; −1: no token is a host
+
+
 @dataclass(frozen=True)
 class Span:
     """T columns per row, of which `count` are real; a row may have none (the shorter prompts of a ragged
@@ -37,8 +45,7 @@ class Span:
         nexts: the token after each: `nexts[:, j] == tokens[:, j + 1]`, and after the last the target's own
             choice.
         features: the target's taps at each token.
-        probes, probed: taps of the probes behind the last token that hosts any, and how many tokens came
-            after it; −1: none does.
+        probed: the taps of probes; `None` where the pass had none.
         cache: the target's, these tokens included.
         tree, path, logits: the pass this span came from, and the accepted slots; `picks` are made of them.
     """
@@ -49,8 +56,7 @@ class Span:
     count: Int[Tensor, " B"]
     cache: KVCache
     features: Float[Tensor, "B T F"] | None = None
-    probes: Float[Tensor, "B M F"] | None = None
-    probed: Int[Tensor, " B"] | None = None
+    probed: Probed | None = None
     tree: Tree | None = None
     path: Int[Tensor, "B T"] | None = None
     logits: Float[Tensor, "B N V"] | None = None
@@ -80,17 +86,13 @@ def commit(tree: Tree, out: Output, verdict: Verdict, cache: KVCache) -> Span:
     nexts = torch.cat([tokens[:, 1:], verdict.next[:, None]], 1)
     nexts[rows, (verdict.count - 1).clamp(min=0)] = verdict.next
     features = None if out.features is None else out.features[rows[:, None], verdict.path]
-    behind = since = None
-    if (
-        features is not None
-        and out.features is not None
-        and tree.probes is not None
-        and tree.hosts is not None
-    ):
-        groups = out.features[:, tree.nodes :].unflatten(1, (-1, len(tree.probes)))
+    probed = None
+    if out.features is not None and tree.probes is not None:
+        vectors, hosts = tree.probes
+        groups = out.features[:, tree.nodes :].unflatten(1, (-1, len(vectors)))
         column = torch.arange(verdict.path.shape[1], device=rows.device)[:, None]
-        hosting = (verdict.path[:, :, None] == tree.hosts[:, None]) & (column < verdict.count[:, None, None])
+        hosting = (verdict.path[:, :, None] == hosts[:, None]) & (column < verdict.count[:, None, None])
         at, group = torch.where(hosting, column, -1).amax(1).max(1)
-        behind, since = groups[rows, group], torch.where(at < 0, at, verdict.count - 1 - at)
+        probed = Probed(groups[rows, group], torch.where(at < 0, at, verdict.count - 1 - at))
     path, logits = verdict.path, out.logits
-    return Span(tokens, nexts, start, verdict.count, cache, features, behind, since, tree, path, logits)
+    return Span(tokens, nexts, start, verdict.count, cache, features, probed, tree, path, logits)

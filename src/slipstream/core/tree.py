@@ -17,6 +17,13 @@ class Layout(NamedTuple):
     visible: Bool[Tensor, "#B R R"]  # visible[b, i, j]: row i may read row j
 
 
+class Probes(NamedTuple):
+    """Vectors that follow every host. They read it and its ancestors and are never accepted (BiTA §3.1)."""
+
+    vectors: Float[Tensor, "M H"]
+    hosts: Int[Tensor, "#B G"]  # slots of any nodes; `PAD` stands for no host
+
+
 @dataclass(frozen=True)
 class Tree:
     """Guesses for B rows of N nodes. Node 0 is the root: a chosen token, which the target has not read yet.
@@ -28,9 +35,6 @@ class Tree:
         depth: upper bound on the depth of any node (root: 0), known without reading a tensor.
         law: for sampled drafts, the law q [V] from which the children of each node were drawn, without
             replacement and in slot order. `None` means that candidates are point masses (top-k).
-        probes: vectors that follow every host. They read the host and its ancestors and are never accepted
-            (BiTA §3.1).
-        hosts: slots of the nodes that carry probes; `PAD` stands for no host. Every node may be a host.
         scores: the drafter's log probability of the path to each node, the root's is 0.
     """
 
@@ -38,8 +42,7 @@ class Tree:
     parents: Int[Tensor, "#B N"] | None
     depth: int
     law: Float[Tensor, "B N V"] | None = None
-    probes: Float[Tensor, "M H"] | None = None
-    hosts: Int[Tensor, "#B G"] | None = None
+    probes: Probes | None = None
     scores: Float[Tensor, "B N"] | None = None
 
     @property
@@ -53,9 +56,9 @@ class Tree:
     @property
     def rows(self) -> int:
         """Rows of a target pass over this tree: its nodes and all probes."""
-        if self.probes is None or self.hosts is None:
+        if self.probes is None:
             return self.nodes
-        return self.nodes + self.hosts.shape[1] * self.probes.shape[0]
+        return self.nodes + self.probes.hosts.shape[1] * len(self.probes.vectors)
 
     def parent_slots(self) -> Int[Tensor, "#B N"]:
         """`parents`, also for a chain."""
@@ -76,9 +79,9 @@ class Tree:
                 ancestors.scatter_(2, up[..., None], True)
                 up = self.parents.gather(1, up)
             depths = ancestors.sum(-1) - 1
-        if self.probes is None or self.hosts is None:
+        if self.probes is None:
             return Layout(depths, ancestors)
-        return _with_probes(depths, ancestors, self.hosts, M=len(self.probes))
+        return _with_probes(depths, ancestors, self.probes.hosts, M=len(self.probes.vectors))
 
     def clip(self, depth: int) -> "Tree":
         """The same tree, cut to `depth` for the end of the window: no deeper node can be accepted."""
@@ -86,9 +89,11 @@ class Tree:
             return self
         if self.parents is None:
             law = None if self.law is None else self.law[:, : depth + 1]
-            hosts = None if self.hosts is None else self.hosts.masked_fill(self.hosts > depth, PAD)
+            probes = self.probes
+            if probes is not None:
+                probes = probes._replace(hosts=probes.hosts.masked_fill(probes.hosts > depth, PAD))
             tokens = self.tokens[:, : depth + 1]
-            return replace(self, tokens=tokens, depth=depth, law=law, hosts=hosts, scores=None)
+            return replace(self, tokens=tokens, depth=depth, law=law, probes=probes, scores=None)
         deep = replace(self, probes=None).layout().depths > depth
         return replace(
             self,

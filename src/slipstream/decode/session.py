@@ -15,7 +15,7 @@ from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span, commit
 from slipstream.core.target import Target
-from slipstream.core.tree import Tree, chain
+from slipstream.core.tree import Probes, Tree, chain
 from slipstream.core.verify import Law, Verdict, coupled, verify
 from slipstream.decode.capture import Captured, Record, recorder, rounded
 
@@ -142,9 +142,9 @@ class Session:
         """Read prompts in chunks. Returns the last one's span, whose last tokens the law names."""
         for tokens, nexts, count, last in _chunks(prompts, self.target.device):
             rows = (count - 1)[:, None]
-            probes = self.drafter.probes if last else None
-            hosts = None if probes is None else rows
-            tree = Tree(tokens, None, tokens.shape[1] - 1, probes=probes, hosts=hosts)
+            vectors = self.drafter.probes if last else None
+            probes = None if vectors is None else Probes(vectors, rows)
+            tree = Tree(tokens, None, tokens.shape[1] - 1, probes=probes)
             start = cache.lengths
             out = self.target(tree, cache, self.drafter.taps, rows=rows if last else rows[:, :0])
             path = torch.minimum(torch.arange(tree.nodes, device=rows.device), rows.clamp(min=0))

@@ -15,7 +15,7 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.target import Target
-from slipstream.core.tree import PAD, Tree, chain
+from slipstream.core.tree import PAD, Probes, Tree, chain
 from slipstream.drafters.heads import Head
 from slipstream.drafters.parallel import ParallelDrafter, ParallelState
 
@@ -106,13 +106,14 @@ class Bita(ParallelDrafter):
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, BitaState)
-        if span.probes is None or span.probed is None:
+        if span.probed is None:
             state.known = torch.zeros_like(state.known)  # no masks rode in this pass
         else:
-            M, since = span.probes.shape[1], span.probed
+            features, since = span.probed
+            M = features.shape[1]
             state.known = torch.where(since < 0, 0, M - since).clamp(min=0)
             later = (torch.arange(self.deepest, device=since.device) + since[:, None]).clamp(0, M - 1)
-            state.hidden = span.probes.gather(1, later[..., None].expand_as(state.hidden))
+            state.hidden = features.gather(1, later[..., None].expand_as(state.hidden))
         state.root, state.length = span.last(span.nexts), span.start + span.count
 
     def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
@@ -121,7 +122,7 @@ class Bita(ParallelDrafter):
         masks = self.head.masks[: shape.depth]
         if look.may_look(state.known) and not bool(state.known.any()):
             bare = chain(state.root[:, None])
-            return replace(bare, probes=masks, hosts=torch.zeros_like(bare.tokens))
+            return replace(bare, probes=Probes(masks, torch.zeros_like(bare.tokens)))
         tree = super().propose(state, sampler, shape)
         known = tree.layout().depths <= state.known[:, None]
         tree = replace(tree, tokens=tree.tokens.masked_fill(~known, PAD))
@@ -129,7 +130,7 @@ class Bita(ParallelDrafter):
             hosts = static_hosts(shape.paths, self.hosts, known.device)
         else:
             hosts = likeliest_ends(tree, self.hosts or shape.nodes)
-        return replace(tree, probes=masks, hosts=hosts)
+        return replace(tree, probes=Probes(masks, hosts))
 
     def _read(self, features: Float[Tensor, "B M H"]) -> Float[Tensor, "B M H"]:
         """Nothing: the target reads."""

@@ -109,7 +109,7 @@ class Hybrid(Drafter):
         if shape is not None:  # room for a guess beside the match
             match = match.clip(max(0, shape.nodes - 2))
         if tree.nodes <= match.nodes:  # a bare root: nothing is guessed
-            return replace(match, probes=tree.probes, hosts=tree.hosts)
+            return replace(match, probes=tree.probes)
         return joined(tree, match.tokens[:, 1:])
 
 
@@ -120,11 +120,12 @@ def least_last(tree: Tree, last: int) -> Tree:
     order = torch.ones_like(tree.tokens).scatter(1, best, 0).sort(dim=1, stable=True).indices
     slots = order.argsort(1)  # of each node, its new one
     parents = slots.gather(1, tree.parent_slots().expand(len(slots), -1).gather(1, order))
-    hosts = tree.hosts
-    if hosts is not None:
-        hosts = slots.gather(1, hosts.clamp(min=0).expand(len(slots), -1)).where(hosts >= 0, PAD)
+    probes = tree.probes
+    if probes is not None:
+        moved = slots.gather(1, probes.hosts.clamp(min=0).expand(len(slots), -1))
+        probes = probes._replace(hosts=moved.where(probes.hosts >= 0, PAD))
     tokens, scores = tree.tokens.gather(1, order), tree.scores.gather(1, order)
-    return replace(tree, tokens=tokens, parents=parents, hosts=hosts, scores=scores)
+    return replace(tree, tokens=tokens, parents=parents, probes=probes, scores=scores)
 
 
 def joined(tree: Tree, match: Int[Tensor, "B D"]) -> Tree:

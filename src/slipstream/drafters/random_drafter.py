@@ -12,7 +12,7 @@ from slipstream.core.noise import Stream
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span
-from slipstream.core.tree import PAD, Tree
+from slipstream.core.tree import PAD, Probes, Tree
 
 
 @dataclass
@@ -82,8 +82,8 @@ class RandomDrafter(Drafter):
         if self.sampled:
             law = torch.zeros(B, self.nodes, self.vocab, dtype=torch.float64, device=device)
             law[:, : self.inner] = log_q.exp()
-        hosts = None
+        probes = None
         if self.probes is not None:
-            second = 1 + (u[:, 0, 0] * (self.nodes - 1)).long()
-            hosts = torch.stack([torch.zeros_like(second), torch.where(u[:, 0, 1] < 0.25, PAD, second)], 1)
-        return Tree(tokens, parents.expand(B, -1), self.depth, law, self.probes, hosts)
+            second = (1 + (u[:, 0, 0] * (self.nodes - 1)).long()).masked_fill(u[:, 0, 1] < 0.25, PAD)
+            probes = Probes(self.probes, torch.stack([torch.zeros_like(second), second], 1))
+        return Tree(tokens, parents.expand(B, -1), self.depth, law, probes)

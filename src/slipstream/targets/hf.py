@@ -221,9 +221,10 @@ class HFTarget(Target):
         if tree.rows == tree.nodes:
             inputs = {"input_ids": tokens}
         else:
-            assert tree.probes is not None and tree.hosts is not None
+            assert tree.probes is not None
+            vectors, hosts = tree.probes
             embedded = self.embed(tokens)
-            probes = tree.probes.to(embedded).repeat(tree.hosts.shape[1], 1).expand(len(tokens), -1, -1)
+            probes = vectors.to(embedded).repeat(hosts.shape[1], 1).expand(len(tokens), -1, -1)
             inputs = {"inputs_embeds": torch.cat([embedded, probes], 1)}
         keep: int | Tensor = 0
         if rows is not None or tree.rows > tree.nodes:
