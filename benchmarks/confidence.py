@@ -9,46 +9,96 @@ judged where all before it were right. The calibration error is the mean distanc
 over bins, by their size.
 """
 
-import argparse
-import shlex
-import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from jaxtyping import Float, Int
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from common import Plot, digits, run
+from slipstream.cli import common as cli
 from slipstream.core.grow import Expand
 from slipstream.core.shape import Shape
 from slipstream.core.tree import Tree
 from slipstream.decode.predict import record
 from slipstream.drafters import load_drafter
-from slipstream.files import check_writable, write_json
-from slipstream.measure.questions import load_questions
+from slipstream.drafters.proposer import Proposer
+from slipstream.files import check_writable
+from slipstream.measure.questions import Asking, load_questions
+from slipstream.measure.run import first_prompts
 from slipstream.measure.tune import ranks
 from slipstream.picture import picture
-from slipstream.results import heading
-from slipstream.targets import load_target
-from slipstream.targets.prompts import encode
+from slipstream.results import Figures, Part, Report, heading
+from slipstream.targets import HFTarget, RecordedTarget
 
 BINS, RANKS = 10, (1, 3, 5, 7)  # CAPE takes 1, 3, 5 or 7 candidates
 
-options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-options.add_argument("drafters", nargs="+", help="as in `slipstream bench`")
-options.add_argument("--target", default="smollm2")
-options.add_argument("--questions", action="append", default=[])
-options.add_argument("--limit", type=int, default=10)
-options.add_argument("--max-new-tokens", type=int, default=128)
-options.add_argument("--dtype", default="float32")
-options.add_argument("--depth", type=int, default=3, help="tokens drafted ahead, where the drafter can")
-options.add_argument("--json", default=None)
-options.add_argument("--plot", default=None)
-given = options.parse_args()
-check_writable(given.json)
+
+class Bin(Part):
+    """Drafted tokens of about the same confidence: their mean confidence, and how often the right token was
+    among the first candidates."""
+
+    tokens: int
+    confidence: float
+    top_1: float
+    top_3: float
+    top_5: float
+    top_7: float
+
+
+class Calibration(Part):
+    """One drafter's confidence and acceptance, over drafts of `depth` tokens."""
+
+    tokens: int
+    depth: int
+    calibration_error: float
+    bins: list[Bin]
+
+    def mean(self, figure: str) -> float:
+        """A figure of the bins, over all tokens."""
+        return sum(getattr(part, figure) * part.tokens for part in self.bins) / self.tokens
+
+
+class ConfidenceReport(Report):
+    """What `confidence` found. `limit`: questions of each file."""
+
+    max_new_tokens: int
+    questions: list[str]
+    limit: int | None
+    drafters: dict[str, Calibration]
+
+    def __rich__(self) -> Figures:
+        columns = ("confidence", *(f"top_{k}" for k in RANKS))
+        table = Figures(None, "drafter", "tokens", *columns, "calibration error")
+        for name, found in self.drafters.items():
+            means = (f"{found.mean(figure):.3f}" for figure in columns)
+            table.add_row(name, str(found.tokens), *means, f"{found.calibration_error:.3f}")
+        return table
+
+    def draw(self, path: str) -> None:
+        """Acceptance by confidence, of every drafter, and the first one's candidates. Raises ValueError."""
+        with picture(path, 2) as (left, right):
+            left.plot([0, 1], [0, 1], color="0.8", linewidth=1)
+            for name, found in self.drafters.items():
+                left.plot(*_curve(found, 1), label=f"{name} (error {found.calibration_error:.3f})", **MARKED)
+            left.set(xlabel="confidence", ylabel="accepted", title="Accepted, by confidence", **UNIT)
+            name, found = next(iter(self.drafters.items()))
+            for k in RANKS:
+                right.plot(*_curve(found, k), label=f"among the first {k}", **MARKED)
+            right.set(xlabel="confidence", title=f"The right token among the candidates ({name})", **UNIT)
+            for axes in (left, right):
+                axes.legend(frameon=False, fontsize=8)
+
+
+MARKED, UNIT = {"marker": "o", "markersize": 3}, {"xlim": (0, 1), "ylim": (0, 1)}
+
+
+def _curve(found: Calibration, k: int) -> tuple[list[float], list[float]]:
+    return [part.confidence for part in found.bins], [getattr(part, f"top_{k}") for part in found.bins]
 
 
 @dataclass(frozen=True)
@@ -70,60 +120,75 @@ class Watched(Shape):
         return tree
 
 
-target = load_target(given.target, given.dtype)
-drafters: dict[str, Any] = {Path(name).name: load_drafter(name, target) for name in given.drafters}
-prompts = [encode(target, question.turns[0]) for question in load_questions(given.questions, given.limit)]
-taps = tuple(dict.fromkeys(tap for drafter in drafters.values() for tap in drafter.taps))
-recorded = record(target, prompts, given.max_new_tokens, taps, batch=20)
-entries: dict[str, dict[str, Any]] = {}
-table = Table(
-    "drafter", "tokens", "confidence", "accepted", "calibration error", *(f"top {k}" for k in RANKS)
-)
-for label, drafter in drafters.items():
-    depth = min(given.depth, drafter.deepest or given.depth)
+def calibrate(
+    target: HFTarget,
+    drafters: Mapping[str, Proposer],
+    questions: Sequence[Asking] = (),
+    *,
+    depth: int = 3,
+    limit: int | None = 10,
+    max_new_tokens: int = 128,
+) -> ConfidenceReport:
+    """Confidence and acceptance of drafters, by their names.
+
+    Args:
+        depth: tokens drafted ahead, where the drafter can.
+        limit: questions of each file.
+
+    Raises:
+        ValueError: a file cannot be read, or the target answers nothing.
+    """
+    asked = load_questions(questions, limit)
+    taps = tuple(dict.fromkeys(tap for drafter in drafters.values() for tap in drafter.taps))
+    recorded = record(target, first_prompts(target, asked), max_new_tokens, taps, batch=20)
+    return ConfidenceReport(
+        **heading(target),
+        max_new_tokens=max_new_tokens,
+        questions=list(dict.fromkeys(question.file for question in asked)),
+        limit=limit,
+        drafters={name: _calibration(drafter, recorded, depth) for name, drafter in drafters.items()},
+    )
+
+
+def _calibration(drafter: Proposer, recorded: RecordedTarget, depth: int) -> Calibration:
+    depth = min(depth, drafter.deepest or depth)
     shape = Watched(**vars(Shape.parse(f"backbone-{depth}x{max(RANKS)}")))
     rank = ranks(drafter, recorded, shape)
-    confidence = torch.cat(shape.sure).double()
-    confidence, rank = confidence[rank >= 0], rank[rank >= 0]
-    bins = []
+    confidence = torch.cat(shape.sure).double()[rank >= 0]
+    rank, bins = rank[rank >= 0], []
     for b in range(BINS):
         inside = (confidence >= b / BINS) & ((confidence < (b + 1) / BINS) | (b == BINS - 1))
         if n := int(inside.sum()):
-            hits = {f"top_{k}": round(float((rank[inside] < k).double().mean()), 4) for k in RANKS}
-            bins.append({"tokens": n, "confidence": round(float(confidence[inside].mean()), 4), **hits})
-    error = sum(each["tokens"] * abs(each["confidence"] - each["top_1"]) for each in bins) / len(rank)
-    entries[label] = {"tokens": len(rank), "depth": depth, "calibration_error": round(error, 4), "bins": bins}
-    hits = [f"{float((rank < k).double().mean()):.3f}" for k in RANKS]
-    table.add_row(label, str(len(rank)), f"{float(confidence.mean()):.3f}", hits[0], f"{error:.3f}", *hits)
-Console().print(table)
+            hits = {f"top_{k}": digits((rank[inside] < k).double().mean()) for k in RANKS}
+            bins.append(Bin(tokens=n, confidence=digits(confidence[inside].mean()), **hits))
+    error = sum(part.tokens * abs(part.confidence - part.top_1) for part in bins) / len(rank)
+    return Calibration(tokens=len(rank), depth=depth, calibration_error=digits(error), bins=bins)
 
-if given.json:
-    about = {
-        "command": f"python benchmarks/confidence.py {shlex.join(sys.argv[1:])}",
-        "max_new_tokens": given.max_new_tokens,
-        "questions": [Path(name).name for name in given.questions],
-    }
-    write_json(given.json, {**heading(target), **about, "limit": given.limit, "drafters": entries})
-if given.plot:
-    with picture(given.plot, 2) as (left, right):
-        left.plot([0, 1], [0, 1], color="0.8", linewidth=1)
-        for label, entry in entries.items():
-            xs, ys = zip(*((each["confidence"], each["top_1"]) for each in entry["bins"]), strict=True)
-            left.plot(
-                xs, ys, marker="o", markersize=3, label=f"{label} (error {entry['calibration_error']:.3f})"
-            )
-        left.set(
-            xlabel="confidence", ylabel="accepted", xlim=(0, 1), ylim=(0, 1), title="Accepted, by confidence"
-        )
-        left.legend(frameon=False, fontsize=8)
-        label, entry = next(iter(entries.items()))
-        for k in RANKS:
-            xs, ys = zip(*((each["confidence"], each[f"top_{k}"]) for each in entry["bins"]), strict=True)
-            right.plot(xs, ys, marker="o", markersize=3, label=f"among the first {k}")
-        right.set(
-            xlabel="confidence",
-            xlim=(0, 1),
-            ylim=(0, 1),
-            title=f"The right token among the candidates ({label})",
-        )
-        right.legend(frameon=False, fontsize=8)
+
+def main(
+    drafters: Annotated[list[str], typer.Argument(help="as in `slipstream bench`")],
+    target: cli.TargetName = "smollm2",
+    questions: cli.Files = [],  # noqa: B006
+    limit: cli.Limit = 10,
+    max_new_tokens: cli.MaxNewTokens = 128,
+    dtype: cli.Dtype = "float32",
+    depth: Annotated[int, cli.option("tokens drafted ahead, where the drafter can", "N", min=1)] = 3,
+    json_path: cli.JsonPath = None,
+    plot: Plot = None,
+) -> None:
+    check_writable(json_path, plot, reads=cli.inputs(target, drafters, questions))
+    loaded = cli.load(target, dtype, "cpu")
+    named: dict[str, Proposer] = {}
+    for name in drafters:
+        if not isinstance(drafter := load_drafter(name, loaded), Proposer):
+            raise ValueError(f"drafter {name} has no confidence: give a trained one")
+        named[Path(name).name] = drafter
+    how: dict[str, Any] = {"depth": depth, "limit": limit, "max_new_tokens": max_new_tokens}
+    report = calibrate(loaded, named, questions, **how)
+    cli.deliver(report, json_path)
+    if plot is not None:
+        report.draw(plot)
+
+
+if __name__ == "__main__":
+    run(main)

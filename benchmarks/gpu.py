@@ -1,130 +1,220 @@
 """Rounds on a GPU, eager, compiled and captured: that they say the same, and what they cost.
 
-Proves first, in float64: texts of every drafter, captured, are those of eager plain decoding. Then measures
-in the given precision the cost curve, plain decoding, and the share of the memory's speed at which weights
-are read.
-
     python benchmarks/gpu.py --json benchmarks/results/gpu_smollm2.json
     python benchmarks/gpu.py --shape 7b --json benchmarks/results/gpu_7b.json
+    python benchmarks/gpu.py --shape tiny --device cpu --contexts 16 --max-new-tokens 8
+
+Proves first, in float64: texts of every drafter, captured, are those of eager plain decoding. Then measures
+in the given precision the cost curve, plain decoding, and the share of the memory's speed at which weights
+are read. On a CPU nothing is captured: the compiled rounds stand in the captured ones' place.
 """
 
-import argparse
 import gc
-import shlex
-import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from rich.console import Group
+from rich.text import Text
 from transformers import AutoModelForCausalLM, LlamaConfig
+from typer import Exit
 
-from slipstream.decode.generate import generate
+from common import compiled, run
+from slipstream.cli import common as cli
+from slipstream.decode.generate import Generation, generate
 from slipstream.drafters import load_drafter
-from slipstream.files import check_writable, write_json
-from slipstream.machine import SCHEMA
+from slipstream.files import check_writable
 from slipstream.measure.cost import ROWS, pass_seconds, read_bandwidth
-from slipstream.results import heading
-from slipstream.targets import HFTarget, load_target
+from slipstream.results import Figures, Part, Report, heading
+from slipstream.targets import HFTarget
 from slipstream.targets.prompts import encode
 
 MODES = ("eager", "compiled", "captured")
-SEVEN_B = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
+UNTRAINED = ("vanilla", "ngram")
+TRAINED = ("eagle:tree=fig9", "eagle:tree=dynamic-5x8x16", "eagle:proposal=noise")  # ship for SmolLM2
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+SHAPES: dict[str, dict[str, Any]] = {  # of Llamas
+    "7b": dict(zip(SIZES, (4096, 11008, 32, 32, 32000), strict=True)),
+    "tiny": dict(zip(SIZES, (64, 128, 2, 4, 256), strict=True)),
 }
-
-options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-options.add_argument("--target", default="smollm2")
-options.add_argument(
-    "--shape", choices=["7b"], help="random weights of a Llama of this size, instead of a target"
-)
-options.add_argument("--dtype", default="bfloat16")
-options.add_argument("--device", default="cuda")
-options.add_argument("--contexts", type=int, nargs="+", default=[256, 1024])
-options.add_argument("--max-new-tokens", type=int, default=256)
-options.add_argument("--json", default=None)
-given = options.parse_args()
-check_writable(given.json)
-console = Console()
+PROMPTS = ("Who wrote Hamlet?", "List three prime numbers, and say what makes a number prime, step by step.")
+Contexts = Annotated[list[int], cli.option("tokens behind which passes are timed; repeatable", "N", min=1)]
 
 
-def load(dtype: str, mode: str) -> HFTarget:
-    """The target in one of the three modes."""
-    if given.shape is None:
-        target = load_target(given.target, dtype, given.device, compile=mode != "eager")
-    else:
-        with torch.device(given.device):
-            model = AutoModelForCausalLM.from_config(LlamaConfig(**SEVEN_B), dtype=getattr(torch, dtype))
-        target = HFTarget(model, name=f"random {given.shape}", compile=mode != "eager")
-    target.captures = target.captures and mode == "captured"
-    return target
+class Proof(Part):
+    """Whether a drafter's captured texts are those of eager plain decoding, in float64."""
+
+    drafter: str
+    temperature: float
+    same: bool
 
 
-def texts(target: HFTarget, drafter: str, temperature: float) -> list[list[int]]:
-    """Answers to two prompts of different length; one of them stops early."""
-    some = ["Who wrote Hamlet?", "List three prime numbers, and say what makes a number prime, step by step."]
-    made = generate(target, [encode(target, prompt) for prompt in some], load_drafter(drafter, target),
-                    max_new_tokens=48, temperature=temperature, eos_token_ids=(), seed=1)  # fmt: skip
-    return [answer.tokens for answer in made]
+class ModeCosts(Part):
+    """What one mode costs.
+
+    Attributes:
+        gb_s: the bytes of the weights over the seconds of a plain round.
+        share: of the bandwidth.
+        passes_ms: of a target pass, by tokens of context and rows.
+    """
+
+    mode: str
+    plain_tokens_per_second: float
+    gb_s: float
+    share: float
+    passes_ms: dict[str, dict[str, float]]
 
 
-def prove() -> list[dict[str, Any]]:
-    """Texts of captured rounds against those of eager plain decoding, in float64."""
-    eager, captured, proved = load("float64", "eager"), load("float64", "captured"), []
+class GPUReport(Report):
+    """What `gpu` found. `bandwidth_gb_s`: of the device's memory."""
+
+    bandwidth_gb_s: float
+    proved: list[Proof]
+    results: list[ModeCosts]
+
+    def __rich__(self) -> Group:
+        lines = [
+            f"{proof.drafter} at T = {proof.temperature:g}: {'the same' if proof.same else 'NOT THE SAME'}"
+            for proof in self.proved
+        ]
+        context, rows = next(iter(self.results[0].passes_ms.items()))
+        title = f"{self.target}, {self.dtype}: ms of a pass behind {context} tokens"
+        table = Figures(title, "mode", "plain tok/s", "GB/s", "share", *(f"{n} rows" for n in rows))
+        for mode in self.results:
+            speeds = (f"{mode.plain_tokens_per_second:.1f}", f"{mode.gb_s:.0f}", f"{mode.share:.0%}")
+            table.add_row(mode.mode, *speeds, *(f"{ms:.2f}" for ms in mode.passes_ms[context].values()))
+        return Group(*map(Text, lines), table)
+
+
+def random_llama(shape: str, dtype: str, device: str) -> HFTarget:
+    """A Llama of a size in `SHAPES`, with random weights and without a tokenizer."""
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[shape]), dtype=getattr(torch, dtype))
+    return HFTarget(model, name=f"random {shape}")
+
+
+def in_mode(target: HFTarget, mode: str) -> HFTarget:
+    """A target over the same weights in one of `MODES`."""
+    if mode == "eager":
+        return target
+    made = compiled(target)
+    made.captures = made.captures and mode == "captured"
+    return made
+
+
+def prove(
+    target: HFTarget, drafters: Sequence[str], mode: str = "captured", max_new_tokens: int = 48
+) -> list[Proof]:
+    """Compare texts in one mode with those of eager plain decoding, at T = 0 and T = 0.8.
+
+    Args:
+        target: an eager one, in float64.
+    """
+    prompts = [encode(target, text) if target.text else [*text.encode()] for text in PROMPTS]
+
+    def texts(target: HFTarget, drafter: str, temperature: float) -> list[list[int]]:
+        how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_ids": (), "seed": 1}
+        guide = load_drafter(drafter, target)
+        answers: list[Generation] = generate(target, prompts, guide, temperature=temperature, **how)
+        return [answer.tokens for answer in answers]
+
+    other, proved = in_mode(target, mode), []
     for temperature in (0.0, 0.8):
-        plain = texts(eager, "vanilla", temperature)
-        for drafter in (
-            "vanilla",
-            "ngram",
-            "eagle:tree=fig9",
-            "eagle:tree=dynamic-5x8x16",
-            "eagle:proposal=noise",
-        ):
-            same = texts(captured, drafter, temperature) == plain
-            proved.append({"drafter": drafter, "temperature": temperature, "same": same})
-            console.print(f"{drafter} at T = {temperature:g}: {'the same' if same else 'NOT THE SAME'}")
+        plain = texts(target, "vanilla", temperature)
+        for drafter in drafters:
+            same = texts(other, drafter, temperature) == plain
+            proved.append(Proof(drafter=drafter, temperature=temperature, same=same))
     return proved
 
 
-def measure(mode: str, bandwidth: float) -> dict[str, Any]:
-    """Cost curve and plain decoding of one mode."""
-    target = load(given.dtype, mode)
-    passes = {context: pass_seconds(target, context=context, repeats=9) for context in given.contexts}
-    prompt = list(range(1, 65))
-    for _ in range(2):  # the first compiles and captures
-        plain = generate(
-            target, prompt, max_new_tokens=given.max_new_tokens, eos_token_ids=(), temperature=0.0
-        )
-    spent = (plain.seconds.total - plain.seconds.prefill) / len(plain.rounds)
-    speed = target.read_bytes / spent / 1e9
-    about = {"mode": mode, "plain_tokens_per_second": round(1 / spent, 1), "gb_s": round(speed, 1)}
-    about |= {"share": round(speed / bandwidth, 3), **heading(target)}
-    curve = {str(c): {str(n): round(s * 1e3, 4) for n, s in found.items()} for c, found in passes.items()}
-    return {**about, "passes_ms": curve}
+def measure(
+    target: HFTarget,
+    modes: Sequence[str] = MODES,
+    contexts: Sequence[int] = (256, 1024),
+    *,
+    max_new_tokens: int = 256,
+    rows: Sequence[int] = ROWS,
+    mib: int = 4096,
+    proved: Sequence[Proof] = (),
+) -> GPUReport:
+    """The cost curve and plain decoding of each mode.
+
+    Args:
+        target: an eager one.
+        contexts: tokens behind which passes are timed.
+        rows: of the passes.
+        mib: of memory that is read to measure the bandwidth.
+        proved: stored with the figures.
+    """
+    bandwidth, results = read_bandwidth(target.device, mib), []
+    for mode in modes:
+        results.append(_costs(in_mode(target, mode), mode, bandwidth, contexts, max_new_tokens, rows))
+        _free(target.device)
+    head = heading(target)
+    return GPUReport(**head, bandwidth_gb_s=round(bandwidth, 1), proved=list(proved), results=results)
 
 
-proved = prove() if given.shape is None else []
-gc.collect()
-bandwidth = read_bandwidth(torch.device(given.device), mib=4096 if given.device == "cuda" else 512)
-results = []
-for mode in MODES if given.device == "cuda" else MODES[:2]:
-    results.append(measure(mode, bandwidth))
+def _costs(
+    target: HFTarget,
+    mode: str,
+    bandwidth: float,
+    contexts: Sequence[int],
+    max_new_tokens: int,
+    rows: Sequence[int],
+) -> ModeCosts:
+    passes = {str(context): pass_seconds(target, rows, context=context, repeats=9) for context in contexts}
+    prompt = [token % target.vocab for token in range(1, 65)]
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "eos_token_ids": ()}
+    generate(target, prompt, **how)  # compiles and captures
+    plain = generate(target, prompt, **how)
+    seconds = (plain.seconds.total - plain.seconds.prefill) / len(plain.rounds)
+    speed = target.read_bytes / seconds / 1e9
+    return ModeCosts(
+        mode=mode,
+        plain_tokens_per_second=round(1 / seconds, 1),
+        gb_s=round(speed, 1),
+        share=round(speed / bandwidth, 3),
+        passes_ms={c: {str(n): round(1e3 * s, 4) for n, s in curve.items()} for c, curve in passes.items()},
+    )
+
+
+def _free(device: torch.device) -> None:
+    """Hand back the memory of what is no longer held."""
     gc.collect()
-    if given.device == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()
 
-table = Table("mode", "plain tok/s", "GB/s", "share", *(f"{n} rows" for n in ROWS))
-for result in results:
-    curve = next(iter(result["passes_ms"].values()))
-    figures = (f"{result['plain_tokens_per_second']:.1f}", f"{result['gb_s']:.0f}", f"{result['share']:.0%}")
-    table.add_row(result["mode"], *figures, *(f"{ms:.2f}" for ms in curve.values()))
-console.print(table)
-if given.json:
-    command = f"python benchmarks/gpu.py {shlex.join(sys.argv[1:])}"
-    about = {"schema": SCHEMA, "command": command, "bandwidth_gb_s": round(bandwidth, 1)}
-    write_json(given.json, {**about, "proved": proved, "results": results})
-if not all(entry["same"] for entry in proved):
-    raise SystemExit(1)
+
+def main(
+    target: cli.TargetName = "smollm2",
+    shape: Annotated[
+        str | None,
+        cli.option(f"random weights of this size ({', '.join(SHAPES)}) instead of a target", "SIZE"),
+    ] = None,
+    dtype: cli.Dtype = "bfloat16",
+    device: cli.Device = "cuda",
+    contexts: Contexts = [256, 1024],  # noqa: B006
+    max_new_tokens: cli.MaxNewTokens = 256,
+    json_path: cli.JsonPath = None,
+) -> None:
+    check_writable(json_path, reads=[] if shape else cli.inputs(target))
+    if shape not in (None, *SHAPES):
+        raise ValueError(f"Unknown shape: {shape!r}. Available: {', '.join(SHAPES)}")
+
+    def loaded(dtype: str) -> HFTarget:
+        return cli.load(target, dtype, device) if shape is None else random_llama(shape, dtype, device)
+
+    proved: list[Proof] = []
+    if shape != "7b":  # in float64 it is too large for most GPUs
+        proved = prove(loaded("float64"), UNTRAINED if shape else (*UNTRAINED, *TRAINED))
+        _free(torch.device(device))
+    on_gpu = torch.device(device).type == "cuda"
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "mib": 4096 if on_gpu else 512}
+    modes = MODES if on_gpu else MODES[:2]
+    cli.deliver(measure(loaded(dtype), modes, contexts, **how, proved=proved), json_path)
+    if not all(proof.same for proof in proved):
+        raise Exit(1)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,10 +1,9 @@
 r"""Trained drafters side by side: sizes, τ by tree and question file, acceptance by depth, what a round
 costs, the speed-up expected of it, and τ against the first one's with an interval.
 
-    python benchmarks/heads.py runs/eagle3 runs/eagle runs/fasteagle --questions mt_bench.jsonl --questions
-    gsm8k.jsonl \
-        --tree chain-3 --tree best-first-2x4 --compile --json benchmarks/results/heads.json --plot
-        docs/heads.svg
+    python benchmarks/heads.py runs/eagle3 runs/eagle runs/fasteagle --questions mt_bench.jsonl \
+        --questions gsm8k.jsonl --tree chain-3 --tree best-first-2x4 --compile \
+        --json benchmarks/results/heads.json --plot docs/heads.svg
 
 The target answers once, and every drafter is held against these answers; `bita`, which is the target, decodes
 for itself, at T = 0. Intervals are over questions (95 %, bootstrap): they say nothing of other seeds of
@@ -14,243 +13,386 @@ those accepted at the depth before. c: drafting, in plain passes, over the tree'
 Heads that grow one tree share its pass: the speed expected charges all of them one verify time, the median.
 """
 
-import argparse
-import shlex
-import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from jaxtyping import Float
-from rich.console import Console
-from rich.table import Column, Table
+from rich.console import Group
 from torch import Tensor
-from torch.nn import functional as F
 
+from common import Plot, compiled, digits, pooled, prompts_by_file, records, run, shortest
+from slipstream.cli import common as cli
 from slipstream.core.shape import Shape
-from slipstream.decode.predict import Prediction, decoded, predict, record
+from slipstream.decode.predict import Prediction, decoded, predict
 from slipstream.drafters import load_drafter
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import find_drafter, read_drafter
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.files import check_writable, write_json
+from slipstream.files import check_writable
 from slipstream.measure.cost import Rounds
 from slipstream.measure.paired import interval
-from slipstream.measure.questions import load_questions
+from slipstream.measure.questions import Asking
 from slipstream.measure.tune import proposing
 from slipstream.picture import picture
-from slipstream.results import heading
-from slipstream.targets import load_target
-from slipstream.targets.prompts import encode
+from slipstream.results import Figures, Part, Report, heading
+from slipstream.targets import HFTarget, RecordedTarget
 
 TREES = ("chain-3", "best-first-2x4", "best-first-3x8", "best-first-3x16")
 SAMPLES = 2000
-
-options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-options.add_argument("heads", nargs="+", help="drafter directories; τ is compared with the first one's")
-options.add_argument("--tree", action="append", default=None, help=f"default: {', '.join(TREES)}")
-options.add_argument("--proposal", default="noise", help="at T > 0: top-k, noise or sampled")
-options.add_argument("--target", default="smollm2")
-options.add_argument("--questions", action="append", default=[])
-options.add_argument("--limit", type=int, default=20)
-options.add_argument("--max-new-tokens", type=int, default=128)
-options.add_argument(
-    "--temperature", type=float, action="append", default=None, help="several are answered in turn"
-)
-options.add_argument("--dtype", default="float32")
-options.add_argument("--compile", action="store_true", help="rounds are timed compiled as well")
-options.add_argument("--rounds", type=int, default=15, help="of each tree that are timed; 0: none")
-options.add_argument("--json", default=None)
-options.add_argument("--plot", default=None)
-given = options.parse_args()
-TREES, TEMPERATURES = tuple(given.tree or TREES), given.temperature or [0.0]
-check_writable(given.json)
-console = Console(width=None if sys.stdout.isatty() else 180)
+Interval = tuple[float, float]
+Temperatures = Annotated[list[float], cli.option("answered in turn; repeatable", "T", "--temperature", min=0)]
 
 
-def grows(drafter: Proposer, tree: str) -> bool:
-    """Whether the drafter is deep enough."""
-    return drafter.deepest is None or Shape.parse(tree).depth <= drafter.deepest
+class TreeTau(Part):
+    """τ of a head with one tree at one temperature.
+
+    Attributes:
+        nodes: rows of the target's pass.
+        share: τ over the first head's with this tree.
+        over_first_tree: τ over this head's with its first tree.
+        kept_by_depth: accepted at a depth, of those accepted at the depth before.
+        kept_last_of_first: the last of them over the first.
+        alpha: of a chain; alpha_gain: by how much it exceeds the first head's.
+    """
+
+    temperature: float
+    tree: str
+    nodes: int
+    tau: float
+    by_file: dict[str, float]
+    acceptance_by_depth: list[float]
+    share: float
+    interval: Interval
+    over_first_tree: float | None = None
+    over_first_tree_interval: Interval | None = None
+    kept_by_depth: list[float] | None = None
+    kept_intervals: list[Interval] | None = None
+    kept_last_of_first: Interval | None = None
+    alpha: float | None = None
+    alpha_interval: Interval | None = None
+    alpha_gain: Interval | None = None
 
 
-def pooled(parts: list[Prediction]) -> Prediction:
-    """All texts in one."""
-    rounds = max(len(part.committed) for part in parts)
-    padded = [F.pad(part.committed, (0, 0, 0, rounds - len(part.committed))) for part in parts]
-    return Prediction(torch.cat(padded, 1), parts[0].depth)
+class HeadResult(Part):
+    """One drafter directory: its sizes, how it was trained, and its trees."""
+
+    method: str
+    parameters: int
+    bytes: int
+    draft_vocab: int
+    trained_tokens: int | None
+    minutes: float | None
+    trees: list[TreeTau]
+
+
+class RoundMs(Part):
+    """Milliseconds of a round's parts, the cost c, and by temperature the speed expected over plain."""
+
+    draft: float
+    verify: float
+    host: float
+    c: float
+    expected: dict[str, float]
+
+
+class Costs(Part):
+    """Rounds of all heads and of plain decoding in one race, by head and tree."""
+
+    plain_ms: float
+    heads: dict[str, dict[str, RoundMs]]
+
+
+class HeadsReport(Report):
+    """What `heads` found. `costs`: eager and compiled, where rounds were timed."""
+
+    max_new_tokens: int
+    questions: dict[str, int]
+    proposal: str
+    heads: dict[str, HeadResult]
+    costs: dict[str, Costs]
+
+    def of_temperatures(self) -> dict[float, list[tuple[str, TreeTau]]]:
+        """Heads and their trees, by temperature."""
+        by: dict[float, list[tuple[str, TreeTau]]] = {}
+        for name, head in self.heads.items():
+            for tree in head.trees:
+                by.setdefault(tree.temperature, []).append((name, tree))
+        return by
+
+    def __rich__(self) -> Group:
+        tables = []
+        for temperature, rows in self.of_temperatures().items():
+            columns = ("tree", "nodes", *self.questions, "τ", "of the first", "α", "by depth")
+            tables.append(Figures(f"T = {temperature:g}", "drafter", *columns))
+            for name, row in sorted(
+                rows, key=lambda named: [tree.tree for _, tree in rows].index(named[1].tree)
+            ):
+                taus = (*(f"{tau:.2f}" for tau in row.by_file.values()), f"{row.tau:.3f}")
+                share = "{:.3f} [{:.3f}, {:.3f}]".format(row.share, *row.interval)
+                alpha = ""
+                if row.alpha is not None and row.alpha_gain is not None:
+                    alpha = "{:.3f} [{:+.3f}, {:+.3f}]".format(row.alpha, *row.alpha_gain)
+                depths = " ".join(f"{rate:.2f}" for rate in row.acceptance_by_depth)
+                tables[-1].add_row(name, row.tree, str(row.nodes), *taus, share, alpha, depths)
+        for how, costs in self.costs.items():
+            temperatures = (f"× plain, T = {temperature:g}" for temperature in self.of_temperatures())
+            tables.append(Figures(how, "drafter", "tree", "draft ms", "verify", "host", "c", *temperatures))
+            for name, trees in costs.heads.items():
+                for tree, cost in trees.items():
+                    ms = (f"{part:.1f}" for part in (cost.draft, cost.verify, cost.host))
+                    speeds = (f"{speed:.2f}" for speed in cost.expected.values())
+                    tables[-1].add_row(name, tree, *ms, f"{cost.c:.3f}", *speeds)
+        return Group(*tables)
+
+    def draw(self, path: str) -> None:
+        """Acceptance by depth of the longest chain, and τ by nodes of the best-first trees, where there are
+        several; at the first temperature. Raises ValueError."""
+        temperature, rows = next(iter(self.of_temperatures().items()))
+        sized = {row.tree for _, row in rows if row.tree.startswith("best-first")}
+        with picture(path, 1 + (len(sized) > 1)) as axes:
+            for name, head in self.heads.items():
+                trees = [row for row in head.trees if row.temperature == temperature]
+                chains = [row for row in trees if row.tree.startswith("chain") and row.kept_by_depth]
+                if chains:
+                    longest = max(chains, key=lambda row: len(row.acceptance_by_depth))
+                    kept, ends = longest.kept_by_depth or [], longest.kept_intervals or []
+                    off = [[abs(k - end[side]) for k, end in zip(kept, ends, strict=True)] for side in (0, 1)]
+                    depths = range(1, len(kept) + 1)
+                    axes[0].errorbar(depths, kept, yerr=off, marker="o", capsize=3, label=name)
+                if len(sized) > 1:
+                    sizes = sorted((row.nodes, row.tau) for row in trees if row.tree in sized)
+                    axes[1].plot(*zip(*sizes, strict=True), marker="o", label=name)
+                    axes[1].set(
+                        xlabel="nodes of the tree", ylabel="τ", title="Tokens a target pass (best-first)"
+                    )
+            title = "Acceptance by depth (chain)"
+            axes[0].set(xlabel="depth", ylabel="accepted, of those accepted before", ylim=(0, 1), title=title)
+            axes[0].xaxis.get_major_locator().set_params(integer=True)
+            axes[0].legend(frameon=False, fontsize=8)
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Figures of the questions drawn anew, with replacement; the same draws for all drafters.
+    """A prediction, and its figures of the questions drawn anew, with replacement; the same draws for all
+    drafters.
 
     Attributes:
+        alpha: of a chain.
         kept: by depth, the share accepted of those accepted before.
     """
 
+    found: Prediction
     tau: Float[Tensor, " draws"]
     alpha: Float[Tensor, " draws"]
     kept: Float[Tensor, "depth draws"]
 
     @classmethod
     def of(cls, found: Prediction) -> "Draws":
-        """α is of a chain."""
-        committed, depths = found.committed, range(1, found.depth + 1)
-        reached = [
-            (committed > d).sum(0) for d in range(found.depth + 1)
-        ]  # by depth, rounds of each question
-        sums = torch.stack([committed.sum(0), committed.clamp(max=found.depth).sum(0), *reached]).double()
-        drawn = torch.randint(
-            sums.shape[1], (SAMPLES, sums.shape[1]), generator=torch.Generator().manual_seed(0)
-        )
+        committed, depth = found.committed, found.depth
+        reached = [(committed > d).sum(0) for d in range(depth + 1)]  # by depth, rounds of each question
+        sums = torch.stack([committed.sum(0), committed.clamp(max=depth).sum(0), *reached]).double()
+        n, generator = sums.shape[1], torch.Generator().manual_seed(0)
+        drawn = torch.randint(n, (SAMPLES, n), generator=generator)
         tokens, looked, *reached = sums[:, drawn].sum(-1)
-        kept = torch.stack([reached[d] / reached[d - 1].clamp(min=1) for d in depths])
-        return cls(tokens / reached[0], (tokens - reached[0]) / looked, kept)
+        kept = torch.stack([below / above.clamp(min=1) for above, below in pairwise(reached)])
+        return cls(found, tokens / reached[0], (tokens - reached[0]) / looked, kept)
 
-
-def rounded(draws: Tensor) -> list[float]:
-    """95 % of them."""
-    return [round(end, 4) for end in interval(draws)]
-
-
-target = load_target(given.target, given.dtype)
-heads: dict[str, Proposer] = {}
-entries: dict[str, dict] = {}
-for name in given.heads:
-    drafter: Any = load_drafter(name, target)
-    home, label = find_drafter(name, target), Path(name).name
-    training = read_drafter(home, target)[0]["training"]
-    heads[label] = drafter
-    entries[label] = {
-        "method": drafter.method,
-        "parameters": sum(
-            p.numel()
-            for p in (drafter.part if isinstance(drafter, DraftModel) else drafter.head).parameters()
-        ),
-        "bytes": (home / "model.safetensors").stat().st_size,
-        "draft_vocab": len(drafter.vocab),
-        **{name: training.get(name) for name in ("trained_tokens", "minutes")},
-        "trees": {},
-    }
-asked: dict[str, list[list[int]]] = {}
-for question in load_questions(given.questions, given.limit):
-    asked.setdefault(question.file, []).append(encode(target, question.turns[0]))
-taps = tuple(dict.fromkeys(tap for drafter in heads.values() for tap in drafter.taps))
-
-for temperature in TEMPERATURES:
-    records = {}  # one for each file: their prompts differ in length, and rows of a record are padded
-    for file, prompts in asked.items():
-        with console.status(f"T = {temperature}: the target answers {file}"):
-            records[file] = record(
-                target, prompts, given.max_new_tokens, taps, batch=20, temperature=temperature
-            )
-    table = Table(Column("drafter"), Column("tree"), "nodes", *asked, "τ", "of the first", "α", "by depth")
-    firsts: dict[str, tuple[float, Draws]] = {}  # of each drafter's first tree
-    for tree in TREES:
-        base: tuple[float, Draws] | None = None  # of the first one that grows this tree
-        for label, drafter in heads.items():
-            if not grows(drafter, tree):
-                continue
-            made = proposing(drafter, given.proposal if temperature else "top-k", tree)
-            with console.status(f"T = {temperature}: {label} {tree}"):
-                known = made.probes is None and not (temperature and made.law == "multi-round")
-                judge = predict if known else decoded
-                parts = {file: judge(made, recorded) for file, recorded in records.items()}
-            found = pooled(list(parts.values()))
-            draws, reached = Draws.of(found), [1.0, *found.acceptance]
-            base = base or (found.tau, draws)
-            first = firsts.setdefault(label, (found.tau, draws))
-            by_file = {file: round(part.tau, 4) for file, part in parts.items()}
-            entry = {
-                "temperature": temperature, "tree": tree, "nodes": made.rows, "tau": round(found.tau, 4),
-                "by_file": by_file, "acceptance_by_depth": [round(a, 4) for a in found.acceptance],
-                "share": round(found.tau / base[0], 4), "interval": rounded(draws.tau / base[1].tau),
-                "over_first_tree": round(found.tau / first[0], 4),
-                "over_first_tree_interval": rounded(draws.tau / first[1].tau),
-                "kept_by_depth": [round(b / max(a, 1e-9), 4) for a, b in pairwise(reached)],
-                "kept_intervals": [rounded(depth) for depth in draws.kept],
-                "kept_last_of_first": rounded(draws.kept[-1] / draws.kept[0].clamp(min=1e-9)),
-            }  # fmt: skip
-            if tree.startswith("chain"):
-                entry |= {
-                    "alpha": round(float(draws.alpha.mean()), 4),
-                    "alpha_interval": rounded(draws.alpha),
-                }
-                entry["alpha_gain"] = rounded(
-                    draws.alpha - base[1].alpha
-                )  # over the first one, on the same questions
-            entries[label]["trees"][temperature, tree] = entry
-            low, high = entry["interval"]
-            table.add_row(
-                label, tree, str(made.rows), *(f"{t:.2f}" for t in by_file.values()), f"{found.tau:.3f}",
-                f"{entry['share']:.3f} [{low:.3f}, {high:.3f}]",
-                "{:.3f} [{:+.3f}, "
-                "{:+.3f}]".format(entry["alpha"], *entry["alpha_gain"]) if "alpha" in entry else "",
-                " ".join(f"{a:.2f}" for a in found.acceptance),
-            )  # fmt: skip
-        table.add_section()
-    console.print(f"T = {temperature}")
-    console.print(table)
-
-probe = min((prompt for prompts in asked.values() for prompt in prompts), key=len)
-costs: dict[str, dict] = {}
-for compiled in ((False, True) if given.compile else (False,)) if given.rounds else ():
-    timed = load_target(given.target, given.dtype, compile=True) if compiled else target
-    kinds = [(label, tree) for label, drafter in heads.items() for tree in TREES if grows(drafter, tree)]
-    own = dict(zip(heads, (load_drafter(name, timed) for name in given.heads), strict=True))
-    arms = [(own[label], Shape.parse(tree)) for label, tree in kinds]
-    plain, *spent = Rounds(timed, [(Vanilla(), None), *arms], probe, most=given.rounds).run(given.rounds)
-    how = "compiled" if compiled else "eager"
-    costs[how] = {"plain_ms": round(1e3 * plain.total, 2), "heads": {label: {} for label in heads}}
-    passes: dict[str, list[float]] = {}  # by tree, of every head
-    for (_, tree), cost in zip(kinds, spent, strict=True):
-        passes.setdefault(tree, []).append(cost.verify)
-    expected = [f"× plain, T = {temperature}" for temperature in TEMPERATURES]
-    table = Table(Column("drafter"), Column("tree"), "draft ms", "verify", "host", "c", *expected, title=how)
-    for (label, tree), cost in zip(kinds, spent, strict=True):
-        times = {part: round(1e3 * getattr(cost, part), 2) for part in ("draft", "verify", "host")}
-        c = cost.draft / plain.total / Shape.parse(tree).depth
-        total = cost.draft + median(passes[tree]) + cost.host
-        speedups = [entries[label]["trees"][T, tree]["tau"] * plain.total / total for T in TEMPERATURES]
-        said = dict(zip(map(str, TEMPERATURES), (round(each, 4) for each in speedups), strict=True))
-        costs[how]["heads"][label][tree] = {**times, "c": round(c, 4), "expected": said}
-        shown = (f"{each:.2f}" for each in speedups)
-        table.add_row(label, tree, *(f"{ms:.1f}" for ms in times.values()), f"{c:.3f}", *shown)
-    console.print(table)
-
-if given.json:
-    for entry in entries.values():
-        entry["trees"] = list(entry["trees"].values())
-    counts = {file: len(prompts) for file, prompts in asked.items()}
-    command = f"python benchmarks/heads.py {shlex.join(sys.argv[1:])}"
-    about = {"command": command, "max_new_tokens": given.max_new_tokens, "questions": counts}
-    write_json(
-        given.json, {**heading(target), **about, "proposal": given.proposal, "heads": entries, "costs": costs}
-    )
-if given.plot:
-    sized = [tree for tree in TREES if tree.startswith("best-first")]
-    with picture(given.plot, 1 + (len(sized) > 1)) as axes:
-        for label, entry in entries.items():
-            first = [e for e in entry["trees"] if e["temperature"] == TEMPERATURES[0]]
-            chains = [e for e in first if e["tree"].startswith("chain")]
-            if chains:
-                longest = max(chains, key=lambda e: len(e["kept_by_depth"]))
-                kept, ends = longest["kept_by_depth"], zip(*longest["kept_intervals"], strict=True)
-                by = [[abs(k - end) for k, end in zip(kept, side, strict=True)] for side in ends]
-                axes[0].errorbar(range(1, len(kept) + 1), kept, yerr=by, marker="o", capsize=3, label=label)
-            if len(sized) > 1:
-                sizes = sorted((e["nodes"], e["tau"]) for e in first if e["tree"] in sized)
-                axes[1].plot(*zip(*sizes, strict=True), marker="o", label=label)
-                axes[1].set(xlabel="nodes of the tree", ylabel="τ", title="Tokens a target pass (best-first)")
-        axes[0].set(
-            xlabel="depth",
-            ylabel="accepted, of those accepted before",
-            ylim=(0, 1),
-            title="Acceptance by depth (chain)",
+    def against(self, base: "Draws", first: "Draws", chain: bool) -> dict[str, Any]:
+        """The figures of `TreeTau`. `base`: of the first head with this tree; `first`: of this head's first
+        tree."""
+        reached, of_chain = [1.0, *self.found.acceptance], dict[str, Any]()
+        if chain:
+            of_chain = {"alpha": float(self.alpha.mean()), "alpha_interval": interval(self.alpha)}
+            of_chain["alpha_gain"] = interval(self.alpha - base.alpha)
+        return digits(
+            {
+                "tau": self.found.tau,
+                "acceptance_by_depth": self.found.acceptance,
+                "share": self.found.tau / base.found.tau,
+                "interval": interval(self.tau / base.tau),
+                "over_first_tree": self.found.tau / first.found.tau,
+                "over_first_tree_interval": interval(self.tau / first.tau),
+                "kept_by_depth": [below / max(above, 1e-9) for above, below in pairwise(reached)],
+                "kept_intervals": [interval(depth) for depth in self.kept],
+                "kept_last_of_first": interval(self.kept[-1] / self.kept[0].clamp(min=1e-9)),
+                **of_chain,
+            }
         )
-        axes[0].xaxis.get_major_locator().set_params(integer=True)
-        axes[0].legend(frameon=False, fontsize=8)
+
+
+def compare_heads(
+    target: HFTarget,
+    heads: Sequence[str],
+    questions: Sequence[Asking] = (),
+    trees: Sequence[str] = TREES,
+    temperatures: Sequence[float] = (0.0,),
+    *,
+    proposal: str = "noise",
+    limit: int | None = 20,
+    max_new_tokens: int = 128,
+    rounds: int = 15,
+    compile: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> HeadsReport:
+    """Hold heads and trees against the target's answers, and time their rounds.
+
+    Args:
+        target: an eager one.
+        heads: drafter directories, or methods whose weights ship. τ is compared with the first one's.
+        proposal: at T > 0.
+        limit: questions of each file.
+        rounds: of each head and tree that are timed; 0: none.
+        compile: rounds are timed compiled as well.
+        progress: told what is under way.
+
+    Raises:
+        ValueError: a head, a tree or a file is unknown.
+    """
+    drafters: dict[str, Any] = {Path(name).name: load_drafter(name, target) for name in heads}
+    prompts = prompts_by_file(target, questions, limit)
+    taps = [tap for drafter in drafters.values() for tap in drafter.taps]
+    rows: dict[str, list[TreeTau]] = {label: [] for label in drafters}
+    for temperature in temperatures:
+        progress(f"T = {temperature:g}: the target answers")
+        recorded = records(target, prompts, max_new_tokens, taps, temperature)
+        kind = proposal if temperature else "top-k"
+        for label, found in _taus(drafters, recorded, trees, temperature, kind, progress).items():
+            rows[label] += found
+    costs = {}
+    for how in ("eager", *["compiled"] * compile) if rounds else ():
+        progress(f"rounds, {how}")
+        timed = compiled(target) if how == "compiled" else target
+        own = {label: load_drafter(name, timed) for label, name in zip(drafters, heads, strict=True)}
+        costs[how] = _costs(timed, own, rows, shortest(prompts), rounds)
+    return HeadsReport(
+        **heading(target),
+        max_new_tokens=max_new_tokens,
+        questions={file: len(asked) for file, asked in prompts.items()},
+        proposal=proposal,
+        heads={
+            label: _head(name, drafters[label], target, rows[label])
+            for label, name in zip(drafters, heads, strict=True)
+        },
+        costs=costs,
+    )
+
+
+def _taus(
+    drafters: Mapping[str, Proposer],
+    recorded: Mapping[str, RecordedTarget],
+    trees: Sequence[str],
+    temperature: float,
+    proposal: str,
+    progress: Callable[[str], None],
+) -> dict[str, list[TreeTau]]:
+    """Every head's trees that it is deep enough for."""
+    rows: dict[str, list[TreeTau]] = {label: [] for label in drafters}
+    firsts: dict[str, Draws] = {}
+    for tree in trees:
+        base: Draws | None = None
+        for label, drafter in drafters.items():
+            if drafter.deepest is not None and Shape.parse(tree).depth > drafter.deepest:
+                continue
+            progress(f"T = {temperature:g}: {label} {tree}")
+            made = proposing(drafter, proposal, tree)
+            known = made.probes is None and not (temperature and made.law == "multi-round")
+            parts = {file: (predict if known else decoded)(made, text) for file, text in recorded.items()}
+            draws = Draws.of(pooled(parts))
+            base, first = base or draws, firsts.setdefault(label, draws)
+            row = TreeTau(
+                temperature=temperature,
+                tree=tree,
+                nodes=made.rows,
+                by_file={file: digits(part.tau) for file, part in parts.items()},
+                **draws.against(base, first, tree.startswith("chain")),
+            )
+            rows[label].append(row)
+    return rows
+
+
+def _costs(
+    target: HFTarget,
+    drafters: Mapping[str, Any],
+    rows: Mapping[str, Sequence[TreeTau]],
+    probe: Sequence[int],
+    rounds: int,
+) -> Costs:
+    """One race of plain decoding, all heads and all trees."""
+    kinds = list(dict.fromkeys((label, row.tree) for label in rows for row in rows[label]))
+    arms = [(drafters[label], Shape.parse(tree)) for label, tree in kinds]
+    plain, *spent = Rounds(target, [(Vanilla(), None), *arms], probe, most=rounds).run(rounds)
+    heads: dict[str, dict[str, RoundMs]] = {label: {} for label in drafters}
+    for (label, tree), cost in zip(kinds, spent, strict=True):
+        verify = median(other.verify for (_, same), other in zip(kinds, spent, strict=True) if same == tree)
+        speed = plain.total / (cost.draft + verify + cost.host)
+        heads[label][tree] = RoundMs(
+            **{part: round(1e3 * seconds, 2) for part, seconds in vars(cost).items()},
+            c=digits(cost.draft / plain.total / Shape.parse(tree).depth),
+            expected={
+                str(row.temperature): digits(row.tau * speed) for row in rows[label] if row.tree == tree
+            },
+        )
+    return Costs(plain_ms=round(1e3 * plain.total, 2), heads=heads)
+
+
+def _head(name: str, drafter: Any, target: HFTarget, trees: list[TreeTau]) -> HeadResult:
+    home = find_drafter(name, target)
+    training = read_drafter(home, target)[0]["training"]
+    module: Any = drafter.part if isinstance(drafter, DraftModel) else drafter.head
+    return HeadResult(
+        method=drafter.method,
+        parameters=sum(p.numel() for p in module.parameters()),
+        bytes=(home / "model.safetensors").stat().st_size,
+        draft_vocab=len(drafter.vocab),
+        trained_tokens=training.get("trained_tokens"),
+        minutes=training.get("minutes"),
+        trees=trees,
+    )
+
+
+def main(
+    heads: Annotated[
+        list[str], typer.Argument(help="drafter directories; τ is compared with the first one's")
+    ],
+    trees: Annotated[list[str], cli.option("trees; repeatable", "TREE", "--tree")] = [*TREES],  # noqa: B006
+    proposal: Annotated[str, cli.option("at T > 0: top-k, noise or sampled", "NAME")] = "noise",
+    target: cli.TargetName = "smollm2",
+    questions: cli.Files = [],  # noqa: B006
+    limit: cli.Limit = 20,
+    max_new_tokens: cli.MaxNewTokens = 128,
+    temperatures: Temperatures = [0.0],  # noqa: B006
+    dtype: cli.Dtype = "float32",
+    compile: cli.Compile = False,
+    rounds: Annotated[int, cli.option("of each tree that are timed; 0: none", "N", min=0)] = 15,
+    json_path: cli.JsonPath = None,
+    plot: Plot = None,
+) -> None:
+    check_writable(json_path, plot, reads=cli.inputs(target, heads, questions))
+    how: dict[str, Any] = {"proposal": proposal, "limit": limit, "max_new_tokens": max_new_tokens}
+    loaded = cli.load(target, dtype, "cpu")
+    with cli.progress_bar(None) as progress:
+        report = compare_heads(
+            loaded,
+            heads,
+            questions,
+            trees,
+            temperatures,
+            **how,
+            rounds=rounds,
+            compile=compile,
+            progress=progress,
+        )
+    cli.deliver(report, json_path)
+    if plot is not None:
+        report.draw(plot)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,62 +1,98 @@
-"""The tables of docs/drafters.md, between its markers, from what `slipstream bench --json` wrote.
+r"""The tables of docs/drafters.md, between its markers, from what `slipstream bench --json` wrote.
 
-    python benchmarks/table.py benchmarks/results/drafters.json docs/drafters.md --pair hybrid ngram
+    python benchmarks/table.py benchmarks/results/drafters.json docs/drafters.md \
+        --pair 'fasteagle over ngram'
 
 Speeds are means over the question sets. The last column of the third table is a prediction: tokens per pass,
 over a round in which every pass takes as long as a plain one, as on a GPU, and drafting takes the share of a
 plain pass that it took here.
 """
 
-import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from textwrap import fill
+from typing import Annotated
 
-from slipstream.files import replacing
-from slipstream.measure.paired import paired
+import typer
+
+from common import run
+from slipstream.cli import common as cli
+from slipstream.files import check_writable, read_text, replacing
+from slipstream.measure.paired import Paired, paired
+from slipstream.measure.report import BenchReport, DrafterResult
 
 BEGIN, END = "<!-- made by benchmarks/table.py -->", "<!-- end -->"
 
 
-def tables(report: dict[str, Any], link: str) -> str:
+def tables(report: BenchReport, link: str) -> str:
     """Three Markdown tables of a report: speed, speed by question set, and where a round's time goes."""
-    plain = next(result for result in report["results"] if result["drafter"] == "vanilla")
-    one_pass = plain["seconds"]["verify"] / plain["target_passes"]
-    sets = list(plain["by_file"])
+    plain = _of(report, "vanilla")
+    one_pass = plain.seconds.verify / plain.target_passes
     speed, by_set, cost = [], [], []
-    for result in sorted(report["results"], key=lambda each: -each["of_files"]["vanilla"]["mean"]):
-        name, tau, ledger = f"`{result['drafter']}`", result["tau"], result["ledger"]
-        baselines = [_with_interval(result["of_files"][each]) for each in ("vanilla", "hf_generate")]
-        speed.append([name, f"{tau:.2f}", str(result["rows"]), *baselines])
-        if result is not plain:
-            by_set.append([name, *(f"{result['by_file'][each]['speedup']['vanilla']:.2f}" for each in sets)])
-            draft = result["seconds"]["draft"] / result["target_passes"] / one_pass
-            expected = [f"{result['expected']['c']:.3f}", f"{result['expected']['alpha']:.2f}"]
-            factors = [f"{ledger['rows']:.2f}", f"{ledger['draft']:.2f}"]
-            cost.append([name, *factors, *expected, f"{tau / (1 + draft):.2f}"])
-    hardware, compiled = report["hardware"], ", compiled" if report["compiled"] else ""
+    for result in sorted(report.results, key=lambda each: -each.of_files["vanilla"].mean):
+        name, tau, ledger, expected = f"`{result.drafter}`", result.tau, result.ledger, result.expected
+        over = [str(result.of_files[baseline]) for baseline in ("vanilla", "hf_generate")]
+        speed.append([name, f"{tau:.2f}", str(result.rows), *over])
+        if result is not plain and ledger and expected:
+            by_set.append([name, *(f"{part.speedup.vanilla:.2f}" for part in result.by_file.values())])
+            figures = (ledger.rows, ledger.draft, expected.alpha, on_a_gpu(result, one_pass))
+            rows, draft, alpha, gpu = (f"{figure:.2f}" for figure in figures)
+            cost.append([name, rows, draft, f"{expected.c:.3f}", alpha, gpu])
     settings = (
-        f"{report['target']}, {report['dtype']}{compiled}, T = {report['temperature']:g}, "
-        f"{len(report['prompts'])} questions ({plain['questions']} turns), "
-        f"{report['max_new_tokens']} tokens a turn, {hardware['threads']} cores of "
-        f"{hardware['cpu']} ([`{Path(link).name}`]({link}))"
+        f"{report.target}, {report.dtype}{', compiled' if report.compiled else ''}, "
+        f"T = {report.temperature:g}, {len(report.prompts)} questions ({plain.questions} turns), "
+        f"{report.max_new_tokens} tokens a turn, {report.hardware['threads']} cores of "
+        f"{report.hardware['cpu']} ([`{Path(link).name}`]({link})):"
     )
     return "\n\n".join(
         [
-            f"{settings}:",
+            fill(settings, 110, break_long_words=False, break_on_hyphens=False),
             _table(["drafter", "τ", "rows", "× plain [95 %]", "× Hugging Face [95 %]"], speed),
             "The same speed over plain decoding's, by question set:",
-            _table(["drafter", *(Path(each).stem for each in sets)], by_set),
+            _table(["drafter", *(Path(each).stem for each in plain.by_file)], by_set),
             "Where a round's time goes, and a prediction for a GPU:",
             _table(["drafter", "× rows", "× draft", "c", "α", "GPU"], cost),
         ]
     )
 
 
-def _with_interval(ratio: dict[str, Any]) -> str:
-    low, high = ratio["interval"]
-    return f"{ratio['mean']:.2f} [{low:.2f}, {high:.2f}]"
+def on_a_gpu(result: DrafterResult, one_pass: float) -> float:
+    """Predicted speed where a pass takes the same time for any tree: τ / (1 + draft / plain pass).
+
+    Args:
+        one_pass: seconds of a plain pass.
+    """
+    return result.tau / (1 + result.seconds.draft / result.target_passes / one_pass)
+
+
+def pair(report: BenchReport, ours: str, theirs: str) -> Paired:
+    """One drafter's speed over another's on the same questions. Raises ValueError for a drafter that the
+    report does not have, and for a report that does not store its questions."""
+    asked = [_of(report, name).by_question for name in (ours, theirs)]
+    if not all(asked):
+        raise ValueError("the result was written without `by_question`: run `slipstream bench` again")
+    return paired(*asked)
+
+
+def write_tables(results: str, page: str) -> BenchReport:
+    """Put the tables of a result between the markers of a page. Returns the result. Raises ValueError."""
+    check_writable(page, reads=[results])
+    report, text = BenchReport.read(results), read_text(page, "page")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"page {page} has no place for the tables: write {BEGIN} and {END} into it")
+    with replacing(page) as file:
+        made = tables(report, f"../benchmarks/results/{Path(results).name}")
+        file.write(f"{before}{BEGIN}\n\n{made}\n\n{END}{after}")
+    return report
+
+
+def _of(report: BenchReport, drafter: str) -> DrafterResult:
+    by_name = {result.drafter: result for result in report.results}
+    if drafter not in by_name:
+        raise ValueError(f"the result has no drafter {drafter!r}; it has {', '.join(by_name)}")
+    return by_name[drafter]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -64,22 +100,21 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([first, "|" + "---|" * len(head), *others])
 
 
+def main(
+    results: Annotated[str, typer.Argument(help="what `slipstream bench --json` wrote")],
+    page: Annotated[str, typer.Argument(help="a Markdown page with the markers")],
+    pairs: Annotated[
+        list[str],
+        cli.option("print one drafter's speed over another's; repeatable", "'OURS over THEIRS'", "--pair"),
+    ] = [],  # noqa: B006
+) -> None:
+    named = [name.split(" over ") for name in pairs]
+    if wrong := [name for name, names in zip(pairs, named, strict=True) if len(names) != 2]:
+        raise ValueError(f"--pair takes 'OURS over THEIRS', two drafters of the result, not {wrong[0]!r}")
+    report = write_tables(results, page)
+    for ours, theirs in named:
+        cli.out.print(f"{ours} over {theirs}: {pair(report, ours, theirs)}", soft_wrap=True)
+
+
 if __name__ == "__main__":
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("results", help="what `slipstream bench --json` wrote")
-    options.add_argument("page", help="a Markdown page with the markers")
-    options.add_argument(
-        "--pair", nargs=2, action="append", default=[], help="print one drafter's speed over another's"
-    )
-    given = options.parse_args()
-    report, page = json.loads(Path(given.results).read_text()), Path(given.page).read_text()
-    before, _, rest = page.partition(BEGIN)
-    after = rest.partition(END)[2]
-    with replacing(given.page) as file:
-        made = tables(report, f"../benchmarks/results/{Path(given.results).name}")
-        file.write(f"{before}{BEGIN}\n\n{made}\n\n{END}{after}")
-    by_name = {result["drafter"]: result for result in report["results"]}
-    for ours, theirs in given.pair:
-        print(f"{ours} over {theirs}: {paired(by_name[ours], by_name[theirs])}")
+    run(main)

@@ -1,29 +1,29 @@
-"""τ and speed of an eagle drafter with many trees and with its tuned one, along the target's greedy answers
+r"""τ and speed of an eagle drafter with many trees and with its tuned one, along the target's greedy answers
 to question files. Minutes, not hours: the target answers once, each tree is then held against the record, and
 some of its rounds are timed, all trees in alternation.
 
-    python benchmarks/trees.py --questions mt_bench.jsonl --questions gsm8k.jsonl --json
-    benchmarks/results/trees.json
+    python benchmarks/trees.py --questions mt_bench.jsonl --questions gsm8k.jsonl \
+        --json benchmarks/results/trees.json
 """
 
-import argparse
-import shlex
-import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from rich.console import Console
-from rich.table import Column, Table
+from rich.console import Group
+from rich.text import Text
 
+from common import digits, pooled, prompts_by_file, records, run, shortest
+from slipstream.cli import common as cli
 from slipstream.core.shape import Shape
-from slipstream.decode.predict import predict, record
+from slipstream.decode.predict import predict
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import find_drafter, read_tuned
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.files import check_writable, write_json
-from slipstream.measure.cost import Rounds
-from slipstream.measure.questions import load_questions
-from slipstream.results import heading
-from slipstream.targets import load_target
-from slipstream.targets.prompts import encode
+from slipstream.files import check_writable
+from slipstream.measure.cost import RoundCost, Rounds
+from slipstream.measure.questions import Asking
+from slipstream.results import Figures, Part, Report, heading
+from slipstream.targets import HFTarget
 
 BUDGETS = {
     2: (3, 4, 5, 6, 8, 10),
@@ -35,78 +35,123 @@ BUDGETS = {
 TREES = [f"best-first-{depth}x{nodes}" for depth, budgets in BUDGETS.items() for nodes in budgets]
 TREES += [*(f"chain-{depth}" for depth in range(1, 6)), "[[0],[1],[2],[3]]", "fig9"]
 TREES += ["dynamic-5x4x16", "dynamic-5x8x16", "dynamic-5x8x26"]
+TUNED = "tuned: "
 
-options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-options.add_argument("--target", default="smollm2")
-options.add_argument("--drafter", default="eagle", help="a name or a directory")
-options.add_argument("--questions", action="append", default=[])
-options.add_argument("--limit", type=int, default=20)
-options.add_argument("--max-new-tokens", type=int, default=128)
-options.add_argument("--dtype", default="float32")
-options.add_argument("--compile", action="store_true")
-options.add_argument("--rounds", type=int, default=9, help="of each tree that are timed")
-options.add_argument("--json", default=None)
-given = options.parse_args()
-check_writable(given.json)
 
-target = load_target(given.target, given.dtype, compile=given.compile)
-parts: dict[str, list[list[int]]] = {}
-for question in load_questions(given.questions, given.limit):
-    parts.setdefault(question.file, []).append(encode(target, question.turns[0]))
-records = {
-    file: record(target, prompts, given.max_new_tokens, ("final",), batch=8)
-    for file, prompts in parts.items()
-}
+class TreeResult(Part):
+    """A tree's τ along the record, and what its rounds cost. `speedup`: over plain decoding."""
 
-drafter = load_drafter(given.drafter, target)
-shapes = {tree: Shape.parse(tree) for tree in TREES}
-if tuned := read_tuned(find_drafter(given.drafter, target), target.place, 0.0):
-    shapes["tuned"] = Shape.parse(tuned["tree"])
-probe = min((prompt for prompts in parts.values() for prompt in prompts), key=len)
-arms = [(drafter, shape) for shape in shapes.values()]
-plain, *costs = Rounds(target, [(Vanilla(), None), *arms], probe, most=given.rounds).run(given.rounds)
+    tree: str
+    nodes: int
+    depth: int
+    tau: float
+    by_file: dict[str, float]
+    acceptance_by_depth: list[float]
+    speedup: float
+    draft_ms: float
+    verify_ms: float
+    host_ms: float
 
-rows = []
-table = Table(
-    Column("tree", min_width=20), "nodes", "depth", *records, "τ", "draft", "verify", "host ms", "× plain"
-)
-for (tree, shape), cost in zip(shapes.items(), costs, strict=True):
-    found = {file: predict(drafter, recorded, shape) for file, recorded in records.items()}
-    rounds = sum(p.rounds for p in found.values())
-    tau = sum(p.tau * p.rounds for p in found.values()) / rounds
-    depths = [sum(p.acceptance[d] * p.rounds for p in found.values()) / rounds for d in range(shape.depth)]
-    speedup, ms = (
-        tau * plain.total / cost.total,
-        [1e3 * part for part in (cost.draft, cost.verify, cost.host)],
+
+class TreesReport(Report):
+    """What `trees` found. `questions`: of each file; `plain_ms`: of a round of plain decoding."""
+
+    drafter: str
+    max_new_tokens: int
+    questions: dict[str, int]
+    plain_ms: float
+    results: list[TreeResult]
+
+    def __rich__(self) -> Group:
+        """One line a tree, and how near the tuned one is to the best of the others."""
+        parts = ("draft", "verify", "host ms")
+        table = Figures(None, "tree", "nodes", "depth", *self.questions, "τ", *parts, "× plain")
+        for row in self.results:
+            taus = (f"{tau:.2f}" for tau in (*row.by_file.values(), row.tau))
+            ms = (f"{part:.1f}" for part in (row.draft_ms, row.verify_ms, row.host_ms))
+            table.add_row(row.tree, str(row.nodes), str(row.depth), *taus, *ms, f"{row.speedup:.2f}")
+        *others, last = self.results
+        if not (others and last.tree.startswith(TUNED)):
+            return Group(table)
+        share = last.speedup / max(row.speedup for row in others)
+        return Group(
+            table, Text(f"the tuned tree reaches {share:.1%} of the best of the other {len(others)}")
+        )
+
+
+def compare_trees(
+    target: HFTarget,
+    drafter: str = "eagle",
+    questions: Sequence[Asking] = (),
+    trees: Sequence[str] = TREES,
+    *,
+    limit: int | None = 20,
+    max_new_tokens: int = 128,
+    rounds: int = 9,
+) -> TreesReport:
+    """Hold every tree, and the tuned one if there is one, against the target's answers, and time its rounds.
+
+    Args:
+        drafter: a name or a directory.
+        limit: questions of each file.
+        rounds: of each tree that are timed.
+
+    Raises:
+        ValueError: a drafter, a tree or a file is unknown, or the drafter does not grow these trees.
+    """
+    head, shapes = load_drafter(drafter, target), {tree: Shape.parse(tree) for tree in trees}
+    if tuned := read_tuned(find_drafter(drafter, target), target.place, 0.0):
+        shapes[TUNED + tuned["tree"]] = Shape.parse(tuned["tree"])
+    prompts = prompts_by_file(target, questions, limit)
+    recorded = records(target, prompts, max_new_tokens, head.taps)
+    arms = [(head, shape) for shape in shapes.values()]
+    timed = Rounds(target, [(Vanilla(), None), *arms], shortest(prompts), most=rounds)
+    plain, *costs = timed.run(rounds)
+    results = []
+    for (tree, shape), cost in zip(shapes.items(), costs, strict=True):
+        parts = {file: predict(head, answers, shape) for file, answers in recorded.items()}
+        every = pooled(parts)
+        row = TreeResult(
+            tree=tree,
+            nodes=shape.nodes,
+            depth=shape.depth,
+            tau=digits(every.tau),
+            by_file=digits({file: part.tau for file, part in parts.items()}),
+            acceptance_by_depth=digits(every.acceptance),
+            speedup=digits(every.tau * plain.total / cost.total),
+            **_ms(cost),
+        )
+        results.append(row)
+    return TreesReport(
+        **heading(target),
+        drafter=drafter,
+        max_new_tokens=max_new_tokens,
+        questions={file: len(asked) for file, asked in prompts.items()},
+        plain_ms=round(1e3 * plain.total, 3),
+        results=results,
     )
-    parts_ms = [f"{part:.1f}" for part in ms]
-    name = f"tuned: {shape.name}" if tree == "tuned" else tree
-    by_file = {file: round(p.tau, 4) for file, p in found.items()}
-    table.add_row(
-        name, str(shape.nodes), str(shape.depth), *(f"{t:.2f}" for t in by_file.values()), f"{tau:.2f}",
-        *parts_ms,
-        f"{speedup:.2f}",
-    )  # fmt: skip
-    rows.append(
-        {
-            "tree": name,
-            "nodes": shape.nodes,
-            "depth": shape.depth,
-            "tau": round(tau, 4),
-            "by_file": by_file,
-        }
-    )
-    rows[-1] |= {"acceptance_by_depth": [round(a, 4) for a in depths], "speedup": round(speedup, 4)}
-    rows[-1] |= dict(zip(("draft_ms", "verify_ms", "host_ms"), (round(part, 3) for part in ms), strict=True))
-Console().print(table)
-if tuned:
-    share = rows[-1]["speedup"] / max(row["speedup"] for row in rows[:-1])
-    Console().print(f"the tuned tree reaches {share:.1%} of the best of the other {len(TREES)}")
-if given.json:
-    command = f"python benchmarks/trees.py {shlex.join(sys.argv[1:])}"
-    about = {"command": command, "drafter": given.drafter, "max_new_tokens": given.max_new_tokens}
-    about |= {
-        "questions": {file: len(prompts) for file, prompts in parts.items()},
-        "plain_ms": round(1e3 * plain.total, 3),
-    }
-    write_json(given.json, {**heading(target), **about, "results": rows})
+
+
+def _ms(cost: RoundCost) -> dict[str, float]:
+    return {f"{part}_ms": round(1e3 * seconds, 3) for part, seconds in vars(cost).items()}
+
+
+def main(
+    target: cli.TargetName = "smollm2",
+    drafter: cli.DrafterName = "eagle",
+    questions: cli.Files = [],  # noqa: B006
+    limit: cli.Limit = 20,
+    max_new_tokens: cli.MaxNewTokens = 128,
+    dtype: cli.Dtype = "float32",
+    compile: cli.Compile = False,
+    rounds: Annotated[int, cli.option("of each tree that are timed", "N", min=1)] = 9,
+    json_path: cli.JsonPath = None,
+) -> None:
+    check_writable(json_path, reads=cli.inputs(target, [drafter], questions))
+    loaded = cli.load(target, dtype, "cpu", compile)
+    how: dict[str, Any] = {"limit": limit, "max_new_tokens": max_new_tokens, "rounds": rounds}
+    cli.deliver(compare_trees(loaded, drafter, questions, **how), json_path)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,80 @@
+"""What the scripts share: their command line, prompts by file, and records of the target's answers."""
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch.nn import functional as F
+
+from slipstream.cli import common as cli
+from slipstream.command import commanded
+from slipstream.decode.predict import Prediction, record
+from slipstream.measure.questions import Asking, load_questions
+from slipstream.measure.run import first_prompts
+from slipstream.targets import HFTarget, RecordedTarget
+
+Prompts = dict[str, list[list[int]]]  # by file of questions
+Plot = Annotated[str | None, cli.option("draw it, as SVG", "FILE")]
+
+
+def run(command: Callable[..., None]) -> None:
+    """Run the command line of a script, whose docstring is its help. Results store the command line. A user's
+    mistake is one line, with exit code 2."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    about = sys.modules[command.__module__].__doc__ or ""
+    app.command(help="\b\n" + about.replace("\n\n", "\n\n\b\n"))(command)
+    with commanded(shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])):
+        try:
+            app()
+        except ValueError as error:
+            cli.err.print(f"{Path(sys.argv[0]).name}: {error}", style="red", soft_wrap=True)
+            sys.exit(2)
+
+
+def prompts_by_file(target: HFTarget, questions: Sequence[Asking], limit: int | None) -> Prompts:
+    """The first turn of every question, as tokens; `limit`: of each file. Raises ValueError."""
+    asked, by_file = load_questions(questions, limit), Prompts()
+    for question, prompt in zip(asked, first_prompts(target, asked), strict=True):
+        by_file.setdefault(question.file, []).append(prompt)
+    return by_file
+
+
+def shortest(prompts: Prompts) -> list[int]:
+    """The prompt behind which rounds are timed."""
+    return min((prompt for prompts in prompts.values() for prompt in prompts), key=len)
+
+
+def records(
+    target: HFTarget, prompts: Prompts, new: int, taps: Sequence[str], temperature: float = 0.0
+) -> dict[str, RecordedTarget]:
+    """The target's answers of at most `new` tokens, one record a file: rows of a record are padded, and the
+    prompts of different files differ in length."""
+    return {
+        file: record(target, asked, new, tuple(dict.fromkeys(taps)), batch=20, temperature=temperature)
+        for file, asked in prompts.items()
+    }
+
+
+def pooled(parts: Mapping[str, Prediction]) -> Prediction:
+    """The texts of all files in one."""
+    committed, depth = [part.committed for part in parts.values()], next(iter(parts.values())).depth
+    rounds = max(map(len, committed))
+    return Prediction(torch.cat([F.pad(each, (0, 0, 0, rounds - len(each))) for each in committed], 1), depth)
+
+
+def compiled(target: HFTarget) -> HFTarget:
+    """A compiled target over the same weights."""
+    return HFTarget(target.model, target.text and target.text.tokenizer, target.name, compile=True)
+
+
+def digits(value: Any) -> Any:
+    """Four digits behind the point, through dictionaries, lists and tensors."""
+    if isinstance(value, dict):
+        return {key: digits(each) for key, each in value.items()}
+    if isinstance(value, torch.Tensor):
+        return digits(value.tolist())
+    return [digits(each) for each in value] if isinstance(value, list | tuple) else round(value, 4)

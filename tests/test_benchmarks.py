@@ -1,0 +1,155 @@
+"""The scripts under benchmarks/: each one's function on a tiny model, and stored results of each."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import confidence
+import gpu
+import heads
+import table
+import tiny
+import trees
+from slipstream.drafters.store import save_drafter
+from slipstream.measure.questions import Question
+from slipstream.measure.report import BenchReport
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+ASKED = [
+    Question(file, "1", "", (text,)) for file, text in (("a", "one two three"), ("b", "four"), ("b", "six"))
+]
+SMALL = {"max_new_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.target("llama")
+
+
+@pytest.fixture(scope="module")
+def runs(target, tmp_path_factory):
+    """Two drafter directories."""
+    home = tmp_path_factory.mktemp("runs")
+    for name in ("eagle", "fasteagle"):
+        drafter = getattr(tiny, name)(target, "chain-3")
+        save_drafter(home / name, name, target, *drafter.pack(), {"minutes": 1.5}, dtype=None)
+    return [str(home / name) for name in ("eagle", "fasteagle")]
+
+
+def test_heads_share_one_verify_time_and_the_first_is_compared_with_itself(target, runs, tmp_path):
+    shapes = ("chain-2", "best-first-2x3", "best-first-2x4")
+    report = heads.compare_heads(target, runs, ASKED, shapes, (1.0,), rounds=1, **SMALL)
+    assert list(report.heads) == ["eagle", "fasteagle"]
+    assert report.questions == {"a": 1, "b": 2}
+    for head in report.heads.values():
+        assert [(row.temperature, row.tree) for row in head.trees] == [(1.0, shape) for shape in shapes]
+        assert all(row.alpha is not None for row in head.trees if row.tree == "chain-2")
+    assert all(row.share == 1 and row.interval == (1, 1) for row in report.heads["eagle"].trees)
+    costs = report.costs["eager"]
+    cost, other = (costs.heads[name]["chain-2"] for name in report.heads)
+    verify, tau = (cost.verify + other.verify) / 2, report.heads["eagle"].trees[0].tau
+    assert cost.expected["1.0"] == pytest.approx(
+        tau * costs.plain_ms / (cost.draft + verify + cost.host), rel=0.05
+    )
+    assert "best-first-2x4" in str(report)
+    assert heads.HeadsReport.from_json(report.to_json()) == report
+    report.draw(str(tmp_path / "heads.svg"))
+    assert "fasteagle" in (tmp_path / "heads.svg").read_text()
+
+
+def test_trees_of_one_head_are_held_against_the_same_answers(target, runs):
+    report = trees.compare_trees(target, runs[0], ASKED, ("chain-1", "chain-2", "fig9"), rounds=1, **SMALL)
+    one, two, _ = report.results
+    assert [row.tree for row in report.results] == ["chain-1", "chain-2", "fig9"]
+    assert one.by_file.keys() == {"a", "b"}
+    assert one.tau <= two.tau
+    assert one.acceptance_by_depth[0] == pytest.approx(one.tau - 1, abs=1e-4)
+    assert "chain-2" in str(report)
+
+
+def test_the_calibration_error_is_the_mean_distance_over_bins(target, tmp_path):
+    report = confidence.calibrate(target, {"eagle": tiny.eagle(target)}, ASKED, **SMALL)
+    found = report.drafters["eagle"]
+    assert sum(part.tokens for part in found.bins) == found.tokens > 10
+    assert all(part.top_1 <= part.top_3 <= part.top_5 <= part.top_7 for part in found.bins)
+    error = sum(part.tokens * abs(part.confidence - part.top_1) for part in found.bins) / found.tokens
+    assert found.calibration_error == pytest.approx(error, abs=1e-4)
+    assert "eagle" in str(report)
+    report.draw(str(tmp_path / "confidence.svg"))
+
+
+def test_a_mode_is_proved_and_measured(target):
+    proved = gpu.prove(target, gpu.UNTRAINED, "eager", max_new_tokens=6)
+    assert len(proved) == 4
+    assert all(proof.same for proof in proved)
+    how = {"max_new_tokens": 4, "rows": (1, 4), "mib": 1, "proved": proved}
+    report = gpu.measure(target, ("eager",), (8, 16), **how)
+    assert report.results[0].passes_ms.keys() == {"8", "16"}
+    assert "ngram at T = 0.8: the same" in str(report)
+    wrong = report.model_copy(update={"proved": [proved[0].model_copy(update={"same": False})]})
+    assert "NOT THE SAME" in str(wrong)
+
+
+def test_random_weights_need_no_tokenizer():
+    target = gpu.random_llama("tiny", "float64", "cpu")
+    assert target.dtype == torch.float64
+    assert all(proof.same for proof in gpu.prove(target, ("ngram",), "eager", max_new_tokens=4))
+
+
+def test_the_tables_of_the_page_are_those_of_the_result(tmp_path, monkeypatch, capsys):
+    """As written by the command, with a pair whose figures derive.py stores too."""
+    page, source = tmp_path / "drafters.md", RESULTS / "drafters.json"
+    page.write_text((ROOT / "docs" / "drafters.md").read_text().replace("| `lookahead` |", "| `other` |"))
+    pair = next(iter(json.loads(source.read_text())["derived"]["pairs"]))
+    monkeypatch.setattr(sys, "argv", ["table.py", str(source), str(page), "--pair", pair])
+    with pytest.raises(SystemExit) as ended:
+        table.run(table.main)
+    assert ended.value.code == 0
+    assert page.read_text() == (ROOT / "docs" / "drafters.md").read_text()
+    mean, low, high = json.loads(source.read_text())["derived"]["pairs"][pair]
+    assert capsys.readouterr().out == f"{pair}: {mean:.2f} [{low:.2f}, {high:.2f}]\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["README.md"], "no place for the tables"),
+        (["docs/drafters.md", "--pair", "ngram"], "takes 'OURS over THEIRS'"),
+        (["no_such_page.md"], "cannot be read"),
+    ],
+)
+def test_a_mistake_is_one_line(words, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("README.md", "docs/drafters.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    monkeypatch.setattr(sys, "argv", ["table.py", str(RESULTS / "drafters.json"), *words])
+    with pytest.raises(SystemExit) as ended:
+        table.run(table.main)
+    assert ended.value.code == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
+
+
+def test_pairs_need_both_drafters_and_their_questions():
+    report = BenchReport.read(RESULTS / "bench_four_sets.json")
+    assert table.pair(report, "fasteagle", "fasteagle").mean == 1
+    with pytest.raises(ValueError, match="no drafter 'eagle'"):
+        table.pair(report, "eagle", "ngram")
+    with pytest.raises(ValueError, match="by_question"):
+        table.pair(BenchReport.read(RESULTS / "bench_fp32.json"), "ngram", "vanilla")
+
+
+STORED = {path: heads.HeadsReport for path in RESULTS.glob("*.json") if "heads.py" in path.read_text("utf-8")}
+STORED[RESULTS / "trees_compiled.json"] = trees.TreesReport
+
+
+@pytest.mark.parametrize(("path", "kind"), STORED.items(), ids=[path.stem for path in STORED])
+def test_a_stored_result_is_read_and_written_as_it_was(path, kind):
+    report = kind.read(path)
+    assert json.loads(report.to_json()) == json.loads(path.read_text("utf-8"))
+    assert "chain-" in str(report)
