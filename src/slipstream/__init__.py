@@ -1,6 +1,8 @@
 """Slipstream makes a frozen LLM answer faster without changing one token of what it says."""
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,33 +49,15 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_HOMES = {  # imported on first use: torch and transformers take seconds
-    "core.drafter": "Drafter State",
-    "core.sampling": "Sampler Sampling",
-    "core.span": "Span",
-    "core.target": "Target",
-    "core.tree": "PAD Tree chain",
-    "decode.generate": "Generation Stream generate stream",
-    "drafters": "load_drafter",
-    "drafters.ngram": "NGram",
-    "drafters.random_drafter": "RandomDrafter",
-    "drafters.spec": "Spec",
-    "drafters.tree_oracle": "TreeOracle",
-    "drafters.vanilla": "Vanilla",
-    "interop.public": "Conversion export import_checkpoint",
-    "measure.certify": "Certificate certify",
-    "measure.questions": "Question",
-    "measure.report": "BenchReport",
-    "measure.run": "bench",
-    "measure.tune": "tune",
-    "measure.tuned": "TuneReport",
-    "methods": "METHODS Method register",
-    "targets": "HFTarget RecordedTarget load_target",
-    "training.run": "TrainingRun train",
-    "training.synthesize": "Answers regenerate synthesize",
+# The block above lists the public names. They are imported on first use: torch takes seconds.
+_HOMES = {
+    name.name: str(node.module)
+    for node in ast.walk(ast.parse(Path(__file__).read_text("utf-8")))
+    if isinstance(node, ast.ImportFrom)
+    for name in node.names
+    if name.name == name.asname
 }
-_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-__all__ = [*_OF]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
@@ -81,8 +65,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("slipstream")
-    if name not in _OF:
+    if name not in _HOMES:
         raise AttributeError(
             f"module 'slipstream' has no attribute {name!r}. Available: {', '.join(__all__)}"
         )
-    return getattr(import_module(f"slipstream.{_OF[name]}"), name)
+    return getattr(import_module(_HOMES[name]), name)

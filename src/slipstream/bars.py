@@ -2,20 +2,13 @@
 
 from collections.abc import Iterable
 
+from rich import progress
 from rich.console import Console, RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Column
 from rich.text import Text
 
 
-class Bars(Progress):
+class Bars(progress.Progress):
     """Two lines for each task: its description and note, and the bar with counts and times."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
@@ -27,9 +20,8 @@ class Bars(Progress):
 
 def bars(console: Console, transient: bool = False) -> Bars:
     """Bars with the time passed < the time left. Each task has a field `note`, the latest news of it."""
-    times = (TimeElapsedColumn(), TextColumn("<"), TimeRemainingColumn())
-    bar = BarColumn(None, table_column=Column(ratio=1))  # takes the width that the others leave
+    bar = progress.BarColumn(None, table_column=Column(ratio=1))  # takes the width that the others leave
+    times = (progress.TimeElapsedColumn(), progress.TextColumn("<"), progress.TimeRemainingColumn())
+    columns = (bar, progress.MofNCompleteColumn(), *times)
     quiet = not console.is_terminal  # no bars in a log
-    return Bars(
-        bar, MofNCompleteColumn(), *times, console=console, transient=transient, expand=True, disable=quiet
-    )
+    return Bars(*columns, console=console, transient=transient, expand=True, disable=quiet)

@@ -1,4 +1,4 @@
-"""Slipstream's entries in the user's cache, and their deletion. All of them can be made again."""
+"""Slipstream's entries in the user's cache. All of them can be made again."""
 
 import shutil
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry: its `bytes` on disk, and when a file of it was last `used`, in seconds since 1970."""
+    """One entry: its size in `bytes`, and the time when it was last `used`, in seconds since 1970."""
 
     kind: str
     path: Path
@@ -37,18 +37,13 @@ def entries(kinds: Sequence[str] = (), unused_since: float | None = None) -> lis
         unused_since: leave out entries that were used since then, in seconds since 1970.
     """
     paths = [(kind, path) for kind in kinds or KINDS for path in _paths(kind)]
-    kept = [_entry(kind, path) for kind, path in paths if path.exists() and not path.is_symlink()]
-    return sorted(
-        (e for e in kept if unused_since is None or e.used < unused_since), key=lambda entry: -entry.bytes
-    )
+    known = (_entry(kind, path) for kind, path in paths if path.exists() and not path.is_symlink())
+    kept = [entry for entry in known if unused_since is None or entry.used < unused_since]
+    return sorted(kept, key=lambda entry: -entry.bytes)
 
 
 def clear(some: Iterable[Entry]) -> None:
-    """Delete entries. What links in them point to stays.
-
-    Raises:
-        ValueError: an entry cannot be deleted.
-    """
+    """Delete entries; the targets of links in them stay. Raises ValueError for one that cannot be deleted."""
     for entry in some:
         try:
             if entry.path.is_dir():
@@ -69,7 +64,7 @@ def _paths(kind: str) -> list[Path]:
 
 
 def _entry(kind: str, path: Path) -> Entry:
-    # Directories do not count: to list one is to use it.
+    # Directories do not count: listing one changes its time of access.
     files = [file.lstat() for file in (path, *path.rglob("*")) if not file.is_dir()]
     used = max((max(file.st_atime, file.st_mtime) for file in files), default=path.stat().st_mtime)
     return Entry(kind, path, sum(file.st_size for file in files), used)

@@ -19,7 +19,7 @@ def current() -> str:
 
 @contextmanager
 def commanded(command: str) -> Iterator[None]:
-    """Results made in this context store `command`; in one inside another, the outer one's."""
+    """Results made in this context store `command`, or that of a context around it."""
     token = _command.set(_command.get() or command)
     try:
         yield
@@ -28,7 +28,7 @@ def commanded(command: str) -> Iterator[None]:
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """A function of `slipstream`'s own: results that it makes store its call as their command."""
+    """Decorates a public function: results that it makes store its call as their command."""
 
     @wraps(function)
     def call(*args: P.args, **named: P.kwargs) -> R:
@@ -41,7 +41,7 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _shown(value: Any) -> str:
-    """Plain values as Python writes them; objects by their class."""
+    """Plain values as Python writes them, and the class of anything else."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_shown, value))}]"
     if isinstance(value, dict):

@@ -17,9 +17,8 @@ GRAPHS = 64  # Dynamo's recompile limit: one graph per combination of rows, batc
 def compiled(function: Function, device: torch.device) -> Function:
     """`function` compiled for all sizes of `freed` dimensions. Graphs are cached across processes.
 
-    Methods of modules of one class share their graphs. On the CPU linear layers read a packed copy of their
-    weights, which does not follow later changes of the weights. Two of Dynamo's settings change for the
-    process.
+    Modules of one class share their graphs. On the CPU linear layers read a packed copy of their weights,
+    which does not follow later changes of the weights. The process gets two other settings of Dynamo's.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # layers of any index share a graph
@@ -30,7 +29,7 @@ def compiled(function: Function, device: torch.device) -> Function:
 
 
 def freed(x: Tensor, *dims: int) -> Tensor:
-    """x itself, marked so that its sizes along `dims` (default: the first two) are not compiled in."""
-    if not hasattr(x, "_dynamo_weak_dynamic_indices"):  # masks and angles come once for every layer
+    """x itself, marked so that graphs take any size of its `dims` (default: the first two)."""
+    if not hasattr(x, "_dynamo_weak_dynamic_indices"):  # every layer gets the same masks and angles
         torch._dynamo.maybe_mark_dynamic(x, dims or (0, 1))
     return x

@@ -20,14 +20,14 @@ from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
 STANDARD = ("-", "/dev/stdout")
-HANDED = ("/dev/stdin", "/dev/fd/")  # a shell hands files and pipes over under these names
+HANDED = ("/dev/stdin", "/dev/fd/")  # a shell passes files and pipes under these names
 LOCK = ".lock"
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # half of a surrogate pair, as JSON escapes it
 LOADED = ("*config.json", "token*.json", "tuned.json", "*.safetensors", "*.bin", "*.gguf", "*.pt", "*.yaml")
 
 
 def check_counts(**counts: int | None) -> None:
-    """Raise ValueError, which names the count, for a count below 1. None is a count that was not given."""
+    """Raise ValueError for a count below 1, by name. None is a count that was not given."""
     for name, count in counts.items():
         if count is not None and count < 1:
             raise ValueError(f"{name} is {count}; it must be at least 1")
@@ -41,7 +41,7 @@ def evenly(rows: Sequence[T], limit: int | None) -> list[T]:
 
 
 def cache_home() -> Path:
-    """The directory of converted models, cached features, tuned trees and measured costs."""
+    """The directory of `slipstream.cached`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
@@ -55,7 +55,7 @@ def name_of(given: str | os.PathLike[str], what: str) -> str:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise OSError for anything but a file: reading from a device, for one, may never end."""
+    """Raise OSError for anything but a file: reading from a device may never end."""
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(0, "it is a directory, not a file")
@@ -64,7 +64,7 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def read_text(path: str | os.PathLike[str], what: str) -> str:
-    """The text of a user's file: plain or gzipped, as its first bytes say, with or without a byte-order mark.
+    """The text of a user's file, plain or gzipped, with or without a byte-order mark.
 
     Args:
         what: the file's kind, such as "recipe", for the error.
@@ -109,7 +109,7 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def check_writable(*paths: str | None, reads: Iterable[str] = ()) -> None:
-    """Refuse output paths before the work begins. None is an output that was not asked for.
+    """Check output paths before the work begins. None is an output that was not asked for.
 
     Args:
         reads: files and directories that the command reads. They are not written over, nor are a model's or a
@@ -118,21 +118,19 @@ def check_writable(*paths: str | None, reads: Iterable[str] = ()) -> None:
     Raises:
         ValueError: a path cannot be written, is read by the command, or is given twice.
     """
-    taken = dict[str, str]()
+    taken: dict[str, str] = {}
     sources = {os.path.realpath(source) for source in reads if os.path.exists(source)}
     for path in (path for path in paths if path is not None):
         try:
             place = STANDARD[0] if path in STANDARD else _writable(path)
         except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise ValueError(
-                f"output {path} cannot be written: {getattr(error, 'strerror', None) or error}: name a file "
-                "in a writable directory"
+                f"output {path} cannot be written: {reason}: name a file in a writable directory"
             ) from error
         home, name = os.path.split(place)
-        of_source = (
-            home in sources and os.path.exists(place) and any(fnmatch(name, loaded) for loaded in LOADED)
-        )
-        if place in sources or of_source:
+        part = home in sources and os.path.exists(place) and any(fnmatch(name, each) for each in LOADED)
+        if place in sources or part:
             raise ValueError(f"output {path} is read by this command: name another file")
         if place in taken:
             raise ValueError(f"outputs {taken[place]} and {path} are the same file: name two")
@@ -160,11 +158,8 @@ def _writable(path: str) -> str:
 
 @contextmanager
 def replacing(path: str) -> Iterator[TextIO]:
-    """A file to write, which takes the place of `path` once it is complete; "-" is standard output.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
+    """A file to write, which replaces `path` once it is complete; "-" is standard output. Raises ValueError
+    where it cannot be written."""
     place = beside = Path(path)  # a pipe is written directly
     if path not in STANDARD and (place.is_file() or not place.exists()):
         place = Path(os.path.realpath(place))  # a link stays a link, and its file is replaced
@@ -187,28 +182,22 @@ def replacing(path: str) -> Iterator[TextIO]:
 
 @contextmanager
 def locked(path: str | Path) -> Iterator[None]:
-    """Hold a file or a directory for this process alone; the lock ends with it.
-
-    Raises:
-        ValueError: another process, which is named, holds it, or it cannot be locked.
-    """
+    """Lock a file or a directory for as long as this process lives. Raises ValueError where another process,
+    which is named, holds it, or where it cannot be locked."""
     place = Path(os.path.realpath(path))
     beside = place / LOCK if place.is_dir() else place.with_name(f".{place.name[:40]}{LOCK}")
     try:
         file = _lock(beside)
     except OSError as error:
-        raise ValueError(
-            f"{path} cannot be locked: {error.strerror}: name a place in a writable directory"
-        ) from error
+        fix = "name a place in a writable directory"
+        raise ValueError(f"{path} cannot be locked: {error.strerror}: {fix}") from error
     if isinstance(file, str):
-        raise ValueError(
-            f"{path} is being written by {file or 'another process'}: wait for its end, or name another"
-        )
+        holder = file or "another process"
+        raise ValueError(f"{path} is being written by {holder}: wait for its end, or name another")
     with file:
         file.truncate(0)
-        file.write(
-            f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        )
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}")
         file.flush()
         try:
             yield
@@ -217,7 +206,7 @@ def locked(path: str | Path) -> Iterator[None]:
 
 
 def _lock(beside: Path) -> TextIO | str:
-    """The locked file, or, if another process has locked it, the text in it. Raises OSError."""
+    """The locked file, or its text if another process has locked it. Raises OSError."""
     while True:
         file = open(beside, "a+", encoding="utf-8")  # noqa: SIM115  it is locked as long as it is open
         try:
@@ -226,7 +215,7 @@ def _lock(beside: Path) -> TextIO | str:
             with file:
                 file.seek(0)
                 return file.read()
-        with suppress(FileNotFoundError):  # its last holder may have removed it in between
+        with suppress(FileNotFoundError):  # the last holder may just have removed it
             if os.path.samefile(file.fileno(), beside):
                 return file
         file.close()
@@ -234,41 +223,31 @@ def _lock(beside: Path) -> TextIO | str:
 
 @contextmanager
 def understood(what: str) -> Iterator[None]:
-    """Turn errors over a foreign file's contents into a ValueError of one line. A failed assertion is our own
-    mistake, and passes through.
-
-    Raises:
-        ValueError: values have another type, are out of range, or are missing.
-    """
+    """Turn errors over a foreign file's contents (values of another type, out of range, missing) into a
+    ValueError of one line. A failed assertion is our own mistake, and passes through."""
     try:
         yield
     except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"{what} does not fit: {type(error).__name__}{': ' if reason else ''}{reason}"
-        ) from error
+        reasons = filter(None, (type(error).__name__, str(error).strip().split("\n")[0]))
+        raise ValueError(f"{what} does not fit: {': '.join(reasons)}") from error
 
 
 def write_json(path: str, data: dict[str, Any]) -> None:
-    """Write results as JSON, atomically. If `path` cannot be written, they go to a file that the error names.
-
-    Raises:
-        ValueError: `path` cannot be written.
-    """
+    """Write results as JSON, atomically. Where `path` cannot be written, ValueError names the file that holds
+    the results instead."""
     text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
     try:
         with replacing(path) as file:
             file.write(text)
     except ValueError as error:
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="slipstream-", suffix=".json", delete=False, encoding="utf-8"
-        ) as kept:
-            kept.write(text)
-        raise ValueError(f"{error}; the results are in {kept.name}") from error
+        number, instead = tempfile.mkstemp(prefix="slipstream-", suffix=".json")
+        with open(number, "w", encoding="utf-8") as file:
+            file.write(text)
+        raise ValueError(f"{error}; the results are in {instead}") from error
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """The entries that `update_json` keeps in a file, by key; none if there is no file. Raises ValueError."""
+    """The entries that `update_json` put in a file, by key; none if there is no file. Raises ValueError."""
     results = read_json(path, "file of results") if os.path.lexists(path) else {}
     if not all(isinstance(entries, dict) for entries in results.values()):
         raise ValueError(f"file of results {path} holds something else: move it away")

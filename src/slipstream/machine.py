@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
+from slipstream.packing import HAS_BF16
+
 SCHEMA = 1
 
 
 def hardware() -> dict[str, Any]:
     """Processor, cores in use, memory and accelerator."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    about = {"cpu": _cpu(), "threads": torch.get_num_threads(), "memory_gib": round(memory / 2**30, 1)}
-    if torch.cuda.is_available():
-        about["gpu"] = torch.cuda.get_device_name()
-    return about
+    parts = {"cpu": _cpu(), "threads": torch.get_num_threads(), "memory_gib": round(memory / 2**30, 1)}
+    return parts | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
 def where(device: torch.device) -> str:
@@ -41,13 +41,9 @@ def _cpu() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()
-    multiplies = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    units = [
-        torch.backends.cpu.get_cpu_capability(),
-        "bf16" * multiplies,
-        "AMX" * torch.cpu._is_amx_tile_supported(),
-    ]
-    return f"{name} ({', '.join(filter(None, units))})"  # one name may stand for very different ones
+    units = [torch.backends.cpu.get_cpu_capability(), "bf16" * HAS_BF16]
+    units += ["AMX" * torch.cpu._is_amx_tile_supported()]
+    return f"{name} ({', '.join(filter(None, units))})"  # processors of one name may have different units
 
 
 def _commit() -> str:
@@ -58,6 +54,7 @@ def _commit() -> str:
 
     try:
         head = git("rev-parse", "--short=12", "HEAD")
-        return head + ("+changes" if head and git("status", "--porcelain", "--", "..") else "") or "unknown"
+        changes = "+changes" if head and git("status", "--porcelain", "--", "..") else ""
+        return head + changes or "unknown"
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"

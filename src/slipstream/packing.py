@@ -17,7 +17,7 @@ HAS_BF16 = HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _inductor(module: fx.GraphModule, inputs: list[Any]) -> Any:
-    """Inductor, without its check of strides, which packed weights do not have."""
+    """Inductor without its check of strides: packed weights have none."""
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.lowering import lowerings, register_lowering
 
@@ -27,13 +27,13 @@ def _inductor(module: fx.GraphModule, inputs: list[Any]) -> Any:
 
 
 def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inductor) -> Any:
-    """A pass before another compiler: linear layers with one input become one product with packed weights.
+    """A pass before the compiler `then`: linear layers of one input become one product with packed weights.
 
-    Packed weights are further inputs of the graph, so that layers still share it.
+    The packed weights are inputs of the graph, so that layers still share it.
     """
     graph = fx.Graph()
     readers = defaultdict[fx.Node, list[fx.Node]](list)
-    graph.output(graph.graph_copy(module.graph, {}))  # a copy: the tracer goes on with its own graph
+    graph.output(graph.graph_copy(module.graph, {}))  # the tracer goes on with its own graph
     for node in graph.nodes:
         positional = len(node.args) > 1 and not node.kwargs
         if node.target is F.linear and positional and all(map(_fixed, node.args[1:])):
@@ -54,7 +54,7 @@ def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inducto
 
 
 def _fixed(argument: Any) -> bool:
-    """Whether a weight or bias is an input of the graph or missing, and not computed in each call."""
+    """Whether a weight or bias is an input of the graph or missing, not computed in each call."""
     return argument is None or argument.op == "placeholder"
 
 
@@ -65,11 +65,11 @@ def _in_place(node: fx.Node) -> bool:
 
 
 def _dtype_for(linear: fx.Node) -> torch.dtype | None:
-    """The type in which a layer's weights are packed; None if plain ones are faster.
+    """The type in which a layer's weights are packed; None where plain weights are faster.
 
     For a few rows MKL takes nearly twice as long with plain weights (docs/log.md). A CPU without bf16
-    instructions is many times slower in bf16 than in fp32, so weights are packed as fp32 there. A single row
-    reads the plain weights, which have half the bytes.
+    instructions is many times slower in bf16 than in fp32. There weights are packed as fp32, but a single row
+    reads the plain ones, which have half the bytes.
     """
     x, weight = (node.meta["example_value"] for node in linear.all_input_nodes[:2])
     if weight.dtype == torch.bfloat16 and not HAS_BF16:
@@ -86,9 +86,8 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], dtype: torch.dtype) -> "_Packe
     sizes = [len(weight.meta["example_value"]) for weight in weights]
     plain = weights[0].meta["example_value"]
     places = graph.find_nodes(op="placeholder")
-    packed = _Packed(
-        [places.index(w) for w in weights], [None if b is None else places.index(b) for b in biases], dtype
-    )
+    at = [None if b is None else places.index(b) for b in biases]
+    packed = _Packed([places.index(w) for w in weights], at, dtype)
     with graph.inserting_after(places[-1]):
         weight, bias = graph.placeholder(f"packed_{len(places)}"), None
         weight.meta["example_value"] = plain.new_empty(sum(sizes), plain.shape[1], dtype=dtype)
@@ -119,8 +118,8 @@ class _Packed:
     dtype: torch.dtype
 
     def __call__(self, args: Sequence[Any]) -> list[Tensor]:
-        """The packed weight and, if any, bias. They are made at the first use and stored on the first weight,
-        together with the other weights, whose ids therefore stay theirs."""
+        """The packed weight and, if any, bias. They are made at the first use and stored on the first weight.
+        The entry holds the other weights, so that no other tensor gets their ids."""
         weights = [args[i] for i in self.weights]
         biases = [None if i is None else args[i] for i in self.biases]
         copies = vars(weights[0]).setdefault("packed", {})
@@ -136,11 +135,8 @@ def _pack(weights: list[Tensor], biases: list[Tensor | None], dtype: torch.dtype
     plain = torch.cat([weight.detach() for weight in weights]).to(dtype)
     packed = [torch.ops.mkldnn._reorder_linear_weight(plain, PACKED_FOR)]
     if any(b is not None for b in biases):
-        packed.append(
-            torch.cat(
-                [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
-            ).to(dtype)
-        )
+        pairs = zip(weights, biases, strict=True)
+        packed.append(torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs]).to(dtype))
     return packed
 
 
@@ -153,7 +149,7 @@ def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _lowered(x: Any, weight: Any, bias: Any) -> Any:
-    """A direct call of oneDNN. Inductor's own lowering of it takes weights for constants."""
+    """A direct call of oneDNN. Inductor's own lowering of it treats weights as constants."""
     from torch._inductor.ir import TensorBox
     from torch._inductor.mkldnn_ir import LinearUnary
 

@@ -9,15 +9,15 @@ from slipstream.files import replacing
 
 @contextmanager
 def picture(path: str, columns: int, otherwise: str = "") -> Iterator[Any]:
-    """Axes side by side to draw on, saved as an SVG. Raises ValueError, which ends in `otherwise`."""
+    """Axes side by side, saved as an SVG afterwards. Where the file cannot be written, raises ValueError with
+    `otherwise` at its end."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
-        1, columns, figsize=(4.5 * columns, 3.2), layout="constrained", squeeze=False
-    )
+    size = (4.5 * columns, 3.2)
+    figure, axes = pyplot.subplots(1, columns, figsize=size, layout="constrained", squeeze=False)
     try:
         yield axes[0]
         for ax in axes[0]:

@@ -25,13 +25,13 @@ R = TypeVar("R", bound="Result")
 class Part(BaseModel):
     """A part of a result. Its fields are the keys of its JSON object.
 
-    Fields with a default are missing from files of older versions, and are then left out when written again.
+    Older files lack fields that have a default. Such a field is left out again when the part is written.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def stored(self) -> dict[str, Any]:
-        """The JSON object, as a dictionary."""
+        """The JSON object."""
         return self.model_dump(by_alias=True, exclude_unset=True)
 
 
@@ -39,7 +39,7 @@ class Result(Part, ABC):
     """What a command returns.
 
     Attributes:
-        schema_version: of the JSON; its key is `schema`.
+        schema_version: of the JSON, where its key is `schema`.
         command: the command line, or the Python call, that made the result.
     """
 
@@ -48,7 +48,7 @@ class Result(Part, ABC):
 
     @abstractmethod
     def __rich__(self) -> RenderableType:
-        """The table, which rich's `print` shows."""
+        """The table."""
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), color_system=None)
@@ -61,13 +61,13 @@ class Result(Part, ABC):
         return json.dumps(self.stored(), indent=1, ensure_ascii=False)
 
     def write(self, path: str) -> None:
-        """Write the JSON file, whole or not at all. Raises ValueError where `path` does not take it; the
-        error names the file that holds it instead."""
+        """Write the JSON file atomically. Where `path` cannot be written, ValueError names the file that
+        holds the result instead."""
         write_json(path, self.stored())
 
     @classmethod
     def from_json(cls: type[R], text: str) -> R:
-        """The result of a JSON text. Raises ValueError for one that holds something else."""
+        """The result in a JSON text. Raises ValueError for any other text."""
         try:
             return cls.model_validate(parsed(text))
         except ValidationError as error:
@@ -77,7 +77,7 @@ class Result(Part, ABC):
 
     @classmethod
     def read(cls: type[R], path: str | PathLike[str]) -> R:
-        """The result in a JSON file of this or an older version. Raises ValueError."""
+        """The result in a JSON file of this or an older version. Raises ValueError for any other file."""
         return cls.from_json(read_text(path, "result"))
 
 
@@ -85,8 +85,8 @@ class Report(Result):
     """What was measured on a target.
 
     Attributes:
-        target, dtype, compiled: the target's name and precision, and whether its passes were compiled.
-        stopped: the error that ended the run early; the figures are of what was done until then.
+        compiled: whether the target's passes were compiled.
+        stopped: the error that ended the run early; the figures are those of the work until then.
         derived: what `benchmarks/derive.py` computed from the other fields.
     """
 
@@ -99,25 +99,25 @@ class Report(Result):
     derived: dict[str, Any] | None = None
 
     def ended_by(self: R, error: BaseException) -> R:
-        """The same, of a run that an error ended."""
+        """The same report, of a run that an error ended."""
         return self.model_copy(update={"stopped": str(error).split("\n")[0] or type(error).__name__})
 
 
 def made() -> dict[str, Any]:
-    """The fields of `Result`, for one that is made now."""
+    """The fields of a `Result` that is made now."""
     return {"schema": SCHEMA, "command": command.current()}
 
 
 def heading(target: Target) -> dict[str, Any]:
-    """The fields of `Report`, for one measured here and now."""
-    on = {"hardware": hardware(), "versions": versions()}
-    return made() | on | {"target": target.name, "dtype": target.dtype_name, "compiled": target.compiles}
+    """The fields of a `Report` that is made now, on this machine."""
+    machine = {"hardware": hardware(), "versions": versions()}
+    return made() | machine | {"target": target.name, "dtype": target.dtype_name, "compiled": target.compiles}
 
 
 class Figures(Table):
-    """A table of figures, whose rows are stacked where the terminal is too narrow for its columns.
+    """A table of figures. Where the terminal is too narrow, each row becomes a few lines.
 
-    Texts are printed as they are: a name may hold what would be rich's markup.
+    Texts are printed as they are: a name may look like rich's markup.
     """
 
     def __init__(self, title: str | None, first: str, *others: str) -> None:
@@ -141,7 +141,7 @@ class Figures(Table):
             yield from self._stacked(options.max_width)
 
     def _stacked(self, width: int) -> Iterator[Text]:
-        """Each row's name, and below it as many figures to a line as there is room for."""
+        """Each row's name on a line, and its figures on the lines below."""
         first, *others = (column.header.plain for column in self.columns if isinstance(column.header, Text))
         widths = [max(map(len, column)) for column in zip(*self._records, strict=True)][1:]
         for name, *cells in self._records:

@@ -14,7 +14,7 @@ from slipstream.measure.certify import certify
 from slipstream.measure.questions import Question
 from slipstream.measure.report import BenchReport, Expected
 from slipstream.measure.run import Contest, bench
-from slipstream.measure.tally import Tally, expected
+from slipstream.measure.tally import Answered, Tally, expected
 from slipstream.targets import HFTarget
 
 
@@ -23,12 +23,16 @@ def target():
     return HFTarget(deepcopy(tiny.reference("llama")), tiny.tokenizer())
 
 
+def tally(rounds, seconds=None):
+    return Tally([Answered([], 0.0, rounds, seconds or Seconds())])
+
+
 def test_tau_and_acceptance_by_depth():
     """Passes that drafted nothing count in the unconditional rates and not in the conditional ones."""
-    tally = Tally(rounds=[Round(3, 2, 3), Round(3, 0, 1), Round(0, 0, 1), Round(1, 1, 2)])
-    assert tally.tau == 7 / 4
-    assert tally.acceptance(conditional=False) == [0.5, 0.25, 0.0]
-    assert tally.acceptance(conditional=True) == [round(2 / 3, 4), 1.0, 0.0]
+    some = tally([Round(3, 2, 3), Round(3, 0, 1), Round(0, 0, 1), Round(1, 1, 2)])
+    assert some.tau == 7 / 4
+    assert some.acceptance(conditional=False) == [0.5, 0.25, 0.0]
+    assert some.acceptance(conditional=True) == [round(2 / 3, 4), 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -64,17 +68,15 @@ def test_what_ends_a_run_leaves_the_figures_of_whole_turns(target, monkeypatch, 
 
 def test_expected_speedup_is_the_papers_formula():
     """Leviathan et al., Theorem 3.8, with α from the tokens that were judged."""
-    ours = Tally(
-        rounds=[Round(3, 2, 3), Round(3, 0, 1), Round(3, 3, 4)], seconds=Seconds(draft=0.9, verify=9.0)
-    )
-    plain = Tally(rounds=[Round(0, 0, 1)] * 4, seconds=Seconds(verify=8.0))
+    ours = tally([Round(3, 2, 3), Round(3, 0, 1), Round(3, 3, 4)], Seconds(draft=0.9, verify=9.0))
+    plain = tally([Round(0, 0, 1)] * 4, Seconds(verify=8.0))
     alpha, c = 5 / (3 + 1 + 3), 0.1 / 2
     wanted = (1 - alpha**4) / ((1 - alpha) * (3 * c + 1))
     assert expected(ours, plain) == Expected(alpha=round(alpha, 4), c=c, speedup=round(wanted, 4))
-    assert expected(Tally(rounds=[Round(2, 2, 3)]), plain).speedup == 3  # all accepted
-    found_once = Tally(rounds=[Round(2, 2, 3), Round(0, 0, 1)])
+    assert expected(tally([Round(2, 2, 3)]), plain).speedup == 3  # all accepted
+    found_once = tally([Round(2, 2, 3), Round(0, 0, 1)])
     assert expected(found_once, plain).speedup == 2
-    found_nothing = Tally(rounds=[Round(0, 0, 1)], seconds=Seconds(draft=1.0))
+    found_nothing = tally([Round(0, 0, 1)], Seconds(draft=1.0))
     assert expected(found_nothing, plain).c == 0
     assert expected(plain, plain).speedup == 1
 

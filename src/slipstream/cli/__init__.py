@@ -1,5 +1,4 @@
-"""The command line: one command per verb. Parses, calls, prints; heavy imports inside, so that --help is
-quick."""
+"""The command line: one command per verb. Commands import heavy modules themselves: --help is quick."""
 
 import os
 import shlex
@@ -16,10 +15,7 @@ from slipstream.cli.common import app, err
 from slipstream.command import commanded
 
 STOPPED = 130  # what typer turns a KeyboardInterrupt into
-SILENT = (
-    "TQDM_DISABLE",
-    "HF_HUB_DISABLE_PROGRESS_BARS",
-)  # bars of other libraries, read when those are imported
+SILENT = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")  # other libraries read these when imported
 
 
 def main() -> None:
@@ -36,7 +32,7 @@ def main() -> None:
     caught = [signal.SIGINT]
 
     def stop(number: int, _: Any) -> None:
-        """From here on SIGTERM is what Ctrl-C is: nothing that is undone or kept then is forgotten."""
+        """SIGTERM ends the work as Ctrl-C does."""
         caught.append(signal.Signals(number))
         raise KeyboardInterrupt
 
@@ -60,16 +56,15 @@ def _run() -> int:
         code = app(standalone_mode=False)
     except ValueError as error:
         return _fail(str(error))
-    except OSError as error:  # typer sees to broken pipes
-        with suppress(OSError):  # what cannot be printed is not tried again
+    except OSError as error:  # typer handles broken pipes
+        with suppress(OSError):  # output that cannot be printed is not tried again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _fail(f"{error.filename or 'output'}: {error.strerror or error}")
     except Exception as error:
         if hasattr(error, "format_message"):  # typer's own complaint about the command line
             message = error.format_message()  # empty: help was asked for by giving no command
-            message += "".join(
-                f", not {wrong['input']!r}" for wrong in getattr(error.__context__, "errors", list)()
-            )
+            wrong = getattr(error.__context__, "errors", list)()
+            message += "".join(f", not {each['input']!r}" for each in wrong)
             return _fail(f"{message} (see slipstream --help)") if message else 2
         with tempfile.NamedTemporaryFile("w", prefix="slipstream-", suffix=".txt", delete=False) as file:
             traceback.print_exc(file=file)

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from itertools import compress
 from typing import Annotated
 
 import typer
@@ -39,14 +40,10 @@ def cache(
     from slipstream.results import Figures
 
     if action not in ("show", "clean"):
-        raise ValueError(
-            f"Unknown action: {action!r}. Show what is kept, or delete it: slipstream cache clean"
-        )
+        raise ValueError(f"Unknown action: {action!r}. Supported: show, clean")
     check_writable(json_path)
-    named = [
-        kind for kind, wanted in zip(KINDS, (models, features, compiled, tuned, costs), strict=True) if wanted
-    ]
-    shown = entries(named, None if older_than is None else time.time() - older_than * DAY)
+    kinds = [*compress(KINDS, (models, features, compiled, tuned, costs))]
+    shown = entries(kinds, None if older_than is None else time.time() - older_than * DAY)
     table = Figures(None, "kept", "kind", "size", "last used")
     for entry in shown:
         table.add_row(entry.name, entry.kind, _size(entry.bytes), _ago(entry.used))
@@ -55,9 +52,9 @@ def cache(
     total = f"{_size(sum(entry.bytes for entry in shown))} in {cache_home()}"
     out.print(total, soft_wrap=True)
     if json_path is not None:
-        listed = [
-            {"kind": e.kind, "path": str(e.path), "bytes": e.bytes, "last_used": _iso(e.used)} for e in shown
-        ]
+        keys = ("kind", "path", "bytes", "last_used")
+        values = [(e.kind, str(e.path), e.bytes, _iso(e.used)) for e in shown]
+        listed = [dict(zip(keys, each, strict=True)) for each in values]
         write_json(json_path, {"schema": 1, "home": str(cache_home()), "entries": listed})
     if action == "clean" and shown:
         if not yes and not sys.stdin.isatty():

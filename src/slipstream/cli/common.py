@@ -1,5 +1,4 @@
-"""What commands share: the application, its consoles, options that mean the same everywhere, loading,
-progress."""
+"""The application, its consoles, and the options and helpers that commands share."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,10 +18,7 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound="Report")
 
 app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
+    no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
 )
 PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # a name may hold [/] or :eyes:
 out, err = Console(**PLAIN), Console(stderr=True, **PLAIN)
@@ -32,7 +28,7 @@ ASKED, SAMPLING, MACHINE, RESULTS = "Questions and answers", "Sampling", "Target
 
 
 def option(help: str, metavar: str | None = None, *names: str, panel: str | None = None, **kept: Any) -> Any:
-    """An option of a command; it is called as its parameter unless `names` are given."""
+    """An option of a command, named like its parameter unless `names` are given."""
     return typer.Option(*names, metavar=metavar, rich_help_panel=panel, help=help, **kept)
 
 
@@ -52,10 +48,10 @@ DIRECTORY = ("DIR", "a directory that slipstream train or import wrote")
 
 def listed(title: str, *methods: Method, others: Sequence[tuple[str, str]] = ()) -> str:
     """A list of methods for the end of a command's help."""
-    lines = [(method.name, method.help) for method in methods]
-    for i, method in enumerate(methods):
-        if method.ships and method.shipped:
-            lines[i] = (method.name, f"{method.help}; ships for {', '.join(method.shipped)}")
+    lines = []
+    for method in methods:
+        ships = f"; ships for {', '.join(method.shipped)}" if method.ships and method.shipped else ""
+        lines.append((method.name, method.help + ships))
     return "\n".join([title, *(f"  {name:<16}  {help}" for name, help in (*lines, *others))])
 
 
@@ -108,7 +104,7 @@ Force = Annotated[bool, flag("write into --out whatever it holds", "--force")]
 
 
 def examples(*lines: str, drafters: bool = False) -> str:
-    """What stands below a command's options: examples, and the drafters where it takes one."""
+    """The end of a command's help: examples, behind the list of drafters where it takes one."""
     head = [DRAFTERS, ""] if drafters else []
     return "\n".join([*head, "[bold]Examples[/bold]", *(f"slipstream {line}" for line in lines)])
 
@@ -129,7 +125,7 @@ def load(name: str, dtype: str, device: str, compile: bool = False) -> "HFTarget
 
 
 def inputs(target: str, drafters: Sequence[str] = (), files: Sequence[str] = ()) -> list[str]:
-    """What a command reads: the target, drafters and whatever files their options name, and files."""
+    """What a command reads: the target, drafters, files that their options name, and other files."""
     from slipstream.drafters.spec import Spec
 
     specs = [Spec.parse(drafter) for drafter in drafters]
@@ -138,8 +134,8 @@ def inputs(target: str, drafters: Sequence[str] = (), files: Sequence[str] = ())
 
 
 def deliver(result: "Report", json_path: str | None) -> None:
-    """Print a result, then write it: a failure of the one does not lose the other. JSON has standard output
-    for itself."""
+    """Print a result, and write it even if printing fails. Where JSON goes to standard output, the table goes
+    to standard error."""
     from slipstream.files import STANDARD
 
     try:
@@ -151,7 +147,8 @@ def deliver(result: "Report", json_path: str | None) -> None:
 
 @contextmanager
 def kept(show: Callable[[R], None]) -> Iterator[Callable[[R], None]]:
-    """Yields what takes a result, and shows the result at the end, even where an error ends the work."""
+    """Yields a function that takes a result. The result is shown at the end, even where an error ends the
+    work."""
     results: list[R] = []
     try:
         yield results.append
@@ -164,7 +161,7 @@ def kept(show: Callable[[R], None]) -> Iterator[Callable[[R], None]]:
 
 @contextmanager
 def progress_bar(steps: int | None) -> Iterator[Callable[..., None]]:
-    """A bar on standard error; each call says what is under way and advances it, by one or by `n`."""
+    """A bar on standard error. Each call names the step under way and advances the bar, by one or by `n`."""
     with bars(err, transient=True) as bar:
         task = bar.add_task("", total=steps, note="loading")
 
@@ -176,7 +173,7 @@ def progress_bar(steps: int | None) -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def counting(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error for lines of a file, of which each call gives the count and the total."""
+    """A bar on standard error for lines of a file. Each call gives their count and the total."""
     with bars(err, transient=True) as bar:
         task = bar.add_task("", total=None, note="loading")
         yield lambda done, total: bar.update(task, note=what, completed=done, total=total)

@@ -145,7 +145,7 @@ def generate(
 
 
 def _figures(made: "Generation | None", law: str, idle: list[str], json_path: str | None) -> None:
-    """What an answer took, and which options were without effect."""
+    """Print an answer's figures, and the options that had no effect."""
     from slipstream.decode.generate import LOSSY
     from slipstream.files import write_json
 
@@ -155,18 +155,12 @@ def _figures(made: "Generation | None", law: str, idle: list[str], json_path: st
     if idle:
         err.print(f"at temperature 0 nothing is sampled: {', '.join(idle)} without effect", style="yellow")
     if law == LOSSY:
-        err.print(
-            "lossy: typical acceptance keeps tokens that the target would not have drawn", style="yellow"
-        )
+        warning = "lossy: typical acceptance keeps tokens that the target would not have drawn"
+        err.print(warning, style="yellow")
     if json_path is not None:
-        fields = {
-            "text": made.text,
-            "tokens": made.tokens,
-            "finish": made.finish,
-            "tau": made.tau,
-            "law": law,
-        }
-        write_json(json_path, {**fields, "target_passes": len(made.rounds), "seconds": vars(made.seconds)})
+        fields = {name: getattr(made, name) for name in ("text", "tokens", "finish", "tau")}
+        passes = {"law": law, "target_passes": len(made.rounds), "seconds": vars(made.seconds)}
+        write_json(json_path, fields | passes)
 
 
 @app.command(

@@ -1,4 +1,4 @@
-"""tune: measure costs, choose trees."""
+"""tune: measure costs and choose trees."""
 
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
@@ -79,7 +79,7 @@ def tune(
         return
 
     def show(report: TuneReport) -> None:
-        with ExitStack() as last:  # the last first, and each whatever becomes of the others
+        with ExitStack() as last:  # in reverse order, each even if another fails
             if plot is not None:
                 last.callback(draw_tuned, report, plot)
             last.callback(deliver, report, json_path)
@@ -93,7 +93,7 @@ def tune(
 
 
 def _measure(target: "HFTarget", plot: str | None, json_path: str | None) -> None:
-    """Measure what passes cost, show it and keep it."""
+    """Measure the cost of passes, show it and store it."""
     from slipstream.files import read_results
     from slipstream.measure import cost
     from slipstream.measure.draw import draw_costs
@@ -101,7 +101,7 @@ def _measure(target: "HFTarget", plot: str | None, json_path: str | None) -> Non
     read_results(cost.costs_file())
     with progress_bar(None) as progress:
         report = cost.cost_curve(target, progress=progress)
-    with ExitStack() as last:  # the last first, and each whatever becomes of the others
+    with ExitStack() as last:  # in reverse order, each even if another fails
         last.callback(cost.save_costs, target, report)
         if plot is not None:
             last.callback(draw_costs, report, plot)

@@ -1,4 +1,4 @@
-"""The outside baseline: Hugging Face's own generate, asked for what `generate` is asked for."""
+"""The outside baseline: Hugging Face's own generate, under the settings of ours."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from slipstream.decode.settings import Settings
 from slipstream.targets.hf import HFTarget
 
-# fields of generation_config by which Hugging Face would draft, or keep its cache, in another way
+# fields of generation_config that make Hugging Face draft, or change its cache
 OTHERWISE = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "cache_implementation")
 
 
@@ -23,17 +23,14 @@ def hf_generate(target: HFTarget, tokens: Int[Tensor, "B T"], **kwargs: Any) -> 
 def hf_answer(
     target: HFTarget, prompt: list[int], max_new_tokens: int, temperature: float, seed: int = 0
 ) -> list[int]:
-    """Its tokens, with the same settings, end tokens and stop strings. What else generation_config says it
-    reads itself.
-
-    Raises:
-        ValueError: as `generate` does.
-    """
+    """Its tokens, with the same settings, end tokens and stop strings. It reads the rest of generation_config
+    itself. Raises ValueError as `generate` does."""
     settings = Settings.of(target, max_new_tokens, temperature=temperature, seed=seed)
-    s, how = settings.row(0, prompt), dict[str, Any](do_sample=temperature > 0)
+    how: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature:
         torch.manual_seed(seed)
-        how |= {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
+        sampling = settings.row(0, prompt)
+        how |= {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
     if settings.stop and target.text is not None:
         how |= {"stop_strings": list(settings.stop), "tokenizer": target.text.tokenizer}
     how |= {name: None for name in OTHERWISE if getattr(target.generation_config, name, None)}

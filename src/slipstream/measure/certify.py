@@ -1,26 +1,23 @@
 """certify: proof that drafting changes nothing on this target. Every token of every answer is audited."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rich.console import Group
 from rich.text import Text
 
 from slipstream.command import public
 from slipstream.core.drafter import Drafter
-from slipstream.decode.audit import audit
-from slipstream.decode.generate import generate
 from slipstream.decode.settings import resolve_sampling
 from slipstream.drafters.tree_oracle import TreeOracle
+from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_counts
-from slipstream.measure.baseline import hf_answer
 from slipstream.measure.questions import Asking, Question, load_questions
 from slipstream.measure.report import Difference
-from slipstream.measure.run import HF, drafters_of, first_prompts
+from slipstream.measure.run import HF, Contest, Drafters, drafters_of, first_prompts
+from slipstream.measure.tally import Answered, Tally
 from slipstream.results import Figures, Part, Report, heading
-from slipstream.targets import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
 
 
@@ -47,8 +44,8 @@ class Certificate(Report):
     """What `certify` found.
 
     Attributes:
-        margin: the precision's, in logits: by so much rounding may turn a near-tie.
-        certified: no token is unexplained, and the run came to its end.
+        margin: the precision's, in logits: rounding may turn a near-tie within it.
+        certified: no token is unexplained, and the run was complete.
     """
 
     margin: float
@@ -86,22 +83,13 @@ class Certificate(Report):
         return Text(f"NOT certified: {wrong}", "bold red")
 
 
-@dataclass(frozen=True)
-class Audited:
-    """One answer, and where it leaves plain decoding's."""
-
-    tokens: int
-    identical: bool
-    differences: list[Difference]
-
-
-Answers = dict[tuple[float, str], list[Audited]]  # by temperature and drafter
+Answers = dict[tuple[str, float], list[Answered]]  # by drafter and temperature
 
 
 @public
 def certify(
     target: AnyTarget,
-    drafters: str | Sequence[str] | Mapping[str, Drafter] = "ngram",
+    drafters: Drafters = "ngram",
     questions: Sequence[Asking] = (),
     *,
     temperatures: Sequence[float] = (0.0, 1.0),
@@ -114,14 +102,13 @@ def certify(
     """Prove on a target that drafting changes nothing: audit every answer of every drafter, and Hugging
     Face's own at T = 0.
 
-    A tree oracle that knows plain decoding's answers always runs too: it is right about every number of
-    tokens in turn, under wrong siblings, so that trees and compaction are tried on this model whatever the
-    drafters do.
+    A tree oracle that knows plain decoding's answers always runs too. Its drafts are right for every number
+    of tokens in turn, among wrong siblings, so that trees and compaction are tested whatever the drafters do.
 
     Args:
         target, drafters, questions, limit, max_new_tokens, progress: as `bench` takes them. Only the first
             turn of a question is asked.
-        keep: given what was audited where an error or Ctrl-C ends the run, which certifies nothing.
+        keep: called where an error or Ctrl-C ends the run, with what was audited; it certifies nothing.
 
     Returns:
         One result per drafter and temperature; `certified` is true if no token is unexplained.
@@ -138,19 +125,18 @@ def certify(
     contestants = drafters_of(drafters, target)
     _check_laws(contestants, temperatures)
     prompts = first_prompts(target, asked, max_new_tokens)
+    contest = Contest(target, {}, max_new_tokens, 0.0, seed)
     answers: Answers = {}
     try:
         for temperature in dict.fromkeys(temperatures):
-            settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+            contest = replace(contest, temperature=temperature)
             for question, prompt in zip(asked, prompts, strict=True):
-                audited = _audited(target, contestants, question, prompt, settings, progress)
-                for name, answer in audited.items():
-                    answers.setdefault((temperature, name), []).append(answer)
+                _audit(contest, contestants, question, prompt, answers, progress)
     except BaseException as error:
         if answers:
-            keep(_report(target, max_new_tokens, seed, answers, ended=True).ended_by(error))
+            keep(_report(contest, answers, ended=True).ended_by(error))
         raise
-    return _report(target, max_new_tokens, seed, answers)
+    return _report(contest, answers)
 
 
 def _check_laws(drafters: dict[str, Drafter], temperatures: Sequence[float]) -> None:
@@ -163,57 +149,49 @@ def _check_laws(drafters: dict[str, Drafter], temperatures: Sequence[float]) -> 
             )
 
 
-def _audited(
-    target: HFTarget,
+def _audit(
+    contest: Contest,
     drafters: dict[str, Drafter],
     question: Question,
     prompt: list[int],
-    settings: dict[str, Any],
+    answers: Answers,
     progress: Callable[[str], None],
-) -> dict[str, Audited]:
-    """A question answered by everybody, and the answers audited."""
-    temperature, answers = settings["temperature"], dict[str, list[int]]()
-    plain = generate(target, prompt, "vanilla", **settings)
-    oracle = TreeOracle([plain.prompt + plain.tokens], target.vocab)
-    for name, drafter in [*drafters.items(), ("tree-oracle", oracle)]:
-        progress(f"T={temperature:g} {question.name} {name}")
-        answers[name] = generate(target, prompt, drafter, **settings).tokens
-    if temperature == 0:
-        progress(f"T=0 {question.name} {HF}")
-        answers[HF] = hf_answer(target, prompt, **settings)
-    audited = {}
-    for name, tokens in answers.items():
-        identical = tokens == plain.tokens
-        divergences = [] if identical else audit(target, prompt, tokens, plain.sampling)
-        differences = [Difference(question=question.name, **vars(each)) for each in divergences]
-        audited[name] = Audited(len(tokens), identical, differences)
-    return audited
+) -> None:
+    """Let everybody answer a question, and add the answers, audited, to `answers`."""
+    heat, target = contest.temperature, contest.target
+    plain = replace(contest, drafters={"vanilla": Vanilla()}).ask("vanilla", prompt)
+    oracle = TreeOracle([prompt + plain.tokens], target.vocab)
+    contest = replace(contest, drafters={**drafters, "tree-oracle": oracle})
+    given = {}
+    for name in [*contest.drafters, *([] if heat else [HF])]:
+        progress(f"T={heat:g} {question.name} {name}")
+        given[name] = contest.ask(name, prompt)
+    for name, answer in given.items():
+        answers.setdefault((name, heat), []).append(contest.audited(answer, plain, question, prompt))
 
 
-def _report(
-    target: HFTarget, max_new_tokens: int, seed: int, answers: Answers, ended: bool = False
-) -> Certificate:
-    results = [_certified(target, name, temperature, of) for (temperature, name), of in answers.items()]
+def _report(contest: Contest, answers: Answers, ended: bool = False) -> Certificate:
+    margin = contest.target.margin
+    results = [_certified(name, heat, Tally(some), margin) for (name, heat), some in answers.items()]
     return Certificate(
-        **heading(target),
-        margin=target.margin,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
+        **heading(contest.target),
+        margin=margin,
+        max_new_tokens=contest.max_new_tokens,
+        seed=contest.seed,
         certified=not ended and all(result.unexplained == 0 for result in results),
         results=results,
     )
 
 
-def _certified(target: HFTarget, name: str, temperature: float, answers: Sequence[Audited]) -> Certified:
-    differences = [each for answer in answers for each in answer.differences]
-    margins = [each.margin for each in differences]
+def _certified(drafter: str, temperature: float, tally: Tally, margin: float) -> Certified:
+    margins = [each.margin for each in tally.differences]
     return Certified(
-        drafter=name,
+        drafter=drafter,
         temperature=temperature,
-        questions=len(answers),
-        tokens=sum(answer.tokens for answer in answers),
-        identical=sum(answer.identical for answer in answers),
-        unexplained=sum(margin > target.margin for margin in margins),
+        questions=len(tally.answers),
+        tokens=tally.new_tokens,
+        identical=sum(answer.identical for answer in tally.answers),
+        unexplained=tally.unexplained(margin),
         largest_margin=max(margins, default=0.0) if math.inf not in margins else "outside the support",
-        divergences=differences,
+        divergences=tally.differences,
     )

@@ -1,4 +1,4 @@
-"""What the parts of a round cost on this machine: a target pass by rows, a draft by tree, the host's part."""
+"""What a target pass and the parts of a round cost on this machine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +27,7 @@ class PassCost(Part):
     """A target pass over `rows` rows of each of `batch` texts, behind `context` tokens.
 
     Attributes:
-        gb_s: the weights' bytes over the time.
-        share: of the bandwidth.
+        gb_s: the weights' bytes over the time; `share`, that over the memory's bandwidth.
     """
 
     rows: int
@@ -43,8 +42,8 @@ class CostReport(Report):
     """What passes of a target cost on this machine.
 
     Attributes:
-        bandwidth_gb_s: of the machine's memory.
-        weights_gb: what one pass must read.
+        bandwidth_gb_s: of the memory.
+        weights_gb: what a pass must read.
     """
 
     bandwidth_gb_s: float
@@ -53,15 +52,17 @@ class CostReport(Report):
 
     @property
     def limit_ms(self) -> float:
-        """What reading the weights takes."""
+        """The time that reading the weights takes."""
         return 1e3 * self.weights_gb / self.bandwidth_gb_s
 
     def __rich__(self) -> Group:
-        """Milliseconds of a pass by rows, one column per context and batch, and how near the one-row pass is
-        to the limit."""
+        """A row per number of rows, a column per context and batch, and the speed at which the one-row pass
+        reads the weights."""
         settings = dict.fromkeys((cost.context, cost.batch) for cost in self.passes)
-        title = f"{self.target}, {self.dtype}{', compiled' if self.compiled else ''}"
-        title += ": ms of a pass, by its rows; columns: tokens of context × texts"
+        title = (
+            f"{self.target}, {self.dtype}{', compiled' if self.compiled else ''}: ms of a pass, by its rows; "
+        )
+        title += "columns: tokens of context × texts"
         table = Figures(title, "rows", *(f"{context} × {batch}" for context, batch in settings))
         ms = {(cost.rows, cost.context, cost.batch): cost.ms for cost in self.passes}
         for rows in dict.fromkeys(cost.rows for cost in self.passes):
@@ -77,19 +78,20 @@ ROWS = (1, 2, 4, 6, 8, 12, 16, 20, 26, 32, 48, 64)
 def read_bandwidth(device: torch.device, mib: int = 512, repeats: int = 5) -> float:
     """GB/s at which the whole device reads memory that no cache holds."""
     x = torch.ones(mib * 2**20 // 4, device=device)
-    seconds = []
-    for _ in range(repeats):
-        began = perf_counter()
-        x.sum().item()
-        seconds.append(perf_counter() - began)
-    return x.nbytes / min(seconds) / 1e9
+    return x.nbytes / min(_clocked(lambda: x.sum().item()) for _ in range(repeats)) / 1e9
+
+
+def _clocked(work: Callable[[], Any]) -> float:
+    began = perf_counter()
+    work()
+    return perf_counter() - began
 
 
 def pass_seconds(
     target: Target, rows: Sequence[int] = ROWS, context: int = 256, batch: int = 1, repeats: int = 5
 ) -> dict[int, float]:
-    """Median seconds of a target pass by its rows, behind `context` tokens; in alternation, after one untimed
-    pass. Where rounds are captured, of its replay."""
+    """Median seconds of a target pass by its rows, behind `context` tokens. Sizes alternate, after an untimed
+    pass of each. Where rounds are captured, replays are timed."""
     context = min(context, target.window - max(rows))
     tokens = torch.arange(batch * (context + max(rows)), device=target.device).view(batch, -1) % target.vocab
     cache = target.new_cache(batch)
@@ -99,19 +101,18 @@ def pass_seconds(
     passes: dict[int, Callable[[], Any]] = {n: partial(target, chain(tokens[:, :n]), cache) for n in rows}
     if record := recorder(target):
         passes = {n: record(one)[1] for n, one in passes.items()}
-    seconds: dict[int, list[float]] = {n: [] for n in rows}
-    for _ in range(repeats + 1):
-        for n, one in passes.items():
-            began = perf_counter()
-            one()
-            cache.lengths[0].item()  # on an accelerator: wait for it
-            seconds[n].append(perf_counter() - began)
-    return {n: median(times[1:]) for n, times in seconds.items()}
+
+    def one_pass(n: int) -> None:
+        passes[n]()
+        cache.lengths[0].item()  # on an accelerator: wait for it
+
+    laps = [[_clocked(partial(one_pass, n)) for n in passes] for _ in range(repeats + 1)]
+    return {n: median(times) for n, *times in zip(passes, *laps[1:], strict=True)}
 
 
 @dataclass(frozen=True)
 class RoundCost:
-    """Median seconds of a round's parts. Verify: the target's pass."""
+    """Median seconds of a round's parts; `verify` is the target's pass."""
 
     draft: float
     verify: float
@@ -138,22 +139,23 @@ class Rounds:
         temperature: float = 0.0,
         most: int = 32,
     ) -> None:
-        self._seen = [list[tuple[float, float, float]]() for _ in arms]
+        self._costs = [list[tuple[float, float, float]]() for _ in arms]
         self._sessions = list[tuple[Session, Shape | None]]()
         for drafter, shape in arms:
             depth = drafter.depth if shape is None else shape.depth
             capacity, shapes = len(prompt) + (most + 1) * (1 + depth), [shape] if shape else []
             session = Session(target, drafter, capacity=capacity, shapes=shapes)
             session.admit([prompt], [Sampling(temperature)])
-            session.step(shape=shape)  # not counted: buffers are made
+            session.step(shape=shape)  # it makes buffers, and is not timed
             self._sessions.append((session, shape))
 
     def run(self, rounds: int, among: Sequence[int] | None = None) -> list[RoundCost]:
-        """So many more of each, or of some; what rounds of each cost by now."""
+        """Time further rounds of every arm, or of those in `among`. Returns every arm's costs, over all its
+        rounds so far."""
         for _ in range(rounds):
             for i in range(len(self._sessions)) if among is None else among:
-                self._seen[i].append(self._step(*self._sessions[i]))
-        return [RoundCost(*(median(values) for values in zip(*seen, strict=True))) for seen in self._seen]
+                self._costs[i].append(self._step(*self._sessions[i]))
+        return [RoundCost(*map(median, zip(*costs, strict=True))) for costs in self._costs]
 
     @staticmethod
     def _step(session: Session, shape: Shape | None) -> tuple[float, float, float]:
@@ -176,7 +178,7 @@ def cost_curve(
     batches: Sequence[int] = (1, 4),
     progress: Callable[[str], None] = lambda _: None,
 ) -> CostReport:
-    """Costs of a target pass at 1 to 64 rows, beside the least that reading the weights takes."""
+    """Costs of a target pass over 1 to 64 rows, and the time that reading the weights takes."""
     progress("reading memory")
     bandwidth, weights = read_bandwidth(target.device), target.read_bytes / 1e9
     passes = []
@@ -184,28 +186,19 @@ def cost_curve(
         for batch in batches:
             progress(f"passes behind {context} tokens of {batch} texts")
             for rows, seconds in pass_seconds(target, context=context, batch=batch).items():
-                cost = PassCost(
-                    rows=rows,
-                    context=context,
-                    batch=batch,
-                    ms=round(seconds * 1e3, 3),
-                    gb_s=round(weights / seconds, 2),
-                    share=round(weights / seconds / bandwidth, 3),
-                )
-                passes.append(cost)
-    return CostReport(
-        **heading(target),
-        bandwidth_gb_s=round(bandwidth, 1),
-        weights_gb=round(weights, 3),
-        passes=passes,
-    )
+                speed = weights / seconds
+                ms, share = round(seconds * 1e3, 3), round(speed / bandwidth, 3)
+                setting = {"rows": rows, "context": context, "batch": batch}
+                passes.append(PassCost(**setting, ms=ms, gb_s=round(speed, 2), share=share))
+    sizes: dict[str, Any] = {"bandwidth_gb_s": round(bandwidth, 1), "weights_gb": round(weights, 3)}
+    return CostReport(**heading(target), **sizes, passes=passes)
 
 
 def costs_file() -> Path:
-    """Where `save_costs` stores reports: in the user's cache, by place and target."""
+    """The file of `save_costs` in the user's cache: reports by place and target."""
     return cache_home() / "costs.json"
 
 
 def save_costs(target: Target, report: CostReport) -> None:
-    """Store what passes cost here. Raises ValueError where it cannot be written."""
+    """Store a report. Raises ValueError where the file cannot be written."""
     update_json(costs_file(), target.place, {target.name: report.stored()})

@@ -19,22 +19,21 @@ GREEN = "  (green: drafted, and accepted by the target)"
 def demo(contest: Contest, drafter: str, questions: Sequence[Question], console: Console) -> None:
     """Answer each question plainly, with Hugging Face `generate` (timed, not shown) and with the drafter;
     compare."""
-    target = contest.target
-    totals = {method: Tally() for method in contest.methods}
+    totals: dict[str, list[Answered]] = {method: [] for method in contest.methods}
     legend = GREEN if console.color_system and not console.no_color else ""
     with console.status("warming up"):
-        contest.warm_up(first_prompts(target, questions, contest.max_new_tokens)[0])
+        contest.warm_up(first_prompts(contest.target, questions, contest.max_new_tokens)[0])
     try:
         for number, question in enumerate(questions, 1):
             console.rule(Text(f"{number} of {len(questions)}: {question.category}"), align="left")
             answers = _answered(contest, drafter, question, console, legend)
-            tallies = {method: Tally() for method in answers}
-            for method, answered in answers.items():
-                for tally in (tallies[method], totals[method]):
-                    tally.add(answered)
-            console.print(_figures(tallies, drafter), end="\n\n")
+            for method, answer in answers.items():
+                totals[method].append(answer)
+            console.print(
+                _figures({method: [answer] for method, answer in answers.items()}, drafter), end="\n\n"
+            )
     finally:
-        if totals[drafter].questions:
+        if totals[drafter]:
             console.rule("all answers", align="left")
             console.print(_figures(totals, drafter))
 
@@ -43,19 +42,16 @@ def _answered(
     contest: Contest, drafter: str, question: Question, console: Console, legend: str
 ) -> dict[str, Answered]:
     """One question, asked and answered on the screen."""
-    target, answers = contest.target, dict[str, Answered]()
-    prompt = encode(target, question.turns[0])
+    answers: dict[str, Answered] = {}
+    prompt = encode(contest.target, question.turns[0])
     console.print(Text(question.turns[0], "italic dim"))
     for method in ("vanilla", HF, drafter):
         if method == HF:
             with console.status("Hugging Face generate"):
                 answers[method] = contest.ask(method, prompt)
         else:
-            console.print(
-                Text.assemble(
-                    "\n", (SHOWN.get(method, method), "bold"), "" if method == "vanilla" else legend
-                )
-            )
+            shown = SHOWN.get(method, method)
+            console.print(Text.assemble("\n", (shown, "bold"), "" if method == "vanilla" else legend))
             answers[method] = contest.ask(method, prompt, lambda texts: _paint(texts, console))
             console.print("\n")
     console.print(_verdict(contest, drafter, prompt, answers["vanilla"], answers[drafter]))
@@ -73,23 +69,19 @@ def _verdict(contest: Contest, drafter: str, prompt: list[int], plain: Answered,
         return Text("the same text", "green")
     if contest.drafters[drafter].law != "coupled":
         return Text("another draw from the same distribution", "cyan")
-    found = audit(contest.target, prompt, drafted.tokens, drafted.sampling)
-    largest = max((d.margin for d in found), default=0.0)
-    if largest <= contest.target.margin:
-        return Text(
-            f"rounding turned a near-tie at token {found[0].position} (margin {largest:.2g} in logits)",
-            "yellow",
-        )
-    return Text(
-        f"NOT the same text, and no near-tie: margin {largest:.2g} in logits. Please report this", "bold red"
-    )
+    differences = audit(contest.target, prompt, drafted.tokens, drafted.sampling)
+    margin = max((each.margin for each in differences), default=0.0)
+    size = f"margin {margin:.2g} in logits"
+    if margin <= contest.target.margin:
+        return Text(f"rounding turned a near-tie at token {differences[0].position} ({size})", "yellow")
+    return Text(f"NOT the same text, and no near-tie: {size}. Please report this", "bold red")
 
 
-def _figures(tallies: dict[str, Tally], drafter: str) -> Text:
+def _figures(answers: dict[str, list[Answered]], drafter: str) -> Text:
+    tallies = {method: Tally(some) for method, some in answers.items()}
     speed = {method: tally.tokens_per_second for method, tally in tallies.items()}
+    ours = f"τ {tallies[drafter].tau:.2f}   {speed[drafter]:.1f} tokens/s   "
     ratios = (
         f"{speed[drafter] / speed[base]:.2f}× {name} ({speed[base]:.1f})" for base, name in SHOWN.items()
     )
-    return Text.assemble(
-        (f"τ {tallies[drafter].tau:.2f}   {speed[drafter]:.1f} tokens/s   ", "bold"), "   ".join(ratios)
-    )
+    return Text.assemble((ours, "bold"), "   ".join(ratios))

@@ -1,4 +1,4 @@
-"""How sure a speed-up is: both methods on the same questions, and the questions drawn anew."""
+"""How sure a speed-up is: a bootstrap over questions that both methods answered."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,12 +31,12 @@ class Paired:
 
 
 def paired(ours: Mapping[str, Asked], theirs: Mapping[str, Asked]) -> Paired:
-    """One method's tokens per second over another's, of each file's questions together, and the mean over the
-    files.
+    """One method's tokens per second over another's: over each file's questions together, and the mean over
+    the files.
 
-    The interval is the percentile bootstrap's: of every file one question fewer than it has, drawn with
-    replacement, the same for both methods (one fewer, since few questions differ less than all would:
-    McCarthy & Snowden 1985). It says how far other questions would move the figure, not another machine.
+    The interval is the percentile bootstrap's. From every file of n questions it draws n − 1 with
+    replacement, the same for both methods (n draws vary too little: McCarthy & Snowden 1985). It says how far
+    other questions would move the figure, not another machine.
 
     Args:
         ours, theirs: `by_question` of two methods in one report of `bench`.

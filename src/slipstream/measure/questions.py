@@ -1,9 +1,10 @@
 """Questions in FastChat's question.jsonl form: question_id, category, turns."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import count
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ def load_questions(given: Sequence[Asking] = (), limit: int | None = None) -> li
     """Questions, and those of files; the project's own where none is given.
 
     Args:
-        limit: of each file, and of those given as they are, taken evenly, so that a small limit still sees
-            every category.
+        limit: questions of each file, and of those given as they are, taken evenly, so that a small limit
+            still meets every category.
 
     Raises:
         ValueError: a file that cannot be read, or a malformed line (numbered).
@@ -57,31 +58,20 @@ def _parsed(name: str, text: str) -> list[Question]:
 
 def alternated(questions: Sequence[Question]) -> list[Question]:
     """The first of every file, then the second of every file, and so on."""
-    seen = Counter[str]()
-
-    def place(question: Question) -> int:
-        seen[question.file] += 1
-        return seen[question.file]
-
-    return sorted(questions, key=place)
+    counters = defaultdict[str, Iterator[int]](count)
+    return sorted(questions, key=lambda question: next(counters[question.file]))
 
 
 def _question(file: str, number: int, line: str) -> Question:
     try:
         data: Any = parsed(line)
         turns = data["turns"]
-        if not (
-            isinstance(turns, list)
-            and turns
-            and all(isinstance(turn, str) and turn.strip() for turn in turns)
-        ):
+        texts = isinstance(turns, list) and all(isinstance(turn, str) and turn.strip() for turn in turns)
+        if not (texts and turns):
             raise ValueError('"turns" must be a list of non-empty texts')
     except (ValueError, KeyError, TypeError) as error:
         reason = 'it needs "turns"' if isinstance(error, (KeyError, TypeError)) else str(error)
-        raise ValueError(
-            f'{file} line {number}: {reason}. Each line is an object like {{"question_id": 1, "turns": '
-            f'["…"]}}'
-        ) from error
-    return Question(
-        file, str(data.get("question_id", number)), str(data.get("category") or file), tuple(turns)
-    )
+        form = 'Each line is an object like {"question_id": 1, "turns": ["…"]}'
+        raise ValueError(f"{file} line {number}: {reason}. {form}") from error
+    name = str(data.get("question_id", number))
+    return Question(file, name, str(data.get("category") or file), tuple(turns))

@@ -1,4 +1,4 @@
-"""What `bench` found, and its tables."""
+"""What `bench` returns, and its tables."""
 
 from pydantic import Field
 from rich.console import Group
@@ -48,10 +48,10 @@ class Expected(Part):
     """The speed-up that a draft's quality and cost promise if rows cost nothing.
 
     Attributes:
-        alpha: the share of judged tokens that is accepted. Of a chain it is E[Σ min(p, q)] for the laws that
-            judge and draft (at T = 0 both are certain), of a tree the chance that some child agrees.
-        c: seconds of drafting over those of a plain pass, for one token of the deepest draft.
-        speedup: what they promise.
+        alpha: the share of judged tokens that is accepted. For a chain it estimates E[Σ min(p, q)], for a
+            tree the chance that some child is accepted.
+        c: seconds of drafting one level of depth over those of a plain pass.
+        speedup: the promise.
     """
 
     alpha: float
@@ -64,10 +64,10 @@ class Ledger(Part):
 
     Attributes:
         tau: tokens a round.
-        rows: plain decoding's pass over the tree's.
-        draft: the pass over pass and draft.
-        host: the share of a round that is not the host's, over plain decoding's.
-        prompt: the share of time behind the prompt and of tokens after its pass, over plain decoding's.
+        rows: seconds of plain decoding's pass over those of the tree's.
+        draft: seconds of the pass over those of pass and draft.
+        host: the share of a round that is not the host's, over plain decoding's share.
+        prompt: the share of time and of tokens after the prompt's pass, over plain decoding's.
         predicted: the product.
         measured: tokens per second over plain decoding's.
         remainder: by how much `measured` exceeds `predicted`.
@@ -83,7 +83,7 @@ class Ledger(Part):
     remainder: float
 
 
-class DrafterResult(Part):
+class DrafterResult(Speed):
     """One drafter's figures, over all turns and over parts of them.
 
     Attributes:
@@ -97,11 +97,6 @@ class DrafterResult(Part):
     """
 
     drafter: str
-    questions: int
-    new_tokens: int
-    tau: float
-    tokens_per_second: float
-    speedup: Speedup
     tree: str | None = None
     rows: int | None = None
     target_passes: int
@@ -164,7 +159,7 @@ class BenchReport(Report):
             )
         hf = f"{self.hf_generate.tokens_per_second:.1f}"
         main.add_row("HF generate", "1.00", hf, "", "1.00", "", "", "", "", style="dim")
-        return Group(main, _by_part(self.results), *_depths(self.results), *_ledgers(self.results))
+        return Group(main, _by_part(self.results), *_notes(self.results))
 
 
 def _by_part(results: list[DrafterResult]) -> Figures:
@@ -189,29 +184,22 @@ def _by_part(results: list[DrafterResult]) -> Figures:
     return table
 
 
-def _depths(results: list[DrafterResult]) -> list[Text]:
-    lines = []
+def _notes(results: list[DrafterResult]) -> list[Text]:
+    """Below the tables: acceptance by depth, the speed-up to expect, and what the measured one is made of."""
+    depths, ledgers = [], []
     for row in results:
-        if row.acceptance_by_depth:
-            rates = " ".join(f"{rate:.2f}" for rate in row.acceptance_by_depth)
-            conditional = " ".join(f"{rate:.2f}" for rate in row.acceptance_by_depth_conditional)
-            lines.append(
-                Text(f"{row.drafter}: accepted by depth {rates}; where drafted that far {conditional}")
-            )
-        if row.acceptance_by_depth and (of := row.expected):
+        if rates := row.acceptance_by_depth:
+            by_depth = " ".join(f"{rate:.2f}" for rate in rates)
+            given = " ".join(f"{rate:.2f}" for rate in row.acceptance_by_depth_conditional)
+            depths.append(f"{row.drafter}: accepted by depth {by_depth}; where drafted that far {given}")
+        if rates and (of := row.expected):
             promise = f"{of.speedup:.2f} × expected if rows cost nothing"
-            lines.append(Text(f"{row.drafter}: α {of.alpha:.2f}, c {of.c:.3f}: {promise}"))
-    return lines
-
-
-def _ledgers(results: list[DrafterResult]) -> list[Text]:
-    lines = []
-    for row in results:
-        if row.drafter != "vanilla" and (of := row.ledger):
-            factors = " × ".join(f"{name} {getattr(of, key):.2f}" for key, name in FACTORS.items())
-            measured = f"measured {of.measured:.2f}, {of.remainder:+.1%} unexplained"
-            lines.append(Text(f"{row.drafter}: {factors} = {of.predicted:.2f}; {measured}"))
-    return lines
+            depths.append(f"{row.drafter}: α {of.alpha:.2f}, c {of.c:.3f}: {promise}")
+        if row.drafter != "vanilla" and (made := row.ledger):
+            factors = " × ".join(f"{name} {getattr(made, key):.2f}" for key, name in FACTORS.items())
+            measured = f"measured {made.measured:.2f}, {made.remainder:+.1%} unexplained"
+            ledgers.append(f"{row.drafter}: {factors} = {made.predicted:.2f}; {measured}")
+    return [Text(line) for line in depths + ledgers]
 
 
 def _sameness(row: DrafterResult) -> Text:

@@ -1,8 +1,8 @@
-"""Which of its own blocks a target may skip to draft for itself: a short search.
+"""Which of its own blocks a target may skip to draft for itself.
 
 Blocks that change their input least are skipped first (Men et al. 2024, "ShortGPT": the cosine of a block's
-input and output). How many is decided by what it promises: agreement with the target along its own answers,
-and the measured cost of a pass.
+input and output). Each number of blocks is judged by its agreement with the target along the target's
+answers, and by the measured cost of a pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def skippable(
 
     Args:
         prompts: some of the kind that will be asked.
-        new: tokens of each answer along which the skipping model is held.
+        new: tokens of each answer.
 
     Raises:
         ValueError: the target has fewer than three blocks.
@@ -56,9 +56,9 @@ def skippable(
         progress(f"{count} blocks skipped")
         blocks = sorted(order[:count])
         short = target.part([i for i in range(L) if i not in blocks])
-        said = lm_head(short.features(rows, (FINAL,))).argmax(-1)
-        right = said == recorded.tokens[:, 1 : said.shape[1] + 1]
-        alpha = float(right[judged[:, : said.shape[1]]].float().mean())
+        chosen = lm_head(short.features(rows, (FINAL,))).argmax(-1)
+        right = chosen == recorded.tokens[:, 1 : chosen.shape[1] + 1]
+        alpha = float(right[judged[:, : chosen.shape[1]]].float().mean())
         c = pass_seconds(short, (1,))[1] / whole
         expected = max(promised(alpha, gamma, c) for gamma in GAMMAS)
         named = ",".join(map(str, blocks))

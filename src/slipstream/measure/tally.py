@@ -1,6 +1,6 @@
 """Answers of one method, counted: τ, acceptance by depth, and what a speed-up is made of."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 
@@ -10,50 +10,44 @@ from slipstream.decode.session import Seconds
 from slipstream.measure.cost import promised
 from slipstream.measure.report import Difference, Expected, Ledger
 
+TINY = 1e-9  # what is divided by is at least this
+
 
 @dataclass(frozen=True)
 class Answered:
-    """One answer of one method. `wall` seconds include the prompt. Rounds and sampling of Hugging Face's are
-    not known."""
+    """One answer of one method. The rounds and sampling of Hugging Face are not known.
+
+    Attributes:
+        wall: seconds, the prompt's pass included.
+        identical, differences: whether the tokens are plain decoding's, and which of them the audit found
+            not to be.
+    """
 
     tokens: list[int]
     wall: float
     rounds: list[Round] = field(default_factory=list)
     seconds: Seconds = field(default_factory=Seconds)
     sampling: Sampling = field(default_factory=Sampling)
-
-
-@dataclass
-class Tally:
-    """All answers of one method, or of one part of the questions."""
-
-    questions: int = 0
-    new_tokens: int = 0
-    wall: float = 0.0
-    rounds: list[Round] = field(default_factory=list)
-    seconds: Seconds = field(default_factory=Seconds)
+    identical: bool = True
     differences: list[Difference] = field(default_factory=list)
 
-    def __add__(self, other: "Tally") -> "Tally":
-        return Tally(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
-    def add(self, answered: Answered, differences: Sequence[Difference] = ()) -> None:
-        """Count one more answer."""
-        self.questions += 1
-        self.new_tokens += len(answered.tokens)
-        self.wall += answered.wall
-        self.rounds += answered.rounds
-        self.seconds += answered.seconds
-        self.differences += differences
+class Tally:
+    """Answers of one method, to all of the questions or to a part of them."""
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self.new_tokens / self.wall if self.wall else 0.0
+    def __init__(self, answers: Iterable[Answered]) -> None:
+        self.answers = list(answers)
+        self.new_tokens = sum(len(answer.tokens) for answer in self.answers)
+        self.wall = sum(answer.wall for answer in self.answers)
+        self.rounds = [r for answer in self.answers for r in answer.rounds]
+        self.seconds = sum((answer.seconds for answer in self.answers), Seconds())
+        self.differences = [each for answer in self.answers for each in answer.differences]
+        self.tokens_per_second = self.new_tokens / self.wall if self.wall else 0.0
+        self.tau = mean_accepted_length(self.rounds)
 
-    @property
-    def tau(self) -> float:
-        """`mean_accepted_length` over all answers."""
-        return mean_accepted_length(self.rounds)
+    def unexplained(self, margin: float) -> int:
+        """Differences beyond the precision's margin."""
+        return sum(each.margin > margin for each in self.differences)
 
     def acceptance(self, conditional: bool) -> list[float]:
         """By depth d: the share of passes that accepted d drafted tokens or more; conditional: of those that
@@ -71,41 +65,42 @@ def expected(tally: Tally, plain: Tally) -> Expected:
     """The speed-up that a draft's quality and cost alone promise (GLIDE §3; Leviathan et al. 2023, Theorem
     3.8).
 
-    Passes over several rows are taken to cost what one row costs, and tokens to be accepted independently. A
-    round counts with as many tokens as it drafted; one that found nothing promises nothing.
+    It assumes that a pass over several rows costs what one row costs, and that tokens are accepted
+    independently. Each round counts with the number of tokens that it drafted, which may be 0.
     """
+    gammas = [r.drafted for r in tally.rounds]
     judged = sum(min(r.accepted + 1, r.drafted) for r in tally.rounds)
     alpha = sum(r.accepted for r in tally.rounds) / max(judged, 1)
-    rounds, gammas = max(len(tally.rounds), 1), [r.drafted for r in tally.rounds]
+    rounds, deepest = max(len(gammas), 1), max(gammas, default=0)
     one_pass = plain.seconds.verify / max(len(plain.rounds), 1)
-    deepest = max(gammas, default=0)
-    c = tally.seconds.draft / rounds / max(one_pass, 1e-9) / deepest if deepest else 0.0
+    c = tally.seconds.draft / rounds / max(one_pass, TINY) / deepest if deepest else 0.0
     speedup = sum(promised(alpha, gamma, 0.0) for gamma in gammas) / rounds / (1 + c * deepest)
     return Expected(alpha=round(alpha, 4), c=round(c, 4), speedup=round(speedup, 4))
 
 
 def ledger(tally: Tally, plain: Tally) -> Ledger:
-    """A speed-up over plain decoding, factor by factor, and their product held against the clock."""
-    rounds, plain_rounds = max(len(tally.rounds), 1), max(len(plain.rounds), 1)
+    """A speed-up over plain decoding, factor by factor, and their product beside the measured one."""
     ours, theirs = tally.seconds, plain.seconds
 
-    def decoding(s: Seconds) -> float:
-        return max(s.total - s.prefill, 1e-9)
+    def verify(t: Tally) -> float:
+        return t.seconds.verify / max(len(t.rounds), 1)
 
-    def prompted(t: Tally) -> float:
-        return (
-            t.new_tokens / max(t.tau * len(t.rounds), 1e-9) * decoding(t.seconds) / max(t.seconds.total, 1e-9)
-        )
+    def decoding(s: Seconds) -> float:
+        return max(s.total - s.prefill, TINY)
+
+    def behind_prompt(t: Tally) -> float:
+        tokens = t.new_tokens / max(t.tau * len(t.rounds), TINY)
+        return tokens * decoding(t.seconds) / max(t.seconds.total, TINY)
 
     factors = {
         "tau": tally.tau,
-        "rows": (theirs.verify / plain_rounds) / max(ours.verify / rounds, 1e-9),
-        "draft": ours.verify / max(ours.verify + ours.draft, 1e-9),
-        "host": (1 - ours.host / decoding(ours)) / max((theirs.verify / decoding(theirs)), 1e-9),
-        "prompt": prompted(tally) / max(prompted(plain), 1e-9),
+        "rows": verify(plain) / max(verify(tally), TINY),
+        "draft": ours.verify / max(ours.verify + ours.draft, TINY),
+        "host": (1 - ours.host / decoding(ours)) / max(theirs.verify / decoding(theirs), TINY),
+        "prompt": behind_prompt(tally) / max(behind_prompt(plain), TINY),
     }
     predicted = prod(factors.values())
-    measured = tally.tokens_per_second / max(plain.tokens_per_second, 1e-9)
+    measured = tally.tokens_per_second / max(plain.tokens_per_second, TINY)
     factors |= {"predicted": predicted, "measured": measured}
-    factors["remainder"] = measured / max(predicted, 1e-9) - 1
+    factors["remainder"] = measured / max(predicted, TINY) - 1
     return Ledger(**{name: round(value, 4) for name, value in factors.items()})

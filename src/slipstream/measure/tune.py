@@ -1,17 +1,18 @@
 """tune: the tree that pays most on this machine, from what rounds cost and what would be accepted.
 
-First the optimal static tree of every node budget and depth (`optimal_trees`), from acceptance by depth and
-rank along the target's own texts; with the measured cost of rows and of draft steps that says which sizes are
-worth a closer look. These, grown statically and by confidence, are then drafted along the same texts for
-their τ, and the best of them raced.
+Acceptance by depth and rank along the target's own texts gives the optimal static tree of every node budget
+and depth (`optimal_trees`). The measured costs of rows and of draft steps say which sizes may pay. Trees of
+these sizes, static ones and ones that follow the drafter's confidence, are drafted along the same texts for
+their τ, and then raced.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from statistics import mean
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Int
@@ -45,12 +46,8 @@ from slipstream.targets.recorded import RecordedTarget
 BUDGETS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 16, 20, 26, 32, 40, 48, 64)  # nodes, root included
 DEPTH, RANKS, WIDTH = 7, 10, 8  # at most
 GAMMA = 10  # the longest chain of draft models: the papers tune γ over 2 to 10
-SIZES, ROUNDS = (
-    4,
-    5,
-)  # sizes looked at closely, and rounds of each of their trees before the slower half is dropped
-
-
+SIZES = 4  # whose trees are raced
+ROUNDS = 5  # of each tree before the slower half is dropped
 TREELESS = (
     "grows no trees that tune could choose among: it takes {names} or a drafter directory; of the others "
     "compare options by bench (--drafter ngram:depth=4 --drafter ngram:depth=8); of hybrid tune the head"
@@ -71,18 +68,16 @@ def tune(
 ) -> TuneReport:
     """Find the tree and the proposal that pay most on this machine, at each temperature.
 
-    Of a drafter given by name they are stored as soon as they are found; `load_drafter` then takes them where
-    no other tree is named.
+    Those of a drafter given by name are stored at once. `load_drafter` then uses them where no other tree is
+    named.
 
     Args:
-        target: a target, or the name of one, which is loaded with `load_target`'s defaults.
-        drafter: one that grows trees, or its name. For "self-speculative" the blocks are sought first.
-        questions: questions, or files of them, of the kind that will be asked; default: the project's own.
+        target, questions, progress, keep: as `bench` takes them. The questions should be of the kind that
+            will be asked.
+        drafter: one that grows trees, or its name. For "self-speculative" the blocks to skip are chosen
+            first.
         limit: questions in all; 8 to 16 are enough.
-        max_new_tokens: tokens of each answer along which drafts are held.
-        progress: told what is under way.
-        keep: given what is known of the earlier temperatures where an error or Ctrl-C ends the run; `stopped`
-            then names the error.
+        max_new_tokens: tokens of each answer along which drafts are judged.
 
     Raises:
         ValueError: no questions, a count below 1, or a drafter whose trees cannot be chosen.
@@ -91,36 +86,35 @@ def tune(
     target = loaded(target)
     check_counts(temperatures=len(temperatures), max_new_tokens=max_new_tokens)
     spec = drafter if isinstance(drafter, Drafter) else Spec.parse(drafter)
-    itself = spec == Spec("self-speculative")
-    skipping = skippable(target, first_prompts(target, asked), progress=progress) if itself else []
-    made = _grower(spec, target, skipping)
     prompts = first_prompts(target, asked)
+    itself = spec == Spec("self-speculative")
+    skipping = skippable(target, prompts, progress=progress) if itself else []
+    made = _grower(spec, target, skipping)
     home = None if isinstance(spec, Drafter) else tuned_home(spec, target)
     if home is not None:
         read_results(tuned_file(home))
-    costs = Costs.of(target, made, prompts, max_new_tokens, progress)
-    found: list[Tuned] = []
+    progress("cost of a pass")
+    costs = Costs(target, made, prompts, max_new_tokens)
+    done: list[Tuned] = []
     try:
         for temperature in temperatures:
             progress(f"T = {temperature:g}: the target answers")
             recorded = record(target, prompts, max_new_tokens, made.taps, len(prompts), temperature)
-            found.append(_tuned(target, made, recorded, temperature, costs, skipping, progress))
+            done.append(_tuned(target, made, recorded, temperature, costs, skipping, progress))
             if home is not None:
-                save_tuned(home, target.place, {temperature: found[-1].chosen.stored()})
+                save_tuned(home, target.place, {temperature: done[-1].chosen.stored()})
     except BaseException as error:
-        if found:
-            keep(_report(target, costs, found, skipping).ended_by(error))
+        if done:
+            keep(_report(target, costs, done, skipping).ended_by(error))
         raise
-    return _report(target, costs, found, skipping)
+    return _report(target, costs, done, skipping)
 
 
 def _grower(drafter: Spec | Drafter, target: Target, skipping: Sequence[Skipped]) -> Proposer:
     """A drafter whose trees can be chosen, without the blocks to skip. Raises ValueError for any other."""
+    made = drafter
     if isinstance(drafter, Spec):
-        drafter = drafter.replace(skip=_best(skipping).skip) if skipping else drafter
-        made = load_drafter(drafter, target)
-    else:
-        made = drafter
+        made = load_drafter(drafter.replace(skip=_best(skipping).skip) if skipping else drafter, target)
     if not isinstance(made, Proposer):
         names = ", ".join(method.name for method in named() if method.tunes)
         raise ValueError(f"drafter {str(drafter)!r} {TREELESS.format(names=names)}")
@@ -136,15 +130,15 @@ def _best(skipping: Sequence[Skipped]) -> Skipped:
     return max(skipping, key=lambda each: each.expected)
 
 
-def _report(target: Target, costs: "Costs", found: list[Tuned], skipping: list[Skipped]) -> TuneReport:
-    report = TuneReport(
+def _report(target: Target, costs: "Costs", done: list[Tuned], skipping: list[Skipped]) -> TuneReport:
+    return TuneReport(
         **heading(target),
         context=costs.context,
         passes_ms={rows: round(seconds * 1e3, 3) for rows, seconds in costs.passes.items()},
         draft_step_ms=round(costs.step * 1e3, 3),
-        temperatures=found,
+        temperatures=done,
+        skipping=skipping,
     )
-    return report.model_copy(update={"skipping": skipping}) if skipping else report
 
 
 def _tuned(
@@ -165,89 +159,73 @@ def _tuned(
         proposals.append(Proposed(proposal=proposal, acceptance=rounded, budgets=_sizes(rates, costs)))
     progress(f"T = {temperature:g}: drafts along the answers")
     sizes = [(each.proposal, size) for each in proposals for size in each.budgets]
-    closest = sorted(sizes, key=lambda named: -named[1].estimate)[:SIZES]
-    kinds = [(proposal, tree) for proposal, size in closest for tree in _trees(size)]
-    candidates = _held(drafter, recorded, kinds, costs)
+    sizes.sort(key=lambda each: -each[1].estimate)
+    trees = [(proposal, tree) for proposal, size in sizes[:SIZES] for tree in _trees(size)]
+    candidates = [_held(drafter, recorded, *tree, costs) for tree in trees]
     gammas: list[Held] = []
     if isinstance(drafter, DraftModel):
-        chains = [("top-k", f"chain-{gamma}") for gamma in range(2, costs.depth + 1)]
-        gammas = _held(drafter, recorded, chains, costs)
+        chains = (f"chain-{gamma}" for gamma in range(2, costs.depth + 1))
+        gammas = [_held(drafter, recorded, "top-k", tree, costs) for tree in chains]
         candidates.append(max(gammas, key=lambda chain: chain.estimate))
     progress(f"T = {temperature:g}: a race of {len(candidates)}")
     plain, raced = _race(target, drafter, candidates, costs.probe, temperature)
     chosen = raced[0].model_copy(update={"skip": _best(skipping).skip}) if skipping else raced[0]
-    return Tuned(
-        temperature=temperature,
-        plain=plain,
-        proposals=proposals,
-        gammas=gammas,
-        candidates=raced,
-        chosen=chosen,
-    )
+    before: dict[str, Any] = {"temperature": temperature, "proposals": proposals, "gammas": gammas}
+    return Tuned(**before, plain=plain, candidates=raced, chosen=chosen)
 
 
-@dataclass(frozen=True)
 class Costs:
-    """Seconds of passes by rows behind `context` tokens, and of rounds behind the prompt `probe`: without a
-    drafter, and with chains of 1 and of `depth` tokens."""
+    """Measured seconds.
 
-    context: int
-    depth: int
-    passes: dict[int, float]
-    probe: list[int]
-    plain: RoundCost
-    short: RoundCost
-    long: RoundCost
+    Attributes:
+        context: tokens before the passes.
+        passes: of a target pass, by its rows.
+        probe: prompt of the rounds.
+        plain, short, long: of a round without a drafter, and with chains of 1 and of `depth` tokens.
+    """
 
-    @classmethod
-    def of(
-        cls,
-        target: Target,
-        drafter: Proposer,
-        prompts: Sequence[list[int]],
-        max_new_tokens: int,
-        progress: Callable[[str], None],
-    ) -> "Costs":
-        progress("cost of a pass")
-        context = sum(map(len, prompts)) // len(prompts) + max_new_tokens // 2
-        passes = _rising(pass_seconds(target, context=context, repeats=3))
-        depth, probe = _deepest(drafter), min(prompts, key=len)
+    def __init__(
+        self, target: Target, drafter: Proposer, prompts: Sequence[list[int]], max_new_tokens: int
+    ) -> None:
+        self.context = sum(map(len, prompts)) // len(prompts) + max_new_tokens // 2
+        self.passes = _rising(pass_seconds(target, context=self.context, repeats=3))
+        self.depth = _deepest(drafter)
+        self.probe = min(prompts, key=len)
         drafter = proposing(drafter, "top-k")
-        chains = [(drafter, Shape.parse(f"chain-{tokens}")) for tokens in (1, depth)]
-        timed = [(Vanilla(), None), *chains]
-        return cls(context, depth, passes, probe, *Rounds(target, timed, probe).run(ROUNDS))
+        chains = [(drafter, Shape.parse(f"chain-{tokens}")) for tokens in (1, self.depth)]
+        rounds = Rounds(target, [(Vanilla(), None), *chains], self.probe)
+        self.plain, self.short, self.long = rounds.run(ROUNDS)
 
     @property
     def step(self) -> float:
         return max(0.0, (self.long.draft - self.short.draft) / max(1, self.depth - 1))
 
     def speedup(self, tau: float, nodes: int, depth: int) -> float:
-        """Over plain decoding, of a tree of that size, which need not have been timed."""
+        """The estimated speed-up of a tree over plain decoding."""
         drafted = self._pass(nodes) + self.short.draft + (depth - 1) * self.step + self.short.host
         return tau * (self._pass(1) + self.plain.host) / drafted
 
     def _pass(self, rows: int) -> float:
         """Linear between measured sizes."""
-        below, above = max(n for n in self.passes if n <= rows), min(n for n in self.passes if n >= rows)
-        share = 0.0 if above == below else (rows - below) / (above - below)
-        return self.passes[below] + share * (self.passes[above] - self.passes[below])
+        return float(np.interp(rows, [*self.passes], [*self.passes.values()]))
 
 
 def acceptance(drafter: Proposer, recorded: RecordedTarget, proposal: str) -> list[list[float]]:
     """[d][r]: how often, behind d right first candidates, the next token is the r-th candidate."""
     children = min(RANKS, len(drafter.vocab))
     shape = Shape.parse(f"backbone-{_deepest(drafter)}x{children}")
-    found = ranks(proposing(drafter, proposal), recorded, shape)
-    counts = torch.stack([torch.bincount(depth[depth >= 0], minlength=children + 1) for depth in found.T])
+    drafts = ranks(proposing(drafter, proposal), recorded, shape)
+    counts = torch.stack([torch.bincount(depth[depth >= 0], minlength=children + 1) for depth in drafts.T])
     return (counts[:, :-1] / counts.sum(1, keepdim=True).clamp(min=1)).tolist()
 
 
 def ranks(drafter: Proposer, recorded: RecordedTarget, shape: Shape) -> Int[Tensor, "n depth"]:
     """The ranks of the right candidates of drafts that begin at every token of the recorded answers. The
-    shape is a backbone; its width stands where no candidate is right, −1 behind a wrong first candidate and
-    past the end of the text."""
-    depth, width, last = shape.depth, shape.children, recorded.tokens.shape[1] - 1
-    found = []
+    shape is a backbone. Its width stands for a position where no candidate is right; −1 for one behind a
+    wrong first candidate or past the end of the text."""
+    depth, width = shape.depth, shape.children
+    last = recorded.tokens.shape[1] - 1
+    parts = []
     for session, _ in rounds(drafter, recorded, _one_by_one, shape):
         span = session.span
         assert span is not None and span.tree is not None
@@ -256,60 +234,48 @@ def ranks(drafter: Proposer, recorded: RecordedTarget, shape: Shape) -> Int[Tens
         hits = span.tree.tokens[:, 1:].unflatten(1, (depth, width)) == right[..., None]
         rank = torch.where(hits.any(2), hits.int().argmax(2), width)
         behind = F.pad((rank == 0).cumprod(1), (1, -1), value=1).bool()
-        found.append(torch.where(behind & (right >= 0), rank, -1))
-    return torch.cat(found)
+        parts.append(torch.where(behind & (right >= 0), rank, -1))
+    return torch.cat(parts)
 
 
 def _one_by_one(
     tree: Tree, node: Tensor, logits: Tensor, at: Tensor, sampler: Sampler
 ) -> tuple[Tensor, Tensor]:
-    """The law of a text that is already written, but for its guesses: none is accepted, so that the next
-    round begins one token further on."""
+    """The recorded text's law, but no guess is accepted, so that the next round begins one token later."""
     child, token = RecordedTarget.law(tree, node, logits, at, sampler)
     return torch.full_like(child, -1), token
 
 
-def _held(
-    drafter: Proposer, recorded: RecordedTarget, kinds: Sequence[tuple[str, str]], costs: Costs
-) -> list[Held]:
-    """Proposals and trees, with the τ that they reach along the record."""
-    held = []
-    for proposal, tree in kinds:
-        shape = Shape.parse(tree)
-        tau = predict(proposing(drafter, proposal), recorded, shape).tau
-        estimate = round(costs.speedup(tau, shape.nodes, shape.depth), 4)
-        held.append(
-            Held(
-                tree=tree,
-                proposal=proposal,
-                nodes=shape.nodes,
-                depth=shape.depth,
-                tau=round(tau, 4),
-                estimate=estimate,
-            )
-        )
-    return held
+def _held(drafter: Proposer, recorded: RecordedTarget, proposal: str, tree: str, costs: Costs) -> Held:
+    """A proposal and a tree, with the τ that they reach along the record."""
+    shape = Shape.parse(tree)
+    size = {"nodes": shape.nodes, "depth": shape.depth}
+    tau = predict(proposing(drafter, proposal), recorded, shape).tau
+    estimate = round(costs.speedup(tau, **size), 4)
+    return Held(tree=tree, proposal=proposal, **size, tau=round(tau, 4), estimate=estimate)
 
 
 def _race(
     target: Target, drafter: Proposer, candidates: list[Held], probe: Sequence[int], temperature: float
 ) -> tuple[Timing, list[Raced]]:
-    """(plain decoding, the candidates, best first): rounds of all, then of the better half, and so on."""
+    """Plain decoding's timing, and the candidates, best first. Each lap drops the slower half of them."""
     trees = [(proposing(drafter, each.proposal), Shape.parse(each.tree)) for each in candidates]
     rounds = Rounds(target, [(Vanilla(), None), *trees], probe, temperature)
-    racing, ended, raced = list(range(len(trees))), list[Raced](), 0
-    while racing:
-        plain, *spent = rounds.run(ROUNDS, [0, *(1 + i for i in racing)])
-        raced += ROUNDS
+    running = list(range(len(trees)))
+    ranking: list[Raced] = []
+    lap = 0
+    while running:
+        lap += 1
+        plain, *spent = rounds.run(ROUNDS, [0, *(1 + i for i in running)])
         times = {}
-        for i in racing:  # against plain rounds of the same minutes
+        for i in running:  # against plain rounds of the same minutes
             timing = _timing(candidates[i].tau, spent[i], plain)
-            times[i] = Raced(**candidates[i].stored(), rounds=raced, **timing.stored())
-        racing.sort(key=lambda i: -times[i].speedup)
-        left = (len(racing) + 1) // 2 if len(racing) > 2 else 0
-        ended = [times[i] for i in racing[left:]] + ended
-        racing = racing[:left]
-    return _timing(1.0, plain, plain), ended
+            times[i] = Raced(**candidates[i].stored(), rounds=lap * ROUNDS, **timing.stored())
+        running.sort(key=lambda i: -times[i].speedup)
+        left = (len(running) + 1) // 2 if len(running) > 2 else 0
+        ranking = [times[i] for i in running[left:]] + ranking
+        running = running[:left]
+    return _timing(1.0, plain, plain), ranking
 
 
 def proposing(drafter: Proposer, proposal: str, tree: str = "chain-1") -> Proposer:
@@ -338,14 +304,14 @@ def _sizes(rates: list[list[float]], costs: Costs) -> list[Size]:
 
 
 def _trees(size: Size) -> list[str]:
-    """Of that size: the best static one, and where that is another one, the one that follows the drafter's
-    confidence."""
+    """The best static tree of that size, and, but for depth 1, where both are the same, the one that follows
+    the drafter's confidence."""
     width = min(WIDTH, size.nodes - 1)
     return [size.tree, f"dynamic-{size.depth}x{width}x{size.nodes}"] if size.depth > 1 else [size.tree]
 
 
 def _rising(seconds: dict[int, float]) -> dict[int, float]:
-    """More rows cost no less: what contradicts it is noise, and its mean is taken (pool adjacent
+    """Costs that do not fall as rows are added: falling ones are noise, and become their mean (pool adjacent
     violators)."""
     pools: list[list[float]] = []
     for value in seconds.values():

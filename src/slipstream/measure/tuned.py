@@ -1,4 +1,4 @@
-"""What `tune` found, and its tables."""
+"""What `tune` returns, and its tables."""
 
 import shlex
 
@@ -43,7 +43,7 @@ class Timing(Part):
 
 
 class Held(Part):
-    """A tree held against the record: the τ that it would reach, and the speed-up estimated from that."""
+    """A tree drafted along the record: the τ that it reaches there, and the speed-up estimated from that."""
 
     tree: str
     proposal: str
@@ -65,9 +65,8 @@ class Tuned(Part):
 
     Attributes:
         plain: plain decoding's timing.
-        gammas: of a draft model: chains of 2 to 10 tokens, the best of which is a candidate.
-        candidates: best first. One that lost an earlier race was timed over fewer rounds, and comes after all
-            that did not.
+        gammas: of a draft model: chains of 2 to 10 tokens. The best of them is a candidate.
+        candidates: best first. Those dropped from the race early were timed over fewer rounds, and come last.
         chosen: the first candidate.
     """
 
@@ -79,21 +78,21 @@ class Tuned(Part):
     chosen: Raced
 
     def names(self) -> dict[str, str]:
-        """Short names for static trees, which have none; other trees keep theirs."""
+        """The candidates' trees, and their names in the table: static trees are numbered."""
         trees = dict.fromkeys(each.tree for each in self.candidates)
         static = [tree for tree in trees if tree.startswith("[")]
         return {tree: f"static {1 + static.index(tree)}" if tree in static else tree for tree in trees}
 
     def table(self) -> Figures:
-        """The best candidates, those that lost an earlier race below the others and dimmed."""
-        plain = f"plain {self.plain.tokens_per_second:.1f} tokens/s"
-        title = f"T = {self.temperature:g}: {plain}; ms of a round"
+        """The best candidates. Those dropped from the race early are dimmed, below the others."""
+        title = f"T = {self.temperature:g}: plain {self.plain.tokens_per_second:.1f} tokens/s; ms of a round"
         columns = ("proposal", "nodes", "τ", "draft", "verify", "host", "× plain", "rounds")
-        table, names, last = Figures(title, "tree", *columns), self.names(), 0
+        table, names = Figures(title, "tree", *columns), self.names()
+        rounds = self.chosen.rounds
         for each in self.candidates[:BEST]:
-            if table.row_count and each.rounds < last:
+            if each.rounds < rounds:
                 table.add_section()
-            last, lost = each.rounds, each.rounds < self.chosen.rounds
+            rounds, lost = each.rounds, each.rounds < self.chosen.rounds
             table.add_row(
                 names[each.tree],
                 each.proposal,
@@ -113,7 +112,7 @@ class Skipped(Part):
     Attributes:
         skip: the blocks, as `self-speculative` takes them.
         alpha: agreement at T = 0.
-        c: a pass without the blocks over a whole one.
+        c: the cost of a pass without the blocks over that of a whole one.
         expected: the best speed-up of a chain if rows cost nothing.
     """
 
@@ -130,7 +129,7 @@ class TuneReport(Report):
         context: tokens before the passes that were timed.
         passes_ms: of a target pass, by its rows.
         draft_step_ms: of one more token in depth.
-        skipping: of a self-speculative drafter: each number of blocks that was tried.
+        skipping: of a self-speculative drafter: what each number of blocks promises.
     """
 
     context: int
@@ -145,13 +144,13 @@ class TuneReport(Report):
         for tuned in self.temperatures:
             shown.append(tuned.table())
             if tuned.chosen.speedup < 1:
-                better = "no tree pays here: plain decoding (--drafter vanilla) is quicker"
-                shown.append(Text(better, "yellow"))
+                faster = "no tree pays here: plain decoding (--drafter vanilla) is quicker"
+                shown.append(Text(faster, "yellow"))
         shown.append(Text("in brackets: as a shorter race had it, whose faster half ran on", "dim"))
         return Group(*shown)
 
     def static_trees(self, drafter: Named, best: int = BEST) -> list[str]:
-        """What the static trees of the table are called on the command line."""
+        """The command-line options that name the static trees of the table."""
         lines = []
         for tuned in self.temperatures:
             names, skip = tuned.names(), tuned.chosen.skip
