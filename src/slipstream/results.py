@@ -128,7 +128,8 @@ class Figures(Table):
             self.add_column(Text(name), justify="right")
 
     def add_row(self, *cells: Any, **style: Any) -> None:
-        texts = [cell if isinstance(cell, Text) else Text(cell, style.get("style") or "") for cell in cells]
+        plain = style.get("style") or ""
+        texts = [cell if isinstance(cell, Text) else Text(str(cell), plain) for cell in cells]
         self._records.append(texts)
         super().add_row(*texts, **style)
 

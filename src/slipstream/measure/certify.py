@@ -60,17 +60,11 @@ class Certificate(Report):
         columns = ("T", "answers", "same", "tokens", "ties", "max margin", "unexplained")
         table = Figures(title, "drafter", *columns)
         for row in self.results:
-            margin = row.largest_margin
-            table.add_row(
-                row.drafter,
-                f"{row.temperature:g}",
-                str(row.questions),
-                str(row.identical),
-                str(row.tokens),
-                str(len(row.divergences) - row.unexplained),
-                f"{margin:.2g}" if isinstance(margin, float) else margin,
-                Text(str(row.unexplained), "bold red" if row.unexplained else "green"),
-            )
+            margin, wrong = row.largest_margin, row.unexplained
+            counts = (row.questions, row.identical, row.tokens, len(row.divergences) - wrong)
+            largest = f"{margin:.2g}" if isinstance(margin, float) else margin
+            verdict = Text(str(wrong), "bold red" if wrong else "green")
+            table.add_row(row.drafter, f"{row.temperature:g}", *counts, largest, verdict)
         return Group(table, self._verdict())
 
     def _verdict(self) -> Text:

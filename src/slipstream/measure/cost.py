@@ -66,7 +66,7 @@ class CostReport(Report):
         table = Figures(title, "rows", *(f"{context} × {batch}" for context, batch in settings))
         ms = {(cost.rows, cost.context, cost.batch): cost.ms for cost in self.passes}
         for rows in dict.fromkeys(cost.rows for cost in self.passes):
-            table.add_row(str(rows), *(f"{ms[rows, *setting]:.1f}" for setting in settings))
+            table.add_row(rows, *(f"{ms[rows, *setting]:.1f}" for setting in settings))
         one = self.passes[0]
         reads = f"one row reads weights at {one.gb_s:.1f} GB/s, {one.share:.0%} of {self.bandwidth_gb_s:.1f}"
         return Group(table, Text(f"{reads}: at least {self.limit_ms:.1f} ms"))

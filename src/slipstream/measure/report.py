@@ -146,17 +146,11 @@ class BenchReport(Report):
         title = f"{self.target}, {self.dtype}, T = {self.temperature:g}, {self.hardware['cpu']}"
         main = Figures(title, "drafter", "τ", "tok/s", "× plain", "× HF", "draft", "verify", "host", "same")
         for row in self.results:
-            spent = row.seconds
-            busy = max(spent.draft + spent.verify + spent.host, 1e-9)
-            main.add_row(
-                row.drafter,
-                f"{row.tau:.2f}",
-                f"{row.tokens_per_second:.1f}",
-                f"{row.speedup.vanilla:.2f}",
-                f"{row.speedup.hf_generate:.2f}",
-                *(f"{part / busy:.1%}" for part in (spent.draft, spent.verify, spent.host)),
-                _sameness(row),
-            )
+            speed, over = f"{row.tokens_per_second:.1f}", row.speedup
+            ratios = (f"{over.vanilla:.2f}", f"{over.hf_generate:.2f}")
+            parts = (row.seconds.draft, row.seconds.verify, row.seconds.host)
+            shares = (f"{part / max(sum(parts), 1e-9):.1%}" for part in parts)
+            main.add_row(row.drafter, f"{row.tau:.2f}", speed, *ratios, *shares, _sameness(row))
         hf = f"{self.hf_generate.tokens_per_second:.1f}"
         main.add_row("HF generate", "1.00", hf, "", "1.00", "", "", "", "", style="dim")
         return Group(main, _by_part(self.results), *_notes(self.results))
@@ -173,7 +167,7 @@ def _by_part(results: list[DrafterResult]) -> Figures:
     for parts in ([row.by_category for row in drafters], [row.by_file for row in drafters]):
         for key, first in parts[0].items():
             cells = (f"{part[key].tau:.2f}  {part[key].speedup.vanilla:.2f}×" for part in parts)
-            table.add_row(key, str(first.questions), *cells)
+            table.add_row(key, first.questions, *cells)
         table.add_section()
     means = [row.of_files["vanilla"] for row in drafters if row.of_files]
     if means:

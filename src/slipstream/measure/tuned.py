@@ -93,16 +93,10 @@ class Tuned(Part):
             if each.rounds < rounds:
                 table.add_section()
             rounds, lost = each.rounds, each.rounds < self.chosen.rounds
-            table.add_row(
-                names[each.tree],
-                each.proposal,
-                str(each.nodes),
-                f"{each.tau:.2f}",
-                *(f"{ms:.1f}" for ms in (each.draft_ms, each.verify_ms, each.host_ms)),
-                f"({each.speedup:.2f})" if lost else f"{each.speedup:.2f}",
-                str(each.rounds),
-                style=DROPPED if lost else None,
-            )
+            tree = (names[each.tree], each.proposal, each.nodes, f"{each.tau:.2f}")
+            ms = (f"{part:.1f}" for part in (each.draft_ms, each.verify_ms, each.host_ms))
+            speedup = f"({each.speedup:.2f})" if lost else f"{each.speedup:.2f}"
+            table.add_row(*tree, *ms, speedup, each.rounds, style=DROPPED if lost else None)
         return table
 
 
