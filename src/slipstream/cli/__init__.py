@@ -63,7 +63,7 @@ def _run() -> int:
     except Exception as error:
         if hasattr(error, "format_message"):  # typer's own complaint about the command line
             message = error.format_message()  # empty: help was asked for by giving no command
-            wrong = getattr(error.__context__, "errors", list)()
+            wrong: list[Any] = getattr(error.__context__, "errors", list)()
             message += "".join(f", not {each['input']!r}" for each in wrong)
             return _fail(f"{message} (see slipstream --help)") if message else 2
         with tempfile.NamedTemporaryFile("w", prefix="slipstream-", suffix=".txt", delete=False) as file:
