@@ -26,10 +26,11 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.core.shape import Shape
+from slipstream.decode.session import Seconds
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_writable, write_json
-from slipstream.measure.cost import RoundCost, Rounds
+from slipstream.measure.cost import Rounds
 from slipstream.measure.questions import load_questions
 from slipstream.results import heading
 from slipstream.targets import load_target
@@ -46,12 +47,12 @@ STUDENT = {
     9: 2.31,
     10: 2.26,
 }  # 95 %, by races
-Race = dict[tuple[str, str], RoundCost]  # by head and tree
+Race = dict[tuple[str, str], Seconds]  # by head and tree
 
 
 def run(
     target: Any, heads: dict[str, Any], trees: Sequence[str], probe: list[int], races: int, rounds: int
-) -> list[tuple[RoundCost, Race]]:
+) -> list[tuple[Seconds, Race]]:
     """Costs of plain rounds and of every head's and tree's, race by race."""
     kinds = [(head, tree) for tree in trees for head in heads]
     found = []
@@ -82,9 +83,7 @@ def product(share: float, of_share: Sequence[float], cost: dict[str, Any]) -> di
     return {"ratio": round(value, 4), "interval": [round(value - half, 4), round(value + half, 4)]}
 
 
-def report(
-    races: list[tuple[RoundCost, Race]], trees: Sequence[str], stored: dict[str, Any]
-) -> dict[str, Any]:
+def report(races: list[tuple[Seconds, Race]], trees: Sequence[str], stored: dict[str, Any]) -> dict[str, Any]:
     """Every head's costs with each tree, its expected speed, and both over the first head's."""
     heads = list(dict.fromkeys(head for head, _ in races[0][1]))
     heads.sort(key=list(stored["heads"]).index)

@@ -1,7 +1,7 @@
 """What a target pass and the parts of a round cost on this machine."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -18,7 +18,7 @@ from slipstream.core.shape import Shape
 from slipstream.core.target import Target
 from slipstream.core.tree import chain
 from slipstream.decode.capture import recorder
-from slipstream.decode.session import Session
+from slipstream.decode.session import Seconds, Session
 from slipstream.files import cache_home, update_json
 from slipstream.results import Figures, Part, Report, heading
 
@@ -72,6 +72,7 @@ class CostReport(Report):
         return Group(table, Text(f"{reads}: at least {self.limit_ms:.1f} ms"))
 
 
+PARTS = ("draft", "verify", "host")  # of a round
 ROWS = (1, 2, 4, 6, 8, 12, 16, 20, 26, 32, 48, 64)
 
 
@@ -110,19 +111,6 @@ def pass_seconds(
     return {n: median(times) for n, *times in zip(passes, *laps[1:], strict=True)}
 
 
-@dataclass(frozen=True)
-class RoundCost:
-    """Median seconds of a round's parts; `verify` is the target's pass."""
-
-    draft: float
-    verify: float
-    host: float
-
-    @property
-    def total(self) -> float:
-        return self.draft + self.verify + self.host
-
-
 class Rounds:
     """Rounds of several drafters behind a prompt, one text each, timed in alternation.
 
@@ -139,7 +127,7 @@ class Rounds:
         temperature: float = 0.0,
         most: int = 32,
     ) -> None:
-        self._costs = [list[tuple[float, float, float]]() for _ in arms]
+        self._costs = [list[list[float]]() for _ in arms]
         self._sessions = list[tuple[Session, Shape | None]]()
         for drafter, shape in arms:
             depth = drafter.depth if shape is None else shape.depth
@@ -149,20 +137,18 @@ class Rounds:
             session.step(shape=shape)  # it makes buffers, and is not timed
             self._sessions.append((session, shape))
 
-    def run(self, rounds: int, among: Sequence[int] | None = None) -> list[RoundCost]:
-        """Time further rounds of every arm, or of those in `among`. Returns every arm's costs, over all its
-        rounds so far."""
+    def run(self, rounds: int, among: Sequence[int] | None = None) -> list[Seconds]:
+        """Time rounds of every arm, or of those in `among`. Returns each arm's median seconds over all its
+        rounds, part by part."""
         for _ in range(rounds):
             for i in range(len(self._sessions)) if among is None else among:
-                self._costs[i].append(self._step(*self._sessions[i]))
-        return [RoundCost(*map(median, zip(*costs, strict=True))) for costs in self._costs]
-
-    @staticmethod
-    def _step(session: Session, shape: Shape | None) -> tuple[float, float, float]:
-        before = replace(session.seconds)
-        session.step(shape=shape)
-        after = session.seconds
-        return after.draft - before.draft, after.verify - before.verify, after.host - before.host
+                session, shape = self._sessions[i]
+                before = replace(session.seconds)
+                session.step(shape=shape)
+                spent = [getattr(session.seconds, part) - getattr(before, part) for part in PARTS]
+                self._costs[i].append(spent)
+        medians = (map(median, zip(*costs, strict=True)) for costs in self._costs)
+        return [Seconds(**dict(zip(PARTS, parts, strict=True))) for parts in medians]
 
 
 def promised(alpha: float, gamma: int, c: float) -> float:

@@ -26,6 +26,7 @@ from slipstream.core.shape import Shape
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree
 from slipstream.decode.predict import predict, record, rounds
+from slipstream.decode.session import Seconds
 from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.proposer import Proposer
@@ -33,7 +34,7 @@ from slipstream.drafters.spec import Named, Spec
 from slipstream.drafters.store import save_tuned, tuned_file
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_counts, evenly, read_results
-from slipstream.measure.cost import RoundCost, Rounds, pass_seconds
+from slipstream.measure.cost import PARTS, Rounds, pass_seconds
 from slipstream.measure.questions import Asking, load_questions
 from slipstream.measure.run import first_prompts
 from slipstream.measure.skip import skippable
@@ -322,7 +323,7 @@ def _rising(seconds: dict[int, float]) -> dict[int, float]:
     return dict(zip(seconds, (mean(pool) for pool in pools for _ in pool), strict=True))
 
 
-def _timing(tau: float, cost: RoundCost, plain: RoundCost) -> Timing:
-    parts = {f"{part}_ms": round(seconds * 1e3, 3) for part, seconds in vars(cost).items()}
+def _timing(tau: float, cost: Seconds, plain: Seconds) -> Timing:
+    parts = {f"{part}_ms": round(getattr(cost, part) * 1e3, 3) for part in PARTS}
     speed = round(tau / cost.total, 2)
     return Timing(**parts, tokens_per_second=speed, speedup=round(tau * plain.total / cost.total, 4))
