@@ -1,7 +1,7 @@
 """train, synthesize, regenerate, import, export, parity: make a drafter, and take it elsewhere."""
 
 import os
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -95,15 +95,8 @@ def train(
         return
     try:
         with watching(err) as watch:
-            done = run(
-                loaded,
-                settled,
-                directory,
-                resume=resume,
-                force=force,
-                progress=watch.show,
-                filling=watch.filling,
-            )
+            how: Any = {"resume": resume, "force": force, "progress": watch.show, "filling": watch.filling}
+            done = run(loaded, settled, directory, **how)
     except KeyboardInterrupt as stopped:
         if stopped.args:
             err.print(*stopped.args)
@@ -112,9 +105,8 @@ def train(
         out.print(done)
 
 
-Server = Annotated[
-    str | None, option("let this OpenAI-compatible server write (vllm serve, …)", "URL", "--server")
-]
+SERVER = "let this OpenAI-compatible server write (vllm serve, …)"
+Server = Annotated[str | None, option(SERVER, "URL", "--server")]
 IN_TURN = "of the answers, taken in turn; repeatable"
 Temperatures = Annotated[list[float], option(IN_TURN, "T", "--temperature", panel=SAMPLING, min=0)]
 Batch = Annotated[int, option("texts written at once: all in memory", "N", panel=MACHINE, min=1, max=4096)]
@@ -148,20 +140,11 @@ def synthesize(
     from slipstream.training.synthesize import synthesize as run
 
     check_writable(path, reads=inputs(target))
+    how: Any = {"writer": server, "temperatures": temperatures, "prompt_temperature": prompt_temperature}
+    how |= {"max_new_tokens": max_new_tokens, "batch": batch, "seed": seed}
     loaded = load(target, dtype, device)
     with counting("writing and answering") as progress:
-        made = run(
-            loaded,
-            path,
-            prompts=prompts,
-            writer=server,
-            temperatures=temperatures,
-            prompt_temperature=prompt_temperature,
-            max_new_tokens=max_new_tokens,
-            batch=batch,
-            seed=seed,
-            progress=progress,
-        )
+        made = run(loaded, path, prompts=prompts, **how, progress=progress)
     _written(made)
 
 
@@ -195,20 +178,11 @@ def regenerate(
 
     check_writable(path, reads=inputs(target, files=[source]))
     rows = conversations(source)
+    how: Any = {"systems": system, "limit": limit, "writer": server, "temperatures": temperatures}
+    how |= {"max_new_tokens": max_new_tokens, "batch": batch, "seed": seed}
     with counting("answering") as progress:
-        made = run(
-            target if server is not None else load(target, dtype, device),
-            rows,
-            path,
-            systems=system,
-            limit=limit,
-            writer=server,
-            temperatures=temperatures,
-            max_new_tokens=max_new_tokens,
-            batch=batch,
-            seed=seed,
-            progress=progress,
-        )
+        answering = target if server is not None else load(target, dtype, device)
+        made = run(answering, rows, path, **how, progress=progress)
     _written(made)
 
 
@@ -231,10 +205,7 @@ def import_(
 
 
 @app.command(
-    "export",
-    epilog=examples(
-        "export eagle --out vllm-head", "export runs/eagle3 --out vllm-head --layout speculators"
-    ),
+    epilog=examples("export eagle --out vllm-head", "export runs/eagle3 --out vllm-head --layout speculators")
 )
 def export(
     drafter: Annotated[
@@ -256,11 +227,7 @@ def export(
 Python = Annotated[str, option("interpreter of vLLM's environment (make vllm)", "FILE")]
 
 
-@app.command(
-    epilog=examples(
-        "parity eagle --questions gsm8k.jsonl --limit 20 --json parity.json",
-    )
-)
+@app.command(epilog=examples("parity eagle --questions gsm8k.jsonl --limit 20 --json parity.json"))
 def parity(
     drafter: Annotated[str, typer.Argument(help="eagle, or the directory of an eagle or eagle3 drafter")],
     python: Python = ".venv-vllm/bin/python",
