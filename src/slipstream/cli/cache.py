@@ -7,21 +7,19 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.common import JsonPath, app, examples, flag, option, out
+from slipstream.cli.common import JsonPath, command, flag, option, out
 
 DAY = 86_400
 DELETE = "delete what would be shown"
 Action = Annotated[str, typer.Argument(metavar="clean", show_default=False, help=DELETE)]
 
 
-@app.command(
-    epilog=examples(
-        "cache",
-        "cache --older-than 30",
-        "cache clean --older-than 30",
-        "cache clean --features --models --yes",
-        "cache --json cache.json",
-    )
+@command(
+    "cache",
+    "cache --older-than 30",
+    "cache clean --older-than 30",
+    "cache clean --features --models --yes",
+    "cache --json cache.json",
 )
 def cache(
     action: Action = "show",

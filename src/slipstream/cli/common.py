@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from slipstream.targets import HFTarget
 
 R = TypeVar("R", bound="Report")
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
@@ -103,10 +104,10 @@ JsonPath = Annotated[str | None, option(JSON, "FILE", "--json", panel=RESULTS)]
 Force = Annotated[bool, flag("write into --out whatever it holds", "--force")]
 
 
-def examples(*lines: str, drafters: bool = False) -> str:
-    """The end of a command's help: examples, behind the list of drafters where it takes one."""
-    head = [DRAFTERS, ""] if drafters else []
-    return "\n".join([*head, "[bold]Examples[/bold]", *(f"slipstream {line}" for line in lines)])
+def command(*examples: str, lists: str = "", name: str | None = None) -> Callable[[Command], Command]:
+    """Registers a command, by default under its function's name. Its help ends in `lists` and examples."""
+    lines = [*([lists, ""] if lists else []), "[bold]Examples[/bold]"]
+    return app.command(name, epilog="\n".join([*lines, *(f"slipstream {line}" for line in examples)]))
 
 
 def load(name: str, dtype: str, device: str, compile: bool = False) -> "HFTarget":

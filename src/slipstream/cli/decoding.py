@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.common import (
+    DRAFTERS,
     RESULTS,
     SAMPLING,
     Compile,
@@ -21,10 +22,9 @@ from slipstream.cli.common import (
     Seed,
     TargetName,
     Temperature,
-    app,
+    command,
     deliver,
     err,
-    examples,
     inputs,
     kept,
     load,
@@ -53,11 +53,7 @@ SEVERAL = "0 is greedy; repeatable"
 Temperatures = Annotated[list[float], option(SEVERAL, "T", "--temperature", panel=SAMPLING, min=0)]
 
 
-@app.command(
-    epilog=examples(
-        "demo", "demo --limit 8 --temperature 1", "demo --target ./my-model --dtype float32", drafters=True
-    )
-)
+@command("demo", "demo --limit 8 --temperature 1", "demo --target ./my-model --dtype float32", lists=DRAFTERS)
 def demo(
     target: TargetName = "smollm2",
     drafter: DrafterName = "ngram",
@@ -83,13 +79,11 @@ def demo(
     run(contest, drafter, asked, out)
 
 
-@app.command(
-    epilog=examples(
-        'generate "What is gravity?"',
-        'generate "Write a haiku." --temperature 0.8 --top-p 0.95 --seed 7',
-        "generate - --drafter ngram --json answer.json < long_prompt.txt",
-        drafters=True,
-    )
+@command(
+    'generate "What is gravity?"',
+    'generate "Write a haiku." --temperature 0.8 --top-p 0.95 --seed 7',
+    "generate - --drafter ngram --json answer.json < long_prompt.txt",
+    lists=DRAFTERS,
 )
 def generate(
     prompt: Annotated[str, typer.Argument(help="the user's message; - reads it from standard input")],
@@ -163,13 +157,11 @@ def _figures(made: "Generation | None", law: str, idle: list[str], json_path: st
         write_json(json_path, fields | passes)
 
 
-@app.command(
-    epilog=examples(
-        "bench --drafter ngram --limit 2",
-        "bench --questions mt_bench.jsonl --questions gsm8k.jsonl --limit 20 --drafter ngram --json out.json",
-        "bench --drafter ngram --temperature 1 --dtype float32",
-        drafters=True,
-    )
+@command(
+    "bench --drafter ngram --limit 2",
+    "bench --questions mt_bench.jsonl --questions gsm8k.jsonl --limit 20 --drafter ngram --json out.json",
+    "bench --drafter ngram --temperature 1 --dtype float32",
+    lists=DRAFTERS,
 )
 def bench(
     target: TargetName = "smollm2",
@@ -199,13 +191,10 @@ def bench(
         keep(run(loaded, drafter, asked, **how, progress=progress, keep=keep))
 
 
-@app.command(
-    epilog=examples(
-        "certify --limit 4",
-        "certify --target ./my-model --drafter ngram --temperature 0 --temperature 0.7 --json "
-        "certificate.json",
-        drafters=True,
-    )
+@command(
+    "certify --limit 4",
+    "certify --target ./my-model --drafter ngram --temperature 0 --temperature 0.7 --json certificate.json",
+    lists=DRAFTERS,
 )
 def certify(
     target: TargetName = "smollm2",

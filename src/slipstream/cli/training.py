@@ -18,11 +18,10 @@ from slipstream.cli.common import (
     MaxNewTokens,
     Seed,
     TargetName,
-    app,
+    command,
     counting,
     deliver,
     err,
-    examples,
     flag,
     inputs,
     listed,
@@ -50,15 +49,12 @@ Resume = Annotated[bool, flag("go on, exactly, from the last checkpoint in --out
 Preview = Annotated[bool, flag("show what is learnt of the data, coloured, and stop", "--preview")]
 
 
-@app.command(
-    epilog=listed("[bold]Methods[/bold]", *(method for method in METHODS.values() if method.objective))
-    + "\n\n"
-    + examples(
-        "train eagle --data answers.jsonl --out runs/eagle",
-        "train eagle --data answers.jsonl --preview",
-        "train eagle --recipe recipes/eagle_smollm2.yaml --out runs/eagle optimizer.lr=5e-4 loss.unroll=3",
-        "train eagle --recipe runs/eagle/recipe.yaml --out runs/eagle --resume",
-    )
+@command(
+    "train eagle --data answers.jsonl --out runs/eagle",
+    "train eagle --data answers.jsonl --preview",
+    "train eagle --recipe recipes/eagle_smollm2.yaml --out runs/eagle optimizer.lr=5e-4 loss.unroll=3",
+    "train eagle --recipe runs/eagle/recipe.yaml --out runs/eagle --resume",
+    lists=listed("[bold]Methods[/bold]", *(method for method in METHODS.values() if method.objective)),
 )
 def train(
     method: Method,
@@ -116,11 +112,9 @@ PromptTemperature = Annotated[float, option("of the prompts", "T", panel=SAMPLIN
 BEHIND = "ask each question once more behind this system message; may be repeated"
 
 
-@app.command(
-    epilog=examples(
-        "synthesize --prompts 500 --out answers.jsonl",
-        "synthesize --prompts 20000 --out answers.jsonl --server http://localhost:8000/v1 --batch 256",
-    )
+@command(
+    "synthesize --prompts 500 --out answers.jsonl",
+    "synthesize --prompts 20000 --out answers.jsonl --server http://localhost:8000/v1 --batch 256",
 )
 def synthesize(
     path: AnswerFile,
@@ -148,12 +142,10 @@ def synthesize(
     _written(made)
 
 
-@app.command(
-    epilog=examples(
-        "regenerate questions.jsonl --out answers.jsonl",
-        "regenerate sharegpt.jsonl --out answers.jsonl --temperature 0 --server http://localhost:8000/v1 "
-        "--batch 256",
-    )
+@command(
+    "regenerate questions.jsonl --out answers.jsonl",
+    "regenerate sharegpt.jsonl --out answers.jsonl --temperature 0 --server http://localhost:8000/v1 "
+    "--batch 256",
 )
 def regenerate(
     source: Annotated[
@@ -186,9 +178,7 @@ def regenerate(
     _written(made)
 
 
-@app.command(
-    "import", epilog=examples("import ./EAGLE-LLaMA3-8B --target ./llama3-8b --out drafters/llama3-eagle")
-)
+@command("import ./EAGLE-LLaMA3-8B --target ./llama3-8b --out drafters/llama3-eagle", name="import")
 def import_(
     source: Annotated[str, typer.Argument(metavar="DIR", help=f"a checkpoint written as {PUBLIC}")],
     directory: Annotated[str, option("the drafter directory to write", "DIR", "--out")],
@@ -204,9 +194,7 @@ def import_(
     out.print(made, soft_wrap=True)
 
 
-@app.command(
-    epilog=examples("export eagle --out vllm-head", "export runs/eagle3 --out vllm-head --layout speculators")
-)
+@command("export eagle --out vllm-head", "export runs/eagle3 --out vllm-head --layout speculators")
 def export(
     drafter: Annotated[
         str, typer.Argument(help="eagle, or a drafter directory of a method that has a public layout")
@@ -227,7 +215,7 @@ def export(
 Python = Annotated[str, option("interpreter of vLLM's environment (make vllm)", "FILE")]
 
 
-@app.command(epilog=examples("parity eagle --questions gsm8k.jsonl --limit 20 --json parity.json"))
+@command("parity eagle --questions gsm8k.jsonl --limit 20 --json parity.json")
 def parity(
     drafter: Annotated[str, typer.Argument(help="eagle, or the directory of an eagle or eagle3 drafter")],
     python: Python = ".venv-vllm/bin/python",

@@ -13,10 +13,9 @@ from slipstream.cli.common import (
     Files,
     JsonPath,
     TargetName,
-    app,
+    command,
     deliver,
     err,
-    examples,
     flag,
     inputs,
     kept,
@@ -32,23 +31,20 @@ if TYPE_CHECKING:
     from slipstream.targets import HFTarget
 
 TUNED = [method for method in named() if method.tunes]
-TUNABLE = listed("[bold]Drafters that grow trees[/bold]", *TUNED, others=[DIRECTORY]) + "\n"
+TUNABLE = listed("[bold]Drafters that grow trees[/bold]", *TUNED, others=[DIRECTORY])
 
 
 Prompts = Annotated[int, option("prompts that drafts are held against, in all", "N", panel=ASKED, min=1)]
 Measure = Annotated[bool, flag("only measure what passes of 1 to 64 rows cost", "--measure")]
 
 
-@app.command(
-    epilog=TUNABLE
-    + "\n"
-    + examples(
-        "tune --drafter eagle --dtype auto --compile",
-        "tune --drafter runs/eagle --questions gsm8k.jsonl --json tuned.json --plot tuned.svg",
-        "tune --drafter draft-model:model=./small --compile",
-        "tune --drafter self-speculative",
-        "tune --measure --plot costs.svg",
-    )
+@command(
+    "tune --drafter eagle --dtype auto --compile",
+    "tune --drafter runs/eagle --questions gsm8k.jsonl --json tuned.json --plot tuned.svg",
+    "tune --drafter draft-model:model=./small --compile",
+    "tune --drafter self-speculative",
+    "tune --measure --plot costs.svg",
+    lists=TUNABLE,
 )
 def tune(
     target: TargetName = "smollm2",
