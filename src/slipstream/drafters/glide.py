@@ -88,15 +88,14 @@ class GlideLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(d, eps), nn.RMSNorm(d, eps)
         self.cross_layernorm: nn.Module = nn.RMSNorm(d, eps) if config.cross_norm else nn.Identity()
         self.self_attn, self.mlp = Attention(config), MLP(config)
-        self.cross_attn = CrossAttention(config, layer) if config.taps else None
+        self.cross_attn: Any = CrossAttention(config, layer) if config.taps else None
 
     def forward(
         self, x: Tensor, positions: Tensor, attend: Attend, glimpse: Glimpse | None
     ) -> Float[Tensor, "B T d"]:
         """One layer."""
         x = x + self.self_attn(self.input_layernorm(x), positions, attend)
-        if self.cross_attn is not None:
-            assert glimpse is not None
+        if glimpse is not None:
             x = x + self.cross_attn(self.cross_layernorm(x), positions, glimpse)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -108,17 +107,14 @@ class GlideHead(Head):
 
     def __init__(self, config: GlideConfig) -> None:
         super().__init__()
-        self.config, d, own = config, config.hidden_size, config.vocab_size > 0
+        self.config, d = config, config.hidden_size
+        self.own_lm_head = own = config.vocab_size > 0
         self.embed_tokens: Any = nn.Embedding(config.vocab_size, d) if own else None
-        self.inward: Any = None if own else nn.Linear(config.target_size, d, bias=False)
+        self.inward: Any = nn.Identity() if own else nn.Linear(config.target_size, d, bias=False)
         self.layers = nn.ModuleList([GlideLayer(config, i) for i in range(config.depth)])
         self.norm = nn.RMSNorm(d, config.rms_norm_eps)
-        self.outward = None if own else nn.Linear(d, config.target_size, bias=False)
+        self.outward: Any = nn.Identity() if own else nn.Linear(d, config.target_size, bias=False)
         self.lm_head: Any = nn.Linear(d, config.draft_vocab_size, bias=False) if own else None
-
-    @property
-    def own_lm_head(self) -> bool:  # type: ignore[override]
-        return self.lm_head is not None
 
     def forward(
         self,
@@ -128,11 +124,10 @@ class GlideHead(Head):
         glimpses: Sequence[Glimpse | None],
     ) -> Float[Tensor, "B T H"]:
         """Row i reads t_{i+1} at position i+1, and its state gives the LM head's prediction of t_{i+2}."""
-        x = embedded if self.inward is None else self.inward(embedded)
+        x = self.inward(embedded)
         for layer, attend, glimpse in zip(self.layers, attends, glimpses, strict=True):
             x = layer(x, positions, attend, glimpse)
-        x = self.norm(x)
-        return x if self.outward is None else self.outward(x)
+        return self.outward(self.norm(x))
 
     def logits(self, hidden: Float[Tensor, "... d"]) -> Float[Tensor, "... Vd"]:
         """Logits of its own LM head."""
@@ -144,7 +139,7 @@ class GlideHead(Head):
         target's LM head, every token would predict itself."""
         randomise(self, generator)
         self.norm.weight.copy_(size.expand(len(self.norm.weight)))
-        if self.inward is not None and self.outward is not None:
+        if not self.own_lm_head:
             self.inward.weight.copy_(torch.eye(*self.inward.weight.shape))
             self.outward.weight.zero_()
         return self
@@ -152,7 +147,7 @@ class GlideHead(Head):
     @torch.no_grad()
     def scale_inputs(self, embedding: Float[Tensor, ""], taps: Float[Tensor, " taps"]) -> None:
         """Fold the embeddings' scale into the weights, so that plain ones are read. Caches have no scale."""
-        if self.inward is not None:
+        if not self.own_lm_head:
             self.inward.weight *= embedding
 
 

@@ -54,7 +54,7 @@ class HeadDrafter(Proposer):
         tree, proposal: see `Proposer`.
 
     Raises:
-        ValueError: an unknown tree or proposal, or a pair of them that is not exact.
+        ValueError: the vocabulary names tokens that the target does not have; also see `Proposer`.
     """
 
     method: ClassVar[str]
@@ -153,7 +153,8 @@ def layer_sizes(target: Target, intermediate_size: int | None = None) -> dict[st
         )
     del sizes["blocks"]
     sizes["intermediate_size"] = intermediate_size or sizes["intermediate_size"]
-    sizes["hidden_act"] = sizes["hidden_act"] if sizes["hidden_act"] in ACTIVATIONS else "silu"
+    if sizes["hidden_act"] not in ACTIVATIONS:
+        sizes["hidden_act"] = "silu"
     return sizes
 
 

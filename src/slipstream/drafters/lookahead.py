@@ -71,12 +71,7 @@ class Lookahead(Drafter):
 
         pool = zeros(batch, POOL + 1, self.N) + PAD
         return LookaheadState(
-            zeros(batch),
-            zeros(batch, self.N - 1, self.W),
-            pool,
-            zeros(batch),
-            zeros(batch, 0),
-            zeros(batch),
+            zeros(batch), zeros(batch, self.N - 1, self.W), pool, zeros(batch), zeros(batch, 0), zeros(batch)
         )
 
     def absorb(self, span: Span, state: State) -> None:

@@ -50,14 +50,11 @@ class MedusaHead(Head):
                 for _ in range(config.depth)
             ]
         )
-        own = 0 if config.shared else config.depth
+        self.own_lm_head = not config.shared
+        own = config.depth if self.own_lm_head else 0
         self.lm_heads: Any = nn.ModuleList(
             [nn.Linear(H, config.draft_vocab_size, bias=False) for _ in range(own)]
         )
-
-    @property
-    def own_lm_head(self) -> bool:  # type: ignore[override]
-        return not self.config.shared
 
     def forward(self, features: Float[Tensor, "B T H"]) -> Float[Tensor, "B T N H"]:
         """The LM heads' inputs. Head k of row i is to predict t_{i+1+k}; t_{i+1} is the target's token."""

@@ -18,10 +18,7 @@ from slipstream.drafters.layers import descended
 PROPOSALS = ("top-k", "noise", "sampled")
 # scores of a frontier, from its tokens, their parents in the frontier before, what they see of the scratch
 # rows, the level
-Step = Callable[
-    [Int[Tensor, "B F"], Int[Tensor, "B F"], Bool[Tensor, "B F A"], int],
-    Float[Tensor, "B F Vd"],
-]
+Step = Callable[[Int[Tensor, "B F"], Int[Tensor, "B F"], Bool[Tensor, "B F A"], int], Float[Tensor, "B F Vd"]]
 
 
 class Proposer(Drafter):

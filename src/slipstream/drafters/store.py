@@ -183,9 +183,23 @@ def write_directory(
 
 
 def find_drafter(name: str, target: Target) -> Path:
-    """The drafter directory of a path, or of a method whose weights ship. Raises ValueError."""
+    """The directory at a path, or of a method whose weights ship for the target. Raises ValueError."""
+    ships = name in METHODS and METHODS[name].ships
     home = os.path.expanduser(name)
-    return shipped(name, target) if _ships(name) or not os.path.isdir(home) else Path(home)
+    if not ships and os.path.isdir(home):
+        return Path(home)
+    if not ships:
+        raise ValueError(f"Unknown drafter: {name!r}: neither a directory nor a method whose weights ship")
+    known = list[str]()
+    for path in sorted(SHIPPED.glob(f"*/{name}/config.json")):
+        made_for = json.loads(path.read_text("utf-8"))["target"]
+        if made_for["fingerprint"] == target.fingerprint:
+            return path.parent
+        known.append(f"{made_for['name']} ({made_for['fingerprint']})")
+    raise ValueError(
+        f"no {name} weights ship for this target ({target.fingerprint}); they do for: "
+        f"{', '.join(known) or 'none'}. Train a drafter (slipstream train {name}) and give its directory"
+    )
 
 
 def read_drafter(directory: str | Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -264,29 +278,6 @@ def tuned_file(directory: str | Path) -> Path:
 
 def _heat(temperature: float) -> str:
     return "T > 0" if temperature else "T = 0"
-
-
-def shipped(method: str, target: Target) -> Path:
-    """The directory of the weights that ship for a method and a target. Raises ValueError if none do."""
-    if not _ships(method):
-        raise ValueError(f"Unknown drafter: {method!r}: neither a directory nor a method whose weights ship")
-    homes = {
-        home: json.loads(home.read_text("utf-8")) for home in sorted(SHIPPED.glob(f"*/{method}/config.json"))
-    }
-    for home, config in homes.items():
-        if config["target"]["fingerprint"] == target.fingerprint:
-            return home.parent
-    known = ", ".join(
-        f"{config['target']['name']} ({config['target']['fingerprint']})" for config in homes.values()
-    )
-    raise ValueError(
-        f"no {method} weights ship for this target ({target.fingerprint}); they do for: {known or 'none'}. "
-        f"Train a drafter (slipstream train {method}) and give its directory"
-    )
-
-
-def _ships(name: str) -> bool:
-    return name in METHODS and METHODS[name].ships
 
 
 def load_weights(module: nn.Module, tensors: dict[str, Tensor], source: str) -> None:

@@ -288,13 +288,12 @@ class HFTarget(Target):
 
         with ExitStack() as hooks:
             for tap in taps:
-                if tap.startswith(CACHE):
-                    self._index(tap)  # check it; it is read from the cache after the pass
-                    continue
                 if tap == FINAL:
                     hook = self.twin.get_decoder().register_forward_hook(after)
                 else:
                     block = self.blocks[self._index(tap)]
+                    if tap.startswith(CACHE):
+                        continue  # it is read from the cache after the pass
                     hook = block.register_forward_pre_hook(partial(before, tap=tap), with_kwargs=True)
                 hooks.callback(hook.remove)
             yield states

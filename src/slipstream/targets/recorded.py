@@ -1,12 +1,13 @@
 """A target whose texts are known: drafts are held along them without a pass of the model."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from slipstream.core.cache import KVCache
 from slipstream.core.drafter import FINAL
@@ -102,59 +103,22 @@ class RecordedTarget(Target):
     def new_cache(self, batch: int, memory: Tensor | None = None) -> KVCache:
         return KVCache(0, batch, self.device)
 
-    @property
-    def place(self) -> str:
-        return self.target.place
-
-    @property
-    def generation_config(self) -> Any:
-        return self.target.generation_config
-
-    @property
-    def described(self) -> dict[str, Any]:
-        return self.target.described
-
-    @property
-    def read_bytes(self) -> int:
-        return 0
+    read_bytes = 0
+    # All else is the recorded target's own.
+    place: Any = property(attrgetter("target.place"))
+    generation_config: Any = property(attrgetter("target.generation_config"))
+    described: Any = property(attrgetter("target.described"))
+    embed: Any = property(attrgetter("target.embed"))
+    lm_head: Any = property(attrgetter("target.lm_head"))
+    widths: Any = property(attrgetter("target.widths"))
+    features: Any = property(attrgetter("target.features"))
+    rope: Any = property(attrgetter("target.rope"))
+    part: Any = property(attrgetter("target.part"))
+    trunk: Any = property(attrgetter("target.trunk"))
+    states: Any = property(attrgetter("target.states"))
+    unsound: Any = property(attrgetter("target.unsound"))
 
     def extend(
         self, tokens: Int[Tensor, "B R"], layout: Layout, cache: KVCache, after: int
     ) -> Float[Tensor, "B R V"]:
         raise NotImplementedError("a record knows nothing of rows beside its texts")
-
-    def embed(self, tokens: Int[Tensor, "*n"]) -> Float[Tensor, "*n H"]:
-        return self.target.embed(tokens)
-
-    def lm_head(self, vocab: Int[Tensor, " Vd"] | None = None) -> nn.Module:
-        return self.target.lm_head(vocab)
-
-    def widths(self, taps: Sequence[str]) -> list[int]:
-        return self.target.widths(taps)
-
-    def features(self, rows: Sequence[Sequence[int]], taps: Sequence[str]) -> Float[Tensor, "B T F"]:
-        return self.target.features(rows, taps)
-
-    def rope(self, block: int) -> tuple[list[float], float]:
-        return self.target.rope(block)
-
-    def part(
-        self, blocks: Sequence[int], own: bool = False, vocab: Int[Tensor, " Vd"] | None = None
-    ) -> Target:
-        return self.target.part(blocks, own, vocab)
-
-    def trunk(self) -> dict[str, nn.Module]:
-        return self.target.trunk()
-
-    def states(
-        self,
-        embedded: Float[Tensor, "B R H"],
-        positions: Int[Tensor, "#B R"],
-        seen: Bool[Tensor, "#B R S"],
-        columns: Int[Tensor, "#B S"],
-        behind: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> tuple[Float[Tensor, "B R H"], list[tuple[Tensor, Tensor]]]:
-        return self.target.states(embedded, positions, seen, columns, behind)
-
-    def unsound(self, tokens: Sequence[int]) -> str:
-        return self.target.unsound(tokens)
