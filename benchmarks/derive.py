@@ -14,18 +14,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from slipstream.measure.paired import Asked, paired
+import table
+from common import digits
+from slipstream.measure.report import BenchReport
 
 RESULTS = Path(__file__).parent / "results"
 Result = dict[str, Any]
-PARTS = ("draft", "verify", "host")
-
-
-def digits(value: Any) -> Any:
-    """Four digits behind the point, through dictionaries and lists."""
-    if isinstance(value, dict):
-        return {key: digits(each) for key, each in value.items()}
-    return [digits(each) for each in value] if isinstance(value, list | tuple) else round(value, 4)
 
 
 def trees(result: Result, head: str) -> dict[str, Result]:
@@ -105,25 +99,17 @@ def drafting(result: Result, head: str, other: str) -> Result:
 
 def pairs(result: Result, *named: tuple[str, str]) -> Result:
     """One drafter's speed over another's on the same questions: mean of the sets, with its interval."""
-    by_name = {
-        entry["drafter"]: {name: Asked(**asked) for name, asked in entry["by_question"].items()}
-        for entry in result["results"]
-    }
-    found = {}
+    report, found = BenchReport.model_validate(result), {}
     for ours, theirs in named:
-        both = paired(by_name[ours], by_name[theirs])
+        both = table.pair(report, ours, theirs)
         found[f"{ours} over {theirs}"] = [both.mean, *(both.interval or ())]
     return found
 
 
 def on_a_gpu(result: Result) -> Result:
-    """Predicted speed where a pass takes the same time for any tree: τ / (1 + draft / plain pass)."""
-    plain = next(entry for entry in result["results"] if entry["drafter"] == "vanilla")
-    one_pass = plain["seconds"]["verify"] / plain["target_passes"]
-    return {
-        entry["drafter"]: entry["tau"] / (1 + entry["seconds"]["draft"] / entry["target_passes"] / one_pass)
-        for entry in result["results"]
-    }
+    """Predicted speeds where a pass takes the same time for any tree."""
+    report = BenchReport.model_validate(result)
+    return {drafter.drafter: table.on_a_gpu(report, drafter) for drafter in report.results}
 
 
 def mean_of_files(result: Result) -> Result:

@@ -36,7 +36,7 @@ from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import find_drafter, read_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_writable
-from slipstream.measure.cost import Rounds
+from slipstream.measure.cost import PARTS, Rounds
 from slipstream.measure.paired import interval
 from slipstream.measure.questions import Asking
 from slipstream.measure.tune import proposing
@@ -333,7 +333,7 @@ def _costs(
         verify = median(other.verify for (_, same), other in zip(kinds, spent, strict=True) if same == tree)
         speed = plain.total / (cost.draft + verify + cost.host)
         heads[label][tree] = RoundMs(
-            **{part: round(1e3 * seconds, 2) for part, seconds in vars(cost).items()},
+            **{part: round(1e3 * getattr(cost, part), 2) for part in PARTS},
             c=digits(cost.draft / plain.total / Shape.parse(tree).depth),
             expected={
                 str(row.temperature): digits(row.tau * speed) for row in rows[label] if row.tree == tree

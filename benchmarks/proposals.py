@@ -9,24 +9,24 @@ proposals takes the same questions for both. A known text cannot judge `sampled`
 a token drawn from p with probability Σ p·q, while the multi-round law accepts it with Σ min(p, q).
 """
 
-import argparse
-import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+import typer
 from torch import Tensor
 
 import slipstream
+from common import digits, run
+from slipstream.cli import common as cli
 from slipstream.files import check_writable, write_json
 from slipstream.measure.paired import interval
 from slipstream.measure.questions import Question, load_questions
-from slipstream.results import heading
+from slipstream.results import Figures, heading
 
 PROPOSALS = ("top-k", "noise", "sampled")
 SAMPLES = 2000
@@ -57,7 +57,7 @@ def decode(
     for file in dict.fromkeys(question.file for question in questions):
         batch = [question for question in questions if question.file == file]
         prompts = [question.turns[0] for question in batch]
-        settings = {"max_new_tokens": new, "temperature": temperature}
+        settings: dict[str, Any] = {"max_new_tokens": new, "temperature": temperature}
         for seed in range(seeds):
             answers = slipstream.generate(target, prompts, drafter, seed=seed, **settings)
             for question, answer in zip(batch, answers, strict=True):
@@ -71,11 +71,11 @@ def summary(counts: dict[str, Counts]) -> dict[str, Any]:
     depth = max((len(c.reached) for c in counts.values()), default=0)
     reached = [sum(c.reached[d] for c in counts.values() if len(c.reached) > d) for d in range(depth)]
     return {
-        "tau": round(committed / passes, 4),
-        "interval": [round(end, 4) for end in interval(draws(counts))],
+        "tau": digits(committed / passes),
+        "interval": digits(interval(draws(counts))),
         "committed": committed,
         "target_passes": passes,
-        "acceptance_by_depth": [round(r / passes, 4) for r in reached],
+        "acceptance_by_depth": digits([r / passes for r in reached]),
         "by_question": {name: [c.committed, c.passes] for name, c in counts.items()},
     }
 
@@ -104,47 +104,38 @@ def compare(
         for below, above in combinations(PROPOSALS, 2):
             share = draws(found[above]) / draws(found[below])
             mean = summary(found[above])["tau"] / summary(found[below])["tau"]
-            ends = [round(end, 4) for end in interval(share)]
-            ratios[drafter][f"{above} over {below}"] = {"ratio": round(mean, 4), "interval": ends}
+            ratios[drafter][f"{above} over {below}"] = digits({"ratio": mean, "interval": interval(share)})
     return {"arms": arms, "ratios": ratios}
 
 
-def main() -> None:
-    """The command line."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("drafters", nargs="+", help="such as eagle:tree=chain-5, with a static tree")
-    options.add_argument("--target", default="smollm2")
-    options.add_argument("--questions", action="append", default=[])
-    options.add_argument("--limit", type=int, default=8)
-    options.add_argument("--max-new-tokens", type=int, default=64)
-    options.add_argument("--temperature", type=float, default=1.0)
-    options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--dtype", default="float32")
-    options.add_argument("--json", default=None)
-    given = options.parse_args()
-    check_writable(given.json)
-    target = slipstream.load_target(given.target, given.dtype)
-    questions = load_questions(given.questions, given.limit)
-    how = {"seeds": given.seeds, "new": given.max_new_tokens, "temperature": given.temperature}
-    found = compare(target, given.drafters, questions, **how)
-    table = Table("drafter", "τ", "95 %", "by depth")
+def main(
+    drafters: Annotated[list[str], typer.Argument(help="such as eagle:tree=chain-5, with a static tree")],
+    target: cli.TargetName = "smollm2",
+    questions: cli.Files = [],  # noqa: B006
+    limit: cli.Limit = 8,
+    max_new_tokens: cli.MaxNewTokens = 64,
+    temperature: cli.Temperature = 1.0,
+    seeds: Annotated[int, cli.option("of each question", "N", min=1)] = 3,
+    dtype: cli.Dtype = "float32",
+    json_path: cli.JsonPath = None,
+) -> None:
+    check_writable(json_path, reads=cli.inputs(target, drafters, questions))
+    loaded, asked = cli.load(target, dtype, "cpu"), load_questions(questions, limit)
+    found = compare(loaded, drafters, asked, seeds=seeds, new=max_new_tokens, temperature=temperature)
+    table = Figures(None, "drafter", "τ", "95 %", "by depth")
     for name, arm in found["arms"].items():
         ends, depths = arm["interval"], " ".join(f"{a:.2f}" for a in arm["acceptance_by_depth"])
         table.add_row(name, f"{arm['tau']:.3f}", "[{:.3f}, {:.3f}]".format(*ends), depths)
-    Console().print(table)
-    if given.json:
-        files = [question.file for question in questions]
-        about = {
-            "command": f"python benchmarks/proposals.py {shlex.join(sys.argv[1:])}",
-            "max_new_tokens": given.max_new_tokens,
-            "temperature": given.temperature,
-            "seeds": given.seeds,
-            "questions": {file: files.count(file) for file in dict.fromkeys(files)},
+    cli.out.print(table)
+    if json_path is not None:
+        settings = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "seeds": seeds,
+            "questions": dict(Counter(question.file for question in asked)),
         }
-        write_json(given.json, {**heading(target), **about, **found})
+        write_json(json_path, {**heading(loaded), **settings, **found})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

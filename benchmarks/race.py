@@ -12,56 +12,43 @@ Expected speed: τ · plain round / (draft + shared verify + host). The interval
 of the stored τ's interval (over the questions) and of the cost's interval (over the races) in quadrature.
 """
 
-import argparse
-import json
 import math
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Any
+from typing import Annotated, Any
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
+from common import run
+from slipstream.cli import common as cli
 from slipstream.core.shape import Shape
 from slipstream.decode.session import Seconds
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.files import check_writable, write_json
-from slipstream.measure.cost import Rounds
+from slipstream.files import check_writable, read_json, write_json
+from slipstream.measure.cost import PARTS, Rounds
 from slipstream.measure.questions import load_questions
-from slipstream.results import heading
-from slipstream.targets import load_target
+from slipstream.results import Figures, heading
 from slipstream.targets.prompts import encode
 
-STUDENT = {
-    2: 12.71,
-    3: 4.30,
-    4: 3.18,
-    5: 2.78,
-    6: 2.57,
-    7: 2.45,
-    8: 2.36,
-    9: 2.31,
-    10: 2.26,
-}  # 95 %, by races
+STUDENT = dict(enumerate((12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26), 2))  # 95 %, by races
 Race = dict[tuple[str, str], Seconds]  # by head and tree
 
 
-def run(
+def race(
     target: Any, heads: dict[str, Any], trees: Sequence[str], probe: list[int], races: int, rounds: int
 ) -> list[tuple[Seconds, Race]]:
     """Costs of plain rounds and of every head's and tree's, race by race."""
     kinds = [(head, tree) for tree in trees for head in heads]
     found = []
-    for race in range(races):
-        order = kinds[race % len(kinds) :] + kinds[: race % len(kinds)]
+    for i in range(races):
+        order = kinds[i % len(kinds) :] + kinds[: i % len(kinds)]
         arms = [(heads[head], Shape.parse(tree)) for head, tree in order]
         plain, *spent = Rounds(target, [(Vanilla(), None), *arms], probe, most=rounds).run(rounds)
         found.append((plain, dict(zip(order, spent, strict=True))))
-        print(f"race {race + 1} of {races}: plain {1e3 * plain.total:.1f} ms", file=sys.stderr, flush=True)
+        print(f"race {i + 1} of {races}: plain {1e3 * plain.total:.1f} ms", file=sys.stderr, flush=True)
     return found
 
 
@@ -120,14 +107,10 @@ def report(races: list[tuple[Seconds, Race]], trees: Sequence[str], stored: dict
     return found
 
 
-PARTS = ("draft", "verify", "host")
-
-
 def show(found: dict[str, Any], title: str) -> None:
     """The report as a table."""
-    table = Table(
-        "tree", "head", "draft ms", "verify own", "shared", "T", "× plain", "over the first", title=title
-    )
+    columns = ("draft ms", "verify own", "shared", "T", "× plain", "over the first")
+    table = Figures(title, "tree", "head", *columns)
     for tree, entry in found.items():
         for head, arm in entry["heads"].items():
             for temperature, expected in arm["expected"].items():
@@ -136,43 +119,34 @@ def show(found: dict[str, Any], title: str) -> None:
                 cells = (f"{each['mean']:.2f}" for each in times)
                 speed = f"{expected['speed']:.2f}"
                 table.add_row(tree, head, *cells, temperature, speed, f"{ratio:.3f} [{low:.3f}, {high:.3f}]")
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    cli.out.print(table)
 
 
-def main() -> None:
-    """The command line."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("heads", nargs="+", help="drafter directories, called as in the stored result")
-    options.add_argument("--tau", required=True, help="what heads.py wrote of heads of these names")
-    options.add_argument("--tree", action="append", required=True)
-    options.add_argument("--target", default="smollm2")
-    options.add_argument("--questions", action="append", default=[])
-    options.add_argument("--races", type=int, default=7, help=f"{min(STUDENT)} to {max(STUDENT)}")
-    options.add_argument("--rounds", type=int, default=15, help="of each head and tree in a race")
-    options.add_argument("--dtype", default="float32")
-    options.add_argument("--compile", action="store_true")
-    options.add_argument("--json", default=None)
-    given = options.parse_args()
-    check_writable(given.json)
-    stored = json.loads(Path(given.tau).read_text("utf-8"))
-    target = load_target(given.target, given.dtype, compile=given.compile)
-    heads = {Path(name).name: load_drafter(name, target) for name in given.heads}
-    probe = encode(target, load_questions(given.questions, 1)[0].turns[0])
-    found = run(target, heads, given.tree, probe, given.races, given.rounds)
-    result = report(found, given.tree, stored)
-    show(result, "compiled" if given.compile else "eager")
-    if given.json:
-        about = {
-            "command": f"python benchmarks/race.py {shlex.join(sys.argv[1:])}",
-            "tau_from": Path(given.tau).name,
-            "races": given.races,
-            "rounds": given.rounds,
-            "plain_ms": spread([1e3 * plain.total for plain, _ in found]),
-        }
-        write_json(given.json, {**heading(target), **about, "trees": result})
+def main(
+    heads: Annotated[list[str], typer.Argument(help="drafter directories, called as in the stored result")],
+    tau: Annotated[str, cli.option("what heads.py wrote of heads of these names", "FILE")],
+    trees: Annotated[list[str], cli.option("repeatable", "TREE", "--tree")],
+    target: cli.TargetName = "smollm2",
+    questions: cli.Files = [],  # noqa: B006
+    races: Annotated[int, cli.option("of all heads and trees", "N", min=min(STUDENT), max=max(STUDENT))] = 7,
+    rounds: Annotated[int, cli.option("of each head and tree in a race", "N", min=1)] = 15,
+    dtype: cli.Dtype = "float32",
+    compile: cli.Compile = False,
+    json_path: cli.JsonPath = None,
+) -> None:
+    check_writable(json_path, reads=cli.inputs(target, heads, [tau, *questions]))
+    stored = read_json(Path(tau), "result")
+    loaded = cli.load(target, dtype, "cpu", compile)
+    named = {Path(name).name: load_drafter(name, loaded) for name in heads}
+    probe = encode(loaded, load_questions(questions, 1)[0].turns[0])
+    found = race(loaded, named, trees, probe, races, rounds)
+    result = report(found, trees, stored)
+    show(result, "compiled" if compile else "eager")
+    if json_path is not None:
+        settings = {"tau_from": Path(tau).name, "races": races, "rounds": rounds}
+        plain_ms = spread([1e3 * plain.total for plain, _ in found])
+        write_json(json_path, {**heading(loaded), **settings, "plain_ms": plain_ms, "trees": result})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -27,7 +27,6 @@ BEGIN, END = "<!-- made by benchmarks/table.py -->", "<!-- end -->"
 def tables(report: BenchReport, link: str) -> str:
     """Three Markdown tables of a report: speed, speed by question set, and where a round's time goes."""
     plain = _of(report, "vanilla")
-    one_pass = plain.seconds.verify / plain.target_passes
     speed, by_set, cost = [], [], []
     for result in sorted(report.results, key=lambda each: -each.of_files["vanilla"].mean):
         name, tau, ledger, expected = f"`{result.drafter}`", result.tau, result.ledger, result.expected
@@ -35,7 +34,7 @@ def tables(report: BenchReport, link: str) -> str:
         speed.append([name, f"{tau:.2f}", str(result.rows), *over])
         if result is not plain and ledger and expected:
             by_set.append([name, *(f"{part.speedup.vanilla:.2f}" for part in result.by_file.values())])
-            figures = (ledger.rows, ledger.draft, expected.alpha, on_a_gpu(result, one_pass))
+            figures = (ledger.rows, ledger.draft, expected.alpha, on_a_gpu(report, result))
             rows, draft, alpha, gpu = (f"{figure:.2f}" for figure in figures)
             cost.append([name, rows, draft, f"{expected.c:.3f}", alpha, gpu])
     settings = (
@@ -56,12 +55,10 @@ def tables(report: BenchReport, link: str) -> str:
     )
 
 
-def on_a_gpu(result: DrafterResult, one_pass: float) -> float:
-    """Predicted speed where a pass takes the same time for any tree: τ / (1 + draft / plain pass).
-
-    Args:
-        one_pass: seconds of a plain pass.
-    """
+def on_a_gpu(report: BenchReport, result: DrafterResult) -> float:
+    """Predicted speed where a pass takes the same time for any tree: τ / (1 + draft / plain pass)."""
+    plain = _of(report, "vanilla")
+    one_pass = plain.seconds.verify / plain.target_passes
     return result.tau / (1 + result.seconds.draft / result.target_passes / one_pass)
 
 

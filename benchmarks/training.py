@@ -4,18 +4,17 @@ slipstream train eagle --recipe recipes/eagle_smollm2.yaml --data answers.jsonl.
 python benchmarks/training.py runs/eagle --json benchmarks/results/eagle_training.json
 """
 
-import argparse
 import json
-import shlex
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 import yaml
 
+from common import run
+from slipstream.cli import common as cli
 from slipstream.files import check_writable, write_json
 from slipstream.results import heading
-from slipstream.targets import load_target
 
 
 def history(home: Path) -> dict[str, Any]:
@@ -27,21 +26,16 @@ def history(home: Path) -> dict[str, Any]:
     return {"recipe": recipe, "history": [json.loads(line) for line in lines], "minutes": minutes}
 
 
-def main() -> None:
-    """The command line."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("run", help="the directory that `slipstream train` wrote")
-    options.add_argument("--target", default="smollm2")
-    options.add_argument("--dtype", default="float32", help="that the run was trained in")
-    options.add_argument("--json", required=True)
-    given = options.parse_args()
-    check_writable(given.json)
-    target = load_target(given.target, given.dtype)
-    command = {"command": f"python benchmarks/training.py {shlex.join(sys.argv[1:])}"}
-    write_json(given.json, {**heading(target), **command, **history(Path(given.run))})
+def main(
+    home: Annotated[Path, typer.Argument(metavar="RUN", help="the directory that `slipstream train` wrote")],
+    json_path: Annotated[str, cli.option(cli.JSON, "FILE", "--json")],
+    target: cli.TargetName = "smollm2",
+    dtype: cli.Dtype = "float32",
+) -> None:
+    files = [str(home / name) for name in ("recipe.yaml", "log.jsonl")]
+    check_writable(json_path, reads=cli.inputs(target, [], [str(home), *files]))
+    write_json(json_path, {**heading(cli.load(target, dtype, "cpu")), **history(home)})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -20,7 +20,7 @@ from slipstream.drafters import load_drafter
 from slipstream.drafters.store import find_drafter, read_tuned
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_writable
-from slipstream.measure.cost import RoundCost, Rounds
+from slipstream.measure.cost import PARTS, Rounds
 from slipstream.measure.questions import Asking
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
@@ -119,7 +119,7 @@ def compare_trees(
             by_file=digits({file: part.tau for file, part in parts.items()}),
             acceptance_by_depth=digits(every.acceptance),
             speedup=digits(every.tau * plain.total / cost.total),
-            **_ms(cost),
+            **{f"{part}_ms": round(1e3 * getattr(cost, part), 3) for part in PARTS},
         )
         results.append(row)
     return TreesReport(
@@ -130,10 +130,6 @@ def compare_trees(
         plain_ms=round(1e3 * plain.total, 3),
         results=results,
     )
-
-
-def _ms(cost: RoundCost) -> dict[str, float]:
-    return {f"{part}_ms": round(1e3 * seconds, 3) for part, seconds in vars(cost).items()}
 
 
 def main(

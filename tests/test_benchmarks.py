@@ -10,9 +10,13 @@ import torch
 import confidence
 import gpu
 import heads
+import proposals
+import race
 import table
 import tiny
+import training
 import trees
+from slipstream.drafters import load_drafter
 from slipstream.drafters.store import save_drafter
 from slipstream.measure.questions import Question
 from slipstream.measure.report import BenchReport
@@ -42,9 +46,9 @@ def runs(target, tmp_path_factory):
 
 def test_heads_share_one_verify_time_and_the_first_is_compared_with_itself(target, runs, tmp_path):
     shapes = ("chain-2", "best-first-2x3", "best-first-2x4")
-    report = heads.compare_heads(target, runs, ASKED, shapes, (1.0,), rounds=1, **SMALL)
+    report = heads.compare_heads(target, runs, ASKED[1:], shapes, (1.0,), rounds=1, **SMALL)
     assert list(report.heads) == ["eagle", "fasteagle"]
-    assert report.questions == {"a": 1, "b": 2}
+    assert report.questions == {"b": 2}
     for head in report.heads.values():
         assert [(row.temperature, row.tree) for row in head.trees] == [(1.0, shape) for shape in shapes]
         assert all(row.alpha is not None for row in head.trees if row.tree == "chain-2")
@@ -69,6 +73,36 @@ def test_trees_of_one_head_are_held_against_the_same_answers(target, runs):
     assert one.tau <= two.tau
     assert one.acceptance_by_depth[0] == pytest.approx(one.tau - 1, abs=1e-4)
     assert "chain-2" in str(report)
+
+
+def test_proposals_are_decoded_and_paired(target, runs):
+    how = {"seeds": 1, "new": 4, "temperature": 1.0}
+    found = proposals.compare(target, [f"{runs[0]}:tree=chain-1"], ASKED[:2], **how)
+    arms = list(found["arms"].values())
+    assert [len(arm["by_question"]) for arm in arms] == [2, 2, 2]
+    (ratios,) = found["ratios"].values()
+    assert ratios["sampled over noise"]["ratio"] == pytest.approx(arms[2]["tau"] / arms[1]["tau"], abs=1e-3)
+
+
+def test_a_race_charges_one_verify_time(target, runs):
+    drafters = {Path(name).name: load_drafter(name, target) for name in runs}
+    races = race.race(target, drafters, ["chain-1"], [1, 2, 3], races=2, rounds=1)
+    arms = [{"tree": "chain-1", "temperature": 0.0, "tau": 1.5, "share": 1.0, "interval": [0.9, 1.1]}]
+    found = race.report(races, ["chain-1"], {"heads": {name: {"trees": arms} for name in drafters}})
+    own = [found["chain-1"]["heads"][name]["verify_ms"]["mean"] for name in drafters]
+    assert found["chain-1"]["shared_verify_ms"]["mean"] == pytest.approx(sum(own) / 2, abs=1e-3)
+    race.show(found, "eager")
+
+
+def test_the_history_of_a_run_leaves_its_data_files_out(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("data: {files: [a.jsonl], limit: 3}\n")
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    (tmp_path / "config.json").write_text('{"training": {"minutes": 2.5}}')
+    assert training.history(tmp_path) == {
+        "recipe": {"data": {"limit": 3}},
+        "history": [{"step": 1}, {"step": 2}],
+        "minutes": 2.5,
+    }
 
 
 def test_the_calibration_error_is_the_mean_distance_over_bins(target, tmp_path):

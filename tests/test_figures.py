@@ -13,7 +13,6 @@ These are no figures of ours: what stands in `code` (settings, commands), versio
 paper says, if the text names the paper: "the paper's 1.27", "(paper: 2.29, 2.01)", a column headed "paper".
 """
 
-import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+import derive
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -178,9 +179,6 @@ def test_results_store_their_command_and_a_page_speaks_of_them(path):
 
 
 def test_derived_figures_follow_from_their_results():
-    spec = importlib.util.spec_from_file_location("derive", ROOT / "benchmarks" / "derive.py")
-    derive = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(derive)
     derived = {
         path.name for path in RESULTS.glob("*.json") if "derived" in json.loads(path.read_text("utf-8"))
     }
