@@ -5,14 +5,17 @@
 The run is real: plain decoding answers too, and both answers must be the same tokens.
 """
 
-import argparse
 from io import StringIO
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
 import slipstream
-from slipstream.files import replacing
+from common import run
+from slipstream.cli import common as cli
+from slipstream.files import check_writable, replacing
 
 QUESTION = "Write a Python function called count_vowels that returns the number of vowels in a string."
 DRAFTED = "bold #3fb950"
@@ -57,12 +60,14 @@ def picture(
         file.write(console.export_svg(title=f"slipstream, {loaded.name}", unique_id="demo"))
 
 
+def main(
+    path: Annotated[str, typer.Argument(help="the SVG to write")],
+    question: Annotated[str, cli.option("the question", "TEXT")] = QUESTION,
+    drafter: cli.DrafterName = "hybrid:head=fasteagle",
+) -> None:
+    check_writable(path)
+    picture(path, question, drafter)
+
+
 if __name__ == "__main__":
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("path", help="the SVG to write")
-    options.add_argument("--question", default=QUESTION)
-    options.add_argument("--drafter", default="hybrid:head=fasteagle")
-    given = options.parse_args()
-    picture(given.path, given.question, given.drafter)
+    run(main)
