@@ -69,7 +69,7 @@ def _verdict(contest: Contest, drafter: str, prompt: list[int], plain: Answered,
         return Text("the same text", "green")
     if contest.drafters[drafter].law != "coupled":
         return Text("another draw from the same distribution", "cyan")
-    differences = audit(contest.target, prompt, drafted.tokens, drafted.sampling)
+    differences = audit(contest.target, prompt, drafted.tokens, plain.sampling)
     margin = max((each.margin for each in differences), default=0.0)
     size = f"margin {margin:.2g} in logits"
     if margin <= contest.target.margin:
@@ -80,8 +80,7 @@ def _verdict(contest: Contest, drafter: str, prompt: list[int], plain: Answered,
 def _figures(answers: dict[str, list[Answered]], drafter: str) -> Text:
     tallies = {method: Tally(some) for method, some in answers.items()}
     speed = {method: tally.tokens_per_second for method, tally in tallies.items()}
-    ours = f"τ {tallies[drafter].tau:.2f}   {speed[drafter]:.1f} tokens/s   "
-    ratios = (
-        f"{speed[drafter] / speed[base]:.2f}× {name} ({speed[base]:.1f})" for base, name in SHOWN.items()
-    )
-    return Text.assemble((ours, "bold"), "   ".join(ratios))
+    ours = speed[drafter]
+    ratios = (f"{ours / speed[base]:.2f}× {name} ({speed[base]:.1f})" for base, name in SHOWN.items())
+    figures = f"τ {tallies[drafter].tau:.2f}   {ours:.1f} tokens/s   "
+    return Text.assemble((figures, "bold"), "   ".join(ratios))

@@ -33,8 +33,7 @@ Drafters = str | Sequence[str] | Mapping[str, Drafter]  # drafters to load, or d
 
 @dataclass(frozen=True)
 class Contest:
-    """Methods that answer the same prompts under the same settings: Hugging Face's generate, plain decoding
-    and drafters."""
+    """Methods that answer the same prompts under the same settings: Hugging Face's generate, and drafters."""
 
     target: HFTarget
     drafters: dict[str, Drafter]
@@ -56,8 +55,7 @@ class Contest:
 
     @property
     def settings(self) -> dict[str, Any]:
-        names = ("temperature", "seed", "max_new_tokens")
-        return {name: getattr(self, name) for name in names}
+        return {"temperature": self.temperature, "seed": self.seed, "max_new_tokens": self.max_new_tokens}
 
     def warm_up(self, prompt: list[int]) -> None:
         """Ask each method once, untimed: first calls allocate and choose kernels. Raises ValueError for
@@ -76,10 +74,11 @@ class Contest:
         if method == HF:
             tokens = hf_answer(self.target, prompt, **self.settings)
             return Answered(tokens, time.perf_counter() - began)
+        drafter = self.drafters[method]
         if show is None:
-            done: Generation = generate(self.target, prompt, self.drafters[method], **self.settings)
+            done: Generation = generate(self.target, prompt, drafter, **self.settings)
         else:
-            pieces = stream(self.target, prompt, self.drafters[method], **self.settings)
+            pieces = stream(self.target, prompt, drafter, **self.settings)
             for texts in pieces.rounds:
                 show(texts)
             assert pieces.generation is not None
@@ -204,15 +203,14 @@ def first_prompts(target: Target, questions: Sequence[Question], max_new_tokens:
 
 def _report(contest: Contest, answers: Answers) -> BenchReport:
     hf = _all(answers[HF])
+    speed = round(hf.tokens_per_second, 2)
     asked = {name: _by_question(turns) for name, turns in answers.items()}
     return BenchReport(
         **heading(contest.target),
         margin=contest.target.margin,
         **contest.settings,
         prompts=list(asked[HF]),
-        hf_generate=HFResult(
-            tokens_per_second=round(hf.tokens_per_second, 2), new_tokens=hf.new_tokens, by_question=asked[HF]
-        ),
+        hf_generate=HFResult(tokens_per_second=speed, new_tokens=hf.new_tokens, by_question=asked[HF]),
         results=[_result(contest, name, answers, asked) for name in contest.drafters],
     )
 

@@ -1,4 +1,4 @@
-"""Answers of one method, counted: τ, acceptance by depth, and what a speed-up is made of."""
+"""Figures of one method's answers: τ, acceptance by depth, and the factors of a speed-up."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,12 +15,11 @@ TINY = 1e-9  # what is divided by is at least this
 
 @dataclass(frozen=True)
 class Answered:
-    """One answer of one method. The rounds and sampling of Hugging Face are not known.
+    """One answer of one method. The rounds and the sampling of Hugging Face's are not known.
 
     Attributes:
         wall: seconds, the prompt's pass included.
-        identical, differences: whether the tokens are plain decoding's, and which of them the audit found
-            not to be.
+        identical: whether the tokens are plain decoding's; `differences` are those that are not.
     """
 
     tokens: list[int]
