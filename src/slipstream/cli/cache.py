@@ -50,9 +50,9 @@ def cache(
     total = f"{_size(sum(entry.bytes for entry in shown))} in {cache_home()}"
     out.print(total, soft_wrap=True)
     if json_path is not None:
-        keys = ("kind", "path", "bytes", "last_used")
-        values = [(e.kind, str(e.path), e.bytes, _iso(e.used)) for e in shown]
-        listed = [dict(zip(keys, each, strict=True)) for each in values]
+        listed = [
+            {"kind": e.kind, "path": str(e.path), "bytes": e.bytes, "last_used": _iso(e.used)} for e in shown
+        ]
         write_json(json_path, {"schema": 1, "home": str(cache_home()), "entries": listed})
     if action == "clean" and shown:
         if not yes and not sys.stdin.isatty():

@@ -160,8 +160,9 @@ def _audit(
     for name in [*contest.drafters, *([] if heat else [HF])]:
         progress(f"T={heat:g} {question.name} {name}")
         given[name] = contest.ask(name, prompt)
-    for name, answer in given.items():
-        answers.setdefault((name, heat), []).append(contest.audited(answer, plain, question, prompt))
+    audited = {name: contest.audited(each, plain, question, prompt) for name, each in given.items()}
+    for name, answer in audited.items():
+        answers.setdefault((name, heat), []).append(answer)
 
 
 def _report(contest: Contest, answers: Answers, ended: bool = False) -> Certificate:
