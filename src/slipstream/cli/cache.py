@@ -38,7 +38,9 @@ def cache(
     from slipstream.results import Figures
 
     if action not in ("show", "clean"):
-        raise ValueError(f"Unknown action: {action!r}. Supported: show, clean")
+        raise ValueError(
+            f"Unknown action: {action!r}. Show what is kept, or delete it: slipstream cache clean"
+        )
     check_writable(json_path)
     kinds = [*compress(KINDS, (models, features, compiled, tuned, costs))]
     shown = entries(kinds, None if older_than is None else time.time() - older_than * DAY)
