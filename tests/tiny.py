@@ -149,8 +149,8 @@ def kv_shape(target: HFTarget) -> tuple[int, int, int]:
     """Layers, heads and head width of what the target caches."""
     cache = target.new_cache(1)
     target(chain(torch.zeros(1, 1, dtype=torch.long)), cache)
-    assert cache.keys is not None
-    layers, _, heads, _, width = cache.keys.shape
+    assert cache.stored
+    layers, _, heads, _, width = cache.stored[0].shape
     return layers, heads, width
 
 

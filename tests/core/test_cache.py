@@ -38,16 +38,16 @@ class Checked:
     def check(self):
         assert self.cache.lengths.tolist() == [len(row) for row in self.rows]
         assert self.cache.bound >= max(map(len, self.rows), default=0)
-        for b, row in enumerate(self.rows if self.cache.keys is not None else []):
+        for b, row in enumerate(self.rows if self.cache.stored else []):
             expected = torch.tensor(row)[:, None]
             for layer in range(L):
                 at = slice(self.cache.prefix, self.cache.prefix + len(row))
                 for head in range(HEADS):
                     assert torch.equal(
-                        self.cache.keys[layer, b, head, at], (expected + 0.25 * layer).expand(-1, D)
+                        self.cache.stored[0][layer, b, head, at], (expected + 0.25 * layer).expand(-1, D)
                     )
                     assert torch.equal(
-                        self.cache.values[layer, b, head, at], -(expected + 0.25 * layer).expand(-1, DV)
+                        self.cache.stored[1][layer, b, head, at], -(expected + 0.25 * layer).expand(-1, DV)
                     )
 
 
@@ -80,7 +80,7 @@ def test_equals_one_list_per_row(data, batch, others):
         if data.draw(st.booleans()):
             checked.cache.settle([len(row) for row in checked.rows])
     order = data.draw(st.lists(st.integers(0, batch - 1), min_size=1, unique=True))
-    memory = checked.cache.keys.data_ptr()
+    memory = checked.cache.stored[0].data_ptr()
     checked.cache.select(order)
     checked.rows = [checked.rows[b] for b in order]
     checked.check()
@@ -93,7 +93,7 @@ def test_equals_one_list_per_row(data, batch, others):
         checked.rows += new.rows
         checked.check()
     checked.read(*data.draw(passes(len(checked.rows))))
-    assert checked.cache.keys.data_ptr() == memory  # in place, all of it
+    assert checked.cache.stored[0].data_ptr() == memory  # in place, all of it
 
 
 def test_compaction_moves_a_path_onto_slots_it_reads_from():
@@ -122,7 +122,7 @@ def test_a_window_may_be_the_first_that_reads():
     whole.cache.join(first.cache)
     whole.rows = first.rows
     whole.check()
-    assert whole.cache.storage.keys.shape[1] == 3
+    assert whole.cache.storage.stored[0].shape[1] == 3
     with pytest.raises(AssertionError, match="no rows left"):
         whole.cache.window(2)
 
@@ -132,9 +132,9 @@ def test_only_rows_that_change_place_are_moved():
     cache = Checked(4)
     cache.read(torch.arange(8.0).view(4, 2), None, torch.tensor([2, 2, 2, 2]))
     cache.cache.settle([2, 2, 2, 2])
-    cache.cache.storage.keys[:, [0, 2, 3], :, 2:] = torch.nan  # past what is used
+    cache.cache.storage.stored[0][:, [0, 2, 3], :, 2:] = torch.nan  # past what is used
     cache.cache.select([0, 3])
-    kept = cache.cache.storage.keys[0, :, 0, :, 0]
+    kept = cache.cache.storage.stored[0][0, :, 0, :, 0]
     assert kept[:, :2].tolist() == [[0, 1], [6, 7], [4, 5], [6, 7]]
     assert kept[1, 2:].isfinite().all()
 
@@ -144,7 +144,9 @@ def test_memory_is_never_touched_and_is_in_every_row():
     memory = torch.randn(L, 2, 5, HEADS, D)
 
     def prefix_intact(cache):
-        kept = torch.stack([cache.keys[:, :, :, :5], cache.values[:, :, :, :5]], 1)  # [L, 2, B, heads, P, D]
+        kept = torch.stack(
+            [cache.stored[0][:, :, :, :5], cache.stored[1][:, :, :, :5]], 1
+        )  # [L, 2, B, heads, P, D]
         return torch.equal(kept, memory.transpose(2, 3)[:, :, None].expand_as(kept))
 
     cache = KVCache(L, 2, memory=memory)
@@ -154,12 +156,12 @@ def test_memory_is_never_touched_and_is_in_every_row():
             cache.write(layer, torch.ones(2, HEADS, 3, D), torch.ones(2, HEADS, 3, D))
         cache.keep(torch.tensor([[0, 1, 2], [0, 2, 2]]), torch.tensor(count))
         assert prefix_intact(cache)
-    assert cache.keys[0, :, 0, 5:, 0].sum(1).tolist() >= [5, 3]
+    assert cache.stored[0][0, :, 0, 5:, 0].sum(1).tolist() >= [5, 3]
     cache.select([1])
     assert prefix_intact(cache)
     assert prefix_intact(cache.window(1))
     cache.reserve(BLOCK)  # and grow
-    assert cache.capacity == 2 * BLOCK
+    assert cache.storage.capacity == 2 * BLOCK
     assert prefix_intact(cache)
 
 
@@ -179,7 +181,7 @@ def test_reads_a_bucket_and_never_to_capacity():
         assert cache.view == view
     cache.settle([0, 10 * BUCKET])
     cache.reserve(7)
-    assert cache.view == cache.capacity
+    assert cache.view == cache.storage.capacity
     behind_memory = KVCache(1, 1, memory=torch.zeros(1, 2, 5, 1, 1))
     behind_memory.settle([BUCKET - 5])
     behind_memory.reserve(1)
@@ -193,12 +195,12 @@ def test_a_storage_grows_by_blocks_and_keeps_what_it_holds():
     checked.cache.select([0])
     checked.rows = [[]]
     checked.read(torch.ones(1, 3), None, torch.tensor([3]))
-    assert checked.cache.capacity == BLOCK
+    assert checked.cache.storage.capacity == BLOCK
     window = Checked(1, cache=checked.cache.window(1))
     window.read(torch.arange(1.0, 2 * BLOCK + 2)[None], None, torch.tensor([2 * BLOCK + 1]))
-    assert window.cache.capacity == checked.cache.capacity == 3 * BLOCK
+    assert window.cache.storage.capacity == checked.cache.storage.capacity == 3 * BLOCK
     checked.check()
     checked.cache.join(window.cache)
     checked.rows += window.rows
     checked.read(torch.full((2, 5), 7.0), torch.tensor([[0, 4], [0, 2]]), torch.tensor([2, 1]))
-    assert checked.cache.capacity == 3 * BLOCK
+    assert checked.cache.storage.capacity == 3 * BLOCK

@@ -93,7 +93,7 @@ def test_storages_grow_in_the_middle_of_texts(name, monkeypatch):
     session, sizes = Session(tiny.target(FAMILY), drafter_of(name, "mixed"), rows=3), set()
 
     def step(session):
-        sizes.add(session.cache.capacity)
+        sizes.add(session.cache.storage.capacity)
         return session.step()
 
     play(session, "mixed", 0, step)
@@ -106,8 +106,8 @@ def test_no_storage_is_copied_when_a_text_joins_or_leaves(name):
     session, places = Session(tiny.target(FAMILY), drafter_of(name, "mixed"), rows=3, capacity=64), set()
 
     def step(session):
-        kept = [cache.storage.keys for cache in (session.cache, *session.state.caches)]
-        places.add(tuple(keys.data_ptr() for keys in kept if keys is not None))
+        kept = [cache.storage.stored for cache in (session.cache, *session.state.caches)]
+        places.add(tuple(stored[0].data_ptr() for stored in kept if stored))
         return session.step()
 
     play(session, "mixed", 1, step)
@@ -153,10 +153,12 @@ def test_room_for_the_largest_tree_is_made_at_once():
     for drafter in (tiny.eagle(target), tiny.glide(target, "chain-1"), tiny.draft_model(target, "chain-1")):
         session = Session(target, drafter, capacity=len(PROMPTS[0]) + NEW, shapes=shapes)
         session.admit(PROMPTS[:1], ROWS[:1])
-        held = [cache.storage.keys.data_ptr() for cache in (session.cache, *session.state.caches)]
+        held = [cache.storage.stored[0].data_ptr() for cache in (session.cache, *session.state.caches)]
         while session.lengths[0] < len(PROMPTS[0]) + NEW:
             session.step(shape=shapes[0])
-        assert [cache.storage.keys.data_ptr() for cache in (session.cache, *session.state.caches)] == held
+        assert [
+            cache.storage.stored[0].data_ptr() for cache in (session.cache, *session.state.caches)
+        ] == held
 
 
 def test_a_tree_that_cannot_be_grown_is_refused():

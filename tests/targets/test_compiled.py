@@ -67,7 +67,7 @@ def test_texts_that_join_and_leave_share_the_graphs(compiled):
             session.admit((2 * PROMPTS)[:size], [Sampling()] * size)
             for _ in range(1 + i):
                 session.step()
-        assert (session.cache.capacity == capacity + 14) == (capacity > 100)
+        assert (session.cache.storage.capacity == capacity + 14) == (capacity > 100)
 
     play([1, 1, 2], 200)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]

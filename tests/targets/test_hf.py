@@ -171,8 +171,8 @@ def test_prefill_in_chunks_equals_prefill_in_one(family, monkeypatch):
     assert_equal(family, often.spans[-1].logits, once.spans[-1].logits)
     for b, prompt in enumerate(PROMPTS):
         kept = (slice(None), b, slice(None), slice(0, len(prompt)))
-        assert_equal(family, parts.keys[kept], whole.keys[kept])
-        assert_equal(family, parts.values[kept], whole.values[kept])
+        assert_equal(family, parts.stored[0][kept], whole.stored[0][kept])
+        assert_equal(family, parts.stored[1][kept], whole.stored[1][kept])
         assert often.heard("tokens", b).tolist() == prompt
         assert often.heard("nexts", b)[:-1].tolist() == prompt[1:]
         assert often.heard("nexts", b)[-1] == once.spans[-1].logits[b, 0].argmax()

@@ -12,16 +12,17 @@ from slipstream.core import look
 
 BUCKET = 64  # keys are read up to a multiple of this, never to capacity
 BLOCK = 256  # slots by which a storage grows
+NewKeys = Float[Tensor, "B heads R D"]
+NewValues = Float[Tensor, "B heads R Dv"]
 
 
 class LayerView(NamedTuple):
-    """A round's view of one layer of a cache as tensors alone, for passes that are compiled: the same `write`
-    and `read`.
+    """One layer of a cache in one round, as tensors alone, for compiled passes.
 
     Attributes:
         keys, values: to full capacity.
-        slots: where the new rows go.
-        used: the slots that are read.
+        slots: where `write` puts new rows.
+        used: the slots that `read` returns.
     """
 
     keys: Float[Tensor, "B heads C D"]
@@ -33,9 +34,7 @@ class LayerView(NamedTuple):
     def layers(self) -> int:
         return 1
 
-    def write(
-        self, layer: int, key: Float[Tensor, "B heads R D"], value: Float[Tensor, "B heads R Dv"]
-    ) -> None:
+    def write(self, layer: int, key: NewKeys, value: NewValues) -> None:
         """Fill the reserved slots."""
         _put(self.keys, self.slots, key)
         _put(self.values, self.slots, value)
@@ -46,9 +45,7 @@ class LayerView(NamedTuple):
         return self.keys[:, :, :S], self.values[:, :, :S]
 
 
-def _put(
-    storage: Float[Tensor, "B heads C D"], slots: Int[Tensor, "B R"], new: Float[Tensor, "B heads R D"]
-) -> None:
+def _put(storage: Float[Tensor, "B heads C D"], slots: Int[Tensor, "B R"], new: NewKeys) -> None:
     """New rows into slots that may differ from text to text."""
     rows = torch.arange(len(new), device=new.device)[:, None]
     storage[rows, :, slots] = new.transpose(1, 2)
@@ -57,35 +54,34 @@ def _put(
 class Storage:
     """The memory behind the caches of one session: keys and values of L layers for a fixed number of rows.
 
-    It is allocated by the first write, in the layers' own shape and dtype, and copied only to hold longer
-    texts.
+    The first write allocates it, in the layers' own shape and dtype. It is copied only to hold longer texts.
 
     Attributes:
-        capacity: slots for the text of a row. Memory comes before them. Behind them is one slot that is never
-            read: without it a pass that reads all slots would need a graph of its own.
+        stored: keys [L, rows, heads, S, D] and values [L, rows, heads, S, Dv]; empty before the first write.
+        prefix: slots that `memory` fills at the beginning of each row.
+        capacity: slots for the text of a row. One slot behind them is never read: without it a pass that
+            reads all slots would need a graph of its own.
     """
 
     def __init__(self, layers: int, rows: int, memory: Float[Tensor, "L 2 P heads D"] | None) -> None:
         self.layers, self.rows, self.memory, self.capacity = layers, rows, memory, 0
-        self.keys: Float[Tensor, "L rows heads S D"] | None = None
-        self.values: Float[Tensor, "L rows heads S Dv"] | None = None
+        self.prefix = 0 if memory is None else memory.shape[2]
+        self.stored: list[Tensor] = []
 
     def hold(self, slots: int) -> None:
         """Make room for texts of so many tokens. What is stored stays."""
         if slots > self.capacity:
             self.capacity = slots
-            if self.keys is not None and self.values is not None:
-                self.keys, self.values = (self._zeros(old, old) for old in (self.keys, self.values))
+            self.stored = [self._zeros(old, old) for old in self.stored]
 
-    def allocate(self, key: Float[Tensor, "B heads R D"], value: Float[Tensor, "B heads R Dv"]) -> None:
+    def allocate(self, key: NewKeys, value: NewValues) -> None:
         """Memory for rows like these."""
         memory = (None, None) if self.memory is None else self.memory.transpose(2, 3)[:, :, None].unbind(1)
-        self.keys, self.values = self._zeros(key, memory[0]), self._zeros(value, memory[1])
+        self.stored = [self._zeros(key, memory[0]), self._zeros(value, memory[1])]
 
     def _zeros(self, like: Tensor, first: Tensor | None) -> Float[Tensor, "L rows heads S D"]:
-        """Zeros, the first slots of which are given. Masked slots enter as 0 · value, and 0 · NaN is NaN."""
-        prefix = 0 if self.memory is None else self.memory.shape[2]
-        shape = self.layers, self.rows, like.shape[-3], prefix + self.capacity + 1, like.shape[-1]
+        """Zeros behind the given first slots. Masked slots enter as 0 · value, and 0 · NaN is NaN."""
+        shape = self.layers, self.rows, like.shape[-3], self.prefix + self.capacity + 1, like.shape[-1]
         made = torch.zeros(shape, dtype=like.dtype, device=like.device)
         if first is not None:
             made[..., : first.shape[-2], :] = first
@@ -108,7 +104,8 @@ class KVCache:
         lengths: tokens of each text.
         texts: the number of the text in each row, which a session counts.
         bound: upper bound on `lengths`, known to the host; exact after `settle`.
-        used: the slots that this round reads.
+        view: slots that a pass reads: memory, text and the reserved rows, up to the next bucket.
+        used: these slots, counted from 0.
     """
 
     def __init__(
@@ -118,13 +115,13 @@ class KVCache:
         device: torch.device | str = "cpu",
         memory: Float[Tensor, "L 2 P heads D"] | None = None,
     ) -> None:
-        self.storage, self.layers, self.first, self.bound = Storage(layers, batch, memory), layers, 0, 0
-        self.prefix = 0 if memory is None else memory.shape[2]
+        self.storage, self.layers = Storage(layers, batch, memory), layers
+        self.first = self.bound = self.view = 0
+        self.prefix = self.storage.prefix
         self.lengths: Int[Tensor, " B"] = torch.zeros(batch, dtype=torch.long, device=device)
         self.texts: Int[Tensor, " B"] = torch.arange(batch, device=device)
         self.used: Int[Tensor, " S"] = torch.arange(0, device=device)
         self._slots: Int[Tensor, "B R"] = self.lengths[:, None]
-        self._after = 0
         self._start: int | None = None  # first slot of this round where all rows agree
 
     def window(self, rows: int) -> "KVCache":
@@ -146,93 +143,72 @@ class KVCache:
     def select(self, order: list[int]) -> None:
         """Go on with some of the rows, in that order. Only rows that change place are moved."""
         moves = [(goal, row) for goal, row in enumerate(order) if goal != row]
-        if moves and self.keys is not None and self.values is not None:
+        if moves and self.stored:
             goals, rows = torch.tensor(moves, device=self.lengths.device).T
             used = slice(self.prefix, self.prefix + self.bound)
-            for stored in (self.keys, self.values):  # the right side is a copy: rows may change places
+            for stored in self.stored:  # the right side is a copy: rows may change places
                 stored[:, goals, :, used] = stored[:, rows, :, used]
         index = torch.tensor(order, dtype=torch.long, device=self.lengths.device)
         self.lengths, self.texts = self.lengths[index], self.texts[index]
 
     @property
-    def keys(self) -> Float[Tensor, "L B heads S D"] | None:
-        return self._rows(self.storage.keys)
-
-    @property
-    def values(self) -> Float[Tensor, "L B heads S Dv"] | None:
-        return self._rows(self.storage.values)
-
-    def _rows(self, stored: Tensor | None) -> Tensor | None:
-        """This window of the storage."""
+    def stored(self) -> list[Float[Tensor, "L B heads S _"]]:
+        """Keys and values of these rows; empty before the first write."""
         B = len(self.lengths)
-        return stored if stored is None or stored.shape[1] == B else stored[:, self.first : self.first + B]
-
-    @property
-    def capacity(self) -> int:
-        """Slots of a row that are allocated, or will be."""
-        return self.storage.capacity
-
-    @property
-    def view(self) -> int:
-        """Slots that a pass reads: memory, text and the reserved rows, up to the next bucket."""
-        used = self.prefix + self.bound + self._after + self._slots.shape[1]
-        return min(-(-used // BUCKET) * BUCKET, self.prefix + self.capacity)
+        return [x if x.shape[1] == B else x[:, self.first : self.first + B] for x in self.storage.stored]
 
     def reserve(self, rows: int, after: int = 0) -> None:
-        """Set aside the next `rows` slots of every row, `after` scratch slots that an earlier pass of the
-        round filled. The storage grows where they do not fit."""
-        if (needed := self.bound + after + rows) > self.capacity:
+        """Set aside the next `rows` slots of every row, behind `after` scratch slots that an earlier pass of
+        the round filled. The storage grows where they do not fit."""
+        needed = self.bound + after + rows
+        if needed > self.storage.capacity:
             self.storage.hold(-(-needed // BLOCK) * BLOCK)
+        self.view = self.prefix + needed
+        self.view = min(-(-self.view // BUCKET) * BUCKET, self.prefix + self.storage.capacity)
         first = self.prefix + after + self.lengths[:, None]
-        self._slots, self._after = first + torch.arange(rows, device=self.lengths.device), after
+        self._slots = first + torch.arange(rows, device=self.lengths.device)
         self.used = torch.arange(self.view, device=self.lengths.device)
         uniform = look.may_look(self.lengths) and bool((self.lengths == self.lengths[0]).all())
         self._start = int(self._slots[0, 0]) if uniform and rows else None
 
-    def write(
-        self, layer: int, key: Float[Tensor, "B heads R D"], value: Float[Tensor, "B heads R Dv"]
-    ) -> None:
+    def write(self, layer: int, key: NewKeys, value: NewValues) -> None:
         """Fill the reserved slots of one layer."""
-        if self.storage.keys is None:
+        if not self.storage.stored:
             self.storage.allocate(key, value)
-        assert self.keys is not None and self.values is not None
-        for stored, new in ((self.keys[layer], key), (self.values[layer], value)):
+        for stored, new in zip(self.stored, (key, value), strict=True):
             if self._start is not None:  # a plain copy: a third of the cost of index_put_
-                stored[:, :, self._start : self._start + new.shape[2]] = new
+                stored[layer][:, :, self._start : self._start + new.shape[2]] = new
             else:
-                _put(stored, self._slots, new)
+                _put(stored[layer], self._slots, new)
 
     def read(self, layer: int) -> tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S Dv"]]:
         """Keys and values of one layer, `view` slots."""
-        assert self.keys is not None and self.values is not None
-        return self.keys[layer][:, :, : self.view], self.values[layer][:, :, : self.view]
+        keys, values = self.stored
+        return keys[layer][:, :, : self.view], values[layer][:, :, : self.view]
 
     def written(self, layer: int) -> Float[Tensor, "B R W"]:
         """What this round's reserved slots of one layer hold: keys of all heads, then values."""
-        assert self.keys is not None and self.values is not None
         rows = torch.arange(len(self._slots), device=self._slots.device)[:, None]
-        return torch.cat(
-            [stored[layer][rows, :, self._slots].flatten(2) for stored in (self.keys, self.values)], -1
-        )
+        return torch.cat([stored[layer][rows, :, self._slots].flatten(2) for stored in self.stored], -1)
 
     def layer(self, layer: int) -> LayerView:
         """This round's view of one layer; something must have been written before."""
-        assert self.keys is not None and self.values is not None
-        keys, values = freed(self.keys[layer], 0, 2), freed(self.values[layer], 0, 2)
+        keys, values = (freed(stored[layer], 0, 2) for stored in self.stored)
         return LayerView(keys, values, freed(self._slots), freed(self.used, 0))
 
     def keep(self, path: Int[Tensor, "B D1"] | None, count: Int[Tensor, " B"]) -> None:
         """Keep the `count` reserved rows named by `path` (`None`: the first ones), in place, and forget the
         others."""
+        width = self._slots.shape[1]
         if path is not None:
-            path = path[:, : self._slots.shape[1]]  # a tree may name a depth that its nodes cannot reach
-        width = self._slots.shape[1] if path is None else path.shape[1]
-        if path is not None and self.keys is not None and self.values is not None:
+            path = path[:, :width]  # a tree may name a depth that its nodes cannot reach
+            width = path.shape[1]
+        if path is not None and self.stored:
             steps = torch.arange(width, device=path.device)
             if not look.may_look(path) or bool(((path != steps) & (steps < count[:, None])).any()):
                 rows = torch.arange(len(path), device=path.device)[:, None]
                 source, goal = self._slots.gather(1, path), self._slots[:, :width]
-                for stored in (self.keys, self.values):  # path[j] >= j and the right side is a copy: safe
+                for stored in self.stored:  # path[j] >= j and the right side is a copy: safe
                     stored[:, rows, :, goal] = stored[:, rows, :, source]
         self.lengths = self.lengths + count
         self.bound += width

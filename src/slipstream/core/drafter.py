@@ -1,7 +1,9 @@
 """The Drafter protocol: three methods, which every method of drafting fits."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -18,49 +20,50 @@ FINAL, INPUT, CACHE = "final", "input of block ", "cache of block "  # taps; a b
 
 @dataclass
 class State:
-    """What a drafter knows of its B rows. Its fields are tensors that lead with B, caches of B rows, and the
-    states of the drafters that it is made of."""
+    """What a drafter knows of its B rows. Its fields are tensors whose first dimension is B, caches of B
+    rows, and the states of the drafters that it is made of."""
 
     root: Int[Tensor, " B"]  # chosen by the target, not yet read by it
 
-    @property
-    def parts(self) -> list["State"]:
-        """This state and all that are in it."""
-        inner = [value for value in vars(self).values() if isinstance(value, State)]
-        return [self, *(part for state in inner for part in state.parts)]
+    def held(self) -> Iterator[tuple["State", str, Any]]:
+        """Every tensor and cache, those of inner states included: (owner, the field's name, value)."""
+        for name, value in vars(self).items():
+            if isinstance(value, State):
+                yield from value.held()
+            else:
+                yield self, name, value
 
     @property
     def caches(self) -> list[KVCache]:
-        """The caches of all parts."""
-        return [value for part in self.parts for value in vars(part).values() if isinstance(value, KVCache)]
+        """All caches."""
+        return [value for _, _, value in self.held() if isinstance(value, KVCache)]
 
     def place_behind(self, other: "State") -> None:
         """Let the caches, which are still empty, be windows behind another state's."""
-        for mine, theirs in zip(self.parts, other.parts, strict=True):
-            for name, value in vars(theirs).items():
-                if isinstance(value, KVCache):
-                    setattr(mine, name, value.window(len(self.root)))
+        for (part, name, _), (_, _, value) in zip(self.held(), other.held(), strict=True):
+            if isinstance(value, KVCache):
+                setattr(part, name, value.window(len(self.root)))
 
     def select(self, order: list[int]) -> None:
         """Go on with some of the rows, in that order."""
         index = torch.tensor(order, dtype=torch.long, device=self.root.device)
-        for name, value in vars(self).items():
+        for part, name, value in self.held():
             if isinstance(value, Tensor):
-                setattr(self, name, value[index])
-            elif isinstance(value, KVCache | State):
+                setattr(part, name, value[index])
+            elif isinstance(value, KVCache):
                 value.select(order)
 
     def join(self, other: "State") -> None:
         """Take in the rows of another state, whose caches are windows behind this one's."""
-        for name, value in vars(self).items():
+        for (part, name, value), (_, _, behind) in zip(self.held(), other.held(), strict=True):
             if isinstance(value, Tensor):
-                setattr(self, name, _stacked(value, vars(other)[name]))
-            elif isinstance(value, KVCache | State):
-                value.join(vars(other)[name])
+                setattr(part, name, _stacked(value, behind))
+            elif isinstance(value, KVCache):
+                value.join(behind)
 
 
 def _stacked(a: Tensor, b: Tensor) -> Tensor:
-    """The rows of both. Columns that one of two texts has no room for yet are zeros."""
+    """The rows of both; the narrower one gets columns of zeros."""
     if a.dim() > 1 and a.shape[1] != b.shape[1]:
         a, b = (_widened(x, max(a.shape[1], b.shape[1])) for x in (a, b))
     return torch.cat([a, b])
@@ -82,17 +85,15 @@ def appended(text: Int[Tensor, "B S"], span: Span) -> Int[Tensor, "B S1"]:
 
 
 class Drafter(ABC):
-    """Guesses ahead. What changes from round to round is in its `State`, never on the drafter. What it has
-    learned is one `forward`, which training and drafting share.
+    """Guesses ahead. What changes from round to round is in its `State`, never on the drafter.
 
     Attributes:
-        taps: what `absorb` reads of the target, named exactly: "final" (what the LM head reads), "input of
-            block i", or "cache of block i" (keys, turned, and values of all heads). A feature is their
-            concatenation; of states its width is F = taps·H.
+        taps: what `absorb` reads of the target: "final" (what the LM head reads), "input of block i", or
+            "cache of block i" (rotated keys, and values, of all heads). A feature is their concatenation; its
+            width is F = taps·H for states.
         rows: the most rows that its own trees take in a target pass, probes included.
-        depth: the deepest of its own trees.
-        law: how its trees are verified: "coupled", or "multi-round" for children sampled from a law on the
-            tree.
+        depth: of its deepest own tree.
+        law: how its trees are verified: "coupled", or "multi-round" for children sampled from `Tree.law`.
         peeks: its candidates depend on `sampler.noise`, so that only the coupled law is exact for it.
         probes: vectors [M, H] that the prompt's last token hosts; later trees carry their own.
         memory: keys and values [L, 2, P, heads, D] that its probes read in the target's attention.
@@ -108,11 +109,11 @@ class Drafter(ABC):
 
     @abstractmethod
     def start(self, batch: int, device: torch.device) -> State:
-        """A state for `batch` rows that have read nothing. Whatever holds a text grows with it."""
+        """A state for `batch` rows that have read nothing."""
 
     @abstractmethod
     def absorb(self, span: Span, state: State) -> None:
-        """Read what the target has just read; afterwards `state.root` is the last of `span.nexts`. A drafter
+        """Read what the target has just read, and set `state.root` to the last of `span.nexts`. A drafter
         that sat out some rounds absorbs their spans later, in order."""
 
     @abstractmethod
@@ -120,8 +121,8 @@ class Drafter(ABC):
         """Guess. A drafter that reads `sampler.noise` says so (`peeks`).
 
         Args:
-            shape: the tree to grow in this round; default: the drafter's own. One that looks its guesses up
-                takes the depth as a limit, and one whose trees have a form of their own ignores it.
+            shape: this round's tree; default: the drafter's own. A drafter that looks its guesses up takes
+                the depth as a limit. One whose trees have a form of their own ignores it.
 
         Raises:
             ValueError: it cannot grow this shape.

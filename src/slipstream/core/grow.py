@@ -1,13 +1,13 @@
 """How trees grow: from fixed child-rank paths, along a backbone, best-first, as beams, or by confidence.
 
 A drafter offers candidates; the functions here decide which of them a tree keeps. `expand(tokens, origin)` is
-one draft step, which expands the nodes of a frontier. It takes the frontier's tokens [B, F] and, for each,
-the index of its parent in the frontier of the step before (0 at the root). It returns candidate ids [B, F,
-K], best first, and their log probabilities [B, F, K].
+one draft step. It takes the tokens [B, F] of a frontier and the index of each one's parent in the frontier of
+the step before (0 at the root). It returns candidate ids [B, F, K], best first, and their log probabilities.
 """
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -30,20 +30,16 @@ def backbone(depth: int, width: int) -> tuple[Path, ...]:
 
 
 def static(root: Int[Tensor, " B"], paths: Sequence[Path], expand: Expand) -> Tree:
-    """The tree of `paths`. A path is the child ranks from the root: (0,) is the best child, (0, 1) that one's
-    second best (EAGLE, Fig. 9).
+    """The tree of `paths`, which are child ranks from the root: (0, 1) is the best child's second best
+    (EAGLE, Fig. 9).
 
     Raises:
         ValueError: a path is empty or repeated, its parent is missing, or the drafter offers too few
             candidates.
     """
-    B, device = len(root), root.device
-    frontier = root[:, None]
-    origin = torch.zeros(B, 1, dtype=torch.long, device=device)
-    scores = [torch.zeros(B, 1, device=device)]
-    score = scores[0]
-    tokens, slots = [frontier], [origin[0]]
-    for level in static_levels(tuple(paths), device):
+    frontier, origin, score = _begin(root)
+    tokens, slots, scores = [frontier], [origin[0]], [score]
+    for level in static_levels(tuple(paths), root.device):
         ids, log_q = expand(frontier, origin)
         if level.ranks > ids.shape[-1]:
             raise ValueError(
@@ -56,8 +52,8 @@ def static(root: Int[Tensor, " B"], paths: Sequence[Path], expand: Expand) -> Tr
         scores.append((score[..., None] + log_q.float().clamp(max=0))[:, level.under, level.rank])
         frontier = children[:, level.grown].clamp(min=0)
         score = scores[-1][:, level.grown]
-        origin = level.under[level.grown].expand(B, -1)
-    parents = torch.cat(slots).expand(B, -1)
+        origin = level.under[level.grown].expand(len(root), -1)
+    parents = torch.cat(slots).expand(len(root), -1)
     return Tree(torch.cat(tokens, 1), parents, len(tokens) - 1, scores=torch.cat(scores, 1))
 
 
@@ -90,18 +86,16 @@ def static_levels(paths: tuple[Path, ...], device: torch.device = CPU) -> tuple[
     inner = {path[:-1] for path in paths}
     levels: list[Level] = []
     expanded: list[Path] = [()]
-    for depth in range(1, max(map(len, paths), default=0) + 1):
-        here = [path for path in order if len(path) == depth]
-        parent, under, rank, grown = (
-            torch.tensor(column, dtype=torch.long, device=device)
-            for column in (
-                [slot[path[:-1]] for path in here],
-                [expanded.index(path[:-1]) for path in here],
-                [path[-1] for path in here],
-                [i for i, path in enumerate(here) if path in inner],
-            )
+    for _, group in groupby(order, key=len):
+        here = list(group)
+        columns = (
+            [slot[path[:-1]] for path in here],
+            [expanded.index(path[:-1]) for path in here],
+            [path[-1] for path in here],
+            [i for i, path in enumerate(here) if path in inner],
         )
-        levels.append(Level(parent, under, rank, grown, ranks=1 + max(path[-1] for path in here)))
+        parent, under, rank, grown = (torch.tensor(c, dtype=torch.long, device=device) for c in columns)
+        levels.append(Level(parent, under, rank, grown, ranks=1 + max(columns[2])))
         expanded = [path for path in here if path in inner]
     return tuple(levels)
 
@@ -112,12 +106,9 @@ def dynamic(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int, bud
     A node's score is the log probability of its path, so no child scores above its parent. Among equal scores
     the lower slot wins, so the parent of every kept node is kept.
     """
-    B, device = len(root), root.device
-    frontier = root[:, None]
-    origin = slots = torch.zeros(B, 1, dtype=torch.long, device=device)
-    score = torch.zeros(B, 1, device=device)
-    tokens, parents = [frontier], [slots]
-    scores = [score]  # no node scores above the root, which always stays
+    frontier, origin, score = _begin(root)
+    slots = origin
+    tokens, parents, scores = [frontier], [slots], [score]  # no node scores above the root, which stays
     for _ in range(depth):
         ids, log_q = expand(frontier, origin)
         K, offset = ids.shape[-1], sum(t.shape[1] for t in tokens)
@@ -138,10 +129,8 @@ def dynamic(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int, bud
 
 def beam(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int) -> Tree:
     """Beam search: of all candidates behind a level, the `width` with the best paths are the next level."""
-    frontier = root[:, None]
-    origin = slots = torch.zeros(len(root), 1, dtype=torch.long, device=root.device)
-    score = torch.zeros(len(root), 1, device=root.device)
-    offset = 1
+    frontier, origin, score = _begin(root)
+    slots, offset = origin, 1
     tokens, parents, scores = [frontier], [slots], [score]
     for _ in range(depth):
         ids, log_q = expand(frontier, origin)
@@ -173,12 +162,9 @@ def cape(
     Args:
         drafted: the most tokens of the tree below its root. The deepest levels lose candidates first.
     """
-    frontier = root[:, None]
-    origin = torch.zeros(len(root), 1, dtype=torch.long, device=root.device)
-    extra = torch.tensor(counts, device=root.device)
-    bounds = torch.tensor(limits, device=root.device)
+    frontier, origin, score = _begin(root)
+    extra, bounds = (torch.tensor(each, device=root.device) for each in (counts, limits))
     ranks = torch.arange(1 + max(counts), device=root.device)
-    score = torch.zeros(len(root), 1, device=root.device)
     levels, wanted, scores = list[Tensor](), list[Tensor](), list[Tensor]()
     for _ in range(depth):
         ids, log_q = expand(frontier, origin)
@@ -200,6 +186,12 @@ def cape(
     paths = torch.cat(scores, 1).masked_fill(~want, -torch.inf).gather(1, kept)
     paths = torch.cat([torch.zeros_like(paths[:, :1]), paths], 1)
     return Tree(torch.cat([root[:, None], tokens], 1), torch.cat([origin, parents], 1), depth, scores=paths)
+
+
+def _begin(root: Int[Tensor, " B"]) -> tuple[Int[Tensor, "B 1"], Int[Tensor, "B 1"], Float[Tensor, "B 1"]]:
+    """(frontier, origin, score) of the root alone."""
+    frontier = root[:, None]
+    return frontier, torch.zeros_like(frontier), torch.zeros(frontier.shape, device=root.device)
 
 
 def _best(scores: Float[Tensor, "B n"], k: int) -> Int[Tensor, "B k"]:

@@ -1,14 +1,15 @@
 """Sampling: the distribution that decoding must keep, and the draws from it.
 
-`Sampling` holds one row's settings. `Sampler` applies them to the rows of a batch, with each row's history.
-It works at the nodes that the walk visits alone: to sort or perturb 49k logits at every node of a tree would
-cost more than the target pass.
+`Sampling` holds one row's settings. `Sampler` applies them to the rows of a batch, with each row's history,
+at
+the nodes that the walk visits alone: to sort or perturb 49k logits at every node of a tree would cost more
+than the target pass.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -33,13 +34,12 @@ class Sampling:
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of likeliest tokens with at least this mass; in (0, 1].
         min_p: keep tokens that are at least this fraction as likely as the likeliest; in [0, 1).
-        repetition_penalty: > 0; divides the positive logits of tokens seen so far and multiplies negative
-            ones.
+        repetition_penalty: divides positive logits of tokens seen so far and multiplies negative ones; > 0.
         presence_penalty: subtracted from the logits of tokens in the answer.
         frequency_penalty: subtracted once for every occurrence in the answer.
-        seed: with `row`, the key of this row's noise. The rows of a batch share a seed and differ in `row`.
+        seed, row: the key of this row's noise. The rows of a batch share a seed.
         processors: further Hugging Face `LogitsProcessor`s, called with the node's own history.
-        warpers: the same, but after the cuts, and for greedy rows too.
+        warpers: the same after the cuts, for greedy rows too.
 
     Raises:
         ValueError: a value has another type or lies outside its range.
@@ -69,49 +69,41 @@ class Sampling:
                         f"{name} holds {processor!r}; it must hold Hugging Face LogitsProcessors"
                     )
 
-    @property
-    def penalised(self) -> bool:
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+def _positive(x: float) -> bool:
+    return 1 / LARGE <= x <= LARGE
+
+
+def _finite(x: float) -> bool:
+    return abs(x) <= LARGE
+
+
+def _word(x: int) -> bool:
+    return -(2**63) <= x < 2**63
 
 
 # The type and the range of each number, and the words in which an error gives both.
 ALLOWED: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "temperature": (
         Real,
-        lambda x: x == 0 or 1 / LARGE <= x <= LARGE,
+        lambda x: x == 0 or _positive(x),
         "0 (greedy) or a positive number (1e-30 to 1e30)",
     ),
     "top_k": (Integral, lambda x: 0 <= x < 2**63, "0 (off) or a positive whole number"),
     "top_p": (Real, lambda x: 0 < x <= 1, "in (0, 1], where 1 is off"),
     "min_p": (Real, lambda x: 0 <= x < 1, "in [0, 1), where 0 is off"),
-    "repetition_penalty": (
-        Real,
-        lambda x: 1 / LARGE <= x <= LARGE,
-        "positive (1e-30 to 1e30), where 1 is off",
-    ),
-    "presence_penalty": (Real, lambda x: abs(x) <= LARGE, "a finite number (up to 1e30), where 0 is off"),
-    "frequency_penalty": (Real, lambda x: abs(x) <= LARGE, "a finite number (up to 1e30), where 0 is off"),
-    "seed": (Integral, lambda x: -(2**63) <= x < 2**63, "a 64-bit whole number"),
-    "row": (Integral, lambda x: -(2**63) <= x < 2**63, "a 64-bit whole number"),
+    "repetition_penalty": (Real, _positive, "positive (1e-30 to 1e30), where 1 is off"),
+    "presence_penalty": (Real, _finite, "a finite number (up to 1e30), where 0 is off"),
+    "frequency_penalty": (Real, _finite, "a finite number (up to 1e30), where 0 is off"),
+    "seed": (Integral, _word, "a 64-bit whole number"),
+    "row": (Integral, _word, "a 64-bit whole number"),
 }
-
-
-class _Columns(NamedTuple):
-    """The numbers of `Sampling`, each as a column of B rows."""
-
-    temperature: Float[Tensor, "B 1"]
-    top_k: Int[Tensor, "B 1"]
-    top_p: Float[Tensor, "B 1"]
-    min_p: Float[Tensor, "B 1"]
-    repetition_penalty: Float[Tensor, "B 1"]
-    presence_penalty: Float[Tensor, "B 1"]
-    frequency_penalty: Float[Tensor, "B 1"]
 
 
 class Sampler:
     """B rows of `Sampling` with their histories.
 
-    The prompts begin the histories. Every later token passes through `observe` exactly once, on the walk that
+    A history begins with the prompt. Every later token passes through `observe` once, on the walk that
     accepts it. So the history at a node of a walk is that node's own.
 
     Args:
@@ -121,7 +113,11 @@ class Sampler:
         device: where the logits live.
 
     Attributes:
-        sound: [B], false once a draw of the row had no finite best score.
+        sound: false once a draw of the row had no finite best score.
+        temperature: of each row, 0 for a greedy one.
+        greedy: all rows have temperature 0.
+        remembers: some row's scores depend on its history.
+        tempers_only: no row cuts, penalises or processes its scores: its law is a softmax at its temperature.
     """
 
     def __init__(
@@ -131,65 +127,68 @@ class Sampler:
         vocab: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.rows = list(rows)
-        self.vocab = vocab
-        self.device = torch.device(device)
+        self.rows, self.vocab, self.device = list(rows), vocab, torch.device(device)
         self.history = [list(prompt) for prompt in prompts]
-        self._columns = _Columns(*(self._column(f) for f in _Columns._fields))
-        self._keys = torch.tensor(
-            [[row.seed, row.row] for row in self.rows], dtype=torch.long, device=self.device
-        )
+        self._columns = {name: self._column(name, kind) for name, (kind, _, _) in ALLOWED.items()}
+        self._keys = torch.cat([self._columns["seed"], self._columns["row"]], 1)
+        self.temperature: Float[Tensor, "B 1"] = self._columns["temperature"]
         self.sound: Bool[Tensor, " B"] = torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
-        self._greedy = all(row.temperature == 0 for row in self.rows)
+        self.greedy = all(row.temperature == 0 for row in self.rows)
         self._cuts = any(row.top_k or row.top_p < 1 or row.min_p for row in self.rows if row.temperature)
         self._processed = any(row.processors or row.warpers for row in self.rows)
         self._warped = any(row.warpers for row in self.rows)
-        self._seen: Bool[Tensor, "B V"] | None = None  # in prompt or answer
-        self._count: Int[Tensor, "B V"] | None = None  # in the answer
-        if any(row.penalised for row in self.rows):
-            self._seen = torch.zeros(len(self.rows), vocab, dtype=torch.bool, device=self.device)
-            self._count = torch.zeros(len(self.rows), vocab, dtype=torch.int32, device=self.device)
-            for seen, prompt in zip(self._seen, self.history, strict=True):
-                seen[torch.tensor(prompt, dtype=torch.long, device=self.device)] = True
+        # [B, V]: which tokens stand in prompt or answer, and how often each stands in the answer
+        self._seen: tuple[Bool[Tensor, "B V"], Int[Tensor, "B V"]] | None = None
+        if any(
+            row.repetition_penalty != 1 or row.presence_penalty or row.frequency_penalty for row in self.rows
+        ):
+            shape = len(self.rows), vocab
+            seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            self._seen = seen, torch.zeros(shape, dtype=torch.int32, device=self.device)
+            for line, prompt in zip(seen, self.history, strict=True):
+                line[torch.tensor(prompt, dtype=torch.long, device=self.device)] = True
+        self.remembers = self._seen is not None or self._processed
+        self.tempers_only = not (self._cuts or self.remembers)
 
-    def _column(self, name: str) -> Tensor:
-        dtype = torch.long if name == "top_k" else torch.float64
-        return torch.tensor([[getattr(row, name)] for row in self.rows], dtype=dtype, device=self.device)
+    def _column(self, name: str, kind: type) -> Tensor:
+        """A number of `Sampling` for all rows, [B, 1]."""
+        dtype = torch.long if kind is Integral else torch.float64
+        values = [getattr(row, name) for row in self.rows]
+        return torch.tensor(values, dtype=dtype, device=self.device)[:, None]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def observe(self, tokens: Int[Tensor, " B"], live: Bool[Tensor, " B"]) -> None:
         """Append one token to the history of each live row."""
-        if self._seen is not None and self._count is not None:
-            at = tokens.clamp(min=0)[:, None]
-            self._count.scatter_add_(1, at, live[:, None].int())
-            self._seen.scatter_(1, at, self._seen.gather(1, at) | live[:, None])
+        if self._seen is not None:
+            (seen, count), at = self._seen, tokens.clamp(min=0)[:, None]
+            count.scatter_add_(1, at, live[:, None].int())
+            seen.scatter_(1, at, seen.gather(1, at) | live[:, None])
         if self._processed:
             for history, token, alive in zip(self.history, tokens.tolist(), live.tolist(), strict=True):
                 if alive:
                     history.append(token)
 
     def scores(self, logits: Float[Tensor, "B V"], slack: float = 0.0) -> Float[Tensor, "B V"]:
-        """Log weights of the next token, up to a constant per row, −inf outside the support. For greedy rows
-        they are the penalised and processed logits.
+        """Log weights of the next token up to a constant, −inf outside the support. For greedy rows they are
+        the penalised and processed logits.
 
         Args:
-            slack: an error of the scores. A positive one widens the support by all tokens that such an error
-                may have cut, a negative one narrows it. An audit tells boundary cases from errors with it.
+            slack: an assumed error of the scores. A positive one adds all tokens to the support that it may
+                have cut; a negative one removes those that it may have added.
         """
         x = logits.double()
-        if self._seen is not None and self._count is not None:
-            c = self._columns
-            x = torch.where(
-                self._seen, torch.where(x > 0, x / c.repetition_penalty, x * c.repetition_penalty), x
-            )
-            x = x - c.frequency_penalty * self._count - c.presence_penalty * (self._count > 0)
+        if self._seen is not None:
+            (seen, count), penalty = self._seen, self._columns["repetition_penalty"]
+            x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
+            x = x - self._columns["frequency_penalty"] * count
+            x = x - self._columns["presence_penalty"] * (count > 0)
         if self._processed:
             x = self._process(x, [row.processors for row in self.rows])
-        if not self._greedy:
-            sampled = self._columns.temperature > 0
-            x = torch.where(sampled, x / torch.where(sampled, self._columns.temperature, 1.0), x)
+        if not self.greedy:
+            sampled = self.temperature > 0
+            x = torch.where(sampled, x / torch.where(sampled, self.temperature, 1.0), x)
             if self._cuts:
                 x = x.masked_fill(sampled & (x < self._threshold(x, slack)), -torch.inf)
         return self._process(x, [row.warpers for row in self.rows]) if self._warped else x
@@ -206,69 +205,47 @@ class Sampler:
 
     def _threshold(self, x: Float[Tensor, "B V"], slack: float) -> Float[Tensor, "B 1"]:
         """The lowest score in the support: each of the three cuts keeps a set of best tokens."""
-        c = self._columns
-        limited = c.top_k > 0
+        top_k, top_p, min_p = (self._columns[name] for name in ("top_k", "top_p", "min_p"))
+        limited = top_k > 0
         # Scores that move by slack / 2 move a set's mass by slack / 4 at most.
-        p = torch.where(c.top_p < 1, c.top_p + slack / 4, 2.0)
+        p = torch.where(top_p < 1, top_p + slack / 4, 2.0)
         for width in (SHORTLIST, self.vocab) if look.may_look(x) else (self.vocab,):
             top = x.topk(min(width, self.vocab)).values
-            kth = torch.where(limited, top.gather(1, c.top_k.clamp(1, top.shape[-1]) - 1), -torch.inf)
+            kth = torch.where(limited, top.gather(1, top_k.clamp(1, top.shape[-1]) - 1), -torch.inf)
             kept = top.masked_fill(top < kth, -torch.inf)
             total = torch.where(limited, kept.logsumexp(-1, keepdim=True), x.logsumexp(-1, keepdim=True))
             mass = (kept - total).exp().cumsum(-1)  # relative to what top-k kept, as in Hugging Face
-            enough = torch.where(limited, c.top_k <= top.shape[-1], (mass[:, -1:] >= p) | (p > 1))
+            enough = torch.where(limited, top_k <= top.shape[-1], (mass[:, -1:] >= p) | (p > 1))
             if width == self.vocab or bool(enough.all()):
                 break
         last = (mass < p).sum(-1, keepdim=True).clamp(max=top.shape[-1] - 1)  # the first token that reaches p
         nucleus = torch.where(p <= 1, top.gather(1, last), -torch.inf)
-        floor = top[:, :1] + c.min_p.log()
+        floor = top[:, :1] + min_p.log()
         return torch.maximum(torch.maximum(kth, nucleus), floor) - slack
 
     def law(self, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
         """The next token's probabilities; all of a greedy row's on its argmax, the lower id in a tie."""
         x = self.scores(logits)
         greedy = torch.zeros_like(x).scatter_(1, x.argmax(-1, keepdim=True), 1.0)
-        return greedy if self._greedy else torch.where(self._columns.temperature > 0, x.softmax(-1), greedy)
+        return greedy if self.greedy else torch.where(self.temperature > 0, x.softmax(-1), greedy)
 
     def draw(self, scores: Float[Tensor, "B V"], positions: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
         """argmax(scores + g), the token at each absolute position; g depends on (seed, row, position) alone.
-
-        A row whose best score is not finite is no longer `sound`, and its token has no meaning.
-        """
-        perturbed = scores if self._greedy else scores + self.noise(positions)
+        A row whose best score is not finite is no longer `sound`, and its token has no meaning."""
+        perturbed = scores if self.greedy else scores + self.noise(positions)
         token = perturbed.argmax(-1)
         finite = perturbed.gather(1, token[:, None])[:, 0].isfinite()
         self.sound.logical_and_(finite)  # in place, so that a captured round updates it
         return token
 
-    @property
-    def greedy(self) -> bool:
-        """Whether all rows have temperature 0; known without reading a tensor."""
-        return self._greedy
-
-    @property
-    def tempers_only(self) -> bool:
-        """No row cuts, penalises or processes its scores: its law is a softmax at its temperature."""
-        return not (self._cuts or self.remembers)
-
-    @property
-    def remembers(self) -> bool:
-        """Whether some row's scores depend on its history."""
-        return self._seen is not None or self._processed
-
-    @property
-    def temperature(self) -> Float[Tensor, "B 1"]:
-        """The temperature of each row, 0 for a greedy one."""
-        return self._columns.temperature
-
     def noise(self, positions: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
         """The Gumbel noise of `draw`, 0 for greedy rows. Under the coupled law a drafter may look at it."""
-        if self._greedy:
+        if self.greedy:
             return torch.zeros(len(self), self.vocab, dtype=torch.float64, device=self.device)
-        return gumbel(self._keys, Stream.TARGET, positions, self.vocab) * (self._columns.temperature > 0)
+        return gumbel(self._keys, Stream.TARGET, positions, self.vocab) * (self.temperature > 0)
 
     def uniform(self, stream: Stream, positions: Int[Tensor, " B"], n: int) -> Float[Tensor, "B n"]:
-        """Uniforms of a stream, for multi-round acceptance and for a drafter's own draws."""
+        """Uniforms of another stream than the target's."""
         return uniform(self._keys, stream, positions, n)
 
     def accept(
@@ -279,31 +256,23 @@ class Sampler:
 
     def select(self, rows: Sequence[int]) -> "Sampler":
         """The sampler of some of the rows, with their histories."""
-        return self._rebuilt([self], [list(rows)])
+        return self._joined([(self, b) for b in rows])
 
     def join(self, other: "Sampler") -> "Sampler":
         """The sampler of these rows followed by another's."""
-        return self._rebuilt([self, other], [range(len(self)), range(len(other))])
+        return self._joined([(each, b) for each in (self, other) for b in range(len(each))])
 
-    @classmethod
-    def _rebuilt(cls, samplers: Sequence["Sampler"], rows: Sequence[Iterable[int]]) -> "Sampler":
-        pairs = [(sampler, b) for sampler, picked in zip(samplers, rows, strict=True) for b in picked]
-        new = cls(
-            [s.rows[b] for s, b in pairs],
-            [s.history[b] for s, b in pairs],
-            samplers[0].vocab,
-            samplers[0].device,
-        )
-        if new._seen is not None and new._count is not None:
-            for i, (s, b) in enumerate(pairs):
-                if s._seen is not None and s._count is not None:
-                    new._seen[i] = s._seen[b]
-                    new._count[i] = s._count[b]
-        return new
+    def _joined(self, rows: Sequence[tuple["Sampler", int]]) -> "Sampler":
+        made = Sampler([s.rows[b] for s, b in rows], [s.history[b] for s, b in rows], self.vocab, self.device)
+        for i, (sampler, b) in enumerate(rows):
+            if made._seen is not None and sampler._seen is not None:
+                for new, old in zip(made._seen, sampler._seen, strict=True):
+                    new[i] = old[b]
+        return made
 
 
 def _judged(processor: Processor, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
-    """The scores that a processor returns. Raises ValueError if it returns anything else, or excludes all."""
+    """A processor's scores. Raises ValueError if it returns anything else, or excludes all tokens."""
     scores = processor(ids, x)
     name = getattr(processor, "__name__", type(processor).__name__)
     if not isinstance(scores, Tensor):
@@ -320,5 +289,5 @@ def _judged(processor: Processor, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V
 
 
 def rows_of(sampling: Sampling, n: int) -> list[Sampling]:
-    """`n` rows of the same settings, each with noise of its own; row 0 draws what a single row would."""
+    """`n` rows of the same settings, each with noise of its own; the first draws what a single row would."""
     return [replace(sampling, row=sampling.row + i) for i in range(n)]

@@ -1,11 +1,10 @@
-"""Shape: which tree a drafter grows, by name. One vocabulary for recipes, drafter directories and the command
-line."""
+"""Shape: the name of a tree, in recipes, drafter directories and on the command line."""
 
 import json
 import math
 import re
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 
 import torch
 from jaxtyping import Int
@@ -28,11 +27,9 @@ KINDS = (
     "last -COUNT: cape-5x32-7@0.3-5@0.6-3@0.8-1), or child-rank paths such as [[0],[1],[0,0]]"
 )
 LARGEST = 1024  # number in the name of a tree or an option of a drafter
-DEEPEST, DRAFTED, ROWS = (
-    64,
-    4096,
-    2048,
-)  # at most: draft steps of a round, rows that they read, rows of the target's pass
+DEEPEST = 64  # at most so many draft steps a round
+DRAFTED = 4096  # at most so many rows that they read
+ROWS = 2048  # at most so many rows of a target pass
 CAPE = "-7@0.3-5@0.6-3@0.8-1"  # GLIDE, §4.2: 7 further candidates up to a confidence of 0.3, …, 1 above 0.8
 
 
@@ -41,11 +38,10 @@ class Shape:
     """A tree to grow by a drafter's `expand`.
 
     Attributes:
-        name: as the user writes it.
         paths: of a static tree: child ranks from the root.
-        depth: the deepest node; also the draft steps, the root's own included.
+        depth: of the deepest node; also the number of draft steps, the root's own included.
         nodes: of the tree, root included.
-        width: nodes expanded at each level, where the tree is not static.
+        width: nodes expanded at each level of a tree that is not static.
         children: candidates wanted for each expanded node.
     """
 
@@ -58,42 +54,34 @@ class Shape:
 
     @classmethod
     def parse(cls, name: str) -> "Shape":
-        """The shape of that name.
-
-        Raises:
-            ValueError: no shape is called that, or its numbers or paths make no tree.
-        """
+        """The shape of that name. Raises ValueError if there is none, or its numbers or paths make no
+        tree."""
         text, name = name.strip(), shortened(name)
         numbers = [int(n[:9]) for n in re.findall(r"\d+", text)]
         if max(numbers, default=0) > LARGEST:
             raise ValueError(f"tree {name!r}: its numbers go up to {LARGEST}")
-        if 0 not in numbers and re.fullmatch(r"chain-\d+", text):
-            return cls._backbone(text, numbers[0], 1)
         if text == "fig9":
             return cls._static(text, FIG9)
-        if 0 not in numbers and re.fullmatch(r"backbone-\d+x\d+", text):
-            return cls._backbone(text, *numbers)
-        if 0 not in numbers and re.fullmatch(r"full-\d+x\d+", text):
-            depth, width = numbers
-            if depth * math.log2(max(width, 2)) > 10:
-                raise ValueError(f"tree {name!r} has {width}^{depth} leaves: 1024 at most")
-            return cls._static(
-                text, tuple(path for d in range(depth) for path in product(range(width), repeat=d + 1))
-            )
-        if 0 not in numbers and re.fullmatch(r"dynamic-\d+x\d+x\d+", text):
-            depth, width, nodes = numbers
-            affordable(text, depth, nodes, width * (depth - 1))
-            return cls(text, (), depth, min(nodes, 1 + width + (depth - 1) * width**2), width, width)
-        if 0 not in numbers and re.fullmatch(
-            r"best-first-\d+x\d+", text
-        ):  # nothing outside the best `nodes` is expanded
-            depth, nodes = numbers
-            affordable(text, depth, nodes, (nodes - 1) * (depth - 1))
-            return cls(text, (), depth, nodes, max(nodes - 1, 1), max(nodes - 1, 1))
-        if 0 not in numbers and re.fullmatch(r"beam-\d+x\d+", text):
-            depth, width = numbers
-            affordable(text, depth, 1 + depth * width, width * (depth - 1))
-            return Beam(text, (), depth, 1 + depth * width, width, width)
+        plain = re.fullmatch(r"([a-z-]+)-\d+(x\d+)*", text)
+        match plain[1] if plain and 0 not in numbers else None, numbers:
+            case "chain", [depth]:
+                return cls._backbone(text, depth, 1)
+            case "backbone", [depth, width]:
+                return cls._backbone(text, depth, width)
+            case "full", [depth, width]:
+                if depth * math.log2(max(width, 2)) > 10:
+                    raise ValueError(f"tree {name!r} has {width}^{depth} leaves: 1024 at most")
+                levels = (product(range(width), repeat=d + 1) for d in range(depth))
+                return cls._static(text, tuple(chain.from_iterable(levels)))
+            case "dynamic", [depth, width, nodes]:
+                affordable(text, depth, nodes, width * (depth - 1))
+                return cls(text, (), depth, min(nodes, 1 + width + (depth - 1) * width**2), width, width)
+            case "best-first", [depth, nodes]:  # nothing outside the best `nodes` is expanded
+                affordable(text, depth, nodes, (nodes - 1) * (depth - 1))
+                return cls(text, (), depth, nodes, max(nodes - 1, 1), max(nodes - 1, 1))
+            case "beam", [depth, width]:
+                affordable(text, depth, 1 + depth * width, width * (depth - 1))
+                return Beam(text, (), depth, 1 + depth * width, width, width)
         if match := re.fullmatch(r"cape-([1-9]\d*)(?:x([1-9]\d*))?((?:-\d+@[01]?\.\d+)*-\d+)?", text):
             return Cape.of(text, int(match[1]), int(match[2] or 32), match[3] or CAPE)
         if text.startswith("["):
@@ -130,7 +118,7 @@ class Shape:
 
     @property
     def keeps_first_children(self) -> bool:
-        """A static tree in which every child's more likely siblings are children, too."""
+        """A static tree whose nodes have their most likely children."""
         return bool(self.paths or not self.depth) and all(
             path[-1] == 0 or (*path[:-1], path[-1] - 1) in self.paths for path in self.paths
         )
@@ -152,11 +140,8 @@ PLAIN = Shape("plain", (), 0, 1, 0, 0)  # a bare root: plain decoding
 
 
 def affordable(name: str, depth: int, rows: int, drafted: int = 0) -> None:
-    """Refuse a tree that nobody can mean, by what a round of it would cost.
-
-    Raises:
-        ValueError: too many draft steps, rows that they read, or rows of the target's pass.
-    """
+    """Raises ValueError if a round would cost too many draft steps, rows that they read, or rows of the
+    target's pass."""
     if depth > DEEPEST or drafted > DRAFTED or rows > ROWS:
         raise ValueError(
             f"tree {name!r} costs {depth:,} draft steps a round, which read {drafted:,} rows, and a target "
@@ -165,7 +150,7 @@ def affordable(name: str, depth: int, rows: int, drafted: int = 0) -> None:
 
 
 def shortened(name: str) -> str:
-    """What an error says of a name."""
+    """A name as an error shows it."""
     return name if len(name) <= 80 else f"{name[:79]}…"
 
 
@@ -179,11 +164,8 @@ class Beam(Shape):
 
 @dataclass(frozen=True)
 class Cape(Shape):
-    """A chain with further candidates beside each token, by confidence.
-
-    Attributes:
-        limits, counts: counts[i] of them up to a confidence of limits[i]; the last count beyond.
-    """
+    """A chain with further candidates beside each token: counts[i] up to a confidence of limits[i], and the
+    last count above."""
 
     limits: tuple[float, ...]
     counts: tuple[int, ...]
@@ -192,10 +174,8 @@ class Cape(Shape):
     def of(cls, name: str, depth: int, drafted: int, steps: str) -> "Cape":
         """From the parts of its name. Raises ValueError."""
         *below, last = [step.split("@") for step in steps[1:].split("-")]
-        limits, counts = (
-            tuple(float(limit) for _, limit in below),
-            tuple(int(count) for count, *_ in (*below, last)),
-        )
+        limits = tuple(float(limit) for _, limit in below)
+        counts = tuple(int(count) for count, *_ in (*below, last))
         if list(limits) != sorted(set(limits)) or drafted < depth:
             raise ValueError(
                 f"tree {name!r}: limits must rise, and {depth} tokens or more be drafted (cape-5x32{CAPE})"

@@ -1,5 +1,4 @@
-"""Span: what the target has just read. One noun for a chunk of a prompt, an accepted path and a training
-sequence."""
+"""Span: what the target has just read: a chunk of a prompt, an accepted path or a training sequence."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +18,7 @@ class Output:
 
     Attributes:
         logits: at the nodes that were asked for, float32 (float64 models: float64).
-        features: the drafter's taps, side by side (F = taps·H); `None` where it has none.
+        features: the drafter's taps, side by side; `None` where it has none.
         seconds: spent inside the model, without layout and masks.
     """
 
@@ -37,17 +36,16 @@ class Probed(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """T columns per row, of which `count` are real; a row may have none (the shorter prompts of a ragged
-    batch).
+    """T columns per row, of which the first `count` are real. A row may have none: a shorter prompt in a
+    batch.
 
     Attributes:
         tokens: what was read; column j stands at position start + j.
-        nexts: the token after each: `nexts[:, j] == tokens[:, j + 1]`, and after the last the target's own
-            choice.
+        nexts: the token after each; after the last, the target's own choice.
+        cache: the target's, these tokens included.
         features: the target's taps at each token.
         probed: the taps of probes; `None` where the pass had none.
-        cache: the target's, these tokens included.
-        tree, path, logits: the pass this span came from, and the accepted slots; `picks` are made of them.
+        tree, path, logits: the pass this span came from, and the accepted slots.
     """
 
     tokens: Int[Tensor, "B T"]

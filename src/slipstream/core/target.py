@@ -50,13 +50,12 @@ class Text(ABC):
     @property
     @abstractmethod
     def vocabulary(self) -> dict[str, int]:
-        """The id of each token, as the tokenizer writes it. Models with the same one understand each other's
-        tokens."""
+        """The id of each token, as the tokenizer writes it."""
 
     @abstractmethod
     def encode(self, prompt: str | Messages) -> list[int]:
         """Token ids of a prompt, through the chat template where there is one. Raises ValueError for messages
-        that the template does not take."""
+        that it refuses."""
 
     @abstractmethod
     def ids(self, text: str, special: bool = False) -> list[int]:
@@ -65,7 +64,7 @@ class Text(ABC):
     @abstractmethod
     def render(self, messages: Messages, ask: bool) -> str:
         """Messages as the chat template writes them; `ask`: up to where the assistant's answer begins. Raises
-        ValueError for messages that the template refuses."""
+        ValueError for messages that it refuses."""
 
     @abstractmethod
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:
@@ -80,8 +79,8 @@ class Text(ABC):
 class LMHead(nn.Module):
     """States to logits, float32 at least: cap · tanh(scale · (W h + b) / cap).
 
-    Cohere and Granite scale their logits, Gemma caps them. The weights are non-persistent buffers: whoever
-    holds this module neither trains nor saves them.
+    Cohere and Granite scale their logits, Gemma caps them. The weights are non-persistent buffers, so that a
+    module that holds this one neither trains nor saves them.
 
     Args:
         weight: W, of some rows of the vocabulary.
@@ -118,13 +117,13 @@ class Target(ABC):
         name: what the user called it.
         vocab: V, the width of the logits.
         width: H, of the final states, which the LM head reads.
-        window: positions that it has, or a very large number where it names no limit.
-        compiles: its passes are compiled graphs, and a drafter's own shall be.
-        captures: rounds with it are captured as CUDA graphs.
+        window: its number of positions; a very large number if it names none.
+        compiles: its passes are compiled, and so are those of a drafter's own module.
+        captures: its rounds are captured as CUDA graphs.
         text: how it reads and writes text; None where prompts are token ids.
-        source: the directory or the hub id that its weights come from, or "".
-        fingerprint: what a drafter is made for: a hash of the weights as they were loaded from their source.
-            A quantised copy keeps it.
+        source: directory or hub id of its weights, or "".
+        fingerprint: a hash of the weights as loaded from their source, which a drafter is made for. A
+            quantised copy keeps it.
     """
 
     name: str
@@ -147,19 +146,19 @@ class Target(ABC):
 
     @property
     def margin(self) -> float:
-        """The stated margin of its precision, in logits: a pass over a tree and a pass over one row round
-        differently, so that a token whose score is this close to the best is a tie."""
+        """In logits: a token whose score is this close to the best is a tie, because a pass over a tree and a
+        pass over one row round differently."""
         return MARGINS[self.dtype]
 
     @property
     @abstractmethod
     def place(self) -> str:
-        """Machine, precision and whether it is compiled: what costs, and so tuned trees, depend on."""
+        """Machine, precision and whether it is compiled. Costs and tuned trees hold for one place."""
 
     @property
     @abstractmethod
     def generation_config(self) -> Any:
-        """Hugging Face's `GenerationConfig`: settings that hold where the caller gives none."""
+        """Hugging Face's `GenerationConfig`, for settings that the caller does not give."""
 
     @property
     @abstractmethod
@@ -169,8 +168,7 @@ class Target(ABC):
     @property
     @abstractmethod
     def read_bytes(self) -> int:
-        """What one pass must read: all weights but the embedding's rows that are not looked up (a tied one is
-        the LM head)."""
+        """Bytes that one pass must read: all weights but an embedding that is not also the LM head."""
 
     @abstractmethod
     def __call__(
@@ -180,25 +178,22 @@ class Target(ABC):
 
         Args:
             taps: what to return as features, named as in `Drafter.taps`.
-            rows: the nodes whose logits are wanted, all by default; K = 0 skips the LM head as far as the
-                model allows.
+            rows: nodes whose logits are wanted, default all. K = 0 skips the LM head where the model can.
         """
 
     @abstractmethod
     def extend(
         self, tokens: Int[Tensor, "B R"], layout: Layout, cache: KVCache, after: int
     ) -> Float[Tensor, "B R V"]:
-        """Logits of further rows of a round, behind `after` scratch rows of earlier passes: how a model
-        drafts.
+        """Logits of a draft model's further rows in a round, behind `after` scratch rows of earlier passes.
 
         Args:
-            layout: depths [#B, A] of all A = after + R scratch rows, and the new rows' lines of what they see
-                [B, R, A].
+            layout: depths [#B, A] of all A = after + R scratch rows, and what the new rows see [B, R, A].
         """
 
     @abstractmethod
     def new_cache(self, batch: int, memory: Tensor | None = None) -> KVCache:
-        """An empty cache for `batch` rows; `memory` is what a drafter's probes read."""
+        """An empty cache for `batch` rows; `memory`: see `KVCache`."""
 
     @abstractmethod
     def embed(self, tokens: Int[Tensor, "*n"]) -> Float[Tensor, "*n H"]:
@@ -206,22 +201,20 @@ class Target(ABC):
 
     @abstractmethod
     def lm_head(self, vocab: Int[Tensor, " Vd"] | None = None) -> nn.Module:
-        """A module from states to logits over some tokens, all by default. Those of all tokens share their
-        weights with the model."""
+        """A module from states to logits over some tokens. For all (default) it shares the weights."""
 
     @abstractmethod
     def widths(self, taps: Sequence[str]) -> list[int]:
-        """How wide each tap is."""
+        """The width of each tap."""
 
     @abstractmethod
     def features(self, rows: Sequence[Sequence[int]], taps: Sequence[str]) -> Float[Tensor, "B T F"]:
-        """The taps at every token of whole texts, in one pass; columns past a row's end are meaningless.
-        Raises ValueError for numbers that are not finite."""
+        """The taps at every token of whole texts, from one pass; past a row's end they mean nothing. Raises
+        ValueError for numbers that are not finite."""
 
     @abstractmethod
     def rope(self, block: int) -> tuple[list[float], float]:
-        """(frequencies of the rotary positions of one block, factor of their cos and sin); no frequencies
-        where it has no rotary positions."""
+        """(frequencies of one block's RoPE, factor of its cos and sin); no frequencies without RoPE."""
 
     @abstractmethod
     def part(
@@ -230,8 +223,8 @@ class Target(ABC):
         """Some of the blocks between the same ends, as a target (Zhang et al. 2023, "Draft & Verify").
 
         Args:
-            own: copies of all but the ends, which may be changed; otherwise nothing is copied.
-            vocab: the tokens that it has logits of; all by default.
+            own: the blocks are copies, which may be changed.
+            vocab: tokens that it has logits of; default all.
 
         Raises:
             ValueError: there is no such block, or none is named.
@@ -250,16 +243,14 @@ class Target(ABC):
         columns: Int[Tensor, "#B S"],
         behind: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> tuple[Float[Tensor, "B R H"], list[tuple[Tensor, Tensor]]]:
-        """The final states of rows given as vectors, and their keys and values in each block. Gradients flow
-        through the rows and through what they read.
+        """The final states of rows given as vectors, and their keys and values in each block, with gradients.
 
         Args:
-            seen: what each row may see of the S columns, sliding windows apart: those `behind`, and then the
-                rows.
-            columns: where the columns stand; before everything (negative) is in every window.
-            behind: keys and values of each block [B, heads, S − R, D]; none by default.
+            seen: which of S columns, `behind` and then the rows, each row may see. Sliding windows narrow it.
+            columns: positions of the columns; negative ones are in every window.
+            behind: earlier keys and values of each block [B, heads, S − R, D].
         """
 
     @abstractmethod
     def unsound(self, tokens: Sequence[int]) -> str:
-        """What is wrong where its numbers behind `tokens` are not finite, and the module where it begins."""
+        """An error message: its numbers after `tokens` are not finite, and the first module where."""

@@ -30,12 +30,11 @@ class Tree:
 
     Attributes:
         tokens: token ids; a node whose token is `PAD` can never be accepted.
-        parents: slot of each node's parent. Parents stand before children, and the root is its own parent.
-            `None` means a chain.
+        parents: slot of each node's parent, which stands before it; the root is its own. `None`: a chain.
         depth: upper bound on the depth of any node (root: 0), known without reading a tensor.
-        law: for sampled drafts, the law q [V] from which the children of each node were drawn, without
-            replacement and in slot order. `None` means that candidates are point masses (top-k).
-        scores: the drafter's log probability of the path to each node, the root's is 0.
+        law: for sampled drafts, the law q from which the children of each node were drawn, without
+            replacement and in slot order. `None`: candidates are point masses (top-k).
+        scores: the drafter's log probability of the path to each node; the root's is 0.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -67,7 +66,7 @@ class Tree:
         return (torch.arange(self.nodes, device=self.tokens.device) - 1).clamp(min=0)[None]
 
     def layout(self) -> Layout:
-        """Depths and visibility of all rows: a closed form for a chain, else `depth` steps to the parents."""
+        """Depths and visibility of all rows; `depth` steps to the parents, unless it is a chain."""
         N, device = self.nodes, self.tokens.device
         if self.parents is None:
             depths = torch.arange(N, device=device)[None]
@@ -84,7 +83,7 @@ class Tree:
         return _with_probes(depths, ancestors, self.probes.hosts, M=len(self.probes.vectors))
 
     def clip(self, depth: int) -> "Tree":
-        """The same tree, cut to `depth` for the end of the window: no deeper node can be accepted."""
+        """The same tree without nodes deeper than `depth`, for the end of the window."""
         if depth >= self.depth:
             return self
         if self.parents is None:
@@ -104,9 +103,8 @@ class Tree:
 
 
 def _with_probes(depths: Tensor, ancestors: Tensor, hosts: Tensor, M: int) -> Layout:
-    """Append G groups of M probes. Probe j of a host stands j + 1 positions behind it and reads the host,
-    what the host reads, and the earlier probes of its group. The group of a missing host (`PAD`) reads itself
-    alone."""
+    """Append G groups of M probes. Probe j of a host stands j + 1 positions behind it. It reads the host,
+    what the host reads, and the earlier probes of its group; without a host (`PAD`), the group alone."""
     B, N, G = max(len(depths), len(hosts)), ancestors.shape[-1], hosts.shape[1]
     depths, ancestors, hosts = depths.expand(B, N), ancestors.expand(B, N, N), hosts.expand(B, G)
     present = (hosts >= 0).repeat_interleave(M, 1)  # [B, G·M]

@@ -1,17 +1,17 @@
 """verify: which guesses the target accepts. One walk from the root, under one of three laws.
 
-The *coupled* law draws the target's own token at each node and descends while a child carries it. It is exact
-for any tree, and the text does not depend on the tree. *Multi-round speculative sampling* (EAGLE, Algorithm
-1; on a chain, Leviathan's rule) accepts a sampled child x with probability min(1, p(x)/q(x)); after a
-rejection it goes on with norm(max(p − q, 0)) and the next sibling. It is exact in distribution. *Lossy
-typical* acceptance is exact at T = 0 alone.
+*Coupled*: draw the target's own token at each node and descend while a child carries it. It is exact for any
+tree, and the text does not depend on the tree. *Multi-round speculative sampling* (EAGLE, Algorithm 1; on a
+chain, Leviathan's rule): accept a sampled child x with probability min(1, p(x)/q(x)); after a rejection go on
+with norm(max(p − q, 0)) and the next sibling. It is exact in distribution. *Lossy typical* acceptance is
+exact at T = 0 alone.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from slipstream.core import look
@@ -31,31 +31,23 @@ class Verdict:
     next: Int[Tensor, " B"]
 
 
-Law = Callable[
-    [Tree, Int[Tensor, " B"], Float[Tensor, "B V"], Int[Tensor, " B"], Sampler], tuple[Tensor, Tensor]
-]
+PerRow = Int[Tensor, " B"]
+# (tree, node, its logits, the next token's position, sampler) -> (child slot, −1: none; token), for each row
+Law = Callable[[Tree, PerRow, Float[Tensor, "B V"], PerRow, Sampler], tuple[PerRow, PerRow]]
 
 
 def coupled(
-    tree: Tree,
-    node: Int[Tensor, " B"],
-    logits: Float[Tensor, "B V"],
-    position: Int[Tensor, " B"],
-    sampler: Sampler,
-) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
-    """Child slot (−1: none) and token at one node per row: the keyed draw, and the first child with it."""
+    tree: Tree, node: PerRow, logits: Float[Tensor, "B V"], position: PerRow, sampler: Sampler
+) -> tuple[PerRow, PerRow]:
+    """The keyed draw, and the first child with it."""
     token = sampler.draw(sampler.scores(logits), position)
     return child_with(tree, node, token), token
 
 
 def multi_round(
-    tree: Tree,
-    node: Int[Tensor, " B"],
-    logits: Float[Tensor, "B V"],
-    position: Int[Tensor, " B"],
-    sampler: Sampler,
-) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
-    """Child slot (−1: none) and token at one node per row, by rejection over the siblings in slot order."""
+    tree: Tree, node: PerRow, logits: Float[Tensor, "B V"], position: PerRow, sampler: Sampler
+) -> tuple[PerRow, PerRow]:
+    """Rejection over the siblings in slot order."""
     rows = torch.arange(len(node), device=node.device)
     p = sampler.law(logits)
     q = None if tree.law is None else tree.law[rows, node].double()
@@ -79,12 +71,8 @@ def multi_round(
 
 
 def lossy_typical(
-    tree: Tree,
-    node: Int[Tensor, " B"],
-    logits: Float[Tensor, "B V"],
-    position: Int[Tensor, " B"],
-    sampler: Sampler,
-) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
+    tree: Tree, node: PerRow, logits: Float[Tensor, "B V"], position: PerRow, sampler: Sampler
+) -> tuple[PerRow, PerRow]:
     """Medusa's typical acceptance (§2.3.1), which is lossy: the first child with p > min(ε, δ·e^{−H(p)})."""
     p = sampler.law(logits)
     limit = (LOSSY_DELTA * torch.special.entr(p).sum(-1).neg().exp()).clamp(max=LOSSY_EPSILON)
@@ -111,19 +99,19 @@ def without(p: Tensor, x: Tensor) -> Float[Tensor, "B V"]:
 
 
 def _normalised(p: Tensor, otherwise: Tensor) -> Tensor:
-    """p over its mass; `otherwise` where rounding left no mass (p = q to the last bit)."""
+    """p over its mass; `otherwise` where rounding left none."""
     mass = p.sum(-1, keepdim=True)
     return torch.where(mass > 0, p / mass, otherwise)
 
 
-def child_with(tree: Tree, node: Int[Tensor, " B"], token: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+def child_with(tree: Tree, node: PerRow, token: PerRow) -> PerRow:
     """Slot of the node's first child that carries the token (−1: none)."""
     match = _children(tree, node) & (tree.tokens == token[:, None])
     return torch.where(match.any(1), match.int().argmax(1), -1)
 
 
-def _children(tree: Tree, node: Int[Tensor, " B"]) -> Tensor:
-    """Slots [B, N] of the node's children that could be accepted."""
+def _children(tree: Tree, node: PerRow) -> Bool[Tensor, "B N"]:
+    """Which slots hold children of the node that could be accepted."""
     real = tree.tokens >= 0
     real[:, 0] = False
     return real & (tree.parent_slots() == node[:, None])
@@ -144,12 +132,9 @@ def verify(
         law: `coupled`, `multi_round` or `lossy_typical`.
     """
     B, device = len(lengths), lengths.device
-    rows = torch.arange(B, device=device)
-    node = torch.zeros_like(lengths)
-    alive = torch.ones(B, dtype=torch.bool, device=device)
-    path = [node]
-    count = torch.ones_like(lengths)
-    token = torch.zeros_like(lengths)
+    rows, alive = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
+    node = token = torch.zeros_like(lengths)
+    count, path = torch.ones_like(lengths), [node]
     sampler.observe(tree.tokens[:, 0], alive)
     for depth in range(tree.depth + 1):
         child, drawn = law(tree, node, logits[rows, node], lengths + depth + 1, sampler)

@@ -12,7 +12,7 @@ Finish = Literal["eos", "stop", "length"]
 
 @dataclass(frozen=True)
 class Round:
-    """What one pass did for one row: tokens drafted along the deepest path, drafted ones accepted, tokens
+    """What one pass did for one row: the depth that it drafted, the drafted tokens accepted, and the tokens
     kept in the text (fewer than accepted + 1 where the text ended)."""
 
     drafted: int
@@ -30,13 +30,12 @@ def mean_accepted_length(rounds: Sequence[Round]) -> float:
 
 @dataclass
 class Answer:
-    """Ends exactly where plain decoding would: tokens are looked at one by one, whatever a round brought.
+    """One row's answer. It takes tokens one by one, so that it ends exactly where plain decoding would.
 
     Attributes:
-        read: its text is wanted as it grows; otherwise it is decoded once, unless stop strings have to be
-            looked for.
+        read: its text is wanted as it grows. Otherwise it is decoded once, unless there are stop strings.
         tokens: token ids, a closing EOS included.
-        pieces: where it is read, the text that became certain with each token.
+        pieces: if text is wanted as it grows: what became certain with each token.
         rounds: one entry per target pass after the prompt's.
     """
 
@@ -53,7 +52,7 @@ class Answer:
     def __post_init__(self) -> None:
         text = self.target.text if self.read or self.stop else None
         self._reader = None if text is None else Detokeniser(text, self.stop)
-        self._target: list[int] = []  # characters up to the end of each token
+        self._ends: list[int] = []  # characters up to the end of each token
         self._released = 0
 
     def extend(self, tokens: Sequence[int]) -> list[int]:
@@ -65,7 +64,7 @@ class Answer:
             self.tokens.append(token)
             if self._reader is not None:
                 self.pieces.append(self._reader.push(token))
-                self._target.append(self._reader.read)
+                self._ends.append(self._reader.read)
             if self._reader is not None and self._reader.stopped:
                 self.finish = "stop"
             elif token in self.eos:
@@ -77,15 +76,13 @@ class Answer:
         return self.tokens[before:]
 
     def released(self) -> list[int]:
-        """Tokens not returned before that are part of the text for certain: whole ones, so that of a token in
-        which a stop string begins nothing is."""
-        end = len(self.tokens)
+        """Tokens not returned before that are part of the text for certain. A token in which a stop string
+        begins is not."""
+        start, end = self._released, len(self.tokens)
         if self._reader is not None:
-            end = next(
-                (i for i in range(self._released, end) if min(self._target[i:]) > self._reader.given), end
-            )
-        made, self._released = self.tokens[self._released : end], end
-        return made
+            end = next((i for i in range(start, end) if min(self._ends[i:]) > self._reader.given), end)
+        self._released = end
+        return self.tokens[start:end]
 
     @property
     def text(self) -> str:

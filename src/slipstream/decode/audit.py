@@ -40,9 +40,9 @@ def audit(
 ) -> list[Divergence]:
     """Teacher-force plain decoding, one row a pass, over an answer; all tokens that differ from its choice.
 
-    Supports are compared with slack: a token counts as inside if a top-k, top-p or min-p boundary moved by
-    the margin would have let it in, and only tokens inside a narrowed support can outrank it. Processors and
-    warpers have no slack: a token at the edge of what they let in counts as an error.
+    A token counts as inside the support if a top-k, top-p or min-p boundary moved by the margin would let it
+    in, and only tokens of a support that is narrowed as much can outrank it. Processors and warpers have no
+    such slack: a token at the edge of what they let in counts as an error.
     """
     session = Session(target, Vanilla(), capacity=len(prompt) + len(answer))
     slack = target.margin

@@ -1,8 +1,8 @@
 """A round captured once and replayed: on a GPU hundreds of launches become two.
 
-A capture is the kernels of a function and the memory that each of them reads and writes. So what changes from
-round to round are tensors that stay where they are, and sizes are settled in advance: for caches as full as
-the next multiple of `SPAN`, until one is fuller.
+A capture is a list of kernels and of the memory that each one reads and writes. So tensors that change from
+round to round stay where they are. Sizes are those of caches filled to the next multiple of `SPAN`; a fuller
+cache needs another capture.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,12 @@ from slipstream.core.target import Target
 
 SPAN = 256
 Made = TypeVar("Made")
-# runs a function without arguments: what it returns, which every replay fills anew, and the replay
+# Runs a function. Returns what the function returns, which every replay fills anew, and the replay.
 Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
 
 def cuda_graph(function: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
-    """A `Record` by a CUDA graph. The first run, outside of it, lets libraries and compilers set themselves
-    up."""
+    """A `Record` by a CUDA graph. Libraries and compilers set themselves up in a first run outside of it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -60,13 +59,12 @@ class Captured:
         record: Record,
     ) -> None:
         self.propose, self.check, self.cache, self.depth, self.record = propose, check, cache, depth, record
-        held = [(part, name, value) for part in state.parts for name, value in vars(part).items()]
-        self.caches = [cache, *(value for _, _, value in held if isinstance(value, KVCache))]
+        self.caches = [cache, *state.caches]
         self._places: list[tuple[Any, str]] = [(cache, "lengths") for cache in self.caches]
-        self._places += [(part, name) for part, name, value in held if isinstance(value, Tensor)]
+        self._places += [(part, name) for part, name, value in state.held() if isinstance(value, Tensor)]
         self._until = -1  # the cache's bound that the captures are good for
         self._held: list[Tensor] = []  # what stands in the places
-        self._memory: list[Tensor | None] = []  # the keys of all storages
+        self._memory: list[list[Tensor]] = []  # keys and values of all storages
 
     def step(self) -> Any:
         """One round: what `check` returns, filled anew by the next round."""
@@ -85,11 +83,9 @@ class Captured:
 
     def _moved(self) -> bool:
         """Whether a storage or a state has grown since."""
-        grown = [
-            getattr(*place).shape != held.shape for place, held in zip(self._places, self._held, strict=True)
-        ]
-        kept = zip(self._memory, self.caches, strict=True)
-        return any(grown) or any(old is not cache.storage.keys for old, cache in kept)
+        held, kept = zip(self._places, self._held, strict=True), zip(self._memory, self.caches, strict=True)
+        grown = any(getattr(*place).shape != old.shape for place, old in held)
+        return grown or any(old is not cache.storage.stored for old, cache in kept)
 
     def _capture(self, until: int) -> None:
         self._until = until
@@ -97,7 +93,7 @@ class Captured:
         for cache in self.caches:
             cache.settle([until])
         self.check(self.propose())  # storages and texts grow to what the captured rounds will need
-        self._memory = [cache.storage.keys for cache in self.caches]
+        self._memory = [cache.storage.stored for cache in self.caches]
         tree, self._propose = self.record(lambda: self._half(self.propose))
         self._propose()  # a check reads the tree before it is captured
         self._made, self._check = self.record(lambda: self._half(lambda: self.check(tree)))

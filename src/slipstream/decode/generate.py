@@ -16,7 +16,7 @@ from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
 from slipstream.core.verify import Law, coupled, lossy_typical, multi_round
 from slipstream.decode.answer import Answer, Finish, Round, mean_accepted_length
-from slipstream.decode.session import Committed, Seconds, Session
+from slipstream.decode.session import Seconds, Session
 from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
 from slipstream.drafters.spec import Named, Spec
@@ -48,11 +48,9 @@ class Generation:
     Attributes:
         prompt, tokens: token ids; `tokens` includes a closing EOS.
         text: without special tokens and stop string.
-        finish: "eos", "stop" or "length".
-        rounds: one entry per target pass; the prompt's own pass and the token it yields are not among them.
+        rounds: one entry per target pass after the prompt's.
         seconds: of all answers that were made in the same call.
-        sampling: how its tokens were chosen, the target's own processors included: what `audit` judges them
-            by.
+        sampling: how its tokens were chosen, the target's own processors included, as `audit` takes it.
     """
 
     prompt: list[int]
@@ -124,30 +122,28 @@ def generate(
 ) -> Any:
     """Answer one prompt (a `Generation`) or several (a list of them), `batch` at once.
 
-    The text is a function of (prompt, sampling, seed) alone, whatever the drafter and the batch: exactly in
-    float64, up to near-ties that rounding may turn in other precisions. The i-th prompt draws noise keyed by
-    (seed, i). What is not given comes from the target's `generation_config`, whose other fields are honoured
-    through Hugging Face's own processors, or refused by name.
+    The text depends on (prompt, sampling, seed) alone, not on drafter and batch: exactly in float64, up to
+    near-ties that rounding may turn in other precisions. The i-th prompt draws noise keyed by (seed, i). What
+    is not given comes from the target's `generation_config`, whose other fields are honoured through Hugging
+    Face's own processors, or refused by name.
 
     Args:
         prompts: text (put through the chat template where there is one), messages, token ids (a list, tensor
-            or array) or what a tokenizer returns, without the padding that its attention mask names; or a
-            list of such.
+            or array), or what a tokenizer returns, whose masked padding is dropped; or a list of such.
         drafter: a name, a directory or a `Drafter`.
         max_new_tokens: tokens per answer, at most; default: the target's limit, or 256.
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed,
-            processors: see `Sampling`. Where neither this nor the target says `top_k`, all tokens stay.
+            processors: see `Sampling`. `top_k` is off unless this or the target sets it.
         eos_token_ids: ids that end an answer; default: the target's.
-        stop: strings that end an answer and are no part of its text; default: the target's. They are looked
-            for in the answer alone.
+        stop: strings that end an answer and are no part of its text; default: the target's.
         law: "coupled" (same seed, same text) or "multi-round" (exact in distribution); default: the drafter's
-            own. "lossy-typical" is Medusa's typical acceptance, which changes what the target says at T > 0.
+            own. "lossy-typical" is Medusa's typical acceptance, which changes the distribution at T > 0.
         trace: receives one JSON line per text and round.
-        batch: answers that are under way at once; a prompt that waits takes the place of an answer that ends.
-            Default: all.
+        batch: answers under way at once, default all. A waiting prompt takes the place of an answer that
+            ends.
         attention_mask: 0 where `prompts`, then token ids, are padding.
-        streamer: gets the prompt and then tokens as they come; one prompt only. With stop strings it gets
-            only whole tokens of the text, and those once it is certain; `stream` gives every character.
+        streamer: gets one prompt, then its tokens as they come. With stop strings it gets only tokens that
+            are certain to belong to the text; `stream` gives every character.
 
     Raises:
         ValueError: an argument of another type or outside its range, a field of generation_config that cannot
@@ -157,13 +153,13 @@ def generate(
         prompts = {"input_ids": prompts, "attention_mask": mask}
     streamer = options.pop("streamer", None)
     job = Job.of(target, prompts, drafter, **options)
-    if streamer is not None and len(job.prompts) > 1:
-        raise ValueError(
-            f"a streamer takes one prompt, {len(job.prompts)} were given: call generate once for each"
-        )
-    if streamer is not None and not isinstance(streamer, Streamer):
-        kind = type(streamer).__name__
-        raise ValueError(f"streamer is a {kind}: give an object with put and end, such as a TextStreamer")
+    if streamer is not None:
+        if len(job.prompts) > 1:
+            count = len(job.prompts)
+            raise ValueError(f"a streamer takes one prompt, {count} were given: call generate once for each")
+        if not isinstance(streamer, Streamer):
+            kind = type(streamer).__name__
+            raise ValueError(f"streamer is a {kind}: give an object with put and end, such as a TextStreamer")
     made = job.generations(job.run(streamer))
     return made[0] if job.single else made
 
@@ -176,11 +172,8 @@ def stream(
         for piece in stream(target, "What is gravity?", drafter="ngram"):
             print(piece, end="", flush=True)
 
-    Args:
-        options: as `generate` takes them.
-
-    Raises:
-        ValueError: as in `generate`; more than one prompt; a target without tokenizer.
+    Takes the options of `generate`. Raises ValueError as `generate` does, for more than one prompt, and for a
+    target without tokenizer.
     """
     job = Job.of(target, prompt, drafter, read=True, **options)
     if len(job.prompts) > 1:
@@ -191,10 +184,8 @@ def stream(
 class Stream(Iterator[str]):
     """An answer under way: pieces of text as rounds bring them, which together are `generation.text`.
 
-    Closed early, or left and forgotten, it frees what it holds.
-
     Attributes:
-        rounds: the same, round by round, as a list of what each of its tokens made certain.
+        rounds: the same, round by round: what each of its tokens made certain.
         generation: the whole answer, once the last piece has been taken.
     """
 
@@ -269,15 +260,13 @@ class Job:
             )
         if read and target.text is None:
             raise ValueError(f"target {target.name} has no tokenizer: call generate, and read its token ids")
-        answers = [
-            Answer(target, settings.limit(prompt), settings.eos, settings.stop, read) for prompt in ids
-        ]
+        answers = [Answer(target, settings.limit(each), settings.eos, settings.stop, read) for each in ids]
         rows = [settings.row(i, prompt) for i, prompt in enumerate(ids)]
         return cls(target, drafter, ids, rows, answers, LAWS[law], trace, batch, single)
 
     def rounds(self) -> Iterator[Seconds]:
-        """Fill the answers, round by round. Finished ones leave the session, and prompts that wait take their
-        rows. Gives where the time went so far."""
+        """Fill the answers, round by round, with waiting prompts in the rows of finished ones. Gives where
+        the time went so far."""
         prompts, answers = self.prompts, self.answers
         rows = min(self.batch or len(prompts), len(prompts))
         longest = max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))
@@ -293,29 +282,25 @@ class Job:
             if self.trace is not None and not joining:
                 self._write(self.trace, session)
             for each in news:
-                self._take(each)
+                answer = answers[each.text]
+                if not each.sound:
+                    raise ValueError(self.target.unsound([*prompts[each.text], *answer.tokens]))
+                kept = len(answer.extend(each.tokens))
+                if each.drafted is not None:
+                    answer.rounds.append(Round(each.drafted, len(each.tokens) - 1, kept))
             session.seconds.host += perf_counter() - began
             yield session.seconds
             session.retire(each.text for each in news if answers[each.text].finish is not None)
-
-    def _take(self, committed: Committed) -> None:
-        """Tokens into the answer that they belong to."""
-        answer = self.answers[committed.text]
-        if not committed.sound:
-            raise ValueError(self.target.unsound([*self.prompts[committed.text], *answer.tokens]))
-        taken = answer.extend(committed.tokens)
-        if committed.drafted is not None:
-            answer.rounds.append(Round(committed.drafted, len(committed.tokens) - 1, len(taken)))
 
     def _write(self, trace: Writer, session: Session) -> None:
         """One JSON line per text: the tree, the accepted slots and the target's own token."""
         span = session.span
         assert span is not None and span.tree is not None and span.path is not None
+        tokens = span.tree.tokens.tolist()
         parents = span.tree.parent_slots().expand_as(span.tree.tokens).tolist()
         path, count, nexts = span.path.tolist(), span.count.tolist(), span.last(span.nexts).tolist()
-        for i, tokens in enumerate(span.tree.tokens.tolist()):
-            text = session.texts[i]
-            line = {"row": text, "round": len(self.answers[text].rounds), "tokens": tokens}
+        for i, text in enumerate(session.texts):
+            line = {"row": text, "round": len(self.answers[text].rounds), "tokens": tokens[i]}
             line |= {"parents": parents[i], "accepted": path[i][: count[i]], "next": nexts[i]}
             trace.write(json.dumps(line) + "\n")
 

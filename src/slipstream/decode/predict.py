@@ -25,8 +25,8 @@ def record(
     batch: int = 32,
     temperature: float = 0.0,
 ) -> RecordedTarget:
-    """Let the target answer with at most `new` tokens, `batch` prompts at once, and record the answers. Those
-    of one token, behind which nothing is drafted, are left out. Raises ValueError if no other is left."""
+    """Record the target's answers of at most `new` tokens, made `batch` at once. Answers of one token, behind
+    which nothing is drafted, are left out. Raises ValueError if no other is left."""
     made = generate(target, prompts, max_new_tokens=new, temperature=temperature, batch=batch)
     made = [answer for answer in made if len(answer.tokens) > 1]
     if not made:
@@ -69,10 +69,9 @@ def rounds(
     drafter: Drafter, recorded: RecordedTarget, law: Law, shape: Shape | None = None
 ) -> Iterator[tuple[Session, list[Committed]]]:
     """Rounds of all recorded texts, each up to its last token: the session, and what the round brought."""
-    B, ends = len(recorded.tokens), recorded.lengths.tolist()
-    session = Session(recorded, drafter, law, B, recorded.tokens.shape[1])
-    prompts = zip(recorded.tokens.tolist(), recorded.prompts.tolist(), strict=True)
-    session.admit([tokens[:length] for tokens, length in prompts], recorded.sampling)
+    prompts, ends = _prompts(recorded), recorded.lengths.tolist()
+    session = Session(recorded, drafter, law, len(prompts), recorded.tokens.shape[1])
+    session.admit(prompts, recorded.sampling)
     while True:
         under_way = zip(session.texts, session.lengths, strict=True)
         session.retire([text for text, length in under_way if length + 1 >= ends[text]])
@@ -82,12 +81,12 @@ def rounds(
 
 
 def predict(drafter: Drafter, recorded: RecordedTarget, shape: Shape | None = None) -> Prediction:
-    """τ of a drafter along the record, with its own tree or another `shape`, counted as decoding counts it:
-    tokens past an answer's end are none.
+    """τ of a drafter along the record, with its own tree or another `shape`, as decoding counts it: without
+    tokens past an answer's end.
 
     Raises:
-        ValueError: the drafter's probes ride in the target's passes, of which there are none here, or its
-            children are sampled: `decoded` judges both.
+        ValueError: the drafter's probes ride in the target's passes, which a record does not make, or its
+            children are sampled. `decoded` judges both.
     """
     if drafter.probes is not None:
         raise ValueError(
@@ -110,12 +109,15 @@ def predict(drafter: Drafter, recorded: RecordedTarget, shape: Shape | None = No
 
 def decoded(drafter: Drafter, recorded: RecordedTarget) -> Prediction:
     """The same by decoding the record's prompts anew, for drafters that `predict` refuses."""
-    lines = zip(recorded.tokens.tolist(), recorded.prompts.tolist(), strict=True)
-    prompts, new = [tokens[:n] for tokens, n in lines], int((recorded.lengths - recorded.prompts).max())
-    answers = generate(
-        recorded.target, prompts, drafter, max_new_tokens=new, temperature=recorded.sampling[0].temperature
-    )
+    prompts, new = _prompts(recorded), int((recorded.lengths - recorded.prompts).max())
+    temperature = recorded.sampling[0].temperature
+    answers = generate(recorded.target, prompts, drafter, max_new_tokens=new, temperature=temperature)
     return _prediction([[r.kept for r in answer.rounds] for answer in answers], drafter.depth)
+
+
+def _prompts(recorded: RecordedTarget) -> list[list[int]]:
+    lines = zip(recorded.tokens.tolist(), recorded.prompts.tolist(), strict=True)
+    return [tokens[:length] for tokens, length in lines]
 
 
 def _prediction(kept: Sequence[Sequence[int]], depth: int) -> Prediction:

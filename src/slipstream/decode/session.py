@@ -1,8 +1,9 @@
 """Session: texts under way, which others join and leave at any round. No drafter is named here."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
+from operator import add
 from time import perf_counter
 
 import torch
@@ -33,15 +34,10 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        return self.prefill + self.draft + self.verify + self.host
+        return sum(astuple(self))
 
     def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(
-            self.prefill + other.prefill,
-            self.draft + other.draft,
-            self.verify + other.verify,
-            self.host + other.host,
-        )
+        return Seconds(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,8 @@ class Committed:
     Attributes:
         text: its number, counted from 0 in order of admission.
         tokens: the accepted ones, then the target's own.
-        drafted: depth of the deepest guess; None for the pass of the prompt, which is no round.
-        sound: all scores that decided were finite. Where it is false the tokens mean nothing.
+        drafted: depth of the deepest guess; None for the pass of the prompt.
+        sound: all scores that decided were finite; otherwise the tokens mean nothing.
     """
 
     text: int
@@ -64,15 +60,14 @@ class Committed:
 class Session:
     """Texts under way that share passes of the target: `admit`, `step` and `retire`.
 
-    What a text says depends on its prompt and its sampling alone, not on when it is admitted or on the texts
-    beside it. Caches are rows of storages that are allocated once. A text takes a free row when it is
-    admitted. No pass reads free rows.
+    A text depends on its prompt and its sampling alone, not on the texts beside it. When it is admitted it
+    takes a free row of caches that are allocated once. No pass reads free rows.
 
     Args:
         rows: texts that may be under way at once.
-        capacity: tokens of the longest text, if known: storages are made for it at once. They grow by blocks
-            where it is not enough.
-        shapes: trees that steps may ask for, beside the drafter's own: room is made for the largest.
+        capacity: tokens of the longest text, if known, for which caches are allocated at once. They grow by
+            blocks where it is not enough.
+        shapes: trees that steps may ask for beside the drafter's own; the largest one has room.
 
     Attributes:
         texts, lengths: of each row, the number of its text and the tokens that the target has read of it.
@@ -105,11 +100,8 @@ class Session:
 
     @torch.inference_mode()
     def admit(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> list[Committed]:
-        """Read prompts and draw the first token of each, which is the root of its first round.
-
-        Raises:
-            ValueError: there are fewer free rows than prompts.
-        """
+        """Read prompts and draw the first token of each, which is the root of its first round. Raises
+        ValueError if there are fewer free rows than prompts."""
         if len(self.texts) + len(prompts) > self.rows:
             raise ValueError(
                 f"{len(prompts)} texts cannot join {len(self.texts)}: this session has {self.rows} rows; "
@@ -139,7 +131,7 @@ class Session:
     def _prefill(
         self, prompts: Sequence[Sequence[int]], cache: KVCache, state: State, sampler: Sampler
     ) -> Span:
-        """Read prompts in chunks. Returns the last one's span, whose last tokens the law names."""
+        """Read prompts in chunks. Returns the last chunk's span, with the tokens that the law drew."""
         for tokens, nexts, count, last in _chunks(prompts, self.target.device):
             rows = (count - 1)[:, None]
             vectors = self.drafter.probes if last else None
@@ -157,14 +149,11 @@ class Session:
 
     @torch.inference_mode()
     def step(self, limit: int | None = None, shape: Shape | None = None) -> list[Committed]:
-        """One round for every text.
+        """One round for every text. Returns what it brought, in the order of the rows.
 
         Args:
-            limit: depth of the deepest guess; less where the target's window ends.
+            limit: depth of the deepest guess, at most.
             shape: the tree of this round; default: the drafter's own. `PLAIN` is a round of plain decoding.
-
-        Returns:
-            What it brought, in the order of the rows.
         """
         lap = _stopwatch()
         room = self.target.window - 1 - max(self.lengths)
@@ -201,8 +190,7 @@ class Session:
         return span
 
     def _replayed(self, record: Record, shape: Shape | None, depth: int) -> Span:
-        """The same, captured. A captured round cannot be split into parts; all its time is booked as
-        verify."""
+        """A round by capture. It cannot be split into parts; all its time is booked as verify."""
         lap, before = _stopwatch(), replace(self.seconds)
         if shape not in self._captured:
             propose = partial(self._propose, shape)
@@ -258,23 +246,14 @@ def _stopwatch() -> Callable[[], float]:
 def _chunks(
     prompts: Sequence[Sequence[int]], device: torch.device
 ) -> Iterator[tuple[Int[Tensor, "B T"], Int[Tensor, " B"], Int[Tensor, " B"], bool]]:
-    """(tokens, next token, count, last?) per chunk. Chunks are cut from the end, so that all rows end in the
-    last one and a shorter prompt has no tokens in the first ones: nothing has to tell a finished row from an
-    unfinished one."""
+    """(tokens, next token, count, last?) per chunk. Chunks are cut from the end: all rows end in the last,
+    and a shorter prompt has no tokens in the first ones."""
     longest = max(map(len, prompts))
-    first = longest % CHUNK or CHUNK
-    for end in range(first, longest + 1, CHUNK):
-        start = max(0, end - CHUNK)
-        rows = []
-        for prompt in prompts:
-            shift = longest - len(prompt)
-            rows.append(list(prompt[max(0, start - shift) : max(0, end - shift)]))
+    for end in range(longest % CHUNK or CHUNK, longest + 1, CHUNK):
+        stops = [max(0, end - longest + len(prompt)) for prompt in prompts]
+        rows = [list(prompt[max(0, s - CHUNK) : s]) for prompt, s in zip(prompts, stops, strict=True)]
         width = max(map(len, rows))
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
-        nexts = [prompt[max(0, end - longest + len(prompt))] if end < longest else 0 for prompt in prompts]
-        yield (
-            tokens,
-            torch.tensor(nexts, device=device),
-            torch.tensor(list(map(len, rows)), device=device),
-            end == longest,
-        )
+        nexts = [prompt[s] if end < longest else 0 for prompt, s in zip(prompts, stops, strict=True)]
+        counts = torch.tensor(list(map(len, rows)), device=device)
+        yield tokens, torch.tensor(nexts, device=device), counts, end == longest

@@ -1,7 +1,7 @@
 """Settings: all that an answer depends on beside its prompt, from the caller and generation_config.
 
-Every field of generation_config that changes the text is honoured, by Hugging Face's own processors in
-Hugging Face's order, or refused by name.
+Each field of generation_config that changes the text is honoured by Hugging Face's own processors, in their
+order, or refused by name.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,16 +52,8 @@ class BeforeTopK:
         return x.masked_fill(self.warper(ids, x / self.temperature) == -torch.inf, -torch.inf)
 
 
-def _forced_bos(value: Any, row: Row) -> Processor:
-    return hf.ForcedBOSTokenLogitsProcessor(*checked_ids([value], row.vocab, "it"))
-
-
-def _length_penalty(value: Any, row: Row) -> Processor:
-    return hf.ExponentialDecayLengthPenalty(value, row.eos, row.start)
-
-
 def _forced_eos(value: Any, row: Row) -> Processor:
-    ids = checked_ids(value if isinstance(value, (list, tuple)) else [value], row.vocab, "it")
+    ids = checked_ids(_listed(value), row.vocab, "it")
     return hf.ForcedEOSTokenLogitsProcessor(row.start + row.limit, ids, row.device)
 
 
@@ -78,38 +70,41 @@ def _watermark(value: Any, row: Row) -> Processor:
 
 
 # For each field of generation_config, in Hugging Face's order: the value that, like None, turns it off, and
-# what makes its processor.
+# what makes its processor of a value x and a row.
 Table = dict[str, tuple[Any, Callable[[Any, Row], Processor]]]
 PROCESSORS: Table = {
-    "sequence_bias": (None, lambda value, row: hf.SequenceBiasLogitsProcessor(value)),
+    "sequence_bias": (None, lambda x, row: hf.SequenceBiasLogitsProcessor(x)),
     "encoder_repetition_penalty": (
         1,
-        lambda value, row: hf.EncoderRepetitionPenaltyLogitsProcessor(value, row.prompt),
+        lambda x, row: hf.EncoderRepetitionPenaltyLogitsProcessor(x, row.prompt),
     ),
-    "repetition_penalty": (1, lambda value, row: hf.RepetitionPenaltyLogitsProcessor(value)),
-    "no_repeat_ngram_size": (0, lambda value, row: hf.NoRepeatNGramLogitsProcessor(value)),
-    "encoder_no_repeat_ngram_size": (
-        0,
-        lambda value, row: hf.EncoderNoRepeatNGramLogitsProcessor(value, row.prompt),
-    ),
-    "bad_words_ids": (None, lambda value, row: hf.NoBadWordsLogitsProcessor(value, row.eos or None)),
-    "min_length": (0, lambda value, row: hf.MinLengthLogitsProcessor(value, row.eos, row.device)),
+    "repetition_penalty": (1, lambda x, row: hf.RepetitionPenaltyLogitsProcessor(x)),
+    "no_repeat_ngram_size": (0, lambda x, row: hf.NoRepeatNGramLogitsProcessor(x)),
+    "encoder_no_repeat_ngram_size": (0, lambda x, row: hf.EncoderNoRepeatNGramLogitsProcessor(x, row.prompt)),
+    "bad_words_ids": (None, lambda x, row: hf.NoBadWordsLogitsProcessor(x, row.eos or None)),
+    "min_length": (0, lambda x, row: hf.MinLengthLogitsProcessor(x, row.eos, row.device)),
     "min_new_tokens": (
         0,
-        lambda value, row: hf.MinNewTokensLengthLogitsProcessor(row.start, value, row.eos, row.device),
+        lambda x, row: hf.MinNewTokensLengthLogitsProcessor(row.start, x, row.eos, row.device),
     ),
-    "forced_bos_token_id": (None, _forced_bos),
+    "forced_bos_token_id": (
+        None,
+        lambda x, row: hf.ForcedBOSTokenLogitsProcessor(*checked_ids([x], row.vocab, "it")),
+    ),
     "forced_eos_token_id": (None, _forced_eos),
-    "remove_invalid_values": (False, lambda value, row: hf.InfNanRemoveLogitsProcessor()),
-    "exponential_decay_length_penalty": (None, _length_penalty),
-    "suppress_tokens": (None, lambda value, row: hf.SuppressTokensLogitsProcessor(value, row.device)),
+    "remove_invalid_values": (False, lambda x, row: hf.InfNanRemoveLogitsProcessor()),
+    "exponential_decay_length_penalty": (
+        None,
+        lambda x, row: hf.ExponentialDecayLengthPenalty(x, row.eos, row.start),
+    ),
+    "suppress_tokens": (None, lambda x, row: hf.SuppressTokensLogitsProcessor(x, row.device)),
     "begin_suppress_tokens": (None, _suppress_at_begin),
 }
-TOP_H: Table = {"top_h": (None, lambda value, row: BeforeTopK(hf.TopHLogitsWarper(value), row.temperature))}
+TOP_H: Table = {"top_h": (None, lambda x, row: BeforeTopK(hf.TopHLogitsWarper(x), row.temperature))}
 WARPERS: Table = {
-    "typical_p": (1, lambda value, row: hf.TypicalLogitsWarper(value)),
-    "epsilon_cutoff": (0, lambda value, row: hf.EpsilonLogitsWarper(value)),
-    "eta_cutoff": (0, lambda value, row: hf.EtaLogitsWarper(value, device=row.device)),
+    "typical_p": (1, lambda x, row: hf.TypicalLogitsWarper(x)),
+    "epsilon_cutoff": (0, lambda x, row: hf.EpsilonLogitsWarper(x)),
+    "eta_cutoff": (0, lambda x, row: hf.EtaLogitsWarper(x, device=row.device)),
 }
 WATERMARK: Table = {"watermarking_config": (None, _watermark)}
 NEED_EOS = ("min_length", "min_new_tokens", "exponential_decay_length_penalty")  # no effect without an EOS id
@@ -153,11 +148,8 @@ class Settings:
         stop: str | Sequence[str] | None = None,
         **sampling: Any,
     ) -> "Settings":
-        """From `generate`'s arguments; an argument of None comes from generation_config.
-
-        Raises:
-            ValueError: an argument, or a field of generation_config, is out of range or cannot be honoured.
-        """
+        """From `generate`'s arguments; an argument of None comes from generation_config. Raises ValueError
+        for an argument or a field of generation_config that is out of range or cannot be honoured."""
         if not isinstance(target, Target):
             raise ValueError(
                 f"target is a {type(target).__name__}: give slipstream.HFTarget(model, tokenizer) or "
@@ -170,21 +162,16 @@ class Settings:
                     f"the generation_config of {target.name} sets {name} to {value} ({what}), which cannot "
                     f"be honoured: set target.model.generation_config.{name} = {off}"
                 )
-        if (
-            max_new_tokens is None
-            and (max_new_tokens := config.max_new_tokens) is None
-            and config.max_length is None
-        ):
-            max_new_tokens = NEW_TOKENS
-        if max_new_tokens is not None and (not is_whole(max_new_tokens) or max_new_tokens < 1):
-            raise ValueError(f"max_new_tokens is {max_new_tokens!r}; it must be at least 1, a whole number")
-        eos = (
-            _eos(target)
-            if eos_token_ids is None
-            else checked_ids(_listed(eos_token_ids), target.vocab, "eos_token_ids")
-        )
+        new = config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        new = NEW_TOKENS if new is None and config.max_length is None else new
+        if new is not None and (not is_whole(new) or new < 1):
+            raise ValueError(f"max_new_tokens is {new!r}; it must be at least 1, a whole number")
+        if eos_token_ids is None:
+            eos = _eos(target)
+        else:
+            eos = checked_ids(_listed(eos_token_ids), target.vocab, "eos_token_ids")
         stops = _stops(target, config.stop_strings if stop is None else stop)
-        return cls(target, resolve_sampling(target, **sampling), max_new_tokens, frozenset(eos), stops)
+        return cls(target, resolve_sampling(target, **sampling), new, frozenset(eos), stops)
 
     def limit(self, prompt: Sequence[int]) -> int:
         """The most tokens that an answer to the prompt may have. Raises ValueError if it has no room."""
@@ -216,16 +203,13 @@ class Settings:
             del made["repetition_penalty"]  # the sampler's own penalty also comes first, and is faster
         elif made:
             penalty = 1.0 if "repetition_penalty" in made else penalty
-        top_h = self._made(TOP_H, row) if own.temperature else {}
-        warpers = (self._made(WARPERS, row) if own.temperature else {}) | self._made(WATERMARK, row)
-        processors = (*_merged(list(made.values()), own.processors), *top_h.values())
-        return replace(
-            own,
-            row=i,
-            repetition_penalty=penalty,
-            processors=processors,
-            warpers=(*own.warpers, *warpers.values()),
-        )
+        processors, warpers = _merged(list(made.values()), own.processors), [*own.warpers]
+        if own.temperature:
+            processors += self._made(TOP_H, row).values()
+            warpers += self._made(WARPERS, row).values()
+        warpers += self._made(WATERMARK, row).values()
+        own = replace(own, processors=tuple(processors), warpers=tuple(warpers))
+        return replace(own, row=i, repetition_penalty=penalty)
 
     def _made(self, table: Table, row: Row) -> dict[str, Processor]:
         """The processors of a table that generation_config asks for."""
@@ -241,8 +225,8 @@ class Settings:
 
 
 def resolve_sampling(target: Target, **given: Any) -> Sampling:
-    """`Sampling` from the arguments and, for those of None, from the target's generation_config. It is greedy
-    unless a temperature is given or generation_config sets `do_sample`. Raises ValueError."""
+    """`Sampling` from the arguments or else generation_config. It is greedy unless a temperature is given or
+    generation_config sets `do_sample`. Raises ValueError."""
     config = target.generation_config
     given = {name: value for name, value in given.items() if value is not None}
     if not isinstance(given.get("processors", ()), (list, tuple)):
@@ -253,13 +237,9 @@ def resolve_sampling(target: Target, **given: Any) -> Sampling:
     if "temperature" not in given and not config.do_sample:
         given["temperature"] = 0.0
     settled = {"temperature": 1.0}
-    for name in ("repetition_penalty", *SAMPLED):
+    for name in ("repetition_penalty", *(SAMPLED if given.get("temperature") != 0 else ())):
         value = getattr(config, name, None)
-        if (
-            value is not None
-            and name not in given
-            and (name == "repetition_penalty" or given.get("temperature") != 0)
-        ):
+        if value is not None and name not in given:
             with _blamed(target, name, value):
                 Sampling(**{name: value})
             settled[name] = value

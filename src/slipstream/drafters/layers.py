@@ -219,7 +219,7 @@ def attend_cache(
         seen = (new < 0) | (inside & among.gather(2, index))
 
     positions = cache.lengths[:, None] + after + torch.arange(rows, device=slots.device)
-    if compiles and cache.keys is not None:
+    if compiles and cache.stored:
         seen = freed(seen, 0, 1, 2)
         return [CacheAttend(cache.layer(i), i, seen) for i in range(cache.layers)], positions
     return [CacheAttend(cache, i, seen) for i in range(cache.layers)], positions

@@ -73,7 +73,7 @@ class View(Cache):
     @property
     def stored(self) -> bool:
         """Whether keys and values have storage yet; the pass that makes it is not compiled."""
-        return isinstance(self._cache, LayerView) or self._cache.keys is not None
+        return isinstance(self._cache, LayerView) or bool(self._cache.stored)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any

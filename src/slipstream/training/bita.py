@@ -107,8 +107,7 @@ class BitaObjective(Objective):
         kept = torch.rand(memory.shape, generator=generator) >= DROPOUT
         memory = (memory * kept.to(memory.device) / (1 - DROPOUT)).to(target.dtype)
         S, layers = context.view, list[tuple[Tensor, Tensor]]()
-        assert context.keys is not None and context.values is not None
-        for (k, v), keys, values in zip(memory.transpose(2, 3), context.keys, context.values, strict=True):
+        for (k, v), keys, values in zip(memory.transpose(2, 3), *context.stored, strict=True):
             pairs = ((k, keys), (v, values))
             key, value = (
                 torch.cat([part.expand(B, -1, -1, -1), read[:, :, :S].clone()], 2) for part, read in pairs
