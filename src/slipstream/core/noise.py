@@ -53,12 +53,8 @@ def _words_torch(keys: Tensor, stream: Stream, positions: Tensor, n: int) -> Ten
     B, blocks = len(keys), -(-n // 4)
     # The counter begins at 1, because NumPy's Philox counts up before its first block.
     counter = torch.arange(1, blocks + 1, device=keys.device).expand(B, -1)
-    x = [
-        counter,
-        positions[:, None].expand(B, blocks),
-        torch.full_like(counter, int(stream)),
-        torch.zeros_like(counter),
-    ]
+    zeros = torch.zeros_like(counter)
+    x = [counter, positions[:, None].expand(B, blocks), zeros + int(stream), zeros]
     k0, k1 = keys[:, :1], keys[:, 1:]
     for _ in range(ROUNDS):
         (h0, l0), (h1, l1) = (_multiply(m, v) for m, v in zip(MULTIPLIERS, (x[0], x[2]), strict=True))

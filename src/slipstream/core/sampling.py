@@ -63,40 +63,32 @@ class Sampling:
             if not (isinstance(value, kind) and not isinstance(value, bool) and ok(value)):
                 raise ValueError(f"{name} is {value!r}; it must be {allowed}")
         for name in ("processors", "warpers"):
-            for processor in getattr(self, name):
-                if not callable(processor):
-                    raise ValueError(
-                        f"{name} holds {processor!r}; it must hold Hugging Face LogitsProcessors"
-                    )
+            wrong = [each for each in getattr(self, name) if not callable(each)]
+            if wrong:
+                raise ValueError(f"{name} holds {wrong[0]!r}; it must hold Hugging Face LogitsProcessors")
 
 
-def _positive(x: float) -> bool:
-    return 1 / LARGE <= x <= LARGE
-
-
-def _finite(x: float) -> bool:
-    return abs(x) <= LARGE
-
-
-def _word(x: int) -> bool:
-    return -(2**63) <= x < 2**63
-
-
-# The type and the range of each number, and the words in which an error gives both.
-ALLOWED: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+Allowed = tuple[type, Callable[[Any], bool], str]  # type, range, and the words in which an error gives both
+PENALTY: Allowed = (Real, lambda x: abs(x) <= LARGE, "a finite number (up to 1e30), where 0 is off")
+KEY: Allowed = (Integral, lambda x: -(2**63) <= x < 2**63, "a 64-bit whole number")
+ALLOWED: dict[str, Allowed] = {
     "temperature": (
         Real,
-        lambda x: x == 0 or _positive(x),
+        lambda x: x == 0 or 1 / LARGE <= x <= LARGE,
         "0 (greedy) or a positive number (1e-30 to 1e30)",
     ),
     "top_k": (Integral, lambda x: 0 <= x < 2**63, "0 (off) or a positive whole number"),
     "top_p": (Real, lambda x: 0 < x <= 1, "in (0, 1], where 1 is off"),
     "min_p": (Real, lambda x: 0 <= x < 1, "in [0, 1), where 0 is off"),
-    "repetition_penalty": (Real, _positive, "positive (1e-30 to 1e30), where 1 is off"),
-    "presence_penalty": (Real, _finite, "a finite number (up to 1e30), where 0 is off"),
-    "frequency_penalty": (Real, _finite, "a finite number (up to 1e30), where 0 is off"),
-    "seed": (Integral, _word, "a 64-bit whole number"),
-    "row": (Integral, _word, "a 64-bit whole number"),
+    "repetition_penalty": (
+        Real,
+        lambda x: 1 / LARGE <= x <= LARGE,
+        "positive (1e-30 to 1e30), where 1 is off",
+    ),
+    "presence_penalty": PENALTY,
+    "frequency_penalty": PENALTY,
+    "seed": KEY,
+    "row": KEY,
 }
 
 

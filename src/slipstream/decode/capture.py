@@ -40,11 +40,10 @@ def recorder(target: Target) -> Record | None:
 
 
 class Captured:
-    """The two halves of a round over the same rows.
+    """Rounds over the same rows, in two halves: `propose` makes a tree, and `check` reads it with the target,
+    keeps what agrees and lets the drafter absorb it.
 
     Args:
-        propose: makes a tree.
-        check: reads it with the target, keeps what agrees and lets the drafter absorb it.
         cache, state: all that the halves change, in place or by new tensors of the same shapes.
         depth: of the trees.
     """
@@ -62,8 +61,8 @@ class Captured:
         self.caches = [cache, *state.caches]
         self._places: list[tuple[Any, str]] = [(cache, "lengths") for cache in self.caches]
         self._places += [(part, name) for part, name, value in state.held() if isinstance(value, Tensor)]
-        self._until = -1  # the cache's bound that the captures are good for
-        self._held: list[Tensor] = []  # what stands in the places
+        self._until = -1  # the largest bound of the cache that the captures are good for
+        self._held: list[Tensor] = []  # the tensors in these places that the captures read and write
         self._memory: list[list[Tensor]] = []  # keys and values of all storages
 
     def step(self) -> Any:
@@ -102,7 +101,7 @@ class Captured:
             held[tuple(map(slice, value.shape))] = value
 
     def _half(self, half: Callable[[], Any]) -> Any:
-        """One half, at the sizes of full caches; what it made anew is put where the old was."""
+        """One half at the sizes of full caches. New tensors are copied to where the old ones were."""
         for cache in self.caches:
             cache.settle([self._until])
         before = [getattr(*place) for place in self._places]
@@ -114,5 +113,5 @@ class Captured:
 
 
 def rounded(length: int) -> int:
-    """The least multiple of `SPAN` that is not below."""
+    """The next multiple of `SPAN`."""
     return -(-length // SPAN) * SPAN

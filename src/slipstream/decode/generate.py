@@ -36,7 +36,7 @@ class Streamer(Protocol):
 
 @runtime_checkable
 class Writer(Protocol):
-    """Anything with `write`: an open file, a `StringIO`."""
+    """Anything with `write`, such as an open file."""
 
     def write(self, text: str, /) -> Any: ...
 

@@ -1,4 +1,4 @@
-"""Session: texts under way, which others join and leave at any round. No drafter is named here."""
+"""Session: texts under way. Others join and leave at any round. No drafter is named here."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -25,7 +25,7 @@ CHUNK = 512  # prompt tokens per prefill pass: bounds the mask and the activatio
 
 @dataclass
 class Seconds:
-    """Where the time of a run went. Host: layout, masks, sampling, verification, compaction, bookkeeping."""
+    """Where time went. `host`: layout, masks, sampling, verification, compaction, bookkeeping."""
 
     prefill: float = 0.0
     draft: float = 0.0
@@ -178,7 +178,7 @@ class Session:
         return self.drafter.propose(self.state, self.sampler, shape)
 
     def _check(self, tree: Tree) -> Span:
-        """The target reads the tree, what agrees is kept, and the drafter absorbs it."""
+        """Let the target read the tree, keep what agrees, and let the drafter absorb it."""
         lap = _stopwatch()
         out = self.target(tree, self.cache, self.drafter.taps)
         verdict = verify(tree, out.logits, self.cache.lengths, self.sampler, self.law)
@@ -214,7 +214,7 @@ class Session:
 
     @torch.inference_mode()
     def retire(self, texts: Iterable[int]) -> None:
-        """Let texts go, by their numbers. The last rows move into the holes that they leave."""
+        """Let texts go, by their numbers. The last rows move into their rows."""
         gone = {self.texts.index(text) for text in texts}
         if not gone:
             return

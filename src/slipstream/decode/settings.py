@@ -201,15 +201,15 @@ class Settings:
         penalty = own.repetition_penalty
         if next(iter(made), None) == "repetition_penalty":
             del made["repetition_penalty"]  # the sampler's own penalty also comes first, and is faster
-        elif made:
-            penalty = 1.0 if "repetition_penalty" in made else penalty
+        elif "repetition_penalty" in made:
+            penalty = 1.0
         processors, warpers = _merged(list(made.values()), own.processors), [*own.warpers]
         if own.temperature:
             processors += self._made(TOP_H, row).values()
             warpers += self._made(WARPERS, row).values()
         warpers += self._made(WATERMARK, row).values()
-        own = replace(own, processors=tuple(processors), warpers=tuple(warpers))
-        return replace(own, row=i, repetition_penalty=penalty)
+        own = replace(own, row=i, repetition_penalty=penalty)
+        return replace(own, processors=tuple(processors), warpers=tuple(warpers))
 
     def _made(self, table: Table, row: Row) -> dict[str, Processor]:
         """The processors of a table that generation_config asks for."""
