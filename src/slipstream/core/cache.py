@@ -1,4 +1,4 @@
-"""KVCache: keys and values of what the target has read, for some rows of a storage that is allocated once."""
+"""KVCache: keys and values of what the target has read, in rows of a storage that is allocated once."""
 
 from copy import copy
 from typing import NamedTuple
@@ -91,8 +91,8 @@ class Storage:
 class KVCache:
     """Keys and values of L layers for B texts: the rows [first, first + B) of a `Storage`.
 
-    A round reserves slots for its rows (`reserve`), the target's layers write into them (`write`), and what
-    was accepted is moved to the front and kept (`keep`). Slots past `lengths` are scratch.
+    A round reserves slots for its rows (`reserve`). The target's layers write into them (`write`). What was
+    accepted is moved to the front (`keep`). Slots past `lengths` are scratch.
 
     Args:
         layers: L.
@@ -220,5 +220,5 @@ class KVCache:
         self.bound = min(self.bound, other.bound + ahead)
 
     def settle(self, lengths: list[int]) -> None:
-        """Tell the host-side bound what the round's one copy to the host showed."""
+        """Make the bound exact, from lengths that the host knows."""
         self.bound = max(lengths, default=0)

@@ -69,7 +69,7 @@ class Level(NamedTuple):
 
 @lru_cache
 def static_levels(paths: tuple[Path, ...], device: torch.device = CPU) -> tuple[Level, ...]:
-    """Index tensors of a static tree, level by level. Slots are in breadth-first order, siblings by rank."""
+    """Index tensors of a static tree, level by level; slots in breadth-first order, siblings by rank."""
     known = {(), *paths}
     if () in paths or len(set(paths)) != len(paths):
         wrong = next(path for i, path in enumerate(paths) if not path or path in paths[:i])
@@ -103,8 +103,8 @@ def static_levels(paths: tuple[Path, ...], device: torch.device = CPU) -> tuple[
 def dynamic(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int, budget: int) -> Tree:
     """EAGLE-2: expand the `width` most confident nodes of each level, then keep the `budget` best nodes.
 
-    A node's score is the log probability of its path, so no child scores above its parent. Among equal scores
-    the lower slot wins, so the parent of every kept node is kept.
+    A node's score is the log probability of its path, so no child scores above its parent. The lower slot
+    wins a tie, so the parent of every kept node is kept.
     """
     frontier, origin, score = _begin(root)
     slots = origin

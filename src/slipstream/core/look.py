@@ -4,6 +4,6 @@ from torch import Tensor
 
 
 def may_look(x: Tensor) -> bool:
-    """True on a CPU, where reading a value costs nothing. On a GPU it would wait for the device, and while a
-    graph is captured there are no values yet."""
+    """True on a CPU, where reading a value costs nothing. A GPU would have to finish first, and a graph that
+    is being captured has no values yet."""
     return x.device.type == "cpu"

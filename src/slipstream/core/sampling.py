@@ -196,7 +196,7 @@ class Sampler:
         return torch.cat(rows)
 
     def _threshold(self, x: Float[Tensor, "B V"], slack: float) -> Float[Tensor, "B 1"]:
-        """The lowest score in the support: each of the three cuts keeps a set of best tokens."""
+        """The lowest score in the support. Each of the three cuts keeps a set of best tokens."""
         top_k, top_p, min_p = (self._columns[name] for name in ("top_k", "top_p", "min_p"))
         limited = top_k > 0
         # Scores that move by slack / 2 move a set's mass by slack / 4 at most.

@@ -24,7 +24,7 @@ LOSSY_DELTA = 0.3
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was accepted: `path[:, :count]` are slots, root first; `next` is the target's own next token."""
+    """What was accepted. `path[:, :count]` are slots, root first; `next` is the target's own next token."""
 
     path: Int[Tensor, "B D1"]  # columns from count on repeat the last slot
     count: Int[Tensor, " B"]

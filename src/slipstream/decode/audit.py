@@ -1,8 +1,7 @@
 """The audit: is every token of an answer the one that plain decoding would have chosen?
 
-A pass over a tree and a pass over one row round differently, so in low precision equality has an exception: a
-token whose score is within a stated margin of the best is a tie that rounding may turn. Everything else is an
-error.
+A pass over a tree and a pass over one row round differently. So in low precision a token whose score is
+within a stated margin of the best is a tie, which rounding may turn. Any other difference is an error.
 """
 
 import math

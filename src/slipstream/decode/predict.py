@@ -42,7 +42,7 @@ class Prediction:
     """Acceptance over all rounds.
 
     Attributes:
-        committed: tokens of each round, the target's own included; 0 where the text is over.
+        committed: tokens of each round, the target's own included; 0 after the text's end.
         depth: of the tree.
     """
 
@@ -68,7 +68,7 @@ class Prediction:
 def rounds(
     drafter: Drafter, recorded: RecordedTarget, law: Law, shape: Shape | None = None
 ) -> Iterator[tuple[Session, list[Committed]]]:
-    """Rounds of all recorded texts, each up to its last token: the session, and what the round brought."""
+    """Rounds of all recorded texts, each up to its last token: (session, what the round brought)."""
     prompts, ends = _prompts(recorded), recorded.lengths.tolist()
     session = Session(recorded, drafter, law, len(prompts), recorded.tokens.shape[1])
     session.admit(prompts, recorded.sampling)
