@@ -22,11 +22,11 @@ from slipstream.drafters.parallel import ParallelDrafter, ParallelState
 
 @dataclass(frozen=True)
 class BitaConfig:
-    """Sizes.
+    """Sizes of a `BitaHead`.
 
     Attributes:
-        depth: M, mask tokens, and tokens drafted.
-        prompts: P, of each layer; 0: masks alone.
+        depth: M, the number of mask tokens and of tokens drafted.
+        prompts: P, the number of prompts of each layer; 0: there are only masks.
         layers, heads, head_dim: of the target's cache.
     """
 
@@ -40,8 +40,8 @@ class BitaConfig:
 
 
 class BitaHead(Head):
-    """All that is trained: M vectors in place of embeddings, and P keys and values a layer, which only they
-    read. Keys stand at no position and are not turned (§3.1)."""
+    """All that is trained: M masks, which are vectors in place of embeddings, and P keys and values per
+    layer, which only masks read. These keys have no position and are not rotated (§3.1)."""
 
     sizes = BitaConfig
 
@@ -56,13 +56,13 @@ class BitaHead(Head):
 
 @dataclass
 class BitaState(ParallelState):
-    known: Int[Tensor, " B"]  # depths that the masks have spoken of
+    known: Int[Tensor, " B"]  # depths that the masks have predicted
 
 
 @final
 class Bita(ParallelDrafter):
-    """Drafts with a `BitaHead`: the masks behind a node say the tokens after its next one, in the pass that
-    checks it.
+    """Drafts with a `BitaHead`: the masks behind a node predict the tokens after its next one, in the pass
+    that verifies it.
 
     The efficient tree of §3.2 is "backbone-3x5", the full one with k = 2 "full-3x2"; the public code's is
     triangular, [[0],[1],…] with 5, 4 and 3 children. `hosts=1` with a chain is the straightforward decoding
@@ -71,8 +71,8 @@ class Bita(ParallelDrafter):
     Args:
         hosts: how many nodes carry masks: those likeliest to end the accepted path, which in a static tree
             are those of low ranks and depths; 0: all. A pass has nodes + hosts · M rows; where rows cost time
-            four hosts pay more than all (docs/bita.md). Of a path that ends elsewhere, what the masks of its
-            last host said of the tokens still to come is drafted.
+            four hosts pay more than all (docs/bita.md). For a path that ends elsewhere, the masks of its last
+            host give the draft, without the tokens that have been chosen since.
         head, target, vocab, tree, proposal: see `HeadDrafter`.
     """
 
@@ -101,8 +101,8 @@ class Bita(ParallelDrafter):
         return shape.nodes + min(self.hosts or shape.nodes, shape.nodes) * shape.depth
 
     def start(self, batch: int, device: torch.device) -> BitaState:
-        about = vars(super().start(batch, device))
-        return BitaState(**about, known=torch.zeros(batch, dtype=torch.long, device=device))
+        known = torch.zeros(batch, dtype=torch.long, device=device)
+        return BitaState(**vars(super().start(batch, device)), known=known)
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, BitaState)
@@ -133,7 +133,7 @@ class Bita(ParallelDrafter):
         return replace(tree, probes=Probes(masks, hosts))
 
     def _read(self, features: Float[Tensor, "B M H"]) -> Float[Tensor, "B M H"]:
-        """Nothing: the target reads."""
+        """The features as they are: the target's own pass read the masks."""
         return features
 
 

@@ -118,7 +118,8 @@ class DraftModel(Proposer):
         cls, target: Target, skip: str = "", tree: str = "chain-5", proposal: str = "top-k"
     ) -> "DraftModel":
         """Draft with the target itself without some blocks: "10,11,12" or "10-12". Raises ValueError."""
-        blocks, L = list[int](), target.sizes.blocks
+        L = target.sizes.blocks
+        skipped = set[int]()
         if not skip:
             raise ValueError(
                 f"drafter 'self-speculative' skips some of the target's blocks 0 to {L - 1}: name them, as "
@@ -133,8 +134,7 @@ class DraftModel(Proposer):
                     f"skip={skip!r} names no blocks: write numbers and rising ranges, such as 10-14,20"
                 )
             # L + 1 of the blocks are enough to refuse a range.
-            blocks += range(int(first), min(int(last), int(first) + L) + 1)
-        skipped = set(blocks)
+            skipped.update(range(int(first), min(int(last), int(first) + L) + 1))
         if not skipped < set(range(L)):
             raise ValueError(
                 f"blocks {sorted(skipped)} cannot be skipped: this target has blocks 0 to {L - 1}; keep one"

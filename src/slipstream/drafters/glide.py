@@ -64,7 +64,8 @@ class CrossAttention(nn.Module):
     def __init__(self, config: GlideConfig, layer: int) -> None:
         super().__init__()
         A, D = config.target_heads, config.target_head_dim
-        self.config, self.rope = config, Rope(*config.target_rope[layer])
+        self.config = config
+        self.rope = Rope(*config.target_rope[layer])
         self.q_proj = nn.Linear(config.hidden_size, A * D, bias=False)
         self.o_proj = nn.Linear(A * D, config.hidden_size, bias=False)
 
@@ -179,7 +180,8 @@ class Glide(HeadDrafter):
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, GlideState)
-        T, glimpses = span.tokens.shape[1], list[Glimpse | None]([None] * self.head.config.depth)
+        T = span.tokens.shape[1]
+        glimpses: list[Glimpse | None] = [None] * self.head.config.depth
         if self.taps:
             assert span.features is not None
             attends, _ = attend_cache(state.seen, T)

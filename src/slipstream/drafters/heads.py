@@ -70,7 +70,8 @@ class HeadDrafter(Proposer):
         tree: str | Shape = "fig9",
         proposal: str = "top-k",
     ) -> None:
-        at, V = target.device, target.vocab
+        at = target.device
+        V = target.vocab
         self.head: Any = head.to(at, target.dtype).requires_grad_(False)
         self.target, self.taps = target, head.config.taps
         if vocab is not None and not (len(vocab) and int(vocab.min()) >= 0 and int(vocab.max()) < V):
@@ -80,9 +81,9 @@ class HeadDrafter(Proposer):
         ids = torch.arange(V, device=at) if vocab is None else vocab.to(at).long()
         super().__init__(ids, V, tree, proposal)
         self.lm_head = None if self.head.own_lm_head else target.lm_head(None if len(ids) == V else ids)
-        self._compiled_read, self._compiled_logits = self._read, self.logits
         if target.compiles:
-            self._compiled_read, self._compiled_logits = compiled(self._read, at), compiled(self.logits, at)
+            self._compiled_read = compiled(self._read, at)
+            self._compiled_logits = compiled(self.logits, at)
 
     @classmethod
     def load(
@@ -104,8 +105,7 @@ class HeadDrafter(Proposer):
         return cls(head, target, vocab, **{"tree": tree, **options})
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What a drafter directory says of this drafter: configuration and tensors, without the target's
-        own."""
+        """What a drafter directory holds: configuration and tensors, without the target's own."""
         tensors = dict(self.head.state_dict())
         if len(self.vocab) < self.width:
             tensors[VOCAB] = self.vocab.int()

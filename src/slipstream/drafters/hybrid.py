@@ -22,8 +22,8 @@ SMALLEST = 8  # nodes of the default tree, at least
 
 @dataclass
 class HybridState(State):
-    guessed: State
-    found: State
+    head: State
+    ngram: State
 
 
 @final
@@ -98,14 +98,14 @@ class Hybrid(Drafter):
 
     def absorb(self, span: Span, state: State) -> None:
         assert isinstance(state, HybridState)
-        self.head.absorb(span, state.guessed)
-        self.ngram.absorb(span, state.found)
-        state.root = state.guessed.root
+        self.head.absorb(span, state.head)
+        self.ngram.absorb(span, state.ngram)
+        state.root = state.head.root
 
     def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
         assert isinstance(state, HybridState)
-        tree = self.head.propose(state.guessed, sampler, shape)
-        match = self.ngram.propose(state.found, sampler)
+        tree = self.head.propose(state.head, sampler, shape)
+        match = self.ngram.propose(state.ngram, sampler)
         if shape is not None:  # room for a guess beside the match
             match = match.clip(max(0, shape.nodes - 2))
         if tree.nodes <= match.nodes:  # a bare root: nothing is guessed

@@ -22,8 +22,11 @@ VERSION = 1
 VOCAB = "draft_vocab"  # target ids that a drafter takes its candidates from, sorted
 STEP = ".step"  # ends the name of the steps beside a tensor of int8
 TUNED = "tuned.json"
-SCALES, COUNTS, DEEPEST = ("rope_theta", "rms_norm_eps"), ("depth", "layers"), 256  # numbers of a head
-RUN, RUN_MARK = "recipe.yaml", "# of a run of slipstream train"  # a run's recipe, and its first line
+SCALES = ("rope_theta", "rms_norm_eps")  # a head's sizes that are finite numbers
+COUNTS = ("depth", "layers")  # a head's sizes that are whole numbers up to `DEEPEST`
+DEEPEST = 256
+RUN = "recipe.yaml"  # of a run of `slipstream train`
+RUN_MARK = "# of a run of slipstream train"  # the first line of `RUN`
 
 
 @contextmanager

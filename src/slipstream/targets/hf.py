@@ -204,9 +204,14 @@ class HFTarget(Target):
             near = positions[:, :, None] - columns[:, None] < (window or self.window + 1)
             every[kind] = seen & (near | (columns < 0)[:, None])
         embedded = embedded.to(next(self.blocks.parameters()).dtype)
-        cache, decoder = Behind(behind), self.twin.get_decoder()
-        read = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
-        out = decoder(inputs_embeds=embedded, attention_mask=additive(every, embedded.dtype), **read)
+        cache = Behind(behind)
+        out = self.twin.get_decoder()(
+            inputs_embeds=embedded,
+            attention_mask=additive(every, embedded.dtype),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
         return out.last_hidden_state, cache.own
 
     @torch.inference_mode()
@@ -218,16 +223,15 @@ class HFTarget(Target):
         positions = cache.lengths[:, None] + layout.depths
         positions = positions.clamp(max=self.window - 1)  # only padding lies beyond the window
         tokens = tree.tokens.clamp(min=0)
-        if tree.rows == tree.nodes:
+        if tree.probes is None:
             inputs = {"input_ids": tokens}
         else:
-            assert tree.probes is not None
             vectors, hosts = tree.probes
             embedded = self.embed(tokens)
             probes = vectors.to(embedded).repeat(hosts.shape[1], 1).expand(len(tokens), -1, -1)
             inputs = {"inputs_embeds": torch.cat([embedded, probes], 1)}
         keep: int | Tensor = 0
-        if rows is not None or tree.rows > tree.nodes:
+        if rows is not None or tree.probes is not None:
             keep = torch.arange(tree.nodes, device=self.device) if rows is None else rows.unique()
         if isinstance(keep, Tensor) and len(keep) == 0:
             # One row by its index: sliced states would not be contiguous, and each text would copy the head.

