@@ -87,10 +87,10 @@ def tune(
     target = loaded(target)
     check_counts(temperatures=len(temperatures), max_new_tokens=max_new_tokens)
     spec = drafter if isinstance(drafter, Drafter) else Spec.parse(drafter)
-    prompts = first_prompts(target, asked)
     itself = spec == Spec("self-speculative")
-    skipping = skippable(target, prompts, progress=progress) if itself else []
+    skipping = skippable(target, first_prompts(target, asked), progress=progress) if itself else []
     made = _grower(spec, target, skipping)
+    prompts = first_prompts(target, asked)
     home = None if isinstance(spec, Drafter) else tuned_home(spec, target)
     if home is not None:
         read_results(tuned_file(home))
