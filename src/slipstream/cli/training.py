@@ -75,10 +75,11 @@ def train(
     """
     from accelerate import PartialState
 
+    from slipstream.bars import bars
     from slipstream.training.run import recipe_of
     from slipstream.training.run import train as run
+    from slipstream.training.show import Watch
     from slipstream.training.show import preview as show_preview
-    from slipstream.training.show import watching
 
     settled = recipe_of(method, directory, data, recipe, overrides, resume)
     if directory is None and not preview:
@@ -90,7 +91,8 @@ def train(
         out.print(show_preview(loaded, settled.data))
         return
     try:
-        with watching(err) as watch:
+        with bars(err) as bar:
+            watch = Watch(bar)
             how: Any = {"resume": resume, "force": force, "progress": watch.show, "filling": watch.filling}
             done = run(loaded, settled, directory, **how)
     except KeyboardInterrupt as stopped:

@@ -5,7 +5,6 @@ A layout says which sizes its config.json gives and how it names the tensors tha
 
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal, final
 
@@ -25,12 +24,8 @@ from slipstream.methods import METHODS
 BLOCK = re.compile(r"blocks\.(\d+)\.(\d+)\.(weight|bias)")  # of a Medusa head, as we name it
 
 
-@dataclass
-class Report:
-    """What became of every tensor and configuration key."""
-
-    used: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+Config = dict[str, Any]  # what a config.json holds
+Tensors = dict[str, Tensor]
 
 
 class Layout(ABC):
@@ -38,10 +33,10 @@ class Layout(ABC):
 
     Attributes:
         keys: keys of config.json that are read.
-        file: the tensors are written to it.
-        embedding: checkpoints always hold a "copy" of the target's embedding; "may" hold it, or one of their
-            own; or hold "none".
-        vocabulary: tensors say the draft vocabulary. Otherwise our own key of config.json does.
+        file: name of the file of tensors.
+        embedding: checkpoints always hold a "copy" of the target's embedding, "may" hold it or one of their
+            own, or hold "none".
+        vocabulary: the draft vocabulary is stored in tensors; otherwise in our own key of config.json.
     """
 
     keys: ClassVar[set[str]]
@@ -50,38 +45,35 @@ class Layout(ABC):
     vocabulary: ClassVar[bool] = True
 
     @abstractmethod
-    def knows(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+    def knows(self, config: Config, tensors: Tensors) -> bool:
         """Whether a checkpoint is written in this layout."""
 
     @abstractmethod
-    def sizes(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, report: Report
-    ) -> Any:
-        """The head's sizes, of the `flat` config; tensors are under our names. Raises ValueError for one that
-        this target cannot have."""
+    def sizes(self, config: Config, tensors: Tensors, target: Target, notes: list[str]) -> Any:
+        """The head's sizes, from the `flat` config and tensors under our names; `notes` are for the user.
+        Raises ValueError where they do not fit the target."""
 
     @abstractmethod
-    def config(self, head: Any, target: Target, name: str) -> dict[str, Any]:
-        """config.json of a head of our own for the target of that name. Raises ValueError where it cannot say
-        it."""
+    def config(self, head: Any, target: Target, name: str) -> Config:
+        """config.json of our own head; `name` is the target's. Raises ValueError if it cannot express it."""
 
-    def flat(self, config: dict[str, Any]) -> dict[str, Any]:
-        """config.json without sections: all that is read under one roof."""
+    def flat(self, config: Config) -> Config:
+        """config.json without sections."""
         return config
 
     def tree(self, sizes: Any) -> str:
-        """What a head of it drafts by default."""
+        """The drafter's default tree."""
         return "fig9"
 
     def own_embedding(self, sizes: Any) -> bool:
         """Whether a head of these sizes has an embedding of its own."""
         return False
 
-    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def take(self, tensors: Tensors) -> Tensors:
         """Their tensors under our names. Raises ValueError."""
         return tensors
 
-    def give(self, tensors: dict[str, Tensor], target: Target, report: Report) -> dict[str, Tensor]:
+    def give(self, tensors: Tensors, target: Target, notes: list[str]) -> Tensors:
         """Our tensors under their names."""
         return tensors
 
@@ -93,33 +85,25 @@ class EagleLayout(Layout):
 
     keys, embedding, vocabulary = SHARED | {"bias"}, "copy", False
 
-    def knows(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+    def knows(self, config: Config, tensors: Tensors) -> bool:
         return True  # nothing marks it: what no other layout knows is read as this one
 
-    def sizes(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, report: Report
-    ) -> EagleConfig:
+    def sizes(self, config: Config, tensors: Tensors, target: Target, notes: list[str]) -> EagleConfig:
         has_bias = config.get("bias") is not False  # of the fc: the key's absence means that there is one
         fits("hidden_size", config.get("hidden_size"), target.width)
         return EagleConfig(**layer(config, tensors, target), bias=has_bias)
 
-    def config(self, head: EagleConfig, target: Target, name: str) -> dict[str, Any]:
+    def config(self, head: EagleConfig, target: Target, name: str) -> Config:
         if head.input_norm:
-            raise ValueError(
-                "this head has a norm before attention, which layout eagle cannot express: train one without"
-            )
+            reason = "this head has a norm before attention, which layout eagle cannot express"
+            raise ValueError(f"{reason}: train one without")
         bias = {} if head.bias else {"bias": False}
-        return {
-            **described(target),
-            **written(head),
-            **bias,
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-        }
+        llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        return {**described(target), **written(head), **bias, **llama}
 
-    def give(self, tensors: dict[str, Tensor], target: Target, report: Report) -> dict[str, Tensor]:
+    def give(self, tensors: Tensors, target: Target, notes: list[str]) -> Tensors:
         if "fc.bias" in tensors:
-            report.notes.append(
+            notes.append(
                 'fc.bias: vLLM leaves it out, and reads the key "bias" as one of attention; SGLang and EAGLE '
                 "use it"
             )
@@ -129,27 +113,23 @@ class EagleLayout(Layout):
 class Eagle3Layout(Layout):
     """EAGLE-3: its own LM head; d2t [Vd] and t2d [V] say the draft vocabulary (target id = i + d2t[i]).
 
-    Which states it reads is said twice, one apart: `eagle_aux_hidden_state_layer_ids` counts inputs of blocks
-    (vLLM), the same key in `eagle_config` outputs of blocks (SGLang, SpecForge, ModelOpt).
+    Two keys name the states that it reads, one apart: `eagle_aux_hidden_state_layer_ids` counts inputs of
+    blocks (vLLM), the same key in `eagle_config` outputs of blocks (SGLang, SpecForge, ModelOpt).
     """
 
     layer = "midlayer."
     flags: ClassVar = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
-    keys: ClassVar = SHARED | {*flags, "draft_vocab_size", "target_hidden_size", "embed_requires_grad",
-    IDS} | {
-        f"{NESTED}{name}" for name in (IDS, "norm_before_fc")
-    }  # fmt: skip
+    own: ClassVar = (*flags, "draft_vocab_size", "target_hidden_size", "embed_requires_grad", IDS)
+    keys: ClassVar = SHARED | {*own, f"{NESTED}{IDS}", f"{NESTED}norm_before_fc"}
 
-    def knows(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+    def knows(self, config: Config, tensors: Tensors) -> bool:
         return any(name.startswith(self.layer) for name in tensors)
 
-    def flat(self, config: dict[str, Any]) -> dict[str, Any]:
+    def flat(self, config: Config) -> Config:
         nested = {f"{NESTED}{name}": value for name, value in (config.get("eagle_config") or {}).items()}
         return {name: value for name, value in config.items() if name != "eagle_config"} | nested
 
-    def sizes(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, report: Report
-    ) -> Eagle3Config:
+    def sizes(self, config: Config, tensors: Tensors, target: Target, notes: list[str]) -> Eagle3Config:
         H, wide = config.get("hidden_size"), config.get("target_hidden_size")
         fits("target_hidden_size" if wide else "hidden_size", wide or H, target.sizes.hidden_size)
         flags: dict[str, Any] = {name: bool(config.get(name)) for name in self.flags}
@@ -167,25 +147,22 @@ class Eagle3Layout(Layout):
     def own_embedding(self, sizes: Eagle3Config) -> bool:
         return sizes.vocab_size > 0
 
-    def config(self, head: Eagle3Config, target: Target, name: str) -> dict[str, Any]:
+    def config(self, head: Eagle3Config, target: Target, name: str) -> Config:
         inputs = [int(tap.removeprefix(INPUT)) for tap in head.taps if tap.startswith(INPUT)]
         if len(inputs) < len(head.taps) or inputs != sorted(set(inputs)):
             raise ValueError(
                 f"this head reads {', '.join(map(repr, head.taps))}, and engines inputs of blocks alone, in "
                 "ascending order: train one that reads those (head.taps)"
             )
-        own = {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "tie_word_embeddings": False,
-        }
+        own: Config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
+        own |= {"tie_word_embeddings": False}
         own |= {name: getattr(head, name) for name in (*self.flags, "draft_vocab_size")}
         own |= {"target_hidden_size": head.target_hidden_size or head.hidden_size}
         own |= {"embed_requires_grad": bool(head.vocab_size), IDS: inputs}
         nested = {IDS: [i - 1 for i in inputs], "use_aux_hidden_state": True}
         return {**described(target), **written(head), **own, "eagle_config": nested}
 
-    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def take(self, tensors: Tensors) -> Tensors:
         taken = {name.replace(self.layer, "midlayer.", 1): tensor for name, tensor in tensors.items()}
         d2t, t2d = taken.pop("d2t", None), taken.pop("t2d", None)
         if d2t is not None:
@@ -194,7 +171,7 @@ class Eagle3Layout(Layout):
                 raise ValueError("d2t and t2d do not say the same draft vocabulary, in ascending order")
         return taken
 
-    def give(self, tensors: dict[str, Tensor], target: Target, report: Report) -> dict[str, Tensor]:
+    def give(self, tensors: Tensors, target: Target, notes: list[str]) -> Tensors:
         given = {name.replace("midlayer.", self.layer, 1): tensor for name, tensor in tensors.items()}
         if (vocab := given.pop(VOCAB, None)) is not None:
             given["d2t"] = vocab.long() - torch.arange(len(vocab))
@@ -208,43 +185,36 @@ class SpeculatorsLayout(Eagle3Layout):
 
     layer = "layers.0."
 
-    def knows(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+    def knows(self, config: Config, tensors: Tensors) -> bool:
         return "speculators_model_type" in config
 
-    def flat(self, config: dict[str, Any]) -> dict[str, Any]:
+    def flat(self, config: Config) -> Config:
         if (kind := config["speculators_model_type"]) != "eagle3":
             raise ValueError(f"this is one of speculators' {kind!r} heads; of those, eagle3 is read here")
         sections = {name: value for name, value in config.items() if name != "transformer_layer_config"}
         return super().flat({**config.get("transformer_layer_config", {}), **sections})
 
-    def sizes(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, report: Report
-    ) -> Eagle3Config:
+    def sizes(self, config: Config, tensors: Tensors, target: Target, notes: list[str]) -> Eagle3Config:
         if "norm_before_residual" not in config:
-            report.notes.append(
-                "norm_before_residual: absent, false as speculators has it; vLLM takes it as true"
-            )
-        return super().sizes(config, tensors, target, report)
+            notes.append("norm_before_residual: absent, false as speculators has it; vLLM takes it as true")
+        return super().sizes(config, tensors, target, notes)
 
-    def config(self, head: Eagle3Config, target: Target, name: str) -> dict[str, Any]:
+    def config(self, head: Eagle3Config, target: Target, name: str) -> Config:
         flat = super().config(head, target, name)
-        own = (*self.flags, "draft_vocab_size", "target_hidden_size", "embed_requires_grad", IDS)
-        greedy = {
-            "proposal_type": "greedy",
-            "speculative_tokens": 3,
-            "verifier_accept_k": 1,
-            "accept_tolerance": 0.0,
-        }
+        greedy = {"proposal_type": "greedy", "speculative_tokens": 3}
+        greedy |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
         verifier = {"name_or_path": name, "architectures": target.described.get("architectures") or []}
-        layer = {name: value for name, value in flat.items() if name not in own and name != "eagle_config"}
+        layer = {name: value for name, value in flat.items() if name not in (*self.own, "eagle_config")}
         return {
             "speculators_model_type": "eagle3",
             "architectures": ["Eagle3DraftModel"],
-            **{name: flat[name] for name in own},
+            **{name: flat[name] for name in self.own},
             "transformer_layer_config": {**layer, "architectures": ["LlamaForCausalLM"]},
             "speculators_config": {
-                **{"algorithm": "eagle3", "default_proposal_method": "greedy"},
-                **{"proposal_methods": [greedy], "verifier": verifier},
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [greedy],
+                "verifier": verifier,
             },
             "tie_word_embeddings": False,
         }
@@ -258,17 +228,15 @@ class MedusaLayout(Layout):
     keys: ClassVar = {"medusa_num_heads", "medusa_num_layers", "version"}  # which the tensors say, too
     block: ClassVar = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 
-    def knows(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+    def knows(self, config: Config, tensors: Tensors) -> bool:
         return any(map(self.block.fullmatch, tensors))
 
-    def sizes(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, report: Report
-    ) -> MedusaConfig:
-        found = [match for match in map(BLOCK.fullmatch, tensors) if match]
-        depth, layers = (1 + max((int(match[i]) for match in found), default=-1) for i in (1, 2))
+    def sizes(self, config: Config, tensors: Tensors, target: Target, notes: list[str]) -> MedusaConfig:
+        blocks = [match for match in map(BLOCK.fullmatch, tensors) if match]
+        depth, layers = (1 + max((int(match[i]) for match in blocks), default=-1) for i in (1, 2))
         shared, bias = "lm_heads.0.weight" not in tensors, "blocks.0.0.bias" in tensors
         if shared:
-            report.notes.append("lm_heads: absent, the target's LM head is used at every depth")
+            notes.append("lm_heads: absent, the target's LM head is used at every depth")
         H = tensors["blocks.0.0.weight"].shape[1]
         own = len(tensors[VOCAB]) if VOCAB in tensors else target.vocab
         Vd = own if shared else len(tensors["lm_heads.0.weight"])
@@ -282,64 +250,55 @@ class MedusaLayout(Layout):
     def tree(self, sizes: MedusaConfig) -> str:
         return f"best-first-{sizes.depth}x16"
 
-    def config(self, head: MedusaConfig, target: Target, name: str) -> dict[str, Any]:
-        return {
-            "medusa_num_heads": head.depth,
-            "medusa_num_layers": head.layers,
-            "base_model_name_or_path": name,
-        }
+    def config(self, head: MedusaConfig, target: Target, name: str) -> Config:
+        sizes = {"medusa_num_heads": head.depth, "medusa_num_layers": head.layers}
+        return sizes | {"base_model_name_or_path": name}
 
-    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        layers = {
-            match[1]: int(match[2]) + 1 for match in map(self.block.fullmatch, sorted(tensors)) if match
-        }
+    def take(self, tensors: Tensors) -> Tensors:
+        blocks = map(self.block.fullmatch, sorted(tensors))
+        layers = {match[1]: int(match[2]) + 1 for match in blocks if match}
         renamed = {f"{i}.{n}.weight": f"lm_heads.{i}.weight" for i, n in layers.items()}
-        return {
-            renamed.get(name, self.block.sub(r"blocks.\1.\2.\3", name)): tensor
-            for name, tensor in tensors.items()
-        }
+        block = self.block
+        return {renamed.get(k, block.sub(r"blocks.\1.\2.\3", k)): tensor for k, tensor in tensors.items()}
 
-    def give(self, tensors: dict[str, Tensor], target: Target, report: Report) -> dict[str, Tensor]:
+    def give(self, tensors: Tensors, target: Target, notes: list[str]) -> Tensors:
         if VOCAB in tensors:
             raise ValueError(
                 f"this head says {len(tensors[VOCAB])} of {target.vocab} tokens, which layout medusa cannot "
                 "express: export it as medusa-vllm, or train one with head.draft_vocab=0"
             )
         layers = 1 + max(int(match[2]) for match in map(BLOCK.fullmatch, tensors) if match)
-        named = {name: BLOCK.sub(r"\1.\2.linear.\3", name) for name in tensors}
-        return {
-            re.sub(r"lm_heads\.(\d+)", rf"\1.{layers}", named[name]): tensor
-            for name, tensor in tensors.items()
-        }
+
+        def named(name: str) -> str:
+            return re.sub(r"lm_heads\.(\d+)", rf"\1.{layers}", BLOCK.sub(r"\1.\2.linear.\3", name))
+
+        return {named(name): tensor for name, tensor in tensors.items()}
 
 
 @final
 class VLLMMedusaLayout(MedusaLayout):
     """The same as vLLM and other engines read it; `token_map` is the draft vocabulary."""
 
-    file = "model.safetensors"
+    file = Layout.file
     keys: ClassVar = {
         "num_heads", "num_hidden_layers", "medusa_fc_bias", "hidden_size", "vocab_size",
-        "truncated_vocab_size",
-        "original_lm_head",
+        "truncated_vocab_size", "original_lm_head",
     }  # fmt: skip
 
-    def knows(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+    def knows(self, config: Config, tensors: Tensors) -> bool:
         return any(name.startswith("blocks.0.layers.") for name in tensors)
 
-    def sizes(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, report: Report
-    ) -> MedusaConfig:
+    def sizes(self, config: Config, tensors: Tensors, target: Target, notes: list[str]) -> MedusaConfig:
         if config.get("original_lm_head"):  # the file has the target's, once
-            said, own = tensors.pop("lm_heads.0.weight"), _lm_head(tensors, target)
-            if said.shape != own.shape or not torch.allclose(said.float(), own.float(), rtol=1e-2, atol=1e-3):
+            theirs, own = tensors.pop("lm_heads.0.weight"), _lm_head(tensors, target)
+            if not close(theirs, own):
                 raise ValueError(
                     "original_lm_head=True, and lm_heads.0.weight is not this target's LM head: import it "
                     "for the target it was made for"
                 )
-        return super().sizes(config, tensors, target, report)
+        return super().sizes(config, tensors, target, notes)
 
-    def config(self, head: MedusaConfig, target: Target, name: str) -> dict[str, Any]:
+    def config(self, head: MedusaConfig, target: Target, name: str) -> Config:
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -352,13 +311,13 @@ class VLLMMedusaLayout(MedusaLayout):
             "original_lm_head": head.shared,
         }
 
-    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def take(self, tensors: Tensors) -> Tensors:
         taken = {re.sub(r"(blocks\.\d+)\.layers\.", r"\1.", name): tensor for name, tensor in tensors.items()}
         if (vocab := taken.pop("token_map", None)) is not None:
             taken[VOCAB] = vocab.long()
         return taken
 
-    def give(self, tensors: dict[str, Tensor], target: Target, report: Report) -> dict[str, Tensor]:
+    def give(self, tensors: Tensors, target: Target, notes: list[str]) -> Tensors:
         given = {re.sub(r"(blocks\.\d+)\.", r"\1.layers.", name): tensor for name, tensor in tensors.items()}
         if "lm_heads.0.weight" not in given:
             given["lm_heads.0.weight"] = _lm_head(tensors, target).to(tensors["blocks.0.0.weight"].dtype)
@@ -376,13 +335,18 @@ def layouts() -> dict[str, tuple[str, Layout]]:
     }
 
 
-def layout_of(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+def layout_of(config: Config, tensors: Tensors) -> str:
     """The name of the layout that a checkpoint is written in. Later entries of the table are asked first."""
     known = layouts()
     return next(name for name in reversed(known) if known[name][1].knows(config, tensors))
 
 
-def _lm_head(tensors: dict[str, Tensor], target: Target) -> Tensor:
+def close(theirs: Tensor, own: Tensor) -> bool:
+    """Whether a matrix is the target's up to rounding."""
+    return theirs.shape == own.shape and torch.allclose(theirs.float(), own.float(), rtol=1e-2, atol=1e-3)
+
+
+def _lm_head(tensors: Tensors, target: Target) -> Tensor:
     """The rows of the target's LM head that say the draft vocabulary."""
     lm_head = target.lm_head(tensors[VOCAB].long() if VOCAB in tensors else None)
     return rows_of(lm_head, target.embed(torch.zeros(1, dtype=torch.long, device=target.device))).cpu()

@@ -1,5 +1,4 @@
-"""Parity with vLLM: the same head in a serving engine must accept the same drafts and leave the text
-alone."""
+"""Parity with vLLM: the same head there must accept the same drafts and leave the text alone."""
 
 import json
 import math
@@ -19,7 +18,6 @@ from torch import Tensor
 from slipstream.command import public
 from slipstream.core.cache import KVCache
 from slipstream.core.sampling import Sampling
-from slipstream.decode.answer import Round
 from slipstream.decode.audit import audit
 from slipstream.decode.generate import Generation, generate
 from slipstream.decode.settings import Settings
@@ -102,7 +100,7 @@ class ParityReport(Report):
 
 @dataclass(frozen=True)
 class Served:
-    """What vLLM said: answers without and with the head, its acceptance, and tensors of the first prompt."""
+    """vLLM's answers without and with the head, its acceptance, and tensors of the first prompt."""
 
     plain: list[list[int]]
     drafted: list[list[int]]
@@ -121,8 +119,7 @@ def parity(
     draft_tokens: int = 3,
     progress: Callable[[str], None] = lambda _: None,
 ) -> ParityReport:
-    """Serve a target with an exported head in vLLM, and hold acceptance and text against our chain decoding
-    at T = 0.
+    """Compare acceptance and text of an exported head in vLLM with our chain decoding, at T = 0.
 
     Args:
         drafter: an eagle or eagle3 drafter directory, or a name whose weights ship.
@@ -140,13 +137,18 @@ def parity(
     for prompt in prompts:
         Settings.of(target, max_new_tokens).limit(prompt)
     ours = _chain(target, drafter, draft_tokens)
-    answers, rounds = _decoded(target, ours, prompts, max_new_tokens, progress)
+    greedy: Any = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "repetition_penalty": 1.0}
+    answers = list[Generation]()
+    for number, prompt in enumerate(prompts, 1):
+        progress(f"ours, question {number}")
+        answers.append(generate(target, prompt, ours, **greedy))
+    rounds = [each for answer in answers for each in answer.rounds]
     acceptance = [sum(r.accepted >= d for r in rounds) / len(rounds) for d in range(1, draft_tokens + 1)]
     progress("vLLM, plainly and with the head (minutes)")
     job = {"method": ours.method, "prompts": list(prompts), "new": max_new_tokens, "draft": draft_tokens}
     served = _served(target, drafter, {**job, "dtype": target.dtype_name}, python)
     divergences = _deviations(target, prompts, served.plain, "vLLM with the head", served.drafted)
-    divergences += _deviations(target, prompts, served.plain, "ours", answers)
+    divergences += _deviations(target, prompts, served.plain, "ours", [answer.tokens for answer in answers])
     apart = [round(a - b, 4) for a, b in zip(acceptance, served.acceptance, strict=True)]
     tied = all(each.margin <= target.margin for each in divergences)
     return ParityReport(
@@ -173,25 +175,6 @@ def _chain(target: HFTarget, drafter: str, draft_tokens: int) -> RecursiveDrafte
     return type(trained)(trained.head, target, vocab, f"chain-{draft_tokens}")
 
 
-def _decoded(
-    target: HFTarget,
-    drafter: RecursiveDrafter,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    progress: Callable[[str], None],
-) -> tuple[list[list[int]], list[Round]]:
-    """Our answers, and all their rounds."""
-    answers, rounds = list[list[int]](), list[Round]()
-    for number, prompt in enumerate(prompts, 1):
-        progress(f"ours, question {number}")
-        made: Generation = generate(
-            target, prompt, drafter, max_new_tokens=max_new_tokens, temperature=0.0, repetition_penalty=1.0
-        )
-        answers.append(made.tokens)
-        rounds += made.rounds
-    return answers, rounds
-
-
 def _deviations(
     target: HFTarget,
     prompts: Sequence[list[int]],
@@ -208,9 +191,8 @@ def _deviations(
         audits = (audit(target, prompt, text, Sampling()) for text in (answer, reference))
         margin = max((each.margin for audited in audits for each in audited), default=0.0)
         margin = math.inf if at is None else margin
-        deviations.append(
-            Deviation(answer=name, question=i, against="vLLM, plain", position=at, margin=margin)
-        )
+        off = Deviation(answer=name, question=i, against="vLLM, plain", position=at, margin=margin)
+        deviations.append(off)
     return deviations
 
 
@@ -243,50 +225,45 @@ def _run(python: str, job: Path) -> None:
         ) from error
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise ValueError(
-            f"vLLM ({python}) stopped with exit code {done.returncode}: {' | '.join(lines[-6:])}"
-        )
+        last = " | ".join(lines[-6:])
+        raise ValueError(f"vLLM ({python}) stopped with exit code {done.returncode}: {last}")
 
 
 def first_difference(
-    target: HFTarget, drafter: RecursiveDrafter, seen: dict[str, Tensor], prompt: list[int]
+    target: HFTarget, drafter: RecursiveDrafter, tensors: dict[str, Tensor], prompt: list[int]
 ) -> str | None:
-    """The first tensor, in order of computation, that vLLM's head has otherwise than ours over the first
-    prompt: its inputs are held against what ours would read, its parts against ours on the inputs that it
-    had. None if all agree."""
-    head, T, fused = drafter.head, len(prompt), seen["in.model.fc.0"].to(target.dtype)
+    """The first tensor, in order of computation, in which vLLM's head differs from ours over the first
+    prompt: its inputs from what ours would read, its parts from ours on its own inputs. None if all agree."""
+    head, T, fused = drafter.head, len(prompt), tensors["in.model.fc.0"].to(target.dtype)
     if isinstance(drafter, Eagle):
         layer, (embedded, features) = "layers.0", fused.split(head.config.hidden_size, 1)
     else:
-        layer, embedded, features = "midlayer", seen["in.model.layers.0.1"].to(target.dtype), fused
-    positions = seen["in.model.layers.0.0"][None]
+        layer, embedded, features = "midlayer", tensors["in.model.layers.0.1"].to(target.dtype), fused
+    positions = tensors["in.model.layers.0.0"][None]
     if positions[0].tolist() != list(range(T)):
         return "positions"
     ours: dict[str, Tensor] = {}
-
-    def theirs(name: str) -> Tensor:
-        return seen[f"out.model.layers.0.{name}"]
 
     for name, module in head.named_modules():
         module.register_forward_hook(lambda module, args, out, name=name: ours.update({name: out[0]}))
     with torch.inference_mode():
         [attend], _ = attend_cache(KVCache(1, 1), T)
-        said = head(embedded[None], head.fuse(features[None]), positions, attend)[0]
-        logits = drafter.logits(said[-1:])
+        states = head(embedded[None], head.fuse(features[None]), positions, attend)[0]
+        logits = drafter.logits(states[-1:])
         qkv = torch.cat([ours[f"{layer}.self_attn.{x}_proj"] for x in "qkv"], 1)
         pairs = {
             "the tokens that it reads": (target.embed(torch.tensor(prompt[1:])), embedded[:-1]),
             "the target's features": (target.features([prompt], head.config.taps)[0], features),
-            "fc": (ours["fc"], seen["out.model.fc"]),
-            "q, k, v": (qkv, theirs("self_attn.qkv_proj")),
-            "attention": (ours[f"{layer}.self_attn.o_proj"], theirs("self_attn.o_proj")),
-            "the norm after it": (
-                ours[f"{layer}.post_attention_layernorm"],
-                theirs("post_attention_layernorm"),
-            ),
-            "mlp": (ours[f"{layer}.mlp"], theirs("mlp")),
-            "logits": (logits, seen["out.logits_processor"]),
+            "fc": (ours["fc"], tensors["out.model.fc"]),
+            "q, k, v": (qkv, tensors["out.model.layers.0.self_attn.qkv_proj"]),
         }
+        for part, name in (
+            ("attention", "self_attn.o_proj"),
+            ("the norm after it", "post_attention_layernorm"),
+            ("mlp", "mlp"),
+        ):
+            pairs[part] = (ours[f"{layer}.{name}"], tensors[f"out.model.layers.0.{name}"])
+        pairs["logits"] = (logits, tensors["out.logits_processor"])
     for name, (mine, served) in pairs.items():
         off = float((mine.float() - served.float()).norm() / mine.float().norm().clamp(min=1e-9))
         if off > LOOSE:

@@ -1,12 +1,10 @@
-"""Public checkpoints in and out: a directory with config.json and a file of tensors, in one of the
-`layouts`."""
+"""Import and export of public checkpoints: config.json and a file of tensors, in one of the `layouts`."""
 
 import hashlib
 from dataclasses import asdict
 from os import PathLike, fspath
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import torch
 from rich.text import Text
@@ -28,7 +26,7 @@ from slipstream.drafters.store import (
 )
 from slipstream.files import check_regular, name_of, read_json, understood
 from slipstream.interop.keys import unread
-from slipstream.interop.layouts import Report, layout_of, layouts
+from slipstream.interop.layouts import Config, Tensors, close, layout_of, layouts
 from slipstream.methods import METHODS
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
@@ -39,7 +37,7 @@ SAFE = ("model.safetensors", "medusa_lm_head.safetensors")
 
 
 class Conversion(Result):
-    """A directory that was written, the tensors and keys that were used, and notes on the others."""
+    """The directory that was written, the tensors and config keys that were used, and notes on the others."""
 
     directory: str
     used: list[str]
@@ -77,64 +75,55 @@ def import_checkpoint(
     source = name_of(source, "a checkpoint")
     with claimed(directory, ("import",), force, (source, target.source)), understood(f"checkpoint {source}"):
         config, tensors = _read(Path(source).expanduser())
-        report = Report()
+        done = Conversion(**made(), directory=directory, used=[], notes=[])
         try:
-            method, about, tensors = _converted(config, tensors, target, tree, report)
+            method, config_json, tensors = _converted(config, tensors, target, tree, done)
         except ValueError as error:
             raise ValueError(f"checkpoint {source}: {error}") from error
         training = {"imported_from": Path(source).name}
-        save_drafter(directory, method, target, about, tensors, training, dtype=None, force=True)
-        return Conversion(**made(), directory=directory, used=report.used, notes=report.notes)
+        save_drafter(directory, method, target, config_json, tensors, training, dtype=None, force=True)
+        return done
 
 
 def _converted(
-    config: dict[str, Any], tensors: dict[str, Tensor], target: Target, tree: str | None, report: Report
-) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Method, configuration and tensors of a drafter directory. Raises ValueError for a head that does not
-    fit."""
+    config: Config, tensors: Tensors, target: Target, tree: str | None, done: Conversion
+) -> tuple[str, Config, Tensors]:
+    """Method, configuration and tensors of a drafter directory. Raises ValueError if they do not fit."""
     called = layout_of(config, tensors)
     (method, layout), ours = layouts()[called], config.get(OURS, {})
     embedding = tensors.pop(EMBEDDING, None)
     taken, flat = layout.take(tensors), layout.flat(config)
     if ids := ours.get(VOCAB):
-        report.notes.append(f"{VOCAB}: {len(ids.split())} tokens, from config.json's key {OURS}")
+        done.notes.append(f"{VOCAB}: {len(ids.split())} tokens, from config.json's key {OURS}")
         taken[VOCAB] = torch.tensor(sorted(map(int, ids.split())), dtype=torch.int32)
-    sizes = layout.sizes(flat, taken, target, report)
+    sizes = layout.sizes(flat, taken, target, done.notes)
     ignored = unread(flat, sorted(layout.keys), target.described)
-    report.used = [*tensors, *sorted(layout.keys & set(flat))]
+    done.used.extend([*tensors, *sorted(layout.keys & set(flat))])
     if layout.embedding != "none":
-        taken |= _kept(embedding, target, layout.own_embedding(sizes), report)
-    report.notes.append(
-        f"config keys kept for export that change nothing here: {', '.join(ignored) or 'none'}"
-    )
+        what, kept = _kept(embedding, target, layout.own_embedding(sizes))
+        done.notes.append(f"{EMBEDDING}: {what}")
+        taken |= kept
+    done.notes.append(f"config keys kept for export that change nothing here: {', '.join(ignored) or 'none'}")
     named = asdict(sizes)
     tree = Shape.parse(tree or ours.get("tree") or layout.tree(sizes)).name
-    about: dict[str, Any] = {"taps": list(named.pop("taps")), "head": named, "tree": tree, "public": config}
-    about["layout"], about["public_embedding"] = called, None if embedding is None else _about(embedding)
-    drafter_class(method, called).load(about, taken, target)
-    return method, about, taken
+    config_json: Config = {"taps": list(named.pop("taps")), "head": named, "tree": tree, "public": config}
+    config_json |= {"layout": called, "public_embedding": None if embedding is None else _about(embedding)}
+    drafter_class(method, called).load(config_json, taken, target)
+    return method, config_json, taken
 
 
-def _kept(embedding: Tensor | None, target: Target, trained: bool, report: Report) -> dict[str, Tensor]:
-    """A checkpoint's embedding, if the drafter directory must hold it. Raises ValueError for another
-    target's."""
-    own = _embedding(target)
+def _kept(embedding: Tensor | None, target: Target, trained: bool) -> tuple[str, Tensors]:
+    """A note on a checkpoint's embedding, and the embedding if the drafter directory must hold it. Raises
+    ValueError if it is another target's."""
     if embedding is None:
-        report.notes.append(f"{EMBEDDING}: absent, the target's is used")
-        return {}
+        return "absent, the target's is used", {}
     if trained:
-        report.notes.append(f"{EMBEDDING}: the head's own")
-        return {EMBEDDING: embedding}
+        return "the head's own", {EMBEDDING: embedding}
+    own = _embedding(target).cpu()
     if embedding.shape == own.shape and torch.equal(embedding, own.to(embedding)):
-        report.notes.append(f"{EMBEDDING}: the target's own, left out")
-        return {}
-    if embedding.shape == own.shape and torch.allclose(
-        embedding.float(), own.float().cpu(), rtol=1e-2, atol=1e-3
-    ):
-        report.notes.append(
-            f"{EMBEDDING}: the target's up to rounding; kept for export, the target's is used"
-        )
-        return {EMBEDDING: embedding}
+        return "the target's own, left out", {}
+    if close(embedding, own):
+        return "the target's up to rounding; kept for export, the target's is used", {EMBEDDING: embedding}
     raise ValueError(
         f"{EMBEDDING} ({list(embedding.shape)}) is not this target's embedding: import it for the target it "
         "was made for"
@@ -168,11 +157,12 @@ def export(
     name = name_of(drafter, "a drafter")
     home = find_drafter(name, target)
     with claimed(directory, ("export",), force, (home, target.source)), understood(f"drafter {name}"):
-        report = _export(name, home, directory, target, layout)
-        return Conversion(**made(), directory=directory, used=report.used, notes=report.notes)
+        done = Conversion(**made(), directory=directory, used=[], notes=[])
+        _export(name, home, target, layout, done)
+        return done
 
 
-def _export(source: str, home: Path, directory: str, target: Target, layout: str | None) -> Report:
+def _export(source: str, home: Path, target: Target, layout: str | None, done: Conversion) -> None:
     config, tensors = read_drafter(home, target)
     method = config["method"]
     fitting = list(METHODS[method].layouts) if method in METHODS else []
@@ -188,37 +178,36 @@ def _export(source: str, home: Path, directory: str, target: Target, layout: str
             f"drafter {source}: Unknown layout for {method} drafters: {named!r}. Available: "
             f"{', '.join(fitting)}"
         )
-    report, (_, written) = Report(), layouts()[named]
+    _, written = layouts()[named]
     drafter = drafter_class(method, source).load(config, tensors, target)
     copied = _about(_embedding(target)) if written.embedding == "copy" else None
     stored = config.get("public_embedding", copied)
     embedding = tensors.pop(EMBEDDING, None)
     vocab = None if written.vocabulary else tensors.pop(VOCAB, None)
     if vocab is not None:
-        report.notes.append(
+        done.notes.append(
             f"{VOCAB}: in config.json, where import finds it; engines take candidates from all tokens, not "
             f"these {len(vocab)}"
         )
-    given = written.give(tensors, target, report)
+    given = written.give(tensors, target, done.notes)
     if embedding is not None:
         given[EMBEDDING] = embedding
-        report.notes.append(f"{EMBEDDING}: as it was imported")
+        done.notes.append(f"{EMBEDDING}: as it was imported")
     elif stored is not None:
         given[EMBEDDING] = _embedding(target).to(getattr(torch, stored["dtype"])).cpu().contiguous()
         if _about(given[EMBEDDING]) != stored:
             raise ValueError(
                 f"drafter {source}: load the target in the precision this head was imported with (--dtype)"
             )
-        report.notes.append(f"{EMBEDDING}: a copy of the target's")
-    report.used = list(given)
-    about = config.get("public") if named == imported else None
-    if about is None:
+        done.notes.append(f"{EMBEDDING}: a copy of the target's")
+    done.used.extend(given)
+    config_json = config.get("public") if named == imported else None
+    if config_json is None:
         ours = {"tree": config["tree"]}
         if vocab is not None:
             ours[VOCAB] = " ".join(map(str, vocab.tolist()))
-        about = {**written.config(drafter.head.config, target, config["target"]["name"]), OURS: ours}
-    write_directory(directory, about, given, written.file, by="export")
-    return report
+        config_json = {**written.config(drafter.head.config, target, config["target"]["name"]), OURS: ours}
+    write_directory(done.directory, config_json, given, written.file, by="export")
 
 
 def _about(embedding: Tensor) -> dict[str, str]:
@@ -231,7 +220,7 @@ def _embedding(target: Target) -> Tensor:
     return target.embed(torch.arange(target.vocab, device=target.device)).detach()
 
 
-def _read(home: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(home: Path) -> tuple[Config, Tensors]:
     try:
         if not (home / "config.json").exists():
             raise FileNotFoundError(2, "No such file", "config.json")
@@ -253,9 +242,9 @@ def _read(home: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ) from error
 
 
-def _unpickled(path: Path) -> dict[str, Tensor]:
+def _unpickled(path: Path) -> Tensors:
     try:
-        tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+        tensors: Tensors = torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:  # torch would have the reader run what the file says
         raise ValueError(
             f"{path.name} holds other things than tensors, or is damaged: convert it to safetensors"

@@ -18,15 +18,14 @@ IDS, NESTED = "eagle_aux_hidden_state_layer_ids", "eagle_config."
 
 
 def described(target: Target) -> dict[str, Any]:
-    """What a head's config.json takes over from the target's: not what would be built into its layer."""
+    """What a head's config.json copies from the target's, without what would change the head's layer."""
     gone = {
         "rope_parameters", "rope_scaling", "partial_rotary_factor", "layer_types", "sliding_window",
-        "use_sliding_window",
-        "qkv_bias", "mlp_bias", "quantization_config", "_name_or_path", "transformers_version",
+        "use_sliding_window", "qkv_bias", "mlp_bias", "quantization_config", "_name_or_path",
+        "transformers_version",
     }  # fmt: skip
-    return {key: value for key, value in target.described.items() if key not in gone} | {
-        "num_hidden_layers": 1
-    }
+    kept = {key: value for key, value in target.described.items() if key not in gone}
+    return kept | {"num_hidden_layers": 1}
 
 
 def written(head: HeadConfig) -> dict[str, Any]:
@@ -69,12 +68,10 @@ def layer(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) ->
     for name, own in (("num_hidden_layers", 1), ("vocab_size", target.vocab)):
         fits(name, config.get(name, own), own)
     missing = [name for name in ("intermediate_size", "num_attention_heads") if name not in config]
-    if missing or config.get("hidden_act", "silu") not in ACTIVATIONS:
-        raise ValueError(
-            f"config.json lacks {', '.join(missing)}"
-            if missing
-            else f"hidden_act {config['hidden_act']!r}; available: {', '.join(ACTIVATIONS)}"
-        )
+    if missing:
+        raise ValueError(f"config.json lacks {', '.join(missing)}")
+    if (activation := config.get("hidden_act", "silu")) not in ACTIVATIONS:
+        raise ValueError(f"hidden_act {activation!r}; available: {', '.join(ACTIVATIONS)}")
     heads = config["num_attention_heads"]
     defaults = {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // heads}
     names = {f.name for f in fields(LayerConfig)}
@@ -92,9 +89,8 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     kind = given.pop("type", None) or "default"
-    kind = given.pop("rope_type", None) or next(
-        (name for name in given if isinstance(given[name], dict)), kind
-    )
+    rope = given.pop("rope_type", None)
+    kind = rope or next((name for name in given if isinstance(given[name], dict)), kind)
     partial = given.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
     if kind not in ("default", *SCALED) or partial != 1.0:
         raise ValueError(

@@ -1,5 +1,4 @@
-"""Run by vLLM's own Python, where Slipstream is not installed: answers prompts plainly and with a head,
-counts, and looks.
+"""Answers prompts in vLLM, plainly and with a head. vLLM's own Python runs it, without Slipstream installed.
 
     python vllm_worker.py JOB.json
 
@@ -44,11 +43,11 @@ def answer(job: dict, head: bool) -> dict:
     for prompt in job["prompts"]:
         done = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
         tokens.append(list(done[0].outputs[0].token_ids))
-    found = {metric.name: metric for metric in llm.get_metrics()}
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
     result = {"tokens": tokens}
     if head:
-        drafts = found["vllm:spec_decode_num_drafts"].value
-        accepted = found["vllm:spec_decode_num_accepted_tokens_per_pos"].values[: job["draft"]]
+        drafts = metrics["vllm:spec_decode_num_drafts"].value
+        accepted = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values[: job["draft"]]
         result |= {"drafts": drafts, "acceptance": [a / max(drafts, 1) for a in accepted]}
     return result
 
@@ -62,10 +61,6 @@ def look(job: dict) -> None:
     llm = engine(job, True)
     seen = {}
 
-    def model() -> Any:
-        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        return runner.drafter.model
-
     def keep(name: str) -> Any:
         def hook(module: Any, args: Any, kwargs: Any, out: Any) -> None:
             if f"out.{name}" not in seen:
@@ -77,13 +72,12 @@ def look(job: dict) -> None:
 
         return hook
 
-    head = model()
-    for name, module in head.named_modules():
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    for name, module in worker.model_runner.drafter.model.named_modules():
         if name:
             module.register_forward_hook(keep(name), with_kwargs=True)
-    llm.generate(
-        {"prompt_token_ids": job["prompts"][0]}, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False
-    )
+    sampling = SamplingParams(temperature=0, max_tokens=2)
+    llm.generate({"prompt_token_ids": job["prompts"][0]}, sampling, use_tqdm=False)
     save_file({name: t.contiguous() for name, t in seen.items()}, job["tensors"])
 
 

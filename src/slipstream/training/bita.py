@@ -1,5 +1,4 @@
-"""SAR training (BiTA §3.1): behind points of the target's own answers, masks that are to say the tokens after
-the next."""
+"""SAR training (BiTA §3.1): masks behind points of the target's answers predict the tokens after the next."""
 
 from typing import final
 
@@ -67,31 +66,25 @@ class BitaObjective(Objective):
         return Prompting(config, recipe.deep, given.generator)
 
     def forward(self, batch: Batch, settings: Loss, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """As `Objective`'s, for as many tokens as count in the batch, whatever the groups: their mean is
-        minimised."""
+        """As `Objective.forward`: the mean over all groups' masks, times the batch's counting tokens."""
         assert isinstance(settings, BitaRecipe.Loss)
         target, tokens, M = self._target, batch.tokens, self.head.config.depth
         B, S = tokens.shape
         hosts, real = groups(batch.counts, settings.groups, generator)
-        ahead = hosts[..., None] + torch.arange(
-            M, device=tokens.device
-        )  # mask j of a host says token ahead + 2
-        learnt = (
-            real[..., None]
-            & (ahead < batch.counts.shape[1])
-            & batch.counts.gather(1, ahead.clamp(max=batch.counts.shape[1] - 1).flatten(1)).view_as(ahead)
-        )
+        # Mask j of host h predicts token ahead + 2, where ahead = h + j.
+        ahead = hosts[..., None] + torch.arange(M, device=tokens.device)
+        last = batch.counts.shape[1] - 1
+        counted = batch.counts.gather(1, ahead.clamp(max=last).flatten(1)).view_as(ahead)
+        learnt = real[..., None] & (ahead <= last) & counted
         context = target.new_cache(B)
         f = target(chain(tokens), context, (FINAL,), rows=tokens[:, :0]).features
-        said = self._masks(context, hosts, generator)[learnt].float()
+        states = self._masks(context, hosts, generator)[learnt].float()
         at = (ahead + 1).clamp(max=S - 1)[learnt]  # whose state says the token
         row = torch.arange(B, device=tokens.device)[:, None, None].expand_as(ahead)[learnt]
         assert f is not None
         law = self._law(f[row, at].clone(), tokens[row, (at + 1).clamp(max=S - 1)], settings.hard)
-        log_q = self.student(said, 0).log_softmax(-1)
-        share = batch.counts.sum() / learnt.sum().clamp(
-            min=1
-        )  # a batch without groups is worth nothing, not NaN
+        log_q = self.student(states, 0).log_softmax(-1)
+        share = batch.counts.sum() / learnt.sum().clamp(min=1)  # not NaN in a batch without groups
         first = learnt.nonzero()[:, 2] == 0
         right = (log_q.argmax(-1) == law.argmax(-1))[first].sum() / first.sum().clamp(min=1)
         return -(law * log_q).sum() * share, right * batch.counts.sum()
@@ -99,8 +92,8 @@ class BitaObjective(Objective):
     def _masks(
         self, context: KVCache, hosts: Int[Tensor, "B G"], generator: torch.Generator
     ) -> Float[Tensor, "B G M H"]:
-        """Final states of every group's masks: they see the text up to their host, the prompts, and the
-        earlier of their own group."""
+        """Final states of the masks. A mask sees the prompts, the text up to its host, and its group's
+        earlier masks."""
         target, config = self._target, self.head.config
         (B, G), M, P = hosts.shape, config.depth, config.prompts
         memory = self.head.memory(target)
@@ -108,26 +101,20 @@ class BitaObjective(Objective):
         memory = (memory * kept.to(memory.device) / (1 - DROPOUT)).to(target.dtype)
         S, layers = context.view, list[tuple[Tensor, Tensor]]()
         for (k, v), keys, values in zip(memory.transpose(2, 3), *context.stored, strict=True):
-            pairs = ((k, keys), (v, values))
-            key, value = (
-                torch.cat([part.expand(B, -1, -1, -1), read[:, :, :S].clone()], 2) for part, read in pairs
-            )
+            key = torch.cat([k.expand(B, -1, -1, -1), keys[:, :, :S].clone()], 2)
+            value = torch.cat([v.expand(B, -1, -1, -1), values[:, :, :S].clone()], 2)
             layers.append((key, value))
-        group, j = torch.arange(G * M, device=hosts.device) // M, torch.arange(G * M, device=hosts.device) % M
+        masks = torch.arange(G * M, device=hosts.device)
+        group, j = masks // M, masks % M
         positions = hosts[:, group] + 1 + j
         text = torch.arange(S, device=hosts.device)
-        seen = torch.cat(
-            [
-                torch.ones(B, G * M, P, dtype=torch.bool, device=hosts.device),
-                text <= hosts[:, group, None],
-                ((group[:, None] == group) & (j[:, None] >= j)).expand(B, -1, -1),
-            ],
-            2,
-        )
+        prompts = torch.ones(B, G * M, P, dtype=torch.bool, device=hosts.device)
+        own = ((group[:, None] == group) & (j[:, None] >= j)).expand(B, -1, -1)
+        visible = torch.cat([prompts, text <= hosts[:, group, None], own], 2)
         columns = torch.cat([text.new_full((B, P), -1), text.expand(B, -1), positions], 1)
         rows = self.head.masks.to(target.dtype).repeat(G, 1).expand(B, -1, -1)
-        said, _ = target.states(rows, positions.clamp(max=target.window - 1), seen, columns, layers)
-        return said.view(B, G, M, -1)
+        states, _ = target.states(rows, positions.clamp(max=target.window - 1), visible, columns, layers)
+        return states.view(B, G, M, -1)
 
     def drafter(self, tree: str, dtype: torch.dtype) -> Bita:
         head = BitaHead(self.head.config)
@@ -138,21 +125,20 @@ class BitaObjective(Objective):
         return Bita(head, self._target, self._vocab, tree)
 
     def judge(self, drafter: Bita, recorded: RecordedTarget) -> Prediction:
-        """The target drafts for itself: no record knows what it would say."""
+        """τ by decoding: the target's passes over the masks are in no record."""
         return decoded(drafter, recorded)
 
 
 def groups(
     counts: Bool[Tensor, "B T"], most: int, generator: torch.Generator
 ) -> tuple[Int[Tensor, "B G"], Bool[Tensor, "B G"]]:
-    """Hosts in a row, from a random place, of those that drafting has, and which of them are real: host h,
-    which has read t_h, is a prompt's last token or later, and its first mask is to say t_{h+2}."""
+    """At most `most` consecutive hosts from a random place, and which of them are real. Host h has read t_h,
+    is a prompt's last token or later, and its first mask predicts t_{h+2}."""
     hosting = counts & F.pad(counts, (1, 0))[:, :-1]  # t_{h+1} is the answer's, too
     own = hosting.sum(1)
     G = max(1, min(most, int(own.max())))
     order = hosting.int().argsort(dim=1, descending=True, stable=True)  # hosts first
-    offset = (
-        torch.rand(len(counts), generator=generator).to(counts.device) * (own - G + 1).clamp(min=1)
-    ).long()
+    share = torch.rand(len(counts), generator=generator).to(counts.device)
+    offset = (share * (own - G + 1).clamp(min=1)).long()
     at = offset[:, None] + torch.arange(G, device=counts.device)
     return order.gather(1, at.clamp(max=counts.shape[1] - 1)), at < own[:, None]

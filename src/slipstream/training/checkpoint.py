@@ -56,10 +56,8 @@ def read_checkpoint(
     if made_in != dtype:
         raise ValueError(f"checkpoint {path} was made in {made_in}, not {dtype}: give --dtype {made_in}")
     if made_by != processes:
-        raise ValueError(
-            f"checkpoint {path} was made by {made_by} processes, and here are {processes}: an exact "
-            "continuation needs as many"
-        )
+        more = f"{made_by} processes, and here are {processes}: an exact continuation needs as many"
+        raise ValueError(f"checkpoint {path} was made by {more}")
     new = recipe.model_dump(mode="json")
     with suppress(ValueError):
         made = stored_recipe(made, str(path)).model_dump(mode="json")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from slipstream.files import evenly, parsed, read_text
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 SHAPES = '{"messages": […]}, {"conversations": […]}, {"instruction", "input", "output"} or {"text"}'
+RECORDED = ["finished", "temperature"]  # what `regenerate` says of an answer
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,9 @@ class Example:
     @property
     def answer(self) -> list[int]:
         """The tokens to learn behind the prompt, up to the first one that is not learnt."""
-        rest = self.loss[len(self.prompt) :]
-        return self.tokens[len(self.prompt) :][: rest.index(False) if False in rest else None]
+        start = len(self.prompt)
+        learnt = takewhile(bool, self.loss[start:])
+        return [token for token, _ in zip(self.tokens[start:], learnt, strict=False)]
 
 
 def load_examples(
@@ -85,16 +88,12 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     if Path(path.removesuffix(".gz")).suffix == ".txt":
         yield from ((number, {"text": part}) for number, part in _paragraphs(text))
         return
-    rows = []
-    bad = []
+    rows, bad = [], []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            row = parsed(line)
-            rows.append(
-                (number, {"messages": messages_of(row)} | _about(row) if "text" not in row else _raw(row))
-            )
+            rows.append((number, _row(parsed(line))))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             bad.append(f"line {number} ({_reason(error)})")
     if bad:
@@ -122,8 +121,10 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
     else:
         raise ValueError(f"keys {sorted(row)}")
     for role, content in turns:
-        if role not in ROLES or not isinstance(content, str):
-            raise ValueError(f"role {role!r}" if role not in ROLES else f"content of a {role} is no text")
+        if role not in ROLES:
+            raise ValueError(f"role {role!r}")
+        if not isinstance(content, str):
+            raise ValueError(f"content of a {role} is no text")
     messages = [{"role": ROLES[role], "content": content} for role, content in turns]
     while messages and messages[0]["role"] == "assistant":  # an answer to no question
         del messages[0]
@@ -167,15 +168,13 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
     return Example(tokens[:max_length], loss[:max_length], row.get("temperature") == 0)
 
 
-def _raw(row: dict[str, Any]) -> dict[str, Any]:
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """The text of a row, or its messages and what is `RECORDED` of an answer. Raises ValueError."""
+    if "text" not in row:
+        return {"messages": messages_of(row)} | {key: row[key] for key in RECORDED if key in row}
     if not isinstance(row["text"], str) or not row["text"]:
         raise ValueError("text is empty or no string")
     return {"text": row["text"]}
-
-
-def _about(row: dict[str, Any]) -> dict[str, Any]:
-    """What `regenerate` records of an answer."""
-    return {key: row[key] for key in ("finished", "temperature") if key in row}
 
 
 def _paragraphs(text: str) -> Iterator[tuple[int, str]]:

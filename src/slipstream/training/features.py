@@ -1,4 +1,4 @@
-"""Features: the target's states at every token of the training data, kept on disk within a budget."""
+"""Features: the target's states at every token of the training data, cached on disk within a budget."""
 
 import fcntl
 import hashlib
@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,8 +18,6 @@ from torch import Tensor
 from slipstream.core.target import Target
 from slipstream.files import cache_home
 from slipstream.training.data import Example
-
-Advance = Callable[[int], None]
 
 
 class Features:
@@ -40,10 +39,7 @@ class Features:
         taps: tuple[str, ...],
         budget: int,
     ) -> None:
-        self.target = target
-        self.examples = examples
-        self.batches = batches
-        self.taps = taps
+        self.target, self.examples, self.batches, self.taps = target, examples, batches, taps
         self._widths = target.widths(taps)
         tokens = [sum(len(examples[i].tokens) for i in batch) for batch in batches]
         self._starts = [0, *np.cumsum(tokens).tolist()]
@@ -55,9 +51,8 @@ class Features:
     def key(self) -> str:
         """A hash of all that the features depend on, except the taps."""
         key = hashlib.sha256(f"{self.target.fingerprint} {self.target.dtype}".encode())
-        for batch in self.batches:
-            for i in batch:
-                key.update(np.asarray(self.examples[i].tokens, dtype=np.int32).tobytes() + b"|")
+        for i in chain.from_iterable(self.batches):
+            key.update(np.asarray(self.examples[i].tokens, dtype=np.int32).tobytes() + b"|")
         return key.hexdigest()[:16]
 
     @property
@@ -65,7 +60,7 @@ class Features:
         """The file of each tap."""
         return [cache_home() / "features" / self.key / f"{tap.replace(' ', '_')}.bin" for tap in self.taps]
 
-    def fill(self, advance: Advance) -> None:
+    def fill(self, advance: Callable[[int], None]) -> None:
         """Write what the files still lack. `advance` is called with the number of tokens done.
 
         Raises:
@@ -87,7 +82,7 @@ class Features:
                     widths = [self._widths[i] for i in missing]
                     for features in self._compute(self.batches[b], tuple(self.taps[i] for i in missing)):
                         for i, part in zip(missing, features.split(widths, -1), strict=True):
-                            files[i].write(_bytes(part))
+                            files[i].write(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
                     advance(self._starts[b + 1] - self._starts[b])
         except OSError as error:
             gib = self.bytes / 2**30
@@ -108,19 +103,18 @@ class Features:
         """The features of each example of batch b."""
         if b >= self.kept:
             return self._compute(self.batches[b], self.taps)
-        start = self._starts[b]
-        tokens = self._starts[b + 1] - self._starts[b]
+        start, end = self._starts[b : b + 2]
         parts = []
         for path, width in zip(self.paths, self._widths, strict=True):
             row = width * self.target.dtype.itemsize
-            raw = torch.from_numpy(np.fromfile(path, dtype=np.uint8, count=row * tokens, offset=row * start))
-            parts.append(raw.view(self.target.dtype).view(-1, width))
+            raw = np.fromfile(path, dtype=np.uint8, count=row * (end - start), offset=row * start)
+            parts.append(torch.from_numpy(raw).view(self.target.dtype).view(-1, width))
         return list(torch.cat(parts, -1).split([len(self.examples[i].tokens) for i in self.batches[b]]))
 
     def _compute(self, batch: Sequence[int], taps: tuple[str, ...]) -> list[Float[Tensor, "_ F"]]:
         tokens = [self.examples[i].tokens for i in batch]
         features = self.target.features(tokens, taps)
-        return [features[b, : len(row)] for b, row in enumerate(tokens)]
+        return [part[: len(row)] for part, row in zip(features, tokens, strict=True)]
 
 
 def pack(examples: Sequence[Example], tokens: int) -> list[list[int]]:
@@ -132,7 +126,3 @@ def pack(examples: Sequence[Example], tokens: int) -> list[list[int]]:
             batches.append([])
         batches[-1].append(i)
     return batches
-
-
-def _bytes(features: Tensor) -> bytes:
-    return features.cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,4 +1,4 @@
-"""The objective of each method: what the papers train, step by step."""
+"""The objective of each method, as its paper trains it."""
 
 from collections.abc import Iterator
 from typing import Any, final
@@ -16,14 +16,12 @@ from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
 from slipstream.drafters.glide import Glide, GlideConfig, GlideHead, Glimpse, apart
 from slipstream.drafters.heads import rows_of
-from slipstream.drafters.layers import LayerConfig
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.store import restored, stored
-from slipstream.training.objective import Given, Objective, size_of, states_read
-from slipstream.training.recipe import Loss, Recipe
+from slipstream.training.objective import Given, Objective, States, Steps, Tokens, size_of
+from slipstream.training.recipe import Loss
 from slipstream.training.recipes import (
     DraftModelRecipe,
-    Eagle3Recipe,
     EagleRecipe,
     FastEagleRecipe,
     GlideRecipe,
@@ -33,22 +31,16 @@ from slipstream.training.recipes import (
 
 
 class _Recursion(Objective):
-    """Each step reads what the step before said, and the first one the target's states."""
+    """The first step reads the target's states, each later one the states predicted by the one before."""
 
-    def steps(
-        self,
-        tokens: Int[Tensor, "B T1"],
-        features: Float[Tensor, "B T F"],
-        settings: Loss,
-        generator: torch.Generator,
-    ) -> Iterator[Float[Tensor, "B T H"]]:
+    def steps(self, tokens: Tokens, features: States, settings: Loss, generator: torch.Generator) -> Steps:
         assert isinstance(settings, UnrolledLoss)
         embedded, inputs = self.embed(tokens[:, 1:]), self.head.fuse(features)
         unrolled = Unrolled(features.shape[1], features.device)
         for _ in range(settings.unroll):
-            said = self.head(embedded, inputs, unrolled.positions, unrolled.step)
-            yield said
-            inputs = torch.cat([inputs[:, :1], said[:, :-1]], 1)
+            states = self.head(embedded, inputs, unrolled.positions, unrolled.step)
+            yield states
+            inputs = torch.cat([inputs[:, :1], states[:, :-1]], 1)
 
 
 @final
@@ -60,22 +52,15 @@ class EagleObjective(_Recursion):
     @classmethod
     def new(cls, given: Given) -> EagleHead:
         assert isinstance(given.recipe, EagleRecipe.Head)
-        return EagleHead(EagleConfig(**given.sizes, input_norm=given.recipe.input_norm)).start(
-            given.generator
-        )
+        config = EagleConfig(**given.sizes, input_norm=given.recipe.input_norm)
+        return EagleHead(config).start(given.generator)
 
 
 @final
 class Eagle3Objective(_Recursion):
-    """EAGLE-3's training-time test: soft cross-entropy over the draft vocabulary, for several of its own
-    steps."""
+    """EAGLE-3's training-time test: soft cross-entropy over the draft vocabulary, over `unroll` steps."""
 
     drafts = Eagle3
-
-    @classmethod
-    def reads(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
-        assert isinstance(recipe, Eagle3Recipe)
-        return states_read(recipe.head.taps, recipe.method, layers)
 
     @classmethod
     def new(cls, given: Given) -> Eagle3Head:
@@ -85,8 +70,8 @@ class Eagle3Objective(_Recursion):
         scale = final.pow(2).mean(0).sqrt() / normed.pow(2).mean(0).sqrt().clamp(min=1e-6)
         return head.start(given.generator, rows_of(given.lm_head, final), scale)
 
-    def student(self, said: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
-        return self.head.logits(said)
+    def student(self, states: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
+        return self.head.logits(states)
 
 
 @final
@@ -97,41 +82,26 @@ class FastEagleObjective(Objective):
     drafts = FastEagle
 
     @classmethod
-    def reads(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
-        assert isinstance(recipe, FastEagleRecipe)
-        return states_read(recipe.head.taps, recipe.method, layers)
-
-    @classmethod
     def new(cls, given: Given) -> FastEagleHead:
         recipe = given.recipe
         assert isinstance(recipe, FastEagleRecipe.Head)
-        about = {**given.sizes, "depth": recipe.depth, "cascade": recipe.cascade}
+        sizes = {**given.sizes, "depth": recipe.depth, "cascade": recipe.cascade}
         if recipe.start is None:
-            return FastEagleHead(FastEagleConfig(**about)).start(given.generator)
+            return FastEagleHead(FastEagleConfig(**sizes)).start(given.generator)
         eagle: Any = load_drafter(recipe.start, given.target)
-        sizes = vars(LayerConfig(**{name: size for name, size in given.sizes.items() if name != "taps"}))
-        alike = isinstance(eagle, Eagle) and all(
-            getattr(eagle.head.config, name) == sizes[name] for name in sizes
-        )
-        if not alike or eagle.head.config.bias or given.sizes["taps"][-1] != FINAL:
+        norm = isinstance(eagle, Eagle) and eagle.head.config.input_norm
+        same = EagleConfig(**{**given.sizes, "taps": (FINAL,)}, input_norm=norm, bias=False)
+        if not (isinstance(eagle, Eagle) and eagle.head.config == same and given.sizes["taps"][-1] == FINAL):
             raise ValueError(
                 f"head.start={recipe.start!r}: a fasteagle head begins as an eagle head without fc.bias, "
-                "whose layer is as "
-                f'wide as its own (head.intermediate_size), and the last of head.taps is "{FINAL}"'
+                f"whose layer is as wide as its own (head.intermediate_size), and the last of head.taps is "
+                f'"{FINAL}"'
             )
-        head = FastEagleHead(FastEagleConfig(**about, input_norm=eagle.head.config.input_norm)).start_as(
-            eagle.head
-        )
+        head = FastEagleHead(FastEagleConfig(**sizes, input_norm=norm)).start_as(eagle.head)
         head.scale_inputs(1 / given.gains[0], 1 / given.gains[1:])
         return head
 
-    def steps(
-        self,
-        tokens: Int[Tensor, "B T1"],
-        features: Float[Tensor, "B T F"],
-        settings: Loss,
-        generator: torch.Generator,
-    ) -> Iterator[Float[Tensor, "B T H"]]:
+    def steps(self, tokens: Tokens, features: States, settings: Loss, generator: torch.Generator) -> Steps:
         T = features.shape[1]
         at = torch.arange(T, device=features.device)
         causal = (at <= at[:, None])[None, None]
@@ -152,17 +122,11 @@ class MedusaObjective(Objective):
         head = MedusaHead(MedusaConfig(given.target.width, given.vocab, recipe.depth, recipe.layers))
         return head.start(rows_of(given.lm_head, given.states[-1]))
 
-    def student(self, said: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
-        logits: Tensor = self.head.lm_heads[j](said)
+    def student(self, states: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
+        logits: Tensor = self.head.lm_heads[j](states)
         return logits
 
-    def steps(
-        self,
-        tokens: Int[Tensor, "B T1"],
-        features: Float[Tensor, "B T F"],
-        settings: Loss,
-        generator: torch.Generator,
-    ) -> Iterator[Float[Tensor, "B T H"]]:
+    def steps(self, tokens: Tokens, features: States, settings: Loss, generator: torch.Generator) -> Steps:
         yield from deeper(self.head(features))
 
 
@@ -173,51 +137,30 @@ class GlideObjective(Objective):
     drafts = Glide
 
     @classmethod
-    def reads(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
-        assert isinstance(recipe, GlideRecipe)
-        depth = recipe.head.depth
-        taps = recipe.head.taps or [f"{CACHE}{max(i, 0)}" for i in range(layers - depth, layers)]
-        if len(taps) != depth or not all(tap.startswith(CACHE) for tap in taps):
-            raise ValueError(
-                f"head.taps={taps}: each of the {depth} layers of glide reads a cache, such as "
-                f"{CACHE}{layers - 1}"
-            )
-        return tuple(taps) if recipe.head.glimpses else ()
-
-    @classmethod
     def new(cls, given: Given) -> GlideHead:
         recipe, target, sizes = given.recipe, given.target, dict(given.sizes)
         assert isinstance(recipe, GlideRecipe.Head)
-        about: dict[str, Any] = {"target_size": sizes["hidden_size"], "target_head_dim": sizes["head_dim"]}
-        about |= {"target_heads": sizes["num_attention_heads"]}
-        about["target_rope"] = tuple(target.rope(int(tap.removeprefix(CACHE))) for tap in sizes["taps"])
+        extra: dict[str, Any] = {"target_size": sizes["hidden_size"], "target_head_dim": sizes["head_dim"]}
+        extra["target_heads"] = sizes["num_attention_heads"]
+        extra["target_rope"] = tuple(target.rope(int(tap.removeprefix(CACHE))) for tap in sizes["taps"])
         if recipe.hidden_size:
             heads = max(1, recipe.hidden_size // sizes["head_dim"])
-            sizes |= {
-                "hidden_size": recipe.hidden_size,
-                "num_attention_heads": heads,
-                "num_key_value_heads": heads,
-            }
+            sizes |= {"hidden_size": recipe.hidden_size, "num_attention_heads": heads}
+            sizes["num_key_value_heads"] = heads
         if recipe.own_ends:
-            about |= {"vocab_size": target.vocab, "draft_vocab_size": given.vocab}
-        about |= {"cross_norm": not recipe.published, "first_token": recipe.published}
-        config = GlideConfig(**sizes, depth=recipe.depth, **about)
+            extra |= {"vocab_size": target.vocab, "draft_vocab_size": given.vocab}
+        extra |= {"cross_norm": not recipe.published, "first_token": recipe.published}
+        config = GlideConfig(**sizes, depth=recipe.depth, **extra)
         return GlideHead(config).start(given.generator, size_of(given.states[-1]))
 
     def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
         own = self.head.embed_tokens
         return super().embed(tokens) if own is None else own(tokens)
 
-    def student(self, said: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
-        return self.head.logits(said) if self.head.own_lm_head else super().student(said, j)
+    def student(self, states: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
+        return self.head.logits(states) if self.head.own_lm_head else super().student(states, j)
 
-    def steps(
-        self,
-        tokens: Int[Tensor, "B T1"],
-        features: Float[Tensor, "B T F"],
-        settings: Loss,
-        generator: torch.Generator,
-    ) -> Iterator[Float[Tensor, "B T H"]]:
+    def steps(self, tokens: Tokens, features: States, settings: Loss, generator: torch.Generator) -> Steps:
         assert isinstance(settings, GlideRecipe.Loss)
         config, T = self.head.config, features.shape[1]
         lead = int(config.first_token)
@@ -225,69 +168,52 @@ class GlideObjective(Objective):
         causal = (rows <= rows[:, None])[None, None]
         first = int(torch.randint(settings.block, (), generator=generator)) if settings.offset else 0
         block = (rows - first).div(settings.block, rounding_mode="floor") * settings.block + first
-        seen = (at <= block.clamp(min=0)[:, None])[
-            None, None
-        ]  # row i drafts i − block steps behind the block's first
+        # Row i drafts i − block[i] steps after the last state that it sees.
+        visible = (at <= block.clamp(min=0)[:, None])[None, None]
         glimpses: list[Glimpse | None] = [None] * config.depth
         for i, part in enumerate(features.chunk(len(config.taps), -1) if config.taps else ()):
-            glimpses[i] = (*apart(part, config.target_head_dim), seen)
+            glimpses[i] = (*apart(part, config.target_head_dim), visible)
         attends = [lambda key, value: (key, value, causal)] * config.depth
         yield self.head(self.embed(tokens[:, 1 - lead :]), rows[None] + 1, attends, glimpses)[:, lead:]
 
 
 @final
 class DistillObjective(Objective):
-    """DistillSpec (Zhou et al. 2024), forward KL on the target's own texts: some of the target's blocks,
-    trained to say what all of them say."""
+    """DistillSpec (Zhou et al. 2024): forward KL on the target's own texts, for some of its blocks."""
 
     drafts = DraftModel
-
-    @classmethod
-    def reads(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
-        return ()
 
     @classmethod
     def new(cls, given: Given) -> Part:
         assert isinstance(given.recipe, DraftModelRecipe.Head)
         L = given.target.sizes.blocks
-        return (
-            Part(tuple(given.recipe.blocks or sorted({0, min(1, L - 1), L - 1})), given.target)
-            .float()
-            .requires_grad_()
-        )
+        blocks = tuple(given.recipe.blocks or sorted({0, min(1, L - 1), L - 1}))
+        return Part(blocks, given.target).float().requires_grad_()
 
-    def steps(
-        self,
-        tokens: Int[Tensor, "B T1"],
-        features: Float[Tensor, "B T F"],
-        settings: Loss,
-        generator: torch.Generator,
-    ) -> Iterator[Float[Tensor, "B T H"]]:
+    def steps(self, tokens: Tokens, features: States, settings: Loss, generator: torch.Generator) -> Steps:
         at = torch.arange(tokens.shape[1], device=tokens.device)[None]
         model = self.head.model
         yield model.states(model.embed(tokens), at, at[:, :, None] >= at[:, None], at)[0][:, 1:]
 
     def drafter(self, tree: str, dtype: torch.dtype) -> DraftModel:
-        part = Part(self.head.config.blocks, self._target, self._vocab).fill(
-            restored(stored(self.head.state_dict(), dtype))
-        )
+        weights = restored(stored(self.head.state_dict(), dtype))
+        part = Part(self.head.config.blocks, self._target, self._vocab).fill(weights)
         return DraftModel(part.model, self._target, tree, vocab=self._vocab, part=part)
 
 
-def deeper(said: Float[Tensor, "B T N H"]) -> Iterator[Float[Tensor, "B T H"]]:
-    """What one pass says of every depth, as steps: the j-th of row i speaks of the token j rows on."""
-    T = said.shape[1]
-    for j in range(min(said.shape[2], T)):
-        yield F.pad(said[:, : T - j, j], (0, 0, j, 0))
+def deeper(states: Float[Tensor, "B T N H"]) -> Iterator[Float[Tensor, "B T H"]]:
+    """The steps of a head that predicts N states in one pass: its j-th at row i is step j's of row i + j."""
+    T = states.shape[1]
+    for j in range(min(states.shape[2], T)):
+        yield F.pad(states[:, : T - j, j], (0, 0, j, 0))
 
 
 class Unrolled:
-    """Attention of a training-time test (EAGLE-3 §3.2, HASS): each step reads the features that the step
-    before guessed.
+    """Attention of a training-time test (EAGLE-3 §3.2, HASS): each step reads the states that the step before
+    predicted.
 
-    In step j row i reads f̂_i as guessed j draft steps after the target's last feature, f_{i−j}. So it sees
-    the pairs of step 0 up to row i − j, and of step m = 1 … j row i − j + m: the ones a draft j deep would
-    have in its cache.
+    Row i of step j reads f̂_i, predicted j draft steps after the target's last state f_{i−j}. It attends to
+    what a draft of depth j has in its cache: rows 0 … i − j of step 0, and row i − j + m of each step m ≤ j.
     """
 
     def __init__(self, T: int, device: torch.device) -> None:
@@ -297,11 +223,11 @@ class Unrolled:
         self._values: list[Tensor] = []
 
     def step(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`Attend` of the next step."""
+        """Keys, values and mask of the next step."""
         self._keys.append(key)
         self._values.append(value)
         j = len(self._keys) - 1
-        seen = torch.cat([self._behind >= j, *(self._behind == j - m for m in range(1, j + 1))], 1)
-        if j:  # the first j rows count for nothing, but a row that sees nothing is NaN
-            seen[:j, 0] = True
-        return torch.cat(self._keys, 2), torch.cat(self._values, 2), seen[None, None]
+        visible = torch.cat([self._behind >= j, *(self._behind == j - m for m in range(1, j + 1))], 1)
+        if j:  # a row without any key is NaN; the first j rows do not count
+            visible[:j, 0] = True
+        return torch.cat(self._keys, 2), torch.cat(self._values, 2), visible[None, None]

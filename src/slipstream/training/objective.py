@@ -1,11 +1,11 @@
-"""Objectives: a head is to say the target's next states, and the laws that the target's LM head reads off
-them."""
+"""Objectives: a head learns the target's next states, and the laws that the LM head makes of them."""
 
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import chain, compress
 from typing import Any, ClassVar
 
 import torch
@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from slipstream.core.drafter import CACHE, FINAL, INPUT
+from slipstream.core.drafter import CACHE, FINAL
 from slipstream.core.target import Target
 from slipstream.decode.predict import Prediction, predict
 from slipstream.drafters.draft_model import DraftModel
-from slipstream.drafters.heads import HeadDrafter, block_taps, layer_sizes
+from slipstream.drafters.heads import HeadDrafter, layer_sizes
 from slipstream.drafters.store import restored, stored
 from slipstream.targets.recorded import RecordedTarget
 from slipstream.training.data import Example
@@ -25,6 +25,9 @@ from slipstream.training.recipe import Head, Loss, Recipe
 from slipstream.training.recipes import LawLoss
 
 SMALL = 2**27  # numbers that a head may have whatever its target
+Tokens = Int[Tensor, "B T1"]
+States = Float[Tensor, "B T F"]
+Steps = Iterator[Float[Tensor, "B T H"]]
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Given:
-    """What an untrained head is made of.
+    """The arguments of `Objective.new`.
 
     Attributes:
         recipe: its section on the head.
         sizes: of a layer, and the taps.
         lm_head: the target's over the draft vocabulary, float32; `vocab`: how many tokens that has.
         states: some of each recorded tap, the final ones last.
-        gains: what embeddings, and the states of each tap that is read, are multiplied by.
+        gains: factors of the embeddings and of the states of each tap that is read.
     """
 
     recipe: Head
@@ -80,7 +83,7 @@ class Given:
 
 
 class Objective(nn.Module):
-    """What is trained, and its loss.
+    """A head in training, and its loss.
 
     States differ in size from tap to tap, and an embedding is often far smaller (SmolLM2: 0.12 against 1.9).
     Adam moves every weight by about the learning rate, so a head would take thousands of steps to hear which
@@ -90,13 +93,11 @@ class Objective(nn.Module):
     Args:
         target: its embedding and LM head are read, and stay as they are.
         vocab: draft vocabulary, target ids.
-        gains: what embeddings, and the states of each tap, are multiplied by in training.
+        gains: factors, in training, of the embeddings and of the states of each tap.
     """
 
     drafts: ClassVar[Any]
-    reads_features: ClassVar[bool] = (
-        True  # in training; otherwise it makes the passes of the target that it needs
-    )
+    reads_features: ClassVar[bool] = True  # otherwise `forward` makes the target's passes itself
     gains: Float[Tensor, " taps1"]
 
     def __init__(
@@ -114,18 +115,6 @@ class Objective(nn.Module):
         self.lm_head = deepcopy(target.lm_head(vocab)).float()
 
     @classmethod
-    def taps(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
-        """What is recorded of a target of so many layers: what the head reads, and last what the LM head
-        reads."""
-        read = cls.reads(recipe, layers)
-        return read if read[-1:] == (FINAL,) else (*read, FINAL)
-
-    @classmethod
-    def reads(cls, recipe: Recipe, layers: int) -> tuple[str, ...]:
-        """The taps that the head reads: by default what the LM head reads, alone."""
-        return (FINAL,)
-
-    @classmethod
     def begin(
         cls, recipe: Recipe, target: Target, examples: Sequence[Example], features: Float[Tensor, "T F"]
     ) -> "Objective":
@@ -133,13 +122,11 @@ class Objective(nn.Module):
         vocab = frequent(examples, recipe.head.draft_vocab, target.vocab)
         sizes = layer_sizes(target, recipe.head.inner)
         check_size(recipe.head, sizes, target)
-        sizes["taps"] = cls.reads(recipe, target.sizes.blocks)
+        sizes["taps"] = recipe.head.reads(target.sizes.blocks)
         final = features[:, -target.sizes.hidden_size :].float()
         states = [*cls._apart(features.float(), sizes["taps"], final.shape[1]), final]
-        tokens = torch.tensor(
-            [token for example in examples[:64] for token in example.tokens], device=features.device
-        )
-        embedded, size = target.embed(tokens).detach().float(), size_of(final)
+        tokens = torch.tensor([*chain.from_iterable(example.tokens for example in examples[:64])])
+        embedded, size = target.embed(tokens.to(features.device)).detach().float(), size_of(final)
         gains = [size / size_of(embedded)]
         for tap, state in zip(sizes["taps"], states, strict=False):
             gains.append(size.new_ones(()) if tap.startswith(CACHE) else size / size_of(state))
@@ -151,7 +138,7 @@ class Objective(nn.Module):
 
     @staticmethod
     def _apart(features: Float[Tensor, "*n F"], taps: Sequence[str], H: int) -> tuple[Tensor, ...]:
-        """What each tap that is read shows; of the final state, which comes last, only if it is read."""
+        """The features of each tap that is read; the final state comes last and may not be read."""
         read = features if taps[-1:] == (FINAL,) else features[..., : features.shape[-1] - H]
         return read.chunk(len(taps), -1) if taps else ()
 
@@ -160,56 +147,44 @@ class Objective(nn.Module):
     def new(cls, given: Given) -> nn.Module:
         """A head that begins as well as it can without training."""
 
-    def steps(
-        self,
-        tokens: Int[Tensor, "B T1"],
-        features: Float[Tensor, "B T F"],
-        settings: Loss,
-        generator: torch.Generator,
-    ) -> Iterator[Float[Tensor, "B T H"]]:
-        """What the head says of the same tokens t_0 … t_T 1, 2, … draft steps after the target's last state:
-        row i of each is to be f_{i+1}; the first j rows of step j (from 0) mean nothing."""
+    def steps(self, tokens: Tokens, features: States, settings: Loss, generator: torch.Generator) -> Steps:
+        """The states that the head predicts in draft steps j = 0, 1, …, over the tokens t_0 … t_T. Row i of
+        each step is to be f_{i+1}; rows 0 … j − 1 of step j do not count."""
         raise NotImplementedError
 
     def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
         """What the head reads of tokens."""
         return self._target.embed(tokens).detach().to(next(self.head.parameters()).dtype) * self.gains[0]
 
-    def student(self, said: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
+    def student(self, states: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
         """Logits of step j over the draft vocabulary."""
-        logits: Tensor = self.lm_head(said)
+        logits: Tensor = self.lm_head(states)
         return logits
 
     def forward(self, batch: Batch, settings: Loss, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """The loss summed over counting tokens (to be divided by `batch.counts.sum()` of all processes), and
-        for how many of them the likeliest token of the first step is the target's."""
+        the number of tokens for which the first step's likeliest token is the target's."""
         assert isinstance(settings, LawLoss)
         f, H = batch.features.float(), self._target.sizes.hidden_size
         labels, taps = f[:, 1:, -H:], self._apart(f[:, :-1], self.head.config.taps, H)
-        read = torch.cat(
-            [f[:, :-1, :0], *(gain * tap for gain, tap in zip(self.gains[1:], taps, strict=True))], -1
-        )
+        scaled = [gain * tap for gain, tap in zip(self.gains[1:], taps, strict=True)]
+        read = torch.cat([f[:, :-1, :0], *scaled], -1)
         if settings.blur:
             blur = (torch.rand(read.shape, generator=generator) * 2 - 1).to(read.device)
             read = read + blur * settings.blur
         total = f.new_zeros(())
         agreed = total
-        law = self._law(
-            labels[batch.counts], batch.tokens[:, 2:][batch.counts], settings.hard
-        )  # once for all steps
-        for j, said in enumerate(self.steps(batch.tokens[:, :-1], read, settings, generator)):
+        law = self._law(labels[batch.counts], batch.tokens[:, 2:][batch.counts], settings.hard)
+        for j, predicted in enumerate(self.steps(batch.tokens[:, :-1], read, settings, generator)):
             counts = batch.counts.clone()
             counts[:, :j] = False  # no row stands j steps behind the first
-            mine, teacher = said[counts], law[counts[batch.counts]]
+            mine, teacher = predicted[counts], law[counts[batch.counts]]
             logits = self.student(mine, j).float()
             log_q = logits.log_softmax(-1)
             loss = settings.token * -(teacher * log_q).sum()
             if settings.acceptance:
-                loss = (
-                    loss
-                    - settings.acceptance
-                    * torch.minimum(teacher, log_q.exp()).sum(-1).clamp(min=1e-6).log().sum()
-                )
+                accepted = torch.minimum(teacher, log_q.exp()).sum(-1)
+                loss = loss - settings.acceptance * accepted.clamp(min=1e-6).log().sum()
             if settings.feature:
                 feature = F.smooth_l1_loss(mine, labels[counts], reduction="sum") / H
                 loss = loss + settings.feature * feature
@@ -222,8 +197,7 @@ class Objective(nn.Module):
     def _law(
         self, states: Float[Tensor, "n H"], tokens: Int[Tensor, " n"], hard: bool
     ) -> Float[Tensor, "n Vd"]:
-        """What is to be said: the target's own law, or the token of the text, if the draft vocabulary has
-        it."""
+        """The labels: the target's law or, if `hard`, the text's token (0 if outside the vocabulary)."""
         if not hard:
             law: Tensor = self.lm_head(states.float()).softmax(-1)
             return law
@@ -241,16 +215,6 @@ class Objective(nn.Module):
     def judge(self, drafter: Any, recorded: RecordedTarget) -> Prediction:
         """τ on the held-out texts."""
         return predict(drafter, recorded)
-
-
-def states_read(taps: Sequence[str] | None, method: str, layers: int) -> tuple[str, ...]:
-    """The named states of a target of so many layers, or the default ones. Raises ValueError for a cache."""
-    read = tuple(taps or block_taps(layers))
-    if any(tap.startswith(CACHE) for tap in read):
-        raise ValueError(
-            f"head.taps={list(read)}: {method} reads states, such as {INPUT}2 or {FINAL}, not a cache"
-        )
-    return read
 
 
 def check_size(asked: Head, sizes: dict[str, Any], target: Target) -> None:
@@ -276,13 +240,10 @@ def size_of(states: Float[Tensor, "T H"]) -> Float[Tensor, ""]:
 
 
 def frequent(examples: Iterable[Example], size: int, vocab: int) -> Int[Tensor, " Vd"] | None:
-    """Ids of the `size` most frequent tokens to learn, sorted, filled up with the lowest ids; None for
-    all."""
+    """Ids of the `size` most frequent tokens to learn, sorted, filled up with the lowest ids; None: all."""
     if not 0 < size < vocab:
         return None
-    count: Counter[int] = Counter()
-    for example in examples:
-        count.update(token for token, learnt in zip(example.tokens, example.loss, strict=True) if learnt)
+    count = Counter(_learnt(examples))
     chosen = [token for token, _ in sorted(count.items(), key=lambda item: (-item[1], item[0]))[:size]]
     known = set(chosen)
     chosen += [token for token in range(vocab) if token not in known][: size - len(chosen)]
@@ -294,5 +255,9 @@ def coverage(examples: Iterable[Example], vocab: Int[Tensor, " Vd"] | None) -> f
     if vocab is None:
         return 1.0
     known = set(vocab.tolist())
-    learnt = [t for example in examples for t, own in zip(example.tokens, example.loss, strict=True) if own]
-    return sum(token in known for token in learnt) / len(learnt)
+    learnt = [token in known for token in _learnt(examples)]
+    return sum(learnt) / len(learnt)
+
+
+def _learnt(examples: Iterable[Example]) -> Iterator[int]:
+    return chain.from_iterable(compress(example.tokens, example.loss) for example in examples)

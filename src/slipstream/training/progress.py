@@ -1,4 +1,4 @@
-"""How far a training run is, and what callers are told of it."""
+"""The state of a training run, and the figures that callbacks get."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,9 +7,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A prediction: `trained` tokens were learnt from before it, the last step's `loss` is None at first.
+    """A prediction of τ.
 
     Attributes:
+        trained: tokens learnt from before it.
+        loss: of the last step; None before the first.
         tau: τ along the held-out answers.
         acceptance: by depth, the share of rounds that accept as deep.
     """
@@ -43,7 +45,7 @@ class Progress:
 
     @classmethod
     def of(cls, saved: dict[str, Any]) -> "Progress":
-        """As a checkpoint has it."""
+        """The progress that a checkpoint stores."""
         return cls(**{**saved, "history": [Evaluation(**entry) for entry in saved["history"]]})
 
 
@@ -61,4 +63,4 @@ class Seen:
 
 
 Show = Callable[[Seen], None]
-Filling = Callable[[str, int], Callable[[int], None]]  # what long work begins, of how many tokens
+Filling = Callable[[str, int], Callable[[int], None]]  # long work's name and tokens → progress in tokens

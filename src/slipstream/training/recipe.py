@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from slipstream.core.drafter import FINAL
 from slipstream.core.shape import Shape
 from slipstream.files import read_text
 from slipstream.methods import METHODS
@@ -31,7 +32,7 @@ class Data(Section):
         limit: rows per file, taken evenly.
         greedy: only rows marked as the target's own answers at temperature 0.
         held_out: prompts kept for the prediction of τ, at most an eighth of the examples.
-        held_out_tokens: the target answers them greedily, this long.
+        held_out_tokens: length of the target's greedy answers to them.
     """
 
     files: list[str] = Field(default_factory=list)
@@ -67,6 +68,10 @@ class Head(Section):
     def _paths(cls, tree: Any) -> Any:
         return json.dumps(tree) if isinstance(tree, list) else tree
 
+    def reads(self, blocks: int) -> tuple[str, ...]:
+        """The taps that the drafter reads of a target of so many blocks. Raises ValueError."""
+        return (FINAL,)
+
     @property
     def inner(self) -> int | None:
         """Width of the MLPs; None: the target's."""
@@ -88,16 +93,14 @@ class Loss(Section):
 
 
 class Optimizer(Section):
-    """AdamW with a cosine schedule; `clip` bounds the gradient's norm."""
+    """AdamW with a cosine schedule down to `floor` × `lr`; `clip` bounds the gradient's norm."""
 
     lr: float = Field(default=1e-3, gt=0, le=1)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)
     clip: float = Field(default=0.5, gt=0)
     warmup: float = Field(default=0.03, ge=0, le=1)
-    floor: float = Field(
-        default=0.05, ge=0, le=1, description="the last learning rate, as a share of the first"
-    )
+    floor: float = Field(default=0.05, ge=0, le=1)
 
 
 class Schedule(Section):
@@ -142,12 +145,8 @@ class Recipe(Section):
     def staged(self) -> list["Recipe"]:
         """One recipe without stages for each stage."""
         base = self.model_dump(exclude={"stages"})
-        return [
-            self.model_validate(
-                {**base, **{name: {**base[name], **values} for name, values in stage.items()}}
-            )
-            for stage in self.stages or [{}]
-        ]
+        merged = [{name: {**base[name], **stage[name]} for name in stage} for stage in self.stages or [{}]]
+        return [self.model_validate({**base, **sections}) for sections in merged]
 
 
 # Recipes once had every setting for every method, most of them without effect. A setting that the method does
@@ -177,9 +176,8 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
     if path is not None:
         values = _yaml(read_text(path, "recipe"), f"recipe {path}") or {}
         if not isinstance(values, dict):
-            raise ValueError(
-                f"recipe {path} is a {type(values).__name__}: write sections such as data: and loss:"
-            )
+            what = type(values).__name__
+            raise ValueError(f"recipe {path} is a {what}: write sections such as data: and loss:")
     own, asked = values.get("method"), given.get("method")
     if None not in (own, asked) and own != asked:
         raise ValueError(f"recipe {path} is for {own!r}: slipstream train {own}, or a recipe for {asked!r}")
@@ -197,8 +195,8 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
         values = {**values, section: merged}
     try:
         recipe = kind.model_validate(values)
-        for stage in recipe.staged():
-            Shape.parse(stage.head.tree)
+        recipe.staged()
+        Shape.parse(recipe.head.tree)
     except ValidationError as error:
         complaints = "; ".join(_complaint(each, kind) for each in error.errors())
         raise ValueError(f"recipe {path or 'overrides'}: {complaints}") from error

@@ -7,20 +7,21 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from slipstream.core.drafter import CACHE, FINAL, INPUT
+from slipstream.drafters.heads import block_taps
 from slipstream.training.recipe import Head, Loss, Optimizer, Recipe
 
 Weight = Annotated[float, Field(ge=0)]
 Depth = Annotated[int, Field(ge=1, le=16)]
-Width = Annotated[int | None, Field(ge=1, le=2**17)]
 
 
-def _apart(taps: list[str] | None) -> list[str] | None:
+def _distinct(taps: list[str] | None) -> list[str] | None:
     if taps and len(set(taps)) < len(taps):
         raise ValueError("a state is named twice")
     return taps
 
 
-Taps = Annotated[list[str] | None, Field(min_length=1), AfterValidator(_apart)]
+Taps = Annotated[list[str] | None, Field(min_length=1), AfterValidator(_distinct)]
 
 
 class LayerHead(Head):
@@ -30,11 +31,29 @@ class LayerHead(Head):
         intermediate_size: width of the MLP; default: the target's.
     """
 
-    intermediate_size: Width = None
+    intermediate_size: Annotated[int | None, Field(ge=1, le=2**17)] = None
 
     @property
     def inner(self) -> int | None:
         return self.intermediate_size
+
+
+class StatesHead(LayerHead):
+    """Of drafters that read several states.
+
+    Attributes:
+        taps: their names; default: the inputs of blocks 2, L//2 and L − 3.
+    """
+
+    taps: Taps = None
+
+    def reads(self, blocks: int) -> tuple[str, ...]:
+        taps = tuple(self.taps or block_taps(blocks))
+        if any(tap.startswith(CACHE) for tap in taps):
+            raise ValueError(
+                f"head.taps={list(taps)}: this drafter reads states, such as {INPUT}2 or {FINAL}, not a cache"
+            )
+        return taps
 
 
 class LawLoss(Loss):
@@ -44,8 +63,8 @@ class LawLoss(Loss):
     Attributes:
         feature: weight of the SmoothL1 distance to the target's next state, a mean over its width.
         token: weight of the cross-entropy with the target's law p.
-        acceptance: weight of a third part, which no paper here has. Σ min(p, q) is the chance that a token
-            sampled from the drafter's law q is accepted (Leviathan et al. 2023, Theorem 3.5).
+        acceptance: weight of a third part, which no paper here has. Σ min(p, q) is the probability that a
+            token sampled from the drafter's law q is accepted (Leviathan et al. 2023, Theorem 3.5).
     """
 
     feature: Weight = 0.0
@@ -99,8 +118,8 @@ class UnrolledLoss(StepsLoss):
     """Of drafters that read their own guesses.
 
     Attributes:
-        unroll: draft steps. The first reads the target's states, the others what the step before said. 1 is
-            EAGLE's training; more are EAGLE-3's training-time test.
+        unroll: draft steps. The first reads the target's states, the others what the step before predicted.
+            1 is EAGLE's training; more are EAGLE-3's training-time test.
     """
 
     unroll: int = Field(default=1, ge=1, le=8)
@@ -127,10 +146,7 @@ class EagleRecipe(Recipe):
 class Eagle3Recipe(Recipe):
     """EAGLE-3."""
 
-    class Head(LayerHead):
-        """`taps`: the states that are read; default: the inputs of blocks 2, L//2 and L − 3."""
-
-        taps: Taps = None
+    class Head(StatesHead):
         tree: str = "dynamic-7x10x60"
 
     class Loss(UnrolledLoss):
@@ -144,17 +160,15 @@ class Eagle3Recipe(Recipe):
 class FastEagleRecipe(Recipe):
     """FastEagle."""
 
-    class Head(LayerHead):
+    class Head(StatesHead):
         """The cascade.
 
         Attributes:
-            taps: the states that are read; default: the inputs of blocks 2, L//2 and L − 3.
             depth: N, layers, and tokens that they draft.
             cascade: each layer reads the one before it; false: all read the same, as parallel heads do.
             start: name or directory of a trained eagle head, as which every layer begins.
         """
 
-        taps: Taps = None
         depth: Depth = 7
         cascade: bool = True
         start: str | None = None
@@ -253,6 +267,15 @@ class GlideRecipe(Recipe):
         published: bool = False
         tree: str = "cape-5x32"
 
+        def reads(self, blocks: int) -> tuple[str, ...]:
+            taps = self.taps or [f"{CACHE}{max(i, 0)}" for i in range(blocks - self.depth, blocks)]
+            if len(taps) != self.depth or not all(tap.startswith(CACHE) for tap in taps):
+                raise ValueError(
+                    f"head.taps={taps}: each of the {self.depth} layers of glide reads a cache, such as "
+                    f"{CACHE}{blocks - 1}"
+                )
+            return tuple(taps) if self.glimpses else ()
+
         def layers_built(self, width: int) -> tuple[int, int]:
             return self.depth, self.hidden_size or width
 
@@ -280,6 +303,9 @@ class DraftModelRecipe(Recipe):
 
         blocks: Annotated[list[int] | None, Field(min_length=1)] = None
         tree: str = "chain-5"
+
+        def reads(self, blocks: int) -> tuple[str, ...]:
+            return ()
 
     method: Literal["draft-model"] = "draft-model"
     head: Head = Head()

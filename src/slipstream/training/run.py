@@ -1,4 +1,4 @@
-"""train: one run, from its recipe to the picture of its curve."""
+"""`train`: one run, from its recipe to its curve."""
 
 from collections.abc import Callable, Sequence
 from os import PathLike, fspath
@@ -15,12 +15,12 @@ from slipstream.training.trainer import RECIPE, Trainer
 
 
 class TrainingRun(Result):
-    """What `train` made: a drafter directory, whose checkpoint the run can be resumed from.
+    """A drafter directory that `train` wrote, with a checkpoint to resume from.
 
     Attributes:
         tree, tau: the tree that τ was predicted for, and the highest prediction, whose weights are kept.
         trained_tokens, minutes: learnt from, and spent on steps, over all stages.
-        history: every prediction.
+        history: all predictions.
     """
 
     directory: str
@@ -52,27 +52,26 @@ def train(
 ) -> TrainingRun:
     """Train a drafter for a target.
 
-    The directory holds, at any time, the best drafter so far and the last checkpoint, and at the end, however
-    it comes, the picture of the curve.
+    The directory always holds the best drafter so far and the last checkpoint. When the run ends or stops,
+    the curve is drawn there.
 
     Args:
         target: a target, or the name of one, which is loaded with `load_target`'s defaults.
         method: such as "eagle", or a whole recipe.
-        directory: new, empty, or what a run left that came to nothing.
+        directory: new, empty, or left by a run that saved nothing.
         data, recipe, overrides, resume: see `recipe_of`; `resume` goes on from the last checkpoint.
         force: write whatever the directory holds.
-        progress: told the figures of every step.
-        filling: told what long work begins and how many tokens it has; returns what is told of its progress.
+        progress: called with the figures of each step.
+        filling: see `Trainer.prepare`.
 
     Raises:
         ValueError: the recipe, the data, the directory or the checkpoint does not fit, or training diverges.
         KeyboardInterrupt: Ctrl-C or SIGTERM ended the run; it names the checkpoint, if there is one.
     """
     directory = fspath(directory)
-    if isinstance(method, str):
-        settled = recipe_of(method, directory, data, recipe, overrides, resume)
-    else:
-        settled = method
+    settled = method
+    if isinstance(settled, str):
+        settled = recipe_of(settled, directory, data, recipe, overrides, resume)
     trainer: Trainer | None = None
     try:
         trainer = Trainer(loaded(target), settled, directory, resume, force)

@@ -1,14 +1,12 @@
-"""What is shown of a training run: a preview of the loss mask, progress with predicted τ, and curves."""
+"""Displays of a training run: the loss mask of examples, progress with predicted τ, and curves."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.panel import Panel
 from rich.progress import Progress, TaskID
 from rich.text import Text
 
-from slipstream.bars import bars
 from slipstream.core.target import Target
 from slipstream.picture import picture
 from slipstream.training.data import load_examples
@@ -69,13 +67,5 @@ class Watch:
         self._bar.update(self._stages[seen.stage], completed=seen.step, note=note)
         if not self._bar.console.is_terminal and seen.tau != self._told:  # a log gets a line per prediction
             self._told = seen.tau
-            self._bar.console.print(
-                f"stage {seen.stage + 1}, step {seen.step} of {seen.of}: {note}", soft_wrap=True
-            )
-
-
-@contextmanager
-def watching(console: Console) -> Iterator[Watch]:
-    """Show the progress of a run."""
-    with bars(console) as bar:
-        yield Watch(bar)
+            line = f"stage {seen.stage + 1}, step {seen.step} of {seen.of}: {note}"
+            self._bar.console.print(line, soft_wrap=True)

@@ -20,11 +20,11 @@ from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import read_rows
 from slipstream.training.writers import Messages, Writer, wrapped, writer_of
 
-HERE = "\u2983slipstream\u2984"  # the user's words, by which the template's text is cut
+HERE = "\u2983slipstream\u2984"  # a user's message whose place in the rendered template is searched
 ABOUT = {"source": "self"}  # every row begins with this
 PATIENCE = 5  # batches without a usable prompt, after which synthesis stops
 PROMPT_TOKENS = (4, 200)  # shorter and longer prompts are discarded
-Told = Callable[[int, int], None]  # of lines in the file, and of all that there will be
+Told = Callable[[int, int], None]  # called with the lines in the file and their final number
 
 
 class Answers(Result):
@@ -39,8 +39,7 @@ class Answers(Result):
 
 @dataclass(frozen=True)
 class Writing:
-    """What writes, and how. Batches use the temperatures in turn. Raises ValueError for a setting out of
-    range."""
+    """A writer and its settings. Batches take the temperatures in turn. Raises ValueError."""
 
     writer: Writer
     temperatures: Sequence[float]
@@ -126,12 +125,11 @@ def conversations(path: str | PathLike[str]) -> list[Messages]:
 
 def templated(rows: Sequence[Messages], systems: Sequence[str]) -> list[Messages]:
     """Each conversation as it is, and once under each system message instead of its own (BiTA, Table 6)."""
-    return [
-        again
-        for messages in rows
-        for bare in [[message for message in messages if message["role"] != "system"]]
-        for again in (messages, *([{"role": "system", "content": system}, *bare] for system in systems))
-    ]
+    conversations = []
+    for messages in rows:
+        bare = [message for message in messages if message["role"] != "system"]
+        conversations += [messages, *([{"role": "system", "content": system}, *bare] for system in systems)]
+    return conversations
 
 
 @public
@@ -162,16 +160,14 @@ def synthesize(
     """
     check_counts(prompts=prompts)
     out, target = _checked(out), loaded(target)
-    writing = Writing(
-        writer_of(writer, target), temperatures, max_new_tokens, batch, seed, prompt_temperature
-    )
+    chosen = writer_of(writer, target)
+    writing = Writing(chosen, temperatures, max_new_tokens, batch, seed, prompt_temperature)
     with _appending(out, writing) as (known, append):
         asked = [_question(messages)[0]["content"] for messages in known]
         done = len(asked)
         progress(done, prompts)
-        more = synthesize_prompts(
-            target, writing.writer, prompts, prompt_temperature, batch, wrapped(seed + done), asked
-        )
+        next_seed = wrapped(seed + done)
+        more = synthesize_prompts(target, chosen, prompts, prompt_temperature, batch, next_seed, asked)
         while fresh := [[{"role": "user", "content": text}] for text in islice(more, batch)]:
             append(fresh, done)
             done += len(fresh)
@@ -197,22 +193,22 @@ def synthesize_prompts(
         ValueError: the target has no chat template, or does not write usable prompts.
     """
     opening = opening_of(target)
-    seen = set(known)
+    kept = set(known)
     idle = 0
     assert target.text is not None
     for i in count():
-        if len(seen) >= n:
+        if len(kept) >= n:
             return
-        before = len(seen)
+        before = len(kept)
         for written in writer.go_on(opening, batch, temperature, PROMPT_TOKENS[1], wrapped(seed + i)):
             length = len(target.text.ids(written.text, special=True))
-            if written.finished and length >= PROMPT_TOKENS[0] and written.text not in seen and len(seen) < n:
-                seen.add(written.text)
+            if written.finished and length >= PROMPT_TOKENS[0] and written.text not in kept and len(kept) < n:
+                kept.add(written.text)
                 yield written.text
-        idle = idle + 1 if len(seen) == before else 0
+        idle = idle + 1 if len(kept) == before else 0
         if idle == PATIENCE:
             raise ValueError(
-                f"target {target.name} wrote {len(seen)} usable prompts and then none: raise the "
+                f"target {target.name} wrote {len(kept)} usable prompts and then none: raise the "
                 "temperature, or give prompts of your own to `slipstream regenerate`"
             )
 
@@ -241,13 +237,12 @@ def _checked(out: str | PathLike[str], source: Any = None) -> str:
     return out
 
 
-Append = Callable[[Sequence[Messages], int], None]
-
-
 @contextmanager
-def _appending(path: str, writing: Writing) -> Iterator[tuple[list[Messages], Append]]:
-    """The conversations that a file already holds, and a function that answers questions and appends them. It
-    takes the number of the batch's first question. The file is locked.
+def _appending(
+    path: str, writing: Writing
+) -> Iterator[tuple[list[Messages], Callable[[Sequence[Messages], int], None]]]:
+    """The conversations that a locked file already holds, and a function that answers questions, of which it
+    is told the first one's number, and appends them.
 
     Raises:
         ValueError: the file holds something else, or was made by another model or under other settings;
@@ -259,19 +254,14 @@ def _appending(path: str, writing: Writing) -> Iterator[tuple[list[Messages], Ap
         temperature = writing.temperatures[start // writing.batch % len(writing.temperatures)]
         seed = wrapped(writing.seed + start)
         answers = writing.writer.answer(asked, temperature, writing.max_new_tokens, seed)
-        rows = [
-            {
-                **ABOUT,
-                "made": recorded,
-                "temperature": temperature,
-                "finished": answer.finished,
-                "messages": [*question, {"role": "assistant", "content": answer.text}],
-            }
-            for question, answer in zip(asked, answers, strict=True)
-        ]
+        lines = []
+        for question, answer in zip(asked, answers, strict=True):
+            messages = [*question, {"role": "assistant", "content": answer.text}]
+            row = {"made": recorded, "temperature": temperature, "finished": answer.finished}
+            lines.append(json.dumps({**ABOUT, **row, "messages": messages}, ensure_ascii=False) + "\n")
         try:
             with open(path, "a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+                file.writelines(lines)
         except OSError as error:
             raise ValueError(
                 f"output {path} cannot be written: {error.strerror}: what is there stays; run it again"
@@ -310,9 +300,8 @@ def _written(path: str) -> list[dict[str, Any]]:
             *lines, half = file.read().split(b"\n")
             rows = [parsed(line.decode()) for line in lines]
             begun = json.dumps(ABOUT)[:-1].encode()
-            if not all(row.items() >= ABOUT.items() and row["messages"] for row in rows):
-                raise ValueError("not written by synthesize or regenerate")
-            if half[: len(begun)] != begun[: len(half)]:
+            own = all(row.items() >= ABOUT.items() and row["messages"] for row in rows)
+            if not own or half[: len(begun)] != begun[: len(half)]:
                 raise ValueError("not written by synthesize or regenerate")
             file.truncate(sum(len(line) + 1 for line in lines))
             return rows

@@ -18,6 +18,7 @@ import torch
 import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs
 
+from slipstream.core.drafter import FINAL
 from slipstream.core.target import Target
 from slipstream.decode.predict import Prediction, record
 from slipstream.drafters.store import RUN, RUN_MARK, claimed, save_drafter
@@ -52,12 +53,13 @@ class Trainer:
     def __init__(
         self, target: Target, recipe: Recipe, directory: str, resume: bool = False, force: bool = False
     ) -> None:
-        self.target, self.recipe, self.home = target, recipe, Path(directory)
-        self.stages, self._directory, self._resume, self._force = recipe.staged(), directory, resume, force
+        self.target, self.recipe, self.home, self.stages = target, recipe, Path(directory), recipe.staged()
+        self._directory, self._resume, self._force = directory, resume, force
         objective = METHODS[recipe.method].objective
         assert objective is not None
         self._method: type[Objective] = resolve_name(objective)
-        self._taps = self._method.taps(recipe, target.sizes.blocks)
+        read = recipe.head.reads(target.sizes.blocks)
+        self._taps = read if read[-1:] == (FINAL,) else (*read, FINAL)  # labels are last
         # One process reads features while the others wait.
         patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
         on_cpu, precision = target.device.type == "cpu", recipe.schedule.precision
@@ -68,10 +70,9 @@ class Trainer:
         self.checkpoint: int | None = None  # the step of the last checkpoint
         self._held, self._saved = ExitStack(), None
         with self._claimed():
-            home, processes = self.home, self.accelerator.num_processes
             if resume:
-                expected = (target.fingerprint, target.dtype_name, processes, recipe, home / RECIPE)
-                self._saved = read_checkpoint(home / STATE, *expected)
+                made_by = (target.fingerprint, target.dtype_name, self.accelerator.num_processes, recipe)
+                self._saved = read_checkpoint(self.home / STATE, *made_by, self.home / RECIPE)
 
     @contextmanager
     def _claimed(self) -> Iterator[None]:
@@ -79,12 +80,12 @@ class Trainer:
         if not self.leads:
             yield
             return
-        resume, directory = self._resume, self._directory
-        with claimed(directory, ("train",), self._force or resume, [self.target.source]):
+        directory, anything = self._directory, self._resume or self._force
+        with claimed(directory, ("train",), anything, [self.target.source]):
             begun = (self.home / STATE).exists()
-            if resume and not begun:
+            if self._resume and not begun:
                 raise ValueError(f"{directory} holds no checkpoint to resume: leave --resume out to begin")
-            if not (resume or self._force) and (begun or (self.home / "config.json").exists()):
+            if not anything and (begun or (self.home / "config.json").exists()):
                 held = (
                     "a training run: go on with --resume" if begun else "a drafter: begin anew with --force"
                 )
@@ -95,8 +96,8 @@ class Trainer:
         """Read the data, let the target answer the held-out prompts, and begin or restore the objective.
 
         Args:
-            filling: called with a name and a number of tokens when long work begins; returns a function that
-                is called with the tokens done.
+            filling: called with a name and a number of tokens when long work begins. It returns a function,
+                which is called with each number of tokens done.
         """
         with ExitStack() as held:  # released if this fails
             held.enter_context(self._claimed())
@@ -105,19 +106,16 @@ class Trainer:
 
     def _prepare(self, filling: Filling) -> None:
         self._read_data(self.stages[-1].data)  # the last stage's data decide the drafter's vocabulary
-        kept = self._data
         self._rehearse()
         known = self._known_answers()
         if known is None:
-            advance = filling("answering held-out prompts", len(self._held_out) * kept.held_out_tokens)
-            prompts = [example.prompt for example in self._held_out]
-            known = record(self.target, prompts, kept.held_out_tokens, self._taps)
-            advance(len(self._held_out) * kept.held_out_tokens)
+            prompts, limit = [example.prompt for example in self._held_out], self._data.held_out_tokens
+            advance = filling("answering held-out prompts", len(prompts) * limit)
+            known = record(self.target, prompts, limit, self._taps)
+            advance(len(prompts) * limit)
         self.recorded = known
-        features = torch.cat(
-            [f[:n] for f, n in zip(self.recorded.tapped(self._taps), self.recorded.lengths, strict=True)]
-        )
-        self.objective = self._method.begin(self.recipe, self.target, self._all, features)
+        features = [f[:n] for f, n in zip(known.tapped(self._taps), known.lengths, strict=True)]
+        self.objective = self._method.begin(self.recipe, self.target, self._all, torch.cat(features))
         self.vocab_coverage = coverage(self._all, self.objective._vocab)
         self._filling = filling
         if self._saved is not None:
@@ -126,10 +124,9 @@ class Trainer:
             self.vocab_coverage = self._saved["coverage"]
 
     def _rehearse(self) -> None:
-        """Make everything that the recipe asks for once, before hours of features. Raises ValueError."""
-        sample = torch.ones(
-            8, sum(self.target.widths(self._taps)), dtype=self.target.dtype, device=self.target.device
-        )
+        """Make all that the recipe asks for once, before features take hours. Raises ValueError."""
+        width = sum(self.target.widths(self._taps))
+        sample = torch.ones(8, width, dtype=self.target.dtype, device=self.target.device)
         with understood("this recipe"):
             objective = self._method.begin(self.recipe, self.target, self._all[:8], sample)
             objective.drafter(self.recipe.head.tree, getattr(torch, self.recipe.head.storage))
@@ -147,10 +144,8 @@ class Trainer:
 
     def _read_data(self, data: Data) -> None:
         examples = load_examples(data.files, self.target, data.max_length, data.limit, data.greedy)
-        if len(examples) < 8:
-            raise ValueError(
-                f"{len(examples)} examples remain of {', '.join(data.files)}: training takes 8 at least"
-            )
+        if (n := len(examples)) < 8:
+            raise ValueError(f"{n} examples remain of {', '.join(data.files)}: training takes 8 at least")
         self._all, self._held_out = hold_out(examples, data.held_out)
         self._data = data
 
@@ -284,12 +279,10 @@ class Trainer:
 
     def _summary(self, prediction: Prediction) -> dict[str, Any]:
         progress = self.progress
+        predicted = {name: getattr(prediction, name) for name in ("tau", "acceptance", "rounds")}
+        predicted |= {"tree": self.recipe.head.tree, "texts": len(self.recorded.tokens)}
         return {
-            "predicted": {
-                **{name: getattr(prediction, name) for name in ("tau", "acceptance", "rounds")},
-                "tree": self.recipe.head.tree,
-                "texts": len(self.recorded.tokens),
-            },
+            "predicted": predicted,
             "trained_tokens": progress.trained,
             "examples": len(self._all),
             "minutes": round(progress.seconds / 60, 1),
@@ -304,20 +297,18 @@ class Trainer:
         if not self.leads:
             return
         self._check_weights()
-        write_checkpoint(
-            self.home / STATE,
-            {
-                "objective": self.objective.state_dict(),
-                "optimizer": None if optimizer is None else optimizer.state_dict(),
-                "progress": asdict(self.progress),
-                "coverage": self.vocab_coverage,
-                "target": self.target.fingerprint,
-                "dtype": self.target.dtype_name,
-                "data": None if optimizer is None else self._data_key,
-                "processes": self.accelerator.num_processes,
-                "recipe": self.recipe.model_dump(mode="json"),
-            },
-        )
+        state = {
+            "objective": self.objective.state_dict(),
+            "optimizer": None if optimizer is None else optimizer.state_dict(),
+            "progress": asdict(self.progress),
+            "coverage": self.vocab_coverage,
+            "target": self.target.fingerprint,
+            "dtype": self.target.dtype_name,
+            "data": None if optimizer is None else self._data_key,
+            "processes": self.accelerator.num_processes,
+            "recipe": self.recipe.model_dump(mode="json"),
+        }
+        write_checkpoint(self.home / STATE, state)
         self.checkpoint = self.progress.step
 
     def _write_recipe(self) -> None:
@@ -334,7 +325,6 @@ class Trainer:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-
         first = 0.0
 
         def stop(number: int, _: Any) -> None:
@@ -344,9 +334,8 @@ class Trainer:
                 raise KeyboardInterrupt
             self._stop = number
 
-        before: dict[int, Any] = {
-            number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before: dict[int, Any] = {number: signal.signal(number, stop) for number in signals}
         try:
             yield
         except KeyboardInterrupt:

@@ -21,7 +21,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Written:
-    """One text; `finished` is false if a length limit cut it."""
+    """A text. `finished` is false if a length limit cut it."""
 
     text: str
     finished: bool
@@ -32,7 +32,7 @@ class Writer(ABC):
 
     @property
     def about(self) -> dict[str, str]:
-        """The model, as every row records it."""
+        """The model, as each row records it."""
         return {"writer": type(self).__name__}
 
     def check(self, prompts: Sequence[Messages], limit: int) -> None:  # noqa: B027  a server checks itself
@@ -56,11 +56,8 @@ class TargetWriter(Writer):
 
     @property
     def about(self) -> dict[str, str]:
-        return {
-            "target": self.target.name,
-            "fingerprint": self.target.fingerprint,
-            "dtype": self.target.dtype_name,
-        }
+        target = self.target
+        return {"target": target.name, "fingerprint": target.fingerprint, "dtype": target.dtype_name}
 
     def check(self, prompts: Sequence[Messages], limit: int) -> None:
         for number, prompt in enumerate(prompts, 1):
@@ -101,16 +98,16 @@ class ServerWriter(Writer):
     def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
         def one(item: tuple[int, Messages]) -> Written:
             settings = {"temperature": temperature, "max_tokens": limit, "seed": wrapped(seed + item[0])}
-            return self._ask(
-                "chat/completions", {"model": self.model, "messages": item[1], **settings}, _answer
-            )
+            body = {"model": self.model, "messages": item[1], **settings}
+            return self._ask("chat/completions", body, lambda reply: _written(reply["choices"][0]))
 
         with ThreadPoolExecutor(max(len(prompts), 1)) as pool:  # the server batches concurrent requests
             return list(pool.map(one, enumerate(prompts)))
 
     def go_on(self, text: str, n: int, temperature: float, limit: int, seed: int) -> list[Written]:
         settings = {"temperature": temperature, "max_tokens": limit, "seed": seed, "n": n}
-        return self._ask("completions", {"model": self.model, "prompt": text, **settings}, _continuations)
+        body = {"model": self.model, "prompt": text, **settings}
+        return self._ask("completions", body, lambda reply: [_written(choice) for choice in reply["choices"]])
 
     def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
         data = None if body is None else json.dumps(body).encode()
@@ -125,13 +122,9 @@ class ServerWriter(Writer):
             ) from error
 
 
-def _answer(reply: Any) -> Written:
-    choice = reply["choices"][0]
-    return Written((choice["message"]["content"] or "").strip(), choice["finish_reason"] == "stop")
-
-
-def _continuations(reply: Any) -> list[Written]:
-    return [Written(choice["text"].strip(), choice["finish_reason"] == "stop") for choice in reply["choices"]]
+def _written(choice: Any) -> Written:
+    text = choice["message"]["content"] or "" if "message" in choice else choice["text"]
+    return Written(text.strip(), choice["finish_reason"] == "stop")
 
 
 def writer_of(given: "str | Writer | None", target: AnyTarget) -> Writer:
