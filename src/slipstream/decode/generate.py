@@ -97,6 +97,7 @@ class BatchOptions(Options, total=False):
 Message = Mapping[str, Any]
 One = str | Sequence[int] | Sequence[Message]
 Many = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Sequence[Sequence[Message]]
+Prompts = Prompt | Sequence[Prompt]
 
 
 @overload
@@ -109,16 +110,10 @@ def generate(
 ) -> list[Generation]: ...
 @overload  # tensors and what a tokenizer returns hold one prompt or several
 def generate(
-    target: Target,
-    prompts: Prompt | Sequence[Prompt],
-    drafter: Named | Drafter = ...,
-    **options: Unpack[BatchOptions],
+    target: Target, prompts: Prompts, drafter: Named | Drafter = ..., **options: Unpack[BatchOptions]
 ) -> Any: ...
 def generate(
-    target: Target,
-    prompts: Prompt | Sequence[Prompt],
-    drafter: Named | Drafter = "vanilla",
-    **options: Unpack[BatchOptions],
+    target: Target, prompts: Prompts, drafter: Named | Drafter = "vanilla", **options: Unpack[BatchOptions]
 ) -> Any:
     """Answer one prompt (a `Generation`) or several (a list of them), `batch` at once.
 
@@ -227,7 +222,7 @@ class Job:
     def of(
         cls,
         target: Target,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         drafter: Named | Drafter,
         law: str | None = None,
         trace: Writer | None = None,
