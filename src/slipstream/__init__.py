@@ -6,46 +6,46 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream.core.drafter import Drafter as Drafter
-    from slipstream.core.drafter import State as State
-    from slipstream.core.sampling import Sampler as Sampler
-    from slipstream.core.sampling import Sampling as Sampling
+    from slipstream.core.drafter import Drafter as Drafter, State as State
+    from slipstream.core.sampling import Sampler as Sampler, Sampling as Sampling
     from slipstream.core.span import Span as Span
     from slipstream.core.target import Target as Target
-    from slipstream.core.tree import PAD as PAD
-    from slipstream.core.tree import Tree as Tree
-    from slipstream.core.tree import chain as chain
-    from slipstream.decode.generate import Generation as Generation
-    from slipstream.decode.generate import Stream as Stream
-    from slipstream.decode.generate import generate as generate
-    from slipstream.decode.generate import stream as stream
+    from slipstream.core.tree import PAD as PAD, Tree as Tree, chain as chain
+    from slipstream.decode.generate import (
+        Generation as Generation,
+        Stream as Stream,
+        generate as generate,
+        stream as stream,
+    )
     from slipstream.drafters import load_drafter as load_drafter
     from slipstream.drafters.ngram import NGram as NGram
     from slipstream.drafters.random_drafter import RandomDrafter as RandomDrafter
     from slipstream.drafters.spec import Spec as Spec
     from slipstream.drafters.tree_oracle import TreeOracle as TreeOracle
     from slipstream.drafters.vanilla import Vanilla as Vanilla
-    from slipstream.interop.public import Conversion as Conversion
-    from slipstream.interop.public import export as export
-    from slipstream.interop.public import import_checkpoint as import_checkpoint
-    from slipstream.measure.certify import Certificate as Certificate
-    from slipstream.measure.certify import certify as certify
+    from slipstream.interop.public import (
+        Conversion as Conversion,
+        export as export,
+        import_checkpoint as import_checkpoint,
+    )
+    from slipstream.measure.certify import Certificate as Certificate, certify as certify
     from slipstream.measure.questions import Question as Question
     from slipstream.measure.report import BenchReport as BenchReport
     from slipstream.measure.run import bench as bench
     from slipstream.measure.tune import tune as tune
     from slipstream.measure.tuned import TuneReport as TuneReport
-    from slipstream.methods import METHODS as METHODS
-    from slipstream.methods import Method as Method
-    from slipstream.methods import register as register
-    from slipstream.targets import HFTarget as HFTarget
-    from slipstream.targets import RecordedTarget as RecordedTarget
-    from slipstream.targets import load_target as load_target
-    from slipstream.training.run import TrainingRun as TrainingRun
-    from slipstream.training.run import train as train
-    from slipstream.training.synthesize import Answers as Answers
-    from slipstream.training.synthesize import regenerate as regenerate
-    from slipstream.training.synthesize import synthesize as synthesize
+    from slipstream.methods import METHODS as METHODS, Method as Method, register as register
+    from slipstream.targets import (
+        HFTarget as HFTarget,
+        RecordedTarget as RecordedTarget,
+        load_target as load_target,
+    )
+    from slipstream.training.run import TrainingRun as TrainingRun, train as train
+    from slipstream.training.synthesize import (
+        Answers as Answers,
+        regenerate as regenerate,
+        synthesize as synthesize,
+    )
 
     __version__: str
 

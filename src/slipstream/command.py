@@ -34,7 +34,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **named: P.kwargs) -> R:
         given = signature(function).bind(*args, **named).arguments.items()
         shown = ", ".join(f"{name}={_shown(value)}" for name, value in given if not isroutine(value))
-        with commanded(f"slipstream.{function.__name__}({shown})"):
+        package = function.__module__.partition(".")[0]
+        with commanded(f"{package}.{function.__name__}({shown})"):
             return function(*args, **named)
 
     return call

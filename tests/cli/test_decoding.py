@@ -1,10 +1,12 @@
-"""demo, generate, bench and certify: what they print and write."""
+"""demo, generate, bench, certify and tune: what they print and write."""
 
 import json
+from functools import partial
 
 import torch
 
 from slipstream.decode.generate import LAWS
+from slipstream.measure import cost
 
 
 def test_generate_prints_the_answer_and_writes_json_and_trace(run, tiny_options, tmp_path):
@@ -90,3 +92,20 @@ def test_a_malformed_question_names_its_line(run, model, tmp_path):
     code, _, err = run("bench", "--target", model, "--questions", str(file))
     assert code == 2
     assert "bad.jsonl line 2" in err
+
+
+def test_what_was_measured_is_kept_for_each_machine(run, model, tmp_path, monkeypatch):
+    """One machine's or precision's costs in the place of another's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cost, "cost_curve", partial(cost.cost_curve, contexts=(16,), batches=(1,)))
+    path, plot = tmp_path / "slipstream" / "costs.json", tmp_path / "costs.svg"
+    path.parent.mkdir()
+    path.write_text('{"another machine": {"a model": {"passes": []}}}')
+    code, out, _ = run("tune", "--measure", "--target", model, "--dtype", "float64", "--plot", str(plot))
+    assert code == 0
+    assert "rows" in out
+    (_, others), (place, here) = json.loads(path.read_text()).items()
+    assert others == {"a model": {"passes": []}}
+    assert place.endswith("float64")
+    assert here[model]["passes"]
+    assert "<svg" in plot.read_text()

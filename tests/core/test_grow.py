@@ -4,8 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from slipstream.core.grow import dynamic, static
 from slipstream.core.shape import Shape

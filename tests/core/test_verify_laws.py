@@ -3,8 +3,7 @@ caught."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from enumeration import (
     GREEDY,

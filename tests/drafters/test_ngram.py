@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from slipstream.core.cache import BLOCK, KVCache
 from slipstream.core.sampling import Sampler, Sampling

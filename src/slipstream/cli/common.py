@@ -1,7 +1,7 @@
 """The application, its consoles, and the options and helpers that commands share."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.bars import bars
+from slipstream.files import STANDARD
 from slipstream.methods import Method, named
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from slipstream.targets import HFTarget
 
 R = TypeVar("R", bound="Report")
+Draw = Callable[[Any, str], None]  # of a result, into a file
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 app = typer.Typer(
@@ -134,16 +136,17 @@ def inputs(target: str, drafters: Sequence[str] = (), files: Sequence[str] = ())
     return [target, *named, *files]
 
 
-def deliver(result: "Report", json_path: str | None) -> None:
-    """Print a result, and write it even if printing fails. Where JSON goes to standard output, the table goes
-    to standard error."""
-    from slipstream.files import STANDARD
-
-    try:
-        (err if json_path in STANDARD else out).print(result)
-    finally:
+def deliver(
+    result: "Report", json_path: str | None, plot: str | None = None, draw: Draw | None = None
+) -> None:
+    """Print a result, write it and draw it, each even if another fails. Where JSON goes to standard output,
+    the table goes to standard error."""
+    with ExitStack() as last:  # in reverse order
+        if plot is not None and draw is not None:
+            last.callback(draw, result, plot)
         if json_path is not None:
-            result.write(json_path)
+            last.callback(result.write, json_path)
+        (err if json_path in STANDARD else out).print(result)
 
 
 @contextmanager
@@ -165,11 +168,7 @@ def progress_bar(steps: int | None) -> Iterator[Callable[..., None]]:
     """A bar on standard error. Each call names the step under way and advances the bar, by one or by `n`."""
     with bars(err, transient=True) as bar:
         task = bar.add_task("", total=steps, note="loading")
-
-        def advance(what: str, n: int = 1) -> None:
-            bar.update(task, note=what, advance=n)
-
-        yield advance
+        yield lambda what, n=1: bar.update(task, note=what, advance=n)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""demo, generate, bench, certify: answer, measure, prove."""
+"""demo, generate, bench, certify, tune: answer, measure, prove, and choose trees."""
 
 import sys
 from contextlib import nullcontext, redirect_stdout
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.common import (
+    ASKED,
+    DIRECTORY,
     DRAFTERS,
     RESULTS,
     SAMPLING,
@@ -25,30 +27,29 @@ from slipstream.cli.common import (
     command,
     deliver,
     err,
+    flag,
     inputs,
     kept,
+    listed,
     load,
     option,
     out,
     progress_bar,
 )
+from slipstream.files import STANDARD, check_writable, evenly, read_results, replacing, write_json
+from slipstream.measure.questions import load_questions
+from slipstream.methods import named
 
 if TYPE_CHECKING:
     from slipstream.decode.generate import Generation
-
+    from slipstream.targets import HFTarget
 
 OWN = "0 is greedy (default: the target's own)"
-OwnTemperature = Annotated[float | None, option(OWN, "T", panel=SAMPLING)]
-TopK = Annotated[int | None, option("keep the K likeliest tokens", "K", panel=SAMPLING)]
-TopP = Annotated[float | None, option("keep the likeliest tokens with this mass", "P", panel=SAMPLING)]
+MASS = "keep the likeliest tokens with this mass"
 LIKELY = "keep tokens this fraction as likely as the likeliest"
-MinP = Annotated[float | None, option(LIKELY, "P", panel=SAMPLING)]
-RepetitionPenalty = Annotated[float | None, option("counts prompt and answer", "X", panel=SAMPLING)]
+BOTH = "counts prompt and answer"
 AnswerPenalty = Annotated[float, option("counts the answer", "X", panel=SAMPLING)]
-Stop = Annotated[list[str], option("ends the answer; repeatable", "TEXT", panel=SAMPLING)]
 LAW = "coupled or multi-round (default: the drafter's own); lossy-typical, Medusa's, changes the text"
-LawName = Annotated[str | None, option(LAW, "NAME", panel=SAMPLING)]
-Trace = Annotated[str | None, option("write one JSON line per round here", "FILE", panel=RESULTS)]
 SEVERAL = "0 is greedy; repeatable"
 Temperatures = Annotated[list[float], option(SEVERAL, "T", "--temperature", panel=SAMPLING, min=0)]
 
@@ -57,7 +58,7 @@ Temperatures = Annotated[list[float], option(SEVERAL, "T", "--temperature", pane
 def demo(
     target: TargetName = "smollm2",
     drafter: DrafterName = "ngram",
-    questions: Files = [],  # noqa: B006
+    questions: Files = [],
     limit: Limit = 8,
     max_new_tokens: MaxNewTokens = 96,
     temperature: Temperature = 0.0,
@@ -71,7 +72,6 @@ def demo(
     In float32 and bfloat16 rounding may turn a near-tie; the demo then says so.
     """
     from slipstream.measure.demo import demo as run
-    from slipstream.measure.questions import load_questions
     from slipstream.measure.run import Contest
 
     asked = load_questions(questions, limit)
@@ -90,20 +90,20 @@ def generate(
     target: TargetName = "smollm2",
     drafter: DrafterName = "ngram",
     max_new_tokens: MaxNewTokens = 256,
-    temperature: OwnTemperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
+    temperature: Annotated[float | None, option(OWN, "T", panel=SAMPLING)] = None,
+    top_k: Annotated[int | None, option("keep the K likeliest tokens", "K", panel=SAMPLING)] = None,
+    top_p: Annotated[float | None, option(MASS, "P", panel=SAMPLING)] = None,
+    min_p: Annotated[float | None, option(LIKELY, "P", panel=SAMPLING)] = None,
+    repetition_penalty: Annotated[float | None, option(BOTH, "X", panel=SAMPLING)] = None,
     presence_penalty: AnswerPenalty = 0.0,
     frequency_penalty: AnswerPenalty = 0.0,
     seed: Seed = 0,
-    stop: Stop = [],  # noqa: B006
-    law: LawName = None,
+    stop: Annotated[list[str], option("ends the answer; repeatable", "TEXT", panel=SAMPLING)] = [],
+    law: Annotated[str | None, option(LAW, "NAME", panel=SAMPLING)] = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     compile: Compile = False,
-    trace: Trace = None,
+    trace: Annotated[str | None, option("write one JSON line per round here", "FILE", panel=RESULTS)] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Answer one prompt, printed as it is made; figures go to standard error.
@@ -114,7 +114,6 @@ def generate(
     from slipstream.decode.generate import stream
     from slipstream.decode.settings import resolve_sampling
     from slipstream.drafters import load_drafter
-    from slipstream.files import STANDARD, check_writable, replacing
 
     check_writable(trace, json_path, reads=inputs(target, [drafter]))
     aside = redirect_stdout(sys.stderr) if {trace, json_path} & {*STANDARD} else nullcontext()
@@ -141,7 +140,6 @@ def generate(
 def _figures(made: "Generation | None", law: str, idle: list[str], json_path: str | None) -> None:
     """Print an answer's figures, and the options that had no effect."""
     from slipstream.decode.generate import LOSSY
-    from slipstream.files import write_json
 
     assert made is not None
     speed = f"τ {made.tau:.2f}   {len(made.tokens) / made.seconds.total:.1f} tokens/s"
@@ -165,8 +163,8 @@ def _figures(made: "Generation | None", law: str, idle: list[str], json_path: st
 )
 def bench(
     target: TargetName = "smollm2",
-    drafter: DrafterNames = ["ngram"],  # noqa: B006
-    questions: Files = [],  # noqa: B006
+    drafter: DrafterNames = ["ngram"],
+    questions: Files = [],
     limit: Limit = None,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
@@ -178,8 +176,6 @@ def bench(
 ) -> None:
     """Measure drafters beside plain decoding and Hugging Face generate, in alternation on the same
     prompts."""
-    from slipstream.files import check_writable
-    from slipstream.measure.questions import load_questions
     from slipstream.measure.run import bench as run
 
     check_writable(json_path, reads=inputs(target, drafter, questions))
@@ -198,11 +194,11 @@ def bench(
 )
 def certify(
     target: TargetName = "smollm2",
-    drafter: DrafterNames = ["ngram"],  # noqa: B006
-    questions: Files = [],  # noqa: B006
+    drafter: DrafterNames = ["ngram"],
+    questions: Files = [],
     limit: Limit = 20,
     max_new_tokens: MaxNewTokens = 128,
-    temperatures: Temperatures = [0.0, 1.0],  # noqa: B006
+    temperatures: Temperatures = [0.0, 1.0],
     seed: Seed = 0,
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -217,9 +213,7 @@ def certify(
     A tree oracle always runs beside the drafters, and at T = 0 Hugging Face
     generate is audited too. Exit code 1 if a token is not explained.
     """
-    from slipstream.files import check_writable
     from slipstream.measure.certify import certify as run
-    from slipstream.measure.questions import load_questions
 
     check_writable(json_path, reads=inputs(target, drafter, questions))
     asked = load_questions(questions, limit)
@@ -230,3 +224,66 @@ def certify(
         keep(report)
     if not report.certified:
         raise typer.Exit(1)
+
+
+TUNED = [method for method in named() if method.tunes]
+Prompts = Annotated[int, option("prompts that drafts are held against, in all", "N", panel=ASKED, min=1)]
+
+
+@command(
+    "tune --drafter eagle --dtype auto --compile",
+    "tune --drafter runs/eagle --questions gsm8k.jsonl --json tuned.json --plot tuned.svg",
+    "tune --drafter draft-model:model=./small --compile",
+    "tune --drafter self-speculative",
+    "tune --measure --plot costs.svg",
+    lists=listed("[bold]Drafters that grow trees[/bold]", *TUNED, others=[DIRECTORY]),
+)
+def tune(
+    target: TargetName = "smollm2",
+    drafter: Annotated[str, option("one of those below", "NAME")] = "eagle",
+    questions: Files = [],
+    limit: Prompts = 8,
+    measure: Annotated[bool, flag("only measure what passes of 1 to 64 rows cost", "--measure")] = False,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    compile: Compile = False,
+    plot: Annotated[str | None, option("draw it, as SVG", "FILE", panel=RESULTS)] = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Find the tree that pays most on this machine; generate and bench then grow it unless told otherwise."""
+    from slipstream.drafters import tuned_home
+    from slipstream.drafters.store import tuned_file
+    from slipstream.measure.draw import draw_tuned
+    from slipstream.measure.tune import tune as run
+    from slipstream.measure.tuned import TuneReport
+
+    check_writable(plot, json_path, reads=inputs(target, [drafter], questions))
+    asked = evenly(load_questions(questions), limit)
+    loaded = load(target, dtype, device, compile)
+    if measure:
+        _measure(loaded, plot, json_path)
+        return
+
+    def show(report: TuneReport) -> None:
+        deliver(report, json_path, plot, draw_tuned)
+        for line in report.static_trees(drafter):
+            out.print(line, soft_wrap=True)
+        err.print(f"kept in {tuned_file(tuned_home(drafter, loaded))}", style="dim", soft_wrap=True)
+
+    with kept(show) as keep, progress_bar(None) as progress:
+        keep(run(loaded, drafter, asked, limit=None, progress=progress, keep=keep))
+
+
+def _measure(target: "HFTarget", plot: str | None, json_path: str | None) -> None:
+    """Measure the cost of passes, show it and store it."""
+    from slipstream.measure import cost
+    from slipstream.measure.draw import draw_costs
+
+    read_results(cost.costs_file())
+    with progress_bar(None) as progress:
+        report = cost.cost_curve(target, progress=progress)
+    try:
+        deliver(report, json_path, plot, draw_costs)
+    finally:
+        cost.save_costs(target, report)
+    err.print(f"kept in {cost.costs_file()}", style="dim", soft_wrap=True)

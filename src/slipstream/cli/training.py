@@ -30,6 +30,8 @@ from slipstream.cli.common import (
     out,
     progress_bar,
 )
+from slipstream.files import check_writable
+from slipstream.measure.questions import load_questions
 from slipstream.methods import METHODS
 
 LAYOUTS = [layout for method in METHODS.values() for layout in method.layouts]
@@ -38,15 +40,9 @@ PUBLIC = f"{', '.join(LAYOUTS[:-1])} or {LAYOUTS[-1]}"
 if TYPE_CHECKING:
     from slipstream.training.synthesize import Answers
 
-
-Method = Annotated[str, typer.Argument(help="one of those below")]
 SECTIONS = "of the recipe: data, features, head, loss, optimizer and schedule (docs/training.md)"
-Overrides = Annotated[list[str], typer.Argument(metavar="[SECTION.KEY=VALUE]...", help=SECTIONS)]
-DataFiles = Annotated[list[str], option("JSONL or .txt, gzipped or not; repeatable", "FILE", "--data")]
-RunDirectory = Annotated[str | None, option("drafter, checkpoints and log go here", "DIR", "--out")]
-RecipeFile = Annotated[str | None, option("YAML, such as the recipe.yaml of each run", "FILE", "--recipe")]
-Resume = Annotated[bool, flag("go on, exactly, from the last checkpoint in --out", "--resume")]
-Preview = Annotated[bool, flag("show what is learnt of the data, coloured, and stop", "--preview")]
+SHOW = "show what is learnt of the data, coloured, and stop"
+YAML = "YAML, such as the recipe.yaml of each run"
 
 
 @command(
@@ -57,15 +53,15 @@ Preview = Annotated[bool, flag("show what is learnt of the data, coloured, and s
     lists=listed("[bold]Methods[/bold]", *(method for method in METHODS.values() if method.objective)),
 )
 def train(
-    method: Method,
-    overrides: Overrides = [],  # noqa: B006
-    data: DataFiles = [],  # noqa: B006
-    directory: RunDirectory = None,
+    method: Annotated[str, typer.Argument(help="one of those below")],
+    overrides: Annotated[list[str], typer.Argument(metavar="[SECTION.KEY=VALUE]...", help=SECTIONS)] = [],
+    data: Annotated[list[str], option("JSONL or .txt, gzipped or not; repeatable", "FILE", "--data")] = [],
+    directory: Annotated[str | None, option("drafter, checkpoints and log go here", "DIR", "--out")] = None,
     target: TargetName = "smollm2",
-    recipe: RecipeFile = None,
-    resume: Resume = False,
+    recipe: Annotated[str | None, option(YAML, "FILE", "--recipe")] = None,
+    resume: Annotated[bool, flag("go on, exactly, from the last checkpoint in --out", "--resume")] = False,
     force: Force = False,
-    preview: Preview = False,
+    preview: Annotated[bool, flag(SHOW, "--preview")] = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
 ) -> None:
@@ -76,10 +72,8 @@ def train(
     from accelerate import PartialState
 
     from slipstream.bars import bars
-    from slipstream.training.run import recipe_of
-    from slipstream.training.run import train as run
-    from slipstream.training.show import Watch
-    from slipstream.training.show import preview as show_preview
+    from slipstream.training.run import recipe_of, train as run
+    from slipstream.training.show import Watch, preview as show_preview
 
     settled = recipe_of(method, directory, data, recipe, overrides, resume)
     if directory is None and not preview:
@@ -109,8 +103,6 @@ IN_TURN = "of the answers, taken in turn; repeatable"
 Temperatures = Annotated[list[float], option(IN_TURN, "T", "--temperature", panel=SAMPLING, min=0)]
 Batch = Annotated[int, option("texts written at once: all in memory", "N", panel=MACHINE, min=1, max=4096)]
 AnswerFile = Annotated[str, option("JSONL; an interrupted file is gone on with", "FILE", "--out")]
-Prompts = Annotated[int, option("how many to write", "N", panel=ASKED, min=1, max=10**8)]
-PromptTemperature = Annotated[float, option("of the prompts", "T", panel=SAMPLING, min=0)]
 BEHIND = "ask each question once more behind this system message; may be repeated"
 
 
@@ -120,11 +112,11 @@ BEHIND = "ask each question once more behind this system message; may be repeate
 )
 def synthesize(
     path: AnswerFile,
-    prompts: Prompts = 200,
+    prompts: Annotated[int, option("how many to write", "N", panel=ASKED, min=1, max=10**8)] = 200,
     target: TargetName = "smollm2",
     server: Server = None,
-    temperatures: Temperatures = [0.0, 0.7, 1.0],  # noqa: B006
-    prompt_temperature: PromptTemperature = 0.8,
+    temperatures: Temperatures = [0.0, 0.7, 1.0],
+    prompt_temperature: Annotated[float, option("of the prompts", "T", panel=SAMPLING, min=0)] = 0.8,
     max_new_tokens: MaxNewTokens = 512,
     batch: Batch = 32,
     seed: Seed = 0,
@@ -132,7 +124,6 @@ def synthesize(
     device: Device = "cpu",
 ) -> None:
     """Training data from nothing: the target writes prompts, from its own chat template, and answers them."""
-    from slipstream.files import check_writable
     from slipstream.training.synthesize import synthesize as run
 
     check_writable(path, reads=inputs(target))
@@ -156,8 +147,8 @@ def regenerate(
     path: AnswerFile,
     target: TargetName = "smollm2",
     server: Server = None,
-    system: Annotated[list[str], option(BEHIND, "TEXT")] = [],  # noqa: B006
-    temperatures: Temperatures = [0.0, 0.7, 1.0],  # noqa: B006
+    system: Annotated[list[str], option(BEHIND, "TEXT")] = [],
+    temperatures: Temperatures = [0.0, 0.7, 1.0],
     max_new_tokens: MaxNewTokens = 512,
     limit: Limit = None,
     batch: Batch = 32,
@@ -166,9 +157,7 @@ def regenerate(
     device: Device = "cpu",
 ) -> None:
     """Let the target answer given prompts: a drafter learns what its target says, not what others said."""
-    from slipstream.files import check_writable
-    from slipstream.training.synthesize import conversations
-    from slipstream.training.synthesize import regenerate as run
+    from slipstream.training.synthesize import conversations, regenerate as run
 
     check_writable(path, reads=inputs(target, files=[source]))
     rows = conversations(source)
@@ -214,15 +203,14 @@ def export(
     out.print(made, soft_wrap=True)
 
 
-Python = Annotated[str, option("interpreter of vLLM's environment (make vllm)", "FILE")]
-
-
 @command("parity eagle --questions gsm8k.jsonl --limit 20 --json parity.json")
 def parity(
     drafter: Annotated[str, typer.Argument(help="eagle, or the directory of an eagle or eagle3 drafter")],
-    python: Python = ".venv-vllm/bin/python",
+    python: Annotated[
+        str, option("interpreter of vLLM's environment (make vllm)", "FILE")
+    ] = ".venv-vllm/bin/python",
     target: TargetName = "smollm2",
-    questions: Files = [],  # noqa: B006
+    questions: Files = [],
     limit: Limit = 20,
     max_new_tokens: MaxNewTokens = 128,
     draft_tokens: Annotated[int, option("drafted a round", "N", min=1, max=64)] = 3,
@@ -233,9 +221,7 @@ def parity(
 
     Exit code 1 if not; the first tensor that differs is named.
     """
-    from slipstream.files import check_writable
     from slipstream.interop.parity import parity as run
-    from slipstream.measure.questions import load_questions
     from slipstream.targets.prompts import encode
 
     check_writable(json_path, reads=inputs(target, [drafter], questions))
