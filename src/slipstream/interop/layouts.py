@@ -1,7 +1,4 @@
-"""How others write heads: EAGLE-1/2 and EAGLE-3 (SafeAILab/EAGLE), speculators' EAGLE-3, two Medusas.
-
-A layout says which sizes its config.json gives and how it names the tensors that have other names here.
-"""
+"""How others write heads: EAGLE-1/2 and EAGLE-3 (SafeAILab/EAGLE), speculators' EAGLE-3, two Medusas."""
 
 import re
 from abc import ABC, abstractmethod
@@ -204,18 +201,14 @@ class SpeculatorsLayout(Eagle3Layout):
         greedy = {"proposal_type": "greedy", "speculative_tokens": 3}
         greedy |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
         verifier = {"name_or_path": name, "architectures": target.described.get("architectures") or []}
+        proposing = {"algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [greedy]}
         layer = {name: value for name, value in flat.items() if name not in (*self.own, "eagle_config")}
         return {
             "speculators_model_type": "eagle3",
             "architectures": ["Eagle3DraftModel"],
             **{name: flat[name] for name in self.own},
             "transformer_layer_config": {**layer, "architectures": ["LlamaForCausalLM"]},
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [greedy],
-                "verifier": verifier,
-            },
+            "speculators_config": {**proposing, "verifier": verifier},
             "tie_word_embeddings": False,
         }
 

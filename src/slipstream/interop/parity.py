@@ -5,7 +5,6 @@ import math
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,32 +80,19 @@ class ParityReport(Report):
     agrees: bool
 
     def __rich__(self) -> Group:
-        """Acceptance per position here and in vLLM, differing answers, and the verdict."""
         title = f"{self.target}, {self.dtype}, {self.questions} questions, {self.draft_tokens} draft tokens"
         table = Figures(title, "accepted at position", *map(str, range(1, self.draft_tokens + 1)))
-        table.add_row("slipstream", *(f"{rate:.3f}" for rate in self.acceptance.slipstream))
-        table.add_row("vllm", *(f"{rate:.3f}" for rate in self.acceptance.vllm))
+        for name, rates in self.acceptance:
+            table.add_row(name, *(f"{rate:.3f}" for rate in rates))
         table.add_row("difference", *(f"{rate:+.3f}" for rate in self.difference))
         lines = []
         for each in self.divergences:
             leaves = f"leaves plain vLLM at {each.position}, margin {each.margin:.2g}"
             lines.append(Text(f"{each.answer}, question {each.question + 1}: {leaves}"))
         if self.first_tensor_that_differs:
-            first = f"first tensor that differs: {self.first_tensor_that_differs}"
-            lines.append(Text(first, "bold red"))
+            lines.append(Text(f"first tensor that differs: {self.first_tensor_that_differs}", "bold red"))
         verdict = Text("agrees", "bold green") if self.agrees else Text("does NOT agree", "bold red")
         return Group(table, *lines, verdict)
-
-
-@dataclass(frozen=True)
-class Served:
-    """vLLM's answers without and with the head, its acceptance, and tensors of the first prompt."""
-
-    plain: list[list[int]]
-    drafted: list[list[int]]
-    acceptance: list[float]
-    drafts: int
-    tensors: dict[str, Tensor]
 
 
 @public
@@ -146,22 +132,22 @@ def parity(
     acceptance = [sum(r.accepted >= d for r in rounds) / len(rounds) for d in range(1, draft_tokens + 1)]
     progress("vLLM, plainly and with the head (minutes)")
     job = {"method": ours.method, "prompts": list(prompts), "new": max_new_tokens, "draft": draft_tokens}
-    served = _served(target, drafter, {**job, "dtype": target.dtype_name}, python)
-    divergences = _deviations(target, prompts, served.plain, "vLLM with the head", served.drafted)
-    divergences += _deviations(target, prompts, served.plain, "ours", [answer.tokens for answer in answers])
-    apart = [round(a - b, 4) for a, b in zip(acceptance, served.acceptance, strict=True)]
+    plain, drafted, tensors = _served(target, drafter, {**job, "dtype": target.dtype_name}, python)
+    texts = {"vLLM with the head": drafted["tokens"], "ours": [answer.tokens for answer in answers]}
+    divergences = _deviations(target, prompts, plain["tokens"], texts)
+    apart = [round(a - b, 4) for a, b in zip(acceptance, drafted["acceptance"], strict=True)]
     tied = all(each.margin <= target.margin for each in divergences)
     return ParityReport(
         **heading(target),
         questions=len(prompts),
         max_new_tokens=max_new_tokens,
         draft_tokens=draft_tokens,
-        acceptance=Acceptance(slipstream=[round(a, 4) for a in acceptance], vllm=served.acceptance),
+        acceptance=Acceptance(slipstream=[round(a, 4) for a in acceptance], vllm=drafted["acceptance"]),
         difference=apart,
-        drafts=Drafts(slipstream=len(rounds), vllm=served.drafts),
+        drafts=Drafts(slipstream=len(rounds), vllm=drafted["drafts"]),
         margin=target.margin,
         divergences=divergences,
-        first_tensor_that_differs=first_difference(target, ours, served.tensors, prompts[0]),
+        first_tensor_that_differs=first_difference(target, ours, tensors, prompts[0]),
         agrees=max(map(abs, apart)) <= POINTS and tied,
     )
 
@@ -176,28 +162,28 @@ def _chain(target: HFTarget, drafter: str, draft_tokens: int) -> RecursiveDrafte
 
 
 def _deviations(
-    target: HFTarget,
-    prompts: Sequence[list[int]],
-    plain: Sequence[list[int]],
-    name: str,
-    answers: Sequence[list[int]],
+    target: HFTarget, prompts: Sequence[list[int]], plain: list[list[int]], texts: dict[str, list[list[int]]]
 ) -> list[Deviation]:
     """Answers that are not plain vLLM's, audited. One that only ends earlier is no tie."""
     deviations = []
-    for i, (prompt, answer, reference) in enumerate(zip(prompts, answers, plain, strict=True)):
-        if answer == reference:
-            continue
-        at = next((j for j, (a, b) in enumerate(zip(answer, reference, strict=False)) if a != b), None)
-        audits = (audit(target, prompt, text, Sampling()) for text in (answer, reference))
-        margin = max((each.margin for audited in audits for each in audited), default=0.0)
-        margin = math.inf if at is None else margin
-        off = Deviation(answer=name, question=i, against="vLLM, plain", position=at, margin=margin)
-        deviations.append(off)
+    for name, answers in texts.items():
+        for i, (prompt, answer, reference) in enumerate(zip(prompts, answers, plain, strict=True)):
+            if answer == reference:
+                continue
+            at = next((j for j, (a, b) in enumerate(zip(answer, reference, strict=False)) if a != b), None)
+            audits = (audit(target, prompt, text, Sampling()) for text in (answer, reference))
+            margin = max((each.margin for audited in audits for each in audited), default=0.0)
+            margin = math.inf if at is None else margin
+            off = Deviation(answer=name, question=i, against="vLLM, plain", position=at, margin=margin)
+            deviations.append(off)
     return deviations
 
 
-def _served(target: HFTarget, drafter: str, job: dict[str, Any], python: str) -> Served:
-    """The worker's answers, given in files of a directory that is taken away again."""
+def _served(
+    target: HFTarget, drafter: str, job: dict[str, Any], python: str
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
+    """What the worker wrote: plain answers, answers with the head, and tensors of the first prompt. Raises
+    ValueError where it fails."""
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         target.save(home / "target")
@@ -205,28 +191,22 @@ def _served(target: HFTarget, drafter: str, job: dict[str, Any], python: str) ->
         job |= {name: str(home / name) for name in ("target", "head")}
         job |= {name: str(home / f"{name}.json") for name in ("plain", "drafted")}
         (home / "job.json").write_text(json.dumps({**job, "tensors": str(home / "seen.safetensors")}))
-        _run(python, home / "job.json")
+        try:
+            worker = [python, str(WORKER), str(home / "job.json")]
+            done = subprocess.run(worker, capture_output=True, text=True)
+        except OSError as error:
+            raise ValueError(
+                f"--python {python} cannot be run: {error.strerror}: `make vllm` makes an environment"
+            ) from error
+        if done.returncode:
+            last = " | ".join([line for line in done.stderr.splitlines() if line.strip()][-6:])
+            raise ValueError(f"vLLM ({python}) stopped with exit code {done.returncode}: {last}")
         if not (home / "drafted.json").exists():
             raise ValueError(
                 f"--python {python} is no interpreter with vLLM in it: `make vllm` makes an environment"
             )
         plain, drafted = (json.loads((home / f"{name}.json").read_text()) for name in ("plain", "drafted"))
-        tensors = load_file(home / "seen.safetensors")
-    return Served(plain["tokens"], drafted["tokens"], drafted["acceptance"], drafted["drafts"], tensors)
-
-
-def _run(python: str, job: Path) -> None:
-    """The worker, in vLLM's environment. Raises ValueError where it fails."""
-    try:
-        done = subprocess.run([python, str(WORKER), str(job)], capture_output=True, text=True)
-    except OSError as error:
-        raise ValueError(
-            f"--python {python} cannot be run: {error.strerror}: `make vllm` makes an environment"
-        ) from error
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        last = " | ".join(lines[-6:])
-        raise ValueError(f"vLLM ({python}) stopped with exit code {done.returncode}: {last}")
+        return plain, drafted, load_file(home / "seen.safetensors")
 
 
 def first_difference(
@@ -257,11 +237,12 @@ def first_difference(
             "fc": (ours["fc"], tensors["out.model.fc"]),
             "q, k, v": (qkv, tensors["out.model.layers.0.self_attn.qkv_proj"]),
         }
-        for part, name in (
-            ("attention", "self_attn.o_proj"),
-            ("the norm after it", "post_attention_layernorm"),
-            ("mlp", "mlp"),
-        ):
+        names = {
+            "attention": "self_attn.o_proj",
+            "the norm after it": "post_attention_layernorm",
+            "mlp": "mlp",
+        }
+        for part, name in names.items():
             pairs[part] = (ours[f"{layer}.{name}"], tensors[f"out.model.layers.0.{name}"])
         pairs["logits"] = (logits, tensors["out.logits_processor"])
     for name, (mine, served) in pairs.items():

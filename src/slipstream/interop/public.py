@@ -74,14 +74,14 @@ def import_checkpoint(
     directory = fspath(directory)
     source = name_of(source, "a checkpoint")
     with claimed(directory, ("import",), force, (source, target.source)), understood(f"checkpoint {source}"):
-        config, tensors = _read(Path(source).expanduser())
+        read = _read(Path(source).expanduser())
         done = Conversion(**made(), directory=directory, used=[], notes=[])
         try:
-            method, config_json, tensors = _converted(config, tensors, target, tree, done)
+            method, config, tensors = _converted(*read, target, tree, done)
         except ValueError as error:
             raise ValueError(f"checkpoint {source}: {error}") from error
         training = {"imported_from": Path(source).name}
-        save_drafter(directory, method, target, config_json, tensors, training, dtype=None, force=True)
+        save_drafter(directory, method, target, config, tensors, training, dtype=None, force=True)
         return done
 
 
@@ -221,32 +221,21 @@ def _embedding(target: Target) -> Tensor:
 
 
 def _read(home: Path) -> tuple[Config, Tensors]:
+    path = next((home / name for name in (*SAFE, *PICKLES) if (home / name).exists()), home / SAFE[0])
+    for needed in (home / "config.json", path):
+        if not needed.exists():
+            raise ValueError(
+                f"checkpoint {home} has no {needed.name}: give a directory with config.json and "
+                f"{' or '.join((*SAFE, *PICKLES))}"
+            )
     try:
-        if not (home / "config.json").exists():
-            raise FileNotFoundError(2, "No such file", "config.json")
         config = read_json(home / "config.json", "file")
-        for name in (*SAFE, *PICKLES):
-            if (home / name).exists():
-                check_regular(home / name)
-                return config, load_file(home / name) if name in SAFE else _unpickled(home / name)
-        raise FileNotFoundError(2, "No such file", SAFE[0])
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"checkpoint {home} has no {Path(error.filename).name}: give a directory with config.json and "
-            f"{' or '.join((*SAFE, *PICKLES))}"
-        ) from error
-    except Exception as error:  # whatever a damaged or a harmful file makes of itself
-        raise ValueError(
-            f"checkpoint {home} cannot be read: "
-            f"{str(error).strip().split(chr(10))[0] or type(error).__name__}"
-        ) from error
-
-
-def _unpickled(path: Path) -> Tensors:
-    try:
-        tensors: Tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:  # torch would have the reader run what the file says
-        raise ValueError(
-            f"{path.name} holds other things than tensors, or is damaged: convert it to safetensors"
-        ) from error
-    return tensors
+        check_regular(path)
+        if path.name in SAFE:
+            return config, load_file(path)
+        return config, torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged and harmful files raise errors of many types
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        if isinstance(error, UnpicklingError):  # torch would have the reader run what the file says
+            reason = f"{path.name} holds other things than tensors, or is damaged: convert it to safetensors"
+        raise ValueError(f"checkpoint {home} cannot be read: {reason}") from error

@@ -88,17 +88,16 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """Base and scaling of a head's rotary positions. Raises ValueError for one that is not known here."""
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    kind = given.pop("type", None) or "default"
-    rope = given.pop("rope_type", None)
-    kind = rope or next((name for name in given if isinstance(given[name], dict)), kind)
+    kind, old_kind = given.pop("rope_type", None), given.pop("type", None)
+    kind = kind or next((name for name in given if isinstance(given[name], dict)), old_kind or "default")
     partial = given.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
     if kind not in ("default", *SCALED) or partial != 1.0:
         raise ValueError(
             f"rope {kind!r} over {partial} of a head's width; available: default, {', '.join(SCALED)}, over "
             "all of it"
         )
-    if kind != "default":
-        given["rope_type"] = kind
-        length = config.get("original_max_position_embeddings") or config.get("max_position_embeddings")
-        given.setdefault("original_max_position_embeddings", length)
-    return {"rope_theta": float(theta), "rope_scaling": given if kind != "default" else None}
+    if kind == "default":
+        return {"rope_theta": float(theta), "rope_scaling": None}
+    length = config.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+    scaling = {"original_max_position_embeddings": length, **given, "rope_type": kind}
+    return {"rope_theta": float(theta), "rope_scaling": scaling}

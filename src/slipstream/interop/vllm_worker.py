@@ -43,13 +43,12 @@ def answer(job: dict, head: bool) -> dict:
     for prompt in job["prompts"]:
         done = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
         tokens.append(list(done[0].outputs[0].token_ids))
+    if not head:
+        return {"tokens": tokens}
     metrics = {metric.name: metric for metric in llm.get_metrics()}
-    result = {"tokens": tokens}
-    if head:
-        drafts = metrics["vllm:spec_decode_num_drafts"].value
-        accepted = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values[: job["draft"]]
-        result |= {"drafts": drafts, "acceptance": [a / max(drafts, 1) for a in accepted]}
-    return result
+    drafts = metrics["vllm:spec_decode_num_drafts"].value
+    accepted = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values[: job["draft"]]
+    return {"tokens": tokens, "drafts": drafts, "acceptance": [a / max(drafts, 1) for a in accepted]}
 
 
 def look(job: dict) -> None:

@@ -161,8 +161,7 @@ class HFTarget(Target):
         return KVCache(self.sizes.blocks, batch, self.device, memory)
 
     def embed(self, tokens: Int[Tensor, "*n"]) -> Float[Tensor, "*n H"]:
-        embedded: Tensor = self._embed(tokens)
-        return embedded
+        return self._embed(tokens)
 
     def lm_head(self, vocab: Int[Tensor, " Vd"] | None = None) -> LMHead:
         weight, bias, config = self._head.weight, self._head.bias, self.config
@@ -178,15 +177,11 @@ class HFTarget(Target):
         self, blocks: Sequence[int], own: bool = False, vocab: Int[Tensor, " Vd"] | None = None
     ) -> "HFTarget":
         made = copy(self)
-        made._twin, made.blocks = part(self.twin, self.blocks, blocks, own, vocab, self._compiled)
+        made._twin, made.blocks, fresh = part(self.twin, self.blocks, blocks, own, vocab)
         made._head = made.twin.get_output_embeddings()
-        return made
-
-    def _compiled(self, module: nn.Module, layer: int = 0) -> nn.Module:
-        """A module of a part, compiled where this target is."""
-        if self.compiles:
+        for module, layer in fresh if self.compiles else ():
             compile_forward(module, self.device, layer)
-        return module
+        return made
 
     def trunk(self) -> dict[str, nn.Module]:
         return {"blocks": self.blocks, "between": nn.ModuleDict(between(self.twin, self.blocks))}
@@ -199,15 +194,15 @@ class HFTarget(Target):
         columns: Int[Tensor, "#B S"],
         behind: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> tuple[Float[Tensor, "B R H"], list[tuple[Tensor, Tensor]]]:
-        every = {}
+        masks = {}
         for kind, window in self.windows.items():
             near = positions[:, :, None] - columns[:, None] < (window or self.window + 1)
-            every[kind] = seen & (near | (columns < 0)[:, None])
+            masks[kind] = seen & (near | (columns < 0)[:, None])
         embedded = embedded.to(next(self.blocks.parameters()).dtype)
         cache = Behind(behind)
         out = self.twin.get_decoder()(
             inputs_embeds=embedded,
-            attention_mask=additive(every, embedded.dtype),
+            attention_mask=additive(masks, embedded.dtype),
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
@@ -233,9 +228,9 @@ class HFTarget(Target):
         keep: int | Tensor = 0
         if rows is not None or tree.probes is not None:
             keep = torch.arange(tree.nodes, device=self.device) if rows is None else rows.unique()
-        if isinstance(keep, Tensor) and len(keep) == 0:
-            # One row by its index: sliced states would not be contiguous, and each text would copy the head.
-            keep = positions.new_zeros(1)
+            if len(keep) == 0:
+                # One row by its index: sliced states are not contiguous, and each text would copy the head.
+                keep = positions.new_zeros(1)
         mask = self._mask(layout, positions, cache, tree.nodes)
         began = perf_counter()
         logits, features = self._pass(inputs, positions, mask, cache, keep, tuple(taps))

@@ -54,13 +54,11 @@ AttentionInterface.register(GROUPED, _grouped_sdpa)
 
 def additive(seen: dict[str, Tensor], dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
     """Attention masks of rows [B, R] over columns [S], by attention type, as Hugging Face takes them."""
-    masks = {
-        kind: torch.zeros(each.shape, dtype=dtype, device=each.device).masked_fill_(~each, -torch.inf)[
-            :, None
-        ]
-        for kind, each in seen.items()
-    }
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+    masks = {}
+    for kind, each in seen.items():
+        zeros = torch.zeros(each.shape, dtype=dtype, device=each.device)
+        masks[kind] = zeros.masked_fill_(~each, -torch.inf)[:, None]
+    return masks if len(masks) > 1 else masks[kind]
 
 
 class View(Cache):

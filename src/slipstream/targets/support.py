@@ -47,16 +47,10 @@ def check_supported(config: Any, stateful: bool = False, positioned: bool = True
         refuse("ALiBi derives positions from cache slots, where the nodes of a tree do not stand in order")
     if unknown := layers - set(LAYERS_KNOWN):
         refuse(f"layers of type {', '.join(sorted(unknown))} use a mask that is not implemented")
-    for rope in rope_types(config):
-        if rope in ROPE_REFUSED:
+    ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for each in [value for value in ropes.values() if isinstance(value, dict)] or [ropes]:  # by layer type
+        if (rope := each.get("rope_type", each.get("type"))) in ROPE_REFUSED:
             refuse(f"{rope} RoPE scaling changes every position with the longest text of the batch")
-
-
-def rope_types(config: Any) -> set[str]:
-    """The RoPE scaling types of all layer types."""
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-    return {str(each.get("rope_type", each.get("type", "default"))) for each in nested}
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:
@@ -64,10 +58,8 @@ def attention_windows(config: Any) -> dict[str, int | None]:
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if window is None:
         return {"full_attention": None}
-    layers = getattr(config, "layer_types", None)
-    if layers is None:
-        return {"sliding_attention": window}
-    return {layer: window if layer == "sliding_attention" else None for layer in sorted(set(layers))}
+    layers = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    return {layer: window if layer == "sliding_attention" else None for layer in sorted(layers)}
 
 
 @torch.inference_mode()

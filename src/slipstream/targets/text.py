@@ -22,8 +22,7 @@ class HFText(Text):
 
     @property
     def eos(self) -> int | None:
-        eos: int | None = self.tokenizer.eos_token_id
-        return eos
+        return self.tokenizer.eos_token_id
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -35,10 +34,9 @@ class HFText(Text):
                 return self.ids(prompt, special=True)
             raise ValueError(f"target {self.name} has no chat template: give the prompt as text")
         messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        how: Any = {"add_generation_prompt": True, "return_dict": True}
         try:
-            encoded: Any = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True
-            )
+            encoded: Any = self.tokenizer.apply_chat_template(messages, **how)
             return list(encoded["input_ids"])
         except Exception as error:  # templates raise errors of many types
             reason = str(error).strip().split("\n")[0]
@@ -50,20 +48,16 @@ class HFText(Text):
         return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def render(self, messages: Messages, ask: bool) -> str:
-        conversation: Any = list(messages)
+        how: Any = {"conversation": list(messages), "tokenize": False, "add_generation_prompt": ask}
         try:
-            return str(
-                self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=ask)
-            )
+            return str(self.tokenizer.apply_chat_template(**how))
         except (TemplateError, IndexError) as error:
             raise ValueError(f"the chat template of {self.name} refuses these turns: {error}") from error
 
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:
-        return str(  # without a clean-up of spaces, which would change text that was already given out
-            self.tokenizer.decode(
-                list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
-            )
-        )
+        # A clean-up of spaces would change text that was already given out.
+        how: Any = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(list(tokens), **how))
 
     def written(self, token: int) -> str:
         return str(self.tokenizer.convert_ids_to_tokens(token))

@@ -16,7 +16,6 @@ from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
 from slipstream.drafters.store import restored, stored
 from slipstream.targets.recorded import RecordedTarget
 from slipstream.training.objective import Batch, Given, Objective
-from slipstream.training.recipe import Loss
 from slipstream.training.recipes import BitaRecipe
 
 DROPOUT = 0.1  # of the prompts, in training
@@ -59,15 +58,16 @@ class BitaObjective(Objective):
 
     @classmethod
     def new(cls, given: Given) -> Prompting:
-        recipe, sizes = given.recipe, given.sizes
-        assert isinstance(recipe, BitaRecipe.Head)
+        recipe: BitaRecipe.Head = given.recipe
+        sizes = given.sizes
         cache = (given.target.sizes.blocks, sizes["num_key_value_heads"], sizes["head_dim"])
         config = BitaConfig(sizes["hidden_size"], *cache, depth=recipe.depth, prompts=recipe.prompts)
         return Prompting(config, recipe.deep, given.generator)
 
-    def forward(self, batch: Batch, settings: Loss, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, batch: Batch, settings: BitaRecipe.Loss, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
         """As `Objective.forward`: the mean over all groups' masks, times the batch's counting tokens."""
-        assert isinstance(settings, BitaRecipe.Loss)
         target, tokens, M = self._target, batch.tokens, self.head.config.depth
         B, S = tokens.shape
         hosts, real = groups(batch.counts, settings.groups, generator)

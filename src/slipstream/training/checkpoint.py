@@ -33,15 +33,9 @@ def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
 def read_checkpoint(
     path: Path, target: str, dtype: str, processes: int, recipe: Recipe, kept: Path
 ) -> dict[str, Any]:
-    """Read the checkpoint that a run continues from.
-
-    Args:
-        target: fingerprint of this run's target, as `dtype`, `processes` and `recipe` are this run's.
-        kept: the file of the checkpoint's own recipe, which an error names.
-
-    Raises:
-        ValueError: the checkpoint cannot be read, or was made by another run.
-    """
+    """The checkpoint that a run on the target of this fingerprint continues from; `kept` is the file of the
+    checkpoint's own recipe, which an error names. Raises ValueError: it cannot be read, or another run made
+    it."""
     try:
         check_regular(path)
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
@@ -51,19 +45,18 @@ def read_checkpoint(
         if isinstance(error, UnpicklingError):  # whose own message says how to load it unsafely
             reason = "it holds other things than tensors, or is damaged"
         raise ValueError(f"checkpoint {path} cannot be read: {reason}") from error
-    if made_for != target:
-        raise ValueError(f"checkpoint {path} was made for {made_for}, and this target is {target}")
-    if made_in != dtype:
-        raise ValueError(f"checkpoint {path} was made in {made_in}, not {dtype}: give --dtype {made_in}")
-    if made_by != processes:
-        more = f"{made_by} processes, and here are {processes}: an exact continuation needs as many"
-        raise ValueError(f"checkpoint {path} was made by {more}")
     new = recipe.model_dump(mode="json")
     with suppress(ValueError):
         made = stored_recipe(made, str(path)).model_dump(mode="json")
-    if made != new:
+    if made_for != target:
+        how = f"for {made_for}, and this target is {target}"
+    elif made_in != dtype:
+        how = f"in {made_in}, not {dtype}: give --dtype {made_in}"
+    elif made_by != processes:
+        how = f"by {made_by} processes, and here are {processes}: an exact continuation needs as many"
+    elif made != new:
         changed = ", ".join(key for key in new if new[key] != made.get(key))
-        raise ValueError(
-            f"checkpoint {path} was made by another recipe ({changed} differ): resume with {kept}"
-        )
-    return state
+        how = f"by another recipe ({changed} differ): resume with {kept}"
+    else:
+        return state
+    raise ValueError(f"checkpoint {path} was made {how}")

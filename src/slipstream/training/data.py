@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +90,9 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
         return
     rows, bad = [], []
     for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
         try:
-            rows.append((number, _row(parsed(line))))
+            if line.strip():
+                rows.append((number, _row(parsed(line))))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             bad.append(f"line {number} ({_reason(error)})")
     if bad:
@@ -106,11 +105,7 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
-    """OpenAI messages of a row in OpenAI's, ShareGPT's or Alpaca's shape.
-
-    Raises:
-        ValueError: the row has none of them.
-    """
+    """OpenAI messages of a row in OpenAI's, ShareGPT's or Alpaca's shape. Raises ValueError for others."""
     if "messages" in row:
         turns = [(turn["role"], turn["content"]) for turn in row["messages"]]
     elif "conversations" in row:
@@ -126,9 +121,7 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
         if not isinstance(content, str):
             raise ValueError(f"content of a {role} is no text")
     messages = [{"role": ROLES[role], "content": content} for role, content in turns]
-    while messages and messages[0]["role"] == "assistant":  # an answer to no question
-        del messages[0]
-    return messages
+    return list(dropwhile(lambda message: message["role"] == "assistant", messages))  # answers to no question
 
 
 def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:

@@ -104,11 +104,11 @@ class Features:
         if b >= self.kept:
             return self._compute(self.batches[b], self.taps)
         start, end = self._starts[b : b + 2]
-        parts = []
+        parts, dtype = [], self.target.dtype
         for path, width in zip(self.paths, self._widths, strict=True):
-            row = width * self.target.dtype.itemsize
+            row = width * dtype.itemsize
             raw = np.fromfile(path, dtype=np.uint8, count=row * (end - start), offset=row * start)
-            parts.append(torch.from_numpy(raw).view(self.target.dtype).view(-1, width))
+            parts.append(torch.from_numpy(raw).view(dtype).view(-1, width))
         return list(torch.cat(parts, -1).split([len(self.examples[i].tokens) for i in self.batches[b]]))
 
     def _compute(self, batch: Sequence[int], taps: tuple[str, ...]) -> list[Float[Tensor, "_ F"]]:

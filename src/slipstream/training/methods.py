@@ -19,9 +19,7 @@ from slipstream.drafters.heads import rows_of
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.store import restored, stored
 from slipstream.training.objective import Given, Objective, States, Steps, Tokens, size_of
-from slipstream.training.recipe import Loss
 from slipstream.training.recipes import (
-    DraftModelRecipe,
     EagleRecipe,
     FastEagleRecipe,
     GlideRecipe,
@@ -33,8 +31,9 @@ from slipstream.training.recipes import (
 class _Recursion(Objective):
     """The first step reads the target's states, each later one the states predicted by the one before."""
 
-    def steps(self, tokens: Tokens, features: States, settings: Loss, generator: torch.Generator) -> Steps:
-        assert isinstance(settings, UnrolledLoss)
+    def steps(
+        self, tokens: Tokens, features: States, settings: UnrolledLoss, generator: torch.Generator
+    ) -> Steps:
         embedded, inputs = self.embed(tokens[:, 1:]), self.head.fuse(features)
         unrolled = Unrolled(features.shape[1], features.device)
         for _ in range(settings.unroll):
@@ -51,9 +50,8 @@ class EagleObjective(_Recursion):
 
     @classmethod
     def new(cls, given: Given) -> EagleHead:
-        assert isinstance(given.recipe, EagleRecipe.Head)
-        config = EagleConfig(**given.sizes, input_norm=given.recipe.input_norm)
-        return EagleHead(config).start(given.generator)
+        recipe: EagleRecipe.Head = given.recipe
+        return EagleHead(EagleConfig(**given.sizes, input_norm=recipe.input_norm)).start(given.generator)
 
 
 @final
@@ -83,8 +81,7 @@ class FastEagleObjective(Objective):
 
     @classmethod
     def new(cls, given: Given) -> FastEagleHead:
-        recipe = given.recipe
-        assert isinstance(recipe, FastEagleRecipe.Head)
+        recipe: FastEagleRecipe.Head = given.recipe
         sizes = {**given.sizes, "depth": recipe.depth, "cascade": recipe.cascade}
         if recipe.start is None:
             return FastEagleHead(FastEagleConfig(**sizes)).start(given.generator)
@@ -101,12 +98,11 @@ class FastEagleObjective(Objective):
         head.scale_inputs(1 / given.gains[0], 1 / given.gains[1:])
         return head
 
-    def steps(self, tokens: Tokens, features: States, settings: Loss, generator: torch.Generator) -> Steps:
-        T = features.shape[1]
-        at = torch.arange(T, device=features.device)
+    def steps(self, tokens: Tokens, features: States, settings: Any, generator: torch.Generator) -> Steps:
+        at = torch.arange(features.shape[1], device=features.device)
         causal = (at <= at[:, None])[None, None]
         attends = [lambda key, value: (key, value, causal)] * self.head.config.depth
-        yield from deeper(self.head(self.embed(tokens[:, 1:]), features, at[None], attends))
+        return deeper(self.head(self.embed(tokens[:, 1:]), features, at[None], attends))
 
 
 @final
@@ -117,17 +113,15 @@ class MedusaObjective(Objective):
 
     @classmethod
     def new(cls, given: Given) -> MedusaHead:
-        recipe = given.recipe
-        assert isinstance(recipe, MedusaRecipe.Head)
+        recipe: MedusaRecipe.Head = given.recipe
         head = MedusaHead(MedusaConfig(given.target.width, given.vocab, recipe.depth, recipe.layers))
         return head.start(rows_of(given.lm_head, given.states[-1]))
 
     def student(self, states: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
-        logits: Tensor = self.head.lm_heads[j](states)
-        return logits
+        return self.head.lm_heads[j](states)
 
-    def steps(self, tokens: Tokens, features: States, settings: Loss, generator: torch.Generator) -> Steps:
-        yield from deeper(self.head(features))
+    def steps(self, tokens: Tokens, features: States, settings: Any, generator: torch.Generator) -> Steps:
+        return deeper(self.head(features))
 
 
 @final
@@ -138,8 +132,8 @@ class GlideObjective(Objective):
 
     @classmethod
     def new(cls, given: Given) -> GlideHead:
-        recipe, target, sizes = given.recipe, given.target, dict(given.sizes)
-        assert isinstance(recipe, GlideRecipe.Head)
+        recipe: GlideRecipe.Head = given.recipe
+        target, sizes = given.target, dict(given.sizes)
         extra: dict[str, Any] = {"target_size": sizes["hidden_size"], "target_head_dim": sizes["head_dim"]}
         extra["target_heads"] = sizes["num_attention_heads"]
         extra["target_rope"] = tuple(target.rope(int(tap.removeprefix(CACHE))) for tap in sizes["taps"])
@@ -160,8 +154,9 @@ class GlideObjective(Objective):
     def student(self, states: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
         return self.head.logits(states) if self.head.own_lm_head else super().student(states, j)
 
-    def steps(self, tokens: Tokens, features: States, settings: Loss, generator: torch.Generator) -> Steps:
-        assert isinstance(settings, GlideRecipe.Loss)
+    def steps(
+        self, tokens: Tokens, features: States, settings: GlideRecipe.Loss, generator: torch.Generator
+    ) -> Steps:
         config, T = self.head.config, features.shape[1]
         lead = int(config.first_token)
         at, rows = (torch.arange(first, T, device=features.device) for first in (0, -lead))
@@ -185,12 +180,11 @@ class DistillObjective(Objective):
 
     @classmethod
     def new(cls, given: Given) -> Part:
-        assert isinstance(given.recipe, DraftModelRecipe.Head)
-        L = given.target.sizes.blocks
-        blocks = tuple(given.recipe.blocks or sorted({0, min(1, L - 1), L - 1}))
+        L, recipe = given.target.sizes.blocks, given.recipe
+        blocks = tuple(recipe.blocks or sorted({0, min(1, L - 1), L - 1}))
         return Part(blocks, given.target).float().requires_grad_()
 
-    def steps(self, tokens: Tokens, features: States, settings: Loss, generator: torch.Generator) -> Steps:
+    def steps(self, tokens: Tokens, features: States, settings: Any, generator: torch.Generator) -> Steps:
         at = torch.arange(tokens.shape[1], device=tokens.device)[None]
         model = self.head.model
         yield model.states(model.embed(tokens), at, at[:, :, None] >= at[:, None], at)[0][:, 1:]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from slipstream.core.drafter import CACHE, FINAL
 from slipstream.core.target import Target
@@ -21,10 +22,9 @@ from slipstream.drafters.heads import HeadDrafter, layer_sizes
 from slipstream.drafters.store import restored, stored
 from slipstream.targets.recorded import RecordedTarget
 from slipstream.training.data import Example
-from slipstream.training.recipe import Head, Loss, Recipe
-from slipstream.training.recipes import LawLoss
+from slipstream.training.recipe import Head, Recipe
 
-SMALL = 2**27  # numbers that a head may have whatever its target
+SMALL = 2**27  # weights that a head may have whatever its target
 Tokens = Int[Tensor, "B T1"]
 States = Float[Tensor, "B T F"]
 Steps = Iterator[Float[Tensor, "B T H"]]
@@ -49,15 +49,10 @@ class Batch:
         cls, examples: Sequence[Example], features: Sequence[Float[Tensor, "_ F"]], device: Any
     ) -> "Batch":
         """Right-padded; padding counts for nothing, and causality keeps it out of sight."""
-        T = max(len(e.tokens) for e in examples) - 2
-        tokens, counts = torch.zeros(len(examples), T + 2).long(), torch.zeros(len(examples), T).bool()
-        padded = features[0].new_zeros(len(examples), T + 1, features[0].shape[-1])
-        for b, (example, f) in enumerate(zip(examples, features, strict=True)):
-            n = len(example.tokens) - 2
-            tokens[b, : n + 2] = torch.tensor(example.tokens)
-            counts[b, :n] = torch.tensor(example.loss[2:])
-            padded[b, : n + 1] = f[:-1]
-        return cls(padded.to(device), tokens.to(device), counts.to(device))
+        tokens = pad_sequence([torch.tensor(e.tokens) for e in examples], batch_first=True)
+        counts = pad_sequence([torch.tensor(e.loss[2:]) for e in examples], batch_first=True)
+        read = pad_sequence([f[:-1] for f in features], batch_first=True)
+        return cls(read.to(device), tokens.to(device), counts.to(device))
 
 
 @dataclass(frozen=True)
@@ -65,14 +60,14 @@ class Given:
     """The arguments of `Objective.new`.
 
     Attributes:
-        recipe: its section on the head.
+        recipe: the section `head` of the method's recipe.
         sizes: of a layer, and the taps.
         lm_head: the target's over the draft vocabulary, float32; `vocab`: how many tokens that has.
         states: some of each recorded tap, the final ones last.
         gains: factors of the embeddings and of the states of each tap that is read.
     """
 
-    recipe: Head
+    recipe: Any
     sizes: dict[str, Any]
     lm_head: nn.Module
     vocab: int
@@ -147,9 +142,9 @@ class Objective(nn.Module):
     def new(cls, given: Given) -> nn.Module:
         """A head that begins as well as it can without training."""
 
-    def steps(self, tokens: Tokens, features: States, settings: Loss, generator: torch.Generator) -> Steps:
+    def steps(self, tokens: Tokens, features: States, settings: Any, generator: torch.Generator) -> Steps:
         """The states that the head predicts in draft steps j = 0, 1, …, over the tokens t_0 … t_T. Row i of
-        each step is to be f_{i+1}; rows 0 … j − 1 of step j do not count."""
+        each step is to be f_{i+1}; rows 0 … j − 1 of step j do not count. `settings`: the recipe's loss."""
         raise NotImplementedError
 
     def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T H"]:
@@ -158,13 +153,11 @@ class Objective(nn.Module):
 
     def student(self, states: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
         """Logits of step j over the draft vocabulary."""
-        logits: Tensor = self.lm_head(states)
-        return logits
+        return self.lm_head(states)
 
-    def forward(self, batch: Batch, settings: Loss, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch, settings: Any, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """The loss summed over counting tokens (to be divided by `batch.counts.sum()` of all processes), and
         the number of tokens for which the first step's likeliest token is the target's."""
-        assert isinstance(settings, LawLoss)
         f, H = batch.features.float(), self._target.sizes.hidden_size
         labels, taps = f[:, 1:, -H:], self._apart(f[:, :-1], self.head.config.taps, H)
         scaled = [gain * tap for gain, tap in zip(self.gains[1:], taps, strict=True)]
@@ -172,8 +165,7 @@ class Objective(nn.Module):
         if settings.blur:
             blur = (torch.rand(read.shape, generator=generator) * 2 - 1).to(read.device)
             read = read + blur * settings.blur
-        total = f.new_zeros(())
-        agreed = total
+        total = agreed = f.new_zeros(())
         law = self._law(labels[batch.counts], batch.tokens[:, 2:][batch.counts], settings.hard)
         for j, predicted in enumerate(self.steps(batch.tokens[:, :-1], read, settings, generator)):
             counts = batch.counts.clone()
@@ -186,8 +178,8 @@ class Objective(nn.Module):
                 accepted = torch.minimum(teacher, log_q.exp()).sum(-1)
                 loss = loss - settings.acceptance * accepted.clamp(min=1e-6).log().sum()
             if settings.feature:
-                feature = F.smooth_l1_loss(mine, labels[counts], reduction="sum") / H
-                loss = loss + settings.feature * feature
+                distance = F.smooth_l1_loss(mine, labels[counts], reduction="sum")
+                loss = loss + settings.feature * distance / H
             total = total + settings.weight(j) * loss
             if j == 0:
                 agreed = (logits.argmax(-1) == teacher.argmax(-1)).sum()
@@ -199,8 +191,7 @@ class Objective(nn.Module):
     ) -> Float[Tensor, "n Vd"]:
         """The labels: the target's law or, if `hard`, the text's token (0 if outside the vocabulary)."""
         if not hard:
-            law: Tensor = self.lm_head(states.float()).softmax(-1)
-            return law
+            return self.lm_head(states.float()).softmax(-1)
         vocab = torch.arange(self._target.vocab) if self._vocab is None else self._vocab
         return (tokens[:, None] == vocab.to(tokens.device)).float()
 
@@ -244,10 +235,7 @@ def frequent(examples: Iterable[Example], size: int, vocab: int) -> Int[Tensor, 
     if not 0 < size < vocab:
         return None
     count = Counter(_learnt(examples))
-    chosen = [token for token, _ in sorted(count.items(), key=lambda item: (-item[1], item[0]))[:size]]
-    known = set(chosen)
-    chosen += [token for token in range(vocab) if token not in known][: size - len(chosen)]
-    return torch.tensor(sorted(chosen))
+    return torch.tensor(sorted(sorted(range(vocab), key=lambda token: -count[token])[:size]))
 
 
 def coverage(examples: Iterable[Example], vocab: Int[Tensor, " Vd"] | None) -> float:

@@ -35,7 +35,7 @@ class Data(Section):
         held_out_tokens: length of the target's greedy answers to them.
     """
 
-    files: list[str] = Field(default_factory=list)
+    files: list[str] = []
     max_length: int = Field(default=1024, ge=8)
     limit: int | None = Field(default=None, ge=1)
     greedy: bool = False
@@ -83,11 +83,7 @@ class Head(Section):
 
 
 class Loss(Section):
-    """Settings of every loss.
-
-    Attributes:
-        hard: labels are the text's own tokens, not the target's laws.
-    """
+    """Settings of every loss; `hard`: labels are the text's own tokens, not the target's laws."""
 
     hard: bool = False
 
@@ -104,7 +100,7 @@ class Optimizer(Section):
 
 
 class Schedule(Section):
-    """How long, how much at once, and how often to look.
+    """How long, how much at once, how often to evaluate.
 
     Attributes:
         batch_tokens: padded tokens of a batch, per process.
@@ -131,15 +127,12 @@ class Recipe(Section):
     loss: Loss = Loss()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
-    stages: list[dict[Literal["data", "loss", "optimizer", "schedule"], dict[str, Any]]] = Field(
-        default_factory=list
-    )
+    stages: list[dict[Literal["data", "loss", "optimizer", "schedule"], dict[str, Any]]] = []
 
     @classmethod
     def section(cls, name: str) -> type[Section]:
         """The class of a section."""
-        kind = cls.model_fields[name].annotation
-        assert isinstance(kind, type) and issubclass(kind, Section)
+        kind: Any = cls.model_fields[name].annotation
         return kind
 
     def staged(self) -> list["Recipe"]:
@@ -188,11 +181,9 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
         section, dot, name = key.partition(".")
         if not equals or not dot:
             raise ValueError(f"override {override!r}: write section.key=value, such as optimizer.lr=3e-4")
-        value = _yaml(text, f"override {override!r}")
-        values = {**values, section: {**_dict(values.get(section)), name: value}}
-    for section, named in given.items():
-        merged = {**_dict(values.get(section)), **named} if isinstance(named, dict) else named
-        values = {**values, section: merged}
+        values[section] = {**_dict(values.get(section)), name: _yaml(text, f"override {override!r}")}
+    for section, value in given.items():
+        values[section] = {**_dict(values.get(section)), **value} if isinstance(value, dict) else value
     try:
         recipe = kind.model_validate(values)
         recipe.staged()
@@ -208,8 +199,7 @@ def recipe_class(method: Any, source: str) -> type[Recipe]:
     known = {name: each.recipe for name, each in METHODS.items() if each.recipe is not None}
     if not isinstance(method, str) or method not in known:
         raise ValueError(f"{source}: method is {method!r}. Available: {', '.join(known)}")
-    kind: type[Recipe] = resolve_name(known[method])
-    return kind
+    return resolve_name(known[method])
 
 
 def stored_recipe(values: dict[str, Any], source: str) -> Recipe:
@@ -257,8 +247,8 @@ def _complaint(error: Any, kind: type[Recipe]) -> str:
     names = [method.name for method in METHODS.values() if method.recipe is not None]
     readers = [n for n in names if sections and key in recipe_class(n, "").section(sections[0]).model_fields]
     if readers:
-        method = kind.model_fields["method"].default
-        return f"{where}={error['input']} is read by {', '.join(readers)}, not by {method}: leave it out"
+        own = kind.model_fields["method"].default
+        return f"{where}={error['input']} is read by {', '.join(readers)}, not by {own}: leave it out"
     near = get_close_matches(key, fields, 1)
     hint = f", did you mean {near[0]!r}?" if near else ""
     return f"unknown key {where}{hint} (known: {', '.join(fields)})"

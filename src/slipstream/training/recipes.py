@@ -25,11 +25,7 @@ Taps = Annotated[list[str] | None, Field(min_length=1), AfterValidator(_distinct
 
 
 class LayerHead(Head):
-    """Of drafters that have decoder layers.
-
-    Attributes:
-        intermediate_size: width of the MLP; default: the target's.
-    """
+    """Of drafters with decoder layers; `intermediate_size`: width of their MLPs, default the target's."""
 
     intermediate_size: Annotated[int | None, Field(ge=1, le=2**17)] = None
 
@@ -39,11 +35,7 @@ class LayerHead(Head):
 
 
 class StatesHead(LayerHead):
-    """Of drafters that read several states.
-
-    Attributes:
-        taps: their names; default: the inputs of blocks 2, L//2 and L − 3.
-    """
+    """Of drafters that read several states, `taps`; default: the inputs of blocks 2, L//2 and L − 3."""
 
     taps: Taps = None
 
@@ -88,11 +80,7 @@ class LawLoss(Loss):
 
 
 class NoisyLoss(LawLoss):
-    """Of drafters that read states of the target.
-
-    Attributes:
-        noise: they are blurred by U(−noise, noise).
-    """
+    """Of drafters that read the target's states, to which U(−noise, noise) is added."""
 
     noise: Weight = 0.0
 
@@ -102,11 +90,7 @@ class NoisyLoss(LawLoss):
 
 
 class StepsLoss(NoisyLoss):
-    """Of drafters that learn several draft steps.
-
-    Attributes:
-        decay: step j is weighted by decay^j.
-    """
+    """Of drafters that learn several draft steps: step j is weighted by decay^j."""
 
     decay: float = Field(default=0.8, gt=0, le=2)
 
@@ -115,11 +99,9 @@ class StepsLoss(NoisyLoss):
 
 
 class UnrolledLoss(StepsLoss):
-    """Of drafters that read their own guesses.
-
-    Attributes:
-        unroll: draft steps. The first reads the target's states, the others what the step before predicted.
-            1 is EAGLE's training; more are EAGLE-3's training-time test.
+    """Of drafters that read their own predictions, over `unroll` draft steps. The first step reads the
+    target's states, the others what the step before predicted. 1 is EAGLE's training; more are EAGLE-3's
+    training-time test.
     """
 
     unroll: int = Field(default=1, ge=1, le=8)

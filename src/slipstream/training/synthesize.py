@@ -95,12 +95,11 @@ def regenerate(
     """
     out = _checked(out, source)
     rows = conversations(source) if isinstance(source, (str, PathLike)) else source
-    asked = [_question(messages) for messages in templated(evenly(rows, limit), systems)]
-    if not any(asked):
+    asked = [q for messages in templated(evenly(rows, limit), systems) if (q := _question(messages))]
+    if not asked:
         raise ValueError(
             f"{len(rows)} conversations hold no question: give rows in which a user asks something"
         )
-    asked = list(filter(None, asked))
     writing = Writing(writer_of(writer, target), temperatures, max_new_tokens, batch, seed)
     writing.writer.check(asked, max_new_tokens)
     with _appending(out, writing) as (known, append):
@@ -184,10 +183,8 @@ def synthesize_prompts(
     seed: int = 0,
     known: Iterable[str] = (),
 ) -> Iterator[str]:
-    """Prompts that the target writes when it continues its chat template from where a user's words begin.
-
-    There are `n` of them together with the `known` ones. Too short, too long, unfinished and repeated prompts
-    are discarded.
+    """Prompts that the target writes when it continues its chat template from where a user's words begin, `n`
+    together with the `known` ones. Too short, too long, unfinished and repeated ones are discarded.
 
     Raises:
         ValueError: the target has no chat template, or does not write usable prompts.
@@ -241,13 +238,9 @@ def _checked(out: str | PathLike[str], source: Any = None) -> str:
 def _appending(
     path: str, writing: Writing
 ) -> Iterator[tuple[list[Messages], Callable[[Sequence[Messages], int], None]]]:
-    """The conversations that a locked file already holds, and a function that answers questions, of which it
-    is told the first one's number, and appends them.
-
-    Raises:
-        ValueError: the file holds something else, or was made by another model or under other settings;
-            another process writes it; or it cannot be written.
-    """
+    """The conversations that a locked file already holds, and a function that answers questions and appends
+    them; its second argument is the number of the first. Raises ValueError: the file holds something else,
+    was made otherwise, is written by another process, or cannot be written."""
     recorded = writing.recorded
 
     def append(asked: Sequence[Messages], start: int) -> None:

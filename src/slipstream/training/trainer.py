@@ -101,27 +101,23 @@ class Trainer:
         """
         with ExitStack() as held:  # released if this fails
             held.enter_context(self._claimed())
-            self._prepare(filling)
+            self._read_data(self.stages[-1].data)  # the last stage's data decide the drafter's vocabulary
+            self._rehearse()
+            known = self._known_answers()
+            if known is None:
+                prompts, limit = [example.prompt for example in self._held_out], self._data.held_out_tokens
+                advance = filling("answering held-out prompts", len(prompts) * limit)
+                known = record(self.target, prompts, limit, self._taps)
+                advance(len(prompts) * limit)
+            features = [f[:n] for f, n in zip(known.tapped(self._taps), known.lengths, strict=True)]
+            self.objective = self._method.begin(self.recipe, self.target, self._all, torch.cat(features))
+            self.vocab_coverage = coverage(self._all, self.objective._vocab)
+            self.recorded, self._filling = known, filling
+            if self._saved is not None:
+                self.objective.load_state_dict(self._saved["objective"])
+                self.progress = Progress.of(self._saved["progress"])
+                self.vocab_coverage = self._saved["coverage"]
             self._held = held.pop_all()
-
-    def _prepare(self, filling: Filling) -> None:
-        self._read_data(self.stages[-1].data)  # the last stage's data decide the drafter's vocabulary
-        self._rehearse()
-        known = self._known_answers()
-        if known is None:
-            prompts, limit = [example.prompt for example in self._held_out], self._data.held_out_tokens
-            advance = filling("answering held-out prompts", len(prompts) * limit)
-            known = record(self.target, prompts, limit, self._taps)
-            advance(len(prompts) * limit)
-        self.recorded = known
-        features = [f[:n] for f, n in zip(known.tapped(self._taps), known.lengths, strict=True)]
-        self.objective = self._method.begin(self.recipe, self.target, self._all, torch.cat(features))
-        self.vocab_coverage = coverage(self._all, self.objective._vocab)
-        self._filling = filling
-        if self._saved is not None:
-            self.objective.load_state_dict(self._saved["objective"])
-            self.progress = Progress.of(self._saved["progress"])
-            self.vocab_coverage = self._saved["coverage"]
 
     def _rehearse(self) -> None:
         """Make all that the recipe asks for once, before features take hours. Raises ValueError."""
@@ -272,8 +268,7 @@ class Trainer:
             file.writelines(json.dumps(asdict(entry)) + "\n" for entry in progress.history)
         if better:
             config, tensors = drafter.pack()
-            vocabulary = {"size": len(drafter.vocab), "coverage": round(self.vocab_coverage, 4)}
-            config = {**config, "vocabulary": vocabulary}
+            config["vocabulary"] = {"size": len(drafter.vocab), "coverage": round(self.vocab_coverage, 4)}
             about = (self.recipe.method, self.target, config, tensors, self._summary(prediction), storage)
             save_drafter(self.home, *about, force=True)
 
@@ -293,7 +288,6 @@ class Trainer:
         }
 
     def _save(self, optimizer: Any) -> None:
-        """Write a checkpoint."""
         if not self.leads:
             return
         self._check_weights()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPException
+from itertools import count
 from typing import Any, TypeVar, final
 
 from slipstream.core.target import Target
@@ -28,7 +29,7 @@ class Written:
 
 
 class Writer(ABC):
-    """What writes texts: the target in this process, or a server."""
+    """Writes texts of at most `limit` tokens."""
 
     @property
     def about(self) -> dict[str, str]:
@@ -40,7 +41,7 @@ class Writer(ABC):
 
     @abstractmethod
     def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
-        """The assistant's answer to each conversation, of at most `limit` tokens."""
+        """The assistant's answer to each conversation."""
 
     @abstractmethod
     def go_on(self, text: str, n: int, temperature: float, limit: int, seed: int) -> list[Written]:
@@ -96,18 +97,21 @@ class ServerWriter(Writer):
         return {"server_model": self.model}
 
     def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
-        def one(item: tuple[int, Messages]) -> Written:
-            settings = {"temperature": temperature, "max_tokens": limit, "seed": wrapped(seed + item[0])}
-            body = {"model": self.model, "messages": item[1], **settings}
-            return self._ask("chat/completions", body, lambda reply: _written(reply["choices"][0]))
+        def one(i: int, messages: Messages) -> Written:
+            body = {"messages": messages, "temperature": temperature, "max_tokens": limit}
+            return self._write("chat/completions", {**body, "seed": wrapped(seed + i)})[0]
 
         with ThreadPoolExecutor(max(len(prompts), 1)) as pool:  # the server batches concurrent requests
-            return list(pool.map(one, enumerate(prompts)))
+            return list(pool.map(one, count(), prompts))
 
     def go_on(self, text: str, n: int, temperature: float, limit: int, seed: int) -> list[Written]:
-        settings = {"temperature": temperature, "max_tokens": limit, "seed": seed, "n": n}
-        body = {"model": self.model, "prompt": text, **settings}
-        return self._ask("completions", body, lambda reply: [_written(choice) for choice in reply["choices"]])
+        body = {"prompt": text, "temperature": temperature, "max_tokens": limit, "seed": seed, "n": n}
+        return self._write("completions", body)
+
+    def _write(self, path: str, body: dict[str, Any]) -> list[Written]:
+        return self._ask(
+            path, {"model": self.model, **body}, lambda reply: list(map(_written, reply["choices"]))
+        )
 
     def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
         data = None if body is None else json.dumps(body).encode()
