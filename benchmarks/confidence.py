@@ -21,6 +21,7 @@ from torch import Tensor
 
 from common import Plot, digits, run
 from slipstream.cli import common as cli
+from slipstream.command import public
 from slipstream.core.grow import Expand
 from slipstream.core.shape import Shape
 from slipstream.core.tree import Tree
@@ -120,6 +121,7 @@ class Watched(Shape):
         return tree
 
 
+@public
 def calibrate(
     target: HFTarget,
     drafters: Mapping[str, Proposer],

@@ -21,6 +21,7 @@ from typer import Exit
 
 from common import compiled, run
 from slipstream.cli import common as cli
+from slipstream.command import public
 from slipstream.decode.generate import Generation, generate
 from slipstream.drafters import load_drafter
 from slipstream.files import check_writable
@@ -127,6 +128,7 @@ def prove(
     return proved
 
 
+@public
 def measure(
     target: HFTarget,
     modes: Sequence[str] = MODES,

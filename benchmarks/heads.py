@@ -28,6 +28,7 @@ from torch import Tensor
 
 from common import Plot, compiled, digits, pooled, prompts_by_file, records, run, shortest
 from slipstream.cli import common as cli
+from slipstream.command import public
 from slipstream.core.shape import Shape
 from slipstream.decode.predict import Prediction, decoded, predict
 from slipstream.drafters import load_drafter
@@ -227,6 +228,7 @@ class Draws:
         )
 
 
+@public
 def compare_heads(
     target: HFTarget,
     heads: Sequence[str],

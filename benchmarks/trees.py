@@ -14,6 +14,7 @@ from rich.text import Text
 
 from common import digits, pooled, prompts_by_file, records, run, shortest
 from slipstream.cli import common as cli
+from slipstream.command import public
 from slipstream.core.shape import Shape
 from slipstream.decode.predict import predict
 from slipstream.drafters import load_drafter
@@ -79,6 +80,7 @@ class TreesReport(Report):
         )
 
 
+@public
 def compare_trees(
     target: HFTarget,
     drafter: str = "eagle",

@@ -69,6 +69,7 @@ def test_trees_of_one_head_are_held_against_the_same_answers(target, runs):
     report = trees.compare_trees(target, runs[0], ASKED, ("chain-1", "chain-2", "fig9"), rounds=1, **SMALL)
     one, two, _ = report.results
     assert [row.tree for row in report.results] == ["chain-1", "chain-2", "fig9"]
+    assert report.command.startswith("trees.compare_trees(target=HFTarget, ")
     assert one.by_file.keys() == {"a", "b"}
     assert one.tau <= two.tau
     assert one.acceptance_by_depth[0] == pytest.approx(one.tau - 1, abs=1e-4)

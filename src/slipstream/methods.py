@@ -47,6 +47,26 @@ class Method:
         return sorted(home.parts[-3] for home in SHIPPED.glob(f"*/{self.name}/config.json"))
 
 
+def _head(
+    name: str,
+    prefix: str,
+    help: str,
+    layouts: dict[str, str] | None = None,
+    room: str = "methods",
+    tunes: bool = True,
+) -> Method:
+    """A trained drafter. Its classes' names begin with `prefix`, and `room` is its objective's module."""
+    return Method(
+        name,
+        help,
+        drafter=f"slipstream.drafters.{name}:{prefix}",
+        objective=f"slipstream.training.{room}:{prefix}Objective",
+        recipe=f"slipstream.training.recipes:{prefix}Recipe",
+        layouts={layout: f"slipstream.interop.layouts:{home}" for layout, home in (layouts or {}).items()},
+        tunes=tunes,
+    )
+
+
 TABLE = (
     Method("vanilla", "none: plain decoding", make="slipstream.drafters.vanilla:Vanilla"),
     Method("ngram", "repeats what followed the same words before", make="slipstream.drafters.ngram:NGram"),
@@ -60,62 +80,22 @@ TABLE = (
         "a head and n-grams in one tree: hybrid:head=fasteagle",
         make="slipstream.drafters.hybrid:Hybrid.named",
     ),
-    Method(
-        "eagle",
-        "guesses the target's next state",
-        drafter="slipstream.drafters.eagle:Eagle",
-        objective="slipstream.training.methods:EagleObjective",
-        recipe="slipstream.training.recipes:EagleRecipe",
-        layouts={"eagle": "slipstream.interop.layouts:EagleLayout"},
-        tunes=True,
-    ),
-    Method(
+    _head("eagle", "Eagle", "guesses the target's next state", {"eagle": "EagleLayout"}),
+    _head(
         "eagle3",
+        "Eagle3",
         "guesses from three of the target's states",
-        drafter="slipstream.drafters.eagle3:Eagle3",
-        objective="slipstream.training.methods:Eagle3Objective",
-        recipe="slipstream.training.recipes:Eagle3Recipe",
-        layouts={
-            "eagle3": "slipstream.interop.layouts:Eagle3Layout",
-            "speculators": "slipstream.interop.layouts:SpeculatorsLayout",
-        },
-        tunes=True,
+        {"eagle3": "Eagle3Layout", "speculators": "SpeculatorsLayout"},
     ),
-    Method(
-        "fasteagle",
-        "guesses several states in one pass",
-        drafter="slipstream.drafters.fasteagle:FastEagle",
-        objective="slipstream.training.methods:FastEagleObjective",
-        recipe="slipstream.training.recipes:FastEagleRecipe",
-        tunes=True,
-    ),
-    Method(
+    _head("fasteagle", "FastEagle", "guesses several states in one pass"),
+    _head(
         "medusa",
+        "Medusa",
         "a small head for each token ahead",
-        drafter="slipstream.drafters.medusa:Medusa",
-        objective="slipstream.training.methods:MedusaObjective",
-        recipe="slipstream.training.recipes:MedusaRecipe",
-        layouts={
-            "medusa": "slipstream.interop.layouts:MedusaLayout",
-            "medusa-vllm": "slipstream.interop.layouts:VLLMMedusaLayout",
-        },
-        tunes=True,
+        {"medusa": "MedusaLayout", "medusa-vllm": "VLLMMedusaLayout"},
     ),
-    Method(
-        "bita",
-        "mask tokens in the target's own passes",
-        drafter="slipstream.drafters.bita:Bita",
-        objective="slipstream.training.bita:BitaObjective",
-        recipe="slipstream.training.recipes:BitaRecipe",
-    ),
-    Method(
-        "glide",
-        "a decoder that reads the target's cache",
-        drafter="slipstream.drafters.glide:Glide",
-        objective="slipstream.training.methods:GlideObjective",
-        recipe="slipstream.training.recipes:GlideRecipe",
-        tunes=True,
-    ),
+    _head("bita", "Bita", "mask tokens in the target's own passes", room="bita", tunes=False),
+    _head("glide", "Glide", "a decoder that reads the target's cache"),
     Method(
         "draft-model",
         "a small LM (draft-model:model=DIR) or part of the target",

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from operator import getitem, iadd, imul, isub, itruediv, setitem
 from typing import Any
 
@@ -35,10 +35,12 @@ def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inducto
     readers = defaultdict[fx.Node, list[fx.Node]](list)
     graph.output(graph.graph_copy(module.graph, {}))  # the tracer goes on with its own graph
     for node in graph.nodes:
-        positional = len(node.args) > 1 and not node.kwargs
-        if node.target is F.linear and positional and all(map(_fixed, node.args[1:])):
+        fixed = (
+            part is None or part.op == "placeholder" for part in node.args[1:]
+        )  # not computed in each call
+        if node.target is F.linear and len(node.args) > 1 and not node.kwargs and all(fixed):
             readers[node.args[0]].append(node)
-    packs: list[_Packed] = []
+    packs = []
     for nodes in readers.values():
         x: Any = nodes[0].args[0]  # not the key, which is gone if it was a linear layer itself
         for group in [[node] for node in nodes] if any(map(_in_place, x.users)) else [nodes]:
@@ -51,11 +53,6 @@ def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inducto
         return compiled_graph(*args, *(part for packed in packs for part in packed(args)))
 
     return run if packs else compiled_graph
-
-
-def _fixed(argument: Any) -> bool:
-    """Whether a weight or bias is an input of the graph or missing, not computed in each call."""
-    return argument is None or argument.op == "placeholder"
 
 
 def _in_place(node: fx.Node) -> bool:
@@ -78,16 +75,18 @@ def _dtype_for(linear: fx.Node) -> torch.dtype | None:
     return weight.dtype if weight.dtype in (torch.float32, torch.bfloat16) else None
 
 
-def _merge(graph: fx.Graph, nodes: list[fx.Node], dtype: torch.dtype) -> "_Packed":
-    """Replace `nodes` by one product, which reads packed weights that are new inputs of the graph."""
+def _merge(
+    graph: fx.Graph, nodes: list[fx.Node], dtype: torch.dtype
+) -> Callable[[Sequence[Any]], list[Tensor]]:
+    """Replace `nodes` by one product, which reads packed weights that are new inputs of the graph. Returns a
+    function from the graph's arguments to these inputs."""
     x: Any = nodes[0].args[0]
     weights: list[Any] = [node.args[1] for node in nodes]
     biases: list[Any] = [node.args[2] if len(node.args) > 2 else None for node in nodes]
     sizes = [len(weight.meta["example_value"]) for weight in weights]
     plain = weights[0].meta["example_value"]
     places = graph.find_nodes(op="placeholder")
-    at = [None if b is None else places.index(b) for b in biases]
-    packed = _Packed([places.index(w) for w in weights], at, dtype)
+    at = [None if part is None else places.index(part) for part in weights + biases]
     with graph.inserting_after(places[-1]):
         weight, bias = graph.placeholder(f"packed_{len(places)}"), None
         weight.meta["example_value"] = plain.new_empty(sum(sizes), plain.shape[1], dtype=dtype)
@@ -106,38 +105,28 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], dtype: torch.dtype) -> "_Packe
             node.replace_all_uses_with(part)
     for node in nodes:
         graph.erase_node(node)
-    return packed
+    return partial(_packed, at, dtype)
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """Positions, in a graph's arguments, of the weights and biases of layers that are packed as one."""
+def _packed(at: list[int | None], dtype: torch.dtype, args: Sequence[Any]) -> list[Tensor]:
+    """The weights at positions `at` of the arguments as one tensor in oneDNN's layout and, if any, the biases
+    behind them as one.
 
-    weights: list[int]
-    biases: list[int | None]
-    dtype: torch.dtype
-
-    def __call__(self, args: Sequence[Any]) -> list[Tensor]:
-        """The packed weight and, if any, bias. They are made at the first use and stored on the first weight.
-        The entry holds the other weights, so that no other tensor gets their ids."""
-        weights = [args[i] for i in self.weights]
-        biases = [None if i is None else args[i] for i in self.biases]
-        copies = vars(weights[0]).setdefault("packed", {})
-        key = (*map(id, weights), *map(id, biases))
-        if key not in copies:
-            copies[key] = (_pack(weights, biases, self.dtype), weights[1:], biases)
-        packed: list[Tensor] = copies[key][0]
-        return packed
-
-
-def _pack(weights: list[Tensor], biases: list[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
-    """All weights as one tensor in oneDNN's layout, and all biases as one."""
-    plain = torch.cat([weight.detach() for weight in weights]).to(dtype)
-    packed = [torch.ops.mkldnn._reorder_linear_weight(plain, PACKED_FOR)]
-    if any(b is not None for b in biases):
-        pairs = zip(weights, biases, strict=True)
-        packed.append(torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs]).to(dtype))
-    return packed
+    They are made at the first use and stored on the first weight. The entry holds the other parts, so that no
+    other tensor gets their ids.
+    """
+    parts: list[Any] = [None if i is None else args[i] for i in at]
+    weights, biases = parts[: len(at) // 2], parts[len(at) // 2 :]
+    copies: dict[Any, tuple[list[Tensor], Any]] = vars(weights[0]).setdefault("packed", {})
+    key = tuple(map(id, parts))
+    if key not in copies:
+        plain = torch.cat([weight.detach() for weight in weights]).to(dtype)
+        packed = [torch.ops.mkldnn._reorder_linear_weight(plain, PACKED_FOR)]
+        if any(b is not None for b in biases):
+            pairs = zip(weights, biases, strict=True)
+            packed.append(torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs]).to(dtype))
+        copies[key] = (packed, parts[1:])
+    return copies[key][0]
 
 
 def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

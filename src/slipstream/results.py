@@ -122,16 +122,14 @@ class Figures(Table):
 
     def __init__(self, title: str | None, first: str, *others: str) -> None:
         super().__init__(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        self._title, self._records = title, list[list[Text]]()
+        self._title = title
         self.add_column(Text(first))
         for name in others:
             self.add_column(Text(name), justify="right")
 
     def add_row(self, *cells: Any, **style: Any) -> None:
         plain = style.get("style") or ""
-        texts = [cell if isinstance(cell, Text) else Text(str(cell), plain) for cell in cells]
-        self._records.append(texts)
-        super().add_row(*texts, **style)
+        super().add_row(*(c if isinstance(c, Text) else Text(str(c), plain) for c in cells), **style)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         if self._title:
@@ -143,13 +141,14 @@ class Figures(Table):
 
     def _stacked(self, width: int) -> Iterator[Text]:
         """Each row's name on a line, and its figures on the lines below."""
-        first, *others = (column.header.plain for column in self.columns if isinstance(column.header, Text))
-        widths = [max(map(len, column)) for column in zip(*self._records, strict=True)][1:]
-        for name, *cells in self._records:
+        columns: list[Any] = [(column.header, [*column.cells]) for column in self.columns]
+        (first, names), *others = columns
+        for row, name in enumerate(names):
             yield Text.assemble((f"{first} ", "dim"), name) if len(first) + len(name) < width else name
             line = Text()
-            for header, cell, wide in zip(others, cells, widths, strict=True):
-                pair = Text.assemble("  ", (header, "dim"), " " * (1 + wide - len(cell)), cell)
+            for header, cells in others:
+                cell, wide = cells[row], max(map(len, cells))
+                pair = Text.assemble("  ", (str(header), "dim"), " " * (1 + wide - len(cell)), cell)
                 if line and cell and len(line) + len(pair) > width:
                     yield line
                     line = Text()

@@ -19,7 +19,6 @@ from slipstream.drafters import load_drafter
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
 from slipstream.measure.cost import ROWS, cost_curve, pass_seconds
-from slipstream.measure.draw import draw_costs, draw_tuned
 from slipstream.measure.questions import Question
 from slipstream.measure.skip import skippable
 from slipstream.measure.tally import Answered, Tally, ledger
@@ -237,9 +236,9 @@ def test_a_speed_up_is_the_product_of_its_factors():
 
 def test_tables_and_pictures(target, tuned, tmp_path):
     costs = cost_curve(target, contexts=(16,), batches=(1, 2))
-    for draw, report in ((draw_costs, costs), (draw_tuned, tuned)):
-        draw(report, str(tmp_path / "picture.svg"))
+    for report in (costs, tuned):
+        report.draw(str(tmp_path / "picture.svg"))
         assert "<svg" in (tmp_path / "picture.svg").read_text()
         assert str(report)
         with pytest.raises(ValueError, match="cannot be written"):
-            draw(report, str(tmp_path / "missing" / "picture.svg"))
+            report.draw(str(tmp_path / "missing" / "picture.svg"))

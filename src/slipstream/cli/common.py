@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from slipstream.targets import HFTarget
 
 R = TypeVar("R", bound="Report")
-Draw = Callable[[Any, str], None]  # of a result, into a file
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 app = typer.Typer(
@@ -26,26 +26,27 @@ app = typer.Typer(
 PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # a name may hold [/] or :eyes:
 out, err = Console(**PLAIN), Console(stderr=True, **PLAIN)
 
-# panels of --help
-ASKED, SAMPLING, MACHINE, RESULTS = "Questions and answers", "Sampling", "Target and machine", "Results"
-
 
 def option(help: str, metavar: str | None = None, *names: str, panel: str | None = None, **kept: Any) -> Any:
     """An option of a command, named like its parameter unless `names` are given."""
     return typer.Option(*names, metavar=metavar, rich_help_panel=panel, help=help, **kept)
 
 
-def flag(help: str, name: str, panel: str | None = None) -> Any:
+PANELS = ("Questions and answers", "Sampling", "Target and machine", "Results")  # of --help
+on_questions, on_sampling, on_machine, on_results = (partial(option, panel=panel) for panel in PANELS)
+
+
+def flag(help: str, name: str) -> Any:
     """An option without a value."""
-    return typer.Option(name, rich_help_panel=panel, help=help)
+    return option(help, None, name)
 
 
 NAMED = "alias (smollm2), directory, hub id or GGUF file"
-TargetName = Annotated[str, option(NAMED, "NAME", "--target", panel=MACHINE)]
-Dtype = Annotated[str, option("float32, bfloat16, float16, float64 or auto", "TYPE", panel=MACHINE)]
-Device = Annotated[str, option("cpu, cuda, cuda:1, …", "NAME", panel=MACHINE)]
+TargetName = Annotated[str, on_machine(NAMED, "NAME", "--target")]
+Dtype = Annotated[str, on_machine("float32, bfloat16, float16, float64 or auto", "TYPE")]
+Device = Annotated[str, on_machine("cpu, cuda, cuda:1, …", "NAME")]
 COMPILED = "compile all passes: a minute the first time, then seconds"
-Compile = Annotated[bool, flag(COMPILED, "--compile", MACHINE)]
+Compile = Annotated[bool, on_machine(COMPILED, None, "--compile")]
 DIRECTORY = ("DIR", "a directory that slipstream train or import wrote")
 
 
@@ -66,10 +67,10 @@ DRAFTERS = listed(
 DrafterName = Annotated[str, option("one of the drafters below", "NAME", "--drafter")]
 DrafterNames = Annotated[list[str], option("one of those below; repeatable", "NAME", "--drafter")]
 QUESTIONS = "question.jsonl; repeatable (default: the project's own)"
-Files = Annotated[list[str], option(QUESTIONS, "FILE", "--questions", panel=ASKED)]
-Limit = Annotated[int | None, option("questions of each file, evenly over it", "N", panel=ASKED, min=1)]
-MaxNewTokens = Annotated[int, option("tokens per answer, at most", "N", panel=ASKED, min=1, max=2**20)]
-Temperature = Annotated[float, option("0 is greedy", "T", panel=SAMPLING, min=0)]
+Files = Annotated[list[str], on_questions(QUESTIONS, "FILE", "--questions")]
+Limit = Annotated[int | None, on_questions("questions of each file, evenly over it", "N", min=1)]
+MaxNewTokens = Annotated[int, on_questions("tokens per answer, at most", "N", min=1, max=2**20)]
+Temperature = Annotated[float, on_sampling("0 is greedy", "T", min=0)]
 
 
 def _version(wanted: bool) -> bool:
@@ -100,9 +101,9 @@ SAME = (
     "same seed, same text, whatever the drafter: exactly in float64, up to near-ties that rounding turns in "
     "float32 and bfloat16 (certify audits them)"
 )
-Seed = Annotated[int, option(SAME, "N", panel=SAMPLING, min=0, callback=_in_64_bits)]
+Seed = Annotated[int, on_sampling(SAME, "N", min=0, callback=_in_64_bits)]
 JSON = "write the results here; - is standard output"
-JsonPath = Annotated[str | None, option(JSON, "FILE", "--json", panel=RESULTS)]
+JsonPath = Annotated[str | None, on_results(JSON, "FILE", "--json")]
 Force = Annotated[bool, flag("write into --out whatever it holds", "--force")]
 
 
@@ -137,13 +138,16 @@ def inputs(target: str, drafters: Sequence[str] = (), files: Sequence[str] = ())
 
 
 def deliver(
-    result: "Report", json_path: str | None, plot: str | None = None, draw: Draw | None = None
+    result: "Report",
+    json_path: str | None,
+    plot: str | None = None,
+    draw: Callable[..., Any] | None = None,
 ) -> None:
     """Print a result, write it and draw it, each even if another fails. Where JSON goes to standard output,
     the table goes to standard error."""
     with ExitStack() as last:  # in reverse order
         if plot is not None and draw is not None:
-            last.callback(draw, result, plot)
+            last.callback(draw, plot)
         if json_path is not None:
             last.callback(result.write, json_path)
         (err if json_path in STANDARD else out).print(result)

@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.common import (
-    ASKED,
     DIRECTORY,
     DRAFTERS,
-    RESULTS,
-    SAMPLING,
     Compile,
     Device,
     DrafterName,
@@ -32,6 +29,9 @@ from slipstream.cli.common import (
     kept,
     listed,
     load,
+    on_questions,
+    on_results,
+    on_sampling,
     option,
     out,
     progress_bar,
@@ -48,10 +48,10 @@ OWN = "0 is greedy (default: the target's own)"
 MASS = "keep the likeliest tokens with this mass"
 LIKELY = "keep tokens this fraction as likely as the likeliest"
 BOTH = "counts prompt and answer"
-AnswerPenalty = Annotated[float, option("counts the answer", "X", panel=SAMPLING)]
+AnswerPenalty = Annotated[float, on_sampling("counts the answer", "X")]
 LAW = "coupled or multi-round (default: the drafter's own); lossy-typical, Medusa's, changes the text"
 SEVERAL = "0 is greedy; repeatable"
-Temperatures = Annotated[list[float], option(SEVERAL, "T", "--temperature", panel=SAMPLING, min=0)]
+Temperatures = Annotated[list[float], on_sampling(SEVERAL, "T", "--temperature", min=0)]
 
 
 @command("demo", "demo --limit 8 --temperature 1", "demo --target ./my-model --dtype float32", lists=DRAFTERS)
@@ -90,20 +90,20 @@ def generate(
     target: TargetName = "smollm2",
     drafter: DrafterName = "ngram",
     max_new_tokens: MaxNewTokens = 256,
-    temperature: Annotated[float | None, option(OWN, "T", panel=SAMPLING)] = None,
-    top_k: Annotated[int | None, option("keep the K likeliest tokens", "K", panel=SAMPLING)] = None,
-    top_p: Annotated[float | None, option(MASS, "P", panel=SAMPLING)] = None,
-    min_p: Annotated[float | None, option(LIKELY, "P", panel=SAMPLING)] = None,
-    repetition_penalty: Annotated[float | None, option(BOTH, "X", panel=SAMPLING)] = None,
+    temperature: Annotated[float | None, on_sampling(OWN, "T")] = None,
+    top_k: Annotated[int | None, on_sampling("keep the K likeliest tokens", "K")] = None,
+    top_p: Annotated[float | None, on_sampling(MASS, "P")] = None,
+    min_p: Annotated[float | None, on_sampling(LIKELY, "P")] = None,
+    repetition_penalty: Annotated[float | None, on_sampling(BOTH, "X")] = None,
     presence_penalty: AnswerPenalty = 0.0,
     frequency_penalty: AnswerPenalty = 0.0,
     seed: Seed = 0,
-    stop: Annotated[list[str], option("ends the answer; repeatable", "TEXT", panel=SAMPLING)] = [],
-    law: Annotated[str | None, option(LAW, "NAME", panel=SAMPLING)] = None,
+    stop: Annotated[list[str], on_sampling("ends the answer; repeatable", "TEXT")] = [],
+    law: Annotated[str | None, on_sampling(LAW, "NAME")] = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     compile: Compile = False,
-    trace: Annotated[str | None, option("write one JSON line per round here", "FILE", panel=RESULTS)] = None,
+    trace: Annotated[str | None, on_results("write one JSON line per round here", "FILE")] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Answer one prompt, printed as it is made; figures go to standard error.
@@ -227,7 +227,7 @@ def certify(
 
 
 TUNED = [method for method in named() if method.tunes]
-Prompts = Annotated[int, option("prompts that drafts are held against, in all", "N", panel=ASKED, min=1)]
+Prompts = Annotated[int, on_questions("prompts that drafts are held against, in all", "N", min=1)]
 
 
 @command(
@@ -247,13 +247,12 @@ def tune(
     dtype: Dtype = "auto",
     device: Device = "cpu",
     compile: Compile = False,
-    plot: Annotated[str | None, option("draw it, as SVG", "FILE", panel=RESULTS)] = None,
+    plot: Annotated[str | None, on_results("draw it, as SVG", "FILE")] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Find the tree that pays most on this machine; generate and bench then grow it unless told otherwise."""
     from slipstream.drafters import tuned_home
     from slipstream.drafters.store import tuned_file
-    from slipstream.measure.draw import draw_tuned
     from slipstream.measure.tune import tune as run
     from slipstream.measure.tuned import TuneReport
 
@@ -265,7 +264,7 @@ def tune(
         return
 
     def show(report: TuneReport) -> None:
-        deliver(report, json_path, plot, draw_tuned)
+        deliver(report, json_path, plot, report.draw)
         for line in report.static_trees(drafter):
             out.print(line, soft_wrap=True)
         err.print(f"kept in {tuned_file(tuned_home(drafter, loaded))}", style="dim", soft_wrap=True)
@@ -277,13 +276,12 @@ def tune(
 def _measure(target: "HFTarget", plot: str | None, json_path: str | None) -> None:
     """Measure the cost of passes, show it and store it."""
     from slipstream.measure import cost
-    from slipstream.measure.draw import draw_costs
 
     read_results(cost.costs_file())
     with progress_bar(None) as progress:
         report = cost.cost_curve(target, progress=progress)
     try:
-        deliver(report, json_path, plot, draw_costs)
+        deliver(report, json_path, plot, report.draw)
     finally:
         cost.save_costs(target, report)
     err.print(f"kept in {cost.costs_file()}", style="dim", soft_wrap=True)

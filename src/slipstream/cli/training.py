@@ -6,9 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.common import (
-    ASKED,
-    MACHINE,
-    SAMPLING,
     Device,
     Dtype,
     Files,
@@ -26,6 +23,9 @@ from slipstream.cli.common import (
     inputs,
     listed,
     load,
+    on_machine,
+    on_questions,
+    on_sampling,
     option,
     out,
     progress_bar,
@@ -100,8 +100,8 @@ def train(
 SERVER = "let this OpenAI-compatible server write (vllm serve, …)"
 Server = Annotated[str | None, option(SERVER, "URL", "--server")]
 IN_TURN = "of the answers, taken in turn; repeatable"
-Temperatures = Annotated[list[float], option(IN_TURN, "T", "--temperature", panel=SAMPLING, min=0)]
-Batch = Annotated[int, option("texts written at once: all in memory", "N", panel=MACHINE, min=1, max=4096)]
+Temperatures = Annotated[list[float], on_sampling(IN_TURN, "T", "--temperature", min=0)]
+Batch = Annotated[int, on_machine("texts written at once: all in memory", "N", min=1, max=4096)]
 AnswerFile = Annotated[str, option("JSONL; an interrupted file is gone on with", "FILE", "--out")]
 BEHIND = "ask each question once more behind this system message; may be repeated"
 
@@ -112,11 +112,11 @@ BEHIND = "ask each question once more behind this system message; may be repeate
 )
 def synthesize(
     path: AnswerFile,
-    prompts: Annotated[int, option("how many to write", "N", panel=ASKED, min=1, max=10**8)] = 200,
+    prompts: Annotated[int, on_questions("how many to write", "N", min=1, max=10**8)] = 200,
     target: TargetName = "smollm2",
     server: Server = None,
     temperatures: Temperatures = [0.0, 0.7, 1.0],
-    prompt_temperature: Annotated[float, option("of the prompts", "T", panel=SAMPLING, min=0)] = 0.8,
+    prompt_temperature: Annotated[float, on_sampling("of the prompts", "T", min=0)] = 0.8,
     max_new_tokens: MaxNewTokens = 512,
     batch: Batch = 32,
     seed: Seed = 0,

@@ -117,7 +117,12 @@ def certify(
     for temperature in temperatures:
         resolve_sampling(target, temperature=temperature, seed=seed)
     contestants = drafters_of(drafters, target)
-    _check_laws(contestants, temperatures)
+    for name, drafter in contestants.items():
+        if drafter.law != "coupled" and any(temperatures):
+            raise ValueError(
+                f"drafter {name!r} follows the {drafter.law} law, which keeps the distribution and not the "
+                "text: certify another proposal (top-k, noise), or at --temperature 0"
+            )
     prompts = first_prompts(target, asked, max_new_tokens)
     contest = Contest(target, {}, max_new_tokens, 0.0, seed)
     answers: Answers = {}
@@ -131,16 +136,6 @@ def certify(
             keep(_report(contest, answers, ended=True).ended_by(error))
         raise
     return _report(contest, answers)
-
-
-def _check_laws(drafters: dict[str, Drafter], temperatures: Sequence[float]) -> None:
-    """Raises ValueError for a drafter that does not keep the text."""
-    for name, drafter in drafters.items():
-        if drafter.law != "coupled" and any(temperatures):
-            raise ValueError(
-                f"drafter {name!r} follows the {drafter.law} law, which keeps the distribution and not the "
-                "text: certify another proposal (top-k, noise), or at --temperature 0"
-            )
 
 
 def _audit(
@@ -167,7 +162,21 @@ def _audit(
 
 def _report(contest: Contest, answers: Answers, ended: bool = False) -> Certificate:
     margin = contest.target.margin
-    results = [_certified(name, heat, Tally(some), margin) for (name, heat), some in answers.items()]
+    results = []
+    for (name, temperature), some in answers.items():
+        tally = Tally(some)
+        margins = [each.margin for each in tally.differences]
+        row = Certified(
+            drafter=name,
+            temperature=temperature,
+            questions=len(some),
+            tokens=tally.new_tokens,
+            identical=sum(answer.identical for answer in some),
+            unexplained=tally.unexplained(margin),
+            largest_margin=max(margins, default=0.0) if math.inf not in margins else "outside the support",
+            divergences=tally.differences,
+        )
+        results.append(row)
     return Certificate(
         **heading(contest.target),
         margin=margin,
@@ -175,18 +184,4 @@ def _report(contest: Contest, answers: Answers, ended: bool = False) -> Certific
         seed=contest.seed,
         certified=not ended and all(result.unexplained == 0 for result in results),
         results=results,
-    )
-
-
-def _certified(drafter: str, temperature: float, tally: Tally, margin: float) -> Certified:
-    margins = [each.margin for each in tally.differences]
-    return Certified(
-        drafter=drafter,
-        temperature=temperature,
-        questions=len(tally.answers),
-        tokens=tally.new_tokens,
-        identical=sum(answer.identical for answer in tally.answers),
-        unexplained=tally.unexplained(margin),
-        largest_margin=max(margins, default=0.0) if math.inf not in margins else "outside the support",
-        divergences=tally.differences,
     )

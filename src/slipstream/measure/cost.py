@@ -20,15 +20,13 @@ from slipstream.core.tree import chain
 from slipstream.decode.capture import recorder
 from slipstream.decode.session import Seconds, Session
 from slipstream.files import cache_home, update_json
+from slipstream.picture import picture
 from slipstream.results import Figures, Part, Report, heading
 
 
 class PassCost(Part):
-    """A target pass over `rows` rows of each of `batch` texts, behind `context` tokens.
-
-    Attributes:
-        gb_s: the weights' bytes over the time; `share`, that over the memory's bandwidth.
-    """
+    """A target pass over `rows` rows of each of `batch` texts, behind `context` tokens. `gb_s`: the weights'
+    bytes over the time; `share`: that over the memory's bandwidth."""
 
     rows: int
     context: int
@@ -39,12 +37,8 @@ class PassCost(Part):
 
 
 class CostReport(Report):
-    """What passes of a target cost on this machine.
-
-    Attributes:
-        bandwidth_gb_s: of the memory.
-        weights_gb: what a pass must read.
-    """
+    """What passes of a target cost on this machine. `bandwidth_gb_s`: of the memory; `weights_gb`: what a
+    pass must read."""
 
     bandwidth_gb_s: float
     weights_gb: float
@@ -59,9 +53,7 @@ class CostReport(Report):
         """A row per number of rows, a column per context and batch, and the speed at which the one-row pass
         reads the weights."""
         settings = dict.fromkeys((cost.context, cost.batch) for cost in self.passes)
-        title = (
-            f"{self.target}, {self.dtype}{', compiled' if self.compiled else ''}: ms of a pass, by its rows; "
-        )
+        title = f"{self.target}, {self.dtype}{', compiled' * self.compiled}: ms of a pass, by its rows; "
         title += "columns: tokens of context × texts"
         table = Figures(title, "rows", *(f"{context} × {batch}" for context, batch in settings))
         ms = {(cost.rows, cost.context, cost.batch): cost.ms for cost in self.passes}
@@ -70,6 +62,19 @@ class CostReport(Report):
         one = self.passes[0]
         reads = f"one row reads weights at {one.gb_s:.1f} GB/s, {one.share:.0%} of {self.bandwidth_gb_s:.1f}"
         return Group(table, Text(f"{reads}: at least {self.limit_ms:.1f} ms"))
+
+    def draw(self, path: str) -> None:
+        """An SVG: a pass against its rows, for every context and batch, and the time that reading the weights
+        takes."""
+        with picture(path, 1) as (ax,):
+            for context, batch in dict.fromkeys((cost.context, cost.batch) for cost in self.passes):
+                some = [cost for cost in self.passes if (cost.context, cost.batch) == (context, batch)]
+                label = f"{context} tokens, {batch} text{'s' if batch > 1 else ''}"
+                rows, ms = [cost.rows for cost in some], [cost.ms for cost in some]
+                ax.plot(rows, ms, marker="o", markersize=3, label=label)
+            ax.axhline(self.limit_ms, color="gray", linestyle="--", linewidth=1, label="reading the weights")
+            ax.set(xlabel="rows of a pass", ylabel="milliseconds", ylim=(0, None))
+            ax.legend(frameon=False, fontsize="small")
 
 
 PARTS = ("draft", "verify", "host")  # of a round

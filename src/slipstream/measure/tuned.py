@@ -7,6 +7,7 @@ from rich.console import Group
 from rich.text import Text
 
 from slipstream.drafters.spec import Named, Spec
+from slipstream.picture import picture
 from slipstream.results import Figures, Part, Report
 
 BEST = 8  # candidates that are shown
@@ -142,6 +143,23 @@ class TuneReport(Report):
                 shown.append(Text(faster, "yellow"))
         shown.append(Text("in brackets: as a shorter race had it, whose faster half ran on", "dim"))
         return Group(*shown)
+
+    def draw(self, path: str) -> None:
+        """An SVG: speed-up over plain decoding against the node budget, predicted for optimal static trees,
+        and as timed."""
+        with picture(path, len(self.temperatures)) as axes:
+            for ax, tuned in zip(axes, self.temperatures, strict=True):
+                for proposed in tuned.proposals:
+                    name, sizes = proposed.proposal, proposed.budgets
+                    nodes, estimates = [size.nodes for size in sizes], [size.estimate for size in sizes]
+                    (line,) = ax.plot(nodes, estimates, linewidth=1, label=f"{name}, predicted")
+                    timed = [each for each in tuned.candidates if each.proposal == name]
+                    at, speedups = [each.nodes for each in timed], [each.speedup for each in timed]
+                    ax.scatter(at, speedups, s=14, color=line.get_color(), label=f"{name}, timed")
+                ax.axhline(1.0, color="gray", linestyle="--", linewidth=1, label="plain")
+                title = f"T = {tuned.temperature:g}"
+                ax.set(title=title, xlabel="nodes", ylabel="speed-up over plain", ylim=(0, None))
+                ax.legend(frameon=False, fontsize="small")
 
     def static_trees(self, drafter: Named, best: int = BEST) -> list[str]:
         """The command-line options that name the static trees of the table."""
