@@ -12,7 +12,7 @@ from slipstream.core.span import Span
 from slipstream.core.tree import chain
 from slipstream.decode.generate import generate
 from slipstream.drafters.glide import Glide, apart
-from slipstream.drafters.layers import attend_cache, turns
+from slipstream.drafters.layers import Rope, attend_cache
 from slipstream.targets.sizes import rope
 from slipstream.training.methods import GlideObjective
 from slipstream.training.recipes import GlideRecipe
@@ -131,10 +131,9 @@ def test_queries_are_turned_as_the_targets_own(name):
             continue
         kind = (config.layer_types[block],) if len(signature(theirs.forward).parameters) > 2 else ()
         wanted = theirs(torch.zeros(1), at, *kind)
-        ours = turns(at, torch.tensor(frequencies), torch.float32)
+        ours = Rope(frequencies, factor)(at, torch.float32)
         assert all(
-            torch.allclose(factor * mine[:, 0], other, atol=1e-5)
-            for mine, other in zip(ours, wanted, strict=True)
+            torch.allclose(mine[:, 0], other, atol=1e-5) for mine, other in zip(ours, wanted, strict=True)
         )
 
 

@@ -35,7 +35,6 @@ class State:
 
     @property
     def caches(self) -> list[KVCache]:
-        """All caches."""
         return [value for _, _, value in self.held() if isinstance(value, KVCache)]
 
     def place_behind(self, other: "State") -> None:
@@ -71,9 +70,8 @@ def _stacked(a: Tensor, b: Tensor) -> Tensor:
 
 def _widened(text: Int[Tensor, "B S"], slots: int) -> Int[Tensor, "B S1"]:
     """The same with zeros behind, by blocks, if it has fewer slots."""
-    if slots <= text.shape[1]:
-        return text
-    return torch.nn.functional.pad(text, (0, -(-slots // BLOCK) * BLOCK - text.shape[1]))
+    more = -(-slots // BLOCK) * BLOCK - text.shape[1]
+    return torch.nn.functional.pad(text, (0, more)) if slots > text.shape[1] else text
 
 
 def appended(text: Int[Tensor, "B S"], span: Span) -> Int[Tensor, "B S1"]:
@@ -85,7 +83,8 @@ def appended(text: Int[Tensor, "B S"], span: Span) -> Int[Tensor, "B S1"]:
 
 
 class Drafter(ABC):
-    """Guesses ahead. What changes from round to round is in its `State`, never on the drafter.
+    """Guesses ahead. What changes from round to round is in the `State` that `start` returns, never on the
+    drafter; a subclass names its own type of state in `absorb` and `propose`.
 
     Attributes:
         taps: what `absorb` reads of the target: "final" (what the LM head reads), "input of block i", or
@@ -112,12 +111,12 @@ class Drafter(ABC):
         """A state for `batch` rows that have read nothing."""
 
     @abstractmethod
-    def absorb(self, span: Span, state: State) -> None:
-        """Read what the target has just read, and set `state.root` to the last of `span.nexts`. A drafter
-        that sat out some rounds absorbs their spans later, in order."""
+    def absorb(self, span: Span, state: Any) -> None:
+        """Read what the target has just read, and set the state's root to `span.root`. A drafter that sat out
+        some rounds absorbs their spans later, in order."""
 
     @abstractmethod
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
+    def propose(self, state: Any, sampler: Sampler, shape: Shape | None = None) -> Tree:
         """Guess. A drafter that reads `sampler.noise` says so (`peeks`).
 
         Args:

@@ -100,8 +100,11 @@ def static_levels(paths: tuple[Path, ...], device: torch.device = CPU) -> tuple[
     return tuple(levels)
 
 
-def dynamic(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int, budget: int) -> Tree:
+def dynamic(
+    root: Int[Tensor, " B"], expand: Expand, depth: int, width: int, budget: int | None = None
+) -> Tree:
     """EAGLE-2: expand the `width` most confident nodes of each level, then keep the `budget` best nodes.
+    Without a budget, beam search: the expanded nodes are the tree.
 
     A node's score is the log probability of its path, so no child scores above its parent. The lower slot
     wins a tie, so the parent of every kept node is kept.
@@ -113,38 +116,20 @@ def dynamic(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int, bud
         ids, log_q = expand(frontier, origin)
         K, offset = ids.shape[-1], sum(t.shape[1] for t in tokens)
         path = (score[..., None] + log_q.float().clamp(max=0)).flatten(1)
-        tokens.append(ids.flatten(1).masked_fill(path == -torch.inf, PAD))
-        parents.append(slots.repeat_interleave(K, 1))
-        scores.append(path)
+        ids = ids.flatten(1).masked_fill(path == -torch.inf, PAD)
         best = _best(path, width)
-        frontier = tokens[-1].gather(1, best).clamp(min=0)
-        score = path.gather(1, best)
-        slots = offset + best
-        origin = best // K
-    paths = torch.cat(scores, 1)
-    kept = _best(paths, budget).sort(1).values
-    above = torch.searchsorted(kept, torch.cat(parents, 1).gather(1, kept))
-    return Tree(torch.cat(tokens, 1).gather(1, kept), above, depth, scores=paths.gather(1, kept))
-
-
-def beam(root: Int[Tensor, " B"], expand: Expand, depth: int, width: int) -> Tree:
-    """Beam search: of all candidates behind a level, the `width` with the best paths are the next level."""
-    frontier, origin, score = _begin(root)
-    slots, offset = origin, 1
-    tokens, parents, scores = [frontier], [slots], [score]
-    for _ in range(depth):
-        ids, log_q = expand(frontier, origin)
-        path = (score[..., None] + log_q.float()).flatten(1)
-        best = _best(path, width)
-        origin = best // ids.shape[-1]
-        score = path.gather(1, best)
-        frontier = ids.flatten(1).gather(1, best)
-        tokens.append(frontier.masked_fill(score == -torch.inf, PAD))
-        parents.append(slots.gather(1, origin))
-        scores.append(score)
-        slots = (offset + torch.arange(best.shape[1], device=root.device)).expand_as(best)
-        offset += best.shape[1]
-    return Tree(torch.cat(tokens, 1), torch.cat(parents, 1), depth, scores=torch.cat(scores, 1))
+        origin, score, chosen = best // K, path.gather(1, best), ids.gather(1, best)
+        tokens.append(ids if budget else chosen)
+        parents.append(slots.repeat_interleave(K, 1) if budget else slots.gather(1, origin))
+        scores.append(path if budget else score)
+        frontier = chosen.clamp(min=0)
+        slots = offset + (best if budget else torch.arange(best.shape[1], device=best.device).expand_as(best))
+    nodes, above, paths = (torch.cat(levels, 1) for levels in (tokens, parents, scores))
+    if budget:
+        kept = _best(paths, budget).sort(1).values
+        nodes, above, paths = (each.gather(1, kept) for each in (nodes, above, paths))
+        above = torch.searchsorted(kept, above)
+    return Tree(nodes, above, depth, scores=paths)
 
 
 def cape(

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from slipstream.core.grow import Expand, Path, backbone, beam, cape, dynamic, static, static_levels
+from slipstream.core.grow import Expand, Path, backbone, cape, dynamic, static, static_levels
 from slipstream.core.tree import Tree
 
 FIG9_RANKS = """
@@ -64,10 +64,10 @@ class Shape:
             return cls._static(text, FIG9)
         plain = re.fullmatch(r"([a-z-]+)-\d+(x\d+)*", text)
         match plain[1] if plain and 0 not in numbers else None, numbers:
-            case "chain", [depth]:
-                return cls._backbone(text, depth, 1)
-            case "backbone", [depth, width]:
-                return cls._backbone(text, depth, width)
+            case ("chain", [depth]) | ("backbone", [depth, _]):
+                width = [*numbers, 1][1]
+                affordable(text, depth, 1 + depth * width, depth - 1)
+                return cls._static(text, backbone(depth, width))
             case "full", [depth, width]:
                 if depth * math.log2(max(width, 2)) > 10:
                     raise ValueError(f"tree {name!r} has {width}^{depth} leaves: 1024 at most")
@@ -96,11 +96,6 @@ class Shape:
                 affordable(name, max(map(len, paths), default=0), 1 + len(paths))
                 return cls._static(text, tuple(map(tuple, paths)))
         raise ValueError(f"Unknown tree: {name!r}. Available: {KINDS}")
-
-    @classmethod
-    def _backbone(cls, name: str, depth: int, width: int) -> "Shape":
-        affordable(name, depth, 1 + depth * width, depth - 1)
-        return cls._static(name, backbone(depth, width))
 
     @classmethod
     def _static(cls, name: str, paths: tuple[Path, ...]) -> "Shape":
@@ -159,7 +154,7 @@ class Beam(Shape):
     """The best `width` paths of every level."""
 
     def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
-        return beam(root, expand, self.depth, self.width)
+        return dynamic(root, expand, self.depth, self.width)
 
 
 @dataclass(frozen=True)
@@ -180,9 +175,9 @@ class Cape(Shape):
             raise ValueError(
                 f"tree {name!r}: limits must rise, and {depth} tokens or more be drafted (cape-5x32{CAPE})"
             )
-        most = max(counts)
         affordable(name, depth, 1 + drafted, depth - 1)
-        return cls(name, (), depth, 1 + min(drafted, depth * (1 + most)), 1, 1 + most, limits, counts)
+        children = 1 + max(counts)
+        return cls(name, (), depth, 1 + min(drafted, depth * children), 1, children, limits, counts)
 
     def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
         return cape(root, expand, self.depth, self.nodes - 1, self.limits, self.counts)

@@ -65,6 +65,11 @@ class Span:
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.count[:, None]
 
     @property
+    def root(self) -> Int[Tensor, " B"]:
+        """The target's choice behind the last token: the root of the next tree."""
+        return self.last(self.nexts)
+
+    @property
     def picks(self) -> Int[Tensor, "B N"]:
         """The target's likeliest token after every node, accepted or not."""
         if self.logits is None:
@@ -78,19 +83,19 @@ class Span:
 
 def commit(tree: Tree, out: Output, verdict: Verdict, cache: KVCache) -> Span:
     """Keep the accepted path in the cache and say what was read."""
-    start, rows = cache.lengths, torch.arange(len(verdict.count), device=verdict.count.device)
-    cache.keep(None if tree.is_chain else verdict.path, verdict.count)
-    tokens = tree.tokens.gather(1, verdict.path)
+    start, path, count = cache.lengths, verdict.path, verdict.count
+    rows = torch.arange(len(count), device=count.device)
+    cache.keep(None if tree.is_chain else path, count)
+    tokens = tree.tokens.gather(1, path)
     nexts = torch.cat([tokens[:, 1:], verdict.next[:, None]], 1)
-    nexts[rows, (verdict.count - 1).clamp(min=0)] = verdict.next
-    features = None if out.features is None else out.features[rows[:, None], verdict.path]
+    nexts[rows, (count - 1).clamp(min=0)] = verdict.next
+    features = None if out.features is None else out.features[rows[:, None], path]
     probed = None
     if out.features is not None and tree.probes is not None:
         vectors, hosts = tree.probes
         groups = out.features[:, tree.nodes :].unflatten(1, (-1, len(vectors)))
-        column = torch.arange(verdict.path.shape[1], device=rows.device)[:, None]
-        hosting = (verdict.path[:, :, None] == hosts[:, None]) & (column < verdict.count[:, None, None])
+        column = torch.arange(path.shape[1], device=rows.device)[:, None]
+        hosting = (path[:, :, None] == hosts[:, None]) & (column < count[:, None, None])
         at, group = torch.where(hosting, column, -1).amax(1).max(1)
-        probed = Probed(groups[rows, group], torch.where(at < 0, at, verdict.count - 1 - at))
-    path, logits = verdict.path, out.logits
-    return Span(tokens, nexts, start, verdict.count, cache, features, probed, tree, path, logits)
+        probed = Probed(groups[rows, group], torch.where(at < 0, at, count - 1 - at))
+    return Span(tokens, nexts, start, count, cache, features, probed, tree, path, out.logits)

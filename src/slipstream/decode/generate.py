@@ -293,7 +293,7 @@ class Job:
         assert span is not None and span.tree is not None and span.path is not None
         tokens = span.tree.tokens.tolist()
         parents = span.tree.parent_slots().expand_as(span.tree.tokens).tolist()
-        path, count, nexts = span.path.tolist(), span.count.tolist(), span.last(span.nexts).tolist()
+        path, count, nexts = span.path.tolist(), span.count.tolist(), span.root.tolist()
         for i, text in enumerate(session.texts):
             line = {"row": text, "round": len(self.answers[text].rounds), "tokens": tokens[i]}
             line |= {"parents": parents[i], "accepted": path[i][: count[i]], "next": nexts[i]}

@@ -121,7 +121,7 @@ class Session:
         self.lengths += map(len, prompts)
         self._admitted += len(prompts)
         self.seconds.prefill += lap()
-        firsts = torch.stack([span.last(span.nexts), sampler.sound], 1).tolist()
+        firsts = torch.stack([span.root, sampler.sound], 1).tolist()
         self.seconds.host += lap()
         return [
             Committed(text, [first], None, bool(sound))

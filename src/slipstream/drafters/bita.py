@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from slipstream.core import look
-from slipstream.core.drafter import FINAL, State
+from slipstream.core.drafter import FINAL
 from slipstream.core.grow import Path
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
@@ -104,8 +104,7 @@ class Bita(ParallelDrafter):
         known = torch.zeros(batch, dtype=torch.long, device=device)
         return BitaState(**vars(super().start(batch, device)), known=known)
 
-    def absorb(self, span: Span, state: State) -> None:
-        assert isinstance(state, BitaState)
+    def absorb(self, span: Span, state: BitaState) -> None:
         if span.probed is None:
             state.known = torch.zeros_like(state.known)  # no masks rode in this pass
         else:
@@ -114,9 +113,9 @@ class Bita(ParallelDrafter):
             state.known = torch.where(since < 0, 0, M - since).clamp(min=0)
             later = (torch.arange(self.deepest, device=since.device) + since[:, None]).clamp(0, M - 1)
             state.hidden = features.gather(1, later[..., None].expand_as(state.hidden))
-        state.root, state.length = span.last(span.nexts), span.start + span.count
+        state.root, state.length = span.root, span.start + span.count
 
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
+    def propose(self, state: ParallelState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         assert isinstance(state, BitaState)
         shape = self.shaped(shape)
         masks = self.head.masks[: shape.depth]

@@ -157,19 +157,15 @@ class DraftModel(Proposer):
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What a drafter directory holds of a draft model that consists of the target's blocks."""
         assert self.part is not None
-        tensors = dict(self.part.state_dict())
-        if len(self.vocab) < self.width:
-            tensors[VOCAB] = self.vocab.int()
-        return {"blocks": list(self.part.config.blocks), "tree": self.shape.name}, tensors
+        return self.packed(self.part, {"blocks": list(self.part.config.blocks)})
 
     def start(self, batch: int, device: torch.device) -> DraftModelState:
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
         scores = torch.zeros(batch, len(self.vocab), device=device)
         return DraftModelState(zeros, scores, self.model.new_cache(batch))
 
-    def absorb(self, span: Span, state: State) -> None:
+    def absorb(self, span: Span, state: DraftModelState) -> None:
         """Read the tokens chosen since the last time, with the root, which the target has not read yet."""
-        assert isinstance(state, DraftModelState)
         begins = (span.start == 0) & (span.count > 0)  # a text's first token is not among `span.nexts`
         tokens = torch.cat([span.tokens[:, :1], span.nexts], 1)
         at = torch.arange(tokens.shape[1], device=tokens.device) + ~begins[:, None]
@@ -183,10 +179,9 @@ class DraftModel(Proposer):
         logits = self.model(chain(tokens), state.cache, rows=last if prompt else None).logits
         state.cache.follow(span.cache, count, ahead=1)
         at_last = logits if prompt else logits.gather(1, last[..., None].expand(-1, -1, logits.shape[2]))
-        state.scores, state.root = at_last[:, 0, : len(self.vocab)], span.last(span.nexts)
+        state.scores, state.root = at_last[:, 0, : len(self.vocab)], span.root
 
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        assert isinstance(state, DraftModelState)
+    def propose(self, state: DraftModelState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         depths = list[int]()
 
         def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:

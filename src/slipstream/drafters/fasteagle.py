@@ -13,7 +13,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from slipstream.core.cache import KVCache
-from slipstream.core.drafter import State
 from slipstream.core.span import Span
 from slipstream.drafters.eagle import EagleHead
 from slipstream.drafters.heads import Head, HeadConfig, copying, randomise
@@ -108,13 +107,13 @@ class FastEagle(ParallelDrafter):
         cache = KVCache(self.deepest, batch, device)
         return FastEagleState(**vars(super().start(batch, device)), cache=cache)
 
-    def absorb(self, span: Span, state: State) -> None:
-        assert isinstance(state, FastEagleState) and span.features is not None
+    def absorb(self, span: Span, state: FastEagleState) -> None:
+        assert span.features is not None
         attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.target.compiles)
         states = self.read(span.nexts, span.features, positions, attends=attends)
         state.cache.follow(span.cache, span.count)
         state.hidden = span.last(states)
-        state.root = span.last(span.nexts)
+        state.root = span.root
         state.length = span.start + span.count
 
     def _read(

@@ -178,8 +178,7 @@ class Glide(HeadDrafter):
         caches = KVCache(N, batch, device), KVCache(len(self.taps), batch, device)
         return GlideState(zeros, hidden, *caches)
 
-    def absorb(self, span: Span, state: State) -> None:
-        assert isinstance(state, GlideState)
+    def absorb(self, span: Span, state: GlideState) -> None:
         T = span.tokens.shape[1]
         glimpses: list[Glimpse | None] = [None] * self.head.config.depth
         if self.taps:
@@ -196,7 +195,7 @@ class Glide(HeadDrafter):
         states = self.read(span.nexts, positions + 1 - self.lead, attends=own, more=(glimpses,))
         state.cache.follow(span.cache, span.count, self.lead)
         state.hidden = span.last(states)
-        state.root = span.last(span.nexts)
+        state.root = span.root
 
     def _begin(self, span: Span, state: GlideState) -> None:
         """Read the first token of each text that begins here. It sees itself, in the target's cache too."""
@@ -208,8 +207,7 @@ class Glide(HeadDrafter):
         self.read(span.tokens[:, :1], positions, attends=own, more=(glimpses,))
         state.cache.keep(None, new.long())
 
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        assert isinstance(state, GlideState)
+    def propose(self, state: GlideState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         glimpses, at = self._glimpses(state.seen, state.seen.lengths), state.cache.lengths - self.lead
 
         def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:

@@ -106,11 +106,8 @@ class HeadDrafter(Proposer):
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What a drafter directory holds: configuration and tensors, without the target's own."""
-        tensors = dict(self.head.state_dict())
-        if len(self.vocab) < self.width:
-            tensors[VOCAB] = self.vocab.int()
         sizes = asdict(self.head.config)
-        return {"taps": list(sizes.pop("taps")), "head": sizes, "tree": self.shape.name}, tensors
+        return self.packed(self.head, {"taps": list(sizes.pop("taps")), "head": sizes})
 
     @abstractmethod
     def _read(self, *inputs: Any) -> Tensor:

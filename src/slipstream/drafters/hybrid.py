@@ -14,7 +14,7 @@ from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import PAD, Tree
 from slipstream.core.verify import child_with
-from slipstream.drafters.ngram import NGram
+from slipstream.drafters.ngram import NGram, NGramState
 from slipstream.drafters.proposer import Proposer
 
 SMALLEST = 8  # nodes of the default tree, at least
@@ -23,7 +23,7 @@ SMALLEST = 8  # nodes of the default tree, at least
 @dataclass
 class HybridState(State):
     head: State
-    ngram: State
+    ngram: NGramState
 
 
 @final
@@ -91,19 +91,17 @@ class Hybrid(Drafter):
 
     def start(self, batch: int, device: torch.device) -> HybridState:
         root = torch.zeros(batch, dtype=torch.long, device=device)
-        return HybridState(root, *(part.start(batch, device) for part in (self.head, self.ngram)))
+        return HybridState(root, self.head.start(batch, device), self.ngram.start(batch, device))
 
     def room(self, shape: Shape | None = None) -> int:
         return self.head.room(shape) + self.ngram.depth
 
-    def absorb(self, span: Span, state: State) -> None:
-        assert isinstance(state, HybridState)
+    def absorb(self, span: Span, state: HybridState) -> None:
         self.head.absorb(span, state.head)
         self.ngram.absorb(span, state.ngram)
         state.root = state.head.root
 
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        assert isinstance(state, HybridState)
+    def propose(self, state: HybridState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         tree = self.head.propose(state.head, sampler, shape)
         match = self.ngram.propose(state.ngram, sampler)
         if shape is not None:  # room for a guess beside the match

@@ -53,7 +53,7 @@ class LayerConfig:
 
 
 class Rope:
-    """Rotary positions with given frequencies, and a factor on cos and sin."""
+    """Rotary positions with given frequencies, and a factor on cos and sin. Both halves of D are equal."""
 
     def __init__(self, frequencies: Sequence[float], factor: float = 1.0) -> None:
         # The frequencies are no buffer of a module, which would be rounded with the weights.
@@ -61,9 +61,10 @@ class Rope:
         self.factor = factor
 
     @classmethod
-    def scaled(cls, config: LayerConfig) -> "Rope":
-        """The scaled RoPE of a config, as Hugging Face computes it."""
-        assert config.rope_scaling is not None
+    def of(cls, config: LayerConfig) -> "Rope":
+        """The RoPE of a config; a scaled one as Hugging Face computes it."""
+        if config.rope_scaling is None:
+            return cls([config.rope_theta ** (-i / config.head_dim) for i in range(0, config.head_dim, 2)])
         llama = LlamaConfig(
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_attention_heads,
@@ -81,9 +82,10 @@ class Rope:
         """cos and sin, computed in float32 at least."""
         if self.frequencies.device != positions.device:
             self.frequencies = self.frequencies.to(positions.device)
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
-        cos, sin = turns(positions, self.frequencies.to(exact), dtype)
-        return self.factor * cos, self.factor * sin
+        frequencies = self.frequencies.to(torch.promote_types(dtype, torch.float32))
+        angle = positions[:, None, :, None].to(frequencies.dtype) * frequencies
+        angle = torch.cat([angle, angle], -1)
+        return self.factor * angle.cos().to(dtype), self.factor * angle.sin().to(dtype)
 
 
 class Attention(nn.Module):
@@ -93,8 +95,7 @@ class Attention(nn.Module):
         """`inputs` is the number of states, side by side, that a row of x holds: I = inputs·H."""
         super().__init__()
         H, D, bias = config.hidden_size, config.head_dim, config.attention_bias
-        self.head_dim, self.theta = D, config.rope_theta
-        self.scaled = None if config.rope_scaling is None else Rope.scaled(config)
+        self.head_dim, self.rope = D, Rope.of(config)
         self.q_proj = nn.Linear(inputs * H, config.num_attention_heads * D, bias)
         self.k_proj = nn.Linear(inputs * H, config.num_key_value_heads * D, bias)
         self.v_proj = nn.Linear(inputs * H, config.num_key_value_heads * D, bias)
@@ -108,10 +109,7 @@ class Attention(nn.Module):
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if self.scaled is None:
-            cos, sin = rotary(positions, self.head_dim, self.theta, x.dtype)
-        else:
-            cos, sin = self.scaled(positions, x.dtype)
+        cos, sin = self.rope(positions, x.dtype)
         key, value, mask = attend(rotate(k, cos, sin), v)
         out = F.scaled_dot_product_attention(
             rotate(q, cos, sin), key, value, mask, enable_gqa=q.shape[1] != key.shape[1]
@@ -140,13 +138,11 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: LayerConfig, input_norm: bool = True) -> None:
         super().__init__()
-        if input_norm:
-            self.input_layernorm: nn.Module = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        else:
-            self.input_layernorm = nn.Identity()
+        H, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm: nn.Module = nn.RMSNorm(H, eps) if input_norm else nn.Identity()
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(H, eps)
 
     def forward(
         self, x: Float[Tensor, "B T H"], positions: Int[Tensor, "#B T"], attend: Attend
@@ -154,25 +150,6 @@ class DecoderLayer(nn.Module):
         """One layer."""
         x = x + self.self_attn(self.input_layernorm(x), positions, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
-
-
-def rotary(
-    positions: Int[Tensor, "#B T"], dim: int, theta: float, dtype: torch.dtype
-) -> tuple[Float[Tensor, "#B 1 T D"], Float[Tensor, "#B 1 T D"]]:
-    """cos and sin of RoPE's angles, computed in float32 at least; both halves of D are equal."""
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    return turns(
-        positions, theta ** -(torch.arange(0, dim, 2, device=positions.device, dtype=exact) / dim), dtype
-    )
-
-
-def turns(
-    positions: Int[Tensor, "#B T"], frequencies: Float[Tensor, " half"], dtype: torch.dtype
-) -> tuple[Float[Tensor, "#B 1 T D"], Float[Tensor, "#B 1 T D"]]:
-    """`rotary` with given frequencies, computed in their precision."""
-    angle = positions[:, None, :, None].to(frequencies.dtype) * frequencies
-    angle = torch.cat([angle, angle], -1)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def rotate(x: Float[Tensor, "B heads T D"], cos: Tensor, sin: Tensor) -> Float[Tensor, "B heads T D"]:
@@ -211,18 +188,17 @@ def attend_cache(
     cache.reserve(rows, after)
     slots = cache.used
     new = (slots - cache.lengths[:, None])[:, None]  # [B, 1, S]; negative: kept
+    depths = after + torch.arange(rows, device=slots.device)
     if among is None:
-        seen = new <= after + torch.arange(rows, device=slots.device)[:, None]
+        seen = new <= depths[:, None]
     else:
         inside = (new >= 0) & (new < after + rows)
         index = new.clamp(0, after + rows - 1).expand(-1, rows, -1)
         seen = (new < 0) | (inside & among.gather(2, index))
-
-    positions = cache.lengths[:, None] + after + torch.arange(rows, device=slots.device)
-    if compiles and cache.stored:
-        seen = freed(seen, 0, 1, 2)
-        return [CacheAttend(cache.layer(i), i, seen) for i in range(cache.layers)], positions
-    return [CacheAttend(cache, i, seen) for i in range(cache.layers)], positions
+    views = compiles and bool(cache.stored)
+    seen = freed(seen, 0, 1, 2) if views else seen
+    attends = [CacheAttend(cache.layer(i) if views else cache, i, seen) for i in range(cache.layers)]
+    return attends, cache.lengths[:, None] + depths
 
 
 def descended(ancestors: Bool[Tensor, "B F0 A"], origin: Int[Tensor, "B F"]) -> Bool[Tensor, "B F A1"]:

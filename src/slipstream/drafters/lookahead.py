@@ -74,8 +74,7 @@ class Lookahead(Drafter):
             zeros(batch), zeros(batch, self.N - 1, self.W), pool, zeros(batch), zeros(batch, 0), zeros(batch)
         )
 
-    def absorb(self, span: Span, state: State) -> None:
-        assert isinstance(state, LookaheadState)
+    def absorb(self, span: Span, state: LookaheadState) -> None:
         if span.tree is None or span.tree.is_chain:  # a prompt
             self._read(span, state)
             # Any tokens will do to begin with: these are scattered over the prompt.
@@ -97,7 +96,7 @@ class Lookahead(Drafter):
         grams = state.text.gather(1, back.clamp(0, state.text.shape[1] - 1).flatten(1)).view(*back.shape)
         self._remember(state, grams, span.mask & (back[..., 0] >= 0))
         state.length = span.start + span.count
-        state.root = span.last(span.nexts)
+        state.root = span.root
 
     def _remember(
         self, state: LookaheadState, grams: Int[Tensor, "B K N"], real: Bool[Tensor, "B K"]
@@ -107,8 +106,7 @@ class Lookahead(Drafter):
         state.pool = state.pool.scatter(1, at, grams)
         state.made = state.made + real.sum(1)
 
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        assert isinstance(state, LookaheadState)
+    def propose(self, state: LookaheadState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         B, device = len(state.root), state.root.device
         columns = torch.cat([state.levels[:, 0], state.levels[:, 1:].transpose(1, 2).flatten(1)], 1)
         tokens = torch.cat([state.root[:, None], columns, self._guesses(state).flatten(1)], 1)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from slipstream.core.drafter import FINAL, State
+from slipstream.core.drafter import FINAL
 from slipstream.core.span import Span
 from slipstream.drafters.heads import Head
 from slipstream.drafters.parallel import ParallelDrafter, ParallelState
@@ -88,11 +88,11 @@ class Medusa(ParallelDrafter):
     method = "medusa"
     module = MedusaHead
 
-    def absorb(self, span: Span, state: State) -> None:
-        assert isinstance(state, ParallelState) and span.features is not None
+    def absorb(self, span: Span, state: ParallelState) -> None:
+        assert span.features is not None
         last = span.last(span.features)[:, None]  # nothing else is read, so there is no cache
         state.hidden = self.read(last)[:, 0]
-        state.root = span.last(span.nexts)
+        state.root = span.root
         state.length = span.start + span.count
 
     def _read(self, features: Float[Tensor, "B 1 H"]) -> Float[Tensor, "B 1 N H"]:

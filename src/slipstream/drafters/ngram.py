@@ -55,14 +55,12 @@ class NGram(Drafter):
 
         return NGramState(zeros(batch), zeros(batch, 0), zeros(batch))
 
-    def absorb(self, span: Span, state: State) -> None:
-        assert isinstance(state, NGramState)
+    def absorb(self, span: Span, state: NGramState) -> None:
         state.text = appended(state.text, span)
         state.length = span.start + span.count
-        state.root = span.last(span.nexts)
+        state.root = span.root
 
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        assert isinstance(state, NGramState)
+    def propose(self, state: NGramState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         end, length = self._match(state)
         matched = length >= self.shortest
         if look.may_look(matched) and not bool(matched.any()):

@@ -38,8 +38,7 @@ class ParallelDrafter(HeadDrafter):
         shape = (batch, self.deepest, self.head.config.hidden_size)
         return ParallelState(root, torch.zeros(shape, dtype=self.target.dtype, device=device), root.clone())
 
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        assert isinstance(state, ParallelState)
+    def propose(self, state: ParallelState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         draft, level = Draft(self, self.shaped(shape), sampler), 0
         scores = self.scores(state.hidden[:, : draft.shape.depth])
 

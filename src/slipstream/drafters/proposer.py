@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.core.drafter import Drafter
 from slipstream.core.grow import Expand
@@ -14,6 +15,7 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.tree import PAD, Tree
 from slipstream.drafters.layers import descended
+from slipstream.drafters.store import VOCAB
 
 PROPOSALS = ("top-k", "noise", "sampled")
 # scores of a frontier, from its tokens, their parents in the frontier before, what they see of the scratch
@@ -74,6 +76,13 @@ class Proposer(Drafter):
                 f"tree {shape.name!r} asks for {shape.children} children a node and the draft vocabulary has "
                 f"{len(self.vocab)}: narrow the tree"
             )
+
+    def packed(self, module: nn.Module, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What a drafter directory holds: configuration, to which the tree is added, and tensors."""
+        tensors = dict(module.state_dict())
+        if len(self.vocab) < self.width:
+            tensors[VOCAB] = self.vocab.int()
+        return config | {"tree": self.shape.name}, tensors
 
     def shaped(self, shape: Shape | None) -> Shape:
         """The shape that was asked for, checked; the default where none was."""

@@ -59,13 +59,11 @@ class RandomDrafter(Drafter):
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
         return RandomState(zeros, zeros)
 
-    def absorb(self, span: Span, state: State) -> None:
-        assert isinstance(state, RandomState)
-        state.root = span.last(span.nexts)
+    def absorb(self, span: Span, state: RandomState) -> None:
+        state.root = span.root
         state.position = span.start + span.count
 
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        assert isinstance(state, RandomState)
+    def propose(self, state: RandomState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         B, device = len(state.root), state.root.device
         u = sampler.uniform(Stream.DRAFT, state.position, self.inner * self.vocab).view(
             B, self.inner, self.vocab

@@ -56,15 +56,14 @@ class RecursiveDrafter(HeadDrafter):
         hidden = torch.zeros(batch, self.head.config.hidden_size, dtype=self.target.dtype, device=device)
         return RecursiveState(zeros, hidden, KVCache(1, batch, device))
 
-    def absorb(self, span: Span, state: State) -> None:
-        assert isinstance(state, RecursiveState) and span.features is not None
+    def absorb(self, span: Span, state: RecursiveState) -> None:
+        assert span.features is not None
         attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.target.compiles)
         hidden = self.read(span.nexts, span.features, positions, attends=attends, more=(True,))
         state.cache.follow(span.cache, span.count)
-        state.hidden, state.root = span.last(hidden), span.last(span.nexts)
+        state.hidden, state.root = span.last(hidden), span.root
 
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        assert isinstance(state, RecursiveState)
+    def propose(self, state: RecursiveState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         hidden = state.hidden[:, None]
 
         def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:

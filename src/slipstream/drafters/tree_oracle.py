@@ -51,15 +51,13 @@ class TreeOracle(Drafter):
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
         return OracleState(zeros, zeros, zeros, zeros)
 
-    def absorb(self, span: Span, state: State) -> None:
-        assert isinstance(state, OracleState)
-        state.root = span.last(span.nexts)
+    def absorb(self, span: Span, state: OracleState) -> None:
+        state.root = span.root
         state.position = span.start + span.count
         state.row = span.cache.texts
         state.round = state.round + 1
 
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        assert isinstance(state, OracleState)
+    def propose(self, state: OracleState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         columns = (state.root, state.row, state.position, state.round)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         tokens, parents = zip(*(self._row(*row) for row in rows), strict=True)

@@ -19,7 +19,7 @@ class Vanilla(Drafter):
         return State(torch.zeros(batch, dtype=torch.long, device=device))
 
     def absorb(self, span: Span, state: State) -> None:
-        state.root = span.last(span.nexts)
+        state.root = span.root
 
     def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
         return chain(state.root[:, None])
