@@ -40,7 +40,7 @@ class LayerView(NamedTuple):
         _put(self.values, self.slots, value)
 
     def read(self, layer: int) -> tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S Dv"]]:
-        """All keys and values that the round sees."""
+        """Keys and values of the slots `used`."""
         S = len(self.used)
         return self.keys[:, :, :S], self.values[:, :, :S]
 
@@ -59,8 +59,7 @@ class Storage:
     Attributes:
         stored: keys [L, rows, heads, S, D] and values [L, rows, heads, S, Dv]; empty before the first write.
         prefix: slots that `memory` fills at the beginning of each row.
-        capacity: slots for the text of a row. One slot behind them is never read: without it a pass that
-            reads all slots would need a graph of its own.
+        capacity: slots for a row's text. One more, never read, spares a pass over all slots its own graph.
     """
 
     def __init__(self, layers: int, rows: int, memory: Float[Tensor, "L 2 P heads D"] | None) -> None:
@@ -77,7 +76,7 @@ class Storage:
     def allocate(self, key: NewKeys, value: NewValues) -> None:
         """Memory for rows like these."""
         memory = (None, None) if self.memory is None else self.memory.transpose(2, 3)[:, :, None].unbind(1)
-        self.stored = [self._zeros(key, memory[0]), self._zeros(value, memory[1])]
+        self.stored = [self._zeros(*each) for each in zip((key, value), memory, strict=True)]
 
     def _zeros(self, like: Tensor, first: Tensor | None) -> Float[Tensor, "L rows heads S D"]:
         """Zeros behind the given first slots. Masked slots enter as 0 · value, and 0 · NaN is NaN."""
@@ -95,10 +94,8 @@ class KVCache:
     accepted is moved to the front (`keep`). Slots past `lengths` are scratch.
 
     Args:
-        layers: L.
         batch: B, and the rows of the storage.
-        memory: keys and values [L, 2, P, heads, D] that only probes read (BiTA's prompts). They fill the
-            first P slots of every row and stand at no position.
+        memory: what only probes read (BiTA's prompts), in the first P slots of every row, at no position.
 
     Attributes:
         lengths: tokens of each text.
@@ -163,8 +160,8 @@ class KVCache:
         needed = self.bound + after + rows
         if needed > self.storage.capacity:
             self.storage.hold(-(-needed // BLOCK) * BLOCK)
-        self.view = self.prefix + needed
-        self.view = min(-(-self.view // BUCKET) * BUCKET, self.prefix + self.storage.capacity)
+        filled = -(-(self.prefix + needed) // BUCKET) * BUCKET
+        self.view = min(filled, self.prefix + self.storage.capacity)
         first = self.prefix + after + self.lengths[:, None]
         self._slots = first + torch.arange(rows, device=self.lengths.device)
         self.used = torch.arange(self.view, device=self.lengths.device)
@@ -200,8 +197,8 @@ class KVCache:
         """Keep the `count` reserved rows named by `path` (`None`: the first ones), in place, and forget the
         others."""
         width = self._slots.shape[1]
-        if path is not None:
-            path = path[:, :width]  # a tree may name a depth that its nodes cannot reach
+        if path is not None:  # a tree may name a depth that its nodes cannot reach
+            path = path[:, :width]
             width = path.shape[1]
         if path is not None and self.stored:
             steps = torch.arange(width, device=path.device)

@@ -20,8 +20,7 @@ FINAL, INPUT, CACHE = "final", "input of block ", "cache of block "  # taps; a b
 
 @dataclass
 class State:
-    """What a drafter knows of its B rows. Its fields are tensors whose first dimension is B, caches of B
-    rows, and the states of the drafters that it is made of."""
+    """What a drafter knows of its B rows: tensors [B, …], caches of B rows, and states of inner drafters."""
 
     root: Int[Tensor, " B"]  # chosen by the target, not yet read by it
 
@@ -88,8 +87,7 @@ class Drafter(ABC):
 
     Attributes:
         taps: what `absorb` reads of the target: "final" (what the LM head reads), "input of block i", or
-            "cache of block i" (rotated keys, and values, of all heads). A feature is their concatenation; its
-            width is F = taps·H for states.
+            "cache of block i" (rotated keys, and values, of all heads). A feature [F] is their concatenation.
         rows: the most rows that its own trees take in a target pass, probes included.
         depth: of its deepest own tree.
         law: how its trees are verified: "coupled", or "multi-round" for children sampled from `Tree.law`.

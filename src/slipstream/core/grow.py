@@ -31,12 +31,7 @@ def backbone(depth: int, width: int) -> tuple[Path, ...]:
 
 def static(root: Int[Tensor, " B"], paths: Sequence[Path], expand: Expand) -> Tree:
     """The tree of `paths`, which are child ranks from the root: (0, 1) is the best child's second best
-    (EAGLE, Fig. 9).
-
-    Raises:
-        ValueError: a path is empty or repeated, its parent is missing, or the drafter offers too few
-            candidates.
-    """
+    (EAGLE, Fig. 9). Raises ValueError for paths that make no tree, and for too few candidates."""
     frontier, origin, score = _begin(root)
     tokens, slots, scores = [frontier], [origin[0]], [score]
     for level in static_levels(tuple(paths), root.device):
@@ -142,10 +137,8 @@ def cape(
 ) -> Tree:
     """CAPE (GLIDE §4.2): a chain of `depth` proposals, each with further candidates, which are not expanded.
 
-    A proposal of probability p gets counts[i] further candidates, where limits[i − 1] < p ≤ limits[i].
-
-    Args:
-        drafted: the most tokens of the tree below its root. The deepest levels lose candidates first.
+    A proposal of probability p gets counts[i] further candidates, where limits[i − 1] < p ≤ limits[i]. At
+    most `drafted` tokens stand below the root; the deepest levels lose candidates first.
     """
     frontier, origin, score = _begin(root)
     extra, bounds = (torch.tensor(each, device=root.device) for each in (counts, limits))

@@ -26,14 +26,12 @@ def optimal_trees(
         rest = [0.0] * (nodes + 1)  # worth of n nodes divided among this rank and the later ones
         chosen: list[list[int]] = []
         for rate in reversed(rates):
-            best = list(rest)
-            share = [0] * (nodes + 1)
+            best, share = list(rest), [0] * (nodes + 1)
             for n in range(1, nodes + 1):
                 for k in range(1, n + 1):
                     value = rate * worth[k] + rest[n - k]
                     if value > best[n] + 1e-12:
-                        best[n] = value
-                        share[n] = k
+                        best[n], share[n] = value, k
             rest = best
             chosen.append(share)
         shares.append(chosen[::-1])

@@ -1,9 +1,7 @@
 """Sampling: the distribution that decoding must keep, and the draws from it.
 
-`Sampling` holds one row's settings. `Sampler` applies them to the rows of a batch, with each row's history,
-at
-the nodes that the walk visits alone: to sort or perturb 49k logits at every node of a tree would cost more
-than the target pass.
+`Sampling` holds one row's settings. `Sampler` applies them to a batch, with each row's history, at the nodes
+that the walk visits alone: to sort or perturb 49k logits at every node would cost more than the target pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,9 +23,8 @@ Processor = Callable[[Int[Tensor, "1 T"], Float[Tensor, "1 V"]], Float[Tensor, "
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one row is sampled.
-
-    The order is Hugging Face's: penalties, processors, temperature, top-k, top-p, min-p, warpers.
+    """How one row is sampled, in Hugging Face's order: penalties, processors, temperature, top-k, top-p,
+    min-p, warpers. Raises ValueError for a value of another type or outside its range.
 
     Attributes:
         temperature: 0 is greedy.
@@ -40,9 +37,6 @@ class Sampling:
         seed, row: the key of this row's noise. The rows of a batch share a seed.
         processors: further Hugging Face `LogitsProcessor`s, called with the node's own history.
         warpers: the same after the cuts, for greedy rows too.
-
-    Raises:
-        ValueError: a value has another type or lies outside its range.
     """
 
     temperature: float = 0.0
@@ -93,14 +87,12 @@ ALLOWED: dict[str, Allowed] = {
 
 
 class Sampler:
-    """B rows of `Sampling` with their histories.
+    """B rows of `Sampling` with their histories, which begin with the prompts.
 
-    A history begins with the prompt. Every later token passes through `observe` once, on the walk that
-    accepts it. So the history at a node of a walk is that node's own.
+    Every later token passes through `observe` once, on the walk that accepts it. So the history at a node of
+    a walk is that node's own.
 
     Args:
-        rows: settings, one per row.
-        prompts: token ids, one sequence per row.
         vocab: V, the width of the target's logits.
         device: where the logits live.
 
@@ -131,12 +123,10 @@ class Sampler:
         self._warped = any(row.warpers for row in self.rows)
         # [B, V]: which tokens stand in prompt or answer, and how often each stands in the answer
         self._seen: tuple[Bool[Tensor, "B V"], Int[Tensor, "B V"]] | None = None
-        if any(
-            row.repetition_penalty != 1 or row.presence_penalty or row.frequency_penalty for row in self.rows
-        ):
-            shape = len(self.rows), vocab
-            seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
-            self._seen = seen, torch.zeros(shape, dtype=torch.int32, device=self.device)
+        if any(r.repetition_penalty != 1 or r.presence_penalty or r.frequency_penalty for r in self.rows):
+            count = torch.zeros(len(self.rows), vocab, dtype=torch.int32, device=self.device)
+            seen = count.bool()
+            self._seen = seen, count
             for line, prompt in zip(seen, self.history, strict=True):
                 line[torch.tensor(prompt, dtype=torch.long, device=self.device)] = True
         self.remembers = self._seen is not None or self._processed
@@ -164,12 +154,8 @@ class Sampler:
 
     def scores(self, logits: Float[Tensor, "B V"], slack: float = 0.0) -> Float[Tensor, "B V"]:
         """Log weights of the next token up to a constant, −inf outside the support. For greedy rows they are
-        the penalised and processed logits.
-
-        Args:
-            slack: an assumed error of the scores. A positive one adds all tokens to the support that it may
-                have cut; a negative one removes those that it may have added.
-        """
+        the penalised and processed logits. A positive `slack` adds all tokens to the support that an error so
+        large may have cut; a negative one removes those that it may have added."""
         x = logits.double()
         if self._seen is not None:
             (seen, count), penalty = self._seen, self._columns["repetition_penalty"]

@@ -54,8 +54,7 @@ class Shape:
 
     @classmethod
     def parse(cls, name: str) -> "Shape":
-        """The shape of that name. Raises ValueError if there is none, or its numbers or paths make no
-        tree."""
+        """The shape of that name. Raises ValueError if there is none."""
         text, name = name.strip(), shortened(name)
         numbers = [int(n[:9]) for n in re.findall(r"\d+", text)]
         if max(numbers, default=0) > LARGEST:

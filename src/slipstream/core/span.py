@@ -36,8 +36,7 @@ class Probed(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """T columns per row, of which the first `count` are real. A row may have none: a shorter prompt in a
-    batch.
+    """T columns per row, of which the first `count` are real; none for a shorter prompt in a batch.
 
     Attributes:
         tokens: what was read; column j stands at position start + j.

@@ -54,8 +54,7 @@ class Text(ABC):
 
     @abstractmethod
     def encode(self, prompt: str | Messages) -> list[int]:
-        """Token ids of a prompt, through the chat template where there is one. Raises ValueError for messages
-        that it refuses."""
+        """Token ids of a prompt, through the chat template where there is one. Raises ValueError."""
 
     @abstractmethod
     def ids(self, text: str, special: bool = False) -> list[int]:
@@ -63,12 +62,11 @@ class Text(ABC):
 
     @abstractmethod
     def render(self, messages: Messages, ask: bool) -> str:
-        """Messages as the chat template writes them; `ask`: up to where the assistant's answer begins. Raises
-        ValueError for messages that it refuses."""
+        """Messages by the chat template; `ask`: up to where an answer begins. Raises ValueError."""
 
     @abstractmethod
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:
-        """Text of token ids, without `special` tokens by default, and with spaces as they were written."""
+        """Text of token ids, without `special` tokens by default; spaces stay as they were written."""
 
     @abstractmethod
     def written(self, token: int) -> str:
@@ -79,12 +77,8 @@ class Text(ABC):
 class LMHead(nn.Module):
     """States to logits, float32 at least: cap · tanh(scale · (W h + b) / cap).
 
-    Cohere and Granite scale their logits, Gemma caps them. The weights are non-persistent buffers, so that a
-    module that holds this one neither trains nor saves them.
-
-    Args:
-        weight: W, of some rows of the vocabulary.
-        bias: b, if there is one.
+    Cohere and Granite scale their logits, Gemma caps them. W holds some rows of the vocabulary. The weights
+    are non-persistent buffers, so that a module that holds this one neither trains nor saves them.
     """
 
     weight: Tensor
@@ -141,13 +135,13 @@ class Target(ABC):
 
     @property
     def dtype_name(self) -> str:
-        """As `load_target` takes it: "float32", "bfloat16", …"""
+        """As `load_target` takes it, such as "float32"."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def margin(self) -> float:
-        """In logits: a token whose score is this close to the best is a tie, because a pass over a tree and a
-        pass over one row round differently."""
+        """In logits: scores so close are a tie, because passes over a tree and over one row round
+        differently."""
         return MARGINS[self.dtype]
 
     @property
@@ -186,10 +180,7 @@ class Target(ABC):
         self, tokens: Int[Tensor, "B R"], layout: Layout, cache: KVCache, after: int
     ) -> Float[Tensor, "B R V"]:
         """Logits of a draft model's further rows in a round, behind `after` scratch rows of earlier passes.
-
-        Args:
-            layout: depths [#B, A] of all A = after + R scratch rows, and what the new rows see [B, R, A].
-        """
+        The layout holds depths [#B, A] of all A = after + R scratch rows, and what new rows see [B, R, A]."""
 
     @abstractmethod
     def new_cache(self, batch: int, memory: Tensor | None = None) -> KVCache:
@@ -220,15 +211,9 @@ class Target(ABC):
     def part(
         self, blocks: Sequence[int], own: bool = False, vocab: Int[Tensor, " Vd"] | None = None
     ) -> "Target":
-        """Some of the blocks between the same ends, as a target (Zhang et al. 2023, "Draft & Verify").
-
-        Args:
-            own: the blocks are copies, which may be changed.
-            vocab: tokens that it has logits of; default all.
-
-        Raises:
-            ValueError: there is no such block, or none is named.
-        """
+        """Some of the blocks between the same ends, as a target (Zhang et al. 2023, "Draft & Verify"), with
+        logits of `vocab` (default: all); `own`: as copies, which may be changed. Raises ValueError if there
+        is no such block, or none is named."""
 
     @abstractmethod
     def trunk(self) -> dict[str, nn.Module]:

@@ -77,7 +77,7 @@ def lossy_typical(
     p = sampler.law(logits)
     limit = (LOSSY_DELTA * torch.special.entr(p).sum(-1).neg().exp()).clamp(max=LOSSY_EPSILON)
     typical = _children(tree, node) & (p.gather(1, tree.tokens.clamp(min=0)) > limit[:, None])
-    child = torch.where(typical.any(1), typical.int().argmax(1), -1)
+    child = _first(typical)
     own = sampler.draw(sampler.scores(logits), position)
     return child, torch.where(child >= 0, tree.tokens.gather(1, child.clamp(min=0)[:, None])[:, 0], own)
 
@@ -106,7 +106,11 @@ def _normalised(p: Tensor, otherwise: Tensor) -> Tensor:
 
 def child_with(tree: Tree, node: PerRow, token: PerRow) -> PerRow:
     """Slot of the node's first child that carries the token (−1: none)."""
-    match = _children(tree, node) & (tree.tokens == token[:, None])
+    return _first(_children(tree, node) & (tree.tokens == token[:, None]))
+
+
+def _first(match: Bool[Tensor, "B N"]) -> PerRow:
+    """The first slot that matches (−1: none)."""
     return torch.where(match.any(1), match.int().argmax(1), -1)
 
 

@@ -12,8 +12,8 @@ Finish = Literal["eos", "stop", "length"]
 
 @dataclass(frozen=True)
 class Round:
-    """What one pass did for one row: the depth that it drafted, the drafted tokens accepted, and the tokens
-    kept in the text (fewer than accepted + 1 where the text ended)."""
+    """One pass for one row: the depth that it drafted, the drafted tokens accepted, and the tokens kept in
+    the text (fewer than accepted + 1 where the text ended)."""
 
     drafted: int
     accepted: int
@@ -21,10 +21,8 @@ class Round:
 
 
 def mean_accepted_length(rounds: Sequence[Round]) -> float:
-    """τ: tokens committed per target pass, the target's own included; 1 for plain decoding.
-
-    The prompt's pass and the token it yields are in neither.
-    """
+    """τ: tokens committed per target pass, the target's own included; 1 for plain decoding. The prompt's
+    pass and its token do not count."""
     return sum(r.kept for r in rounds) / len(rounds) if rounds else 1.0
 
 
@@ -62,17 +60,17 @@ class Answer:
             if self.finish is not None:
                 break
             self.tokens.append(token)
-            if self._reader is not None:
-                self.pieces.append(self._reader.push(token))
-                self._ends.append(self._reader.read)
-            if self._reader is not None and self._reader.stopped:
-                self.finish = "stop"
-            elif token in self.eos:
+            if token in self.eos:
                 self.finish = "eos"
             elif len(self.tokens) == self.limit:
                 self.finish = "length"
-            if self._reader is not None and self.finish is not None:
-                self.pieces[-1] += self._reader.flush()
+            if self._reader is not None:
+                self.pieces.append(self._reader.push(token))
+                self._ends.append(self._reader.read)
+                if self._reader.stopped:
+                    self.finish = "stop"
+                if self.finish is not None:
+                    self.pieces[-1] += self._reader.flush()
         return self.tokens[before:]
 
     def released(self) -> list[int]:

@@ -39,9 +39,8 @@ def audit(
 ) -> list[Divergence]:
     """Teacher-force plain decoding, one row a pass, over an answer; all tokens that differ from its choice.
 
-    A token counts as inside the support if a top-k, top-p or min-p boundary moved by the margin would let it
-    in, and only tokens of a support that is narrowed as much can outrank it. Processors and warpers have no
-    such slack: a token at the edge of what they let in counts as an error.
+    A token is inside the support if a top-k, top-p or min-p boundary moved by the margin lets it in; only
+    tokens of a support narrowed as much outrank it. Processors and warpers have no such slack.
     """
     session = Session(target, Vanilla(), capacity=len(prompt) + len(answer))
     slack = target.margin

@@ -1,8 +1,7 @@
 """A round captured once and replayed: on a GPU hundreds of launches become two.
 
-A capture is a list of kernels and of the memory that each one reads and writes. So tensors that change from
-round to round stay where they are. Sizes are those of caches filled to the next multiple of `SPAN`; a fuller
-cache needs another capture.
+Tensors that change from round to round stay where they are, because a capture fixes memory. Sizes are those
+of caches filled to the next multiple of `SPAN`; a fuller cache needs another capture.
 """
 
 from collections.abc import Callable

@@ -17,7 +17,7 @@ from slipstream.core.target import Target
 from slipstream.core.verify import Law, coupled, lossy_typical, multi_round
 from slipstream.decode.answer import Answer, Finish, Round, mean_accepted_length
 from slipstream.decode.session import Seconds, Session
-from slipstream.decode.settings import Settings
+from slipstream.decode.settings import Settings, check_kind
 from slipstream.drafters import load_drafter
 from slipstream.drafters.spec import Named, Spec
 from slipstream.targets.prompts import Prompt, is_whole, read_prompts
@@ -149,12 +149,8 @@ def generate(
     streamer = options.pop("streamer", None)
     job = Job.of(target, prompts, drafter, **options)
     if streamer is not None:
-        if len(job.prompts) > 1:
-            count = len(job.prompts)
-            raise ValueError(f"a streamer takes one prompt, {count} were given: call generate once for each")
-        if not isinstance(streamer, Streamer):
-            kind = type(streamer).__name__
-            raise ValueError(f"streamer is a {kind}: give an object with put and end, such as a TextStreamer")
+        job.check_single("a streamer", "generate")
+        check_kind("streamer", streamer, Streamer, "give an object with put and end, such as a TextStreamer")
     made = job.generations(job.run(streamer))
     return made[0] if job.single else made
 
@@ -171,8 +167,7 @@ def stream(
     target without tokenizer.
     """
     job = Job.of(target, prompt, drafter, read=True, **options)
-    if len(job.prompts) > 1:
-        raise ValueError(f"stream takes one prompt, {len(job.prompts)} were given: call it once for each")
+    job.check_single("stream", "it")
     return Stream(job)
 
 
@@ -244,9 +239,8 @@ class Job:
             drafter = load_drafter(drafter, target, settings.sampling.temperature)
         if not isinstance(drafter, Drafter):
             raise ValueError(f"drafter is {drafter!r}: give a name, a directory or a slipstream.Drafter")
-        if trace is not None and not isinstance(trace, Writer):
-            kind = type(trace).__name__
-            raise ValueError(f"trace is a {kind}: give an open file, or anything else with write")
+        if trace is not None:
+            check_kind("trace", trace, Writer, "give an open file, or anything else with write")
         law = law or drafter.law
         if drafter.peeks and law != "coupled":
             raise ValueError(
@@ -259,9 +253,14 @@ class Job:
         rows = [settings.row(i, prompt) for i, prompt in enumerate(ids)]
         return cls(target, drafter, ids, rows, answers, LAWS[law], trace, batch, single)
 
+    def check_single(self, taker: str, caller: str) -> None:
+        """Raises ValueError for more than one prompt."""
+        if (count := len(self.prompts)) > 1:
+            raise ValueError(f"{taker} takes one prompt, {count} were given: call {caller} once for each")
+
     def rounds(self) -> Iterator[Seconds]:
-        """Fill the answers, round by round, with waiting prompts in the rows of finished ones. Gives where
-        the time went so far."""
+        """Fill the answers, round by round; waiting prompts take the rows of finished ones. Yields where the
+        time went so far."""
         prompts, answers = self.prompts, self.answers
         rows = min(self.batch or len(prompts), len(prompts))
         longest = max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))

@@ -82,12 +82,8 @@ def rounds(
 
 def predict(drafter: Drafter, recorded: RecordedTarget, shape: Shape | None = None) -> Prediction:
     """τ of a drafter along the record, with its own tree or another `shape`, as decoding counts it: without
-    tokens past an answer's end.
-
-    Raises:
-        ValueError: the drafter's probes ride in the target's passes, which a record does not make, or its
-            children are sampled. `decoded` judges both.
-    """
+    tokens past an answer's end. Raises ValueError for probes and for sampled children, which `decoded`
+    judges."""
     if drafter.probes is not None:
         raise ValueError(
             "this drafter guesses in the target's own passes, which a record does not have: judge it by "

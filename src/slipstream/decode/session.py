@@ -60,13 +60,12 @@ class Committed:
 class Session:
     """Texts under way that share passes of the target: `admit`, `step` and `retire`.
 
-    A text depends on its prompt and its sampling alone, not on the texts beside it. When it is admitted it
-    takes a free row of caches that are allocated once. No pass reads free rows.
+    A text depends on its prompt and its sampling alone, not on the texts beside it. It takes a free row of
+    caches that are allocated once. No pass reads free rows.
 
     Args:
         rows: texts that may be under way at once.
-        capacity: tokens of the longest text, if known, for which caches are allocated at once. They grow by
-            blocks where it is not enough.
+        capacity: tokens of the longest text, if known; caches that are too small grow by blocks.
         shapes: trees that steps may ask for beside the drafter's own; the largest one has room.
 
     Attributes:
@@ -100,8 +99,8 @@ class Session:
 
     @torch.inference_mode()
     def admit(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> list[Committed]:
-        """Read prompts and draw the first token of each, which is the root of its first round. Raises
-        ValueError if there are fewer free rows than prompts."""
+        """Read prompts and draw the first token of each, its first root. Raises ValueError if there are fewer
+        free rows than prompts."""
         if len(self.texts) + len(prompts) > self.rows:
             raise ValueError(
                 f"{len(prompts)} texts cannot join {len(self.texts)}: this session has {self.rows} rows; "
@@ -123,10 +122,8 @@ class Session:
         self.seconds.prefill += lap()
         firsts = torch.stack([span.root, sampler.sound], 1).tolist()
         self.seconds.host += lap()
-        return [
-            Committed(text, [first], None, bool(sound))
-            for text, (first, sound) in zip(self.texts[-len(prompts) :], firsts, strict=True)
-        ]
+        news = zip(self.texts[-len(prompts) :], firsts, strict=True)
+        return [Committed(text, [first], None, bool(sound)) for text, (first, sound) in news]
 
     def _prefill(
         self, prompts: Sequence[Sequence[int]], cache: KVCache, state: State, sampler: Sampler
@@ -149,12 +146,8 @@ class Session:
 
     @torch.inference_mode()
     def step(self, limit: int | None = None, shape: Shape | None = None) -> list[Committed]:
-        """One round for every text. Returns what it brought, in the order of the rows.
-
-        Args:
-            limit: depth of the deepest guess, at most.
-            shape: the tree of this round; default: the drafter's own. `PLAIN` is a round of plain decoding.
-        """
+        """One round for every text, with guesses at most `limit` deep. Returns what it brought, in the order
+        of the rows. `shape` is the round's tree, by default the drafter's own; `PLAIN` is plain decoding."""
         lap = _stopwatch()
         room = self.target.window - 1 - max(self.lengths)
         limit = room if limit is None else min(limit, room)

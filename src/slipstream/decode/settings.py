@@ -150,11 +150,7 @@ class Settings:
     ) -> "Settings":
         """From `generate`'s arguments; an argument of None comes from generation_config. Raises ValueError
         for an argument or a field of generation_config that is out of range or cannot be honoured."""
-        if not isinstance(target, Target):
-            raise ValueError(
-                f"target is a {type(target).__name__}: give slipstream.HFTarget(model, tokenizer) or "
-                "load_target(…)"
-            )
+        check_kind("target", target, Target, "give slipstream.HFTarget(model, tokenizer) or load_target(…)")
         config = target.generation_config
         for name, (off, what) in REFUSED.items():
             if (value := getattr(config, name, None)) not in (None, off):
@@ -166,12 +162,9 @@ class Settings:
         new = NEW_TOKENS if new is None and config.max_length is None else new
         if new is not None and (not is_whole(new) or new < 1):
             raise ValueError(f"max_new_tokens is {new!r}; it must be at least 1, a whole number")
-        if eos_token_ids is None:
-            eos = _eos(target)
-        else:
-            eos = checked_ids(_listed(eos_token_ids), target.vocab, "eos_token_ids")
+        eos = _eos(target, eos_token_ids)
         stops = _stops(target, config.stop_strings if stop is None else stop)
-        return cls(target, resolve_sampling(target, **sampling), new, frozenset(eos), stops)
+        return cls(target, resolve_sampling(target, **sampling), new, eos, stops)
 
     def limit(self, prompt: Sequence[int]) -> int:
         """The most tokens that an answer to the prompt may have. Raises ValueError if it has no room."""
@@ -229,11 +222,9 @@ def resolve_sampling(target: Target, **given: Any) -> Sampling:
     generation_config sets `do_sample`. Raises ValueError."""
     config = target.generation_config
     given = {name: value for name, value in given.items() if value is not None}
-    if not isinstance(given.get("processors", ()), (list, tuple)):
-        raise ValueError(
-            f"processors is a {type(given['processors']).__name__}: give a list of LogitsProcessors"
-        )
-    given["processors"] = tuple(given.get("processors", ()))
+    processors = given.get("processors", ())
+    check_kind("processors", processors, (list, tuple), "give a list of LogitsProcessors")
+    given["processors"] = tuple(processors)
     if "temperature" not in given and not config.do_sample:
         given["temperature"] = 0.0
     settled = {"temperature": 1.0}
@@ -244,6 +235,12 @@ def resolve_sampling(target: Target, **given: Any) -> Sampling:
                 Sampling(**{name: value})
             settled[name] = value
     return Sampling(**settled | given)
+
+
+def check_kind(name: str, value: Any, kind: Any, advice: str) -> None:
+    """Raises ValueError for an argument of another type."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is a {type(value).__name__}: {advice}")
 
 
 @contextmanager
@@ -264,13 +261,14 @@ def _merged(made: list[Processor], given: Sequence[Processor]) -> list[Processor
     return [*merged, *(own for own in given if not any(own is each for each in merged))]
 
 
-def _eos(target: Target) -> list[int]:
+def _eos(target: Target, given: Any) -> frozenset[int]:
+    if given is not None:
+        return frozenset(checked_ids(_listed(given), target.vocab, "eos_token_ids"))
     ids = target.generation_config.eos_token_id
     if ids is None and target.text is not None:
         ids = target.text.eos
-    with _blamed(target, "eos_token_id", ids):
-        # An id outside the vocabulary is no error here: it never comes.
-        return [] if ids is None else checked_ids(_listed(ids), 2**63)
+    with _blamed(target, "eos_token_id", ids):  # an id outside the vocabulary is no error: it never comes
+        return frozenset(() if ids is None else checked_ids(_listed(ids), 2**63))
 
 
 def _stops(target: Target, stop: Any) -> tuple[str, ...]:

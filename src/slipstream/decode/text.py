@@ -9,7 +9,7 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of one byte; a run of them is de
 
 
 class Detokeniser:
-    """Turns tokens into pieces of text. Together the pieces are the text of all tokens, up to a stop string.
+    """Turns tokens into pieces of text, which together are the text of all tokens, up to a stop string.
 
     It holds back incomplete characters and what may become a stop string. Tokens are decoded together with
     those given out last, because a decoder may look back.

@@ -27,8 +27,7 @@ def load_drafter(spec: Named, target: Target | None = None, temperature: float =
         spec: the name of a method (of a trained one: the weights that ship for the target) or a drafter
             directory, then `:` and `key=value` pairs for the drafter's own arguments. Or a `Spec`.
         target: the target that it drafts for. Drafters that use nothing of a target do not need it.
-        temperature: of the answers, because `tune` may have found different trees for greedy and sampled
-            ones.
+        temperature: of the answers: `tune` may have found other trees for sampled ones.
 
     Raises:
         ValueError: there is no such drafter or option, it was made for another target, or its passes are too

@@ -65,8 +65,7 @@ class Bita(ParallelDrafter):
     that verifies it.
 
     The efficient tree of §3.2 is "backbone-3x5", the full one with k = 2 "full-3x2"; the public code's is
-    triangular, [[0],[1],…] with 5, 4 and 3 children. `hosts=1` with a chain is the straightforward decoding
-    of Fig. 4.
+    triangular, [[0],[1],…] with 5, 4 and 3 children. Fig. 4 decodes with `hosts=1` and a chain.
 
     Args:
         hosts: how many nodes carry masks: those likeliest to end the accepted path, which in a static tree
@@ -132,7 +131,6 @@ class Bita(ParallelDrafter):
         return replace(tree, probes=Probes(masks, hosts))
 
     def _read(self, features: Float[Tensor, "B M H"]) -> Float[Tensor, "B M H"]:
-        """The features as they are: the target's own pass read the masks."""
         return features
 
 

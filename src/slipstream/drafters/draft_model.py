@@ -40,14 +40,8 @@ class PartConfig:
 
 class Part(nn.Module):
     """The weights of a draft model of some of the target's blocks: copies of these and of the last norm. It
-    uses the target's embedding and LM head.
-
-    Args:
-        vocab: the tokens for which it has logits.
-
-    Raises:
-        ValueError: there is no such block.
-    """
+    uses the target's embedding and LM head, for the tokens of `vocab`. Raises ValueError if there is no such
+    block."""
 
     def __init__(
         self, blocks: tuple[int, ...], target: Target, vocab: Int[Tensor, " Vd"] | None = None
@@ -60,8 +54,8 @@ class Part(nn.Module):
 
     def fill(self, tensors: dict[str, Tensor]) -> "Part":
         """Load trained weights, in the target's precision. Raises ValueError for tensors that do not fit."""
-        at, dtype = self.model.device, self.model.dtype
-        load_weights(self, {name: t.to(at, dtype) for name, t in tensors.items()}, "this draft model")
+        fitted = {name: t.to(self.model.device, self.model.dtype) for name, t in tensors.items()}
+        load_weights(self, fitted, "this draft model")
         return self
 
 
@@ -99,11 +93,9 @@ class DraftModel(Proposer):
                     f"draft model {model.name} reads other tokens than the target ({len(mine)} against "
                     f"{len(theirs)}; {one[0]!r} is not the same): take one of the target's tokenizer"
                 )
-        V, at = min(model.vocab, target.vocab), target.device
+        ids = torch.arange(min(model.vocab, target.vocab)) if vocab is None else vocab
         self.model, self.part = model, part
-        super().__init__(
-            torch.arange(V, device=at) if vocab is None else vocab.to(at), target.vocab, tree, proposal
-        )
+        super().__init__(ids.to(target.device), target.vocab, tree, proposal)
 
     @classmethod
     def named(

@@ -111,9 +111,8 @@ class Eagle3Head(RecursiveHead):
         """Initialise for training as if the last tap were the target's final state: the fc copies it, the
         layer adds nothing, and LM head and norm are the target's."""
         randomise(self, generator)
-        self.fc.weight.copy_(
-            copying(self.config.hidden_size, len(self.config.taps) - 1, len(self.config.taps))
-        )
+        taps = len(self.config.taps)
+        self.fc.weight.copy_(copying(self.config.hidden_size, taps - 1, taps))
         self.lm_head.weight.copy_(lm_head)
         self.norm.weight.copy_(norm)
         return self

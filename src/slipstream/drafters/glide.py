@@ -136,8 +136,8 @@ class GlideHead(Head):
 
     @torch.no_grad()
     def start(self, generator: torch.Generator, size: Float[Tensor, ""]) -> "GlideHead":
-        """Initialise for training so that all tokens are equally likely. If embeddings passed through to the
-        target's LM head, every token would predict itself."""
+        """Initialise for training so that all tokens are equally likely: embeddings passed through to the
+        target's LM head would make every token predict itself."""
         randomise(self, generator)
         self.norm.weight.copy_(size.expand(len(self.norm.weight)))
         if not self.own_lm_head:

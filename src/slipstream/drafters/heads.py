@@ -48,7 +48,6 @@ class HeadDrafter(Proposer):
     """Drafts with a trained head.
 
     Args:
-        head: the trained module.
         target: it lends the head its embedding and, where the head has none, its LM head.
         vocab: target ids that the head's candidates are taken from, sorted; all by default.
         tree, proposal: see `Proposer`.
@@ -70,8 +69,7 @@ class HeadDrafter(Proposer):
         tree: str | Shape = "fig9",
         proposal: str = "top-k",
     ) -> None:
-        at = target.device
-        V = target.vocab
+        at, V = target.device, target.vocab
         self.head: Any = head.to(at, target.dtype).requires_grad_(False)
         self.target, self.taps = target, head.config.taps
         if vocab is not None and not (len(vocab) and int(vocab.min()) >= 0 and int(vocab.max()) < V):
@@ -138,10 +136,7 @@ class HeadDrafter(Proposer):
 
 def layer_sizes(target: Target, intermediate_size: int | None = None) -> dict[str, Any]:
     """Sizes of a decoder layer like the target's own: its width, heads and rope, with plain rotary positions.
-
-    Raises:
-        ValueError: the target's LM head is not as wide as its features.
-    """
+    Raises ValueError if the target's LM head is not as wide as its features."""
     sizes = asdict(target.sizes)
     if target.width != sizes["hidden_size"]:
         raise ValueError(

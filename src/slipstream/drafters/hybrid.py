@@ -29,15 +29,8 @@ class HybridState(State):
 @final
 class Hybrid(Drafter):
     """The head's tree, whose least probable nodes make room for the continuation of a match, where there is
-    one.
-
-    So a round has as many rows as the head's tree alone. Tokens that the match and the tree begin with alike
-    are drafted once.
-
-    Args:
-        head: any drafter whose trees grow from candidates, but not sampled ones: a match was drawn from no
-            law.
-        ngram: what finds matches.
+    one. So a round has as many rows as the head's tree alone. Tokens that the match and the tree begin with
+    alike are drafted once.
 
     Raises:
         ValueError: sampled candidates, or a tree without room for a match.

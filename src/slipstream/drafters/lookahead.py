@@ -35,15 +35,12 @@ class Lookahead(Drafter):
 
     The tree holds both branches of the paper. The lookahead branch has W columns of N − 1 levels: the first
     level is a chain, from whose nodes the columns continue. The verification branch is G n-grams from the
-    pool. Tokens of both may be accepted.
+    pool. Tokens of both may be accepted. Raises ValueError for a number that leaves nothing to draft.
 
     Args:
         window: W, the number of columns.
         ngram: N, the tokens of an n-gram, of which the first is the root.
         guesses: G, the n-grams drafted at once.
-
-    Raises:
-        ValueError: a number leaves nothing to draft.
     """
 
     def __init__(self, window: int = 5, ngram: int = 4, guesses: int = 5) -> None:
@@ -66,13 +63,10 @@ class Lookahead(Drafter):
         self.depth = max(window + ngram - 2, ngram - 1)
 
     def start(self, batch: int, device: torch.device) -> LookaheadState:
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=torch.long, device=device)
-
-        pool = zeros(batch, POOL + 1, self.N) + PAD
-        return LookaheadState(
-            zeros(batch), zeros(batch, self.N - 1, self.W), pool, zeros(batch), zeros(batch, 0), zeros(batch)
-        )
+        zeros = torch.zeros(batch, dtype=torch.long, device=device)
+        levels = zeros.new_zeros(batch, self.N - 1, self.W)
+        pool = zeros.new_full((batch, POOL + 1, self.N), PAD)
+        return LookaheadState(zeros, levels, pool, zeros.clone(), zeros.new_zeros(batch, 0), zeros.clone())
 
     def absorb(self, span: Span, state: LookaheadState) -> None:
         if span.tree is None or span.tree.is_chain:  # a prompt

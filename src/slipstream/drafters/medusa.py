@@ -44,12 +44,8 @@ class MedusaHead(Head):
         super().__init__()
         self.config = config
         H = config.hidden_size
-        self.blocks: Any = nn.ModuleList(
-            [
-                nn.ModuleList([nn.Linear(H, H, config.bias) for _ in range(config.layers)])
-                for _ in range(config.depth)
-            ]
-        )
+        blocks = [[nn.Linear(H, H, config.bias) for _ in range(config.layers)] for _ in range(config.depth)]
+        self.blocks: Any = nn.ModuleList(map(nn.ModuleList, blocks))
         self.own_lm_head = not config.shared
         own = config.depth if self.own_lm_head else 0
         self.lm_heads: Any = nn.ModuleList(
@@ -85,8 +81,7 @@ class MedusaHead(Head):
 class Medusa(ParallelDrafter):
     """Drafts with a `MedusaHead`."""
 
-    method = "medusa"
-    module = MedusaHead
+    method, module = "medusa", MedusaHead
 
     def absorb(self, span: Span, state: ParallelState) -> None:
         assert span.features is not None

@@ -31,8 +31,7 @@ class NGram(Drafter):
     Args:
         depth: tokens drafted per round.
         longest: matches are compared up to this length. Of equally long ones the latest is taken.
-        shortest: a match must have at least this length. With 1, drafts are made more often and accepted less
-            often.
+        shortest: a match must have at least this length. With 1, drafts are more frequent and worse.
 
     Raises:
         ValueError: no match can meet the limits.
@@ -44,16 +43,12 @@ class NGram(Drafter):
                 f"ngram got depth={depth}, longest={longest}, shortest={shortest}; it needs depth >= 1 and 1 "
                 "<= shortest <= longest"
             )
-        self.depth = depth
-        self.rows = depth + 1
-        self.longest = longest
-        self.shortest = shortest
+        self.depth, self.rows = depth, depth + 1
+        self.longest, self.shortest = longest, shortest
 
     def start(self, batch: int, device: torch.device) -> NGramState:
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=torch.long, device=device)
-
-        return NGramState(zeros(batch), zeros(batch, 0), zeros(batch))
+        zeros = torch.zeros(batch, dtype=torch.long, device=device)
+        return NGramState(zeros, zeros.new_zeros(batch, 0), zeros.clone())
 
     def absorb(self, span: Span, state: NGramState) -> None:
         state.text = appended(state.text, span)

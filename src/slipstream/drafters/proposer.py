@@ -29,7 +29,7 @@ class Proposer(Drafter):
     Args:
         vocab: target ids that candidates are taken from, sorted.
         width: V, of the target's logits.
-        tree: the `Shape` that it grows where no other is asked for, or its name.
+        tree: the default `Shape`, or its name.
         proposal: candidates at T > 0: "top-k" of log q; "noise": top-k of log q + g with the target's own
             noise g; "sampled" from q without replacement, verified by the multi-round law (static trees
             only).
@@ -94,19 +94,14 @@ class Proposer(Drafter):
         return shape
 
     def room(self, shape: Shape | None = None) -> int:
-        """See `Drafter`. Beside the rows of a pass, it may fill the rows of its draft steps, behind a text
-        whose length is known a round late."""
+        """See `Drafter`. Draft steps fill rows, too, behind a text whose length is known a round late."""
         shape = self.shaped(shape)
         return max(shape.nodes, shape.depth + shape.scratch + 3)
 
 
 @dataclass
 class Draft:
-    """A tree that is being grown.
-
-    Attributes:
-        laws: those that children were sampled from, level by level.
-    """
+    """A tree that is being grown; `laws` are those that children were sampled from, level by level."""
 
     drafter: Proposer
     shape: Shape

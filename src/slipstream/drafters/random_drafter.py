@@ -47,10 +47,8 @@ class RandomDrafter(Drafter):
                 f"RandomDrafter got width={width}; it must be between 1 and the vocabulary's {vocab}"
             )
         self.vocab, self.depth, self.width = vocab, depth, width
-        self.probes = probes
-        self.memory = memory
-        self.sampled = sampled
-        self.seed = seed
+        self.probes, self.memory = probes, memory
+        self.sampled, self.seed = sampled, seed
         self.nodes = sum(width**d for d in range(depth + 1))
         self.inner = self.nodes - width**depth
         self.rows = self.nodes + (0 if probes is None else 2 * len(probes))

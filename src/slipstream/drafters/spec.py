@@ -11,10 +11,7 @@ Named = Union[str, os.PathLike[str], "Spec"]  # how a drafter may be named
 
 @dataclass(frozen=True)
 class Spec:
-    """A drafter's name, or its directory, and its options as they were written.
-
-    `str(spec)` gives back what `Spec.parse` read.
-    """
+    """A drafter's name or directory, and its options as written. `str(spec)` gives what `parse` read."""
 
     name: str
     options: dict[str, str] = field(default_factory=dict)
@@ -22,11 +19,8 @@ class Spec:
     @classmethod
     def parse(cls, given: Named) -> "Spec":
         """Read "name:key=value,key=value". A comma that no `key=` follows belongs to the value before it, so
-        that `tree=[[0],[1],[0,0]]` and `skip=10,11` are one option each.
-
-        Raises:
-            ValueError: the name is empty, or an option has no `key=`.
-        """
+        that `tree=[[0],[1],[0,0]]` and `skip=10,11` are one option each. Raises ValueError for an empty name
+        and an option without `key=`."""
         if isinstance(given, Spec):
             return given
         text = name_of(given, "a drafter")

@@ -34,10 +34,7 @@ def claimed(
     directory: str | Path, by: Sequence[str], force: bool, reads: Sequence[str | Path]
 ) -> Iterator[None]:
     """Make and lock a directory that `check_claim` allows. A new one that stays empty is removed again.
-
-    Raises:
-        ValueError: `check_claim` refuses it, it cannot be written, or another process writes in it.
-    """
+    Raises ValueError as `check_claim` does, and if another process writes in it."""
     new = not os.path.lexists(directory)
     check_claim(directory, by, force, reads)
     try:
@@ -124,11 +121,8 @@ def save_drafter(
         ValueError: the directory holds something else, or cannot be written.
     """
     check_claim(directory, ("train", "import"), force)
-    heading = {
-        "method": method,
-        "version": VERSION,
-        "target": {"name": target.name, "fingerprint": target.fingerprint},
-    }
+    made_for = {"name": target.name, "fingerprint": target.fingerprint}
+    heading = {"method": method, "version": VERSION, "target": made_for}
     if dtype is not None:
         tensors = stored(tensors, dtype)
     write_directory(directory, {**heading, **config, "training": training}, tensors)
@@ -206,11 +200,8 @@ def find_drafter(name: str, target: Target) -> Path:
 
 
 def read_drafter(directory: str | Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The configuration and the tensors of a drafter directory.
-
-    Raises:
-        ValueError: it is no drafter directory, it cannot be read, or it was made for another target.
-    """
+    """The configuration and the tensors of a drafter directory. Raises ValueError if it is none, cannot be
+    read, or was made for another target."""
     home = Path(directory).expanduser()
     config = read_json(home / "config.json", "drafter's")
     try:
@@ -221,9 +212,7 @@ def read_drafter(directory: str | Path, target: Target) -> tuple[dict[str, Any],
             "public checkpoints"
         ) from error
     if version != VERSION:
-        raise ValueError(
-            f"drafter directory {directory} has version {version}; this Slipstream reads {VERSION}"
-        )
+        raise ValueError(f"drafter directory {directory} has version {version}; Slipstream reads {VERSION}")
     if made_for != target.fingerprint:
         raise ValueError(
             f"drafter {directory} was made for target {made_for} "
@@ -284,11 +273,8 @@ def _heat(temperature: float) -> str:
 
 
 def load_weights(module: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
-    """Load tensors into a module.
-
-    Raises:
-        ValueError: names the tensors that are missing, unknown or of another shape.
-    """
+    """Load tensors into a module. Raises ValueError, which names those that are missing, unknown or of
+    another shape."""
     wanted = module.state_dict()
     wrong = [f"{name} is missing" for name in wanted if name not in tensors]
     wrong += [f"{name} is not known" for name in tensors if name not in wanted]

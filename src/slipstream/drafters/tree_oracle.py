@@ -42,9 +42,7 @@ class TreeOracle(Drafter):
                 f"TreeOracle got width={width} and vocab={vocab}: wrong siblings need a wider vocabulary"
             )
         self.texts = [list(text) for text in texts]
-        self.vocab = vocab
-        self.depth = depth
-        self.width = width
+        self.vocab, self.depth, self.width = vocab, depth, width
         self.rows = 1 + depth * width + depth - 1
 
     def start(self, batch: int, device: torch.device) -> OracleState:
@@ -65,10 +63,8 @@ class TreeOracle(Drafter):
         return Tree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device), self.depth)
 
     def _row(self, root: int, row: int, position: int, turn: int) -> tuple[list[int], list[int]]:
-        tokens = [root]
-        parents = [0]
-        parent = 0
-        decoy = None
+        tokens, parents = [root], [0]
+        parent, decoy = 0, None
         hit = (turn + row) % (self.depth + 1)
         for depth in range(1, self.depth + 1):
             at = position + depth
