@@ -61,7 +61,6 @@ class State:
 
 
 def _stacked(a: Tensor, b: Tensor) -> Tensor:
-    """The rows of both; the narrower one gets columns of zeros."""
     if a.dim() > 1 and a.shape[1] != b.shape[1]:
         a, b = (_widened(x, max(a.shape[1], b.shape[1])) for x in (a, b))
     return torch.cat([a, b])
@@ -106,7 +105,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def start(self, batch: int, device: torch.device) -> State:
-        """A state for `batch` rows that have read nothing."""
+        """The state of rows that have read nothing."""
 
     @abstractmethod
     def absorb(self, span: Span, state: Any) -> None:

@@ -133,7 +133,6 @@ class Sampler:
         self.tempers_only = not (self._cuts or self.remembers)
 
     def _column(self, name: str, kind: type) -> Tensor:
-        """A number of `Sampling` for all rows, [B, 1]."""
         dtype = torch.long if kind is Integral else torch.float64
         values = [getattr(row, name) for row in self.rows]
         return torch.tensor(values, dtype=dtype, device=self.device)[:, None]
@@ -260,9 +259,9 @@ def _judged(processor: Processor, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V
         raise ValueError(f"processor {name} returned {given}; it must return scores of shape {list(x.shape)}")
     best = float(scores.max())  # NaN where one score is NaN
     if not best > -torch.inf and x.max() > -torch.inf:  # the scores that it was given were good
-        if best != best:
-            raise ValueError(f"processor {name} made NaN of scores: it must return numbers")
-        raise ValueError(f"processor {name} left no token that may come next: let it allow at least one")
+        fault = "left no token that may come next: let it allow at least one"
+        fault = fault if best == best else "made NaN of scores: it must return numbers"
+        raise ValueError(f"processor {name} {fault}")
     return scores.double()
 
 

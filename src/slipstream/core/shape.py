@@ -166,7 +166,7 @@ class Cape(Shape):
 
     @classmethod
     def of(cls, name: str, depth: int, drafted: int, steps: str) -> "Cape":
-        """From the parts of its name. Raises ValueError."""
+        """From the parts of its name."""
         *below, last = [step.split("@") for step in steps[1:].split("-")]
         limits = tuple(float(limit) for _, limit in below)
         counts = tuple(int(count) for count, *_ in (*below, last))

@@ -103,7 +103,7 @@ class Tree:
 
 
 def _with_probes(depths: Tensor, ancestors: Tensor, hosts: Tensor, M: int) -> Layout:
-    """Append G groups of M probes. Probe j of a host stands j + 1 positions behind it. It reads the host,
+    """Append G groups of M probes. Probe j of a host stands j + 1 positions behind it and reads the host,
     what the host reads, and the earlier probes of its group; without a host (`PAD`), the group alone."""
     B, N, G = max(len(depths), len(hosts)), ancestors.shape[-1], hosts.shape[1]
     depths, ancestors, hosts = depths.expand(B, N), ancestors.expand(B, N, N), hosts.expand(B, G)

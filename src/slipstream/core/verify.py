@@ -110,7 +110,6 @@ def child_with(tree: Tree, node: PerRow, token: PerRow) -> PerRow:
 
 
 def _first(match: Bool[Tensor, "B N"]) -> PerRow:
-    """The first slot that matches (−1: none)."""
     return torch.where(match.any(1), match.int().argmax(1), -1)
 
 
@@ -129,12 +128,7 @@ def verify(
     law: Law = coupled,
 ) -> Verdict:
     """Walk from the root while a child is accepted, and extend the histories of `sampler` on the way.
-
-    Args:
-        logits: the target's, at every node.
-        lengths: tokens before the root, so that a node of depth d stands at position lengths + d.
-        law: `coupled`, `multi_round` or `lossy_typical`.
-    """
+    `lengths` are tokens before the root: a node of depth d stands at position lengths + d."""
     B, device = len(lengths), lengths.device
     rows, alive = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
     node = token = torch.zeros_like(lengths)

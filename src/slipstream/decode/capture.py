@@ -80,7 +80,6 @@ class Captured:
         return self._made
 
     def _moved(self) -> bool:
-        """Whether a storage or a state has grown since."""
         held, kept = zip(self._places, self._held, strict=True), zip(self._memory, self.caches, strict=True)
         grown = any(getattr(*place).shape != old.shape for place, old in held)
         return grown or any(old is not cache.storage.stored for old, cache in kept)

@@ -134,8 +134,7 @@ def generate(
         law: "coupled" (same seed, same text) or "multi-round" (exact in distribution); default: the drafter's
             own. "lossy-typical" is Medusa's typical acceptance, which changes the distribution at T > 0.
         trace: receives one JSON line per text and round.
-        batch: answers under way at once, default all. A waiting prompt takes the place of an answer that
-            ends.
+        batch: answers under way at once, default all. Waiting prompts take the place of ended answers.
         attention_mask: 0 where `prompts`, then token ids, are padding.
         streamer: gets one prompt, then its tokens as they come. With stop strings it gets only tokens that
             are certain to belong to the text; `stream` gives every character.
@@ -158,13 +157,12 @@ def generate(
 def stream(
     target: Target, prompt: Prompt, drafter: Named | Drafter = "vanilla", **options: Unpack[Options]
 ) -> "Stream":
-    """Answer one prompt piece by piece.
+    """Answer one prompt piece by piece, with the options of `generate`.
 
         for piece in stream(target, "What is gravity?", drafter="ngram"):
             print(piece, end="", flush=True)
 
-    Takes the options of `generate`. Raises ValueError as `generate` does, for more than one prompt, and for a
-    target without tokenizer.
+    Raises ValueError as `generate` does, for more than one prompt, and for a target without tokenizer.
     """
     job = Job.of(target, prompt, drafter, read=True, **options)
     job.check_single("stream", "it")

@@ -104,7 +104,7 @@ def predict(drafter: Drafter, recorded: RecordedTarget, shape: Shape | None = No
 
 
 def decoded(drafter: Drafter, recorded: RecordedTarget) -> Prediction:
-    """The same by decoding the record's prompts anew, for drafters that `predict` refuses."""
+    """The same by decoding the record's prompts anew."""
     prompts, new = _prompts(recorded), int((recorded.lengths - recorded.prompts).max())
     temperature = recorded.sampling[0].temperature
     answers = generate(recorded.target, prompts, drafter, max_new_tokens=new, temperature=temperature)
@@ -117,5 +117,4 @@ def _prompts(recorded: RecordedTarget) -> list[list[int]]:
 
 
 def _prediction(kept: Sequence[Sequence[int]], depth: int) -> Prediction:
-    """Of the tokens that each round of each text kept."""
     return Prediction(pad_sequence([torch.tensor(rounds, dtype=torch.long) for rounds in kept]), depth)

@@ -171,7 +171,6 @@ class Session:
         return self.drafter.propose(self.state, self.sampler, shape)
 
     def _check(self, tree: Tree) -> Span:
-        """Let the target read the tree, keep what agrees, and let the drafter absorb it."""
         lap = _stopwatch()
         out = self.target(tree, self.cache, self.drafter.taps)
         verdict = verify(tree, out.logits, self.cache.lengths, self.sampler, self.law)
@@ -225,7 +224,7 @@ class Session:
 
 
 def _stopwatch() -> Callable[[], float]:
-    """A function that gives the seconds since its last call."""
+    """Gives the seconds since its last call."""
     last = perf_counter()
 
     def lap() -> float:

@@ -205,7 +205,6 @@ class Settings:
         return replace(own, processors=tuple(processors), warpers=tuple(warpers))
 
     def _made(self, table: Table, row: Row) -> dict[str, Processor]:
-        """The processors of a table that generation_config asks for."""
         made = {}
         for name, (off, make) in table.items():
             value = getattr(self.target.generation_config, name, None)
@@ -287,5 +286,4 @@ def _stops(target: Target, stop: Any) -> tuple[str, ...]:
 
 
 def _listed(value: Any) -> Iterable[Any]:
-    """A value that may stand alone, as an iterable."""
     return value if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else [value]

@@ -44,7 +44,6 @@ class Detokeniser:
         return "" if self.stopped else self._give(text, len(text))
 
     def _text(self) -> str:
-        """The fresh tokens' text."""
         return self.text.decode(self._context + self._fresh)[self._behind :]
 
     def _give(self, text: str, end: int) -> str:

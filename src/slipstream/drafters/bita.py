@@ -22,12 +22,11 @@ from slipstream.drafters.parallel import ParallelDrafter, ParallelState
 
 @dataclass(frozen=True)
 class BitaConfig:
-    """Sizes of a `BitaHead`.
+    """Sizes of a `BitaHead`; `layers`, `heads` and `head_dim` are those of the target's cache.
 
     Attributes:
         depth: M, the number of mask tokens and of tokens drafted.
         prompts: P, the number of prompts of each layer; 0: there are only masks.
-        layers, heads, head_dim: of the target's cache.
     """
 
     hidden_size: int

@@ -65,7 +65,6 @@ class DraftModel(Proposer):
 
     Args:
         model: the smaller model, as a target of its own.
-        target: the target that it drafts for.
         tree, proposal: see `Proposer`. "sampled" chains are speculative sampling as published.
         vocab: the sorted tokens of the model's logits; all tokens by default.
         part: the weights, if the model consists of the target's blocks.

@@ -18,14 +18,14 @@ from slipstream.drafters.recursive import RecursiveDrafter, RecursiveHead
 
 @dataclass(frozen=True)
 class Eagle3Config(HeadConfig):
-    """The head's sizes.
+    """The head's sizes. `norm_output`, `norm_before_fc` and `fc_norm` are of EAGLE 3.1.
 
     Attributes:
         draft_vocab_size: rows of its LM head.
         norm_before_residual: the layer's residual is the normed state, as in some public checkpoints.
-        norm_output: later steps read the normed state that the LM head reads (EAGLE 3.1).
-        norm_before_fc: the concatenated taps have a norm (EAGLE 3.1).
-        fc_norm: each tap has a norm of its own (EAGLE 3.1).
+        norm_output: later steps read the normed state that the LM head reads.
+        norm_before_fc: the concatenated taps have a norm.
+        fc_norm: each tap has a norm of its own.
         target_hidden_size: width of the taps; 0: the head's.
         vocab_size: V, if the head has an embedding of its own; 0: it reads the target's.
     """

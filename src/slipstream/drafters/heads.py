@@ -23,11 +23,7 @@ EMBEDDING = "embed_tokens.weight"  # public checkpoints carry a copy of the targ
 
 @dataclass(frozen=True)
 class HeadConfig(LayerConfig):
-    """Sizes of a head, and what it reads.
-
-    Attributes:
-        taps: of the target, named as in `Drafter.taps`.
-    """
+    """Sizes of a head, and the `Drafter.taps` that it reads."""
 
     taps: tuple[str, ...] = (FINAL,)
 

@@ -57,16 +57,13 @@ class Hybrid(Drafter):
         depth: int | None = None,
         temperature: float = 0.0,
     ) -> "Hybrid":
-        """With a head by name or directory.
+        """With a head by name or directory. Raises ValueError if it grows no tree, and as `Hybrid` and
+        `load_drafter` do.
 
         Args:
             tree: of the head; by default the tree that it grows alone, as `tune` chose it, or where that has
                 fewer than `SMALLEST` nodes the best-first tree of so many, at most four deep.
             depth: of a match; by default half the tree's nodes, at most six.
-            temperature: see `load_drafter`.
-
-        Raises:
-            ValueError: the head grows no tree, or see `Hybrid` and `load_drafter`.
         """
         from slipstream.drafters import load_drafter
 

@@ -25,7 +25,6 @@ class RandomDrafter(Drafter):
     """Every node has `width` children down to `depth`, drawn without replacement from a random law.
 
     Args:
-        vocab: V.
         probes: vectors [M, H] behind the root and a random node.
         memory: keys and values [L, 2, P, heads, D] that the probes read.
         sampled: put the law on the tree, for multi-round verification. Otherwise candidates are point masses.

@@ -49,16 +49,9 @@ def claimed(
 def check_claim(
     directory: str | Path, by: Sequence[str], force: bool = False, reads: Sequence[str | Path] = ()
 ) -> None:
-    """Make a directory to write in. It must be new, empty, or written by the same command before.
-
-    Args:
-        by: the commands (train, import, export) whose earlier output may be replaced.
-        force: allow a directory that holds anything, but
-        reads: none that the command reads.
-
-    Raises:
-        ValueError: the directory holds something else, or cannot be written.
-    """
+    """Make a directory to write in. It must be new, empty, or written before by one of the commands `by`
+    (train, import, export). `force` allows a directory that holds anything, but none that the command reads
+    (`reads`). Raises ValueError if the directory holds something else, or cannot be written."""
     home = Path(directory)
     try:
         if not str(directory) or "\0" in str(directory):
@@ -110,15 +103,12 @@ def save_drafter(
     force: bool = False,
 ) -> None:
     """Write a drafter directory, atomically file by file, the weights first. What `tune` found for an earlier
-    drafter there is deleted.
+    drafter there is deleted. Raises ValueError as `check_claim` does.
 
     Args:
         config, tensors: from the drafter's `pack`. Tensors are `stored` as `dtype` (None: as they are).
         training: a summary of how the drafter was made.
         force: write whatever the directory holds; by default only a drafter is replaced.
-
-    Raises:
-        ValueError: the directory holds something else, or cannot be written.
     """
     check_claim(directory, ("train", "import"), force)
     made_for = {"name": target.name, "fingerprint": target.fingerprint}
@@ -161,8 +151,8 @@ def write_directory(
     name: str = "model.safetensors",
     by: str | None = None,
 ) -> None:
-    """Write config.json and a file of tensors, each atomically. `by` is the command that the tensors' file
-    names. Raises ValueError if they cannot be written."""
+    """Write config.json and a file of tensors, which names the command `by`, each atomically. Raises
+    ValueError."""
     home = Path(directory)
     tensors = {key: t.contiguous().cpu() for key, t in tensors.items()}
     try:
