@@ -53,7 +53,6 @@ def _put(storage: Float[Tensor, "B heads C D"], slots: Int[Tensor, "B R"], new: 
 
 class Storage:
     """The memory behind the caches of one session: keys and values of L layers for a fixed number of rows.
-
     The first write allocates it, in the layers' own shape and dtype. It is copied only to hold longer texts.
 
     Attributes:
@@ -155,8 +154,8 @@ class KVCache:
         return [x if x.shape[1] == B else x[:, self.first : self.first + B] for x in self.storage.stored]
 
     def reserve(self, rows: int, after: int = 0) -> None:
-        """Set aside the next `rows` slots of every row, behind `after` scratch slots that an earlier pass of
-        the round filled. The storage grows where they do not fit."""
+        """Set aside the next `rows` slots of every row, behind `after` scratch slots of the round's earlier
+        passes. The storage grows where they do not fit."""
         needed = self.bound + after + rows
         if needed > self.storage.capacity:
             self.storage.hold(-(-needed // BLOCK) * BLOCK)

@@ -1,7 +1,7 @@
 """Counter-based noise, a function of (seed, row, stream, position): Philox4x64-10 (Salmon et al. 2011).
 
-A CPU runs NumPy's Philox, which is 10 times as fast there. Other devices run integer tensor arithmetic
-without host synchronisation. Both give the same bits.
+A CPU runs NumPy's, 10 times as fast there; other devices run integer tensor arithmetic without host
+synchronisation. Both give the same bits.
 """
 
 from enum import IntEnum

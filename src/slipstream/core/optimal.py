@@ -10,9 +10,9 @@ def optimal_trees(
 ) -> dict[int, tuple[list[Path], float]]:
     """(paths, expected tokens per pass) of the best tree for each node budget.
 
-    A subtree's worth is the expected number of its nodes that are accepted if its root is: 1 plus the best
-    division of the other nodes among its children. The child of rank r adds acceptance[d][r] times its own
-    subtree's worth. The search takes O(depth · ranks · nodes²).
+    A subtree's worth is the expected number of its accepted nodes if its root is accepted: 1 plus the best
+    division of the others among its children, of which rank r adds acceptance[d][r] times its own worth. The
+    search takes O(depth · ranks · nodes²).
 
     Args:
         acceptance: [d][r], the probability that the token after an accepted node of depth d is the drafter's

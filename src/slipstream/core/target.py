@@ -112,7 +112,7 @@ class Target(ABC):
         vocab: V, the width of the logits.
         width: H, of the final states, which the LM head reads.
         window: its number of positions; a very large number if it names none.
-        compiles: its passes are compiled, and so are those of a drafter's own module.
+        compiles: its passes and its drafters' are compiled.
         captures: its rounds are captured as CUDA graphs.
         text: how it reads and writes text; None where prompts are token ids.
         source: directory or hub id of its weights, or "".
@@ -162,18 +162,14 @@ class Target(ABC):
     @property
     @abstractmethod
     def read_bytes(self) -> int:
-        """Bytes that one pass must read: all weights but an embedding that is not also the LM head."""
+        """Bytes that one pass reads: all weights but an embedding that is not also the LM head."""
 
     @abstractmethod
     def __call__(
         self, tree: Tree, cache: KVCache, taps: Sequence[str] = (), rows: Int[Tensor, "B K"] | None = None
     ) -> Output:
-        """One pass over the tree's rows, written to the cache as scratch.
-
-        Args:
-            taps: what to return as features, named as in `Drafter.taps`.
-            rows: nodes whose logits are wanted, default all. K = 0 skips the LM head where the model can.
-        """
+        """One pass over the tree's rows, written to the cache as scratch, with `Drafter.taps` as features.
+        `rows` are the nodes whose logits are wanted, default all; K = 0 skips the LM head where it can."""
 
     @abstractmethod
     def extend(
@@ -201,7 +197,7 @@ class Target(ABC):
     @abstractmethod
     def features(self, rows: Sequence[Sequence[int]], taps: Sequence[str]) -> Float[Tensor, "B T F"]:
         """The taps at every token of whole texts, from one pass; past a row's end they mean nothing. Raises
-        ValueError for numbers that are not finite."""
+        ValueError unless they are finite."""
 
     @abstractmethod
     def rope(self, block: int) -> tuple[list[float], float]:

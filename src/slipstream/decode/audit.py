@@ -1,7 +1,7 @@
 """The audit: is every token of an answer the one that plain decoding would have chosen?
 
-A pass over a tree and a pass over one row round differently. So in low precision a token whose score is
-within a stated margin of the best is a tie, which rounding may turn. Any other difference is an error.
+Passes over a tree and over one row round differently, so in low precision a token whose score is within a
+stated margin of the best is a tie. Any other difference is an error.
 """
 
 import math

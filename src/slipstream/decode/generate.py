@@ -28,7 +28,7 @@ LAWS: dict[str, Law] = {"coupled": coupled, "multi-round": multi_round, LOSSY: l
 
 @runtime_checkable
 class Streamer(Protocol):
-    """What Hugging Face streamers (`TextStreamer`, …) offer: the prompt first, then tokens as they come."""
+    """A Hugging Face streamer, such as `TextStreamer`: it gets the prompt, then tokens as they come."""
 
     def put(self, value: Tensor) -> None: ...
     def end(self) -> None: ...
@@ -50,7 +50,7 @@ class Generation:
         text: without special tokens and stop string.
         rounds: one entry per target pass after the prompt's.
         seconds: of all answers that were made in the same call.
-        sampling: how its tokens were chosen, the target's own processors included, as `audit` takes it.
+        sampling: how its tokens were chosen, as `audit` takes it.
     """
 
     prompt: list[int]

@@ -1,8 +1,5 @@
-"""Settings: all that an answer depends on beside its prompt, from the caller and generation_config.
-
-Each field of generation_config that changes the text is honoured by Hugging Face's own processors, in their
-order, or refused by name.
-"""
+"""Settings: all that an answer depends on beside its prompt, from the caller and generation_config. Fields of
+the latter that change the text are honoured by Hugging Face's own processors, in their order, or refused."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

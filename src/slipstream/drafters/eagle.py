@@ -1,7 +1,5 @@
-"""EAGLE: a head of one layer predicts the target's next feature, and the target's LM head reads it.
-
-EAGLE-1 (§3) grows static trees and EAGLE-2 dynamic ones; both use the same weights.
-"""
+"""EAGLE: a head of one layer predicts the target's next feature, and the target's LM head reads it. EAGLE-1
+(§3) grows static trees and EAGLE-2 dynamic ones, from the same weights."""
 
 from dataclasses import dataclass
 from typing import Any, final

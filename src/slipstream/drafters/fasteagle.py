@@ -1,8 +1,5 @@
-"""FastEagle: N cascaded layers draft N tokens in one pass.
-
-There is no public code. Choices that the paper leaves open are named here, and docs/fasteagle.md gives
-figures.
-"""
+"""FastEagle: N cascaded layers draft N tokens in one pass. There is no public code: choices that the paper
+leaves open are named here, and docs/fasteagle.md gives figures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

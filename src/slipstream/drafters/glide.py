@@ -1,8 +1,6 @@
 """GLIDE: a small decoder that also attends to the target's cached keys and values (GLIDE with a CAPE, §4.1).
-
 The public code does not run, and rotates queries with the base 10000 for every target. Choices that paper and
-code leave open are named here.
-"""
+code leave open are named here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -92,7 +92,7 @@ class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
     def __init__(self, config: LayerConfig, inputs: int = 1) -> None:
-        """`inputs` is the number of states, side by side, that a row of x holds: I = inputs·H."""
+        """`inputs` states, side by side, make a row of x: I = inputs·H."""
         super().__init__()
         H, D, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.head_dim, self.rope = D, Rope.of(config)

@@ -1,7 +1,5 @@
-"""Lookahead decoding (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference …").
-
-The target's own passes make n-grams by Jacobi iteration, and n-grams that begin with the root are drafted.
-"""
+"""Lookahead decoding (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference …"): n-grams that the
+target's own passes make by Jacobi iteration are drafted where they begin with the root."""
 
 from dataclasses import dataclass
 from typing import final

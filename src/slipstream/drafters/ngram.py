@@ -1,7 +1,5 @@
-"""Prompt lookup decoding (Saxena 2023; vLLM's `ngram`).
-
-What followed the longest earlier match of the text's end is proposed. That takes no pass of a model.
-"""
+"""Prompt lookup decoding (Saxena 2023; vLLM's `ngram`): what followed the longest earlier match of the text's
+end is proposed, without a pass of a model."""
 
 from dataclasses import dataclass
 from typing import final

@@ -22,11 +22,11 @@ class ParallelState(State):
 
 
 class ParallelDrafter(HeadDrafter):
-    """Drafts with N laws, from which any tree grows without another pass.
+    """Drafts with N laws, from which any tree grows without another pass: FastEagle's Backbone Expansion
+    ("backbone-7x10"), Medusa's static trees, or the most probable nodes ("best-first-7x26").
 
-    The papers' trees are FastEagle's Backbone Expansion ("backbone-7x10") and Medusa's static ones; the most
-    probable nodes are "best-first-7x26". At T > 0 children sampled from one law serve all nodes of a depth:
-    the walk visits only one of these nodes, and which one does not depend on the draws below it.
+    At T > 0 children sampled from one law serve all nodes of a depth: the walk visits only one of these
+    nodes, and which one does not depend on the draws below it.
     """
 
     @property

@@ -154,8 +154,8 @@ class Draft:
         return scores / torch.where(T > 0, T, 1.0)[..., None]
 
     def _processed(self, scores: Float[Tensor, "B F Vd"]) -> Float[Tensor, "B F Vd"]:
-        """Log weights of the law that children are drawn from: cut, penalised and processed as the target's
-        is, for the history up to the root. A draft that the target's law excludes is never accepted."""
+        """Log weights of the law that children are drawn from: the target's cuts, penalties and processors
+        for the history up to the root. A draft that these exclude is never accepted."""
         if self.sampler.tempers_only:
             return self._tempered(scores)
         every = scores.new_full((*scores.shape[:2], self.drafter.width), -torch.inf)

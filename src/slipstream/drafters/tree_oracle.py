@@ -31,8 +31,7 @@ class TreeOracle(Drafter):
     wrong parent.
 
     Args:
-        texts: prompt and answer of each text, by its number, as token ids. Past their end nothing is
-            proposed.
+        texts: prompt and answer of each text, by its number. Past their end nothing is proposed.
         vocab: V, more than `width`.
     """
 
