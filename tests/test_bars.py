@@ -7,7 +7,7 @@ from rich.console import Console
 
 from slipstream.bars import bars
 from slipstream.training.progress import Seen
-from slipstream.training.show import Watch
+from slipstream.training.run import Watch
 
 
 @pytest.mark.parametrize("width", [44, 60, 80, 120])

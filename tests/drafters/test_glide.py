@@ -13,7 +13,7 @@ from slipstream.core.tree import chain
 from slipstream.decode.generate import generate
 from slipstream.drafters.glide import Glide, apart
 from slipstream.drafters.layers import Rope, attend_cache
-from slipstream.targets.sizes import rope
+from slipstream.targets.support import rope
 from slipstream.training.methods import GlideObjective
 from slipstream.training.recipes import GlideRecipe
 

@@ -25,8 +25,8 @@ from slipstream.drafters.store import (
     write_directory,
 )
 from slipstream.files import check_regular, name_of, read_json, understood
-from slipstream.interop.keys import unread
 from slipstream.interop.layouts import Config, Tensors, close, layout_of, layouts
+from slipstream.interop.sizes import unread
 from slipstream.methods import METHODS
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
@@ -60,7 +60,7 @@ def import_checkpoint(
     """Make a drafter directory of a public checkpoint; its tensors keep their precision.
 
     Args:
-        target: a target, or the name of one, which is loaded with `load_target`'s defaults.
+        target: a target, or the name of one for `load_target`.
         source: the checkpoint's directory.
         directory: the drafter directory to write.
         tree: the drafter's default; by default the layout's.
@@ -142,7 +142,7 @@ def export(
     """Write a drafter directory in a public layout, for vLLM, SGLang or the reference code.
 
     Args:
-        target: a target, or the name of one, which is loaded with `load_target`'s defaults.
+        target: a target, or the name of one for `load_target`.
         drafter: a drafter directory, or a method whose weights ship.
         directory: the checkpoint to write.
         layout: the name of one; default: the one that it was imported from, or its method's first.

@@ -25,11 +25,10 @@ from slipstream.core.span import Output
 from slipstream.core.target import LMHead, Target
 from slipstream.core.tree import Layout, Tree, chain
 from slipstream.machine import where
+from slipstream.targets import support
 from slipstream.targets.inside import GROUPED, Behind, View, additive, compile_forward, twin
 from slipstream.targets.part import between, part
-from slipstream.targets.sizes import rope, sizes_of
-from slipstream.targets.support import attention_windows, check_causal, check_supported, first_unsound
-from slipstream.targets.text import HFText
+from slipstream.targets.prompts import HFText
 
 
 @final
@@ -70,24 +69,24 @@ class HFTarget(Target):
                 "takes names"
             )
         config = model.config.get_text_config(decoder=True)
-        check_supported(config, model._is_stateful, "position_ids" in signature(model.forward).parameters)
+        positioned = "position_ids" in signature(model.forward).parameters
+        support.check_supported(config, model._is_stateful, positioned)
         self.model, self.device, self.dtype = model, model.device, model.dtype
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.text = None if tokenizer is None else HFText(tokenizer, self.name)
-        check_causal(self.plain)
+        support.check_causal(self.plain)
         self._twin: PreTrainedModel | None = twin(self.plain)
         self.config = self.twin.config.get_text_config(decoder=True)
         self.source, self.vocab = self.config.name_or_path or "", self.config.vocab_size
         self.window = getattr(self.config, "max_position_embeddings", None) or 2**31
-        self.windows, self.sizes = attention_windows(self.config), sizes_of(self.config)
+        self.windows, self.sizes = support.attention_windows(self.config), support.sizes_of(self.config)
         self._embed: Any = self.twin.get_input_embeddings()
         self._head: Any = self.twin.get_output_embeddings()
         self.width, self.fingerprint = self._head.weight.shape[1], self._hash()
         sdpa = self.config._attn_implementation == "sdpa"
         if sdpa and self.device.type == "cpu" and self.twin._can_set_attn_implementation():
             self.twin.set_attn_implementation(GROUPED)
-        self.compiles = compile
-        self.captures = compile and self.device.type == "cuda"
+        self.compiles, self.captures = compile, compile and self.device.type == "cuda"
         if compile:
             for i, each in enumerate([*self.blocks, self._head]):
                 compile_forward(each, self.device, i)
@@ -116,8 +115,8 @@ class HFTarget(Target):
         return plain
 
     def release(self) -> None:
-        """Release the weights, with their packed copies. The caller's model stays as it is. `with
-        HFTarget(model) as target:` does this at the end."""
+        """Release the weights, with their packed copies, but not the caller's model. `with HFTarget(model) as
+        target:` does this at the end."""
         self._twin = self._embed = self._head = None
         for name in ("plain", "blocks"):
             vars(self).pop(name, None)
@@ -147,9 +146,8 @@ class HFTarget(Target):
 
     @property
     def read_bytes(self) -> int:
-        weights = sum(p.nbytes for p in self.twin.parameters())
-        tied = self._embed.weight is self._head.weight
-        return weights - (0 if tied else self._embed.weight.nbytes)
+        embedding, head = self._embed.weight, self._head.weight
+        return sum(p.nbytes for p in self.twin.parameters()) - (embedding is not head) * embedding.nbytes
 
     def save(self, directory: str | Path) -> None:
         """Write model and tokenizer as Hugging Face does."""
@@ -171,7 +169,7 @@ class HFTarget(Target):
         return LMHead(weight, bias, scale, getattr(config, "final_logit_softcapping", None))
 
     def rope(self, block: int) -> tuple[list[float], float]:
-        return rope(self.config, block)
+        return support.rope(self.config, block)
 
     def part(
         self, blocks: Sequence[int], own: bool = False, vocab: Int[Tensor, " Vd"] | None = None
@@ -215,8 +213,8 @@ class HFTarget(Target):
     ) -> Output:
         layout = tree.layout()
         cache.reserve(tree.rows)
-        positions = cache.lengths[:, None] + layout.depths
-        positions = positions.clamp(max=self.window - 1)  # only padding lies beyond the window
+        # Only padding lies beyond the window.
+        positions = (cache.lengths[:, None] + layout.depths).clamp(max=self.window - 1)
         tokens = tree.tokens.clamp(min=0)
         if tree.probes is None:
             inputs = {"input_ids": tokens}
@@ -336,7 +334,7 @@ class HFTarget(Target):
         return out.features.clone()  # outside inference mode, so that autograd may read it
 
     def unsound(self, tokens: Sequence[int]) -> str:
-        module = first_unsound(self.plain, tokens) or "no module of Hugging Face's own pass"
+        module = support.first_unsound(self.plain, tokens) or "no module of Hugging Face's own pass"
         return (
             f"target {self.name} says numbers that are not finite after {len(tokens)} tokens, first in "
             f"{module}: its weights are damaged, or {self.dtype_name} is too narrow: load it in float32"

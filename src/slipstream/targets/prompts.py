@@ -1,20 +1,76 @@
-"""Prompts: token ids from text, messages, ids or a tokenizer's output, one prompt or several."""
+"""Prompts: token ids from text, messages, ids or a tokenizer's output; Hugging Face's tokenizers."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import PurePath
-from typing import Any
+from typing import Any, final
 
 import numpy as np
+from jinja2 import TemplateError
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from slipstream.core.target import Target
+from slipstream.core.target import Messages, Target, Text
 
 # text, token ids, messages, or what a tokenizer returns
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Tensor | np.ndarray
 FORMS = "text, messages, token ids, a tokenizer's output, or a list of such"
 UNREADABLE = re.compile("[\ud800-\udfff]")  # stands in Python's strings for bytes that are not UTF-8
+
+
+@final
+class HFText(Text):
+    """Text through a Hugging Face tokenizer; `name` is what errors call its target."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+        self.tokenizer, self.name = tokenizer, name
+
+    @property
+    def has_chat(self) -> bool:
+        return self.tokenizer.chat_template is not None
+
+    @property
+    def eos(self) -> int | None:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        return self.tokenizer.get_vocab()
+
+    def encode(self, prompt: str | Messages) -> list[int]:
+        if not self.has_chat:
+            if isinstance(prompt, str):
+                return self.ids(prompt, special=True)
+            raise ValueError(f"target {self.name} has no chat template: give the prompt as text")
+        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        how: Any = {"add_generation_prompt": True, "return_dict": True}
+        try:
+            encoded: Any = self.tokenizer.apply_chat_template(messages, **how)
+            return list(encoded["input_ids"])
+        except Exception as error:  # templates raise errors of many types
+            reason = str(error).strip().split("\n")[0]
+            raise ValueError(
+                f"the chat template of {self.name} does not take these messages: {reason}"
+            ) from error
+
+    def ids(self, text: str, special: bool = False) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def render(self, messages: Messages, ask: bool) -> str:
+        how: Any = {"conversation": list(messages), "tokenize": False, "add_generation_prompt": ask}
+        try:
+            return str(self.tokenizer.apply_chat_template(**how))
+        except (TemplateError, IndexError) as error:
+            raise ValueError(f"the chat template of {self.name} refuses these turns: {error}") from error
+
+    def decode(self, tokens: Sequence[int], special: bool = False) -> str:
+        # A clean-up of spaces would change text that was already given out.
+        how: Any = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(list(tokens), **how))
+
+    def written(self, token: int) -> str:
+        return str(self.tokenizer.convert_ids_to_tokens(token))
 
 
 def read_prompts(target: Target, prompts: Prompt | Sequence[Prompt]) -> tuple[list[list[int]], bool]:
@@ -24,15 +80,13 @@ def read_prompts(target: Target, prompts: Prompt | Sequence[Prompt]) -> tuple[li
         ValueError: there is no prompt, or `encode` refuses one.
     """
     given: Any = _plain(prompts)
-    if not isinstance(given, (str, bytes, PurePath, list, tuple)):
+    text = isinstance(given, (str, bytes, PurePath))
+    if not text and not isinstance(given, (list, tuple)):
         raise ValueError(f"prompts is a {type(prompts).__name__}: give {FORMS}")
     if not given:
-        raise ValueError(
-            "the prompt is empty" if isinstance(given, str) else "there are no prompts: give at least one"
-        )
-    single = isinstance(given, (str, bytes, PurePath)) or isinstance(given[0], Real) or _is_message(given[0])
-    each: Any = [given] if single else given
-    return [encode(target, prompt) for prompt in each], single
+        raise ValueError("the prompt is empty" if text else "there are no prompts: give at least one")
+    single = text or isinstance(given[0], Real) or _is_message(given[0])
+    return [encode(target, prompt) for prompt in ([given] if single else given)], single
 
 
 def encode(target: Target, prompt: Prompt) -> list[int]:

@@ -43,10 +43,9 @@ class RecordedTarget(Target):
         sampling: Sequence[Sampling] | None = None,
     ) -> None:
         self.target, self.taps = target, taps
-        self.name, self.text, self.source = target.name, target.text, target.source
-        self.device, self.dtype, self.fingerprint = target.device, target.dtype, target.fingerprint
-        self.vocab, self.width, self.window = target.vocab, target.width, target.window
-        self.sizes, self.compiles, self.captures = target.sizes, target.compiles, False
+        for name in Target.__annotations__:
+            setattr(self, name, getattr(target, name))
+        self.captures = False
         self.sampling = rows_of(Sampling(), len(texts)) if sampling is None else list(sampling)
         rows = [[*prompt, *answer] for prompt, answer in texts]
         longest = max(map(len, rows)) + 1  # nothing matches past the longest, either

@@ -1,4 +1,5 @@
-"""Which models can be targets. Others are refused by name, with the reason."""
+"""A model's sizes, rotary positions and windows, from its Hugging Face configuration; which models can be
+targets. Others are refused by name, with the reason."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -7,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from slipstream.core.target import Sizes
 
 ROPE_REFUSED = ("dynamic", "longrope", "su")
 LAYERS_KNOWN = ("full_attention", "sliding_attention")
@@ -96,3 +100,41 @@ def first_unsound(model: Any, tokens: Sequence[int]) -> str | None:
             hooks.callback(module.register_forward_hook(partial(look, name=name)).remove)
         model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False)
     return unsound[0] if unsound else None
+
+
+def sizes_of(config: Any) -> Sizes:
+    """The sizes. What the configuration lacks is as in a Llama-like layer."""
+    H, heads = config.hidden_size, config.num_attention_heads
+
+    def read(name: str, default: Any) -> Any:
+        return getattr(config, name, None) or default
+
+    return Sizes(
+        hidden_size=H,
+        intermediate_size=int(read("intermediate_size", 4 * H)),
+        num_attention_heads=heads,
+        num_key_value_heads=read("num_key_value_heads", heads),
+        head_dim=read("head_dim", H // heads),
+        rope_theta=float(read("rope_parameters", {}).get("rope_theta") or read("rope_theta", 10000.0)),
+        rms_norm_eps=float(read("rms_norm_eps", 1e-6)),
+        hidden_act=str(read("hidden_act", None)),
+        blocks=config.num_hidden_layers,
+    )
+
+
+def rope(config: Any, block: int) -> tuple[list[float], float]:
+    """`Target.rope` of a configuration."""
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kind = (getattr(config, "layer_types", None) or {block: None})[block]
+    nested = kind in parameters
+    parameters = parameters[kind] if nested else parameters
+    if not parameters:
+        return [], 1.0
+    if (scaling := parameters.get("rope_type", "default")) != "default":
+        frequencies, factor = ROPE_INIT_FUNCTIONS[scaling](
+            config, torch.device("cpu"), layer_type=kind if nested else None
+        )
+        return frequencies.tolist(), float(factor)
+    D = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dim = int(D * (parameters.get("partial_rotary_factor") or 1.0))
+    return (1.0 / parameters["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim)).tolist(), 1.0

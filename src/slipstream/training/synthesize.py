@@ -81,7 +81,7 @@ def regenerate(
     Lines are appended batch by batch. A run continues what an interrupted one has written.
 
     Args:
-        target: a target, or the name of one, which is loaded with `load_target`'s defaults.
+        target: a target, or the name of one for `load_target`.
         source: a file in any training shape, or conversations; each is cut before its first assistant turn.
         out: the file to write or to continue.
         systems: each question is asked once more behind each of these system messages.

@@ -86,10 +86,8 @@ class Trainer:
             if self._resume and not begun:
                 raise ValueError(f"{directory} holds no checkpoint to resume: leave --resume out to begin")
             if not anything and (begun or (self.home / "config.json").exists()):
-                held = (
-                    "a training run: go on with --resume" if begun else "a drafter: begin anew with --force"
-                )
-                raise ValueError(f"{directory} holds {held}, or name another directory")
+                held = "training run: go on with --resume" if begun else "drafter: begin anew with --force"
+                raise ValueError(f"{directory} holds a {held}, or name another directory")
             yield
 
     def prepare(self, filling: Filling = lambda what, total: lambda n: None) -> None:
@@ -142,8 +140,7 @@ class Trainer:
         examples = load_examples(data.files, self.target, data.max_length, data.limit, data.greedy)
         if (n := len(examples)) < 8:
             raise ValueError(f"{n} examples remain of {', '.join(data.files)}: training takes 8 at least")
-        self._all, self._held_out = hold_out(examples, data.held_out)
-        self._data = data
+        (self._all, self._held_out), self._data = hold_out(examples, data.held_out), data
 
     def run(self, show: Show = lambda seen: None) -> Progress:
         """Train to the end. Ctrl-C or SIGTERM leave a checkpoint to resume from and raise KeyboardInterrupt.
@@ -201,9 +198,7 @@ class Trainer:
         features = Features(self.target, self._all, batches, taps, int(recipe.features.disk_gib * 2**30))
         self._data_key = features.key
         if self._saved is not None and self._saved["data"] not in (None, features.key):
-            raise ValueError(
-                f"the training data has changed since the checkpoint in {self.home}: begin a new run"
-            )
+            raise ValueError(f"the training data has changed since the checkpoint in {self.home}: begin anew")
         if self.leads and features.kept:
             total = sum(len(self._all[i].tokens) for batch in batches[: features.kept] for i in batch)
             features.fill(self._filling("reading features", total))
