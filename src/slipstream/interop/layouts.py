@@ -26,9 +26,10 @@ Tensors = dict[str, Tensor]
 
 
 class Layout(ABC):
-    """A public format of a method's weights.
+    """A public format of a method's weights, for one target.
 
     Attributes:
+        notes: on what was read or written, for the user.
         keys: keys of config.json that are read.
         file: name of the file of tensors.
         embedding: checkpoints always hold a "copy" of the target's embedding, "may" hold it or one of their
@@ -41,17 +42,21 @@ class Layout(ABC):
     embedding: ClassVar[Literal["copy", "may", "none"]] = "may"
     vocabulary: ClassVar[bool] = True
 
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.notes: list[str] = []
+
     @abstractmethod
     def knows(self, config: Config, tensors: Tensors) -> bool:
         """Whether a checkpoint is written in this layout."""
 
     @abstractmethod
-    def sizes(self, config: Config, tensors: Tensors, target: Target, notes: list[str]) -> Any:
-        """The head's sizes, from the `flat` config and tensors under our names; `notes` are for the user.
-        Raises ValueError where they do not fit the target."""
+    def sizes(self, config: Config, tensors: Tensors) -> Any:
+        """The head's sizes, from the `flat` config and tensors under our names. Raises ValueError where they
+        do not fit the target."""
 
     @abstractmethod
-    def config(self, head: Any, target: Target, name: str) -> Config:
+    def config(self, head: Any, name: str) -> Config:
         """config.json of our own head; `name` is the target's. Raises ValueError if it cannot express it."""
 
     def flat(self, config: Config) -> Config:
@@ -70,7 +75,7 @@ class Layout(ABC):
         """Their tensors under our names. Raises ValueError."""
         return tensors
 
-    def give(self, tensors: Tensors, target: Target, notes: list[str]) -> Tensors:
+    def give(self, tensors: Tensors) -> Tensors:
         """Our tensors under their names."""
         return tensors
 
@@ -85,22 +90,23 @@ class EagleLayout(Layout):
     def knows(self, config: Config, tensors: Tensors) -> bool:
         return True  # nothing marks it: what no other layout knows is read as this one
 
-    def sizes(self, config: Config, tensors: Tensors, target: Target, notes: list[str]) -> EagleConfig:
+    def sizes(self, config: Config, tensors: Tensors) -> EagleConfig:
         has_bias = config.get("bias") is not False  # of the fc: the key's absence means that there is one
-        fits("hidden_size", config.get("hidden_size"), target.width)
-        return EagleConfig(**layer(config, tensors, target), bias=has_bias)
+        fits("hidden_size", config.get("hidden_size"), self.target.width)
+        return EagleConfig(**layer(config, tensors, self.target), bias=has_bias)
 
-    def config(self, head: EagleConfig, target: Target, name: str) -> Config:
+    def config(self, head: EagleConfig, name: str) -> Config:
         if head.input_norm:
-            reason = "this head has a norm before attention, which layout eagle cannot express"
-            raise ValueError(f"{reason}: train one without")
+            raise ValueError(
+                "this head has a norm before attention, which layout eagle cannot express: train one without"
+            )
         bias = {} if head.bias else {"bias": False}
         llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-        return {**described(target), **written(head), **bias, **llama}
+        return {**described(self.target), **written(head), **bias, **llama}
 
-    def give(self, tensors: Tensors, target: Target, notes: list[str]) -> Tensors:
+    def give(self, tensors: Tensors) -> Tensors:
         if "fc.bias" in tensors:
-            notes.append(
+            self.notes.append(
                 'fc.bias: vLLM leaves it out, and reads the key "bias" as one of attention; SGLang and EAGLE '
                 "use it"
             )
@@ -126,25 +132,25 @@ class Eagle3Layout(Layout):
         nested = {f"{NESTED}{name}": value for name, value in (config.get("eagle_config") or {}).items()}
         return {name: value for name, value in config.items() if name != "eagle_config"} | nested
 
-    def sizes(self, config: Config, tensors: Tensors, target: Target, notes: list[str]) -> Eagle3Config:
+    def sizes(self, config: Config, tensors: Tensors) -> Eagle3Config:
         H, wide = config.get("hidden_size"), config.get("target_hidden_size")
-        fits("target_hidden_size" if wide else "hidden_size", wide or H, target.sizes.hidden_size)
+        fits("target_hidden_size" if wide else "hidden_size", wide or H, self.target.sizes.hidden_size)
         flags: dict[str, Any] = {name: bool(config.get(name)) for name in self.flags}
         flags["norm_before_fc"] = bool(config.get(f"{NESTED}norm_before_fc", flags["norm_before_fc"]))
-        own = bool(config.get("embed_requires_grad")) or target.sizes.hidden_size != H
+        own = bool(config.get("embed_requires_grad")) or self.target.sizes.hidden_size != H
         return Eagle3Config(
-            **layer(config, tensors, target),
+            **layer(config, tensors, self.target),
             **flags,
-            taps=taps(config, target.sizes.blocks),
-            draft_vocab_size=config.get("draft_vocab_size") or target.vocab,
+            taps=taps(config, self.target.sizes.blocks),
+            draft_vocab_size=config.get("draft_vocab_size") or self.target.vocab,
             target_hidden_size=0 if wide in (None, H) else wide,
-            vocab_size=target.vocab if own else 0,
+            vocab_size=self.target.vocab if own else 0,
         )
 
     def own_embedding(self, sizes: Eagle3Config) -> bool:
         return sizes.vocab_size > 0
 
-    def config(self, head: Eagle3Config, target: Target, name: str) -> Config:
+    def config(self, head: Eagle3Config, name: str) -> Config:
         inputs = [int(tap.removeprefix(INPUT)) for tap in head.taps if tap.startswith(INPUT)]
         if len(inputs) < len(head.taps) or inputs != sorted(set(inputs)):
             raise ValueError(
@@ -157,7 +163,7 @@ class Eagle3Layout(Layout):
         own |= {"target_hidden_size": head.target_hidden_size or head.hidden_size}
         own |= {"embed_requires_grad": bool(head.vocab_size), IDS: inputs}
         nested = {IDS: [i - 1 for i in inputs], "use_aux_hidden_state": True}
-        return {**described(target), **written(head), **own, "eagle_config": nested}
+        return {**described(self.target), **written(head), **own, "eagle_config": nested}
 
     def take(self, tensors: Tensors) -> Tensors:
         taken = {name.replace(self.layer, "midlayer.", 1): tensor for name, tensor in tensors.items()}
@@ -168,11 +174,11 @@ class Eagle3Layout(Layout):
                 raise ValueError("d2t and t2d do not say the same draft vocabulary, in ascending order")
         return taken
 
-    def give(self, tensors: Tensors, target: Target, notes: list[str]) -> Tensors:
+    def give(self, tensors: Tensors) -> Tensors:
         given = {name.replace("midlayer.", self.layer, 1): tensor for name, tensor in tensors.items()}
         if (vocab := given.pop(VOCAB, None)) is not None:
             given["d2t"] = vocab.long() - torch.arange(len(vocab))
-            given["t2d"] = torch.zeros(target.vocab, dtype=torch.bool).index_fill_(0, vocab.long(), True)
+            given["t2d"] = torch.zeros(self.target.vocab, dtype=torch.bool).index_fill_(0, vocab.long(), True)
         return given
 
 
@@ -191,16 +197,18 @@ class SpeculatorsLayout(Eagle3Layout):
         sections = {name: value for name, value in config.items() if name != "transformer_layer_config"}
         return super().flat({**config.get("transformer_layer_config", {}), **sections})
 
-    def sizes(self, config: Config, tensors: Tensors, target: Target, notes: list[str]) -> Eagle3Config:
+    def sizes(self, config: Config, tensors: Tensors) -> Eagle3Config:
         if "norm_before_residual" not in config:
-            notes.append("norm_before_residual: absent, false as speculators has it; vLLM takes it as true")
-        return super().sizes(config, tensors, target, notes)
+            self.notes.append(
+                "norm_before_residual: absent, false as speculators has it; vLLM takes it as true"
+            )
+        return super().sizes(config, tensors)
 
-    def config(self, head: Eagle3Config, target: Target, name: str) -> Config:
-        flat = super().config(head, target, name)
+    def config(self, head: Eagle3Config, name: str) -> Config:
+        flat = super().config(head, name)
         greedy = {"proposal_type": "greedy", "speculative_tokens": 3}
         greedy |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
-        verifier = {"name_or_path": name, "architectures": target.described.get("architectures") or []}
+        verifier = {"name_or_path": name, "architectures": self.target.described.get("architectures") or []}
         proposing = {"algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [greedy]}
         layer = {name: value for name, value in flat.items() if name not in (*self.own, "eagle_config")}
         return {
@@ -224,26 +232,26 @@ class MedusaLayout(Layout):
     def knows(self, config: Config, tensors: Tensors) -> bool:
         return any(map(self.block.fullmatch, tensors))
 
-    def sizes(self, config: Config, tensors: Tensors, target: Target, notes: list[str]) -> MedusaConfig:
+    def sizes(self, config: Config, tensors: Tensors) -> MedusaConfig:
         blocks = [match for match in map(BLOCK.fullmatch, tensors) if match]
         depth, layers = (1 + max((int(match[i]) for match in blocks), default=-1) for i in (1, 2))
         shared, bias = "lm_heads.0.weight" not in tensors, "blocks.0.0.bias" in tensors
         if shared:
-            notes.append("lm_heads: absent, the target's LM head is used at every depth")
+            self.notes.append("lm_heads: absent, the target's LM head is used at every depth")
         H = tensors["blocks.0.0.weight"].shape[1]
-        own = len(tensors[VOCAB]) if VOCAB in tensors else target.vocab
+        own = len(tensors[VOCAB]) if VOCAB in tensors else self.target.vocab
         Vd = own if shared else len(tensors["lm_heads.0.weight"])
-        if target.width != H or Vd != own:
+        if self.target.width != H or Vd != own:
             raise ValueError(
-                f"LM heads of {Vd} tokens and width {H}; this target has {target.vocab} and {target.width}: "
-                "import it for the target it was made for"
+                f"LM heads of {Vd} tokens and width {H}; this target has {self.target.vocab} and "
+                f"{self.target.width}: import it for the target it was made for"
             )
         return MedusaConfig(H, Vd, depth, layers, bias, shared)
 
     def tree(self, sizes: MedusaConfig) -> str:
         return f"best-first-{sizes.depth}x16"
 
-    def config(self, head: MedusaConfig, target: Target, name: str) -> Config:
+    def config(self, head: MedusaConfig, name: str) -> Config:
         sizes = {"medusa_num_heads": head.depth, "medusa_num_layers": head.layers}
         return sizes | {"base_model_name_or_path": name}
 
@@ -254,11 +262,11 @@ class MedusaLayout(Layout):
         block = self.block
         return {renamed.get(k, block.sub(r"blocks.\1.\2.\3", k)): tensor for k, tensor in tensors.items()}
 
-    def give(self, tensors: Tensors, target: Target, notes: list[str]) -> Tensors:
+    def give(self, tensors: Tensors) -> Tensors:
         if VOCAB in tensors:
             raise ValueError(
-                f"this head says {len(tensors[VOCAB])} of {target.vocab} tokens, which layout medusa cannot "
-                "express: export it as medusa-vllm, or train one with head.draft_vocab=0"
+                f"this head says {len(tensors[VOCAB])} of {self.target.vocab} tokens, which layout medusa "
+                "cannot express: export it as medusa-vllm, or train one with head.draft_vocab=0"
             )
         layers = 1 + max(int(match[2]) for match in map(BLOCK.fullmatch, tensors) if match)
 
@@ -281,22 +289,21 @@ class VLLMMedusaLayout(MedusaLayout):
     def knows(self, config: Config, tensors: Tensors) -> bool:
         return any(name.startswith("blocks.0.layers.") for name in tensors)
 
-    def sizes(self, config: Config, tensors: Tensors, target: Target, notes: list[str]) -> MedusaConfig:
-        if config.get("original_lm_head"):  # the file has the target's, once
-            theirs, own = tensors.pop("lm_heads.0.weight"), _lm_head(tensors, target)
-            if not close(theirs, own):
-                raise ValueError(
-                    "original_lm_head=True, and lm_heads.0.weight is not this target's LM head: import it "
-                    "for the target it was made for"
-                )
-        return super().sizes(config, tensors, target, notes)
+    def sizes(self, config: Config, tensors: Tensors) -> MedusaConfig:
+        theirs = tensors.pop("lm_heads.0.weight") if config.get("original_lm_head") else None
+        if theirs is not None and not close(theirs, self._lm_head(tensors)):
+            raise ValueError(
+                "original_lm_head=True, and lm_heads.0.weight is not this target's LM head: import it for the "
+                "target it was made for"
+            )
+        return super().sizes(config, tensors)
 
-    def config(self, head: MedusaConfig, target: Target, name: str) -> Config:
+    def config(self, head: MedusaConfig, name: str) -> Config:
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
             "hidden_size": head.hidden_size,
-            "vocab_size": target.vocab,
+            "vocab_size": self.target.vocab,
             "truncated_vocab_size": head.draft_vocab_size,
             "num_heads": head.depth,
             "num_hidden_layers": head.layers,
@@ -310,36 +317,30 @@ class VLLMMedusaLayout(MedusaLayout):
             taken[VOCAB] = vocab.long()
         return taken
 
-    def give(self, tensors: Tensors, target: Target, notes: list[str]) -> Tensors:
+    def give(self, tensors: Tensors) -> Tensors:
         given = {re.sub(r"(blocks\.\d+)\.", r"\1.layers.", name): tensor for name, tensor in tensors.items()}
         if "lm_heads.0.weight" not in given:
-            given["lm_heads.0.weight"] = _lm_head(tensors, target).to(tensors["blocks.0.0.weight"].dtype)
+            given["lm_heads.0.weight"] = self._lm_head(tensors).to(tensors["blocks.0.0.weight"].dtype)
         if (vocab := given.pop(VOCAB, None)) is not None:
             given["token_map"] = vocab.long()
         return given
 
+    def _lm_head(self, tensors: Tensors) -> Tensor:
+        """The rows of the target's LM head that say the draft vocabulary."""
+        lm_head = self.target.lm_head(tensors[VOCAB].long() if VOCAB in tensors else None)
+        token = torch.zeros(1, dtype=torch.long, device=self.target.device)
+        return rows_of(lm_head, self.target.embed(token)).cpu()
 
-def layouts() -> dict[str, tuple[str, Layout]]:
+
+def layouts(target: Target) -> dict[str, tuple[str, Layout]]:
     """The method and the layout of each name."""
     return {
-        name: (method.name, resolve_name(layout)())
+        name: (method.name, resolve_name(layout)(target))
         for method in METHODS.values()
         for name, layout in method.layouts.items()
     }
 
 
-def layout_of(config: Config, tensors: Tensors) -> str:
-    """The name of the layout that a checkpoint is written in. Later entries of the table are asked first."""
-    known = layouts()
-    return next(name for name in reversed(known) if known[name][1].knows(config, tensors))
-
-
 def close(theirs: Tensor, own: Tensor) -> bool:
     """Whether a matrix is the target's up to rounding."""
     return theirs.shape == own.shape and torch.allclose(theirs.float(), own.float(), rtol=1e-2, atol=1e-3)
-
-
-def _lm_head(tensors: Tensors, target: Target) -> Tensor:
-    """The rows of the target's LM head that say the draft vocabulary."""
-    lm_head = target.lm_head(tensors[VOCAB].long() if VOCAB in tensors else None)
-    return rows_of(lm_head, target.embed(torch.zeros(1, dtype=torch.long, device=target.device))).cpu()

@@ -25,7 +25,7 @@ from slipstream.drafters.store import (
     write_directory,
 )
 from slipstream.files import check_regular, name_of, read_json, understood
-from slipstream.interop.layouts import Config, Tensors, close, layout_of, layouts
+from slipstream.interop.layouts import Config, Tensors, close, layouts
 from slipstream.interop.sizes import unread
 from slipstream.methods import METHODS
 from slipstream.results import Result, made
@@ -75,41 +75,43 @@ def import_checkpoint(
     source = name_of(source, "a checkpoint")
     with claimed(directory, ("import",), force, (source, target.source)), understood(f"checkpoint {source}"):
         read = _read(Path(source).expanduser())
-        done = Conversion(**made(), directory=directory, used=[], notes=[])
         try:
-            method, config, tensors = _converted(*read, target, tree, done)
+            method, config, tensors, used, notes = _converted(*read, target, tree)
         except ValueError as error:
             raise ValueError(f"checkpoint {source}: {error}") from error
         training = {"imported_from": Path(source).name}
         save_drafter(directory, method, target, config, tensors, training, dtype=None, force=True)
-        return done
+        return Conversion(**made(), directory=directory, used=used, notes=notes)
 
 
 def _converted(
-    config: Config, tensors: Tensors, target: Target, tree: str | None, done: Conversion
-) -> tuple[str, Config, Tensors]:
-    """Method, configuration and tensors of a drafter directory. Raises ValueError if they do not fit."""
-    called = layout_of(config, tensors)
-    (method, layout), ours = layouts()[called], config.get(OURS, {})
-    embedding = tensors.pop(EMBEDDING, None)
+    config: Config, tensors: Tensors, target: Target, tree: str | None
+) -> tuple[str, Config, Tensors, list[str], list[str]]:
+    """Method, configuration and tensors of a drafter directory, what was used, and notes. Raises ValueError
+    if they do not fit."""
+    known, ours = layouts(target), config.get(OURS, {})
+    # Later entries of the table are asked first.
+    called = next(name for name in reversed(known) if known[name][1].knows(config, tensors))
+    method, layout = known[called]
+    embedding, notes = tensors.pop(EMBEDDING, None), layout.notes
     taken, flat = layout.take(tensors), layout.flat(config)
     if ids := ours.get(VOCAB):
-        done.notes.append(f"{VOCAB}: {len(ids.split())} tokens, from config.json's key {OURS}")
+        notes.append(f"{VOCAB}: {len(ids.split())} tokens, from config.json's key {OURS}")
         taken[VOCAB] = torch.tensor(sorted(map(int, ids.split())), dtype=torch.int32)
-    sizes = layout.sizes(flat, taken, target, done.notes)
+    sizes = layout.sizes(flat, taken)
     ignored = unread(flat, sorted(layout.keys), target.described)
-    done.used.extend([*tensors, *sorted(layout.keys & set(flat))])
+    used = [*tensors, *sorted(layout.keys & set(flat))]
     if layout.embedding != "none":
         what, kept = _kept(embedding, target, layout.own_embedding(sizes))
-        done.notes.append(f"{EMBEDDING}: {what}")
+        notes.append(f"{EMBEDDING}: {what}")
         taken |= kept
-    done.notes.append(f"config keys kept for export that change nothing here: {', '.join(ignored) or 'none'}")
+    notes.append(f"config keys kept for export that change nothing here: {', '.join(ignored) or 'none'}")
     named = asdict(sizes)
     tree = Shape.parse(tree or ours.get("tree") or layout.tree(sizes)).name
     config_json: Config = {"taps": list(named.pop("taps")), "head": named, "tree": tree, "public": config}
     config_json |= {"layout": called, "public_embedding": None if embedding is None else _about(embedding)}
     drafter_class(method, called).load(config_json, taken, target)
-    return method, config_json, taken
+    return method, config_json, taken, used, notes
 
 
 def _kept(embedding: Tensor | None, target: Target, trained: bool) -> tuple[str, Tensors]:
@@ -157,12 +159,13 @@ def export(
     name = name_of(drafter, "a drafter")
     home = find_drafter(name, target)
     with claimed(directory, ("export",), force, (home, target.source)), understood(f"drafter {name}"):
-        done = Conversion(**made(), directory=directory, used=[], notes=[])
-        _export(name, home, target, layout, done)
-        return done
+        used, notes = _export(name, home, target, layout, directory)
+        return Conversion(**made(), directory=directory, used=used, notes=notes)
 
 
-def _export(source: str, home: Path, target: Target, layout: str | None, done: Conversion) -> None:
+def _export(
+    source: str, home: Path, target: Target, layout: str | None, directory: str
+) -> tuple[list[str], list[str]]:
     config, tensors = read_drafter(home, target)
     method = config["method"]
     fitting = list(METHODS[method].layouts) if method in METHODS else []
@@ -178,36 +181,37 @@ def _export(source: str, home: Path, target: Target, layout: str | None, done: C
             f"drafter {source}: Unknown layout for {method} drafters: {named!r}. Available: "
             f"{', '.join(fitting)}"
         )
-    _, written = layouts()[named]
+    _, written = layouts(target)[named]
+    notes = written.notes
     drafter = drafter_class(method, source).load(config, tensors, target)
     copied = _about(_embedding(target)) if written.embedding == "copy" else None
     stored = config.get("public_embedding", copied)
     embedding = tensors.pop(EMBEDDING, None)
     vocab = None if written.vocabulary else tensors.pop(VOCAB, None)
     if vocab is not None:
-        done.notes.append(
+        notes.append(
             f"{VOCAB}: in config.json, where import finds it; engines take candidates from all tokens, not "
             f"these {len(vocab)}"
         )
-    given = written.give(tensors, target, done.notes)
+    given = written.give(tensors)
     if embedding is not None:
         given[EMBEDDING] = embedding
-        done.notes.append(f"{EMBEDDING}: as it was imported")
+        notes.append(f"{EMBEDDING}: as it was imported")
     elif stored is not None:
         given[EMBEDDING] = _embedding(target).to(getattr(torch, stored["dtype"])).cpu().contiguous()
         if _about(given[EMBEDDING]) != stored:
             raise ValueError(
                 f"drafter {source}: load the target in the precision this head was imported with (--dtype)"
             )
-        done.notes.append(f"{EMBEDDING}: a copy of the target's")
-    done.used.extend(given)
+        notes.append(f"{EMBEDDING}: a copy of the target's")
     config_json = config.get("public") if named == imported else None
     if config_json is None:
         ours = {"tree": config["tree"]}
         if vocab is not None:
             ours[VOCAB] = " ".join(map(str, vocab.tolist()))
-        config_json = {**written.config(drafter.head.config, target, config["target"]["name"]), OURS: ours}
-    write_directory(done.directory, config_json, given, written.file, by="export")
+        config_json = {**written.config(drafter.head.config, config["target"]["name"]), OURS: ours}
+    write_directory(directory, config_json, given, written.file, by="export")
+    return list(given), notes
 
 
 def _about(embedding: Tensor) -> dict[str, str]:
