@@ -293,8 +293,8 @@ class VLLMMedusaLayout(MedusaLayout):
         theirs = tensors.pop("lm_heads.0.weight") if config.get("original_lm_head") else None
         if theirs is not None and not close(theirs, self._lm_head(tensors)):
             raise ValueError(
-                "original_lm_head=True, and lm_heads.0.weight is not this target's LM head: import it for the "
-                "target it was made for"
+                "original_lm_head=True, and lm_heads.0.weight is not this target's LM head: import it for "
+                "the target it was made for"
             )
         return super().sizes(config, tensors)
 

@@ -62,7 +62,7 @@ class ParityReport(Report):
     """What `parity` found.
 
     Attributes:
-        acceptance, difference: ours and vLLM's by position, and the one minus the other.
+        difference: our acceptance minus vLLM's, by position.
         margin: the precision's, in logits.
         first_tensor_that_differs: in order of computation; None if all agree.
         agrees: acceptance agrees within 0.02 at every position, and texts within the margin.

@@ -97,8 +97,7 @@ def layer(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) ->
     """Sizes of a head's one layer, checked against the target. Raises ValueError."""
     for name, own in (("num_hidden_layers", 1), ("vocab_size", target.vocab)):
         fits(name, config.get(name, own), own)
-    missing = [name for name in ("intermediate_size", "num_attention_heads") if name not in config]
-    if missing:
+    if missing := [name for name in ("intermediate_size", "num_attention_heads") if name not in config]:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
     if (activation := config.get("hidden_act", "silu")) not in ACTIVATIONS:
         raise ValueError(f"hidden_act {activation!r}; available: {', '.join(ACTIVATIONS)}")
@@ -135,11 +134,7 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
 
 def unread(config: Mapping[str, Any], read: Sequence[str], target: Mapping[str, Any]) -> list[str]:
     """The keys that are not `read` and change nothing: known ones and those that begin with "_", unset ones,
-    and those at Llama's default or at the target's own value.
-
-    Raises:
-        ValueError: there are others, which may change what the head says.
-    """
+    and those at Llama's default or at the target's own value. Raises ValueError where there are others."""
     left = {name: value for name, value in config.items() if name not in read}
     windowless = config.get("use_sliding_window") is False or config.get("layer_types") == ONLY["layer_types"]
 

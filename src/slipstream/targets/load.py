@@ -107,12 +107,8 @@ def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
 
 
 def _whole(name: str, **how: Any) -> PreTrainedModel:
-    """Load a model whose weights and its files' weights are the same set. Hugging Face only warns: it draws
-    the weights that a file lacks at random, and drops those that the model lacks.
-
-    Raises:
-        ValueError: names the missing or unexpected weights.
-    """
+    """Load a model whose weights and its files' weights are the same set, or raise ValueError. Hugging Face
+    only warns: it draws missing weights at random, and drops unexpected ones."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(**how, output_loading_info=True)
     model, info = loaded
     blocks = model.config.get_text_config(decoder=True).num_hidden_layers

@@ -21,7 +21,7 @@ UNREADABLE = re.compile("[\ud800-\udfff]")  # stands in Python's strings for byt
 
 @final
 class HFText(Text):
-    """Text through a Hugging Face tokenizer; `name` is what errors call its target."""
+    """Text through a Hugging Face tokenizer; `name`: what errors call its target."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         self.tokenizer, self.name = tokenizer, name
@@ -74,11 +74,8 @@ class HFText(Text):
 
 
 def read_prompts(target: Target, prompts: Prompt | Sequence[Prompt]) -> tuple[list[list[int]], bool]:
-    """Token ids of each prompt, and whether a single prompt was given (not a list of one).
-
-    Raises:
-        ValueError: there is no prompt, or `encode` refuses one.
-    """
+    """Token ids of each prompt, and whether a single prompt was given (not a list of one). Raises ValueError:
+    there is no prompt, or `encode` refuses one."""
     given: Any = _plain(prompts)
     text = isinstance(given, (str, bytes, PurePath))
     if not text and not isinstance(given, (list, tuple)):

@@ -21,15 +21,13 @@ SUPPORTED = "Supported: decoder-only models with attention in every layer"
 
 
 def check_supported(config: Any, stateful: bool = False, positioned: bool = True) -> None:
-    """Refuse architectures for which a tree pass with explicit positions and masks is not exact.
+    """Refuse architectures for which a tree pass with explicit positions and masks is not exact. Raises
+    ValueError, which names the model type and the reason.
 
     Args:
         config: the model's Hugging Face text config.
         stateful: whether the model class keeps a recurrent state (`PreTrainedModel._is_stateful`).
         positioned: whether its forward takes `position_ids`.
-
-    Raises:
-        ValueError: names the model type and the reason.
     """
     kind = getattr(config, "model_type", type(config).__name__)
 
@@ -68,12 +66,8 @@ def attention_windows(config: Any) -> dict[str, int | None]:
 
 @torch.inference_mode()
 def check_causal(model: Any) -> None:
-    """Refuse a model that reads later tokens, such as an encoder, whatever its configuration says. Another
-    last token must not change the logits at the tokens before it.
-
-    Raises:
-        ValueError: names the model type.
-    """
+    """Raise ValueError for a model that reads later tokens, such as an encoder, whatever its configuration
+    says. Another last token must not change the logits at the tokens before it."""
     V = model.config.get_text_config(decoder=True).vocab_size
     texts = (torch.tensor([[1 % V, 2 % V, 3 % V, last % V]], device=model.device) for last in (4, 5))
     one, other = (model(input_ids=text, use_cache=False).logits[0, :-1].double() for text in texts)

@@ -80,10 +80,7 @@ def load_examples(
 
 def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, row) of a .jsonl or .txt file, gzipped or not. A paragraph of a .txt file is a row.
-
-    Raises:
-        ValueError: the file cannot be read, or lines are malformed, of which up to five are named.
-    """
+    Raises ValueError: it cannot be read, or lines are malformed, of which up to five are named."""
     text = read_text(path, "training data")
     if Path(path.removesuffix(".gz")).suffix == ".txt":
         yield from ((number, {"text": part}) for number, part in _paragraphs(text))
@@ -125,11 +122,8 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
-    """Token ids and loss mask of a row. Prompts and answers are tokenised apart, as decoding does.
-
-    Raises:
-        ValueError: the target lacks a tokenizer or a chat template, or the template rewrites earlier turns.
-    """
+    """Token ids and loss mask of a row. Prompts and answers are tokenised apart, as decoding does. Raises
+    ValueError: the target lacks a tokenizer or a chat template, or the template rewrites earlier turns."""
     if (words := target.text) is None:
         raise ValueError(f"target {target.name} has no tokenizer to read training data with")
     if "text" in row:
@@ -185,10 +179,8 @@ def _reason(error: Exception) -> str:
 
 
 def hold_out(examples: Sequence[Example], count: int) -> tuple[list[Example], list[Example]]:
-    """(training examples, held-out examples). At most `count`, and an eighth, are held out, spread evenly.
-
-    They are greedy answers if there are enough of those, because the target need not answer them again.
-    """
+    """(training examples, held-out examples). At most `count`, and an eighth, are held out, spread evenly:
+    greedy answers if there are enough of those, because the target need not answer them again."""
     count = min(count, len(examples) // 8)
     greedy = [i for i, example in enumerate(examples) if example.greedy]
     among = greedy if len(greedy) >= 2 * count else range(len(examples))

@@ -61,12 +61,8 @@ class Features:
         return [cache_home() / "features" / self.key / f"{tap.replace(' ', '_')}.bin" for tap in self.taps]
 
     def fill(self, advance: Callable[[int], None]) -> None:
-        """Write what the files still lack. `advance` is called with the number of tokens done.
-
-        Raises:
-            ValueError: the disk is full or cannot be written. What was written stays, and the next run
-                continues it.
-        """
+        """Write what the files still lack. `advance` is called with each number of tokens done. Raises
+        ValueError if the disk cannot be written. What was written stays, and the next run continues it."""
         if not self.kept:
             return
         try:

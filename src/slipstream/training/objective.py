@@ -62,9 +62,9 @@ class Given:
     Attributes:
         recipe: the section `head` of the method's recipe.
         sizes: of a layer, and the taps.
-        lm_head: the target's over the draft vocabulary, float32; `vocab`: how many tokens that has.
+        lm_head: the target's over the draft vocabulary, of `vocab` tokens, float32.
         states: some of each recorded tap, the final ones last.
-        gains: factors of the embeddings and of the states of each tap that is read.
+        gains: see `Objective`.
     """
 
     recipe: Any

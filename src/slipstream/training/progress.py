@@ -7,12 +7,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A prediction of τ.
+    """A prediction of τ along the held-out answers.
 
     Attributes:
         trained: tokens learnt from before it.
         loss: of the last step; None before the first.
-        tau: τ along the held-out answers.
         acceptance: by depth, the share of rounds that accept as deep.
     """
 
@@ -30,10 +29,8 @@ class Progress:
 
     Attributes:
         stage, step: the next ones to take.
-        trained: tokens learnt from, over all stages.
-        seconds: time spent on steps.
+        trained, seconds: tokens learnt from, and time spent on steps, over all stages.
         best: the highest predicted τ; the drafter directory holds the weights that reached it.
-        history: one entry per evaluation.
     """
 
     stage: int = 0

@@ -120,7 +120,7 @@ def recipe_of(
         overrides: "section.key=value".
 
     Raises:
-        ValueError: it cannot be read, a key is unknown or a value is out of range.
+        ValueError: see `load_recipe`.
     """
     if resume and recipe is None and directory is not None:
         recipe = f"{directory}/{RECIPE}"

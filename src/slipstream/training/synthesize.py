@@ -95,7 +95,7 @@ def regenerate(
     """
     out = _checked(out, source)
     rows = conversations(source) if isinstance(source, (str, PathLike)) else source
-    asked = [q for messages in templated(evenly(rows, limit), systems) if (q := _question(messages))]
+    asked = list(filter(None, map(_question, templated(evenly(rows, limit), systems))))
     if not asked:
         raise ValueError(
             f"{len(rows)} conversations hold no question: give rows in which a user asks something"
@@ -103,7 +103,7 @@ def regenerate(
     writing = Writing(writer_of(writer, target), temperatures, max_new_tokens, batch, seed)
     writing.writer.check(asked, max_new_tokens)
     with _appending(out, writing) as (known, append):
-        written = [_question(messages) for messages in known]
+        written = list(map(_question, known))
         if written != asked[: len(written)]:
             raise ValueError(f"{out} holds answers to other questions than these: name another file")
         progress(len(written), len(asked))
@@ -149,8 +149,7 @@ def synthesize(
 
     Args:
         target, out, writer, temperatures: as `regenerate` takes them.
-        prompts: how many to write.
-        prompt_temperature: of the prompts.
+        prompts: how many to write, at `prompt_temperature`.
 
     Raises:
         ValueError: the target has no chat template, or writes no usable prompts; the file cannot be written,
@@ -184,11 +183,8 @@ def synthesize_prompts(
     known: Iterable[str] = (),
 ) -> Iterator[str]:
     """Prompts that the target writes when it continues its chat template from where a user's words begin, `n`
-    together with the `known` ones. Too short, too long, unfinished and repeated ones are discarded.
-
-    Raises:
-        ValueError: the target has no chat template, or does not write usable prompts.
-    """
+    together with the `known` ones. Too short, too long, unfinished and repeated ones are discarded. Raises
+    ValueError: the target has no chat template, or does not write usable prompts."""
     opening = opening_of(target)
     kept = set(known)
     idle = 0
