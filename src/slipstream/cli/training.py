@@ -72,8 +72,7 @@ def train(
     from accelerate import PartialState
 
     from slipstream.bars import bars
-    from slipstream.training.run import recipe_of, train as run
-    from slipstream.training.show import Watch, preview as show_preview
+    from slipstream.training.run import Watch, preview as show_preview, recipe_of, train as run
 
     settled = recipe_of(method, directory, data, recipe, overrides, resume)
     if directory is None and not preview:

@@ -159,13 +159,10 @@ def export(
     name = name_of(drafter, "a drafter")
     home = find_drafter(name, target)
     with claimed(directory, ("export",), force, (home, target.source)), understood(f"drafter {name}"):
-        used, notes = _export(name, home, target, layout, directory)
-        return Conversion(**made(), directory=directory, used=used, notes=notes)
+        return _export(name, home, target, layout, directory)
 
 
-def _export(
-    source: str, home: Path, target: Target, layout: str | None, directory: str
-) -> tuple[list[str], list[str]]:
+def _export(source: str, home: Path, target: Target, layout: str | None, directory: str) -> Conversion:
     config, tensors = read_drafter(home, target)
     method = config["method"]
     fitting = list(METHODS[method].layouts) if method in METHODS else []
@@ -175,20 +172,20 @@ def _export(
             f"drafter {source}: no public layout exists for {method} drafters, only for {public}"
         )
     imported = config.get("layout", fitting[0])
-    named = imported if layout is None else layout
-    if named not in fitting:
+    layout = imported if layout is None else layout
+    if layout not in fitting:
         raise ValueError(
-            f"drafter {source}: Unknown layout for {method} drafters: {named!r}. Available: "
+            f"drafter {source}: Unknown layout for {method} drafters: {layout!r}. Available: "
             f"{', '.join(fitting)}"
         )
-    _, written = layouts(target)[named]
+    _, written = layouts(target)[layout]
     notes = written.notes
     drafter = drafter_class(method, source).load(config, tensors, target)
     copied = _about(_embedding(target)) if written.embedding == "copy" else None
     stored = config.get("public_embedding", copied)
-    embedding = tensors.pop(EMBEDDING, None)
-    vocab = None if written.vocabulary else tensors.pop(VOCAB, None)
-    if vocab is not None:
+    embedding, ours = tensors.pop(EMBEDDING, None), {"tree": config["tree"]}
+    if not written.vocabulary and (vocab := tensors.pop(VOCAB, None)) is not None:
+        ours[VOCAB] = " ".join(map(str, vocab.tolist()))
         notes.append(
             f"{VOCAB}: in config.json, where import finds it; engines take candidates from all tokens, not "
             f"these {len(vocab)}"
@@ -204,14 +201,11 @@ def _export(
                 f"drafter {source}: load the target in the precision this head was imported with (--dtype)"
             )
         notes.append(f"{EMBEDDING}: a copy of the target's")
-    config_json = config.get("public") if named == imported else None
+    config_json = config.get("public") if layout == imported else None
     if config_json is None:
-        ours = {"tree": config["tree"]}
-        if vocab is not None:
-            ours[VOCAB] = " ".join(map(str, vocab.tolist()))
         config_json = {**written.config(drafter.head.config, config["target"]["name"]), OURS: ours}
     write_directory(directory, config_json, given, written.file, by="export")
-    return list(given), notes
+    return Conversion(**made(), directory=directory, used=list(given), notes=notes)
 
 
 def _about(embedding: Tensor) -> dict[str, str]:

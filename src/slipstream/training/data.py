@@ -20,8 +20,7 @@ class Example:
     """One sequence, and which of its tokens the drafter learns to predict.
 
     Attributes:
-        tokens: ids, as the target reads them when it decodes: each prompt through the chat template, then its
-            answer.
+        tokens: ids as decoding reads them: each prompt through the chat template, then its answer.
         loss: true for the tokens to learn, which are the assistant's own and the token that ends its turn.
         greedy: the row says that the answer is the target's at T = 0.
     """
@@ -39,8 +38,7 @@ class Example:
     def answer(self) -> list[int]:
         """The tokens to learn behind the prompt, up to the first one that is not learnt."""
         start = len(self.prompt)
-        learnt = takewhile(bool, self.loss[start:])
-        return [token for token, _ in zip(self.tokens[start:], learnt, strict=False)]
+        return self.tokens[start:][: len(list(takewhile(bool, self.loss[start:])))]
 
 
 def load_examples(

@@ -81,9 +81,9 @@ class Objective(nn.Module):
     """A head in training, and its loss.
 
     States differ in size from tap to tap, and an embedding is often far smaller (SmolLM2: 0.12 against 1.9).
-    Adam moves every weight by about the learning rate, so a head would take thousands of steps to hear which
-    token comes next. It is trained on inputs scaled to the size of the final state, and `drafter` folds the
-    scales into its weights.
+    Adam moves every weight by about the learning rate, so a head would need thousands of steps to learn from
+    embeddings. It is trained on inputs scaled to the size of the final state, and `drafter` folds the scales
+    into its weights.
 
     Args:
         target: its embedding and LM head are read, and stay as they are.

@@ -52,11 +52,9 @@ class LawLoss(Loss):
     """L = feature · SmoothL1 + token · soft cross-entropy + acceptance · −log Σ min(p, q), summed over draft
     steps j = 0, 1, … (EAGLE §3.2).
 
-    Attributes:
-        feature: weight of the SmoothL1 distance to the target's next state, a mean over its width.
-        token: weight of the cross-entropy with the target's law p.
-        acceptance: weight of a third part, which no paper here has. Σ min(p, q) is the probability that a
-            token sampled from the drafter's law q is accepted (Leviathan et al. 2023, Theorem 3.5).
+    SmoothL1 is the distance to the target's next state, a mean over its width; the cross-entropy is with the
+    target's law p. The third part is in no paper here. Σ min(p, q) is the probability that a token sampled
+    from the drafter's law q is accepted (Leviathan et al. 2023, Theorem 3.5).
     """
 
     feature: Weight = 0.0
@@ -237,8 +235,7 @@ class GlideRecipe(Recipe):
             hidden_size: their width; default: the target's.
             glimpses: they read the target's cache; false: a decoder of the same size that does not.
             own_ends: an embedding and an LM head of its own, in place of the target's.
-            published: as the public code, without a norm before cross-attention and with the text's first
-                token.
+            published: as the public code, without a norm before cross-attention and with the first token.
         """
 
         taps: Taps = None

@@ -94,8 +94,8 @@ class Trainer:
         """Read the data, let the target answer the held-out prompts, and begin or restore the objective.
 
         Args:
-            filling: called with a name and a number of tokens when long work begins. It returns a function,
-                which is called with each number of tokens done.
+            filling: called with a name and a number of tokens when long work begins; it returns a
+                function to call with each number of tokens done.
         """
         with ExitStack() as held:  # released if this fails
             held.enter_context(self._claimed())

@@ -5,10 +5,9 @@ import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import count
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 from slipstream.core.target import Target
 from slipstream.decode.generate import generate
@@ -20,8 +19,7 @@ T = TypeVar("T")
 Messages = list[dict[str, str]]
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """A text. `finished` is false if a length limit cut it."""
 
     text: str
