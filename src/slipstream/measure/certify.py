@@ -22,21 +22,15 @@ from slipstream.targets.load import AnyTarget, loaded
 
 
 class Certified(Part):
-    """One drafter at one temperature.
-
-    Attributes:
-        questions, identical: answers, and those that are plain decoding's token for token.
-        unexplained: tokens beyond the precision's margin.
-        largest_margin: in logits.
-    """
+    """One drafter at one temperature."""
 
     drafter: str
     temperature: float
-    questions: int
+    questions: int  # answers
     tokens: int
-    identical: int
-    unexplained: int
-    largest_margin: float | str
+    identical: int  # answers that are plain decoding's token for token
+    unexplained: int  # tokens beyond the precision's margin
+    largest_margin: float | str  # in logits
     divergences: list[Difference]
 
 

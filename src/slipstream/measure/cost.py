@@ -25,23 +25,21 @@ from slipstream.results import Figures, Part, Report, heading
 
 
 class PassCost(Part):
-    """A target pass over `rows` rows of each of `batch` texts, behind `context` tokens. `gb_s`: the weights'
-    bytes over the time; `share`: that over the memory's bandwidth."""
+    """A target pass over `rows` rows of each of `batch` texts, behind `context` tokens."""
 
     rows: int
     context: int
     batch: int
     ms: float
-    gb_s: float
-    share: float
+    gb_s: float  # the weights' bytes over the time
+    share: float  # of the memory's bandwidth
 
 
 class CostReport(Report):
-    """What passes of a target cost on this machine. `bandwidth_gb_s`: of the memory; `weights_gb`: what a
-    pass must read."""
+    """What passes of a target cost on this machine."""
 
-    bandwidth_gb_s: float
-    weights_gb: float
+    bandwidth_gb_s: float  # of the memory
+    weights_gb: float  # what a pass must read
     passes: list[PassCost]
 
     @property

@@ -1,6 +1,5 @@
 """What `bench` returns, and its tables."""
 
-from pydantic import Field
 from rich.console import Group
 from rich.text import Text
 
@@ -30,14 +29,10 @@ class Speed(Part):
 
 
 class Difference(Part):
-    """A token that is not plain decoding's: `decode.audit.Divergence`, with where it was found.
-
-    Attributes:
-        turn: of the question, counted from 0; `certify` asks the first one only.
-    """
+    """A token that is not plain decoding's: `decode.audit.Divergence`, with where it was found."""
 
     question: str
-    turn: int = 0
+    turn: int = 0  # of the question, counted from 0; `certify` asks the first one only
     position: int
     token: int
     plain: int
@@ -47,73 +42,49 @@ class Difference(Part):
 class Expected(Part):
     """The speed-up that a draft's quality and cost promise if rows cost nothing.
 
-    Attributes:
-        alpha: the share of judged tokens that is accepted. For a chain it estimates E[Σ min(p, q)], for a
-            tree the chance that some child is accepted.
-        c: seconds of drafting one level of depth over those of a plain pass.
-        speedup: the promise.
+    `alpha` is the share of judged tokens that is accepted. For a chain it estimates E[Σ min(p, q)], for a
+    tree the chance that some child is accepted.
     """
 
     alpha: float
-    c: float
-    speedup: float
+    c: float  # seconds of drafting one level of depth over those of a plain pass
+    speedup: float  # the promise
 
 
 class Ledger(Part):
-    """A speed-up over plain decoding, factor by factor.
+    """A speed-up over plain decoding, factor by factor."""
 
-    Attributes:
-        tau: tokens a round.
-        rows: seconds of plain decoding's pass over those of the tree's.
-        draft: seconds of the pass over those of pass and draft.
-        host: the share of a round that is not the host's, over plain decoding's share.
-        prompt: the share of time and of tokens after the prompt's pass, over plain decoding's.
-        predicted: the product.
-        measured: tokens per second over plain decoding's.
-        remainder: by how much `measured` exceeds `predicted`.
-    """
-
-    tau: float
-    rows: float
-    draft: float
-    host: float
-    prompt: float
-    predicted: float
-    measured: float
-    remainder: float
+    tau: float  # tokens a round
+    rows: float  # seconds of plain decoding's pass over those of the tree's
+    draft: float  # seconds of the pass over those of pass and draft
+    host: float  # the share of a round that is not the host's, over plain decoding's share
+    prompt: float  # the share of time and of tokens after the prompt's pass, over plain decoding's
+    predicted: float  # the product
+    measured: float  # tokens per second over plain decoding's
+    remainder: float  # by how much `measured` exceeds `predicted`
 
 
 class DrafterResult(Speed):
-    """One drafter's figures, over all turns and over parts of them.
-
-    Attributes:
-        rows: rows of a target pass.
-        acceptance_by_depth: the share of passes that accepted d drafted tokens or more; conditional: of the
-            passes that drafted d and accepted d − 1.
-        identical: whether every answer is plain decoding's; None where only the distribution is kept.
-        unexplained: differences beyond the precision's margin.
-        host_share: of the time behind the prompts.
-        of_files: the speed-up over each baseline, as its mean over the questions' files.
-    """
+    """One drafter's figures, over all turns and over parts of them."""
 
     drafter: str
     tree: str | None = None
-    rows: int | None = None
+    rows: int | None = None  # of a target pass
     target_passes: int
-    acceptance_by_depth: list[float]
-    acceptance_by_depth_conditional: list[float]
+    acceptance_by_depth: list[float]  # the share of passes that accepted d drafted tokens or more
+    acceptance_by_depth_conditional: list[float]  # of the passes that drafted d and accepted d − 1
     law: str = "coupled"
-    identical: bool | None
-    unexplained: int
+    identical: bool | None  # every answer is plain decoding's; None where only the distribution is kept
+    unexplained: int  # differences beyond the precision's margin
     divergences: list[Difference]
     seconds: Seconds
-    host_share: float
+    host_share: float  # of the time behind the prompts
     expected: Expected | None = None
     ledger: Ledger | None = None
     by_category: dict[str, Speed]
-    by_file: dict[str, Speed] = Field(default_factory=dict)
-    by_question: dict[str, Asked] = Field(default_factory=dict)
-    of_files: dict[str, Paired] = Field(default_factory=dict)
+    by_file: dict[str, Speed] = {}
+    by_question: dict[str, Asked] = {}
+    of_files: dict[str, Paired] = {}  # over each baseline, as means of files
 
 
 class HFResult(Part):
@@ -121,7 +92,7 @@ class HFResult(Part):
 
     tokens_per_second: float
     new_tokens: int
-    by_question: dict[str, Asked] = Field(default_factory=dict)
+    by_question: dict[str, Asked] = {}
 
 
 class BenchReport(Report):

@@ -89,7 +89,8 @@ def tune(
     spec = drafter if isinstance(drafter, Drafter) else Spec.parse(drafter)
     itself = spec == Spec("self-speculative")
     skipping = skippable(target, first_prompts(target, asked), progress=progress) if itself else []
-    made = _grower(spec, target, skipping)
+    skip = max(skipping, key=lambda each: each.expected).skip if skipping else None
+    made = _grower(spec.replace(skip=skip) if skip and isinstance(spec, Spec) else spec, target)
     prompts = first_prompts(target, asked)
     home = None if isinstance(spec, Drafter) else tuned_home(spec, target)
     if home is not None:
@@ -101,7 +102,7 @@ def tune(
         for temperature in temperatures:
             progress(f"T = {temperature:g}: the target answers")
             recorded = record(target, prompts, max_new_tokens, made.taps, len(prompts), temperature)
-            done.append(_tuned(target, made, recorded, temperature, costs, skipping, progress))
+            done.append(_tuned(target, made, recorded, temperature, costs, skip, progress))
             if home is not None:
                 save_tuned(home, target.place, {temperature: done[-1].chosen.stored()})
     except BaseException as error:
@@ -111,11 +112,9 @@ def tune(
     return _report(target, costs, done, skipping)
 
 
-def _grower(drafter: Spec | Drafter, target: Target, skipping: Sequence[Skipped]) -> Proposer:
-    """A drafter whose trees can be chosen, without the blocks to skip. Raises ValueError for any other."""
-    made = drafter
-    if isinstance(drafter, Spec):
-        made = load_drafter(drafter.replace(skip=_best(skipping).skip) if skipping else drafter, target)
+def _grower(drafter: Spec | Drafter, target: Target) -> Proposer:
+    """A drafter whose trees can be chosen. Raises ValueError for any other."""
+    made = load_drafter(drafter, target) if isinstance(drafter, Spec) else drafter
     if not isinstance(made, Proposer):
         names = ", ".join(method.name for method in named() if method.tunes)
         raise ValueError(f"drafter {str(drafter)!r} {TREELESS.format(names=names)}")
@@ -125,10 +124,6 @@ def _grower(drafter: Spec | Drafter, target: Target, skipping: Sequence[Skipped]
             "against: compare its trees by bench, one --drafter NAME:tree=… for each"
         )
     return made
-
-
-def _best(skipping: Sequence[Skipped]) -> Skipped:
-    return max(skipping, key=lambda each: each.expected)
 
 
 def _report(target: Target, costs: "Costs", done: list[Tuned], skipping: list[Skipped]) -> TuneReport:
@@ -148,7 +143,7 @@ def _tuned(
     recorded: RecordedTarget,
     temperature: float,
     costs: "Costs",
-    skipping: Sequence[Skipped],
+    skip: str | None,
     progress: Callable[[str], None],
 ) -> Tuned:
     """What `tune` finds at one temperature."""
@@ -170,7 +165,7 @@ def _tuned(
         candidates.append(max(gammas, key=lambda chain: chain.estimate))
     progress(f"T = {temperature:g}: a race of {len(candidates)}")
     plain, raced = _race(target, drafter, candidates, costs.probe, temperature)
-    chosen = raced[0].model_copy(update={"skip": _best(skipping).skip}) if skipping else raced[0]
+    chosen = raced[0].model_copy(update={"skip": skip}) if skip else raced[0]
     before: dict[str, Any] = {"temperature": temperature, "proposals": proposals, "gammas": gammas}
     return Tuned(**before, plain=plain, candidates=raced, chosen=chosen)
 

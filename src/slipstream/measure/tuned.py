@@ -2,7 +2,6 @@
 
 import shlex
 
-from pydantic import Field
 from rich.console import Group
 from rich.text import Text
 
@@ -62,21 +61,15 @@ class Raced(Timing, Held):
 
 
 class Tuned(Part):
-    """What was found at one temperature.
-
-    Attributes:
-        plain: plain decoding's timing.
-        gammas: of a draft model: chains of 2 to 10 tokens. The best of them is a candidate.
-        candidates: best first. Those dropped from the race early were timed over fewer rounds, and come last.
-        chosen: the first candidate.
-    """
+    """What was found at one temperature. Candidates stand best first. Those dropped from the race early were
+    timed over fewer rounds, and come last."""
 
     temperature: float
-    plain: Timing
+    plain: Timing  # plain decoding's timing
     proposals: list[Proposed]
-    gammas: list[Held] = Field(default_factory=list)
+    gammas: list[Held] = []  # chains of a draft model; the best is a candidate
     candidates: list[Raced]
-    chosen: Raced
+    chosen: Raced  # the first candidate
 
     def names(self) -> dict[str, str]:
         """The candidates' trees, and their names in the table: static trees are numbered."""
@@ -102,19 +95,12 @@ class Tuned(Part):
 
 
 class Skipped(Part):
-    """Blocks that a target may skip to draft for itself, and what that promises.
+    """Blocks that a target may skip to draft for itself, and what that promises."""
 
-    Attributes:
-        skip: the blocks, as `self-speculative` takes them.
-        alpha: agreement at T = 0.
-        c: the cost of a pass without the blocks over that of a whole one.
-        expected: the best speed-up of a chain if rows cost nothing.
-    """
-
-    skip: str
-    alpha: float
-    c: float
-    expected: float
+    skip: str  # the blocks, as `self-speculative` takes them
+    alpha: float  # agreement at T = 0
+    c: float  # the cost of a pass without the blocks over that of a whole one
+    expected: float  # the best speed-up of a chain if rows cost nothing
 
 
 class TuneReport(Report):
@@ -131,7 +117,7 @@ class TuneReport(Report):
     passes_ms: dict[int, float]
     draft_step_ms: float
     temperatures: list[Tuned]
-    skipping: list[Skipped] = Field(default_factory=list)
+    skipping: list[Skipped] = []
 
     def __rich__(self) -> Group:
         """The best candidates at each temperature."""
