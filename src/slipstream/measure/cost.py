@@ -175,10 +175,9 @@ def cost_curve(
         for batch in batches:
             progress(f"passes behind {context} tokens of {batch} texts")
             for rows, seconds in pass_seconds(target, context=context, batch=batch).items():
-                speed = weights / seconds
-                ms, share = round(seconds * 1e3, 3), round(speed / bandwidth, 3)
-                setting = {"rows": rows, "context": context, "batch": batch}
-                passes.append(PassCost(**setting, ms=ms, gb_s=round(speed, 2), share=share))
+                speed, ms = weights / seconds, round(seconds * 1e3, 3)
+                rates = {"gb_s": round(speed, 2), "share": round(speed / bandwidth, 3)}
+                passes.append(PassCost(rows=rows, context=context, batch=batch, ms=ms, **rates))
     sizes: dict[str, Any] = {"bandwidth_gb_s": round(bandwidth, 1), "weights_gb": round(weights, 3)}
     return CostReport(**heading(target), **sizes, passes=passes)
 

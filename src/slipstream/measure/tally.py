@@ -15,19 +15,14 @@ TINY = 1e-9  # what is divided by is at least this
 
 @dataclass(frozen=True)
 class Answered:
-    """One answer of one method. The rounds and the sampling of Hugging Face's are not known.
-
-    Attributes:
-        wall: seconds, the prompt's pass included.
-        identical: whether the tokens are plain decoding's; `differences` are those that are not.
-    """
+    """One answer of one method. The rounds and the sampling of Hugging Face's are not known."""
 
     tokens: list[int]
-    wall: float
+    wall: float  # seconds, the prompt's pass included
     rounds: list[Round] = field(default_factory=list)
     seconds: Seconds = field(default_factory=Seconds)
     sampling: Sampling = field(default_factory=Sampling)
-    identical: bool = True
+    identical: bool = True  # to plain decoding's
     differences: list[Difference] = field(default_factory=list)
 
 

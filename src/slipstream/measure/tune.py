@@ -156,8 +156,12 @@ def _tuned(
     progress(f"T = {temperature:g}: drafts along the answers")
     sizes = [(each.proposal, size) for each in proposals for size in each.budgets]
     sizes.sort(key=lambda each: -each[1].estimate)
-    trees = [(proposal, tree) for proposal, size in sizes[:SIZES] for tree in _trees(size)]
-    candidates = [_held(drafter, recorded, *tree, costs) for tree in trees]
+    candidates: list[Held] = []
+    for proposal, size in sizes[:SIZES]:
+        candidates.append(_held(drafter, recorded, proposal, size.tree, costs))
+        if size.depth > 1:  # the dynamic tree of depth 1 is the same
+            dynamic = f"dynamic-{size.depth}x{min(WIDTH, size.nodes - 1)}x{size.nodes}"
+            candidates.append(_held(drafter, recorded, proposal, dynamic, costs))
     gammas: list[Held] = []
     if isinstance(drafter, DraftModel):
         chains = (f"chain-{gamma}" for gamma in range(2, costs.depth + 1))
@@ -166,19 +170,14 @@ def _tuned(
     progress(f"T = {temperature:g}: a race of {len(candidates)}")
     plain, raced = _race(target, drafter, candidates, costs.probe, temperature)
     chosen = raced[0].model_copy(update={"skip": skip}) if skip else raced[0]
-    before: dict[str, Any] = {"temperature": temperature, "proposals": proposals, "gammas": gammas}
-    return Tuned(**before, plain=plain, candidates=raced, chosen=chosen)
+    judged: dict[str, Any] = {"temperature": temperature, "proposals": proposals, "gammas": gammas}
+    return Tuned(**judged, plain=plain, candidates=raced, chosen=chosen)
 
 
 class Costs:
-    """Measured seconds.
-
-    Attributes:
-        context: tokens before the passes.
-        passes: of a target pass, by its rows.
-        probe: prompt of the rounds.
-        plain, short, long: of a round without a drafter, and with chains of 1 and of `depth` tokens.
-    """
+    """Measured seconds: `passes`, of target passes behind `context` tokens, by their rows; and of rounds
+    behind the prompt `probe`, without a drafter (`plain`), with chains of 1 (`short`) and of `depth` tokens
+    (`long`)."""
 
     def __init__(
         self, target: Target, drafter: Proposer, prompts: Sequence[list[int]], max_new_tokens: int
@@ -297,13 +296,6 @@ def _sizes(rates: list[list[float]], costs: Costs) -> list[Size]:
                 size = Size(nodes=nodes, depth=depth, tree=tree, estimate=estimate)
                 best[nodes] = max(best.get(nodes, size), size, key=lambda size: size.estimate)
     return [best[nodes] for nodes in sorted(best)]
-
-
-def _trees(size: Size) -> list[str]:
-    """The best static tree of that size, and, but for depth 1, where both are the same, the one that follows
-    the drafter's confidence."""
-    width = min(WIDTH, size.nodes - 1)
-    return [size.tree, f"dynamic-{size.depth}x{width}x{size.nodes}"] if size.depth > 1 else [size.tree]
 
 
 def _rising(seconds: dict[int, float]) -> dict[int, float]:
