@@ -138,10 +138,7 @@ def inputs(target: str, drafters: Sequence[str] = (), files: Sequence[str] = ())
 
 
 def deliver(
-    result: "Report",
-    json_path: str | None,
-    plot: str | None = None,
-    draw: Callable[..., Any] | None = None,
+    result: "Report", json_path: str | None, plot: str | None = None, draw: Callable[..., Any] | None = None
 ) -> None:
     """Print a result, write it and draw it, each even if another fails. Where JSON goes to standard output,
     the table goes to standard error."""

@@ -19,13 +19,7 @@ from slipstream.drafters.heads import rows_of
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.store import restored, stored
 from slipstream.training.objective import Given, Objective, States, Steps, Tokens, size_of
-from slipstream.training.recipes import (
-    EagleRecipe,
-    FastEagleRecipe,
-    GlideRecipe,
-    MedusaRecipe,
-    UnrolledLoss,
-)
+from slipstream.training.recipes import EagleRecipe, FastEagleRecipe, GlideRecipe, MedusaRecipe, UnrolledLoss
 
 
 class _Recursion(Objective):
