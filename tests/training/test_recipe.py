@@ -86,6 +86,12 @@ def test_a_mistake_is_named(tmp_path, text, says):
         load_recipe(str(path))
 
 
+def test_no_is_a_precision_and_not_false():
+    assert load_recipe(None, ["schedule.precision=no"]).schedule.precision == "no"
+    with pytest.raises(ValueError, match="schedule.precision is True"):
+        load_recipe(None, ["schedule.precision=yes"])
+
+
 def test_bad_overrides_are_named():
     with pytest.raises(ValueError, match=r"write section\.key=value"):
         load_recipe(None, ["lr=1"])

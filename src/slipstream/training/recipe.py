@@ -7,7 +7,7 @@ from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from slipstream.core.drafter import FINAL
 from slipstream.core.shape import Shape
@@ -15,6 +15,9 @@ from slipstream.files import read_text
 from slipstream.methods import METHODS
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Precision = Annotated[  # YAML reads a bare `no` as false
+    Literal["no", "bf16"], BeforeValidator(lambda given: "no" if given is False else given)
+]
 
 
 class Section(BaseModel):
@@ -112,7 +115,7 @@ class Schedule(Section):
     batch_tokens: int = Field(default=2048, ge=64)
     evaluate_every: int = Field(default=100, ge=1)
     save_every: int = Field(default=50, ge=1)
-    precision: Literal["no", "bf16"] = "no"
+    precision: Precision = "no"
     seed: int = 0
 
 
