@@ -88,7 +88,7 @@ def test_a_mistake_is_named(tmp_path, text, says):
 
 def test_no_is_a_precision_and_not_false():
     assert load_recipe(None, ["schedule.precision=no"]).schedule.precision == "no"
-    with pytest.raises(ValueError, match="schedule.precision is True"):
+    with pytest.raises(ValueError, match=r"schedule\.precision is True"):
         load_recipe(None, ["schedule.precision=yes"])
 
 
