@@ -102,6 +102,7 @@ class KVCache:
         bound: upper bound on `lengths`, known to the host; exact after `settle`.
         view: slots that a pass reads: memory, text and the reserved rows, up to the next bucket.
         used: these slots, counted from 0.
+        stored: keys and values of these rows; empty before the first write.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class KVCache:
         self.texts: Int[Tensor, " B"] = torch.arange(batch, device=device)
         self.used: Int[Tensor, " S"] = torch.arange(0, device=device)
         self._slots: Int[Tensor, "B R"] = self.lengths[:, None]
+        self.stored = self._stored()
         self._start: int | None = None  # first slot of this round where all rows agree
 
     def window(self, rows: int) -> "KVCache":
@@ -135,21 +137,22 @@ class KVCache:
         self.lengths = torch.cat([self.lengths, other.lengths])
         self.texts = torch.cat([self.texts, other.texts])
         self.bound = max(self.bound, other.bound)
+        self.stored = self._stored()
 
     def select(self, order: list[int]) -> None:
         """Go on with some of the rows, in that order. Only rows that change place are moved."""
         moves = [(goal, row) for goal, row in enumerate(order) if goal != row]
-        if moves and self.stored:
+        if moves:
+            self.stored = self._stored()
             goals, rows = torch.tensor(moves, device=self.lengths.device).T
             used = slice(self.prefix, self.prefix + self.bound)
             for stored in self.stored:  # the right side is a copy: rows may change places
                 stored[:, goals, :, used] = stored[:, rows, :, used]
         index = torch.tensor(order, dtype=torch.long, device=self.lengths.device)
         self.lengths, self.texts = self.lengths[index], self.texts[index]
+        self.stored = self._stored()
 
-    @property
-    def stored(self) -> list[Float[Tensor, "L B heads S _"]]:
-        """Keys and values of these rows; empty before the first write."""
+    def _stored(self) -> list[Float[Tensor, "L B heads S _"]]:
         B = len(self.lengths)
         return [x if x.shape[1] == B else x[:, self.first : self.first + B] for x in self.storage.stored]
 
@@ -159,6 +162,7 @@ class KVCache:
         needed = self.bound + after + rows
         if needed > self.storage.capacity:
             self.storage.hold(-(-needed // BLOCK) * BLOCK)
+        self.stored = self._stored()
         filled = -(-(self.prefix + needed) // BUCKET) * BUCKET
         self.view = min(filled, self.prefix + self.storage.capacity)
         first = self.prefix + after + self.lengths[:, None]
@@ -169,8 +173,10 @@ class KVCache:
 
     def write(self, layer: int, key: NewKeys, value: NewValues) -> None:
         """Fill the reserved slots of one layer."""
-        if not self.storage.stored:
-            self.storage.allocate(key, value)
+        if not self.stored:
+            if not self.storage.stored:
+                self.storage.allocate(key, value)
+            self.stored = self._stored()
         for stored, new in zip(self.stored, (key, value), strict=True):
             if self._start is not None:  # a plain copy: a third of the cost of index_put_
                 stored[layer][:, :, self._start : self._start + new.shape[2]] = new
