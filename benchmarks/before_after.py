@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from statistics import mean, stdev
 
+from slipstream import machine
+
 WORKER = """
 import json, sys, time, slipstream
 target = slipstream.load_target(sys.argv[1], sys.argv[2], "cpu", sys.argv[3] == "True")
@@ -98,13 +100,15 @@ def main() -> None:
         print(json.dumps(result), flush=True)
         results.append(result)
     if given.json:
-        versions = [
+        commits = [
             subprocess.run(
                 ["git", "-C", home, "rev-parse", "HEAD"], capture_output=True, text=True
             ).stdout.strip()
             for home in homes
         ]
-        report = {"schema": 1, "command": " ".join(sys.argv), "commits": versions, "dtype": given.dtype}
+        report = {"schema": machine.SCHEMA, "command": " ".join(["python", *sys.argv])}
+        report |= {"hardware": machine.hardware(), "versions": machine.versions()}
+        report |= {"commits": commits, "dtype": given.dtype}
         report |= {"compiled": given.compile, "results": results}
         Path(given.json).write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
