@@ -1,5 +1,6 @@
 """Packed weights on the CPU: a pass before Inductor that lets linear layers read oneDNN's own layout."""
 
+import platform
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +14,12 @@ from torch import Tensor, fx
 Compiler = Callable[[fx.GraphModule, list[Any]], Any]
 PACKED_FOR = 8  # rows; oneDNN's layout for a few rows serves one row and many as well
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
-HAS_BF16 = HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+X86_BF16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+HAS_BF16 = (
+    HAS_ONEDNN
+    and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # with AVX-512 alone oneDNN emulates it, 3 times slower
+    and (X86_BF16 or platform.machine() not in ("x86_64", "AMD64"))
+)
 
 
 def _inductor(module: fx.GraphModule, inputs: list[Any]) -> Any:

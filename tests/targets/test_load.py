@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 from copy import deepcopy
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -17,6 +18,7 @@ from slipstream.packing import HAS_BF16
 from slipstream.targets import HFTarget, load, load_target
 from slipstream.targets.prompts import encode
 
+CPU = Path("/proc/cpuinfo")
 TEXT = "a tiny text"
 
 
@@ -70,6 +72,13 @@ def test_a_saved_directory_loads(tmp_path):
     assert load_target(str(tmp_path)).dtype == (
         torch.bfloat16 if HAS_BF16 else torch.float32
     )  # as on the command line
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not CPU.exists(), reason="no x86, or no /proc/cpuinfo")
+def test_bf16_is_chosen_only_where_the_processor_has_it():
+    """On AVX-512 alone oneDNN says that it supports bf16, and emulates it."""
+    flags = CPU.read_text("utf-8").split()
+    assert HAS_BF16 == ("avx512_bf16" in flags or "amx_bf16" in flags)
 
 
 @pytest.mark.parametrize(
