@@ -21,6 +21,15 @@ def hardware() -> dict[str, Any]:
     return parts | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
+def available_memory() -> float:
+    """Bytes that can be had without swapping; infinite where the system does not say."""
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return 1024.0 * int(lines["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return float("inf")
+
+
 def where(device: torch.device) -> str:
     """The processor, with its threads, or the accelerator."""
     if device.type == "cuda":

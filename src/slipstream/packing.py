@@ -90,7 +90,7 @@ def _merge(
     weights: list[Any] = [node.args[1] for node in nodes]
     biases: list[Any] = [node.args[2] if len(node.args) > 2 else None for node in nodes]
     sizes = [len(weight.meta["example_value"]) for weight in weights]
-    plain = weights[0].meta["example_value"]
+    plain, shape = weights[0].meta["example_value"], x.meta["example_value"].shape
     places = graph.find_nodes(op="placeholder")
     at = [None if part is None else places.index(part) for part in weights + biases]
     with graph.inserting_after(places[-1]):
@@ -102,8 +102,11 @@ def _merge(
             bias.meta["example_value"] = plain.new_empty(sum(sizes), dtype=dtype)
     with graph.inserting_before(nodes[0]):
         x = x if dtype == plain.dtype else graph.call_method("to", (x, dtype))
+        if one := all(isinstance(n, int) and n == 1 for n in shape[:-1]):  # see `_packed_linear`
+            x = graph.call_function(torch.cat, ((x, x), -2))
         out = graph.call_function(torch.ops.slipstream.packed_linear.default, (x, weight, bias))
         out = out if dtype == plain.dtype else graph.call_method("to", (out, plain.dtype))
+        out = graph.call_function(torch.narrow, (out, -2, 0, 1)) if one else out
         parts = graph.call_function(torch.split, (out, sizes, -1))
         for i, node in enumerate(nodes):
             part = graph.call_function(getitem, (parts, i))
@@ -127,7 +130,7 @@ def _packed(at: list[int | None], dtype: torch.dtype, args: Sequence[Any]) -> li
     key = tuple(map(id, parts))
     if key not in copies:
         plain = torch.cat([weight.detach() for weight in weights]).to(dtype)
-        packed = [torch.ops.mkldnn._reorder_linear_weight(plain, PACKED_FOR)]
+        packed = [packed_weight(plain)]
         if any(b is not None for b in biases):
             pairs = zip(weights, biases, strict=True)
             packed.append(torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs]).to(dtype))
@@ -135,8 +138,17 @@ def _packed(at: list[int | None], dtype: torch.dtype, args: Sequence[Any]) -> li
     return copies[key][0]
 
 
+def packed_weight(weight: Tensor) -> Tensor:
+    """A weight in oneDNN's layout."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR)
+
+
 def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    """oneDNN rounds a row alike from two rows on; a single one is multiplied as two (and no slower)."""
+    one = x.numel() == x.shape[-1]
+    rows = x.reshape(1, -1).expand(2, -1).contiguous() if one else x
+    out = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return out[:1].reshape(*x.shape[:-1], -1) if one else out
 
 
 def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

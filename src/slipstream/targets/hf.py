@@ -6,7 +6,7 @@ what each row sees (sliding windows included), explicit positions, and probe row
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import cached_property, partial
 from inspect import signature
@@ -24,9 +24,12 @@ from slipstream.core.drafter import CACHE, FINAL, INPUT
 from slipstream.core.span import Output
 from slipstream.core.target import LMHead, Target
 from slipstream.core.tree import Layout, Tree, chain
+from slipstream import kernels
 from slipstream.machine import where
 from slipstream.targets import support
-from slipstream.targets.inside import GROUPED, Behind, View, additive, compile_forward, twin
+from slipstream.targets.inside import Behind, View, compile_forward, twin
+from slipstream.targets.masks import Masks, additive, dense, key_lists
+from slipstream.targets.ours import OURS, OWN_SDPA, Calls, called_directly, own_products
 from slipstream.targets.part import between, part
 from slipstream.targets.prompts import HFText
 
@@ -83,9 +86,14 @@ class HFTarget(Target):
         self._embed: Any = self.twin.get_input_embeddings()
         self._head: Any = self.twin.get_output_embeddings()
         self.width, self.fingerprint = self._head.weight.shape[1], self._hash()
-        sdpa = self.config._attn_implementation == "sdpa"
-        if sdpa and self.device.type == "cpu" and self.twin._can_set_attn_implementation():
-            self.twin.set_attn_implementation(GROUPED)
+        settable, kind = self.twin._can_set_attn_implementation(), self.config.model_type
+        fits = self.device.type == "cpu" and self.dtype in kernels.PRECISIONS and (settable or kind in OWN_SDPA)
+        self._ours = fits and kernels.available()
+        if settable and (self._ours or (self.device.type == "cpu" and self.config._attn_implementation == "sdpa")):
+            self.twin.set_attn_implementation(OURS)
+        if self._ours:
+            own_products(self.twin, self.dtype)
+        self._calls = Calls() if self._ours and called_directly(self.twin, self.config) else nullcontext()
         self.compiles, self.captures = compile, compile and self.device.type == "cuda"
         if compile:
             for i, each in enumerate([*self.blocks, self._head]):
@@ -221,15 +229,17 @@ class HFTarget(Target):
         else:
             vectors, hosts = tree.probes
             embedded = self.embed(tokens)
-            probes = vectors.to(embedded).repeat(hosts.shape[1], 1).expand(len(tokens), -1, -1)
-            inputs = {"inputs_embeds": torch.cat([embedded, probes], 1)}
+            behind = vectors.to(embedded).repeat(hosts.shape[1], 1).expand(len(tokens), -1, -1)
+            inputs = {"inputs_embeds": torch.cat([embedded, behind], 1)}
         keep: int | Tensor = 0
         if rows is not None or tree.probes is not None:
             keep = torch.arange(tree.nodes, device=self.device) if rows is None else rows.unique()
             if len(keep) == 0:
                 # One row by its index: sliced states are not contiguous, and each text would copy the head.
                 keep = positions.new_zeros(1)
-        mask = self._mask(layout, positions, cache, tree.nodes)
+        probes = 0 if tree.probes is None else len(tree.probes.vectors)
+        depth = 0 if tree.is_chain and not probes else tree.depth + 1 + probes
+        mask = self._masks(layout, positions, cache, tree.nodes, depth)
         began = perf_counter()
         logits, features = self._pass(inputs, positions, mask, cache, keep, tuple(taps))
         seconds = perf_counter() - began
@@ -244,7 +254,7 @@ class HFTarget(Target):
     ) -> Float[Tensor, "B R V"]:
         cache.reserve(tokens.shape[1], after)
         positions = (cache.lengths[:, None] + layout.depths).clamp(max=self.window - 1)
-        mask = self._mask(layout, positions, cache, tokens.shape[1])
+        mask = self._masks(layout, positions, cache, tokens.shape[1], layout.visible.shape[2])
         own = positions[:, after:].expand(len(tokens), -1)
         return self._pass({"input_ids": tokens.clamp(min=0)}, own, mask, cache, 0, ())[0]
 
@@ -252,13 +262,13 @@ class HFTarget(Target):
         self,
         inputs: dict[str, Tensor],
         positions: Int[Tensor, "B R"],
-        mask: Tensor | dict[str, Tensor],
+        mask: Masks,
         cache: KVCache,
         keep: int | Tensor,
         taps: tuple[str, ...],
     ) -> tuple[Float[Tensor, "B K V"], Float[Tensor, "B R F"] | None]:
         """The logits of the rows to keep, and the features of all rows."""
-        with self._recording(taps) as states:
+        with self._recording(taps) as states, self._calls:
             out = self.twin(
                 **inputs,
                 position_ids=positions,
@@ -346,28 +356,10 @@ class HFTarget(Target):
         for rows in (2, 1, 2):  # the first allocates, and is not compiled
             self(chain(tokens[:, :rows]), cache)
 
-    def _mask(
-        self, layout: Layout, positions: Int[Tensor, "B A"], cache: KVCache, nodes: int
-    ) -> Tensor | dict[str, Tensor]:
-        """The additive mask of each attention type: what each of the R new rows sees of the cache's view.
-        They are the last R of the round's A scratch rows."""
-        view, P = cache.view, cache.prefix
-        slots = cache.used - P
-        new = slots - cache.lengths[:, None]  # [B, S]: index among the scratch rows; negative: read before
-        R, A = layout.visible.shape[1:]
-        among = new.clamp(0, A - 1)
-        B = len(among)
-        seen = (
-            layout.visible.expand(B, R, A).gather(2, among[:, None].expand(B, R, view)) & (new < A)[:, None]
-        )
-        seen = torch.where((new < 0)[:, None], (slots >= 0).expand(B, R, view), seen)
-        if P:  # only probes read memory
-            probe = torch.arange(R, device=self.device) >= nodes
-            seen = seen | ((slots < 0) & probe[:, None])
-        every = {}
-        for kind, window in self.windows.items():
-            every[kind] = seen
-            if window is not None:
-                at = torch.where(new < 0, slots.expand(B, view), positions.gather(1, among))
-                every[kind] = seen & (((positions[:, A - R :, None] - at[:, None]) < window) | (slots < 0))
-        return additive(every, self.dtype)
+    def _masks(
+        self, layout: Layout, positions: Int[Tensor, "B A"], cache: KVCache, nodes: int, depth: int
+    ) -> Masks:
+        """What the new rows read, for the attention at hand."""
+        if self._ours:
+            return key_lists(layout, positions, cache, self.windows, nodes, depth)
+        return dense(layout, positions, cache, self.windows, nodes, self.dtype)

@@ -1,0 +1,412 @@
+// Attention and products on the CPU that give a row the same bits whatever rows stand beside it.
+//
+// Every sum has one order, which depends on nothing but what is summed: a dot product runs over its vectors
+// of W numbers and then over the W partial sums by pairs; attention adds values in the order of the keys.
+// Tiles, threads and the number of rows decide only when a sum is made.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using at::Tensor;
+using bf16 = c10::BFloat16;
+
+#if defined(__AVX512F__)
+
+struct Vec {
+  static constexpr int W = 16, ROWS = 6;  // numbers in a vector; rows of a tile that the registers hold
+  __m512 v;
+  static Vec set(float x) { return {_mm512_set1_ps(x)}; }
+  static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static Vec load(const bf16* p) {
+    __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+  }
+  void store(float* p) const { _mm512_storeu_ps(p, v); }
+  __m256 folded() const {
+    __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
+    return _mm256_add_ps(_mm512_castps512_ps256(v), high);
+  }
+};
+Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+Vec rounded(Vec a) { return {_mm512_roundscale_ps(a.v, 0)}; }
+Vec power_of_two(Vec n) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
+}
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+struct Vec {
+  static constexpr int W = 8, ROWS = 3;
+  __m256 v;
+  static Vec set(float x) { return {_mm256_set1_ps(x)}; }
+  static Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+  static Vec load(const bf16* p) {
+    __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16))};
+  }
+  void store(float* p) const { _mm256_storeu_ps(p, v); }
+  __m256 folded() const { return v; }
+};
+Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
+Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+Vec rounded(Vec a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+Vec power_of_two(Vec n) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23))};
+}
+
+#else  // any processor: loops that a compiler makes vectors of
+
+struct Vec {
+  static constexpr int W = 8, ROWS = 3;
+  float v[W];
+  template <class F>
+  static Vec of(F each) {
+    Vec made;
+    for (int i = 0; i < W; i++) made.v[i] = each(i);
+    return made;
+  }
+  static Vec set(float x) { return of([=](int) { return x; }); }
+  template <class T>
+  static Vec load(const T* p) { return of([=](int i) { return float(p[i]); }); }
+  void store(float* p) const { std::memcpy(p, v, sizeof v); }
+};
+Vec fma(Vec a, Vec b, Vec c) { return Vec::of([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); }); }
+Vec operator+(Vec a, Vec b) { return Vec::of([&](int i) { return a.v[i] + b.v[i]; }); }
+Vec operator-(Vec a, Vec b) { return Vec::of([&](int i) { return a.v[i] - b.v[i]; }); }
+Vec operator*(Vec a, Vec b) { return Vec::of([&](int i) { return a.v[i] * b.v[i]; }); }
+Vec operator/(Vec a, Vec b) { return Vec::of([&](int i) { return a.v[i] / b.v[i]; }); }
+Vec max(Vec a, Vec b) { return Vec::of([&](int i) { return std::max(a.v[i], b.v[i]); }); }
+Vec rounded(Vec a) { return Vec::of([&](int i) { return std::nearbyint(a.v[i]); }); }
+Vec power_of_two(Vec n) { return Vec::of([&](int i) { return std::ldexp(1.0f, int(n.v[i])); }); }
+
+#endif
+
+constexpr int W = Vec::W;
+constexpr int ROWS = Vec::ROWS;
+constexpr int FOUR = 4;  // columns of a tile
+
+int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
+
+// The sums of four vectors, each by pairs: of 16 partial sums first those 8 apart.
+void sums(const Vec (&x)[FOUR], float* out) {
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+  __m256 pairs = _mm256_hadd_ps(
+      _mm256_hadd_ps(x[0].folded(), x[1].folded()), _mm256_hadd_ps(x[2].folded(), x[3].folded()));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+#else
+  for (int i = 0; i < FOUR; i++) {
+    const float* v = x[i].v;
+    out[i] = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+  }
+#endif
+}
+
+template <class T>
+Vec tail(const T* p, int64_t n) {
+  T whole[W] = {};
+  std::copy(p, p + n, whole);
+  return Vec::load(whole);
+}
+
+// The dot products of R rows a with four rows b of K numbers.
+template <int R, class T>
+void dots(const float* a, int64_t stride, const T* const (&b)[FOUR], int64_t K, float (&out)[R][FOUR]) {
+  Vec sum[R][FOUR];
+  for (auto& row : sum)
+    for (auto& each : row) each = Vec::set(0);
+  int64_t k = 0;
+  for (; k + W <= K; k += W) {
+    Vec row[R];  // with the sums and one column they fill the registers
+    for (int i = 0; i < R; i++) row[i] = Vec::load(a + i * stride + k);
+    for (int j = 0; j < FOUR; j++) {
+      Vec column = Vec::load(b[j] + k);
+      for (int i = 0; i < R; i++) sum[i][j] = fma(row[i], column, sum[i][j]);
+    }
+  }
+  if (k < K)
+    for (int i = 0; i < R; i++) {
+      Vec row = tail(a + i * stride + k, K - k);
+      for (int j = 0; j < FOUR; j++) sum[i][j] = fma(row, tail(b[j] + k, K - k), sum[i][j]);
+    }
+  for (int i = 0; i < R; i++) sums(sum[i], out[i]);
+}
+
+// Calls f with each tile of at most ROWS of n rows: f(first row, its number of rows as a constant).
+template <int R = ROWS, class F>
+void tiles(int64_t n, F f, int64_t first = 0) {
+  for (; first + R <= n; first += R) f(first, std::integral_constant<int, R>());
+  if constexpr (R > 1)
+    if (first < n) tiles<R - 1>(n, f, first);
+}
+
+// e^x for x <= 0, within 2 units in the last place; 0 below -87.
+Vec exponential(Vec x) {
+  x = max(x, Vec::set(-87.5f));
+  Vec n = rounded(x * Vec::set(1.44269504f));
+  Vec r = fma(n, Vec::set(-0.693359375f), x);
+  r = fma(n, Vec::set(2.12194440e-4f), r);
+  Vec p = Vec::set(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = fma(p, r, Vec::set(c));
+  p = fma(p, r * r, r + Vec::set(1));
+  return p * power_of_two(n);
+}
+
+template <class T>
+void linear_into(const float* x, const T* weight, const float* bias, float* out, int64_t M, int64_t K, int64_t N) {
+  // Rows in blocks that stay in the second cache, while four rows of weights at a time stay in the first.
+  const int64_t block = std::max<int64_t>(ROWS, (192 << 10) / (4 * K) / ROWS * ROWS);
+  at::parallel_for(0, (N + FOUR - 1) / FOUR, std::max<int64_t>(1, 32768 / (M * K)), [&](int64_t begin, int64_t end) {
+    for (int64_t top = 0; top < M; top += block)
+      for (int64_t n = begin * FOUR; n < std::min(N, end * FOUR); n += FOUR) {
+        const T* columns[FOUR];
+        for (int j = 0; j < FOUR; j++) columns[j] = weight + std::min(n + j, N - 1) * K;
+        tiles(std::min(block, M - top), [&](int64_t first, auto rows) {
+          float made[rows][FOUR];
+          dots<rows>(x + (top + first) * K, K, columns, K, made);
+          for (int i = 0; i < rows; i++)
+            for (int j = 0; j < FOUR && n + j < N; j++)
+              out[(top + first + i) * N + n + j] = bias ? made[i][j] + bias[n + j] : made[i][j];
+        });
+      }
+  });
+}
+
+// x [..., K] times weight [N, K] as it lies in memory, plus bias [N].
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  const int64_t K = weight.size(1), N = weight.size(0), M = x.numel() / std::max<int64_t>(K, 1);
+  TORCH_CHECK(x.size(-1) == K && x.scalar_type() == weight.scalar_type(), "linear: x and weight do not fit");
+  Tensor rows = x.to(at::kFloat).contiguous(), w = weight.contiguous(), b;
+  if (bias) b = bias->to(at::kFloat).contiguous();
+  auto sizes = x.sizes().vec();
+  sizes.back() = N;
+  Tensor out = at::empty(sizes, rows.options());
+  const float* added = bias ? b.const_data_ptr<float>() : nullptr;
+  if (M == 0) return out.to(x.scalar_type());
+  if (w.scalar_type() == at::kFloat)
+    linear_into(rows.const_data_ptr<float>(), w.const_data_ptr<float>(), added, out.data_ptr<float>(), M, K, N);
+  else
+    linear_into(rows.const_data_ptr<float>(), w.const_data_ptr<bf16>(), added, out.data_ptr<float>(), M, K, N);
+  return out.to(x.scalar_type());
+}
+
+// What one row reads: slots [0, memory), then [first, end), then those of its list that are not negative.
+struct Row {
+  int32_t memory, first, end, listed;
+  const int32_t* list;
+  Row(const int32_t* keys, int64_t width) : memory(keys[0]), first(keys[1]), end(keys[2]), listed(0), list(keys + 3) {
+    while (listed < width - 3 && list[listed] >= 0) listed++;
+  }
+  int64_t size() const { return memory + (end - first) + listed; }
+  int64_t slot(int64_t j) const {
+    if (j < memory) return j;
+    if ((j -= memory) < end - first) return first + j;
+    return list[j - (end - first)];
+  }
+};
+
+// The keys and values of one text and one head.
+template <class T>
+struct Head {
+  const T *keys, *values;
+  int64_t key_stride, value_stride;
+};
+
+// Scores of the keys j in [begin, end) of R query rows that all read slot(j) as their j-th key.
+template <int R, class T, class Slot>
+void score(const float* q, int64_t D, const Head<T>& head, int64_t begin, int64_t end, Slot slot, float* s, int64_t stride) {
+  for (int64_t j = begin; j < end; j += FOUR) {
+    const T* keys[FOUR];
+    for (int i = 0; i < FOUR; i++) keys[i] = head.keys + slot(std::min(j + i, end - 1)) * head.key_stride;
+    float made[R][FOUR];
+    dots<R>(q, D, keys, D, made);
+    for (int r = 0; r < R; r++)
+      for (int i = 0; i < FOUR && j + i < end; i++) s[r * stride + j + i] = made[r][i];
+  }
+}
+
+// Adds the values of keys [begin, end), which are the same slots for R rows, to their sums.
+template <int R, class T, class Slot>
+void add_values(const float* e, int64_t stride, const Head<T>& head, int64_t D, int64_t begin, int64_t end, Slot slot, float* o, int64_t width) {
+  constexpr int PARTS = 4;
+  for (int64_t d = 0; d < D; d += PARTS * W) {
+    const int parts = std::min<int64_t>(PARTS, (D - d + W - 1) / W);
+    auto add = [&](auto count, bool whole) {
+      Vec sum[R][count];
+      for (int r = 0; r < R; r++)
+        for (int p = 0; p < count; p++) sum[r][p] = Vec::load(o + r * width + d + p * W);
+      for (int64_t j = begin; j < end; j++) {
+        const T* value = head.values + slot(j) * head.value_stride + d;
+        Vec part[count];
+        for (int p = 0; p < count; p++)
+          part[p] = whole || p + 1 < count ? Vec::load(value + p * W) : tail(value + p * W, D - d - p * W);
+        for (int r = 0; r < R; r++) {
+          Vec weight = Vec::set(e[r * stride + j]);
+          for (int p = 0; p < count; p++) sum[r][p] = fma(weight, part[p], sum[r][p]);
+        }
+      }
+      for (int r = 0; r < R; r++)
+        for (int p = 0; p < count; p++) sum[r][p].store(o + r * width + d + p * W);
+    };
+    const bool whole = d + parts * W <= D;
+    if (parts == 4) add(std::integral_constant<int, 4>(), whole);
+    else if (parts == 3) add(std::integral_constant<int, 3>(), whole);
+    else if (parts == 2) add(std::integral_constant<int, 2>(), whole);
+    else add(std::integral_constant<int, 1>(), whole);
+  }
+}
+
+// Scores [0, n) to weights that are not yet divided by their sum, which is returned. Behind them stand zeros.
+float weigh(float* s, int64_t n, float scale, float cap, const float* sink) {
+  const int64_t end = padded(n);
+  for (int64_t j = 0; j < n; j += W) (Vec::load(s + j) * Vec::set(scale)).store(s + j);
+  if (cap > 0)  // cap tanh(s / cap), by e^(-2 |s| / cap)
+    for (int64_t j = 0; j < n; j += W) {
+      Vec x = Vec::load(s + j) * Vec::set(1 / cap), zero = Vec::set(0);
+      Vec size = max(x, zero - x), e = exponential(size * Vec::set(-2));
+      Vec t = Vec::set(cap) * ((Vec::set(1) - e) / (Vec::set(1) + e));
+      float sign[W], value[W];
+      x.store(sign), t.store(value);
+      for (int i = 0; i < W; i++) s[j + i] = std::copysign(value[i], sign[i]);
+    }
+  float most = sink ? *sink : -std::numeric_limits<float>::infinity();
+  for (int64_t j = 0; j < n; j++) most = std::max(most, s[j]);
+  for (int64_t j = n; j < end; j++) s[j] = -std::numeric_limits<float>::infinity();
+  Vec sum[FOUR] = {Vec::set(0), Vec::set(0), Vec::set(0), Vec::set(0)};
+  for (int64_t j = 0; j < end; j += W) {
+    Vec e = exponential(Vec::load(s + j) - Vec::set(most));
+    e.store(s + j);
+    if (j + W > n)
+      for (int64_t i = n; i < end; i++) s[i] = 0;
+    sum[0] = sum[0] + Vec::load(s + j);
+  }
+  if (sink) {
+    float alone[W] = {*sink - most};
+    exponential(Vec::load(alone)).store(alone);
+    std::fill(alone + 1, alone + W, 0.0f);
+    sum[0] = sum[0] + Vec::load(alone);
+  }
+  float total[FOUR];
+  sums(sum, total);
+  return total[0];
+}
+
+constexpr int TILE = 8;  // rows of one text that share the reading of keys
+
+template <class T>
+void attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, float scale, float cap, const float* sinks, Tensor& out) {
+  const int64_t B = q.size(0), heads = q.size(1), R = q.size(2), D = q.size(3), KV = k.size(1), Dv = v.size(3);
+  const int64_t G = heads / KV, width = padded(Dv), L = keys.size(-1), tilesof = (R + TILE - 1) / TILE;
+  const Tensor rows = q.to(at::kFloat).contiguous();
+  const int32_t* lists = keys.const_data_ptr<int32_t>();
+  float* made = out.data_ptr<float>();  // [B, R, heads, Dv]
+  at::parallel_for(0, B * KV * tilesof, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> scores, sum, query;
+    for (int64_t task = begin; task < end; task++) {
+      const int64_t b = task / (KV * tilesof), h = task / tilesof % KV, top = task % tilesof * TILE;
+      const int64_t n = std::min<int64_t>(TILE, R - top);
+      std::vector<Row> read;
+      int64_t most = 0, memory = std::numeric_limits<int64_t>::max(), first = 0, common = memory;
+      for (int64_t r = 0; r < n; r++) {
+        read.emplace_back(lists + (b % keys.size(0) * R + top + r) * L, L);
+        most = std::max(most, read[r].size());
+      }
+      // Keys [0, common) are the same slots for all rows of the tile, if they begin at the same slot.
+      first = read[0].first, memory = read[0].memory;
+      for (const Row& row : read) {
+        const bool same = row.first == first && row.memory == memory;
+        common = std::min<int64_t>(common, same ? row.memory + row.end - row.first : 0);
+      }
+      const int64_t stride = padded(most), count = n * G;
+      scores.resize(count * stride), query.resize(count * D), sum.assign(count * width, 0);
+      for (int64_t r = 0; r < n; r++)
+        for (int64_t g = 0; g < G; g++)
+          std::memcpy(&query[(r * G + g) * D], rows.const_data_ptr<float>() + ((b * heads + h * G + g) * R + top + r) * D, D * sizeof(float));
+      const Head<T> head{
+          k.const_data_ptr<T>() + b * k.stride(0) + h * k.stride(1), v.const_data_ptr<T>() + b * v.stride(0) + h * v.stride(1),
+          k.stride(2), v.stride(2)};
+      auto shared = [&](int64_t j) { return read[0].slot(j); };
+      tiles(count, [&](int64_t i, auto size) {
+        score<size>(&query[i * D], D, head, 0, common, shared, &scores[i * stride], stride);
+      });
+      for (int64_t r = 0; r < n; r++) {
+        auto own = [&](int64_t j) { return read[r].slot(j); };
+        tiles(G, [&](int64_t g, auto size) {
+          const int64_t i = r * G + g;
+          score<size>(&query[i * D], D, head, common, read[r].size(), own, &scores[i * stride], stride);
+        });
+      }
+      std::vector<float> total(count);
+      for (int64_t i = 0; i < count; i++)
+        total[i] = weigh(&scores[i * stride], read[i / G].size(), scale, cap, sinks ? sinks + h * G + i % G : nullptr);
+      tiles(count, [&](int64_t i, auto size) {
+        add_values<size>(&scores[i * stride], stride, head, Dv, 0, common, shared, &sum[i * width], width);
+      });
+      for (int64_t r = 0; r < n; r++) {
+        auto own = [&](int64_t j) { return read[r].slot(j); };
+        tiles(G, [&](int64_t g, auto size) {
+          const int64_t i = r * G + g;
+          add_values<size>(&scores[i * stride], stride, head, Dv, common, read[r].size(), own, &sum[i * width], width);
+        });
+      }
+      for (int64_t i = 0; i < count; i++)
+        for (int64_t d = 0; d < Dv; d++)
+          made[((b * R + top + i / G) * heads + h * G + i % G) * Dv + d] = sum[i * width + d] / total[i];
+    }
+  });
+}
+
+// Queries [B, heads, R, D] over keys [B, KV, S, D] and values [B, KV, S, Dv] -> [B, R, heads, Dv].
+// keys_of [#B, 1, R, 3 + L], int32: see Row.
+Tensor attention(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys_of, double scale, double cap,
+    const std::optional<Tensor>& sinks) {
+  TORCH_CHECK(k.stride(-1) == 1 && v.stride(-1) == 1, "attention: keys and values must be dense in their last dimension");
+  TORCH_CHECK(k.scalar_type() == v.scalar_type() && q.scalar_type() == k.scalar_type(), "attention: one dtype for all");
+  Tensor out = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options().dtype(at::kFloat));
+  Tensor lists = keys_of.contiguous(), sunk;
+  if (sinks) sunk = sinks->to(at::kFloat).contiguous();
+  const float* s = sinks ? sunk.const_data_ptr<float>() : nullptr;
+  if (k.scalar_type() == at::kFloat)
+    attend<float>(q, k, v, lists, scale, cap, s, out);
+  else
+    attend<bf16>(q, k, v, lists, scale, cap, s, out);
+  return out.to(q.scalar_type());
+}
+
+int64_t lanes() { return W; }
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(slipstream, m) {
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("attention(Tensor q, Tensor k, Tensor v, Tensor keys, float scale, float cap, Tensor? sinks) -> Tensor");
+  m.def("lanes() -> int", &lanes);
+}
+
+TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
+  m.impl("linear", &linear);
+  m.impl("attention", &attention);
+}

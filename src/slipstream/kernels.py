@@ -1,0 +1,87 @@
+"""Attention and products of our own on the CPU (`kernels.cpp`): a row's bits do not depend on its neighbours.
+
+They are compiled once for a processor and a torch, in about half a minute, and kept in the user's cache. Where
+there is no C++ compiler, targets go without them.
+"""
+
+import hashlib
+import os
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths
+
+from slipstream.files import cache_home
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+PRECISIONS = (torch.float32, torch.bfloat16)
+INSTRUCTIONS = {
+    "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
+    "AVX2": ["-mavx2", "-mfma"],
+}
+
+
+@cache
+def available() -> bool:
+    """Whether the kernels run here. The first call loads them, and compiles them if nobody has yet."""
+    processor = torch.backends.cpu.get_cpu_capability()
+    command = [os.environ.get("CXX", "c++"), "-O3", "-std=c++20", "-fopenmp", "-shared", "-fPIC"]
+    command += [*INSTRUCTIONS.get(processor, []), str(SOURCE), *(f"-I{path}" for path in include_paths())]
+    command += [f"-L{TORCH_LIB_PATH}", "-ltorch_cpu", "-lc10"]
+    key = hashlib.sha256(SOURCE.read_bytes() + repr((torch.__version__, command)).encode()).hexdigest()[:16]
+    library = cache_home() / "kernels" / f"{processor.lower()}-{key}.so"
+    try:
+        if not library.exists():
+            library.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=library.parent) as beside:
+                made = Path(beside) / library.name
+                subprocess.run([*command, "-o", made], check=True, capture_output=True)
+                made.replace(library)
+        torch.ops.load_library(library)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    torch.library.register_fake("slipstream::linear", _linear_shape)
+    torch.library.register_fake("slipstream::attention", _attention_shape)
+    return True
+
+
+def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _attention_shape(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float, cap: float, sinks: Tensor | None
+) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+def linear(
+    x: Float[Tensor, "*n K"], weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None = None
+) -> Float[Tensor, "*n N"]:
+    """`F.linear`. Each number is a sum over K in one order, in fp32, for any number of rows."""
+    return torch.ops.slipstream.linear(x, weight, bias)
+
+
+def attention(
+    q: Float[Tensor, "B heads R D"],
+    k: Float[Tensor, "B kv S D"],
+    v: Float[Tensor, "B kv S Dv"],
+    keys: Int[Tensor, "#B 1 R 3+L"],
+    scale: float,
+    cap: float = 0.0,
+    sinks: Float[Tensor, " heads"] | None = None,
+) -> Float[Tensor, "B R heads Dv"]:
+    """Softmax attention in which each row reads its own list of keys, in order of position.
+
+    Args:
+        keys: int32: (m, first, end, slots…). A row reads the slots [0, m) and [first, end), and then the
+            listed ones up to the first negative one.
+        scale, cap: a score is scale · q k; with a cap it is cap · tanh(score / cap).
+        sinks: a score of each head that takes part in the softmax without any value.
+    """
+    return torch.ops.slipstream.attention(q, k, v, keys, scale, cap, sinks)

@@ -1,0 +1,78 @@
+"""What each row of a pass reads: as lists of keys for our attention, or as a dense mask for anyone else's."""
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from slipstream.core.cache import KVCache
+from slipstream.core.tree import Layout
+
+Windows = dict[str, int | None]  # the sliding window of each type of attention; None: it reads everything
+Masks = Tensor | dict[str, Tensor]  # one for each type of attention, if there are several
+
+
+def key_lists(
+    layout: Layout, positions: Int[Tensor, "#B A"], cache: KVCache, windows: Windows, nodes: int, depth: int
+) -> Masks:
+    """Lists [B, 1, R, 3 + L], int32, as `kernels.attention` takes them.
+
+    The R new rows are the last of the round's A scratch rows. Ancestors stand before their descendants, so
+    slots in rising order are positions in rising order.
+
+    Args:
+        nodes: rows behind the nodes are probes, which also read memory.
+        depth: how many scratch rows a row reads at most. 0: all before it and itself, as in a chain.
+    """
+    P, device = cache.prefix, positions.device
+    R, A = layout.visible.shape[1:]
+    B, rows, scratch = len(cache.lengths), torch.arange(R, device=device), torch.arange(A, device=device)
+    lengths, positions = cache.lengths[:, None], positions.expand(B, A)
+    own = positions[:, A - R :]
+    memory = (P * (rows >= nodes)).expand(B, R)
+    end = (lengths if depth else lengths + rows + 1).expand(B, R)
+    every = {}
+    for kind, window in windows.items():
+        first, visible = torch.zeros_like(own), layout.visible.expand(B, R, A)
+        if window is not None:
+            first = torch.minimum((own - window + 1).clamp(min=0), end)
+            visible = visible & (own[:, :, None] - positions[:, None] < window)
+        bounds = torch.stack([memory, first + P, end + P], -1)
+        if depth:
+            listed = torch.where(visible, scratch, A).sort(-1).values[..., :depth]
+            slots = torch.where(listed < A, listed + lengths[..., None] + P, -1)
+            bounds = torch.cat([bounds, slots], -1)
+        every[kind] = bounds.int()[:, None]
+    return every if len(every) > 1 else every[kind]
+
+
+def dense(
+    layout: Layout, positions: Int[Tensor, "#B A"], cache: KVCache, windows: Windows, nodes: int, dtype: torch.dtype
+) -> Masks:
+    """Additive masks [B, 1, R, S] over the cache's view, for the same rows."""
+    view, P = cache.view, cache.prefix
+    slots = cache.used - P
+    new = slots - cache.lengths[:, None]  # [B, S]: index among the scratch rows; negative: read before
+    R, A = layout.visible.shape[1:]
+    among = new.clamp(0, A - 1)
+    B = len(among)
+    seen = layout.visible.expand(B, R, A).gather(2, among[:, None].expand(B, R, view)) & (new < A)[:, None]
+    seen = torch.where((new < 0)[:, None], (slots >= 0).expand(B, R, view), seen)
+    if P:  # only probes read memory
+        probe = torch.arange(R, device=seen.device) >= nodes
+        seen = seen | ((slots < 0) & probe[:, None])
+    every = {}
+    for kind, window in windows.items():
+        every[kind] = seen
+        if window is not None:
+            at = torch.where(new < 0, slots.expand(B, view), positions.expand(B, -1).gather(1, among))
+            every[kind] = seen & (((positions[:, A - R :, None] - at[:, None]) < window) | (slots < 0))
+    return additive(every, dtype)
+
+
+def additive(seen: dict[str, Tensor], dtype: torch.dtype) -> Masks:
+    """Attention masks of rows [B, R] over columns [S], by attention type, as Hugging Face takes them."""
+    masks = {}
+    for kind, each in seen.items():
+        zeros = torch.zeros(each.shape, dtype=dtype, device=each.device)
+        masks[kind] = zeros.masked_fill_(~each, -torch.inf)[:, None]
+    return masks if len(masks) > 1 else masks[kind]
