@@ -53,16 +53,26 @@ def _put(storage: Float[Tensor, "B heads C D"], slots: Int[Tensor, "B R"], new: 
 
 class Storage:
     """The memory behind the caches of one session: keys and values of L layers for a fixed number of rows.
-    The first write allocates it, in the layers' own shape and dtype. It is copied only to hold longer texts.
+    It is allocated in the layers' own shape and dtype, and copied only to hold longer texts.
+
+    Args:
+        like: keys and values of one layer, of any number of rows and slots. If it is not known, the first write
+            tells it.
 
     Attributes:
-        stored: keys [L, rows, heads, S, D] and values [L, rows, heads, S, Dv]; empty before the first write.
+        stored: keys [L, rows, heads, S, D] and values [L, rows, heads, S, Dv]; empty before they are allocated.
         prefix: slots that `memory` fills at the beginning of each row.
         capacity: slots for a row's text. One more, never read, spares a pass over all slots its own graph.
     """
 
-    def __init__(self, layers: int, rows: int, memory: Float[Tensor, "L 2 P heads D"] | None) -> None:
-        self.layers, self.rows, self.memory, self.capacity = layers, rows, memory, 0
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        memory: Float[Tensor, "L 2 P heads D"] | None,
+        like: tuple[NewKeys, NewValues] | None,
+    ) -> None:
+        self.layers, self.rows, self.memory, self.like, self.capacity = layers, rows, memory, like, 0
         self.prefix = 0 if memory is None else memory.shape[2]
         self.stored: list[Tensor] = []
 
@@ -70,7 +80,10 @@ class Storage:
         """Make room for texts of so many tokens. What is stored stays."""
         if slots > self.capacity:
             self.capacity = slots
-            self.stored = [self._zeros(old, old) for old in self.stored]
+            if self.stored:
+                self.stored = [self._zeros(old, old) for old in self.stored]
+            elif self.like is not None:
+                self.allocate(*self.like)
 
     def allocate(self, key: NewKeys, value: NewValues) -> None:
         """Memory for rows like these."""
@@ -95,6 +108,7 @@ class KVCache:
     Args:
         batch: B, and the rows of the storage.
         memory: what only probes read (BiTA's prompts), in the first P slots of every row, at no position.
+        like: see `Storage`.
 
     Attributes:
         lengths: tokens of each text.
@@ -102,7 +116,7 @@ class KVCache:
         bound: upper bound on `lengths`, known to the host; exact after `settle`.
         view: slots that a pass reads: memory, text and the reserved rows, up to the next bucket.
         used: these slots, counted from 0.
-        stored: keys and values of these rows; empty before the first write.
+        stored: keys and values of these rows; empty before they are allocated.
     """
 
     def __init__(
@@ -111,8 +125,9 @@ class KVCache:
         batch: int,
         device: torch.device | str = "cpu",
         memory: Float[Tensor, "L 2 P heads D"] | None = None,
+        like: tuple[NewKeys, NewValues] | None = None,
     ) -> None:
-        self.storage, self.layers = Storage(layers, batch, memory), layers
+        self.storage, self.layers = Storage(layers, batch, memory, like), layers
         self.first = self.bound = self.view = 0
         self.prefix = self.storage.prefix
         self.lengths: Int[Tensor, " B"] = torch.zeros(batch, dtype=torch.long, device=device)

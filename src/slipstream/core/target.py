@@ -145,6 +145,12 @@ class Target(ABC):
         return MARGINS[self.dtype]
 
     @property
+    def exactness(self) -> str:
+        """ "bits" if each row of a pass has the same bits whatever rows stand beside it, as the target finds by
+        trying; "audited" if passes round differently, so that near-ties within `margin` may turn."""
+        return "audited"
+
+    @property
     @abstractmethod
     def place(self) -> str:
         """Machine, precision and whether it is compiled. Costs and tuned trees hold for one place."""

@@ -27,6 +27,7 @@ from slipstream.core.tree import Layout, Tree, chain
 from slipstream import kernels
 from slipstream.machine import where
 from slipstream.targets import support
+from slipstream.targets.alike import agrees, rounds_alike
 from slipstream.targets.inside import Behind, View, compile_forward, twin
 from slipstream.targets.masks import Masks, additive, dense, key_lists
 from slipstream.targets.ours import OURS, OWN_SDPA, Calls, called_directly, own_products
@@ -47,8 +48,7 @@ class HFTarget(Target):
             are.
         tokenizer: not needed if prompts are token ids.
         name: the user's name for the target.
-        compile: run layers and LM head as compiled graphs, except for the layers in a text's first pass,
-            which makes the cache. On the CPU they keep a packed copy of the weights (bf16 ones as fp32 if the
+        compile: run layers and LM head as compiled graphs. On the CPU they keep a packed copy of the weights (bf16 ones as fp32 if the
             processor has no bf16), which does not follow later changes. On a GPU rounds are also captured as
             CUDA graphs (`decode.capture`).
 
@@ -86,18 +86,35 @@ class HFTarget(Target):
         self._embed: Any = self.twin.get_input_embeddings()
         self._head: Any = self.twin.get_output_embeddings()
         self.width, self.fingerprint = self._head.weight.shape[1], self._hash()
-        settable, kind = self.twin._can_set_attn_implementation(), self.config.model_type
-        fits = self.device.type == "cpu" and self.dtype in kernels.PRECISIONS and (settable or kind in OWN_SDPA)
-        self._ours = fits and kernels.available()
-        if settable and (self._ours or (self.device.type == "cpu" and self.config._attn_implementation == "sdpa")):
-            self.twin.set_attn_implementation(OURS)
-        if self._ours:
-            own_products(self.twin, self.dtype)
-        self._calls = Calls() if self._ours and called_directly(self.twin, self.config) else nullcontext()
         self.compiles, self.captures = compile, compile and self.device.type == "cuda"
+        self._ours, self._calls = False, nullcontext()
+        if self.device.type == "cpu":
+            self._take_ours()
         if compile:
             for i, each in enumerate([*self.blocks, self._head]):
                 compile_forward(each, self.device, i)
+
+    def _take_ours(self) -> None:
+        """Use our attention and products where they serve this model, and say what Hugging Face's own say."""
+        theirs = self.config._attn_implementation
+        settable = self.twin._can_set_attn_implementation()
+        known = settable or self.config.model_type in OWN_SDPA
+        self._ours = known and self.dtype in kernels.PRECISIONS and kernels.available()
+        if settable and (self._ours or theirs == "sdpa"):
+            self.twin.set_attn_implementation(OURS)
+        if self._ours:
+            if called_directly(self.twin, self.config):
+                self._calls = Calls()
+            own_products(self.twin, self.dtype)
+            if not agrees(self, self.plain):
+                self._ours, self._calls = False, nullcontext()
+                self.twin.set_attn_implementation(theirs)
+
+    @cached_property
+    def exactness(self) -> str:
+        kinds = getattr(self.config, "layer_types", None) or [""] * len(self.blocks)
+        first = {(kinds[i], str(block)): i for i, block in reversed(list(enumerate(self.blocks)))}
+        return "bits" if self._ours and rounds_alike(self.part(list(first.values()))) else "audited"
 
     def __repr__(self) -> str:
         weights = sum(p.numel() for p in self.model.parameters()) / 1e6
@@ -164,7 +181,7 @@ class HFTarget(Target):
             self.text.tokenizer.save_pretrained(directory)
 
     def new_cache(self, batch: int, memory: Tensor | None = None) -> KVCache:
-        return KVCache(self.sizes.blocks, batch, self.device, memory)
+        return KVCache(self.sizes.blocks, batch, self.device, memory, self._cached if self.compiles else None)
 
     def embed(self, tokens: Int[Tensor, "*n"]) -> Float[Tensor, "*n H"]:
         return self._embed(tokens)
@@ -322,14 +339,20 @@ class HFTarget(Target):
         )
 
     def widths(self, taps: Sequence[str]) -> list[int]:
-        return [self._cached if tap.startswith(CACHE) else self.sizes.hidden_size for tap in taps]
+        cached = (
+            sum(x.shape[1] * x.shape[3] for x in self._cached)
+            if any(t.startswith(CACHE) for t in taps)
+            else 0
+        )
+        return [cached if tap.startswith(CACHE) else self.sizes.hidden_size for tap in taps]
 
     @cached_property
-    def _cached(self) -> int:
-        """The count of numbers that one block caches per token."""
-        cache = self.new_cache(1)
+    def _cached(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of one block, [1, heads, S, D] each. Compiled passes write into memory that is there."""
+        cache = KVCache(self.sizes.blocks, 1, self.device)
         self(chain(torch.zeros(1, 1, dtype=torch.long, device=self.device)), cache)
-        return cache.written(0).shape[-1]
+        keys, values = cache.stored
+        return keys[0], values[0]
 
     def features(self, rows: Sequence[Sequence[int]], taps: Sequence[str]) -> Float[Tensor, "B T F"]:
         width = max(map(len, rows))
@@ -353,7 +376,7 @@ class HFTarget(Target):
     def warm_up(self) -> None:
         """Compile the passes that rounds of one text take: of one row and of several."""
         cache, tokens = self.new_cache(1), torch.zeros(1, 2, dtype=torch.long, device=self.device)
-        for rows in (2, 1, 2):  # the first allocates, and is not compiled
+        for rows in (2, 1):
             self(chain(tokens[:, :rows]), cache)
 
     def _masks(

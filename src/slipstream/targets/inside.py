@@ -35,7 +35,7 @@ class View(Cache):
 
     @property
     def stored(self) -> bool:
-        """Whether keys and values have storage yet; the pass that makes it is not compiled."""
+        """Whether keys and values have storage; a pass that makes it is not compiled."""
         return isinstance(self._cache, LayerView) or bool(self._cache.stored)
 
     def update(

@@ -46,7 +46,12 @@ def key_lists(
 
 
 def dense(
-    layout: Layout, positions: Int[Tensor, "#B A"], cache: KVCache, windows: Windows, nodes: int, dtype: torch.dtype
+    layout: Layout,
+    positions: Int[Tensor, "#B A"],
+    cache: KVCache,
+    windows: Windows,
+    nodes: int,
+    dtype: torch.dtype,
 ) -> Masks:
     """Additive masks [B, 1, R, S] over the cache's view, for the same rows."""
     view, P = cache.view, cache.prefix

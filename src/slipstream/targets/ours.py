@@ -117,7 +117,11 @@ class Calls(TorchFunctionMode):
     """Inside, torch's linear and attention are ours, for modules that call them directly, such as experts."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.linear:
