@@ -130,13 +130,13 @@ Vec tail(const T* p, int64_t n) {
   return Vec::load(whole);
 }
 
-// The dot products of R rows a with four rows b of K numbers.
+// Adds the products of R rows a with four rows b, of K numbers, to W partial sums each.
 template <int R, class T>
-void dots(const float* a, int64_t stride, const T* const (&b)[FOUR], int64_t K, float (&out)[R][FOUR]) {
-  Vec sum[R][FOUR];
-  for (auto& row : sum)
-    for (auto& each : row) each = Vec::set(0);
+void multiply(const float* a, int64_t stride, const T* const (&b)[FOUR], int64_t K, Vec (&partial)[R][FOUR]) {
+  Vec sum[R][FOUR];  // of its own, so that it stays in registers
+  std::memcpy(sum, partial, sizeof sum);
   int64_t k = 0;
+#pragma GCC unroll 4  // half as fast without it
   for (; k + W <= K; k += W) {
     Vec row[R];  // with the sums and one column they fill the registers
     for (int i = 0; i < R; i++) row[i] = Vec::load(a + i * stride + k);
@@ -150,7 +150,7 @@ void dots(const float* a, int64_t stride, const T* const (&b)[FOUR], int64_t K, 
       Vec row = tail(a + i * stride + k, K - k);
       for (int j = 0; j < FOUR; j++) sum[i][j] = fma(row, tail(b[j] + k, K - k), sum[i][j]);
     }
-  for (int i = 0; i < R; i++) sums(sum[i], out[i]);
+  std::memcpy(partial, sum, sizeof sum);
 }
 
 // Calls f with each tile of at most ROWS of n rows: f(first row, its number of rows as a constant).
@@ -176,20 +176,36 @@ Vec exponential(Vec x) {
 
 template <class T>
 void linear_into(const float* x, const T* weight, const float* bias, float* out, int64_t M, int64_t K, int64_t N) {
-  // Rows in blocks that stay in the second cache, while four rows of weights at a time stay in the first.
-  const int64_t block = std::max<int64_t>(ROWS, (192 << 10) / (4 * K) / ROWS * ROWS);
+  // A part of four rows of weights and of a tile of x stay in the first cache, a block of x in the second.
+  const int64_t parts = (K + 767) / 768, part = padded((K + parts - 1) / std::max<int64_t>(parts, 1));
+  const int64_t block = std::min(M, std::max<int64_t>(ROWS, (192 << 10) / (4 * K) / ROWS * ROWS));
   at::parallel_for(0, (N + FOUR - 1) / FOUR, std::max<int64_t>(1, 32768 / (M * K)), [&](int64_t begin, int64_t end) {
+    std::vector<Vec> partial(block * FOUR);
     for (int64_t top = 0; top < M; top += block)
       for (int64_t n = begin * FOUR; n < std::min(N, end * FOUR); n += FOUR) {
-        const T* columns[FOUR];
-        for (int j = 0; j < FOUR; j++) columns[j] = weight + std::min(n + j, N - 1) * K;
-        tiles(std::min(block, M - top), [&](int64_t first, auto rows) {
-          float made[rows][FOUR];
-          dots<rows>(x + (top + first) * K, K, columns, K, made);
-          for (int i = 0; i < rows; i++)
-            for (int j = 0; j < FOUR && n + j < N; j++)
-              out[(top + first + i) * N + n + j] = bias ? made[i][j] + bias[n + j] : made[i][j];
-        });
+        const int64_t width = std::min<int64_t>(FOUR, N - n);
+        for (int64_t k = 0; k < K; k += part) {
+          const int64_t size = std::min(part, K - k);
+          const T* columns[FOUR];
+          for (int j = 0; j < FOUR; j++) columns[j] = weight + std::min(n + j, N - 1) * K + k;
+          tiles(std::min(block, M - top), [&](int64_t first, auto rows) {
+            auto& kept = *reinterpret_cast<Vec(*)[rows][FOUR]>(&partial[first * FOUR]);
+            Vec sum[rows][FOUR];
+            for (int i = 0; i < rows; i++)
+              for (int j = 0; j < FOUR; j++) sum[i][j] = k ? kept[i][j] : Vec::set(0);
+            multiply<rows>(x + (top + first) * K + k, K, columns, size, sum);
+            for (int i = 0; i < rows; i++) {
+              if (k + size < K) {
+                for (int j = 0; j < FOUR; j++) kept[i][j] = sum[i][j];
+                continue;
+              }
+              float made[FOUR];
+              sums(sum[i], made);
+              for (int64_t j = 0; j < width; j++)
+                out[(top + first + i) * N + n + j] = bias ? made[j] + bias[n + j] : made[j];
+            }
+          });
+        }
       }
   });
 }
@@ -240,10 +256,15 @@ void score(const float* q, int64_t D, const Head<T>& head, int64_t begin, int64_
   for (int64_t j = begin; j < end; j += FOUR) {
     const T* keys[FOUR];
     for (int i = 0; i < FOUR; i++) keys[i] = head.keys + slot(std::min(j + i, end - 1)) * head.key_stride;
-    float made[R][FOUR];
-    dots<R>(q, D, keys, D, made);
-    for (int r = 0; r < R; r++)
-      for (int i = 0; i < FOUR && j + i < end; i++) s[r * stride + j + i] = made[r][i];
+    Vec sum[R][FOUR];
+    for (auto& row : sum)
+      for (auto& each : row) each = Vec::set(0);
+    multiply<R>(q, D, keys, D, sum);
+    for (int r = 0; r < R; r++) {
+      float made[FOUR];
+      sums(sum[r], made);
+      for (int i = 0; i < FOUR && j + i < end; i++) s[r * stride + j + i] = made[i];
+    }
   }
 }
 
