@@ -132,7 +132,7 @@ Vec tail(const T* p, int64_t n) {
 
 // Adds the products of R rows a with four rows b, of K numbers, to W partial sums each.
 template <int R, class T>
-void multiply(const float* a, int64_t stride, const T* const (&b)[FOUR], int64_t K, Vec (&partial)[R][FOUR]) {
+[[gnu::always_inline]] inline void multiply(const float* a, int64_t stride, const T* const (&b)[FOUR], int64_t K, Vec (&partial)[R][FOUR]) {
   Vec sum[R][FOUR];  // of its own, so that it stays in registers
   std::memcpy(sum, partial, sizeof sum);
   int64_t k = 0;
@@ -228,18 +228,31 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   return out.to(x.scalar_type());
 }
 
-// What one row reads: slots [0, memory), then [first, end), then those of its list that are not negative.
+// Where the j-th key of a row lies: a run of slots, or a list of them.
+struct Run {
+  int64_t offset;
+  int64_t operator()(int64_t j) const { return j + offset; }
+};
+struct Listed {
+  const int32_t* slots;
+  int64_t first;
+  int64_t operator()(int64_t j) const { return slots[j - first]; }
+};
+
+// What one row reads: slots [0, memory), then [first, end), then those of its list up to the first negative one.
 struct Row {
-  int32_t memory, first, end, listed;
+  int64_t memory, first, text, size;
   const int32_t* list;
-  Row(const int32_t* keys, int64_t width) : memory(keys[0]), first(keys[1]), end(keys[2]), listed(0), list(keys + 3) {
-    while (listed < width - 3 && list[listed] >= 0) listed++;
+  Row(const int32_t* keys, int64_t width) : memory(keys[0]), first(keys[1]), list(keys + 3) {
+    text = memory + keys[2] - first, size = text;
+    while (size - text < width - 3 && list[size - text] >= 0) size++;
   }
-  int64_t size() const { return memory + (end - first) + listed; }
-  int64_t slot(int64_t j) const {
-    if (j < memory) return j;
-    if ((j -= memory) < end - first) return first + j;
-    return list[j - (end - first)];
+  // Calls f(begin, end, where) for the parts of the keys [from, to).
+  template <class F>
+  void parts(int64_t from, int64_t to, F f) const {
+    if (from < std::min(to, memory)) f(from, std::min(to, memory), Run{0});
+    if (std::max(from, memory) < std::min(to, text)) f(std::max(from, memory), std::min(to, text), Run{first - memory});
+    if (std::max(from, text) < to) f(std::max(from, text), to, Listed{list, text});
   }
 };
 
@@ -250,7 +263,7 @@ struct Head {
   int64_t key_stride, value_stride;
 };
 
-// Scores of the keys j in [begin, end) of R query rows that all read slot(j) as their j-th key.
+// Scores of the keys [begin, end), which are the same for R rows.
 template <int R, class T, class Slot>
 void score(const float* q, int64_t D, const Head<T>& head, int64_t begin, int64_t end, Slot slot, float* s, int64_t stride) {
   for (int64_t j = begin; j < end; j += FOUR) {
@@ -263,40 +276,47 @@ void score(const float* q, int64_t D, const Head<T>& head, int64_t begin, int64_
     for (int r = 0; r < R; r++) {
       float made[FOUR];
       sums(sum[r], made);
-      for (int i = 0; i < FOUR && j + i < end; i++) s[r * stride + j + i] = made[i];
+      if (j + FOUR <= end) std::memcpy(s + r * stride + j, made, sizeof made);
+      else std::copy(made, made + (end - j), s + r * stride + j);
     }
   }
 }
 
-// Adds the values of keys [begin, end), which are the same slots for R rows, to their sums.
+// Adds the values of the keys [begin, end), which are the same for R rows, to PARTS vectors of each row.
+template <int R, int PARTS, bool WHOLE, class T, class Slot>
+void add_parts(const float* e, int64_t stride, const T* values, int64_t value_stride, int64_t D, int64_t begin, int64_t end, Slot slot, float* o, int64_t width) {
+  Vec sum[R][PARTS];
+  for (int r = 0; r < R; r++)
+    for (int p = 0; p < PARTS; p++) sum[r][p] = Vec::load(o + r * width + p * W);
+#pragma GCC unroll 2
+  for (int64_t j = begin; j < end; j++) {
+    const T* value = values + slot(j) * value_stride;
+    Vec weight[R];
+    for (int r = 0; r < R; r++) weight[r] = Vec::set(e[r * stride + j]);
+    for (int p = 0; p < PARTS; p++) {
+      Vec part = WHOLE || p + 1 < PARTS ? Vec::load(value + p * W) : tail(value + p * W, D - p * W);
+      for (int r = 0; r < R; r++) sum[r][p] = fma(weight[r], part, sum[r][p]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int p = 0; p < PARTS; p++) sum[r][p].store(o + r * width + p * W);
+}
+
 template <int R, class T, class Slot>
 void add_values(const float* e, int64_t stride, const Head<T>& head, int64_t D, int64_t begin, int64_t end, Slot slot, float* o, int64_t width) {
-  constexpr int PARTS = 4;
-  for (int64_t d = 0; d < D; d += PARTS * W) {
-    const int parts = std::min<int64_t>(PARTS, (D - d + W - 1) / W);
-    auto add = [&](auto count, bool whole) {
-      Vec sum[R][count];
-      for (int r = 0; r < R; r++)
-        for (int p = 0; p < count; p++) sum[r][p] = Vec::load(o + r * width + d + p * W);
-      for (int64_t j = begin; j < end; j++) {
-        const T* value = head.values + slot(j) * head.value_stride + d;
-        Vec part[count];
-        for (int p = 0; p < count; p++)
-          part[p] = whole || p + 1 < count ? Vec::load(value + p * W) : tail(value + p * W, D - d - p * W);
-        for (int r = 0; r < R; r++) {
-          Vec weight = Vec::set(e[r * stride + j]);
-          for (int p = 0; p < count; p++) sum[r][p] = fma(weight, part[p], sum[r][p]);
-        }
-      }
-      for (int r = 0; r < R; r++)
-        for (int p = 0; p < count; p++) sum[r][p].store(o + r * width + d + p * W);
+  int64_t d = 0;
+  auto add = [&](auto parts) {
+    auto go = [&](auto whole) {
+      add_parts<R, parts, whole>(e, stride, head.values + d, head.value_stride, D - d, begin, end, slot, o + d, width);
     };
-    const bool whole = d + parts * W <= D;
-    if (parts == 4) add(std::integral_constant<int, 4>(), whole);
-    else if (parts == 3) add(std::integral_constant<int, 3>(), whole);
-    else if (parts == 2) add(std::integral_constant<int, 2>(), whole);
-    else add(std::integral_constant<int, 1>(), whole);
-  }
+    if (D - d >= parts * W) go(std::true_type());
+    else go(std::false_type());
+    d += parts * W;
+  };
+  while (D - d > 3 * W) add(std::integral_constant<int, 4>());
+  if (D - d > 2 * W) add(std::integral_constant<int, 3>());
+  else if (D - d > W) add(std::integral_constant<int, 2>());
+  else if (D > d) add(std::integral_constant<int, 1>());
 }
 
 // Scores [0, n) to weights that are not yet divided by their sum, which is returned. Behind them stand zeros.
@@ -312,15 +332,16 @@ float weigh(float* s, int64_t n, float scale, float cap, const float* sink) {
       x.store(sign), t.store(value);
       for (int i = 0; i < W; i++) s[j + i] = std::copysign(value[i], sign[i]);
     }
-  float most = sink ? *sink : -std::numeric_limits<float>::infinity();
-  for (int64_t j = 0; j < n; j++) most = std::max(most, s[j]);
-  for (int64_t j = n; j < end; j++) s[j] = -std::numeric_limits<float>::infinity();
-  Vec sum[FOUR] = {Vec::set(0), Vec::set(0), Vec::set(0), Vec::set(0)};
+  std::fill(s + n, s + end, -std::numeric_limits<float>::infinity());
+  Vec highest = Vec::set(sink ? *sink : -std::numeric_limits<float>::infinity());
+  for (int64_t j = 0; j < end; j += W) highest = max(highest, Vec::load(s + j));
+  float each[W];
+  highest.store(each);
+  const float most = *std::max_element(each, each + W);
+  Vec sum[FOUR] = {Vec::set(0), Vec::set(0), Vec::set(0), Vec::set(0)};  // the first is used
   for (int64_t j = 0; j < end; j += W) {
-    Vec e = exponential(Vec::load(s + j) - Vec::set(most));
-    e.store(s + j);
-    if (j + W > n)
-      for (int64_t i = n; i < end; i++) s[i] = 0;
+    exponential(Vec::load(s + j) - Vec::set(most)).store(s + j);
+    if (j + W > n) std::fill(s + n, s + end, 0.0f);
     sum[0] = sum[0] + Vec::load(s + j);
   }
   if (sink) {
@@ -334,7 +355,8 @@ float weigh(float* s, int64_t n, float scale, float cap, const float* sink) {
   return total[0];
 }
 
-constexpr int TILE = 8;  // rows of one text that share the reading of keys
+constexpr int TILE = 8;   // rows of one text that share the reading of keys
+constexpr int NEAR = 64;  // keys that stay in the first cache while all these rows read them
 
 template <class T>
 void attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, float scale, float cap, const float* sinks, Tensor& out) {
@@ -344,54 +366,47 @@ void attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& key
   const int32_t* lists = keys.const_data_ptr<int32_t>();
   float* made = out.data_ptr<float>();  // [B, R, heads, Dv]
   at::parallel_for(0, B * KV * tilesof, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> scores, sum, query;
+    std::vector<float> scores, sum, query, total;
     for (int64_t task = begin; task < end; task++) {
       const int64_t b = task / (KV * tilesof), h = task / tilesof % KV, top = task % tilesof * TILE;
       const int64_t n = std::min<int64_t>(TILE, R - top);
       std::vector<Row> read;
-      int64_t most = 0, memory = std::numeric_limits<int64_t>::max(), first = 0, common = memory;
-      for (int64_t r = 0; r < n; r++) {
-        read.emplace_back(lists + (b % keys.size(0) * R + top + r) * L, L);
-        most = std::max(most, read[r].size());
-      }
-      // Keys [0, common) are the same slots for all rows of the tile, if they begin at the same slot.
-      first = read[0].first, memory = read[0].memory;
+      for (int64_t r = 0; r < n; r++) read.emplace_back(lists + (b % keys.size(0) * R + top + r) * L, L);
+      // The keys [0, common) are the same slots for all rows of the tile, if they begin at the same slot.
+      int64_t most = 0, common = read[0].text;
       for (const Row& row : read) {
-        const bool same = row.first == first && row.memory == memory;
-        common = std::min<int64_t>(common, same ? row.memory + row.end - row.first : 0);
+        const bool same = row.first == read[0].first && row.memory == read[0].memory;
+        common = same ? std::min(common, row.text) : 0, most = std::max(most, row.size);
       }
       const int64_t stride = padded(most), count = n * G;
       scores.resize(count * stride), query.resize(count * D), sum.assign(count * width, 0);
-      for (int64_t r = 0; r < n; r++)
-        for (int64_t g = 0; g < G; g++)
-          std::memcpy(&query[(r * G + g) * D], rows.const_data_ptr<float>() + ((b * heads + h * G + g) * R + top + r) * D, D * sizeof(float));
+      for (int64_t i = 0; i < count; i++) {
+        const float* from = rows.const_data_ptr<float>() + ((b * heads + h * G + i % G) * R + top + i / G) * D;
+        std::copy(from, from + D, &query[i * D]);
+      }
       const Head<T> head{
           k.const_data_ptr<T>() + b * k.stride(0) + h * k.stride(1), v.const_data_ptr<T>() + b * v.stride(0) + h * v.stride(1),
           k.stride(2), v.stride(2)};
-      auto shared = [&](int64_t j) { return read[0].slot(j); };
-      tiles(count, [&](int64_t i, auto size) {
-        score<size>(&query[i * D], D, head, 0, common, shared, &scores[i * stride], stride);
+      // Calls f(first row and head, their number, begin, end, where) for what all rows read, and then for each row.
+      auto parts = [&](auto f) {
+        for (int64_t from = 0; from < common; from += NEAR)
+          read[0].parts(from, std::min(common, from + NEAR), [&](int64_t begin, int64_t end, auto slot) {
+            tiles(count, [&](int64_t i, auto size) { f(i, size, begin, end, slot); });
+          });
+        for (int64_t r = 0; r < n; r++)
+          read[r].parts(common, read[r].size, [&](int64_t begin, int64_t end, auto slot) {
+            tiles(G, [&](int64_t g, auto size) { f(r * G + g, size, begin, end, slot); });
+          });
+      };
+      parts([&](int64_t i, auto size, int64_t begin, int64_t end, auto slot) {
+        score<size>(&query[i * D], D, head, begin, end, slot, &scores[i * stride], stride);
       });
-      for (int64_t r = 0; r < n; r++) {
-        auto own = [&](int64_t j) { return read[r].slot(j); };
-        tiles(G, [&](int64_t g, auto size) {
-          const int64_t i = r * G + g;
-          score<size>(&query[i * D], D, head, common, read[r].size(), own, &scores[i * stride], stride);
-        });
-      }
-      std::vector<float> total(count);
+      total.resize(count);
       for (int64_t i = 0; i < count; i++)
-        total[i] = weigh(&scores[i * stride], read[i / G].size(), scale, cap, sinks ? sinks + h * G + i % G : nullptr);
-      tiles(count, [&](int64_t i, auto size) {
-        add_values<size>(&scores[i * stride], stride, head, Dv, 0, common, shared, &sum[i * width], width);
+        total[i] = weigh(&scores[i * stride], read[i / G].size, scale, cap, sinks ? sinks + h * G + i % G : nullptr);
+      parts([&](int64_t i, auto size, int64_t begin, int64_t end, auto slot) {
+        add_values<size>(&scores[i * stride], stride, head, Dv, begin, end, slot, &sum[i * width], width);
       });
-      for (int64_t r = 0; r < n; r++) {
-        auto own = [&](int64_t j) { return read[r].slot(j); };
-        tiles(G, [&](int64_t g, auto size) {
-          const int64_t i = r * G + g;
-          add_values<size>(&scores[i * stride], stride, head, Dv, common, read[r].size(), own, &sum[i * width], width);
-        });
-      }
       for (int64_t i = 0; i < count; i++)
         for (int64_t d = 0; d < Dv; d++)
           made[((b * R + top + i / G) * heads + h * G + i % G) * Dv + d] = sum[i * width + d] / total[i];
