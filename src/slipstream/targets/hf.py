@@ -19,12 +19,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from slipstream import kernels
 from slipstream.core.cache import KVCache
 from slipstream.core.drafter import CACHE, FINAL, INPUT
 from slipstream.core.span import Output
 from slipstream.core.target import LMHead, Target
 from slipstream.core.tree import Layout, Tree, chain
-from slipstream import kernels
 from slipstream.machine import where
 from slipstream.targets import support
 from slipstream.targets.alike import agrees, rounds_alike
