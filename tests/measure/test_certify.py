@@ -1,15 +1,18 @@
 """Which differences the promise allows: none where rows keep their bits, elsewhere near-ties."""
 
+import io
 from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
 import tiny
 from slipstream.core.tree import PAD, chain
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.measure.certify import Certificate, certify
+from slipstream.measure.demo import demo
 from slipstream.measure.questions import Question
 from slipstream.measure.report import BenchReport
 from slipstream.measure.run import HF, Contest, bench
@@ -93,7 +96,7 @@ def test_an_answer_that_ends_elsewhere_is_never_explained(plain, exactness, meth
 
 
 def test_plain_decoding_that_does_not_repeat_itself_breaks_the_promise(target, plain):
-    """The audit decodes plainly once more, and agrees with an answer that was not plain decoding's at first."""
+    """The audit decodes plainly once more, and agrees with what was not plain decoding's at first."""
     contest, prompt, answer = plain
     first = replace(answer, tokens=[*answer.tokens[:-1], (answer.tokens[-1] + 1) % target.vocab])
     strict, lenient = (
@@ -120,6 +123,21 @@ def test_a_target_whose_trees_round_otherwise(target, exactness, allowed):
     assert row.identical is False
     assert (row.unexplained == 0) is allowed
     assert ("NO: " in str(report), " ties" in str(report)) == (not allowed, allowed)
+
+
+@pytest.mark.parametrize(
+    ("exactness", "says"),
+    [("bits", "NOT the same text token for token"), ("audited", "rounding turned a near-tie")],
+)
+@pytest.mark.usefixtures("rounding")
+def test_the_demo_calls_it_rounding_only_where_rows_round(target, exactness, says):
+    """A wrong token that the screen excuses."""
+    prompt = tiny.tokenizer()(QUESTION.turns[0])["input_ids"]
+    contest = Contest.of(promising(target, exactness), {}, 24, 0.0, 0)
+    oracle = TreeOracle([prompt + contest.ask("vanilla", prompt).tokens], target.vocab)
+    console = Console(file=io.StringIO(), width=200)
+    demo(replace(contest, drafters={**contest.drafters, "oracle": oracle}), "oracle", [QUESTION], console)
+    assert says in console.file.getvalue()
 
 
 @pytest.mark.parametrize(
