@@ -19,6 +19,7 @@ def home(tmp_path, monkeypatch):
     kept = {
         "features/abc/final.bin": 3000,
         "compiled/x/y.so": 200,
+        "kernels/avx2-0.so": 100,
         "tuned/smollm2/eagle/tuned.json": 30,
         "costs.json": 2,
     }

@@ -11,6 +11,7 @@ KINDS = {
     "models": "models converted from GGUF",
     "features": "targets' features of training data",
     "compiled": "compiled passes",
+    "kernels": "compiled attention and products",
     "tuned": "trees that tune chose",
     "costs": "measured costs of passes",
 }

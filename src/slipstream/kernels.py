@@ -71,7 +71,7 @@ def attention(
     q: Float[Tensor, "B heads R D"],
     k: Float[Tensor, "B kv S D"],
     v: Float[Tensor, "B kv S Dv"],
-    keys: Int[Tensor, "#B 1 R 3+L"],
+    keys: Int[Tensor, "#B 1 R L"],
     scale: float,
     cap: float = 0.0,
     sinks: Float[Tensor, " heads"] | None = None,

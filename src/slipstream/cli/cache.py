@@ -26,6 +26,7 @@ def cache(
     models: Annotated[bool, flag("only models converted from GGUF", "--models")] = False,
     features: Annotated[bool, flag("only targets' features of training data", "--features")] = False,
     compiled: Annotated[bool, flag("only compiled passes", "--compiled")] = False,
+    kernels: Annotated[bool, flag("only compiled attention and products", "--kernels")] = False,
     tuned: Annotated[bool, flag("only trees that tune chose", "--tuned")] = False,
     costs: Annotated[bool, flag("only measured costs of passes", "--costs")] = False,
     older_than: Annotated[float | None, option("only what was not used for this long", "DAYS", min=0)] = None,
@@ -42,7 +43,7 @@ def cache(
             f"Unknown action: {action!r}. Show what is kept, or delete it: slipstream cache clean"
         )
     check_writable(json_path)
-    kinds = [*compress(KINDS, (models, features, compiled, tuned, costs))]
+    kinds = [*compress(KINDS, (models, features, compiled, kernels, tuned, costs))]
     shown = entries(kinds, None if older_than is None else time.time() - older_than * DAY)
     table = Figures(None, "kept", "kind", "size", "last used")
     for entry in shown:

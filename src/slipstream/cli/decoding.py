@@ -69,7 +69,7 @@ def demo(
 ) -> None:
     """Answer questions twice, plainly and with a drafter: the same text, sooner.
 
-    In float32 and bfloat16 rounding may turn a near-tie; the demo then says so.
+    Where rows do not keep their bits, rounding may turn a near-tie; the demo then says so.
     """
     from slipstream.measure.demo import demo as run
     from slipstream.measure.run import Contest
@@ -108,8 +108,8 @@ def generate(
 ) -> None:
     """Answer one prompt, printed as it is made; figures go to standard error.
 
-    The text is the same whatever the drafter: exactly in float64, and in
-    float32 and bfloat16 up to near-ties, which rounding may turn.
+    The text is the same whatever the drafter: token for token in float32 and bfloat16
+    on a CPU with a C++ compiler, and elsewhere up to near-ties, which rounding may turn.
     """
     from slipstream.decode.generate import stream
     from slipstream.decode.settings import resolve_sampling
@@ -207,11 +207,12 @@ def certify(
 ) -> None:
     """Prove losslessness on your own model: every token of every answer is audited against plain decoding.
 
-    A token may differ where two are nearly tied and rounding turned them: within
-    0.001 logits in float32, within 0.5 in bfloat16, never in float64.
+    Where rows keep their bits, as on a CPU in float32 and bfloat16, no token may differ. Elsewhere
+    one may where two are nearly tied and rounding turned them: within 0.001 logits in
+    float32, 0.5 in bfloat16, and in float64 never.
 
-    A tree oracle always runs beside the drafters, and at T = 0 Hugging Face
-    generate is audited too. Exit code 1 if a token is not explained.
+    A tree oracle always runs beside the drafters, and at T = 0 Hugging Face generate is
+    audited too: its own attention rounds otherwise. Exit code 1 if a token is not explained.
     """
     from slipstream.measure.certify import certify as run
 

@@ -140,14 +140,18 @@ class Target(ABC):
 
     @property
     def margin(self) -> float:
-        """In logits: scores so close are a tie, because passes over a tree and over one row round
-        differently."""
+        """In logits: scores so close are a tie where passes over a tree and over one row round differently.
+        Nothing is explained by it where `exactness` is "bits"."""
         return MARGINS[self.dtype]
 
     @property
     def exactness(self) -> str:
-        """ "bits" if each row of a pass has the same bits whatever rows stand beside it, as the target finds by
-        trying; "audited" if passes round differently, so that near-ties within `margin` may turn."""
+        """What holds for this target's texts.
+
+        "bits": each row of a pass has the same bits whatever rows stand beside it, as the target finds by
+        trying, so every text is plain decoding's, token for token. "audited": passes may round differently,
+        so near-ties within `margin` may turn.
+        """
         return "audited"
 
     @property

@@ -1,7 +1,9 @@
 """The audit: is every token of an answer the one that plain decoding would have chosen?
 
-Passes over a tree and over one row round differently, so in low precision a token whose score is within a
-stated margin of the best is a tie. Any other difference is an error.
+Where a target's `exactness` is "bits", every difference is an error. Elsewhere passes over a tree and over
+one row round differently: a token whose score is within the precision's margin of the best is a tie, and any
+other difference an error. The same holds of Hugging Face's `generate`, on every target. The audit says what
+differs and by how much; `measure.run.Contest.audited` judges it.
 """
 
 import math

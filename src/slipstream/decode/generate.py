@@ -117,10 +117,10 @@ def generate(
 ) -> Any:
     """Answer one prompt (a `Generation`) or several (a list of them), `batch` at once.
 
-    The text depends on (prompt, sampling, seed) alone, not on drafter and batch: exactly in float64, up to
-    near-ties that rounding may turn in other precisions. The i-th prompt draws noise keyed by (seed, i). What
-    is not given comes from the target's `generation_config`, whose other fields are honoured through Hugging
-    Face's own processors, or refused by name.
+    The text depends on (prompt, sampling, seed) alone, not on drafter and batch: token for token where
+    `target.exactness` is "bits", and elsewhere up to near-ties within `target.margin`. The i-th prompt draws
+    noise keyed by (seed, i). What is not given comes from the target's `generation_config`, whose other
+    fields are honoured through Hugging Face's own processors, or refused by name.
 
     Args:
         prompts: text (put through the chat template where there is one), messages, token ids (a list, tensor

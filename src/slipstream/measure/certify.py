@@ -14,7 +14,7 @@ from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_counts
 from slipstream.measure.questions import Asking, Question, load_questions
-from slipstream.measure.report import Difference
+from slipstream.measure.report import Difference, promise
 from slipstream.measure.run import HF, Contest, Drafters, drafters_of, first_prompts
 from slipstream.measure.tally import Answered, Tally
 from slipstream.results import Figures, Part, Report, heading
@@ -29,7 +29,7 @@ class Certified(Part):
     questions: int  # answers
     tokens: int
     identical: int  # answers that are plain decoding's token for token
-    unexplained: int  # tokens beyond the precision's margin
+    unexplained: int  # tokens that the promise does not allow
     largest_margin: float | str  # in logits
     divergences: list[Difference]
 
@@ -38,10 +38,13 @@ class Certificate(Report):
     """What `certify` found.
 
     Attributes:
+        exactness: the promise that was checked. "bits": every token is plain decoding's; "audited": a
+            near-tie within the margin may turn. Hugging Face's generate is always audited.
         margin: the precision's, in logits: rounding may turn a near-tie within it.
         certified: no token is unexplained, and the run was complete.
     """
 
+    exactness: str = "audited"
     margin: float
     max_new_tokens: int
     seed: int
@@ -50,7 +53,9 @@ class Certificate(Report):
 
     def __rich__(self) -> Group:
         """One line per drafter and temperature, and the verdict."""
-        title = f"{self.target}, {self.dtype}, margin {self.margin:g} in logits"
+        strict, near = (promise(exactness, self.margin) for exactness in (self.exactness, "audited"))
+        title = f"{self.target}, {self.dtype}; held to plain decoding {strict}"
+        title += f", hf_generate {near}" if strict != near else ""
         columns = ("T", "answers", "same", "tokens", "ties", "max margin", "unexplained")
         table = Figures(title, "drafter", *columns)
         for row in self.results:
@@ -66,6 +71,8 @@ class Certificate(Report):
             return Text(f"not certified: stopped early: {self.stopped}", "yellow")
         if self.certified:
             same = "every token is plain decoding's, near-ties within the margin aside"
+            if self.exactness == "bits":
+                same = "every answer is plain decoding's, token for token"
             return Text(f"certified: {same}", "bold green")
         wrong = "some tokens are not plain decoding's; please report this with the JSON"
         return Text(f"NOT certified: {wrong}", "bold red")
@@ -89,6 +96,9 @@ def certify(
 ) -> Certificate:
     """Prove on a target that drafting changes nothing: audit every answer of every drafter, and Hugging
     Face's own at T = 0.
+
+    Where the target's `exactness` is "bits", a drafter's answer must be plain decoding's, token for token.
+    Elsewhere, and in Hugging Face's answers, near-ties within the precision's margin may turn.
 
     A tree oracle that knows plain decoding's answers always runs too. Its drafts are right for every number
     of tokens in turn, among wrong siblings, so that trees and compaction are tested whatever the drafters do.
@@ -118,7 +128,7 @@ def certify(
                 "text: certify another proposal (top-k, noise), or at --temperature 0"
             )
     prompts = first_prompts(target, asked, max_new_tokens)
-    contest = Contest(target, {}, max_new_tokens, 0.0, seed)
+    contest = Contest.of(target, {}, max_new_tokens, 0.0, seed)
     answers: Answers = {}
     try:
         for temperature in dict.fromkeys(temperatures):
@@ -149,13 +159,12 @@ def _audit(
     for name in [*contest.drafters, *([] if heat else [HF])]:
         progress(f"T={heat:g} {question.name} {name}")
         given[name] = contest.ask(name, prompt)
-    audited = {name: contest.audited(each, plain, question, prompt) for name, each in given.items()}
-    for name, answer in audited.items():
-        answers.setdefault((name, heat), []).append(answer)
+    for name, answer in given.items():
+        audited = contest.audited(name, answer, plain, question, prompt)
+        answers.setdefault((name, heat), []).append(audited)
 
 
 def _report(contest: Contest, answers: Answers, ended: bool = False) -> Certificate:
-    margin = contest.target.margin
     results = []
     for (name, temperature), some in answers.items():
         tally = Tally(some)
@@ -166,14 +175,15 @@ def _report(contest: Contest, answers: Answers, ended: bool = False) -> Certific
             questions=len(some),
             tokens=tally.new_tokens,
             identical=sum(answer.identical for answer in some),
-            unexplained=tally.unexplained(margin),
+            unexplained=tally.unexplained,
             largest_margin=max(margins, default=0.0) if math.inf not in margins else "outside the support",
             divergences=tally.differences,
         )
         results.append(row)
     return Certificate(
         **heading(contest.target),
-        margin=margin,
+        exactness=contest.exactness,
+        margin=contest.target.margin,
         max_new_tokens=contest.max_new_tokens,
         seed=contest.seed,
         certified=not ended and all(result.unexplained == 0 for result in results),

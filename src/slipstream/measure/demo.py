@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.decode.audit import audit
 from slipstream.measure.questions import Question
+from slipstream.measure.report import promise
 from slipstream.measure.run import HF, Contest, first_prompts
 from slipstream.measure.tally import Answered, Tally
 from slipstream.targets.prompts import encode
@@ -54,7 +54,7 @@ def _answered(
             console.print(Text.assemble("\n", (shown, "bold"), "" if method == "vanilla" else legend))
             answers[method] = contest.ask(method, prompt, lambda texts: _paint(texts, console))
             console.print("\n")
-    console.print(_verdict(contest, drafter, prompt, answers["vanilla"], answers[drafter]))
+    console.print(_verdict(contest, drafter, question, prompt, answers["vanilla"], answers[drafter]))
     return answers
 
 
@@ -64,17 +64,26 @@ def _paint(texts: list[str], console: Console) -> None:
     console.print(drafted + Text(texts[-1], OWN), end="", soft_wrap=True)
 
 
-def _verdict(contest: Contest, drafter: str, prompt: list[int], plain: Answered, drafted: Answered) -> Text:
+def _verdict(
+    contest: Contest,
+    drafter: str,
+    question: Question,
+    prompt: list[int],
+    plain: Answered,
+    drafted: Answered,
+) -> Text:
     if drafted.tokens == plain.tokens:
-        return Text("the same text", "green")
+        strict = contest.promises_bits(drafter)
+        return Text("the same text, token for token" if strict else "the same text", "green")
     if contest.drafters[drafter].law != "coupled":
         return Text("another draw from the same distribution", "cyan")
-    differences = audit(contest.target, prompt, drafted.tokens, plain.sampling)
-    margin = max((each.margin for each in differences), default=0.0)
-    size = f"margin {margin:.2g} in logits"
-    if margin <= contest.target.margin:
-        return Text(f"rounding turned a near-tie at token {differences[0].position} ({size})", "yellow")
-    return Text(f"NOT the same text, and no near-tie: {size}. Please report this", "bold red")
+    audited = contest.audited(drafter, drafted, plain, question, prompt)
+    first, margin = audited.differences[0], max(each.margin for each in audited.differences)
+    size = f"token {first.position}, margin {margin:.2g} in logits"
+    if not audited.unexplained:
+        return Text(f"rounding turned a near-tie ({size})", "yellow")
+    held = promise(contest.exactness, contest.target.margin)
+    return Text(f"NOT the same text {held}: {size}. Please report this", "bold red")
 
 
 def _figures(answers: dict[str, list[Answered]], drafter: str) -> Text:

@@ -11,6 +11,11 @@ WIDE = 12  # letters of a name that fits over a column
 FACTORS = {"tau": "τ", "rows": "rows", "draft": "draft", "host": "host", "prompt": "prompt"}
 
 
+def promise(exactness: str, margin: float) -> str:
+    """What answers are held to, for people."""
+    return "token for token" if exactness == "bits" else f"up to near-ties within {margin:g} logits"
+
+
 class Speedup(Part):
     """Tokens per second over each baseline's."""
 
@@ -29,7 +34,8 @@ class Speed(Part):
 
 
 class Difference(Part):
-    """A token that is not plain decoding's: `decode.audit.Divergence`, with where it was found."""
+    """A token that is not plain decoding's: `decode.audit.Divergence`, with where it was found. Where one of
+    the answers has ended, its token is −1 and the margin infinite."""
 
     question: str
     turn: int = 0  # of the question, counted from 0; `certify` asks the first one only
@@ -75,7 +81,7 @@ class DrafterResult(Speed):
     acceptance_by_depth_conditional: list[float]  # of the passes that drafted d and accepted d − 1
     law: str = "coupled"
     identical: bool | None  # every answer is plain decoding's; None where only the distribution is kept
-    unexplained: int  # differences beyond the precision's margin
+    unexplained: int  # differences that the promise does not allow
     divergences: list[Difference]
     seconds: Seconds
     host_share: float  # of the time behind the prompts
@@ -99,11 +105,13 @@ class BenchReport(Report):
     """What `bench` found.
 
     Attributes:
+        exactness: the promise that drafters were held to, as in `Certificate`.
         margin: the precision's, in logits.
         prompts: names of the questions that all methods answered.
         results: plain decoding first, then the drafters.
     """
 
+    exactness: str = "audited"
     margin: float
     temperature: float
     seed: int
@@ -115,6 +123,7 @@ class BenchReport(Report):
     def __rich__(self) -> Group:
         """One line per drafter, one per category and drafter, and where the time went."""
         title = f"{self.target}, {self.dtype}, T = {self.temperature:g}, {self.hardware['cpu']}"
+        title += f"; held to plain decoding {promise(self.exactness, self.margin)}"
         main = Figures(title, "drafter", "τ", "tok/s", "× plain", "× HF", "draft", "verify", "host", "same")
         for row in self.results:
             speed, over = f"{row.tokens_per_second:.1f}", row.speedup

@@ -1,15 +1,18 @@
 """bench: drafters beside both baselines, in alternation, on the same prompts."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from operator import attrgetter
 from typing import Any
 
 from slipstream.command import public
 from slipstream.core.drafter import Drafter
 from slipstream.core.target import Target
-from slipstream.decode.audit import audit
+from slipstream.core.tree import PAD
+from slipstream.decode.audit import Divergence, audit
 from slipstream.decode.generate import Generation, generate, stream
 from slipstream.decode.session import Seconds
 from slipstream.decode.settings import Settings
@@ -33,10 +36,15 @@ Drafters = str | Sequence[str] | Mapping[str, Drafter]  # drafters to load, or d
 
 @dataclass(frozen=True)
 class Contest:
-    """Methods that answer the same prompts under the same settings: Hugging Face's generate, and drafters."""
+    """Methods that answer the same prompts under the same settings: Hugging Face's generate, and drafters.
+
+    Attributes:
+        exactness: the target's, which it finds out before anything is timed.
+    """
 
     target: HFTarget
     drafters: dict[str, Drafter]
+    exactness: str
     max_new_tokens: int
     temperature: float
     seed: int
@@ -47,7 +55,7 @@ class Contest:
     ) -> "Contest":
         """Both baselines and the drafters. Raises ValueError for a name that is not known."""
         contestants = {"vanilla": Vanilla(), **drafters_of(drafters, target, temperature)}
-        return cls(target, contestants, max_new_tokens, temperature, seed)
+        return cls(target, contestants, target.exactness, max_new_tokens, temperature, seed)
 
     @property
     def methods(self) -> list[str]:
@@ -85,17 +93,40 @@ class Contest:
             done = pieces.generation
         return Answered(done.tokens, time.perf_counter() - began, done.rounds, done.seconds, done.sampling)
 
+    def promises_bits(self, method: str) -> bool:
+        """Whether every token must be plain decoding's. Hugging Face's generate has attention and products of
+        its own, which round otherwise, and so do trees where the target is only audited: there a near-tie
+        within the precision's margin may turn."""
+        return self.exactness == "bits" and method != HF
+
     def audited(
-        self, answer: Answered, plain: Answered, question: Question, prompt: list[int], turn: int = 0
+        self,
+        method: str,
+        answer: Answered,
+        plain: Answered,
+        question: Question,
+        prompt: list[int],
+        turn: int = 0,
     ) -> Answered:
         """The answer with what the audit found, where it is not plain decoding's."""
         if answer.tokens == plain.tokens:
             return answer
-        differences = [
-            Difference(question=question.name, turn=turn, **vars(each))
-            for each in audit(self.target, prompt, answer.tokens, plain.sampling)
-        ]
-        return replace(answer, identical=False, differences=differences)
+        found = audit(self.target, prompt, answer.tokens, plain.sampling) or [_parting(answer, plain)]
+        strict, margin = self.promises_bits(method), self.target.margin
+        return replace(
+            answer,
+            identical=False,
+            differences=[Difference(question=question.name, turn=turn, **vars(each)) for each in found],
+            unexplained=sum(strict or each.margin > margin for each in found),
+        )
+
+
+def _parting(answer: Answered, plain: Answered) -> Divergence:
+    """Where an answer leaves plain decoding's, though each of its tokens is what the audit chooses, too. No
+    rounding makes it end elsewhere."""
+    pairs = enumerate(zip_longest(answer.tokens, plain.tokens, fillvalue=PAD))
+    at, (token, other) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+    return Divergence(at, token, other, math.inf if PAD in (token, other) else 0.0)
 
 
 Turns = list[tuple[Question, Answered]]
@@ -172,7 +203,7 @@ def _ask(contest: Contest, question: Question, answers: Answers, progress: Calla
         plain = given["vanilla"]
         for name, drafter in contest.drafters.items():
             if drafter.law == "coupled":
-                given[name] = contest.audited(given[name], plain, question, prompt, number)
+                given[name] = contest.audited(name, given[name], plain, question, prompt, number)
         for name in methods:
             answers[name].append((question, given[name]))
         messages.append({"role": "assistant", "content": text.decode(plain.tokens)})
@@ -207,6 +238,7 @@ def _report(contest: Contest, answers: Answers) -> BenchReport:
     asked = {name: _by_question(turns) for name, turns in answers.items()}
     return BenchReport(
         **heading(contest.target),
+        exactness=contest.exactness,
         margin=contest.target.margin,
         **contest.settings,
         prompts=list(asked[HF]),
@@ -231,7 +263,7 @@ def _result(
         acceptance_by_depth_conditional=tally.acceptance(conditional=True),
         law=drafter.law,
         identical=all(answer.identical for answer in tally.answers) if drafter.law == "coupled" else None,
-        unexplained=tally.unexplained(contest.target.margin),
+        unexplained=tally.unexplained,
         divergences=tally.differences,
         seconds=Seconds(**{part: round(seconds, 3) for part, seconds in vars(tally.seconds).items()}),
         host_share=round(tally.seconds.host / decoding, 4) if decoding else 0.0,

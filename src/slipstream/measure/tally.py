@@ -24,6 +24,7 @@ class Answered:
     sampling: Sampling = field(default_factory=Sampling)
     identical: bool = True  # to plain decoding's
     differences: list[Difference] = field(default_factory=list)
+    unexplained: int = 0  # of the differences: no promise allows them
 
 
 class Tally:
@@ -36,12 +37,9 @@ class Tally:
         self.rounds = [r for answer in self.answers for r in answer.rounds]
         self.seconds = sum((answer.seconds for answer in self.answers), Seconds())
         self.differences = [each for answer in self.answers for each in answer.differences]
+        self.unexplained = sum(answer.unexplained for answer in self.answers)
         self.tokens_per_second = self.new_tokens / self.wall if self.wall else 0.0
         self.tau = mean_accepted_length(self.rounds)
-
-    def unexplained(self, margin: float) -> int:
-        """Differences beyond the precision's margin."""
-        return sum(each.margin > margin for each in self.differences)
 
     def acceptance(self, conditional: bool) -> list[float]:
         """By depth d: the share of passes that accepted d drafted tokens or more; conditional: of those that
