@@ -38,13 +38,11 @@ def answers(
 
 def arm(plain: list[list[int]], other: list[list[int]]) -> dict[str, Any]:
     """How many answers and tokens are equal, up to the first difference of each answer."""
-    same = [
-        len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b))))
-        for a, b in zip(plain, other, strict=True)
-    ]
+    pairs = list(zip(plain, other, strict=True))
+    same = [sum(1 for _ in takewhile(lambda t: t[0] == t[1], zip(a, b, strict=False))) for a, b in pairs]
     return {
         "answers": len(plain),
-        "equal_answers": sum(a == b for a, b in zip(plain, other, strict=True)),
+        "equal_answers": sum(a == b for a, b in pairs),
         "tokens": sum(map(len, plain)),
         "equal_tokens": sum(same),
     }
@@ -68,10 +66,8 @@ def equal(
         for drafter, batch in arms:
             began = perf_counter()
             found = arm(plain, answers(target, prompts, drafter, batch, temperature, new))
-            took = round(perf_counter() - began, 1)
-            rows.append(
-                {"drafter": drafter, "temperature": temperature, "batch": batch, **found, "seconds": took}
-            )
+            named = {"drafter": drafter, "temperature": temperature, "batch": batch}
+            rows.append({**named, **found, "seconds": round(perf_counter() - began, 1)})
             keep(rows)
     return rows
 
@@ -94,10 +90,8 @@ def main(
     head = heading(loaded) | {"exactness": loaded.exactness}
 
     def keep(rows: list[dict[str, Any]]) -> None:
-        whole = {
-            key: sum(row[key] for row in rows)
-            for key in ("answers", "equal_answers", "tokens", "equal_tokens")
-        }
+        counts = ("answers", "equal_answers", "tokens", "equal_tokens")
+        whole = {key: sum(row[key] for row in rows) for key in counts}
         write_json(json, head | {"all": whole, "arms": rows})
         print(rows[-1], flush=True)
 

@@ -56,11 +56,11 @@ class Storage:
     It is allocated in the layers' own shape and dtype, and copied only to hold longer texts.
 
     Args:
-        like: keys and values of one layer, of any number of rows and slots. If it is not known, the first write
-            tells it.
+        like: keys and values of one layer, of any number of rows and slots. By default the first write tells
+            their shape and dtype.
 
     Attributes:
-        stored: keys [L, rows, heads, S, D] and values [L, rows, heads, S, Dv]; empty before they are allocated.
+        stored: keys [L, rows, heads, S, D] and values [L, rows, heads, S, Dv]; empty until allocated.
         prefix: slots that `memory` fills at the beginning of each row.
         capacity: slots for a row's text. One more, never read, spares a pass over all slots its own graph.
     """
