@@ -1,7 +1,7 @@
-"""Attention and products of our own on the CPU (`kernels.cpp`): a row's bits do not depend on its neighbours.
+"""Attention and products on the CPU (`kernels.cpp`) in which a row's bits do not depend on its neighbours.
 
-They are compiled once for a processor and a torch, in about half a minute, and kept in the user's cache. Where
-there is no C++ compiler, targets go without them.
+They are compiled once for a processor and a torch, in about half a minute, and kept in the user's cache.
+Where there is no C++ compiler, targets go without them.
 """
 
 import hashlib

@@ -6,13 +6,13 @@ what each row sees (sliding windows included), explicit positions, and probe row
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
 from time import perf_counter
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -48,8 +48,8 @@ class HFTarget(Target):
             are.
         tokenizer: not needed if prompts are token ids.
         name: the user's name for the target.
-        compile: run layers and LM head as compiled graphs. On the CPU they keep a packed copy of the weights (bf16 ones as fp32 if the
-            processor has no bf16), which does not follow later changes. On a GPU rounds are also captured as
+        compile: run layers and LM head as compiled graphs. On a CPU with bf16 instructions they keep a packed
+            copy of bf16 weights, which does not follow later changes. On a GPU rounds are also captured as
             CUDA graphs (`decode.capture`).
 
     Raises:
@@ -87,7 +87,7 @@ class HFTarget(Target):
         self._head: Any = self.twin.get_output_embeddings()
         self.width, self.fingerprint = self._head.weight.shape[1], self._hash()
         self.compiles, self.captures = compile, compile and self.device.type == "cuda"
-        self._ours, self._calls = False, nullcontext()
+        self._ours, self._calls = False, cast(AbstractContextManager[Any], nullcontext())
         if self.device.type == "cpu":
             self._take_ours()
         if compile:
@@ -348,7 +348,7 @@ class HFTarget(Target):
 
     @cached_property
     def _cached(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of one block, [1, heads, S, D] each. Compiled passes write into memory that is there."""
+        """Keys and values of one block, [1, heads, S, D]. Compiled passes need memory that is there."""
         cache = KVCache(self.sizes.blocks, 1, self.device)
         self(chain(torch.zeros(1, 1, dtype=torch.long, device=self.device)), cache)
         keys, values = cache.stored

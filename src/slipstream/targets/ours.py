@@ -128,10 +128,11 @@ class Calls(TorchFunctionMode):
             return linear(*args, **kwargs)
         mask = kwargs.get("attn_mask")
         if func is F.scaled_dot_product_attention and mask is not None and mask.dtype == torch.int32:
-            return attend(self, *args, mask)[0].transpose(1, 2)  # type: ignore[arg-type]
+            q, k, v = args
+            return attention(q, k, v, mask, q.shape[-1] ** -0.5).transpose(1, 2)
         return func(*args, **kwargs)
 
 
 def called_directly(model: nn.Module, config: Any) -> bool:
-    """Whether a model needs `Calls`: it has weights of three dimensions, as experts do, or sdpa of its own."""
+    """Whether a model needs `Calls`: it has weights of three dimensions, as experts, or its own sdpa."""
     return config.model_type in OWN_SDPA or any(p.dim() > 2 for p in model.parameters())
