@@ -1,11 +1,12 @@
 """Compilation of functions of tensors into graphs of free sizes."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.files import cache_home
 from slipstream.packing import HAS_ONEDNN, packing
@@ -14,18 +15,57 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 GRAPHS = 64  # Dynamo's recompile limit: one graph per combination of rows, batch, taps, target and drafter
 
 
-def compiled(function: Function, device: torch.device) -> Function:
+def compiled(function: Function, device: torch.device, kind: Hashable = None) -> Function:
     """`function` compiled for all sizes of `freed` dimensions. Graphs are cached across processes.
 
-    Modules of one class share their graphs. On the CPU linear layers read a packed copy of their weights,
-    which does not follow later changes of the weights. The process gets two other settings of Dynamo's.
+    Modules of one class share their graphs. On the CPU `F.linear` reads a packed copy of its weights, which
+    does not follow later changes of the weights. The process gets two other settings of Dynamo's.
+
+    Args:
+        kind: for a method of a module that nobody changes, the module's `kind_of`. Dynamo then looks at
+            tensors alone before each call, in a third of the time.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # layers of any index share a graph
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))
-    backend = packing if device.type == "cpu" and HAS_ONEDNN else "inductor"
-    graphs: Any = torch.compile(function, backend=backend)
+    if device.type != "cpu" or not HAS_ONEDNN:
+        graphs: Any = torch.compile(function, backend="inductor")
+    elif kind is None:
+        graphs = torch.compile(function, backend=packing)
+    else:
+        graphs = torch.compile(function, backend=_packing_for(kind), options={"guard_filter_fn": _of_inputs})
     return graphs
+
+
+@cache
+def _packing_for(kind: Hashable) -> Callable[..., Any]:
+    """A backend of its own: Dynamo gives no function a graph of another backend."""
+    return partial(packing)
+
+
+def _of_inputs(guards: Sequence[Any]) -> list[bool]:
+    """Which guards are kept: not those of modules, which their kind answers for, nor of global names."""
+    return [not (guard.is_global or guard.orig_guard.source.is_unspecialized_nn_module()) for guard in guards]
+
+
+def kind_of(module: nn.Module) -> Hashable:
+    """What a graph takes as given from a module and its parts. Integers, such as a layer's index, and tensors
+    are inputs of the graph; of these only shape and dtype are given."""
+    found: list[Hashable] = []
+    for name, part in module.named_modules():
+        found.append((name, type(part), part.training))
+        tensors = [*part._parameters.items(), *part._buffers.items()]
+        found += [(key, tuple(x.shape), x.dtype) for key, x in tensors if x is not None]
+        found += [(key, _fixed(value)) for key, value in vars(part).items() if not key.startswith("_")]
+    return tuple(found)
+
+
+def _fixed(value: Any) -> Hashable:
+    if isinstance(value, (bool, float, str, torch.dtype, type(None))):
+        return value
+    if hasattr(value, "to_json_string"):  # a configuration
+        return value.to_json_string(), value._attn_implementation
+    return getattr(value, "__qualname__", type(value))
 
 
 def freed(x: Tensor, *dims: int) -> Tensor:

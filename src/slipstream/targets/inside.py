@@ -1,6 +1,6 @@
 """A Hugging Face model's twin, and what replaces its parts: attention, cache, compiled modules' `forward`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, TypeVar
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from slipstream.compiled import compiled, freed
+from slipstream.compiled import compiled, freed, kind_of
 from slipstream.core.cache import KVCache, LayerView
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -83,9 +83,9 @@ class Behind(Cache):
 class StandIn:
     """Replaces the `forward` of a module by compiled graphs, which all modules of its class share."""
 
-    def __init__(self, forward: Callable[..., Any], device: torch.device, layer: int = 0) -> None:
-        self.plain = forward
-        self._compiled = compiled(forward, device)
+    def __init__(self, module: nn.Module, device: torch.device, layer: int = 0) -> None:
+        self.plain = module.forward
+        self._compiled = compiled(module.forward, device, kind_of(module))
         self._layer = layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,4 +104,4 @@ class StandIn:
 
 def compile_forward(module: nn.Module, device: torch.device, layer: int = 0) -> None:
     """Run a module as a compiled graph from now on."""
-    module.forward = StandIn(module.forward, device, layer)
+    module.forward = StandIn(module, device, layer)
