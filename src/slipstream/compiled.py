@@ -65,7 +65,7 @@ def _fixed(value: Any) -> Hashable:
         return value
     if hasattr(value, "to_json_string"):  # a configuration
         return value.to_json_string(), value._attn_implementation
-    return getattr(value, "__qualname__", type(value))
+    return str(getattr(value, "__qualname__", type(value)))
 
 
 def freed(x: Tensor, *dims: int) -> Tensor:
