@@ -30,7 +30,15 @@ INSTRUCTIONS = {
 def available() -> bool:
     """Whether the kernels run here. The first call loads them, and compiles them if nobody has yet."""
     processor = torch.backends.cpu.get_cpu_capability()
-    command = [os.environ.get("CXX", "c++"), "-O3", "-std=c++20", "-fopenmp", "-shared", "-fPIC"]
+    command = [
+        os.environ.get("CXX", "c++"),
+        "-O3",
+        "-std=c++20",
+        "-ffp-contract=off",
+        "-fopenmp",
+        "-shared",
+        "-fPIC",
+    ]
     command += [*INSTRUCTIONS.get(processor, []), str(SOURCE), *(f"-I{path}" for path in include_paths())]
     command += [f"-L{TORCH_LIB_PATH}", "-ltorch_cpu", "-lc10"]
     key = hashlib.sha256(SOURCE.read_bytes() + repr((torch.__version__, command)).encode()).hexdigest()[:16]
@@ -71,7 +79,7 @@ def attention(
     q: Float[Tensor, "B heads R D"],
     k: Float[Tensor, "B kv S D"],
     v: Float[Tensor, "B kv S Dv"],
-    keys: Int[Tensor, "#B 1 R 3+L"],
+    keys: Int[Tensor, "#B 1 R L"],
     scale: float,
     cap: float = 0.0,
     sinks: Float[Tensor, " heads"] | None = None,
