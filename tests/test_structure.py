@@ -12,6 +12,7 @@ ROOT = Path(slipstream.__file__).parent
 TESTS = Path(__file__).parent
 SHARED = {
     "files",
+    "kernels",
     "machine",
     "picture",
     "command",
@@ -20,7 +21,7 @@ SHARED = {
     "results",
     "bars",
     "methods",
-}  # writing results, what they were measured on, compilation, progress, the table of methods
+}  # writing results, what they were measured on, compilation, kernels, progress, the table of methods
 ROOMS = {  # DESIGN, "Rooms": a room may import itself and these
     "core": set(),
     "targets": {"core"},
