@@ -14,6 +14,7 @@ from slipstream import kernels
 from slipstream.core.cache import KVCache
 from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling, rows_of
+from slipstream.core.span import Output
 from slipstream.core.tree import Probes, Tree, chain
 from slipstream.decode.answer import Answer
 from slipstream.decode.generate import Job
@@ -56,7 +57,7 @@ def random_tree(seed: int) -> Tree:
     return Tree(tokens, parents, NODES - 1, probes=Probes(tiny.noise(2, 32), hosts))
 
 
-def in_a_batch(target: HFTarget, tree: Tree) -> tuple[Tensor, Tensor]:
+def in_a_batch(target: HFTarget, tree: Tree) -> tuple[Tensor, Output]:
     """What the target says at the last token of each prompt and at all nodes, beside memory and probes."""
     layers, heads, width = tiny.kv_shape(target)
     lengths = list(map(len, PROMPTS))
@@ -66,7 +67,7 @@ def in_a_batch(target: HFTarget, tree: Tree) -> tuple[Tensor, Tensor]:
     read = target(chain(tokens), cache, rows=last).logits[:, 0]
     cache.keep(None, torch.tensor(lengths))
     cache.settle(lengths)
-    return read, target(tree, cache).logits
+    return read, target(tree, cache, ("final",))
 
 
 def say(target: HFTarget, cache: KVCache, tokens: list[int]) -> Tensor:
@@ -103,13 +104,15 @@ def test_a_node_has_the_bits_of_its_path_alone(family, dtype):
     target = target_of(family, dtype)
     assert target.exactness == "bits"
     tree = random_tree(seed=1)
-    read, logits = in_a_batch(target, tree)
+    read, out = in_a_batch(target, tree)
     for text in range(3):
         one, nodes = alone(target, tree, text)
         assert torch.equal(one, read[text])
-        assert torch.equal(nodes, logits[text])
-    assert logits.isfinite().all()
-    assert float(logits.std()) > 0.1
+        assert torch.equal(nodes, out.logits[text])
+    if dtype == torch.float32:  # and all is right, probes too
+        _, right = in_a_batch(tiny.target(family), tree)
+        torch.testing.assert_close(out.logits, right.logits.float(), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(out.features, right.features.float(), rtol=1e-3, atol=1e-3)
 
 
 @needs_kernels
@@ -159,9 +162,9 @@ def test_experts_by_other_products_are_tried_too(experts):
     mixtral = MixtralConfig(**tiny.GROUPED, num_local_experts=4, experts_implementation=experts)
     target = HFTarget(tiny.build(mixtral).float())
     tree = random_tree(seed=1)
-    read, logits = in_a_batch(target, tree)
+    read, out = in_a_batch(target, tree)
     equal = all(
-        torch.equal(one, read[text]) and torch.equal(nodes, logits[text])
+        torch.equal(one, read[text]) and torch.equal(nodes, out.logits[text])
         for text in range(3)
         for one, nodes in [alone(target, tree, text)]
     )
