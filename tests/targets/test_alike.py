@@ -1,6 +1,7 @@
 """Bits: what a target says at a node of any tree is what it says alone, one row at a time."""
 
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -18,6 +19,7 @@ from slipstream.core.span import Output
 from slipstream.core.tree import Probes, Tree, chain
 from slipstream.decode.answer import Answer
 from slipstream.decode.generate import Job
+from slipstream.drafters import load_drafter
 from slipstream.drafters.ngram import NGram
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
@@ -27,7 +29,9 @@ from slipstream.targets.alike import agrees, rounds_alike
 PROMPTS = tiny.prompts(9, 5, 14)
 CHUNKS = (4, 1, 5)  # in which the prompts are read alone
 NODES = 13
-SPLIT = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3, 4, 6, 9, 10, 11])  # eight steps: deeper than the window
+SPLIT = torch.tensor(
+    [0, 0, 0, 1, 1, 2, 3, 3, 4, 6, 9, 10, 11]
+)  # a path of eight nodes: longer than the window
 DTYPES = (torch.float32, torch.bfloat16)
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -54,7 +58,9 @@ def random_tree(seed: int) -> Tree:
     parents = (torch.rand(3, NODES, generator=generator) * torch.arange(NODES).clamp(min=1)).long()
     parents[seed % 3] = SPLIT
     hosts = torch.randint(-1, NODES, (3, 2), generator=generator)
-    return Tree(tokens, parents, NODES - 1, probes=Probes(tiny.noise(2, 32), hosts))
+    hosts[seed % 3, 0] = NODES - 1  # the deepest node: its probes read more rows than any other
+    tree = Tree(tokens, parents, NODES - 1, probes=Probes(tiny.noise(2, 32), hosts))
+    return replace(tree, depth=int(tree.layout().depths[:, :NODES].max()))
 
 
 def in_a_batch(target: HFTarget, tree: Tree) -> tuple[Tensor, Output]:
@@ -201,6 +207,9 @@ DRAFTERS = {  # for a target, and the texts that it will write
     "oracle": lambda target, texts: TreeOracle(texts, target.vocab),
     "eagle": lambda target, texts: head_of(target),
     "ngram": lambda target, texts: NGram(shortest=1),
+    "self-speculative": lambda target, texts: load_drafter(
+        "self-speculative:skip=0,tree=dynamic-3x3x9", target
+    ),
     "random, probes, memory": lambda target, texts: tiny.random_drafter(target),
 }
 
