@@ -1,5 +1,5 @@
 """Shapes and types are checked in every test; nothing reaches for the network or the user's cache, compiled
-passes apart; one thread, the quickest for tiny models.
+passes and kernels apart; one thread, the quickest for tiny models.
 
 With TEST_COMPILED=1 (`make test-compiled`) all targets are compiled; the checks cannot be, and are left out.
 """
@@ -20,8 +20,10 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory):
+    from slipstream import kernels
     from slipstream.files import cache_home
 
+    kernels.available()  # compiled once, and not in half a minute of every run
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

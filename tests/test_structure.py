@@ -21,7 +21,7 @@ SHARED = {
     "results",
     "bars",
     "methods",
-}  # writing results, what they were measured on, compilation and kernels, progress, the table of methods
+}  # writing results, what they were measured on, compilation, kernels, progress, the table of methods
 ROOMS = {  # DESIGN, "Rooms": a room may import itself and these
     "core": set(),
     "targets": {"core"},

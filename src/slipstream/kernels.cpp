@@ -97,7 +97,7 @@ Vec operator+(Vec a, Vec b) { return Vec::of([&](int i) { return a.v[i] + b.v[i]
 Vec operator-(Vec a, Vec b) { return Vec::of([&](int i) { return a.v[i] - b.v[i]; }); }
 Vec operator*(Vec a, Vec b) { return Vec::of([&](int i) { return a.v[i] * b.v[i]; }); }
 Vec operator/(Vec a, Vec b) { return Vec::of([&](int i) { return a.v[i] / b.v[i]; }); }
-Vec max(Vec a, Vec b) { return Vec::of([&](int i) { return std::max(a.v[i], b.v[i]); }); }
+Vec max(Vec a, Vec b) { return Vec::of([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
 Vec rounded(Vec a) { return Vec::of([&](int i) { return std::nearbyint(a.v[i]); }); }
 Vec power_of_two(Vec n) { return Vec::of([&](int i) { return std::ldexp(1.0f, int(n.v[i])); }); }
 
@@ -161,9 +161,9 @@ void tiles(int64_t n, F f, int64_t first = 0) {
     if (first < n) tiles<R - 1>(n, f, first);
 }
 
-// e^x for x <= 0, within 2 units in the last place; 0 below -87.
+// e^x for x <= 0, within 2 units in the last place; below -87.5 it is that of -87.5, and of NaN it is NaN.
 Vec exponential(Vec x) {
-  x = max(x, Vec::set(-87.5f));
+  x = max(Vec::set(-87.5f), x);
   Vec n = rounded(x * Vec::set(1.44269504f));
   Vec r = fma(n, Vec::set(-0.693359375f), x);
   r = fma(n, Vec::set(2.12194440e-4f), r);
@@ -214,6 +214,7 @@ void linear_into(const float* x, const T* weight, const float* bias, float* out,
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const int64_t K = weight.size(1), N = weight.size(0), M = x.numel() / std::max<int64_t>(K, 1);
   TORCH_CHECK(x.size(-1) == K && x.scalar_type() == weight.scalar_type(), "linear: x and weight do not fit");
+  TORCH_CHECK(!bias || bias->numel() == N, "linear: bias and weight do not fit");
   Tensor rows = x.to(at::kFloat).contiguous(), w = weight.contiguous(), b;
   if (bias) b = bias->to(at::kFloat).contiguous();
   auto sizes = x.sizes().vec();
@@ -419,6 +420,14 @@ void attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& key
 Tensor attention(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys_of, double scale, double cap,
     const std::optional<Tensor>& sinks) {
+  const int64_t B = q.size(0), heads = q.size(1), KV = k.size(1);
+  TORCH_CHECK(
+      q.size(3) == k.size(3) && heads % KV == 0 && k.size(0) == B && v.size(0) == B && v.size(1) == KV &&
+          v.size(2) == k.size(2) && (!sinks || sinks->numel() == heads),
+      "attention: queries, keys, values and sinks do not fit");
+  TORCH_CHECK(
+      keys_of.dim() == 4 && (keys_of.size(0) == B || keys_of.size(0) == 1) && keys_of.size(1) == 1 && keys_of.size(2) == q.size(2) && keys_of.size(3) >= 3,
+      "attention: each row needs its list of keys");
   TORCH_CHECK(k.stride(-1) == 1 && v.stride(-1) == 1, "attention: keys and values must be dense in their last dimension");
   TORCH_CHECK(k.scalar_type() == v.scalar_type() && q.scalar_type() == k.scalar_type(), "attention: one dtype for all");
   Tensor out = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options().dtype(at::kFloat));

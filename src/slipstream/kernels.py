@@ -30,7 +30,15 @@ INSTRUCTIONS = {
 def available() -> bool:
     """Whether the kernels run here. The first call loads them, and compiles them if nobody has yet."""
     processor = torch.backends.cpu.get_cpu_capability()
-    command = [os.environ.get("CXX", "c++"), "-O3", "-std=c++20", "-fopenmp", "-shared", "-fPIC"]
+    command = [
+        os.environ.get("CXX", "c++"),
+        "-O3",
+        "-std=c++20",
+        "-ffp-contract=off",
+        "-fopenmp",
+        "-shared",
+        "-fPIC",
+    ]
     command += [*INSTRUCTIONS.get(processor, []), str(SOURCE), *(f"-I{path}" for path in include_paths())]
     command += [f"-L{TORCH_LIB_PATH}", "-ltorch_cpu", "-lc10"]
     key = hashlib.sha256(SOURCE.read_bytes() + repr((torch.__version__, command)).encode()).hexdigest()[:16]

@@ -19,7 +19,7 @@ from slipstream.core.tree import PAD, Probes, Tree, chain
 from slipstream.decode.session import Session
 from slipstream.measure.baseline import hf_generate
 from slipstream.targets import HFTarget
-from slipstream.targets.inside import GROUPED
+from slipstream.targets.ours import OURS
 from slipstream.targets.prompts import encode
 
 PROMPTS = tiny.prompts(9, 5, 14)
@@ -321,7 +321,7 @@ def test_hf_generate_runs_hugging_faces_own_parts(family, monkeypatch):
     """A baseline measured, or an equality checked, with our attention or compiled layers."""
     target = HFTarget(deepcopy(tiny.reference(family)), compile=True)
     theirs = tiny.reference(family).config._attn_implementation
-    ours = GROUPED if family == "llama" else theirs
+    ours = OURS if family == "llama" else theirs
 
     def parts(model: nn.Module) -> tuple[str, int]:
         compiled = [m for m in model.modules() if type(m.forward).__name__ == "StandIn"]

@@ -74,6 +74,11 @@ class Linear(nn.Linear):
         return super().forward(x) if torch.is_grad_enabled() else linear(x, self.weight, self.bias)
 
 
+def _version(weight: Tensor) -> int:
+    """Counts the changes of a weight in place. One that was made in inference mode has no count."""
+    return 0 if weight.is_inference() else weight._version
+
+
 class Turned(Conv1D):
     """GPT-2's linear layer, whose weight lies [K, N], by a copy that lies [N, K]."""
 
@@ -83,8 +88,8 @@ class Turned(Conv1D):
         """The product. Graphs do not look at versions, so they keep torch's own."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().forward(x)
-        if self.version != self.weight._version:
-            self.copied, self.version = self.weight.detach().t().contiguous(), self.weight._version
+        if self.version != (version := _version(self.weight)):
+            self.copied, self.version = self.weight.detach().t().contiguous(), version
         return linear(x, self.copied, self.bias)
 
 
@@ -97,8 +102,8 @@ class Packed(nn.Linear):
         """The product."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().forward(x)
-        if self.version != self.weight._version:
-            self.copied, self.version = packed_weight(self.weight.detach()), self.weight._version
+        if self.version != (version := _version(self.weight)):
+            self.copied, self.version = packed_weight(self.weight.detach()), version
         return torch.ops.slipstream.packed_linear(x, self.copied, self.bias)
 
 
@@ -128,8 +133,9 @@ class Calls(TorchFunctionMode):
             return linear(*args, **kwargs)
         mask = kwargs.get("attn_mask")
         if func is F.scaled_dot_product_attention and mask is not None and mask.dtype == torch.int32:
-            q, k, v = args
-            return attention(q, k, v, mask, q.shape[-1] ** -0.5).transpose(1, 2)
+            query, key, value = args
+            scale = kwargs.get("scale") or query.shape[-1] ** -0.5
+            return attention(query, key, value, mask, scale).transpose(1, 2)
         return func(*args, **kwargs)
 
 
