@@ -80,10 +80,7 @@ class Storage:
         """Make room for texts of so many tokens. What is stored stays."""
         if slots > self.capacity:
             self.capacity = slots
-            if self.stored:
-                self.stored = [self._zeros(old, old) for old in self.stored]
-            elif self.like is not None:
-                self.allocate(*self.like)
+            self.stored = [self._zeros(old, old) for old in self.stored]
 
     def allocate(self, key: NewKeys, value: NewValues) -> None:
         """Memory for rows like these."""
@@ -177,6 +174,8 @@ class KVCache:
         needed = self.bound + after + rows
         if needed > self.storage.capacity:
             self.storage.hold(-(-needed // BLOCK) * BLOCK)
+        if self.storage.like is not None and not self.storage.stored:
+            self.storage.allocate(*self.storage.like)
         self.stored = self._stored()
         filled = -(-(self.prefix + needed) // BUCKET) * BUCKET
         self.view = min(filled, self.prefix + self.storage.capacity)
