@@ -130,27 +130,39 @@ Vec tail(const T* p, int64_t n) {
   return Vec::load(whole);
 }
 
-// Adds the products of R rows a with four rows b, of K numbers, to W partial sums each.
+// Calls f(0), …, f(N - 1) with constants, so that an array that it indexes can live in registers.
+template <int N, class F>
+[[gnu::always_inline]] inline void each(F f) {
+  [&]<int... I>(std::integer_sequence<int, I...>) { (f(std::integral_constant<int, I>()), ...); }
+  (std::make_integer_sequence<int, N>());
+}
+
+// The dot products of R rows a with four rows b of K numbers, in W partial sums each. They begin with those at
+// `from`, if given, and end as sums at `out` or, if that is not given, at `to`. Not inlined: the compiler then
+// keeps the partial sums in registers.
 template <int R, class T>
-[[gnu::always_inline]] inline void multiply(const float* a, int64_t stride, const T* const (&b)[FOUR], int64_t K, Vec (&partial)[R][FOUR]) {
-  Vec sum[R][FOUR];  // of its own, so that it stays in registers
-  std::memcpy(sum, partial, sizeof sum);
+[[gnu::noinline]] void multiply(
+    const float* a, int64_t stride, const T* const (&b)[FOUR], int64_t K, const Vec* from, Vec* to,
+    float (*out)[FOUR]) {
+  Vec sum[R][FOUR];
+  each<R>([&](auto i) { each<FOUR>([&](auto j) { sum[i][j] = from ? from[i * FOUR + j] : Vec::set(0); }); });
   int64_t k = 0;
 #pragma GCC unroll 4  // half as fast without it
   for (; k + W <= K; k += W) {
     Vec row[R];  // with the sums and one column they fill the registers
-    for (int i = 0; i < R; i++) row[i] = Vec::load(a + i * stride + k);
-    for (int j = 0; j < FOUR; j++) {
+    each<R>([&](auto i) { row[i] = Vec::load(a + i * stride + k); });
+    each<FOUR>([&](auto j) {
       Vec column = Vec::load(b[j] + k);
-      for (int i = 0; i < R; i++) sum[i][j] = fma(row[i], column, sum[i][j]);
-    }
+      each<R>([&](auto i) { sum[i][j] = fma(row[i], column, sum[i][j]); });
+    });
   }
   if (k < K)
-    for (int i = 0; i < R; i++) {
+    each<R>([&](auto i) {
       Vec row = tail(a + i * stride + k, K - k);
-      for (int j = 0; j < FOUR; j++) sum[i][j] = fma(row, tail(b[j] + k, K - k), sum[i][j]);
-    }
-  std::memcpy(partial, sum, sizeof sum);
+      each<FOUR>([&](auto j) { sum[i][j] = fma(row, tail(b[j] + k, K - k), sum[i][j]); });
+    });
+  if (out) each<R>([&](auto i) { sums(sum[i], out[i]); });
+  else each<R>([&](auto i) { each<FOUR>([&](auto j) { to[i * FOUR + j] = sum[i][j]; }); });
 }
 
 // Calls f with each tile of at most ROWS of n rows: f(first row, its number of rows as a constant).
@@ -176,37 +188,33 @@ Vec exponential(Vec x) {
 
 template <class T>
 void linear_into(const float* x, const T* weight, const float* bias, float* out, int64_t M, int64_t K, int64_t N) {
-  // A part of four rows of weights and of a tile of x stay in the first cache, a block of x in the second.
-  const int64_t parts = (K + 767) / 768, part = padded((K + parts - 1) / std::max<int64_t>(parts, 1));
-  const int64_t block = std::min(M, std::max<int64_t>(ROWS, (192 << 10) / (4 * K) / ROWS * ROWS));
+  // A part of a few rows of x stays in the first cache, while some rows of weights pass from the second.
+  const int64_t parts = (K + 639) / 640, part = padded((K + parts - 1) / std::max<int64_t>(parts, 1));
+  const int64_t block = std::min(M, std::max<int64_t>(ROWS, 5632 / std::max<int64_t>(part, 1) / ROWS * ROWS));
+  const int64_t chunk = 16 * FOUR;
   at::parallel_for(0, (N + FOUR - 1) / FOUR, std::max<int64_t>(1, 32768 / (M * K)), [&](int64_t begin, int64_t end) {
-    std::vector<Vec> partial(block * FOUR);
-    for (int64_t top = 0; top < M; top += block)
-      for (int64_t n = begin * FOUR; n < std::min(N, end * FOUR); n += FOUR) {
-        const int64_t width = std::min<int64_t>(FOUR, N - n);
-        for (int64_t k = 0; k < K; k += part) {
-          const int64_t size = std::min(part, K - k);
-          const T* columns[FOUR];
-          for (int j = 0; j < FOUR; j++) columns[j] = weight + std::min(n + j, N - 1) * K + k;
-          tiles(std::min(block, M - top), [&](int64_t first, auto rows) {
-            auto& kept = *reinterpret_cast<Vec(*)[rows][FOUR]>(&partial[first * FOUR]);
-            Vec sum[rows][FOUR];
-            for (int i = 0; i < rows; i++)
-              for (int j = 0; j < FOUR; j++) sum[i][j] = k ? kept[i][j] : Vec::set(0);
-            multiply<rows>(x + (top + first) * K + k, K, columns, size, sum);
-            for (int i = 0; i < rows; i++) {
-              if (k + size < K) {
-                for (int j = 0; j < FOUR; j++) kept[i][j] = sum[i][j];
-                continue;
-              }
-              float made[FOUR];
-              sums(sum[i], made);
-              for (int64_t j = 0; j < width; j++)
-                out[(top + first + i) * N + n + j] = bias ? made[j] + bias[n + j] : made[j];
-            }
-          });
-        }
-      }
+    std::vector<Vec> partial(block * chunk);  // sums over the parts so far
+    const int64_t last = std::min(N, end * FOUR);
+    auto add = [&](int64_t top, int64_t n, int64_t k, Vec* kept) {
+      const int64_t size = std::min(part, K - k), width = std::min<int64_t>(FOUR, N - n);
+      const T* columns[FOUR];
+      for (int j = 0; j < FOUR; j++) columns[j] = weight + std::min(n + j, N - 1) * K + k;
+      tiles(std::min(block, M - top), [&](int64_t first, auto rows) {
+        Vec* sum = kept + first * FOUR;
+        float made[rows][FOUR];
+        const bool last_part = k + size == K;
+        multiply<rows>(
+            x + (top + first) * K + k, K, columns, size, k ? sum : nullptr, sum, last_part ? made : nullptr);
+        for (int i = 0; last_part && i < rows; i++)
+          for (int j = 0; j < width; j++)
+            out[(top + first + i) * N + n + j] = bias ? made[i][j] + bias[n + j] : made[i][j];
+      });
+    };
+    for (int64_t left = begin * FOUR; left < last; left += chunk)
+      for (int64_t top = 0; top < M; top += block)
+        for (int64_t k = 0; k < K; k += part)
+          for (int64_t n = left; n < std::min(last, left + chunk); n += FOUR)
+            add(top, n, k, &partial[(n - left) * block]);
   });
 }
 
@@ -270,15 +278,11 @@ void score(const float* q, int64_t D, const Head<T>& head, int64_t begin, int64_
   for (int64_t j = begin; j < end; j += FOUR) {
     const T* keys[FOUR];
     for (int i = 0; i < FOUR; i++) keys[i] = head.keys + slot(std::min(j + i, end - 1)) * head.key_stride;
-    Vec sum[R][FOUR];
-    for (auto& row : sum)
-      for (auto& each : row) each = Vec::set(0);
-    multiply<R>(q, D, keys, D, sum);
+    float made[R][FOUR];
+    multiply<R, T>(q, D, keys, D, nullptr, nullptr, made);
     for (int r = 0; r < R; r++) {
-      float made[FOUR];
-      sums(sum[r], made);
-      if (j + FOUR <= end) std::memcpy(s + r * stride + j, made, sizeof made);
-      else std::copy(made, made + (end - j), s + r * stride + j);
+      if (j + FOUR <= end) std::memcpy(s + r * stride + j, made[r], sizeof made[r]);
+      else std::copy(made[r], made[r] + (end - j), s + r * stride + j);
     }
   }
 }
@@ -336,9 +340,9 @@ float weigh(float* s, int64_t n, float scale, float cap, const float* sink) {
   std::fill(s + n, s + end, -std::numeric_limits<float>::infinity());
   Vec highest = Vec::set(sink ? *sink : -std::numeric_limits<float>::infinity());
   for (int64_t j = 0; j < end; j += W) highest = max(highest, Vec::load(s + j));
-  float each[W];
-  highest.store(each);
-  const float most = *std::max_element(each, each + W);
+  float lanes[W];
+  highest.store(lanes);
+  const float most = *std::max_element(lanes, lanes + W);
   Vec sum[FOUR] = {Vec::set(0), Vec::set(0), Vec::set(0), Vec::set(0)};  // the first is used
   for (int64_t j = 0; j < end; j += W) {
     exponential(Vec::load(s + j) - Vec::set(most)).store(s + j);
