@@ -26,7 +26,10 @@ def _own_cache(tmp_path_factory):
     kernels.available()  # compiled once, and not in half a minute of every run
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        home = tmp_path_factory.mktemp("cache")
+        (home / "slipstream").mkdir()
+        (home / "slipstream" / "kernels").symlink_to(cache_home() / "kernels")  # for other processes
+        patch.setenv("XDG_CACHE_HOME", str(home))
         yield
 
 

@@ -37,7 +37,7 @@ from transformers.utils import logging
 
 import slipstream
 import tiny
-from slipstream import cli
+from slipstream import cli, kernels
 from world import World
 
 PATIENCE, MEMORY = 60, 12 * 2**30  # seconds of one call, bytes of all
@@ -379,6 +379,7 @@ def check_results(world: World, call: Call, shown: str) -> None:
 def replay(only: str, seed: int, within: float, show: Callable[[str], None]) -> tuple[int, list[str]]:
     """Calls whose words hold `only`, in an order of chance, until the seconds are over: how many there were,
     and what went wrong."""
+    kernels.available()  # not compiled in the calls' own cache
     wrong, count, end = [], 0, time.perf_counter() + within
     with tempfile.TemporaryDirectory() as home, mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{home}/cache"):
         logging.set_verbosity_error()

@@ -6,7 +6,9 @@ Where there is no C++ compiler, targets go without them.
 
 import hashlib
 import os
+import shlex
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -20,6 +22,7 @@ from slipstream.files import cache_home
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 PRECISIONS = (torch.float32, torch.bfloat16)
+FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
 INSTRUCTIONS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
     "AVX2": ["-mavx2", "-mfma"],
@@ -30,32 +33,29 @@ INSTRUCTIONS = {
 def available() -> bool:
     """Whether the kernels run here. The first call loads them, and compiles them if nobody has yet."""
     processor = torch.backends.cpu.get_cpu_capability()
-    command = [
-        os.environ.get("CXX", "c++"),
-        "-O3",
-        "-std=c++20",
-        "-ffp-contract=off",
-        "-fopenmp",
-        "-shared",
-        "-fPIC",
-    ]
-    command += [*INSTRUCTIONS.get(processor, []), str(SOURCE), *(f"-I{path}" for path in include_paths())]
-    command += [f"-L{TORCH_LIB_PATH}", "-ltorch_cpu", "-lc10"]
-    key = hashlib.sha256(SOURCE.read_bytes() + repr((torch.__version__, command)).encode()).hexdigest()[:16]
+    compiler = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *INSTRUCTIONS.get(processor, [])]
+    key = hashlib.sha256(SOURCE.read_bytes() + repr((torch.__version__, compiler)).encode()).hexdigest()[:16]
     library = cache_home() / "kernels" / f"{processor.lower()}-{key}.so"
     try:
         if not library.exists():
-            library.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=library.parent) as beside:
-                made = Path(beside) / library.name
-                subprocess.run([*command, "-o", made], check=True, capture_output=True)
-                made.replace(library)
+            _compile(compiler, library)
         torch.ops.load_library(library)
     except (OSError, subprocess.CalledProcessError):
         return False
     torch.library.register_fake("slipstream::linear", _linear_shape)
     torch.library.register_fake("slipstream::attention", _attention_shape)
     return True
+
+
+def _compile(compiler: list[str], library: Path) -> None:
+    """Raises OSError or CalledProcessError where there is no compiler, or it fails."""
+    print("compiling kernels for this processor, once: about half a minute", file=sys.stderr, flush=True)
+    places = [*(f"-I{path}" for path in include_paths()), f"-L{TORCH_LIB_PATH}", "-ltorch_cpu", "-lc10"]
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as beside:
+        made = Path(beside) / library.name
+        subprocess.run([*compiler, str(SOURCE), *places, "-o", made], check=True, capture_output=True)
+        made.replace(library)
 
 
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
