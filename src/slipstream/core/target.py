@@ -1,7 +1,7 @@
 """The Target: a frozen LLM, as passes over trees and as what drafters share with it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -90,15 +90,16 @@ class LMHead(nn.Module):
         bias: Float[Tensor, " Vd"] | None,
         scale: float = 1.0,
         cap: float | None = None,
+        product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
     ) -> None:
         super().__init__()
-        self.scale, self.cap = scale, cap
+        self.scale, self.cap, self.product = scale, cap, product
         self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, states: Float[Tensor, "*n H"]) -> Float[Tensor, "*n Vd"]:
         """The logits."""
-        logits = F.linear(states, self.weight, self.bias)
+        logits = self.product(states, self.weight, self.bias)
         logits = logits if self.scale == 1 else logits * self.scale
         logits = self.cap * torch.tanh(logits / self.cap) if self.cap else logits
         return logits if logits.dtype == torch.float64 else logits.float()
@@ -199,6 +200,10 @@ class Target(ABC):
     @abstractmethod
     def lm_head(self, vocab: Int[Tensor, " Vd"] | None = None) -> nn.Module:
         """A module from states to logits over some tokens. For all (default) it shares the weights."""
+
+    @abstractmethod
+    def lend_products(self, module: nn.Module) -> None:
+        """Let a drafter's linear layers multiply as the target's do, where that is quicker than torch."""
 
     @abstractmethod
     def widths(self, taps: Sequence[str]) -> list[int]:

@@ -68,6 +68,7 @@ class HeadDrafter(Proposer):
         at, V = target.device, target.vocab
         self.head: Any = head.to(at, target.dtype).requires_grad_(False)
         self.target, self.taps = target, head.config.taps
+        target.lend_products(self.head)
         if vocab is not None and not (len(vocab) and int(vocab.min()) >= 0 and int(vocab.max()) < V):
             raise ValueError(
                 f"the draft vocabulary of this {self.method} head names other tokens than this target's {V}"

@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any, cast, final
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -26,11 +27,10 @@ from slipstream.core.span import Output
 from slipstream.core.target import LMHead, Target
 from slipstream.core.tree import Layout, Tree, chain
 from slipstream.machine import where
-from slipstream.targets import support
+from slipstream.targets import ours, support
 from slipstream.targets.alike import agrees, rounds_alike
 from slipstream.targets.inside import Behind, View, compile_forward, twin
 from slipstream.targets.masks import Masks, additive, dense, key_lists
-from slipstream.targets.ours import OURS, OWN_SDPA, Calls, called_directly, own_products
 from slipstream.targets.part import between, part
 from slipstream.targets.prompts import HFText
 
@@ -98,14 +98,14 @@ class HFTarget(Target):
         """Use our attention and products where they serve this model, and say what Hugging Face's own say."""
         theirs = self.config._attn_implementation
         settable = self.twin._can_set_attn_implementation()
-        known = settable or self.config.model_type in OWN_SDPA
+        known = settable or self.config.model_type in ours.OWN_SDPA
         self._ours = known and self.dtype in kernels.PRECISIONS and kernels.available()
         if settable and (self._ours or theirs == "sdpa"):
-            self.twin.set_attn_implementation(OURS)
+            self.twin.set_attn_implementation(ours.OURS)
         if self._ours:
-            if called_directly(self.twin, self.config):
-                self._calls = Calls()
-            own_products(self.twin, self.dtype)
+            if ours.called_directly(self.twin, self.config):
+                self._calls = ours.Calls()
+            ours.own_products(self.twin, self.dtype)
             if not agrees(self, self.plain):
                 self._ours, self._calls = False, nullcontext()
                 self.twin.set_attn_implementation(theirs)
@@ -191,7 +191,15 @@ class HFTarget(Target):
         if vocab is not None:
             weight, bias = weight[vocab].contiguous(), None if bias is None else bias[vocab]
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-        return LMHead(weight, bias, scale, getattr(config, "final_logit_softcapping", None))
+        cap, own = (
+            getattr(config, "final_logit_softcapping", None),
+            self._ours and not ours.in_hardware(self.dtype),
+        )
+        return LMHead(weight, bias, scale, cap, ours.own_linear if own else F.linear)
+
+    def lend_products(self, module: nn.Module) -> None:
+        if self._ours:
+            ours.own_products(module, self.dtype)
 
     def rope(self, block: int) -> tuple[list[float], float]:
         return support.rope(self.config, block)

@@ -66,12 +66,22 @@ def _dense(
 AttentionInterface.register(OURS, attend)
 
 
+def in_hardware(dtype: torch.dtype) -> bool:
+    """Whether the processor has instructions for bf16, for which oneDNN's product is quicker than ours."""
+    return dtype == torch.bfloat16 and HAS_BF16
+
+
+def own_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Our product; under autograd torch's own."""
+    return F.linear(x, weight, bias) if torch.is_grad_enabled() else linear(x, weight, bias)
+
+
 class Linear(nn.Linear):
-    """A linear layer by our product; under autograd by torch's own."""
+    """A linear layer by our product."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The product."""
-        return super().forward(x) if torch.is_grad_enabled() else linear(x, self.weight, self.bias)
+        return own_linear(x, self.weight, self.bias)
 
 
 def _version(weight: Tensor) -> int:
@@ -110,7 +120,7 @@ class Packed(nn.Linear):
 def own_products(model: nn.Module, dtype: torch.dtype) -> None:
     """Let a twin's linear layers round each row alike, whatever its neighbours."""
     products: dict[type[nn.Module], type[nn.Module]] = {Conv1D: Turned}
-    if dtype != torch.bfloat16 or not HAS_BF16:
+    if not in_hardware(dtype):
         products |= {nn.Linear: Linear, FalconLinear: Linear}
     elif sum(p.nbytes for p in model.parameters()) < 0.8 * available_memory():
         products |= {nn.Linear: Packed, FalconLinear: Packed}

@@ -109,6 +109,7 @@ class RecordedTarget(Target):
     described: Any = property(attrgetter("target.described"))
     embed: Any = property(attrgetter("target.embed"))
     lm_head: Any = property(attrgetter("target.lm_head"))
+    lend_products: Any = property(attrgetter("target.lend_products"))
     widths: Any = property(attrgetter("target.widths"))
     features: Any = property(attrgetter("target.features"))
     rope: Any = property(attrgetter("target.rope"))
