@@ -9,9 +9,11 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
@@ -251,17 +253,22 @@ struct Listed {
 // What one row reads: slots [0, memory), then [first, end), then those of its list up to the first negative one.
 struct Row {
   int64_t memory, first, text, size;
+  int64_t begin = 0;  // the number of its first key in its tile, where a key that rows share has one number
   const int32_t* list;
   Row(const int32_t* keys, int64_t width) : memory(keys[0]), first(keys[1]), list(keys + 3) {
     text = memory + keys[2] - first, size = text;
     while (size - text < width - 3 && list[size - text] >= 0) size++;
   }
-  // Calls f(begin, end, where) for the parts of the keys [from, to).
+  // Calls f(begin, end, where) for the parts of its keys with numbers in [from, to).
   template <class F>
   void parts(int64_t from, int64_t to, F f) const {
-    if (from < std::min(to, memory)) f(from, std::min(to, memory), Run{0});
-    if (std::max(from, memory) < std::min(to, text)) f(std::max(from, memory), std::min(to, text), Run{first - memory});
-    if (std::max(from, text) < to) f(std::max(from, text), to, Listed{list, text});
+    auto part = [&](int64_t low, int64_t high, auto where) {
+      low = std::max(low, from), high = std::min(high, to);
+      if (low < high) f(low, high, where);
+    };
+    part(begin, begin + memory, Run{-begin});
+    part(begin + memory, begin + text, Run{first - memory - begin});
+    part(begin + text, begin + size, Listed{list, begin + text});
   }
 };
 
@@ -377,13 +384,20 @@ void attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& key
       const int64_t n = std::min<int64_t>(TILE, R - top);
       std::vector<Row> read;
       for (int64_t r = 0; r < n; r++) read.emplace_back(lists + (b % keys.size(0) * R + top + r) * L, L);
-      // The keys [0, common) are the same slots for all rows of the tile, if they begin at the same slot.
-      int64_t most = 0, common = read[0].text;
+      // Rows share the text from the latest first key to the earliest last one, and memory if they begin alike.
+      int64_t low = 0, high = std::numeric_limits<int64_t>::max(), stride = 0, begin_at = read[0].first;
+      bool alike = true;
       for (const Row& row : read) {
-        const bool same = row.first == read[0].first && row.memory == read[0].memory;
-        common = same ? std::min(common, row.text) : 0, most = std::max(most, row.size);
+        alike &= row.memory == read[0].memory && (row.memory == 0 || row.first == read[0].first);
+        begin_at = std::min(begin_at, row.first);
       }
-      const int64_t stride = padded(most), count = n * G;
+      for (Row& row : read) {
+        row.begin = alike ? row.first - begin_at : 0;
+        low = std::max(low, row.begin), high = std::min(high, row.begin + row.text);
+        stride = std::max(stride, row.begin + padded(row.size));
+      }
+      if (!alike || low >= high) low = high = 0;
+      const int64_t count = n * G;
       scores.resize(count * stride), query.resize(count * D), sum.assign(count * width, 0);
       for (int64_t i = 0; i < count; i++) {
         const float* from = rows.const_data_ptr<float>() + ((b * heads + h * G + i % G) * R + top + i / G) * D;
@@ -392,23 +406,29 @@ void attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& key
       const Head<T> head{
           k.const_data_ptr<T>() + b * k.stride(0) + h * k.stride(1), v.const_data_ptr<T>() + b * v.stride(0) + h * v.stride(1),
           k.stride(2), v.stride(2)};
-      // Calls f(first row and head, their number, begin, end, where) for what all rows read, and then for each row.
+      // Calls f(first row and head, their number, begin, end, where) for all keys, in each row's own order.
       auto parts = [&](auto f) {
-        for (int64_t from = 0; from < common; from += NEAR)
-          read[0].parts(from, std::min(common, from + NEAR), [&](int64_t begin, int64_t end, auto slot) {
+        auto alone = [&](int64_t from, int64_t to) {
+          for (int64_t r = 0; r < n; r++)
+            read[r].parts(from, to, [&](int64_t begin, int64_t end, auto slot) {
+              tiles(G, [&](int64_t g, auto size) { f(r * G + g, size, begin, end, slot); });
+            });
+        };
+        alone(0, low);
+        for (int64_t from = low; from < high; from += NEAR)
+          read[0].parts(from, std::min(high, from + NEAR), [&](int64_t begin, int64_t end, auto slot) {
             tiles(count, [&](int64_t i, auto size) { f(i, size, begin, end, slot); });
           });
-        for (int64_t r = 0; r < n; r++)
-          read[r].parts(common, read[r].size, [&](int64_t begin, int64_t end, auto slot) {
-            tiles(G, [&](int64_t g, auto size) { f(r * G + g, size, begin, end, slot); });
-          });
+        alone(high, stride);
       };
       parts([&](int64_t i, auto size, int64_t begin, int64_t end, auto slot) {
         score<size>(&query[i * D], D, head, begin, end, slot, &scores[i * stride], stride);
       });
       total.resize(count);
       for (int64_t i = 0; i < count; i++)
-        total[i] = weigh(&scores[i * stride], read[i / G].size, scale, cap, sinks ? sinks + h * G + i % G : nullptr);
+        total[i] = weigh(
+            &scores[i * stride + read[i / G].begin], read[i / G].size, scale, cap,
+            sinks ? sinks + h * G + i % G : nullptr);
       parts([&](int64_t i, auto size, int64_t begin, int64_t end, auto slot) {
         add_values<size>(&scores[i * stride], stride, head, Dv, begin, end, slot, &sum[i * width], width);
       });
