@@ -214,3 +214,21 @@ def test_a_mask_that_is_no_list_goes_to_torch():
     for given in (mask, keys):
         got = attend(Layer(), q, k, v, given)[0]
         torch.testing.assert_close(got.transpose(1, 2), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_packed_product_is_taken_where_its_rows_are_alike(monkeypatch, alike):
+    """On a processor with bf16 instructions, which fp32 plays here: oneDNN's product for a size of which it
+    rounds rows by their number, or never."""
+    packed = torch.ops.slipstream.packed_linear
+
+    def uneven(x, weight, bias):
+        return packed(x, weight, bias) + (len(x) == 3) * 1e-6
+
+    monkeypatch.setattr(ours, "in_hardware", lambda dtype: True)
+    if not alike:
+        monkeypatch.setattr(torch.ops.slipstream, "packed_linear", uneven)
+    target = HFTarget(deepcopy(tiny.reference("llama")).float())
+    kinds = {type(m) for m in target.twin.modules() if isinstance(m, nn.Linear)}
+    assert kinds == {ours.Packed if alike else ours.Linear}
+    assert target.exactness == "bits"

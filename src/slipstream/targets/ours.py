@@ -1,6 +1,7 @@
 """Our attention and products in the place of Hugging Face's, in a twin on the CPU."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from slipstream.kernels import attention, linear
 from slipstream.machine import available_memory
 from slipstream.packing import HAS_BF16, packed_weight
+from slipstream.targets.alike import ROWS
 
 OURS = "slipstream"
 OWN_SDPA = ("falcon",)  # families that call sdpa themselves, with a mask as it is given
@@ -118,14 +120,26 @@ class Packed(nn.Linear):
 
 
 def own_products(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let a twin's linear layers round each row alike, whatever its neighbours."""
-    products: dict[type[nn.Module], type[nn.Module]] = {Conv1D: Turned}
-    if not in_hardware(dtype):
-        products |= {nn.Linear: Linear, FalconLinear: Linear}
-    elif sum(p.nbytes for p in model.parameters()) < 0.8 * available_memory():
-        products |= {nn.Linear: Packed, FalconLinear: Packed}
+    """Let a model's linear layers round each row alike, whatever its neighbours."""
+    room = sum(p.nbytes for p in model.parameters()) < 0.8 * available_memory()
+    alike = cache(_packed_rows_alike)
     for module in model.modules():
-        module.__class__ = products.get(type(module), type(module))
+        if type(module) is Conv1D:
+            module.__class__ = Turned
+        elif isinstance(module, nn.Linear) and type(module) in (nn.Linear, FalconLinear):
+            if not in_hardware(dtype):
+                module.__class__ = Linear
+            elif room:
+                N, K = module.weight.shape
+                module.__class__ = Packed if alike(N, K, dtype) else Linear
+
+
+def _packed_rows_alike(N: int, K: int, dtype: torch.dtype) -> bool:
+    """Whether oneDNN's packed product of this size gives rows the same bits, alone and among others."""
+    x, weight = (torch.linspace(-1, 1, n * K).sin().view(n, K).to(dtype) for n in (ROWS[-1], N))
+    packed = packed_weight(weight)
+    whole = torch.ops.slipstream.packed_linear(x, packed, None)
+    return all(torch.equal(torch.ops.slipstream.packed_linear(x[:n], packed, None), whole[:n]) for n in ROWS)
 
 
 class Calls(TorchFunctionMode):
