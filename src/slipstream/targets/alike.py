@@ -7,10 +7,8 @@ import torch
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree, chain
 
-READ, ROWS = (
-    16,
-    (1, 2, 3, 5, 8, 13, 21, 34, 64),
-)  # tokens before the rows; rows of the passes that are compared
+READ = 16  # tokens before the rows
+ROWS = (1, 2, 3, 5, 8, 13, 21, 34, 64)  # of the passes that are compared
 AGREE = 0.3  # of the spread of the logits: wrong attention is off by as much as they are
 
 
@@ -23,10 +21,8 @@ def _text(target: Target, length: int) -> torch.Tensor:
 def agrees(target: Target, plain: Any) -> bool:
     """Whether the target says of a few tokens what Hugging Face's own model says, up to rounding."""
     text = _text(target, 4)
-    mine, theirs = (
-        target(chain(text), target.new_cache(1)).logits,
-        plain(text, use_cache=False).logits.float(),
-    )
+    mine = target(chain(text), target.new_cache(1)).logits
+    theirs = plain(text, use_cache=False).logits.float()
     return bool((mine - theirs).pow(2).mean().sqrt() <= AGREE * theirs.std())
 
 
