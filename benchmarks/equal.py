@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from time import perf_counter
 from typing import Annotated, Any
+from unittest import mock
 
 import typer
 
@@ -31,9 +32,9 @@ def answers(
     target: HFTarget, prompts: list[list[int]], drafter: str, batch: int, temperature: float, new: int
 ) -> list[list[int]]:
     """One answer a prompt."""
-    session.CHUNK = BATCHES[batch]
     options: Any = {"batch": batch, "temperature": temperature, "max_new_tokens": new, "seed": 0}
-    return [list(made.tokens) for made in generate(target, prompts, drafter, **options)]
+    with mock.patch.object(session, "CHUNK", BATCHES[batch]):
+        return [list(made.tokens) for made in generate(target, prompts, drafter, **options)]
 
 
 def arm(plain: list[list[int]], other: list[list[int]]) -> dict[str, Any]:

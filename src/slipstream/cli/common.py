@@ -98,8 +98,8 @@ def _in_64_bits(seed: int) -> int:
 
 
 SAME = (
-    "same seed, same text, whatever the drafter: token for token where rows keep their bits, elsewhere up to "
-    "near-ties that rounding turns (certify says which)"
+    "same seed, same text, whatever the drafter: token for token on a CPU in float32 and bfloat16, "
+    "elsewhere up to near-ties that rounding turns (certify says which)"
 )
 Seed = Annotated[int, on_sampling(SAME, "N", min=0, callback=_in_64_bits)]
 JSON = "write the results here; - is standard output"

@@ -69,7 +69,8 @@ def demo(
 ) -> None:
     """Answer questions twice, plainly and with a drafter: the same text, sooner.
 
-    Where rows do not keep their bits, rounding may turn a near-tie; the demo then says so.
+    Where passes over several rows round differently, as on a GPU, a near-tie may turn; the
+    demo then says so.
     """
     from slipstream.measure.demo import demo as run
     from slipstream.measure.run import Contest
@@ -207,9 +208,9 @@ def certify(
 ) -> None:
     """Prove losslessness on your own model: every token of every answer is audited against plain decoding.
 
-    Where rows keep their bits, as on a CPU in float32 and bfloat16, no token may differ. Elsewhere
-    one may where two are nearly tied and rounding turned them: within 0.001 logits in
-    float32, 0.5 in bfloat16, and in float64 never.
+    On a CPU in float32 and bfloat16 no token may differ, because a row of a pass has the same
+    bits whatever rows stand beside it. Elsewhere one may where two are nearly tied and
+    rounding turned them: within 0.001 logits in float32, 0.5 in bfloat16, and in float64 never.
 
     A tree oracle always runs beside the drafters, and at T = 0 Hugging Face generate is
     audited too: its own attention rounds otherwise. Exit code 1 if a token is not explained.

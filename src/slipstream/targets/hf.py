@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
 from time import perf_counter
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -87,7 +87,8 @@ class HFTarget(Target):
         self._head: Any = self.twin.get_output_embeddings()
         self.width, self.fingerprint = self._head.weight.shape[1], self._hash()
         self.compiles, self.captures = compile, compile and self.device.type == "cuda"
-        self._ours, self._calls = False, cast(AbstractContextManager[Any], nullcontext())
+        self._ours = False
+        self._calls: AbstractContextManager[Any] = nullcontext()
         if self.device.type == "cpu":
             self._take_ours()
         if compile:
@@ -108,7 +109,8 @@ class HFTarget(Target):
             ours.own_products(self.twin, self.dtype)
             if not agrees(self, self.plain):
                 self._ours, self._calls = False, nullcontext()
-                self.twin.set_attn_implementation(theirs)
+                if settable:
+                    self.twin.set_attn_implementation(theirs)
 
     @cached_property
     def exactness(self) -> str:
@@ -191,10 +193,8 @@ class HFTarget(Target):
         if vocab is not None:
             weight, bias = weight[vocab].contiguous(), None if bias is None else bias[vocab]
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-        cap, own = (
-            getattr(config, "final_logit_softcapping", None),
-            self._ours and not ours.in_hardware(self.dtype),
-        )
+        cap = getattr(config, "final_logit_softcapping", None)
+        own = self._ours and not ours.in_hardware(self.dtype)
         return LMHead(weight, bias, scale, cap, ours.own_linear if own else F.linear)
 
     def lend_products(self, module: nn.Module) -> None:
@@ -347,20 +347,19 @@ class HFTarget(Target):
         )
 
     def widths(self, taps: Sequence[str]) -> list[int]:
-        cached = (
-            sum(x.shape[1] * x.shape[3] for x in self._cached)
-            if any(t.startswith(CACHE) for t in taps)
-            else 0
-        )
-        return [cached if tap.startswith(CACHE) else self.sizes.hidden_size for tap in taps]
+        def cached() -> int:
+            return sum(x.shape[1] * x.shape[3] for x in self._cached)
+
+        return [cached() if tap.startswith(CACHE) else self.sizes.hidden_size for tap in taps]
 
     @cached_property
     def _cached(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of one block, [1, heads, S, D]. Compiled passes need memory that is there."""
+        """Keys and values of one block and no token, [1, heads, 0, D], from which a cache is allocated before
+        its first pass, as compiled passes need it."""
         cache = KVCache(self.sizes.blocks, 1, self.device)
         self(chain(torch.zeros(1, 1, dtype=torch.long, device=self.device)), cache)
-        keys, values = cache.stored
-        return keys[0], values[0]
+        keys, values = (stored[0, :, :, :0].clone() for stored in cache.stored)
+        return keys, values
 
     def features(self, rows: Sequence[Sequence[int]], taps: Sequence[str]) -> Float[Tensor, "B T F"]:
         width = max(map(len, rows))

@@ -91,47 +91,46 @@ def _version(weight: Tensor) -> int:
     return 0 if weight.is_inference() else weight._version
 
 
+def _copy_of(module: Any, copied: Callable[[Tensor], Tensor]) -> Tensor:
+    """A copy of a module's weight, kept beside it, and made again when the weight was changed in place."""
+    version = _version(module.weight)
+    if module.__dict__.get("copied_at") != version:
+        module.copy, module.copied_at = copied(module.weight.detach()), version
+    copy: Tensor = module.copy
+    return copy
+
+
 class Turned(Conv1D):
     """GPT-2's linear layer, whose weight lies [K, N], by a copy that lies [N, K]."""
-
-    version = -1  # of the weight, when it was copied
 
     def forward(self, x: Tensor) -> Tensor:
         """The product. Graphs do not look at versions, so they keep torch's own."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().forward(x)
-        if self.version != (version := _version(self.weight)):
-            self.copied, self.version = self.weight.detach().t().contiguous(), version
-        return linear(x, self.copied, self.bias)
+        return linear(x, _copy_of(self, lambda weight: weight.t().contiguous()), self.bias)
 
 
 class Packed(nn.Linear):
     """A linear layer by oneDNN's product with a packed copy of the weight. Graphs pack it themselves."""
 
-    version = -1
-
     def forward(self, x: Tensor) -> Tensor:
         """The product."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().forward(x)
-        if self.version != (version := _version(self.weight)):
-            self.copied, self.version = packed_weight(self.weight.detach()), version
-        return torch.ops.slipstream.packed_linear(x, self.copied, self.bias)
+        return torch.ops.slipstream.packed_linear(x, _copy_of(self, packed_weight), self.bias)
 
 
 def own_products(model: nn.Module, dtype: torch.dtype) -> None:
     """Let a model's linear layers round each row alike, whatever its neighbours."""
-    room = sum(p.nbytes for p in model.parameters()) < 0.8 * available_memory()
+    packs = in_hardware(dtype)
+    room = not packs or sum(p.nbytes for p in model.parameters()) < 0.8 * available_memory()
     alike = cache(_packed_rows_alike)
     for module in model.modules():
         if type(module) is Conv1D:
             module.__class__ = Turned
-        elif isinstance(module, nn.Linear) and type(module) in (nn.Linear, FalconLinear):
-            if not in_hardware(dtype):
-                module.__class__ = Linear
-            elif room:
-                N, K = module.weight.shape
-                module.__class__ = Packed if alike(N, K, dtype) else Linear
+        elif room and isinstance(module, nn.Linear) and type(module) in (nn.Linear, FalconLinear):
+            N, K = module.weight.shape
+            module.__class__ = Packed if packs and alike(N, K, dtype) else Linear
 
 
 def _packed_rows_alike(N: int, K: int, dtype: torch.dtype) -> bool:
