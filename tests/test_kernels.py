@@ -1,6 +1,7 @@
 """Our kernels against the same sums in plain torch, in every bit, and against float64."""
 
 import math
+from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
@@ -12,10 +13,16 @@ import tiny
 from slipstream import kernels
 from slipstream.core.tree import chain
 from slipstream.kernels import attention, linear
+from slipstream.packing import packed_linear, packed_weight
 from slipstream.targets import HFTarget
 
 compiled = pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
 each_dtype = pytest.mark.parametrize("dtype", kernels.PRECISIONS, ids=str)
+
+
+def in_tiles(dtype: torch.dtype, *widths: int) -> bool:
+    """Whether attention takes AMX tiles."""
+    return kernels.has_tiles(dtype) and all(width % 32 == 0 for width in widths)
 
 
 def numbers(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -92,6 +99,60 @@ def weights(scores: Tensor, scale: float, cap: float, sinks: Tensor | None) -> t
     return made, by_pairs(sums)
 
 
+# The same by AMX tiles, for bf16 and widths of a multiple of 32: sums go by blocks of 32 numbers.
+
+
+def by_tiles(x: Tensor) -> Tensor:
+    """Sums over the last dimension of products [..., n], which are exact: of each block of 32 first the even
+    and the odd ones."""
+    blocks = F.pad(x, (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 16, 2))
+    total = torch.zeros_like(blocks[..., 0, 0, 0])
+    for block in blocks.unbind(-3):
+        halves = torch.zeros_like(block[..., 0, :])
+        for pair in block.unbind(-2):
+            halves = halves + pair
+        total = total + (halves[..., 0] + halves[..., 1])
+    return total
+
+
+def numbered(keys: Tensor, origin: int) -> list[int]:
+    """The slots that a row reads by number, in blocks of 32; -1 where there is none."""
+    memory, first = max(int(keys[0]), 0), int(keys[1])
+    text = [-1] * (first - origin) + slots_of(keys)[memory:]
+    return [*range(memory), *[-1] * (-memory % 32), *text]
+
+
+def tiled_weights(scores: Tensor, scale: float, cap: float, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `weights`, where a score that is -infinity is no key's."""
+    by = torch.tensor(scale)
+    if cap:
+        x = scores * by * (1 / torch.tensor(cap))
+        e = exponential(x.abs() * -2)
+        capped = (torch.tensor(cap) * ((1 - e) / (1 + e))).copysign(x)
+        scores, by = torch.where(scores == -math.inf, scores, capped), torch.tensor(1.0)
+    most = scores.amax(-1, keepdim=True) * by
+    most = most if sinks is None else most.maximum(sinks[:, None])
+    made = exponential(fma(scores, by, -most)).where(scores != -math.inf, 0)
+    sums = torch.zeros(len(made), 4)
+    for four in F.pad(made, (0, -made.shape[-1] % 4)).unflatten(-1, (-1, 4)).unbind(1):
+        sums = sums + four
+    total = (sums[:, 0] + sums[:, 1]) + (sums[:, 2] + sums[:, 3])
+    return made.bfloat16().float(), total if sinks is None else total + exponential(sinks[:, None] - most)[
+        :, 0
+    ]
+
+
+def tiled_row(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float, cap: float, sinks: Tensor | None
+) -> Tensor:
+    """One row [heads, D] of one text."""
+    slots = torch.tensor(numbered(keys, abs(int(keys[0]))))
+    key, value = (x[:, slots.clamp(min=0)].float().masked_fill(slots[:, None] < 0, 0) for x in (k, v))
+    scores = by_tiles(q[:, None].float() * key).masked_fill(slots < 0, -math.inf)
+    made, total = tiled_weights(scores, scale, cap, sinks)
+    return by_tiles((made[..., None] * value).transpose(1, 2)) / total[:, None]
+
+
 def slots_of(keys: Tensor) -> list[int]:
     """The slots that a row reads."""
     memory, first, end, *listed = keys.tolist()
@@ -108,6 +169,10 @@ def attention_proof(
     sinks = None if sinks is None else sinks.float()
     for b in range(B):
         for r in range(R):
+            if in_tiles(q.dtype, q.shape[3], v.shape[3]):
+                each = (x[b].repeat_interleave(group, 0) for x in (k, v))
+                out[b, r] = tiled_row(q[b, :, r], *each, keys[b % len(keys), 0, r], scale, cap, sinks)
+                continue
             slots = slots_of(keys[b % len(keys), 0, r])
             key, value = (x[b][:, slots].float().repeat_interleave(group, 0) for x in (k, v))
             made, total = weights(dot(q[b, :, r, None], key), scale, cap, sinks)
@@ -129,7 +194,7 @@ def lists(generator: torch.Generator, B: int, R: int, S: int, memory: int = 3) -
     for b in range(B):
         for r in range(R):
             if r % 5 == 0:
-                read, first = draw(0, 2) * memory, memory + draw(0, 2) * draw(0, S // 3)
+                read, first = (-1) ** draw(0, 2) * memory, memory + draw(0, 2) * draw(0, S // 3)
             end = draw(first, S - 8)
             listed = (end + torch.randperm(S - end, generator=generator)[: draw(0, 7)]).sort().values
             if end == first and not len(listed):
@@ -153,6 +218,10 @@ CASES = {  # (batch, rows, slots, heads, grouped heads, width of keys, width of 
     "width 3": (1, 9, 40, 2, 1, 3, 5, 1, {}),
     "wider values": (1, 9, 40, 4, 2, 24, 100, 1, {}),
     "wider keys": (1, 9, 40, 4, 2, 72, 40, 1, {}),
+    "long, with windows": (1, 33, 300, 6, 2, 64, 32, 1, {}),
+    "many heads for one": (1, 5, 60, 40, 2, 32, 64, 1, {}),
+    "a wide softcap": (2, 9, 70, 4, 2, 64, 64, 2, {"cap": 0.7}),
+    "wide sinks": (2, 19, 70, 6, 2, 32, 32, 2, {"sinks": True}),
     "softcap": (2, 9, 40, 4, 2, 16, 16, 2, {"cap": 0.7}),
     "sinks": (2, 9, 40, 6, 2, 16, 16, 2, {"sinks": True}),
     "softcap and sinks": (1, 9, 40, 6, 2, 20, 20, 1, {"cap": 3.0, "sinks": True}),
@@ -270,11 +339,11 @@ def test_attention_refuses_what_does_not_fit(spoiled):
         torch.ops.slipstream.attention(*bad, 1.0, 0.0, None)
 
 
-def with_threads(threads: int, *args: Tensor) -> Tensor:
+def with_threads(threads: int, product: Callable[[], Tensor]) -> Tensor:
     """The product by so many threads."""
     torch.set_num_threads(threads)
     try:
-        return linear(*args)
+        return product()
     finally:
         torch.set_num_threads(1)
 
@@ -290,14 +359,35 @@ def test_products_have_the_bits_of_their_proof(K, N, biased, dtype):
     bias = numbers(generator, dtype, N) if biased else None
     few = dot(x[:9, None], weight)
     few = (few if bias is None else few + bias.float()).to(dtype)
-    whole = with_threads(1, x, weight, bias)
+    whole = with_threads(1, lambda: linear(x, weight, bias))
     assert torch.equal(whole[:9], few)
     for threads in (1, 2):
         for rows in (1, 2, 3, 4, 5, 6, 7, 11, 12, 64, 133):
-            assert torch.equal(with_threads(threads, x[-rows:], weight, bias), whole[-rows:])
+            got = with_threads(threads, lambda rows=rows: linear(x[-rows:], weight, bias))
+            assert torch.equal(got, whole[-rows:])
     near = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(whole.double(), near, rtol=tolerance, atol=tolerance * K**0.5)
+
+
+@pytest.mark.skipif(not kernels.has_tiles(torch.bfloat16), reason="the processor has no AMX")
+@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize(("K", "N"), [(1, 1), (7, 3), (32, 48), (33, 65), (100, 9), (576, 130), (1536, 576)])
+def test_tiled_products_have_the_bits_of_their_proof(K, N, biased):
+    """Rows that round otherwise in a whole tile, in a part of one, behind it, or on another thread."""
+    generator = torch.Generator().manual_seed(K)
+    x, weight = (numbers(generator, torch.bfloat16, n, K) for n in (700, N))
+    bias = numbers(generator, torch.bfloat16, N) if biased else None
+    packed = packed_weight(weight)
+    assert packed.shape == kernels.tiles_shape(N, K)
+    few = by_tiles(x[:9, None].float() * weight.float())
+    few = (few if bias is None else few + bias.float()).bfloat16()
+    whole = with_threads(1, lambda: packed_linear(x, packed, bias, N))
+    assert torch.equal(whole[:9], few)
+    for threads in (1, 2):
+        for rows in (1, 2, 15, 16, 17, 31, 32, 33, 64, 133, 699):
+            got = with_threads(threads, lambda rows=rows: packed_linear(x[-rows:], packed, bias, N))
+            assert torch.equal(got, whole[-rows:])
 
 
 @compiled

@@ -188,6 +188,25 @@ Vec exponential(Vec x) {
   return p * power_of_two(n);
 }
 
+// cap tanh(x / cap), by e^(-2 |x| / cap).
+Vec capped(Vec x, float cap) {
+  x = x * Vec::set(1 / cap);
+  const Vec zero = Vec::set(0), e = exponential(max(x, zero - x) * Vec::set(-2));
+  const Vec t = Vec::set(cap) * ((Vec::set(1) - e) / (Vec::set(1) + e));
+  float sign[W], value[W];
+  x.store(sign), t.store(value);
+  for (int i = 0; i < W; i++) value[i] = std::copysign(value[i], sign[i]);
+  return Vec::load(value);
+}
+
+}  // namespace
+
+#if defined(__AMX_BF16__)
+#include "kernels_amx.h"
+#endif
+
+namespace {
+
 template <class T>
 void linear_into(const float* x, const T* weight, const float* bias, float* out, int64_t M, int64_t K, int64_t N) {
   // A part of a few rows of x stays in the first cache, while some rows of weights pass from the second.
@@ -250,12 +269,13 @@ struct Listed {
   int64_t operator()(int64_t j) const { return slots[j - first]; }
 };
 
-// What one row reads: slots [0, memory), then [first, end), then those of its list up to the first negative one.
+// What one row reads: slots [0, memory), if that is positive, then [first, end), then those of its list up to the
+// first negative one.
 struct Row {
   int64_t memory, first, text, size;
   int64_t begin = 0;  // the number of its first key in its tile, where a key that rows share has one number
   const int32_t* list;
-  Row(const int32_t* keys, int64_t width) : memory(keys[0]), first(keys[1]), list(keys + 3) {
+  Row(const int32_t* keys, int64_t width) : memory(std::max(keys[0], 0)), first(keys[1]), list(keys + 3) {
     text = memory + keys[2] - first, size = text;
     while (size - text < width - 3 && list[size - text] >= 0) size++;
   }
@@ -335,15 +355,7 @@ void add_values(const float* e, int64_t stride, const Head<T>& head, int64_t D, 
 float weigh(float* s, int64_t n, float scale, float cap, const float* sink) {
   const int64_t end = padded(n);
   for (int64_t j = 0; j < n; j += W) (Vec::load(s + j) * Vec::set(scale)).store(s + j);
-  if (cap > 0)  // cap tanh(s / cap), by e^(-2 |s| / cap)
-    for (int64_t j = 0; j < n; j += W) {
-      Vec x = Vec::load(s + j) * Vec::set(1 / cap), zero = Vec::set(0);
-      Vec size = max(x, zero - x), e = exponential(size * Vec::set(-2));
-      Vec t = Vec::set(cap) * ((Vec::set(1) - e) / (Vec::set(1) + e));
-      float sign[W], value[W];
-      x.store(sign), t.store(value);
-      for (int i = 0; i < W; i++) s[j + i] = std::copysign(value[i], sign[i]);
-    }
+  for (int64_t j = 0; cap > 0 && j < n; j += W) capped(Vec::load(s + j), cap).store(s + j);
   std::fill(s + n, s + end, -std::numeric_limits<float>::infinity());
   Vec highest = Vec::set(sink ? *sink : -std::numeric_limits<float>::infinity());
   for (int64_t j = 0; j < end; j += W) highest = max(highest, Vec::load(s + j));
@@ -454,10 +466,14 @@ Tensor attention(
       "attention: each row needs its list of keys");
   TORCH_CHECK(k.stride(-1) == 1 && v.stride(-1) == 1, "attention: keys and values must be dense in their last dimension");
   TORCH_CHECK(k.scalar_type() == v.scalar_type() && q.scalar_type() == k.scalar_type(), "attention: one dtype for all");
-  Tensor out = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options().dtype(at::kFloat));
   Tensor lists = keys_of.contiguous(), sunk;
   if (sinks) sunk = sinks->to(at::kFloat).contiguous();
   const float* s = sinks ? sunk.const_data_ptr<float>() : nullptr;
+#if defined(__AMX_BF16__)
+  if (k.scalar_type() == at::kBFloat16 && q.size(3) % amx::DEEP == 0 && v.size(3) % amx::DEEP == 0)
+    return amx::attention(q, k, v, lists, scale, cap, s);
+#endif
+  Tensor out = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options().dtype(at::kFloat));
   if (k.scalar_type() == at::kFloat)
     attend<float>(q, k, v, lists, scale, cap, s, out);
   else
@@ -473,9 +489,14 @@ TORCH_LIBRARY_FRAGMENT(slipstream, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("attention(Tensor q, Tensor k, Tensor v, Tensor keys, float scale, float cap, Tensor? sinks) -> Tensor");
   m.def("lanes() -> int", &lanes);
+  m.def("tiles(Tensor weight) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
   m.impl("linear", &linear);
   m.impl("attention", &attention);
+#if defined(__AMX_BF16__)
+  m.impl("tiles", &amx::tiles);
+  m.impl("packed_linear", &amx::linear);  // defined in packing.py
+#endif
 }

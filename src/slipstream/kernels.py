@@ -21,10 +21,13 @@ from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths
 from slipstream.files import cache_home
 
 SOURCE = Path(__file__).with_suffix(".cpp")
+HAS_AMX = torch.cpu._is_amx_tile_supported()
 PRECISIONS = (torch.float32, torch.bfloat16)
 FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"]
 INSTRUCTIONS = {
-    "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
+    "AMX": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    "AVX512": AVX512,
     "AVX2": ["-mavx2", "-mfma"],
 }
 
@@ -32,9 +35,10 @@ INSTRUCTIONS = {
 @cache
 def available() -> bool:
     """Whether the kernels run here. The first call loads them, and compiles them if nobody has yet."""
-    processor = torch.backends.cpu.get_cpu_capability()
+    processor = "AMX" if HAS_AMX else torch.backends.cpu.get_cpu_capability()
     compiler = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *INSTRUCTIONS.get(processor, [])]
-    key = hashlib.sha256(SOURCE.read_bytes() + repr((torch.__version__, compiler)).encode()).hexdigest()[:16]
+    sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("kernels*.[ch]*")))
+    key = hashlib.sha256(sources + repr((torch.__version__, compiler)).encode()).hexdigest()[:16]
     library = cache_home() / "kernels" / f"{processor.lower()}-{key}.so"
     try:
         if not library.exists():
@@ -56,6 +60,21 @@ def _compile(compiler: list[str], library: Path) -> None:
         made = Path(beside) / library.name
         subprocess.run([*compiler, str(SOURCE), *places, "-o", made], check=True, capture_output=True)
         made.replace(library)
+
+
+def has_tiles(dtype: torch.dtype) -> bool:
+    """Whether the kernels multiply weights of this precision in AMX tiles."""
+    return HAS_AMX and dtype == torch.bfloat16 and available()
+
+
+def tiles_shape(N: int, K: int) -> tuple[int, ...]:
+    """The shape of a weight [N, K] in tiles: panels of 32 columns, steps of 32 numbers, tiles of 16 × 32."""
+    return -(-N // 32), -(-K // 32), 2, 16, 32
+
+
+def tiles(weight: Float[Tensor, "N K"]) -> Float[Tensor, "panels steps 2 16 32"]:
+    """A weight in tiles, with zeros behind."""
+    return torch.ops.slipstream.tiles(weight)
 
 
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -87,8 +106,9 @@ def attention(
     """Softmax attention in which each row reads its own list of keys, in order of position.
 
     Args:
-        keys: int32: (m, first, end, slots…). A row reads the slots [0, m) and [first, end), and then the
-            listed ones up to the first negative one.
+        keys: int32: (m, first, end, slots…). The text's first token stands in slot |m|, behind memory. A row
+            reads the slots [0, m), if m is positive, and [first, end), and then the listed ones up to the
+            first negative one.
         scale, cap: a score is scale · q k; with a cap it is cap · tanh(score / cap).
         sinks: a score of each head that takes part in the softmax without any value.
     """

@@ -1,4 +1,7 @@
-"""Packed weights on the CPU: a pass before Inductor that lets linear layers read oneDNN's own layout."""
+"""Packed weights on the CPU: a pass before Inductor that lets linear layers read them.
+
+The layout is that of our AMX kernel where it runs, and oneDNN's elsewhere.
+"""
 
 import platform
 from collections import defaultdict
@@ -10,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+
+from slipstream import kernels
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Any]
 PACKED_FOR = 8  # rows; oneDNN's layout for a few rows serves one row and many as well
@@ -95,16 +100,19 @@ def _merge(
     at = [None if part is None else places.index(part) for part in weights + biases]
     with graph.inserting_after(places[-1]):
         weight, bias = graph.placeholder(f"packed_{len(places)}"), None
-        weight.meta["example_value"] = plain.new_empty(sum(sizes), plain.shape[1], dtype=dtype)
+        tiled, size = kernels.has_tiles(dtype), (sum(sizes), int(plain.shape[1]))
+        layout = kernels.tiles_shape(*size) if tiled else size
+        weight.meta["example_value"] = plain.new_empty(layout, dtype=dtype)
     if any(b is not None for b in biases):
         with graph.inserting_after(weight):
             bias = graph.placeholder(f"packed_{len(places)}_bias")
             bias.meta["example_value"] = plain.new_empty(sum(sizes), dtype=dtype)
     with graph.inserting_before(nodes[0]):
         x = x if dtype == plain.dtype else graph.call_method("to", (x, dtype))
-        if one := all(isinstance(n, int) and n == 1 for n in shape[:-1]):  # see `_packed_linear`
+        one = not tiled and all(isinstance(n, int) and n == 1 for n in shape[:-1])  # see `_onednn_linear`
+        if one:
             x = graph.call_function(torch.cat, ((x, x), -2))
-        out = graph.call_function(torch.ops.slipstream.packed_linear.default, (x, weight, bias))
+        out = graph.call_function(torch.ops.slipstream.packed_linear.default, (x, weight, bias, sum(sizes)))
         out = out if dtype == plain.dtype else graph.call_method("to", (out, plain.dtype))
         out = graph.call_function(torch.narrow, (out, -2, 0, 1)) if one else out
         parts = graph.call_function(torch.split, (out, sizes, -1))
@@ -118,8 +126,7 @@ def _merge(
 
 
 def _packed(at: list[int | None], dtype: torch.dtype, args: Sequence[Any]) -> list[Tensor]:
-    """The weights at positions `at` of the arguments as one tensor in oneDNN's layout and, if any, the biases
-    behind them as one.
+    """The weights at positions `at` of the arguments, packed as one; if any, the biases behind them as one.
 
     They are made at the first use and stored on the first weight. The entry holds the other parts, so that no
     other tensor gets their ids.
@@ -139,11 +146,19 @@ def _packed(at: list[int | None], dtype: torch.dtype, args: Sequence[Any]) -> li
 
 
 def packed_weight(weight: Tensor) -> Tensor:
-    """A weight in oneDNN's layout."""
+    """A weight [N, K] as `packed_linear` reads it: in tiles, where our kernel for them runs, else in oneDNN's
+    layout."""
+    if kernels.has_tiles(weight.dtype):
+        return kernels.tiles(weight)
     return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR)
 
 
-def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, N: int) -> Tensor:
+    """The product of x [*, K] with a packed weight [N, K]."""
+    return torch.ops.slipstream.packed_linear(x, weight, bias, N)
+
+
+def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, N: int) -> Tensor:
     """oneDNN rounds a row alike from two rows on; a single one is multiplied as two (and no slower)."""
     one = x.numel() == x.shape[-1]
     rows = x.reshape(1, -1).expand(2, -1).contiguous() if one else x
@@ -151,19 +166,23 @@ def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out[:1].reshape(*x.shape[:-1], -1) if one else out
 
 
-def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+def _shape(x: Tensor, weight: Tensor, bias: Tensor | None, N: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], N)
 
 
-def _lowered(x: Any, weight: Any, bias: Any) -> Any:
+def _lowered(x: Any, weight: Any, bias: Any, N: int) -> Any:
     """A direct call of oneDNN. Inductor's own lowering of it treats weights as constants."""
     from torch._inductor.ir import TensorBox
+    from torch._inductor.lowering import fallback_handler
     from torch._inductor.mkldnn_ir import LinearUnary
 
+    if kernels.has_tiles(weight.get_dtype()):
+        op = torch.ops.slipstream.packed_linear.default
+        return fallback_handler(op, add_to_fallback_set=False)(x, weight, bias, N)
     return TensorBox.create(LinearUnary.create(x, weight, bias, "none", [], ""))
 
 
 _library = torch.library.Library("slipstream", "DEF")
-_library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_library.impl("packed_linear", _packed_linear, "MkldnnCPU")
+_library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias, int N) -> Tensor")
+_library.impl("packed_linear", _onednn_linear, "MkldnnCPU")
 torch.library.register_fake("slipstream::packed_linear", _shape, lib=_library)

@@ -220,14 +220,14 @@ def test_a_mask_that_is_no_list_goes_to_torch():
 def test_a_packed_product_is_taken_where_its_rows_are_alike(monkeypatch, alike):
     """On a processor with bf16 instructions, which fp32 plays here: oneDNN's product for a size of which it
     rounds rows by their number, or never."""
-    packed = torch.ops.slipstream.packed_linear
+    packed = ours.packed_linear
 
-    def uneven(x, weight, bias):
-        return packed(x, weight, bias) + (len(x) == 3) * 1e-6
+    def uneven(x, weight, bias, N):
+        return packed(x, weight, bias, N) + (len(x) == 3) * 1e-6
 
     monkeypatch.setattr(ours, "in_hardware", lambda dtype: True)
     if not alike:
-        monkeypatch.setattr(torch.ops.slipstream, "packed_linear", uneven)
+        monkeypatch.setattr(ours, "packed_linear", uneven)
     target = HFTarget(deepcopy(tiny.reference("llama")).float())
     kinds = {type(m) for m in target.twin.modules() if isinstance(m, nn.Linear)}
     assert kinds == {ours.Packed if alike else ours.Linear}

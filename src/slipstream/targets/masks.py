@@ -28,7 +28,7 @@ def key_lists(
     B, rows, scratch = len(cache.lengths), torch.arange(R, device=device), torch.arange(A, device=device)
     lengths, positions = cache.lengths[:, None], positions.expand(B, A)
     own = positions[:, A - R :]
-    memory = (P * (rows >= nodes)).expand(B, R)
+    memory = torch.where(rows >= nodes, P, -P).expand(B, R)
     end = (lengths if depth else lengths + rows + 1).expand(B, R)
     every = {}
     for kind, window in windows.items():

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from slipstream.kernels import attention, linear
 from slipstream.machine import available_memory
-from slipstream.packing import HAS_BF16, packed_weight
+from slipstream.packing import HAS_BF16, packed_linear, packed_weight
 from slipstream.targets.alike import ROWS
 
 OURS = "slipstream"
@@ -69,7 +69,7 @@ AttentionInterface.register(OURS, attend)
 
 
 def in_hardware(dtype: torch.dtype) -> bool:
-    """Whether the processor has instructions for bf16, for which oneDNN's product is quicker than ours."""
+    """Whether the processor has instructions for bf16, for which packed products are quicker."""
     return dtype == torch.bfloat16 and HAS_BF16
 
 
@@ -111,13 +111,13 @@ class Turned(Conv1D):
 
 
 class Packed(nn.Linear):
-    """A linear layer by oneDNN's product with a packed copy of the weight. Graphs pack it themselves."""
+    """A linear layer by the product with a packed copy of the weight. Graphs pack it themselves."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The product."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().forward(x)
-        return torch.ops.slipstream.packed_linear(x, _copy_of(self, packed_weight), self.bias)
+        return packed_linear(x, _copy_of(self, packed_weight), self.bias, self.out_features)
 
 
 def own_products(model: nn.Module, dtype: torch.dtype) -> None:
@@ -134,11 +134,11 @@ def own_products(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _packed_rows_alike(N: int, K: int, dtype: torch.dtype) -> bool:
-    """Whether oneDNN's packed product of this size gives rows the same bits, alone and among others."""
+    """Whether the packed product of this size gives rows the same bits, alone and among others."""
     x, weight = (torch.linspace(-1, 1, n * K).sin().view(n, K).to(dtype) for n in (ROWS[-1], N))
     packed = packed_weight(weight)
-    whole = torch.ops.slipstream.packed_linear(x, packed, None)
-    return all(torch.equal(torch.ops.slipstream.packed_linear(x[:n], packed, None), whole[:n]) for n in ROWS)
+    whole = packed_linear(x, packed, None, N)
+    return all(torch.equal(packed_linear(x[:n], packed, None, N), whole[:n]) for n in ROWS)
 
 
 class Calls(TorchFunctionMode):
