@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.compiled import freed
+from slipstream.compiled import freed, graph_of
 from slipstream.packing import HAS_BF16, packing
 
 
@@ -47,3 +47,39 @@ def test_linear_layers_side_by_side(dtype):
         assert [len(getattr(m.layers[0].weight, "packed", [])) for m in modules] == [
             0 if read_plain else 2
         ] * 2
+
+
+class Halves(nn.Module):
+    """A product, and for two rows another one behind a break of the graph. Adds its own number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.layer = number, nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x, *, plus=0.0):
+        x = self.layer(x) + self.number + plus
+        if x.shape[1] == 2:
+            torch._dynamo.graph_break()
+            x = self.layer(x)
+        return [x]
+
+
+def test_a_graph_without_checks_is_the_one_that_dynamo_takes():
+    """A graph of other rows or another kind, weights or numbers of another module, a broken graph without its
+    second half."""
+    torch._dynamo.reset()
+    backend, other = (partial(packing, then=lambda module, inputs: module) for _ in range(2))
+    modules = [Halves(5), Halves(7)]
+    x = torch.randn(1, 3, 4)
+    assert graph_of(modules[0].forward, backend, (x,), {}) is None
+    with torch.no_grad(), torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+        for rows in (3, 4, 2):
+            for module in modules:
+                torch.compile(module.forward, backend=backend)(freed(x[:, :1].repeat(1, rows, 1)), plus=1.0)
+        graph = graph_of(modules[0].forward, backend, (freed(x),), {"plus": 1.0})
+        for module in modules:
+            torch.testing.assert_close(graph(module, x, plus=1.0), module(x, plus=1.0), rtol=0, atol=1e-5)
+        assert graph_of(modules[0].forward, other, (freed(x),), {"plus": 1.0}) is None
+        assert graph_of(modules[0].forward, backend, (freed(x),), {"plus": 2.0}) is None
+        assert graph_of(modules[0].forward, backend, (freed(x[:, :2].clone()),), {"plus": 1.0}) is None
+    assert graph_of(lambda x: x, backend, (x,), {}) is None

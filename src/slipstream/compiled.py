@@ -3,6 +3,8 @@
 import os
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
+from inspect import signature
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -12,17 +14,18 @@ from slipstream.files import cache_home
 from slipstream.packing import HAS_ONEDNN, packing
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Backend = Callable[..., Any]
 GRAPHS = 64  # Dynamo's recompile limit: one graph per combination of rows, batch, taps, target and drafter
 
 
-def compiled(function: Function, device: torch.device, kind: Hashable = None) -> Function:
+def compiled(function: Function, device: torch.device, backend: Backend | None = None) -> Function:
     """`function` compiled for all sizes of `freed` dimensions. Graphs are cached across processes.
 
     Modules of one class share their graphs. On the CPU `F.linear` reads a packed copy of its weights, which
     does not follow later changes of the weights. The process gets two other settings of Dynamo's.
 
     Args:
-        kind: for a method of a module that nobody changes, the module's `kind_of`. Dynamo then looks at
+        backend: for a method of a module that nobody changes, `backend_for(module)`. Dynamo then looks at
             tensors alone before each call, in a third of the time.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
@@ -30,17 +33,41 @@ def compiled(function: Function, device: torch.device, kind: Hashable = None) ->
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))
     if device.type != "cpu" or not HAS_ONEDNN:
         graphs: Any = torch.compile(function, backend="inductor")
-    elif kind is None:
+    elif backend is None:
         graphs = torch.compile(function, backend=packing)
     else:
-        graphs = torch.compile(function, backend=_packing_for(kind), options={"guard_filter_fn": _of_inputs})
+        graphs = torch.compile(function, backend=backend, options={"guard_filter_fn": _of_inputs})
     return graphs
 
 
+def backend_for(module: nn.Module) -> Backend:
+    """The backend of modules of one kind. Dynamo gives no function a graph of another backend."""
+    return _backend_of(_kind_of(module))
+
+
 @cache
-def _packing_for(kind: Hashable) -> Callable[..., Any]:
-    """A backend of its own: Dynamo gives no function a graph of another backend."""
+def _backend_of(kind: Hashable) -> Backend:
     return partial(packing)
+
+
+def graph_of(method: Any, backend: Backend, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The function that Dynamo runs in the place of a module's method for these arguments, without a check.
+
+    None: there is none, or parts of it are not compiled.
+    """
+    if not isinstance(method, MethodType):
+        return None
+    plain: Any = method.__func__
+    given = signature(plain).bind(method.__self__, *args, **kwargs)
+    given.apply_defaults()
+    for entry in torch._C._dynamo.eval_frame._debug_get_cache_entry_list(plain.__code__):
+        whole = not any(name.startswith("__resume") for name in entry.code.co_names)
+        mine = getattr(entry.backend, "compiler_fn", None) is backend
+        if whole and mine and entry.guard_manager.check(given.arguments):
+            graph = FunctionType(entry.code, plain.__globals__, None, plain.__defaults__, plain.__closure__)
+            graph.__kwdefaults__ = plain.__kwdefaults__
+            return graph
+    return None
 
 
 def _of_inputs(guards: Sequence[Any]) -> list[bool]:
@@ -48,7 +75,7 @@ def _of_inputs(guards: Sequence[Any]) -> list[bool]:
     return [not (guard.is_global or guard.orig_guard.source.is_unspecialized_nn_module()) for guard in guards]
 
 
-def kind_of(module: nn.Module) -> Hashable:
+def _kind_of(module: nn.Module) -> Hashable:
     """What a graph takes as given from a module and its parts. Integers, such as a layer's index, and tensors
     are inputs of the graph; of these only shape and dtype are given."""
     found: list[Hashable] = []

@@ -7,6 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch import nn
 
 import tiny
 from slipstream.core.sampling import Sampling, rows_of
@@ -94,3 +95,29 @@ def test_compiled_layers_say_what_eager_ones_say(family):
             said += [out.logits, out.features]
     for ours, theirs in zip(said[4:], said[:4], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_dynamo_checks_one_layer_of_a_kind_in_a_pass(compiled, monkeypatch):
+    """A check for every layer, or a graph of the last pass; a weight that was exchanged, and is not read."""
+    eager, asked = HFTarget(deepcopy(tiny.reference("llama"))), []
+    compiled.warm_up()
+    for i, block in enumerate(compiled.blocks):
+        graphs = block.forward._compiled
+
+        def ask(*args, i=i, graphs=graphs, **kwargs):
+            asked.append(i)
+            return graphs(*args, **kwargs)
+
+        monkeypatch.setattr(block.forward, "_compiled", ask)
+
+    def agree(rows: int) -> bool:
+        tokens, cache = torch.arange(rows)[None], compiled.new_cache(1)
+        out = compiled(chain(tokens), cache).logits
+        return torch.allclose(out, eager(chain(tokens), eager.new_cache(1)).logits, rtol=0, atol=1e-4)
+
+    assert all(map(agree, (6, 1, 9)))
+    assert asked == [0, 0, 0]
+    for target in (compiled, eager):
+        weight = target.blocks[1].mlp.up_proj.weight
+        monkeypatch.setattr(target.blocks[1].mlp.up_proj, "weight", nn.Parameter(-weight, False))
+    assert agree(6)

@@ -1,14 +1,14 @@
 """A Hugging Face model's twin, and what replaces its parts: attention, cache, compiled modules' `forward`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from slipstream.compiled import compiled, freed, kind_of
+from slipstream.compiled import Backend, backend_for, compiled, freed, graph_of
 from slipstream.core.cache import KVCache, LayerView
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -27,11 +27,16 @@ def twin(model: Model) -> Model:
 
 
 class View(Cache):
-    """Gives the model's layers our cache for one pass."""
+    """Gives the model's layers our cache for one pass.
+
+    Attributes:
+        first: the pass's first call of each kind of compiled layer.
+    """
 
     def __init__(self, cache: KVCache | LayerView) -> None:
         super().__init__(layers=[])
         self._cache = cache
+        self.first: dict[Backend, First | None] = {}
 
     @property
     def stored(self) -> bool:
@@ -80,18 +85,73 @@ class Behind(Cache):
         return 0
 
 
+class First(NamedTuple):
+    """The first call of a kind of layer in a pass, whose graph later layers take without Dynamo's checks.
+
+    Attributes:
+        given: its arguments, and the names of those that have one.
+        tensors: the ids of all tensors among them.
+        graph: see `graph_of`.
+    """
+
+    given: tuple[Any, ...]
+    tensors: frozenset[int]
+    graph: Callable[..., Any]
+
+    @classmethod
+    def of(cls, given: tuple[Any, ...], graph: Callable[..., Any] | None) -> "First | None":
+        """None where there is no graph, or other arguments than values that nobody can change."""
+        tensors = [id(x) for x in _leaves(given) if isinstance(x, Tensor)]
+        fixed = all(isinstance(x, (Tensor, View, bool, str, type(None))) for x in _leaves(given))
+        once = len(set(tensors)) == len(tensors)
+        return None if graph is None or not (fixed and once) else cls(given, frozenset(tensors), graph)
+
+    def serves(self, given: tuple[Any, ...]) -> bool:
+        """Whether Dynamo would find the same of other arguments: all are the same objects, but for one tensor
+        of the same layout that was not among them."""
+        changed = [(x, y) for x, y in zip(given, self.given, strict=False) if x is not y]
+        return len(given) == len(self.given) and all(
+            len(changed) == 1 and id(new) not in self.tensors and _layout(new) == _layout(old) != ()
+            for new, old in changed
+        )
+
+
+def _leaves(given: tuple[Any, ...]) -> Iterator[Any]:
+    for x in given:
+        yield from _leaves(x) if type(x) is tuple else (x,)
+
+
+def _layout(x: Any) -> tuple[Any, ...]:
+    return (x.shape, x.stride(), x.dtype) if type(x) is Tensor else ()
+
+
 class StandIn:
-    """Replaces the `forward` of a module by compiled graphs, which all modules of its class share."""
+    """Replaces the `forward` of a module by compiled graphs, which all modules of its kind share."""
 
     def __init__(self, module: nn.Module, device: torch.device, layer: int = 0) -> None:
-        self.plain = module.forward
-        self._compiled = compiled(module.forward, device, kind_of(module))
+        self.plain, self._module = module.forward, module
+        self._backend = backend_for(module)
+        self._compiled = compiled(module.forward, device, self._backend)
         self._layer = layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(x, View) and not x.stored for x in (*args, *kwargs.values())):
+        given = (*args, *kwargs.values(), *kwargs)
+        view = next((x for x in given if isinstance(x, View)), None)
+        if view is None:
+            return self._compiled(*map(self._own, args), **{name: self._own(x) for name, x in kwargs.items()})
+        if not view.stored:
             return self.plain(*args, **kwargs)
-        return self._compiled(*map(self._own, args), **{name: self._own(x) for name, x in kwargs.items()})
+        first = view.first.get(self._backend)
+        if first is not None and first.serves(given):
+            mine = view.of(self._layer)
+            args = tuple(mine if x is view else x for x in args)
+            kwargs = {name: mine if x is view else x for name, x in kwargs.items()}
+            return first.graph(self._module, *args, **kwargs)
+        args, kwargs = tuple(map(self._own, args)), {name: self._own(x) for name, x in kwargs.items()}
+        out = self._compiled(*args, **kwargs)
+        if self._backend not in view.first:
+            view.first[self._backend] = First.of(given, graph_of(self.plain, self._backend, args, kwargs))
+        return out
 
     def _own(self, x: Any) -> Any:
         """An argument as the graphs take it: tensors of any size, and this layer's part of the cache."""
