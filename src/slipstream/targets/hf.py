@@ -28,6 +28,7 @@ from slipstream.core.target import LMHead, Target
 from slipstream.core.tree import Layout, Tree, chain
 from slipstream.machine import where
 from slipstream.targets import ours, support
+from slipstream.targets.activations import own_activations
 from slipstream.targets.alike import agrees, rounds_alike
 from slipstream.targets.inside import Behind, View, compile_forward, twin
 from slipstream.targets.masks import Masks, additive, dense, key_lists
@@ -107,6 +108,7 @@ class HFTarget(Target):
             if ours.called_directly(self.twin, self.config):
                 self._calls = ours.Calls()
             ours.own_products(self.twin, self.dtype)
+            own_activations(self.twin)
             if not agrees(self, self.plain):
                 self._ours, self._calls = False, nullcontext()
                 if settable:

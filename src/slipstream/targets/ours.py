@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from slipstream.kernels import attention, linear
 from slipstream.machine import available_memory
 from slipstream.packing import HAS_BF16, packed_weight
+from slipstream.targets.activations import CALLED, aligned
 from slipstream.targets.alike import ROWS
 
 OURS = "slipstream"
@@ -154,6 +155,8 @@ class Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear:
             return linear(*args, **kwargs)
+        if func in CALLED:
+            return aligned(func, *args, **kwargs)
         mask = kwargs.get("attn_mask")
         if func is F.scaled_dot_product_attention and mask is not None and mask.dtype == torch.int32:
             query, key, value = args
