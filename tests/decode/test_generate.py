@@ -5,6 +5,7 @@ import gc
 import io
 import json
 from copy import deepcopy
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -95,16 +96,25 @@ def test_max_new_tokens_cuts_inside_a_round(target, answer, oracle):
 WINDOW = 24
 
 
+@cache
+def narrow() -> HFTarget:
+    """A target of few positions."""
+    return HFTarget(tiny.build(GPT2Config(**tiny.SHORT, n_embd=32, n_layer=2, n_head=4, n_positions=WINDOW)))
+
+
+@cache
+def filled(*lengths: int) -> list[Generation]:
+    """What it says to prompts of these lengths, up to the end of its window."""
+    return generate(narrow(), tiny.prompts(*lengths), **SAMPLED)
+
+
 @pytest.mark.parametrize("drafter", EVERY)
 @pytest.mark.parametrize("prompts", [[23], [17], [20, 5, 12]], ids=str)
 def test_the_end_of_the_window(drafter, prompts):
     """Learned positions beyond the last one: an index error, or a text that ends early or differs from plain
     decoding."""
-    target = HFTarget(
-        tiny.build(GPT2Config(**tiny.SHORT, n_embd=32, n_layer=2, n_head=4, n_positions=WINDOW))
-    )
-    ids = tiny.prompts(*prompts)
-    plain = generate(target, ids, **SAMPLED)
+    target, ids = narrow(), tiny.prompts(*prompts)
+    plain = filled(*prompts)
     assert [len(each.prompt + each.tokens) for each in plain] == [WINDOW] * len(ids)
     beyond = [each.prompt + each.tokens + [1, 2, 3, 4, 5, 6] for each in plain]
     made = generate(target, ids, EVERY[drafter](target, beyond), law="coupled", **SAMPLED)
@@ -153,11 +163,17 @@ def depth_of(slot: int, parents: list[int]) -> int:
     return 0 if slot == 0 else 1 + depth_of(parents[slot], parents)
 
 
+@pytest.fixture(scope="module")
+def texts(target: HFTarget) -> tiny.Texts:
+    """The prompts with what plain decoding says."""
+    return [each.prompt + each.tokens for each in generate(target, PROMPTS, max_new_tokens=20)]
+
+
 @pytest.mark.parametrize("drafter", EVERY)
-def test_the_trace_tells_what_happened(target, drafter):
-    """A trace whose rows are renamed as others leave, or that shows other slots than were kept."""
-    plain = generate(target, PROMPTS, max_new_tokens=20)
-    texts, trace = [each.prompt + each.tokens for each in plain], io.StringIO()
+def test_trace_and_counts_tell_what_happened(target, texts, drafter):
+    """A trace whose rows are renamed as others leave, or that shows other slots than were kept; τ that counts
+    drafted tokens, the prompt's own token, or tokens after the end."""
+    trace = io.StringIO()
     made = generate(target, PROMPTS, EVERY[drafter](target, texts), max_new_tokens=20, trace=trace)
     tokens = [each.tokens[:1] for each in made]
     rounds: list[list[tuple[int, int]]] = [[] for _ in made]
@@ -174,19 +190,14 @@ def test_the_trace_tells_what_happened(target, drafter):
     for each, seen, counted in zip(made, tokens, rounds, strict=True):
         assert each.tokens == seen[: len(each.tokens)]
         assert [(r.drafted, r.accepted) for r in each.rounds] == counted
-
-
-@pytest.mark.parametrize("drafter", EVERY)
-def test_counts_add_up(target, drafter):
-    """τ that counts drafted tokens, the prompt's own token, or tokens after the end."""
-    plain = generate(target, PROMPTS, max_new_tokens=20)
-    texts = [each.prompt + each.tokens for each in plain]
-    for each in generate(target, PROMPTS, EVERY[drafter](target, texts), max_new_tokens=20):
         assert sum(r.kept for r in each.rounds) + 1 == len(each.tokens)
         assert all(1 <= r.kept <= r.accepted + 1 <= r.drafted + 1 for r in each.rounds)
         assert each.tau == pytest.approx((len(each.tokens) - 1) / len(each.rounds))
         assert {"vanilla": each.tau == 1, "oracle": each.tau > 2}.get(drafter, True)
-    assert generate(target, PROMPT, max_new_tokens=1).tau == 1  # no round at all
+
+
+def test_one_token_takes_no_round(target):
+    assert generate(target, PROMPT, max_new_tokens=1).tau == 1
 
 
 def test_rows_that_finish_early_leave_the_others_alone(target):
@@ -213,20 +224,35 @@ def test_rows_of_a_batch_have_noise_of_their_own(target):
     assert len(set(map(tuple, three))) == 3
 
 
+PENALISED = {"max_new_tokens": 16, "temperature": 0.8, "repetition_penalty": 1.2, "law": "coupled"}
+
+
+@pytest.fixture(scope="module")
+def endless(target: HFTarget) -> list[Generation]:
+    """What plain decoding says to the prompts without any EOS."""
+    return generate(target, PROMPTS, **PENALISED, **ENDLESS)
+
+
+@pytest.fixture(scope="module")
+def ends(endless: list[Generation]) -> list[int]:
+    """EOS tokens that two answers come to."""
+    return [endless[0].tokens[3], endless[3].tokens[5]]
+
+
+@pytest.fixture(scope="module")
+def ended(target: HFTarget, ends: list[int]) -> list[Generation]:
+    """The answers with these EOS tokens."""
+    return generate(target, PROMPTS, **PENALISED, eos_token_ids=ends)
+
+
 @pytest.mark.parametrize("drafter", EVERY)
-def test_more_prompts_than_are_answered_at_once(target, drafter):
+def test_more_prompts_than_are_answered_at_once(target, endless, ends, ended, drafter):
     """A text, a trace or a count that goes to another prompt when a row is taken again."""
-    how = {"max_new_tokens": 16, "temperature": 0.8, "repetition_penalty": 1.2, "law": "coupled"}
-    endless = generate(target, PROMPTS, **how, **ENDLESS)
-    ends = {"eos_token_ids": [endless[0].tokens[3], endless[3].tokens[5]]}
-    texts = [each.prompt + each.tokens for each in endless]
-    want = generate(target, PROMPTS, **how, **ends)
+    texts, how = [each.prompt + each.tokens for each in endless], PENALISED | {"eos_token_ids": ends}
     for batch in (1, 3):
         trace = io.StringIO()
-        made = generate(
-            target, PROMPTS, EVERY[drafter](target, texts), batch=batch, trace=trace, **how, **ends
-        )
-        assert [(each.tokens, each.finish) for each in made] == [(each.tokens, each.finish) for each in want]
+        made = generate(target, PROMPTS, EVERY[drafter](target, texts), batch=batch, trace=trace, **how)
+        assert [(each.tokens, each.finish) for each in made] == [(each.tokens, each.finish) for each in ended]
         lines = list(map(json.loads, trace.getvalue().splitlines()))
         for i, each in enumerate(made):
             brought = [line["accepted"] for line in lines if line["row"] == i]
@@ -276,9 +302,10 @@ def configured(**settings: object) -> HFTarget:
 )
 def test_generation_config_is_honoured(target, config, explicit):
     """Defaults of the model ignored, or sampling switched on where it asks for greedy search."""
+    asks = configured(**config)
     for prompt in PROMPTS:
         want = generate(target, prompt, max_new_tokens=20, **explicit)
-        assert generate(configured(**config), prompt, max_new_tokens=20).tokens == want.tokens
+        assert generate(asks, prompt, max_new_tokens=20).tokens == want.tokens
 
 
 def test_what_is_given_overrules_generation_config(target, answer):
@@ -297,21 +324,26 @@ def test_what_is_given_overrules_generation_config(target, answer):
     assert len(ended.tokens) <= 6
 
 
-@pytest.mark.parametrize("drafter", EVERY)
-def test_processors_see_each_nodes_own_history(target, drafter):
-    """A Hugging Face processor called with the prompt alone, with another branch, or with rejected tokens."""
-    theirs = [
+@pytest.fixture(scope="module")
+def theirs(target: HFTarget) -> tiny.Texts:
+    """Hugging Face's texts, in which nothing is said twice, and plain decoding does say things twice."""
+    texts = [
         hf_generate(target, torch.tensor([p]), max_new_tokens=24, no_repeat_ngram_size=2)[0].tolist()
         for p in PROMPTS
     ]
+    plain = generate(target, PROMPTS, max_new_tokens=24, **ENDLESS)
+    assert texts != [each.prompt + each.tokens for each in plain]
+    return texts
+
+
+@pytest.mark.parametrize("drafter", EVERY)
+def test_processors_see_each_nodes_own_history(target, theirs, drafter):
+    """A Hugging Face processor called with the prompt alone, with another branch, or with rejected tokens."""
     processors = [NoRepeatNGramLogitsProcessor(2)]
     made = generate(
         target, PROMPTS, EVERY[drafter](target, theirs), max_new_tokens=24, processors=processors, **ENDLESS
     )
     assert [each.prompt + each.tokens for each in made] == theirs
-    assert theirs != [
-        each.prompt + each.tokens for each in generate(target, PROMPTS, max_new_tokens=24, **ENDLESS)
-    ]
 
 
 def test_laws_go_by_name(target, answer):
