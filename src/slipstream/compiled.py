@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from slipstream.files import cache_home
 from slipstream.packing import HAS_ONEDNN, packing
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Backend = Callable[..., Any]
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
 GRAPHS = 64  # Dynamo's recompile limit: one graph per combination of rows, batch, taps, target and drafter
 
 
@@ -30,7 +32,8 @@ def compiled(function: Function, device: torch.device, backend: Backend | None =
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # layers of any index share a graph
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))
+    if os.environ.get(CACHE) in (None, default_cache_dir()):  # which importing transformers sets
+        os.environ[CACHE] = str(cache_home() / "compiled")
     if device.type != "cpu" or not HAS_ONEDNN:
         graphs: Any = torch.compile(function, backend="inductor")
     elif backend is None:
