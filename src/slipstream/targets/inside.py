@@ -89,7 +89,7 @@ class First(NamedTuple):
     """The first call of a kind of layer in a pass, whose graph later layers take without Dynamo's checks.
 
     Attributes:
-        given: its arguments, and the names of those that have one.
+        given: its arguments, with `View` in the place of the view, and the names of those that have one.
         tensors: the ids of all tensors among them.
         graph: see `graph_of`.
     """
@@ -102,7 +102,7 @@ class First(NamedTuple):
     def of(cls, given: tuple[Any, ...], graph: Callable[..., Any] | None) -> "First | None":
         """None where there is no graph, or other arguments than values that nobody can change."""
         tensors = [id(x) for x in _leaves(given) if isinstance(x, Tensor)]
-        fixed = all(isinstance(x, (Tensor, View, bool, str, type(None))) for x in _leaves(given))
+        fixed = all(isinstance(x, (Tensor, bool, str, type, type(None))) for x in _leaves(given))
         once = len(set(tensors)) == len(tensors)
         return None if graph is None or not (fixed and once) else cls(given, frozenset(tensors), graph)
 
@@ -135,13 +135,14 @@ class StandIn:
         self._layer = layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values(), *kwargs)
-        view = next((x for x in given if isinstance(x, View)), None)
+        view = next((x for x in (*args, *kwargs.values()) if isinstance(x, View)), None)
         if view is None:
             return self._compiled(*map(self._own, args), **{name: self._own(x) for name, x in kwargs.items()})
         if not view.stored:
             return self.plain(*args, **kwargs)
         first = view.first.get(self._backend)
+        # The view holds its first calls: a call that held the view would keep its tensors alive.
+        given = tuple(View if x is view else x for x in (*args, *kwargs.values(), *kwargs))
         if first is not None and first.serves(given):
             mine = view.of(self._layer)
             args = tuple(mine if x is view else x for x in args)
