@@ -13,6 +13,8 @@ import pytest
 import torch
 from jaxtyping import config, install_import_hook
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # for kernels_triton.py, where Triton is installed
 if not os.environ.get("TEST_COMPILED"):
     install_import_hook("slipstream", "beartype.beartype")  # before anything imports slipstream
 torch.set_num_threads(1)
