@@ -51,8 +51,8 @@ class HFTarget(Target):
         compile: run layers and LM head as compiled graphs. On a CPU with bf16 instructions they keep a packed
             copy of bf16 weights, which does not follow later changes. On a GPU rounds are also captured as
             CUDA graphs (`decode.capture`).
-        exact: on a GPU, too, no row's bits depend on its neighbours (docs/exactness.md). It costs time there;
-            on a CPU it costs none, and is so wherever it can be.
+        exact: on a GPU, too, no row's bits depend on its neighbours (docs/exactness.md). There it may
+            cost time; on a CPU it costs none, and is so wherever it can be.
 
     Raises:
         ValueError: the model is no Hugging Face model, cannot be decoded exactly (`check_supported`,
