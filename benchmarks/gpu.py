@@ -6,22 +6,33 @@
 
 Proves first, in float64: texts of every drafter, captured, are those of eager plain decoding. Then measures
 in the given precision the cost curve, plain decoding, and the share of the memory's speed at which weights
-are read. On a CPU nothing is captured: the compiled rounds stand in the captured ones' place.
+are read; then the same of an exact target, what it finds out about its rows, whether its drafters' texts are
+plain decoding's, token for token, and our attention and products beside torch's. On a CPU nothing is
+captured: the compiled rounds stand in the captured ones' place.
 """
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from time import perf_counter
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
+import torch.nn.functional as F
 from rich.console import Group
 from rich.text import Text
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from typer import Exit
 
 from common import compiled, run
+from slipstream import kernels
 from slipstream.cli import common as cli
 from slipstream.command import public
+from slipstream.decode.capture import cuda_graph
 from slipstream.decode.generate import Generation, generate
 from slipstream.drafters import load_drafter
 from slipstream.files import check_writable
@@ -66,25 +77,62 @@ class ModeCosts(Part):
     passes_ms: dict[str, dict[str, float]]
 
 
+class Against(Part):
+    """Milliseconds of one of our kernels and of torch's, for so many rows."""
+
+    what: str
+    rows: int
+    ours_ms: float
+    torch_ms: float
+
+
 class GPUReport(Report):
-    """What `gpu` found. `bandwidth_gb_s`: of the device's memory."""
+    """What `gpu` found.
+
+    Attributes:
+        bandwidth_gb_s: of the device's memory.
+        results: of each mode and, where a target can be exact, of exact ones.
+        exactness: what exact targets found out about their rows, by mode.
+        proved_exact: of the last exact target, in the report's precision, against its own plain decoding.
+        attention, products: of this target's sizes, of ours and torch's.
+    """
 
     bandwidth_gb_s: float
     proved: list[Proof]
     results: list[ModeCosts]
+    exactness: dict[str, str]
+    proved_exact: list[Proof]
+    attention: list[Against]
+    products: list[Against]
 
     def __rich__(self) -> Group:
         lines = [
-            f"{proof.drafter} at T = {proof.temperature:g}: {'the same' if proof.same else 'NOT THE SAME'}"
-            for proof in self.proved
+            f"{how}{proof.drafter} at T = {proof.temperature:g}: {_said(proof.same)}"
+            for how, proofs in (("", self.proved), ("exact, ", self.proved_exact))
+            for proof in proofs
         ]
+        lines += [f"{mode}: {found}" for mode, found in self.exactness.items()]
         context, rows = next(iter(self.results[0].passes_ms.items()))
         title = f"{self.target}, {self.dtype}: ms of a pass behind {context} tokens"
         table = Figures(title, "mode", "plain tok/s", "GB/s", "share", *(f"{n} rows" for n in rows))
         for mode in self.results:
             speeds = (f"{mode.plain_tokens_per_second:.1f}", f"{mode.gb_s:.0f}", f"{mode.share:.0%}")
             table.add_row(mode.mode, *speeds, *(f"{ms:.2f}" for ms in mode.passes_ms[context].values()))
-        return Group(*map(Text, lines), table)
+        return Group(*map(Text, lines), table, *map(_beside, filter(None, (self.attention, self.products))))
+
+
+def _said(same: bool) -> str:
+    return "the same" if same else "NOT THE SAME"
+
+
+def _beside(costs: Sequence[Against]) -> Figures:
+    """A table of ours and torch's."""
+    rows = [*dict.fromkeys(cost.rows for cost in costs)]
+    table = Figures("ms of ours / of torch's", "of", *(f"{n} rows" for n in rows))
+    for what in dict.fromkeys(cost.what for cost in costs):
+        some = (cost for cost in costs if cost.what == what)
+        table.add_row(what, *(f"{cost.ours_ms:.3f} / {cost.torch_ms:.3f}" for cost in some))
+    return table
 
 
 def random_llama(shape: str, dtype: str, device: str) -> HFTarget:
@@ -99,6 +147,17 @@ def in_mode(target: HFTarget, mode: str) -> HFTarget:
     if mode == "eager":
         return target
     made = compiled(target)
+    made.captures = made.captures and mode == "captured"
+    return made
+
+
+def exact_in(target: HFTarget, mode: str) -> HFTarget | None:
+    """An exact target over the same weights in one of `MODES`, if there can be one."""
+    tokenizer = target.text and target.text.tokenizer
+    try:
+        made = HFTarget(target.model, tokenizer, target.name, compile=mode != "eager", exact=True)
+    except ValueError:
+        return None
     made.captures = made.captures and mode == "captured"
     return made
 
@@ -138,8 +197,9 @@ def measure(
     rows: Sequence[int] = ROWS,
     mib: int = 4096,
     proved: Sequence[Proof] = (),
+    drafters: Sequence[str] = UNTRAINED,
 ) -> GPUReport:
-    """The cost curve and plain decoding of each mode.
+    """The cost curve and plain decoding of each mode, of the first and the last mode also exact.
 
     Args:
         target: an eager one.
@@ -147,13 +207,115 @@ def measure(
         rows: of the passes.
         mib: of memory that is read to measure the bandwidth.
         proved: stored with the figures.
+        drafters: whose texts in an exact target are compared with plain decoding.
     """
     bandwidth, results = read_bandwidth(target.device, mib), []
     for mode in modes:
         results.append(_costs(in_mode(target, mode), mode, bandwidth, contexts, max_new_tokens, rows))
         _free(target.device)
-    head = heading(target)
-    return GPUReport(**head, bandwidth_gb_s=round(bandwidth, 1), proved=list(proved), results=results)
+    exactness, texts = dict[str, str](), list[Proof]()
+    for mode in dict.fromkeys((modes[0], modes[-1])):
+        if (exact := exact_in(target, mode)) is not None:
+            name = f"exact, {mode}"
+            exactness[name] = exact.exactness
+            results.append(_costs(exact, name, bandwidth, contexts, max_new_tokens, rows))
+            texts = prove(exact, drafters, "eager", min(48, max_new_tokens))
+        _free(target.device)
+    return GPUReport(
+        **heading(target),
+        bandwidth_gb_s=round(bandwidth, 1),
+        proved=list(proved),
+        results=results,
+        exactness=exactness,
+        proved_exact=texts,
+        attention=attention_costs(target, mib=min(mib, 256)),
+        products=product_costs(target, mib=min(mib, 256)),
+    )
+
+
+def attention_costs(
+    target: HFTarget,
+    contexts: Sequence[int] = (512, 2048),
+    rows: Sequence[int] = (1, 8, 16, 32, 64),
+    mib: int = 256,
+) -> list[Against]:
+    """Attention over lists of keys beside Hugging Face's sdpa under a dense mask. Row r reads the context,
+    itself and at most seven rows before it. Calls go through so many MiB of keys and values, that no cache
+    holds."""
+    if not kernels.serve(target.device, target.dtype):
+        return []
+    sizes, how, found = target.sizes, {"device": target.device, "dtype": target.dtype}, []
+    heads, kv, D = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
+    layer: Any = SimpleNamespace(num_key_value_groups=heads // kv, is_causal=False)
+    sdpa = partial(sdpa_attention_forward, layer, scaling=D**-0.5)
+    for context in contexts:
+        S = context + max(rows)
+        copies = _copies(2 * kv * S * D * target.dtype.itemsize, mib)
+        stored = torch.randn(copies, 2, 1, kv, S, D, **how).unbind()
+        for R in rows:
+            q, row = torch.randn(1, heads, R, D, **how), torch.arange(R, device=target.device)[:, None]
+            listed = (row - 7).clamp(min=0) + torch.arange(8, device=target.device)
+            slots = torch.where(listed <= row, context + listed, -1)
+            bounds = torch.tensor([[0, 0, context]], device=target.device).expand(R, 3)
+            keys = torch.cat([bounds, slots], 1).int()[None, None]
+            at = torch.arange(S, device=target.device)
+            seen = (at < context) | ((at > context + row - 8) & (at <= context + row))
+            mask = torch.zeros(1, 1, R, S, **how).masked_fill_(~seen, -torch.inf)
+            ours = [partial(kernels.attention, q, k, v, keys, D**-0.5) for k, v in stored]
+            theirs = [partial(sdpa, query=q, key=k, value=v, attention_mask=mask) for k, v in stored]
+            found.append(_against(f"attention behind {context} tokens", R, ours, theirs, target.device))
+    return found
+
+
+def product_costs(
+    target: HFTarget, rows: Sequence[int] = (1, 8, 16, 32, 64, 512), mib: int = 256
+) -> list[Against]:
+    """Products of the sizes of the target's linear layers beside torch's, by weights that no cache holds."""
+    if not kernels.serve(target.device, target.dtype):
+        return []
+    how, found = {"device": target.device, "dtype": target.dtype}, []
+    for N, K in sorted({m.weight.shape for m in target.twin.modules() if isinstance(m, nn.Linear)}):
+        weights = torch.randn(_copies(N * K * target.dtype.itemsize, mib), N, K, **how)
+        for R in rows:
+            x = torch.randn(R, K, **how)
+            ours, theirs = ([partial(f, x, weight) for weight in weights] for f in (kernels.linear, F.linear))
+            found.append(_against(f"product of {K} by {N}", R, ours, theirs, target.device))
+    return found
+
+
+def _copies(size: int, mib: int) -> int:
+    """Of tensors of so many bytes, to fill so many MiB; at most 64."""
+    return min(64, -(-mib * 2**20 // size))
+
+
+@torch.inference_mode()
+def _against(
+    what: str,
+    rows: int,
+    ours: Sequence[Callable[[], Any]],
+    theirs: Sequence[Callable[[], Any]],
+    device: torch.device,
+) -> Against:
+    ms = [round(_call_ms(calls, device), 4) for calls in (ours, theirs)]
+    return Against(what=what, rows=rows, ours_ms=ms[0], torch_ms=ms[1])
+
+
+def _call_ms(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:
+    """Median milliseconds of one of the calls, which run one after the other; on a GPU captured."""
+
+    def each() -> None:
+        for call in calls:
+            call()
+
+    on_gpu, laps = device.type == "cuda", []
+    replay = cuda_graph(each)[1] if on_gpu else each
+    for _ in range(6):
+        began = perf_counter()
+        replay()
+        if on_gpu:
+            torch.cuda.synchronize()
+        laps.append(perf_counter() - began)
+    return 1e3 * median(laps[1:]) / len(calls)
 
 
 def _costs(
@@ -207,14 +369,16 @@ def main(
         return cli.load(target, dtype, device) if shape is None else random_llama(shape, dtype, device)
 
     proved: list[Proof] = []
+    drafters = UNTRAINED if shape else (*UNTRAINED, *TRAINED)
     if shape != "7b":  # in float64 it is too large for most GPUs
-        proved = prove(loaded("float64"), UNTRAINED if shape else (*UNTRAINED, *TRAINED))
+        proved = prove(loaded("float64"), drafters)
         _free(torch.device(device))
     on_gpu = torch.device(device).type == "cuda"
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "mib": 4096 if on_gpu else 512}
     modes = MODES if on_gpu else MODES[:2]
-    cli.deliver(measure(loaded(dtype), modes, contexts, **how, proved=proved), json_path)
-    if not all(proof.same for proof in proved):
+    report = measure(loaded(dtype), modes, contexts, **how, proved=proved, drafters=drafters)
+    cli.deliver(report, json_path)
+    if not all(proof.same for proof in (*proved, *report.proved_exact)):
         raise Exit(1)
 
 

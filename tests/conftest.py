@@ -23,6 +23,9 @@ def jaxtyped(typechecker, decorate=jaxtyping.jaxtyped):
 
 
 jaxtyping.jaxtyped = jaxtyped
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # for kernels_triton.py, where Triton is installed
 if not os.environ.get("TEST_COMPILED"):
     install_import_hook("slipstream", "beartype.beartype")  # before anything imports slipstream
 torch.set_num_threads(1)

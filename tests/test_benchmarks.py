@@ -16,6 +16,7 @@ import table
 import tiny
 import training
 import trees
+from slipstream import kernels
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import save_drafter
 from slipstream.measure.questions import Question
@@ -127,6 +128,44 @@ def test_a_mode_is_proved_and_measured(target):
     assert "ngram at T = 0.8: the same" in str(report)
     wrong = report.model_copy(update={"proved": [proved[0].model_copy(update={"same": False})]})
     assert "NOT THE SAME" in str(wrong)
+    assert (report.exactness, report.attention, report.products) == ({}, [], [])  # float64
+
+
+@pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
+def test_an_exact_target_is_measured_beside_another():
+    """A mode that is not exact under its name; a drafter's text in an exact target that nobody compares."""
+    target = gpu.random_llama("tiny", "float32", "cpu")
+    report = gpu.measure(target, ("eager",), (8,), max_new_tokens=4, rows=(1, 4), mib=1)
+    assert [costs.mode for costs in report.results] == ["eager", "exact, eager"]
+    assert report.exactness.keys() == {"exact, eager"}
+    assert [(proof.drafter, proof.same) for proof in report.proved_exact] == [
+        ("vanilla", True),
+        ("ngram", True),
+    ] * 2
+    assert [cost.rows for cost in report.attention] == [1, 8, 16, 32, 64] * 2
+    assert {cost.what for cost in report.products} == {
+        f"product of {K} by {N}" for K, N in ((64, 64), (64, 128), (128, 64), (64, 256))
+    }
+    assert all(cost.ours_ms > 0 < cost.torch_ms for cost in report.attention + report.products)
+    assert "attention behind 2048 tokens" in str(report)
+    assert gpu.GPUReport.from_json(report.to_json()) == report
+
+
+def test_the_attentions_that_are_timed_say_the_same(monkeypatch):
+    """Lists of keys that are not what the mask shows."""
+    if not kernels.available():
+        pytest.skip("there is no C++ compiler")
+    said = []
+
+    def once(what, rows, ours, theirs, device):
+        mine, yours = ours[0](), theirs[0]()[0]
+        said.append(torch.allclose(mine, yours, atol=1e-4))
+        return gpu.Against(what=what, rows=rows, ours_ms=1, torch_ms=1)
+
+    monkeypatch.setattr(gpu, "_against", once)
+    target = gpu.random_llama("tiny", "float32", "cpu")
+    gpu.attention_costs(target, (16,), (1, 12), mib=1)
+    assert said == [True, True]
 
 
 def test_random_weights_need_no_tokenizer():

@@ -1,7 +1,8 @@
-"""Attention and products on the CPU (`kernels.cpp`) in which a row's bits do not depend on its neighbours.
+"""Attention and products in which a row's bits do not depend on its neighbours.
 
-They are compiled once for a processor and a torch, in about half a minute, and kept in the user's cache.
-Where there is no C++ compiler, targets go without them.
+On the CPU (`kernels.cpp`) they are compiled once for a processor and a torch, in about half a minute, and
+kept in the user's cache. Where there is no C++ compiler, targets go without them. On a GPU Triton compiles
+them (`kernels_triton.py`).
 """
 
 import hashlib
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ from slipstream.files import cache_home
 SOURCE = Path(__file__).with_suffix(".cpp")
 HAS_AMX = torch.cpu._is_amx_tile_supported()
 PRECISIONS = (torch.float32, torch.bfloat16)
+ON_CUDA = (*PRECISIONS, torch.float16)
 FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"]
 INSTRUCTIONS = {
@@ -32,9 +35,19 @@ INSTRUCTIONS = {
 }
 
 
+def serve(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are kernels for this device and precision. On a GPU the first call registers them."""
+    if device.type != "cuda" or dtype not in ON_CUDA or find_spec("triton") is None:
+        return device.type == "cpu" and dtype in PRECISIONS and available()
+    import slipstream.kernels_triton  # noqa: F401
+
+    return True
+
+
 @cache
 def available() -> bool:
-    """Whether the kernels run here. The first call loads them, and compiles them if nobody has yet."""
+    """Whether the kernels for the CPU run here. The first call loads them, and compiles them if nobody has
+    yet."""
     processor = "AMX" if HAS_AMX else torch.backends.cpu.get_cpu_capability()
     compiler = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *INSTRUCTIONS.get(processor, [])]
     sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("kernels*.[ch]*")))
@@ -91,7 +104,8 @@ def linear(
     x: Float[Tensor, "*n K"], weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None = None
 ) -> Float[Tensor, "*n N"]:
     """`F.linear`. Each number is a sum over K in one order, in fp32, for any number of rows."""
-    return torch.ops.slipstream.linear(x, weight, bias)
+    ops = torch.ops.slipstream
+    return (ops.linear_cuda if x.is_cuda else ops.linear)(x, weight, bias)
 
 
 def attention(
@@ -112,4 +126,11 @@ def attention(
         scale, cap: a score is scale · q k; with a cap it is cap · tanh(score / cap).
         sinks: a score of each head that takes part in the softmax without any value.
     """
-    return torch.ops.slipstream.attention(q, k, v, keys, scale, cap, sinks)
+    ops = torch.ops.slipstream
+    return (ops.attention_cuda if q.is_cuda else ops.attention)(q, k, v, keys, scale, cap, sinks)
+
+
+def mean(x: Float[Tensor, "*n H"]) -> Float[Tensor, "*n 1"]:
+    """Over the last dimension. On a GPU the order of torch's sum depends on the number of rows; on the CPU it
+    does not, and is taken."""
+    return torch.ops.slipstream.mean_cuda(x) if x.is_cuda else x.mean(-1, keepdim=True)

@@ -225,10 +225,21 @@ def test_a_packed_product_is_taken_where_its_rows_are_alike(monkeypatch, alike):
     def uneven(x, weight, bias, N):
         return packed(x, weight, bias, N) + (len(x) == 3) * 1e-6
 
-    monkeypatch.setattr(ours, "in_hardware", lambda dtype: True)
+    monkeypatch.setattr(ours, "in_hardware", lambda *_: True)
     if not alike:
         monkeypatch.setattr(ours, "packed_linear", uneven)
     target = HFTarget(deepcopy(tiny.reference("llama")).float())
     kinds = {type(m) for m in target.twin.modules() if isinstance(m, nn.Linear)}
     assert kinds == {ours.Packed if alike else ours.Linear}
     assert target.exactness == "bits"
+
+
+@needs_kernels
+def test_exact_is_said_to_be_impossible_where_it_is(monkeypatch):
+    """A user who asks for bits and gets a target that rounds otherwise."""
+    assert HFTarget(deepcopy(tiny.reference("llama")).float(), exact=True)._ours
+    with pytest.raises(ValueError, match="cannot be exact in float64"):
+        HFTarget(deepcopy(tiny.reference("llama")), exact=True)
+    monkeypatch.setattr(ours, "attention", lambda q, k, v, *_: torch.zeros_like(q).transpose(1, 2))
+    with pytest.raises(ValueError, match="attention that can be replaced"):
+        HFTarget(deepcopy(tiny.reference("llama")).float(), exact=True)

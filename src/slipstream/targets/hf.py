@@ -28,7 +28,6 @@ from slipstream.core.target import LMHead, Target
 from slipstream.core.tree import Layout, Tree, chain
 from slipstream.machine import where
 from slipstream.targets import ours, support
-from slipstream.targets.activations import own_activations
 from slipstream.targets.alike import agrees, rounds_alike
 from slipstream.targets.inside import Behind, View, compile_forward, twin
 from slipstream.targets.masks import Masks, additive, dense, key_lists
@@ -52,10 +51,12 @@ class HFTarget(Target):
         compile: run layers and LM head as compiled graphs. On a CPU with bf16 instructions they keep a packed
             copy of bf16 weights, which does not follow later changes. On a GPU rounds are also captured as
             CUDA graphs (`decode.capture`).
+        exact: on a GPU, too, no row's bits depend on its neighbours (docs/exactness.md). There it may
+            cost time; on a CPU it costs none, and is so wherever it can be.
 
     Raises:
-        ValueError: the model is no Hugging Face model, or cannot be decoded exactly (`check_supported`,
-            `check_causal`).
+        ValueError: the model is no Hugging Face model, cannot be decoded exactly (`check_supported`,
+            `check_causal`), or has no kernels to be `exact` with.
     """
 
     text: HFText | None
@@ -66,6 +67,7 @@ class HFTarget(Target):
         tokenizer: PreTrainedTokenizerBase | None = None,
         name: str = "",
         compile: bool = False,
+        exact: bool = False,
     ) -> None:
         if not isinstance(model, PreTrainedModel):
             raise ValueError(
@@ -90,8 +92,10 @@ class HFTarget(Target):
         self.compiles, self.captures = compile, compile and self.device.type == "cuda"
         self._ours = False
         self._calls: AbstractContextManager[Any] = nullcontext()
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or exact:
             self._take_ours()
+        if exact and not self._ours:
+            raise ValueError(f"target {self.name} cannot be exact in {self.dtype_name}: {ours.NEEDS}")
         if compile:
             for i, each in enumerate([*self.blocks, self._head]):
                 compile_forward(each, self.device, i)
@@ -101,14 +105,13 @@ class HFTarget(Target):
         theirs = self.config._attn_implementation
         settable = self.twin._can_set_attn_implementation()
         known = settable or self.config.model_type in ours.OWN_SDPA
-        self._ours = known and self.dtype in kernels.PRECISIONS and kernels.available()
+        self._ours = known and kernels.serve(self.device, self.dtype)
         if settable and (self._ours or theirs == "sdpa"):
             self.twin.set_attn_implementation(ours.OURS)
         if self._ours:
             if ours.called_directly(self.twin, self.config):
                 self._calls = ours.Calls()
-            ours.own_products(self.twin, self.dtype)
-            own_activations(self.twin)
+            ours.own_parts(self.twin, self.dtype, self.device)
             if not agrees(self, self.plain):
                 self._ours, self._calls = False, nullcontext()
                 if settable:
@@ -196,12 +199,12 @@ class HFTarget(Target):
             weight, bias = weight[vocab].contiguous(), None if bias is None else bias[vocab]
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
         cap = getattr(config, "final_logit_softcapping", None)
-        own = self._ours and not ours.in_hardware(self.dtype)
+        own = self._ours and not ours.in_hardware(self.dtype, self.device)
         return LMHead(weight, bias, scale, cap, ours.own_linear if own else F.linear)
 
     def lend_products(self, module: nn.Module) -> None:
         if self._ours:
-            ours.own_products(module, self.dtype)
+            ours.own_products(module, self.dtype, self.device)
 
     def rope(self, block: int) -> tuple[list[float], float]:
         return support.rope(self.config, block)

@@ -33,14 +33,18 @@ def loaded(target: AnyTarget) -> HFTarget:
 
 
 def load_target(
-    name: str | os.PathLike[str], dtype: str = "auto", device: str = "cpu", compile: bool = False
+    name: str | os.PathLike[str],
+    dtype: str = "auto",
+    device: str = "cpu",
+    compile: bool = False,
+    exact: bool = False,
 ) -> HFTarget:
     """Load a target from an alias ("smollm2"), a directory, a GGUF file or a hub id.
 
     Args:
         dtype: "float32", "bfloat16", "float16", "float64", or "auto": bfloat16 where the device multiplies it
             in hardware, float32 elsewhere.
-        compile: see `HFTarget`.
+        compile, exact: see `HFTarget`.
 
     Raises:
         ValueError: there is no such target, it cannot be read, its weights do not fit, or it is not
@@ -72,7 +76,7 @@ def load_target(
     else:
         model, tokenizer = _load(str(path) if path.exists() else name, DTYPES[dtype])
     model.to(place)  # type: ignore[arg-type]
-    return HFTarget(model, tokenizer, name, compile)
+    return HFTarget(model, tokenizer, name, compile, exact)
 
 
 def _resolve(name: str) -> Path:

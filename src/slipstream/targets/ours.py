@@ -1,4 +1,4 @@
-"""Our attention and products in the place of Hugging Face's, in a twin on the CPU."""
+"""Our attention and products in the place of Hugging Face's, in a twin."""
 
 from collections.abc import Callable
 from functools import cache
@@ -12,13 +12,17 @@ from transformers import AttentionInterface
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
-from slipstream.kernels import attention, linear
+from slipstream.kernels import attention, linear, mean
 from slipstream.machine import available_memory
 from slipstream.packing import HAS_BF16, packed_linear, packed_weight
-from slipstream.targets.activations import CALLED, aligned
+from slipstream.targets.activations import CALLED, aligned, own_activations
 from slipstream.targets.alike import ROWS
 
 OURS = "slipstream"
+NEEDS = (
+    "that takes float32, bfloat16 or, on a GPU, float16, a C++ compiler or, on a GPU, Triton, and attention "
+    "that can be replaced; leave exact=True out"
+)
 OWN_SDPA = ("falcon",)  # families that call sdpa themselves, with a mask as it is given
 
 
@@ -69,9 +73,9 @@ def _dense(
 AttentionInterface.register(OURS, attend)
 
 
-def in_hardware(dtype: torch.dtype) -> bool:
-    """Whether the processor has instructions for bf16, for which packed products are quicker."""
-    return dtype == torch.bfloat16 and HAS_BF16
+def in_hardware(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this is a processor with instructions for bf16, where packed products are quicker."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and HAS_BF16
 
 
 def own_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -121,9 +125,16 @@ class Packed(nn.Linear):
         return packed_linear(x, _copy_of(self, packed_weight), self.bias, self.out_features)
 
 
-def own_products(model: nn.Module, dtype: torch.dtype) -> None:
+def own_parts(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Let a model's linear layers and, on a CPU, its activations round each row alike."""
+    own_products(model, dtype, device)
+    if device.type == "cpu":
+        own_activations(model)
+
+
+def own_products(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Let a model's linear layers round each row alike, whatever its neighbours."""
-    packs = in_hardware(dtype)
+    packs = in_hardware(dtype, device)
     room = not packs or sum(p.nbytes for p in model.parameters()) < 0.8 * available_memory()
     alike = cache(_packed_rows_alike)
     for module in model.modules():
@@ -143,7 +154,8 @@ def _packed_rows_alike(N: int, K: int, dtype: torch.dtype) -> bool:
 
 
 class Calls(TorchFunctionMode):
-    """Inside, torch's linear and attention are ours, for modules that call them directly, such as experts."""
+    """Inside, torch's linear, attention and means of rows are ours, for modules that call them directly, such
+    as experts and norms."""
 
     def __torch_function__(
         self,
@@ -155,8 +167,10 @@ class Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear:
             return linear(*args, **kwargs)
-        if func in CALLED:
+        if func in CALLED and args[0].device.type == "cpu":
             return aligned(func, *args, **kwargs)
+        if func is Tensor.mean and args[1:] == (-1,) and kwargs == {"keepdim": True}:
+            return mean(args[0])
         mask = kwargs.get("attn_mask")
         if func is F.scaled_dot_product_attention and mask is not None and mask.dtype == torch.int32:
             query, key, value = args
@@ -166,5 +180,6 @@ class Calls(TorchFunctionMode):
 
 
 def called_directly(model: nn.Module, config: Any) -> bool:
-    """Whether a model needs `Calls`: it has weights of three dimensions, as experts, or its own sdpa."""
-    return config.model_type in OWN_SDPA or any(p.dim() > 2 for p in model.parameters())
+    """Whether a model needs `Calls`: it has weights of three dimensions, as experts, its own sdpa, or is on
+    a GPU, for its norms."""
+    return config.model_type in OWN_SDPA or any(p.dim() > 2 or p.is_cuda for p in model.parameters())

@@ -1,0 +1,258 @@
+"""Attention, products and means on a GPU, by Triton, in which a row's bits do not depend on its neighbours.
+
+Every sum has one order, which depends on nothing but what is summed. Tiles have one size, whatever the number
+of rows, so that each sum is made by the same instructions. A product runs over all of K in one program.
+Attention takes a row's keys in blocks, counted from its own first key, and adds up the parts of `SPLIT` keys
+in their order.
+"""
+
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 16  # rows and heads that read keys together: those of one instruction
+SPLIT = 256  # keys of a row that one program reads
+PARTS = 2**26  # numbers in the parts of sums at once, 256 MiB: rows beyond them follow in another launch
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@triton.jit
+@no_type_check
+def _listed(at, width, TILE: tl.constexpr):
+    """The number of slots in each row's list, which ends with the first negative one."""
+    count = tl.zeros([TILE], tl.int32) + width - 3
+    for begin in range(0, width - 3, 64):
+        place = begin + tl.arange(0, 64)
+        slot = tl.load(at[:, None] + 3 + place[None, :], mask=(place < width - 3)[None, :], other=0)
+        count = tl.minimum(count, tl.min(tl.where(slot < 0, place[None, :], width), 1))
+    return count
+
+
+@triton.jit
+@no_type_check
+def _capped(score, cap):
+    """cap · tanh(score / cap)."""
+    e = tl.exp(tl.abs(score) * (-2 / cap))
+    return tl.where(score < 0, -cap, cap) * ((1 - e) / (1 + e))
+
+
+@triton.jit(do_not_specialize=["R", "width", "lists", "splits", "q_text", "q_head", "q_row"])
+@no_type_check
+def _attend(
+    q, k, v, keys, sums, tops, totals, scale, cap, R, width, lists, splits, KV,
+    q_text, q_head, q_row, k_text, k_head, k_slot, v_text, v_head, v_slot,
+    D: tl.constexpr, DV: tl.constexpr, D2: tl.constexpr, DV2: tl.constexpr, G: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """What TILE pairs of a row and one of the G heads that share keys read of one split: sums of weights
+    times values, of weights, and the highest score. A row's slots are those of `kernels.attention`."""
+    text, kv, split = (tl.program_id(1) // KV).to(tl.int64), tl.program_id(1) % KV, tl.program_id(2)
+    i, d, dv = tl.arange(0, TILE), tl.arange(0, D2), tl.arange(0, DV2)
+    pair = tl.program_id(0) * TILE + i
+    there, pair = pair < R * G, tl.minimum(pair, R * G - 1)
+    row, head = pair // G, kv * G + pair % G
+    among = row - tl.min(row, 0)
+
+    at = keys + (text % lists * R + row) * width
+    memory, first, end = tl.maximum(tl.load(at), 0), tl.load(at + 1), tl.load(at + 2)
+    read = memory + end - first
+    size = tl.where(there, read + _listed(at, width, TILE), 0)
+
+    q += text * q_text + head[:, None] * q_head + row[:, None] * q_row + d[None, :]
+    query = tl.load(q, mask=there[:, None] & (d < D)[None, :], other=0.0)
+    k += text * k_text + kv.to(tl.int64) * k_head
+    v += text * v_text + kv.to(tl.int64) * v_head
+    sum = tl.zeros([TILE, DV2], tl.float32)
+    total, top = tl.zeros([TILE], tl.float32), tl.full([TILE], -float("inf"), tl.float32)
+
+    for begin in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, tl.max(size, 0)), BLOCK):
+        j = begin + tl.arange(0, BLOCK)[None, :]
+        reads = j < size[:, None]
+        far = j - read[:, None]
+        listed = tl.load(at[:, None] + 3 + far, mask=reads & (far >= 0), other=0)
+        slots = tl.where(j < memory[:, None], j, first[:, None] - memory[:, None] + j)
+        slots = tl.where(reads, tl.where(far < 0, slots, listed), -1)
+        # Rows that read the same slots go together. Others take turns: what a row does not read may be NaN.
+        other = (slots != tl.max(slots, 0)[None, :]) & (begin < size)[:, None]
+        turns = tl.where(tl.max(tl.max(other.to(tl.int32), 1), 0) > 0, tl.max(among, 0) + 1, 1)
+        for turn in range(0, turns):
+            mine = ((turns == 1) | (among == turn)) & (begin < size)
+            slot = tl.max(tl.where(mine[:, None], slots, -1), 0).to(tl.int64)
+            known = slot >= 0
+            whole = known[None, :] & (d < D)[:, None]
+            key = tl.load(k + slot[None, :] * k_slot + d[:, None], mask=whole, other=0.0)
+            score = tl.dot(query, key, input_precision="ieee") * scale
+            score = _capped(score, cap) if CAPPED else score
+            score = tl.where(mine[:, None] & reads, score, -float("inf"))
+            higher = tl.maximum(top, tl.max(score, 1))
+            base = tl.where(higher == -float("inf"), 0.0, higher)
+            weight, shrink = tl.exp(score - base[:, None]), tl.exp(top - base)
+            filled = known[:, None] & (dv < DV)[None, :]
+            value = tl.load(v + slot[:, None] * v_slot + dv[None, :], mask=filled, other=0.0)
+            added = tl.dot(weight.to(value.dtype), value, sum * shrink[:, None], input_precision="ieee")
+            sum = tl.where(mine[:, None], added, sum)
+            total = tl.where(mine, total * shrink + tl.sum(weight, 1), total)
+            top = tl.where(mine, higher, top)
+
+    part = ((text * KV * G + head) * R + row) * splits + split
+    tl.store(sums + part[:, None] * DV + dv[None, :], sum, mask=there[:, None] & (dv < DV)[None, :])
+    tl.store(tops + part, top, mask=there)
+    tl.store(totals + part, total, mask=there)
+
+
+@triton.jit(do_not_specialize=["R", "splits"])
+@no_type_check
+def _join(
+    sums, tops, totals, sinks, out, R, splits, heads, DV: tl.constexpr, DV2: tl.constexpr, SUNK: tl.constexpr
+):
+    """One row and head: its parts, added up in order, over the sum of its weights."""
+    text, row, head, dv = tl.program_id(0) // R, tl.program_id(0) % R, tl.program_id(1), tl.arange(0, DV2)
+    first = ((text.to(tl.int64) * heads + head) * R + row) * splits
+    most = tl.full([], -float("inf"), tl.float32)
+    if SUNK:
+        sink = tl.load(sinks + head)
+        most = tl.maximum(most, sink)
+    for split in range(0, splits):
+        most = tl.maximum(most, tl.load(tops + first + split))
+    base = tl.where(most == -float("inf"), 0.0, most)
+    sum = tl.zeros([DV2], tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    for split in range(0, splits):
+        share = tl.exp(tl.load(tops + first + split) - base)
+        sum += share * tl.load(sums + (first + split) * DV + dv, mask=dv < DV, other=0.0)
+        total += share * tl.load(totals + first + split)
+    if SUNK:
+        total += tl.exp(sink - base)
+    out += (tl.program_id(0).to(tl.int64) * heads + head) * DV
+    tl.store(out + dv, (sum / total).to(out.dtype.element_ty), mask=dv < DV)
+
+
+@triton.jit(do_not_specialize=["M"])
+@no_type_check
+def _multiply(
+    x, weight, bias, out, M, N, K, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """A tile of the product. Programs that read the same weights stand side by side."""
+    tiles = tl.cdiv(M, ROWS)
+    row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) // tiles * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, BLOCK)
+    left = x + tl.minimum(row, M - 1).to(tl.int64)[:, None] * K + k[None, :]
+    right = weight + tl.minimum(column, N - 1).to(tl.int64)[None, :] * stride + k[:, None]
+    sum = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for begin in range(0, K, BLOCK):
+        if EVEN:
+            a, b = tl.load(left + begin), tl.load(right + begin)
+        else:
+            a = tl.load(left + begin, mask=(begin + k < K)[None, :], other=0.0)
+            b = tl.load(right + begin, mask=(begin + k < K)[:, None], other=0.0)
+        sum = tl.dot(a, b, sum, input_precision="ieee")
+    if BIASED:
+        sum += tl.load(bias + tl.minimum(column, N - 1)).to(tl.float32)[None, :]
+    place = out + row.to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(place, sum.to(out.dtype.element_ty), mask=(row < M)[:, None] & (column < N)[None, :])
+
+
+@triton.jit
+@no_type_check
+def _mean(x, out, H, BLOCK: tl.constexpr):
+    """Of one row."""
+    row, h = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    sum = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, H, BLOCK):
+        sum += tl.load(x + row * H + begin + h, mask=begin + h < H, other=0.0).to(tl.float32)
+    tl.store(out + row, (tl.sum(sum, 0) / H).to(out.dtype.element_ty))
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float, cap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
+    """See `kernels.attention`. Raises RuntimeError where the arguments do not fit."""
+    (B, heads, R, D), (KV, S, DV) = q.shape, (k.shape[1], k.shape[2], v.shape[3])
+    fits = k.shape == (B, KV, S, D) and v.shape == (B, KV, S, DV) and heads % KV == 0
+    torch._check(fits and (sinks is None or sinks.shape == (heads,)), lambda: "attention: shapes do not fit")
+    listed = keys.dim() == 4 and keys.shape[0] in (1, B) and keys.shape[1:3] == (1, R) and keys.shape[3] >= 3
+    torch._check(listed and keys.dtype == torch.int32, lambda: "attention: each row needs its list of keys")
+    torch._check(k.stride(3) == v.stride(3) == 1, lambda: "attention: keys and values must be dense")
+    torch._check(q.dtype == k.dtype == v.dtype, lambda: "attention: one dtype for all")
+    most = max(1, PARTS // (B * heads * triton.cdiv(max(S, 1), SPLIT) * DV))
+    parts = [
+        _rows(q[:, :, top : top + most], k, v, keys[:, :, top : top + most], scale, cap, sinks)
+        for top in range(0, R, most)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat([q.new_empty(B, 0, heads, DV), *parts], 1)
+
+
+def _rows(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float, cap: float, sinks: Tensor | None
+) -> Tensor:
+    """Attention of some rows."""
+    (B, heads, R, D), (KV, S, DV) = q.shape, (k.shape[1], k.shape[2], v.shape[3])
+    q, keys, out = q.contiguous(), keys.contiguous(), q.new_empty(B, R, heads, DV)
+    D2, DV2, splits = _power(D), _power(DV), triton.cdiv(max(S, 1), SPLIT)
+    sums = q.new_empty(B, heads, R, splits, DV, dtype=torch.float32)
+    tops, totals = sums.new_empty(2, B, heads, R, splits)
+    G, block = heads // KV, 64 if max(D2, DV2) * k.element_size() <= 256 else 32
+    _attend[(triton.cdiv(R * G, TILE), B * KV, splits)](
+        q, k, v, keys, sums, tops, totals, scale, cap, R, keys.shape[3], len(keys), splits, KV,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], D=D, DV=DV, D2=D2, DV2=DV2, G=G,
+        TILE=TILE, BLOCK=block, SPLIT=SPLIT, CAPPED=cap > 0, num_stages=1,
+    )  # fmt: skip
+    sunk = sums if sinks is None else sinks.float().contiguous()
+    _join[(B * R, heads)](
+        sums, tops, totals, sunk, out, R, splits, heads, DV=DV, DV2=DV2, SUNK=sinks is not None
+    )
+    return out
+
+
+def _power(width: int) -> int:
+    """The width of a tile that holds so many numbers."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `kernels.linear`. Raises RuntimeError where the arguments do not fit."""
+    N, K = weight.shape
+    torch._check(x.shape[-1] == K and x.dtype == weight.dtype, lambda: "linear: x and weight do not fit")
+    torch._check(bias is None or bias.shape == (N,), lambda: "linear: bias and weight do not fit")
+    x, weight = x.contiguous(), weight if weight.stride(1) == 1 else weight.contiguous()
+    out, M = x.new_empty(*x.shape[:-1], N), x.numel() // max(K, 1)
+    if out.numel() == 0:
+        return out
+    rows, block = (64, 128) if x.dtype in HALVES else (16, 64)
+    _multiply[(triton.cdiv(M, rows) * triton.cdiv(N, 32),)](
+        x, weight, x if bias is None else bias.contiguous(), out, M, N, K, weight.stride(0),
+        ROWS=rows, COLUMNS=32, BLOCK=block, EVEN=K % block == 0, BIASED=bias is not None, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+def mean(x: Tensor) -> Tensor:
+    """See `kernels.mean`."""
+    x, H = x.contiguous(), x.shape[-1]
+    out = x.new_empty(*x.shape[:-1], 1)
+    if out.numel():
+        _mean[(out.numel(),)](x, out, H, BLOCK=1024)
+    return out
+
+
+_library = torch.library.Library("slipstream", "FRAGMENT")
+_ops: dict[str, tuple[Any, Any]] = {
+    "attention_cuda(Tensor q, Tensor k, Tensor v, Tensor keys, float scale, float cap, Tensor? sinks)": (
+        attention,
+        lambda q, k, v, *_: q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]),
+    ),
+    "linear_cuda(Tensor x, Tensor weight, Tensor? bias)": (
+        linear,
+        lambda x, weight, _: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    ),
+    "mean_cuda(Tensor x)": (mean, lambda x: x.new_empty(*x.shape[:-1], 1)),
+}
+for _schema, (_kernel, _shape) in _ops.items():
+    _library.define(f"{_schema} -> Tensor")
+    _library.impl(_schema.partition("(")[0], _kernel, "CUDA")
+    torch.library.register_fake(f"slipstream::{_schema.partition('(')[0]}", _shape, lib=_library)
