@@ -50,7 +50,8 @@ Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 Vec rounded(Vec a) { return {_mm512_roundscale_ps(a.v, 0)}; }
 Vec power_of_two(Vec n) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
+  return {_mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
 }
 
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -75,7 +76,8 @@ Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
 Vec rounded(Vec a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 Vec power_of_two(Vec n) {
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23))};
+  return {_mm256_castsi256_ps(
+      _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23))};
 }
 
 #else  // any processor: loops that a compiler makes vectors of
@@ -89,19 +91,39 @@ struct Vec {
     for (int i = 0; i < W; i++) made.v[i] = each(i);
     return made;
   }
-  static Vec set(float x) { return of([=](int) { return x; }); }
+  static Vec set(float x) {
+    return of([=](int) { return x; });
+  }
   template <class T>
-  static Vec load(const T* p) { return of([=](int i) { return float(p[i]); }); }
+  static Vec load(const T* p) {
+    return of([=](int i) { return float(p[i]); });
+  }
   void store(float* p) const { std::memcpy(p, v, sizeof v); }
 };
-Vec fma(Vec a, Vec b, Vec c) { return Vec::of([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); }); }
-Vec operator+(Vec a, Vec b) { return Vec::of([&](int i) { return a.v[i] + b.v[i]; }); }
-Vec operator-(Vec a, Vec b) { return Vec::of([&](int i) { return a.v[i] - b.v[i]; }); }
-Vec operator*(Vec a, Vec b) { return Vec::of([&](int i) { return a.v[i] * b.v[i]; }); }
-Vec operator/(Vec a, Vec b) { return Vec::of([&](int i) { return a.v[i] / b.v[i]; }); }
-Vec max(Vec a, Vec b) { return Vec::of([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
-Vec rounded(Vec a) { return Vec::of([&](int i) { return std::nearbyint(a.v[i]); }); }
-Vec power_of_two(Vec n) { return Vec::of([&](int i) { return std::ldexp(1.0f, int(n.v[i])); }); }
+Vec fma(Vec a, Vec b, Vec c) {
+  return Vec::of([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); });
+}
+Vec operator+(Vec a, Vec b) {
+  return Vec::of([&](int i) { return a.v[i] + b.v[i]; });
+}
+Vec operator-(Vec a, Vec b) {
+  return Vec::of([&](int i) { return a.v[i] - b.v[i]; });
+}
+Vec operator*(Vec a, Vec b) {
+  return Vec::of([&](int i) { return a.v[i] * b.v[i]; });
+}
+Vec operator/(Vec a, Vec b) {
+  return Vec::of([&](int i) { return a.v[i] / b.v[i]; });
+}
+Vec max(Vec a, Vec b) {
+  return Vec::of([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+Vec rounded(Vec a) {
+  return Vec::of([&](int i) { return std::nearbyint(a.v[i]); });
+}
+Vec power_of_two(Vec n) {
+  return Vec::of([&](int i) { return std::ldexp(1.0f, int(n.v[i])); });
+}
 
 #endif
 
@@ -135,13 +157,14 @@ Vec tail(const T* p, int64_t n) {
 // Calls f(0), …, f(N - 1) with constants, so that an array that it indexes can live in registers.
 template <int N, class F>
 [[gnu::always_inline]] inline void each(F f) {
-  [&]<int... I>(std::integer_sequence<int, I...>) { (f(std::integral_constant<int, I>()), ...); }
-  (std::make_integer_sequence<int, N>());
+  [&]<int... I>(std::integer_sequence<int, I...>) {
+    (f(std::integral_constant<int, I>()), ...);
+  }(std::make_integer_sequence<int, N>());
 }
 
-// The dot products of R rows a with four rows b of K numbers, in W partial sums each. They begin with those at
-// `from`, if given, and end as sums at `out` or, if that is not given, at `to`. Not inlined: the compiler then
-// keeps the partial sums in registers.
+// The dot products of R rows a with four rows b of K numbers, in W partial sums each. They begin with those
+// at `from`, if given, and end as sums at `out` or, if that is not given, at `to`. Not inlined: the compiler
+// then keeps the partial sums in registers.
 template <int R, class T>
 [[gnu::noinline]] void multiply(
     const float* a, int64_t stride, const T* const (&b)[FOUR], int64_t K, const Vec* from, Vec* to,
@@ -208,35 +231,38 @@ Vec capped(Vec x, float cap) {
 namespace {
 
 template <class T>
-void linear_into(const float* x, const T* weight, const float* bias, float* out, int64_t M, int64_t K, int64_t N) {
+void linear_into(
+    const float* x, const T* weight, const float* bias, float* out, int64_t M, int64_t K, int64_t N) {
   // A part of a few rows of x stays in the first cache, while some rows of weights pass from the second.
   const int64_t parts = (K + 639) / 640, part = padded((K + parts - 1) / std::max<int64_t>(parts, 1));
   const int64_t block = std::min(M, std::max<int64_t>(ROWS, 5632 / std::max<int64_t>(part, 1) / ROWS * ROWS));
   const int64_t chunk = 16 * FOUR;
-  at::parallel_for(0, (N + FOUR - 1) / FOUR, std::max<int64_t>(1, 32768 / (M * K)), [&](int64_t begin, int64_t end) {
-    std::vector<Vec> partial(block * chunk);  // sums over the parts so far
-    const int64_t last = std::min(N, end * FOUR);
-    auto add = [&](int64_t top, int64_t n, int64_t k, Vec* kept) {
-      const int64_t size = std::min(part, K - k), width = std::min<int64_t>(FOUR, N - n);
-      const T* columns[FOUR];
-      for (int j = 0; j < FOUR; j++) columns[j] = weight + std::min(n + j, N - 1) * K + k;
-      tiles(std::min(block, M - top), [&](int64_t first, auto rows) {
-        Vec* sum = kept + first * FOUR;
-        float made[rows][FOUR];
-        const bool last_part = k + size == K;
-        multiply<rows>(
-            x + (top + first) * K + k, K, columns, size, k ? sum : nullptr, sum, last_part ? made : nullptr);
-        for (int i = 0; last_part && i < rows; i++)
-          for (int j = 0; j < width; j++)
-            out[(top + first + i) * N + n + j] = bias ? made[i][j] + bias[n + j] : made[i][j];
+  at::parallel_for(
+      0, (N + FOUR - 1) / FOUR, std::max<int64_t>(1, 32768 / (M * K)), [&](int64_t begin, int64_t end) {
+        std::vector<Vec> partial(block * chunk);  // sums over the parts so far
+        const int64_t last = std::min(N, end * FOUR);
+        auto add = [&](int64_t top, int64_t n, int64_t k, Vec* kept) {
+          const int64_t size = std::min(part, K - k), width = std::min<int64_t>(FOUR, N - n);
+          const T* columns[FOUR];
+          for (int j = 0; j < FOUR; j++) columns[j] = weight + std::min(n + j, N - 1) * K + k;
+          tiles(std::min(block, M - top), [&](int64_t first, auto rows) {
+            Vec* sum = kept + first * FOUR;
+            float made[rows][FOUR];
+            const bool last_part = k + size == K;
+            multiply<rows>(
+                x + (top + first) * K + k, K, columns, size, k ? sum : nullptr, sum,
+                last_part ? made : nullptr);
+            for (int i = 0; last_part && i < rows; i++)
+              for (int j = 0; j < width; j++)
+                out[(top + first + i) * N + n + j] = bias ? made[i][j] + bias[n + j] : made[i][j];
+          });
+        };
+        for (int64_t left = begin * FOUR; left < last; left += chunk)
+          for (int64_t top = 0; top < M; top += block)
+            for (int64_t k = 0; k < K; k += part)
+              for (int64_t n = left; n < std::min(last, left + chunk); n += FOUR)
+                add(top, n, k, &partial[(n - left) * block]);
       });
-    };
-    for (int64_t left = begin * FOUR; left < last; left += chunk)
-      for (int64_t top = 0; top < M; top += block)
-        for (int64_t k = 0; k < K; k += part)
-          for (int64_t n = left; n < std::min(last, left + chunk); n += FOUR)
-            add(top, n, k, &partial[(n - left) * block]);
-  });
 }
 
 // x [..., K] times weight [N, K] as it lies in memory, plus bias [N].
@@ -252,9 +278,11 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   const float* added = bias ? b.const_data_ptr<float>() : nullptr;
   if (M == 0) return out.to(x.scalar_type());
   if (w.scalar_type() == at::kFloat)
-    linear_into(rows.const_data_ptr<float>(), w.const_data_ptr<float>(), added, out.data_ptr<float>(), M, K, N);
+    linear_into(
+        rows.const_data_ptr<float>(), w.const_data_ptr<float>(), added, out.data_ptr<float>(), M, K, N);
   else
-    linear_into(rows.const_data_ptr<float>(), w.const_data_ptr<bf16>(), added, out.data_ptr<float>(), M, K, N);
+    linear_into(
+        rows.const_data_ptr<float>(), w.const_data_ptr<bf16>(), added, out.data_ptr<float>(), M, K, N);
   return out.to(x.scalar_type());
 }
 
@@ -269,8 +297,8 @@ struct Listed {
   int64_t operator()(int64_t j) const { return slots[j - first]; }
 };
 
-// What one row reads: slots [0, memory), if that is positive, then [first, end), then those of its list up to the
-// first negative one.
+// What one row reads: slots [0, memory), if that is positive, then [first, end), then those of its list up to
+// the first negative one.
 struct Row {
   int64_t memory, first, text, size;
   int64_t begin = 0;  // the number of its first key in its tile, where a key that rows share has one number
@@ -301,7 +329,9 @@ struct Head {
 
 // Scores of the keys [begin, end), which are the same for R rows.
 template <int R, class T, class Slot>
-void score(const float* q, int64_t D, const Head<T>& head, int64_t begin, int64_t end, Slot slot, float* s, int64_t stride) {
+void score(
+    const float* q, int64_t D, const Head<T>& head, int64_t begin, int64_t end, Slot slot, float* s,
+    int64_t stride) {
   for (int64_t j = begin; j < end; j += FOUR) {
     const T* keys[FOUR];
     for (int i = 0; i < FOUR; i++) keys[i] = head.keys + slot(std::min(j + i, end - 1)) * head.key_stride;
@@ -316,7 +346,9 @@ void score(const float* q, int64_t D, const Head<T>& head, int64_t begin, int64_
 
 // Adds the values of the keys [begin, end), which are the same for R rows, to PARTS vectors of each row.
 template <int R, int PARTS, bool WHOLE, class T, class Slot>
-void add_parts(const float* e, int64_t stride, const T* values, int64_t value_stride, int64_t D, int64_t begin, int64_t end, Slot slot, float* o, int64_t width) {
+void add_parts(
+    const float* e, int64_t stride, const T* values, int64_t value_stride, int64_t D, int64_t begin,
+    int64_t end, Slot slot, float* o, int64_t width) {
   Vec sum[R][PARTS];
   for (int r = 0; r < R; r++)
     for (int p = 0; p < PARTS; p++) sum[r][p] = Vec::load(o + r * width + p * W);
@@ -335,11 +367,14 @@ void add_parts(const float* e, int64_t stride, const T* values, int64_t value_st
 }
 
 template <int R, class T, class Slot>
-void add_values(const float* e, int64_t stride, const Head<T>& head, int64_t D, int64_t begin, int64_t end, Slot slot, float* o, int64_t width) {
+void add_values(
+    const float* e, int64_t stride, const Head<T>& head, int64_t D, int64_t begin, int64_t end, Slot slot,
+    float* o, int64_t width) {
   int64_t d = 0;
   auto add = [&](auto parts) {
     auto go = [&](auto whole) {
-      add_parts<R, parts, whole>(e, stride, head.values + d, head.value_stride, D - d, begin, end, slot, o + d, width);
+      add_parts<R, parts, whole>(
+          e, stride, head.values + d, head.value_stride, D - d, begin, end, slot, o + d, width);
     };
     if (D - d >= parts * W) go(std::true_type());
     else go(std::false_type());
@@ -383,8 +418,11 @@ constexpr int TILE = 8;   // rows of one text that share the reading of keys
 constexpr int NEAR = 64;  // keys that stay in the first cache while all these rows read them
 
 template <class T>
-void attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, float scale, float cap, const float* sinks, Tensor& out) {
-  const int64_t B = q.size(0), heads = q.size(1), R = q.size(2), D = q.size(3), KV = k.size(1), Dv = v.size(3);
+void attend(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, float scale, float cap,
+    const float* sinks, Tensor& out) {
+  const int64_t B = q.size(0), heads = q.size(1), R = q.size(2), D = q.size(3), KV = k.size(1),
+                Dv = v.size(3);
   const int64_t G = heads / KV, width = padded(Dv), L = keys.size(-1), tilesof = (R + TILE - 1) / TILE;
   const Tensor rows = q.to(at::kFloat).contiguous();
   const int32_t* lists = keys.const_data_ptr<int32_t>();
@@ -396,7 +434,8 @@ void attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& key
       const int64_t n = std::min<int64_t>(TILE, R - top);
       std::vector<Row> read;
       for (int64_t r = 0; r < n; r++) read.emplace_back(lists + (b % keys.size(0) * R + top + r) * L, L);
-      // Rows share the text from the latest first key to the earliest last one, and memory if they begin alike.
+      // Rows share the text from the latest first key to the earliest last one, and memory if they begin
+      // alike.
       int64_t low = 0, high = std::numeric_limits<int64_t>::max(), stride = 0, begin_at = read[0].first;
       bool alike = true;
       for (const Row& row : read) {
@@ -412,12 +451,13 @@ void attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& key
       const int64_t count = n * G;
       scores.resize(count * stride), query.resize(count * D), sum.assign(count * width, 0);
       for (int64_t i = 0; i < count; i++) {
-        const float* from = rows.const_data_ptr<float>() + ((b * heads + h * G + i % G) * R + top + i / G) * D;
+        const float* from =
+            rows.const_data_ptr<float>() + ((b * heads + h * G + i % G) * R + top + i / G) * D;
         std::copy(from, from + D, &query[i * D]);
       }
       const Head<T> head{
-          k.const_data_ptr<T>() + b * k.stride(0) + h * k.stride(1), v.const_data_ptr<T>() + b * v.stride(0) + h * v.stride(1),
-          k.stride(2), v.stride(2)};
+          k.const_data_ptr<T>() + b * k.stride(0) + h * k.stride(1),
+          v.const_data_ptr<T>() + b * v.stride(0) + h * v.stride(1), k.stride(2), v.stride(2)};
       // Calls f(first row and head, their number, begin, end, where) for all keys, in each row's own order.
       auto parts = [&](auto f) {
         auto alone = [&](int64_t from, int64_t to) {
@@ -462,10 +502,15 @@ Tensor attention(
           v.size(2) == k.size(2) && (!sinks || sinks->numel() == heads),
       "attention: queries, keys, values and sinks do not fit");
   TORCH_CHECK(
-      keys_of.dim() == 4 && (keys_of.size(0) == B || keys_of.size(0) == 1) && keys_of.size(1) == 1 && keys_of.size(2) == q.size(2) && keys_of.size(3) >= 3,
+      keys_of.dim() == 4 && (keys_of.size(0) == B || keys_of.size(0) == 1) && keys_of.size(1) == 1 &&
+          keys_of.size(2) == q.size(2) && keys_of.size(3) >= 3,
       "attention: each row needs its list of keys");
-  TORCH_CHECK(k.stride(-1) == 1 && v.stride(-1) == 1, "attention: keys and values must be dense in their last dimension");
-  TORCH_CHECK(k.scalar_type() == v.scalar_type() && q.scalar_type() == k.scalar_type(), "attention: one dtype for all");
+  TORCH_CHECK(
+      k.stride(-1) == 1 && v.stride(-1) == 1,
+      "attention: keys and values must be dense in their last dimension");
+  TORCH_CHECK(
+      k.scalar_type() == v.scalar_type() && q.scalar_type() == k.scalar_type(),
+      "attention: one dtype for all");
   Tensor lists = keys_of.contiguous(), sunk;
   if (sinks) sunk = sinks->to(at::kFloat).contiguous();
   const float* s = sinks ? sunk.const_data_ptr<float>() : nullptr;
@@ -474,10 +519,8 @@ Tensor attention(
     return amx::attention(q, k, v, lists, scale, cap, s);
 #endif
   Tensor out = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options().dtype(at::kFloat));
-  if (k.scalar_type() == at::kFloat)
-    attend<float>(q, k, v, lists, scale, cap, s, out);
-  else
-    attend<bf16>(q, k, v, lists, scale, cap, s, out);
+  if (k.scalar_type() == at::kFloat) attend<float>(q, k, v, lists, scale, cap, s, out);
+  else attend<bf16>(q, k, v, lists, scale, cap, s, out);
   return out.to(q.scalar_type());
 }
 
@@ -487,7 +530,9 @@ int64_t lanes() { return W; }
 
 TORCH_LIBRARY_FRAGMENT(slipstream, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  m.def("attention(Tensor q, Tensor k, Tensor v, Tensor keys, float scale, float cap, Tensor? sinks) -> Tensor");
+  m.def(
+      "attention(Tensor q, Tensor k, Tensor v, Tensor keys, float scale, float cap, Tensor? sinks) -> "
+      "Tensor");
   m.def("lanes() -> int", &lanes);
   m.def("tiles(Tensor weight) -> Tensor");
 }

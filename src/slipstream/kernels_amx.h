@@ -1,9 +1,9 @@
 // bf16 products by AMX tiles, in which a row's bits do not depend on its neighbours.
 //
-// A tile register holds 16 rows of 64 bytes. One instruction adds to 16 × 16 sums, in fp32, the products of 16
-// rows of 32 numbers with 16 columns of 32 numbers: first the even ones and the odd ones each in their order,
-// then the two together. So the order of a sum depends on where its numbers stand in blocks of 32, and on
-// nothing else.
+// A tile register holds 16 rows of 64 bytes. One instruction adds to 16 × 16 sums, in fp32, the products of
+// 16 rows of 32 numbers with 16 columns of 32 numbers: first the even ones and the odd ones each in their
+// order, then the two together. So the order of a sum depends on where its numbers stand in blocks of 32, and
+// on nothing else.
 
 #pragma once
 
@@ -29,14 +29,15 @@ namespace amx {
 using at::Tensor;
 using bf16 = c10::BFloat16;
 
-constexpr int64_t SIDE = 16;  // rows of a tile, and columns of sums
-constexpr int64_t DEEP = 32;  // numbers of a row that one instruction multiplies
+constexpr int64_t SIDE = 16;     // rows of a tile, and columns of sums
+constexpr int64_t DEEP = 32;     // numbers of a row that one instruction multiplies
 constexpr int64_t AHEAD = 1024;  // bytes of weights that are asked for before they are needed
 
 // The compiler does not know what tile instructions read: what was written before must be in memory.
 inline void written() { asm volatile("" ::: "memory"); }
 
-// Sums of `rows` rows in registers 0 and 1 (and of `more` in 2 and 3), the rows in 4 (and 5), columns in 6 and 7.
+// Sums of `rows` rows in registers 0 and 1 (and of `more` in 2 and 3), the rows in 4 (and 5), columns in 6
+// and 7.
 inline void configure(int64_t rows, int64_t more = 0) {
   alignas(64) struct {
     uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -50,8 +51,8 @@ inline void configure(int64_t rows, int64_t more = 0) {
   _tile_loadconfig(&config);
 }
 
-// The products of the configured rows x with 32 columns: `steps` pairs of tiles in their order. FIRST: the weights
-// come from far.
+// The products of the configured rows x with 32 columns: `steps` pairs of tiles in their order. FIRST: the
+// weights come from far.
 template <bool MORE, bool FIRST>
 inline void multiply(const bf16* x, int64_t stride, const bf16* columns, int64_t steps, float* sums) {
   written();
@@ -129,9 +130,11 @@ inline Tensor tiles(const Tensor& weight) {
 
 // x [..., K] times a weight [N, K] that `tiles` packed, plus bias [N].
 inline Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t N) {
-  const int64_t panels = packed.size(0), steps = packed.size(1), K = x.size(-1), M = x.numel() / std::max<int64_t>(K, 1);
+  const int64_t panels = packed.size(0), steps = packed.size(1), K = x.size(-1),
+                M = x.numel() / std::max<int64_t>(K, 1);
   TORCH_CHECK(
-      x.scalar_type() == at::kBFloat16 && steps == (K + 31) / 32 && panels == (N + 31) / 32 && (!bias || bias->numel() == N),
+      x.scalar_type() == at::kBFloat16 && steps == (K + 31) / 32 && panels == (N + 31) / 32 &&
+          (!bias || bias->numel() == N),
       "packed_linear: x, weight and bias do not fit");
   auto sizes = x.sizes().vec();
   sizes.back() = N;
@@ -142,34 +145,41 @@ inline Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<
   const bf16 *from = rows.const_data_ptr<bf16>(), *weight = packed.const_data_ptr<bf16>();
   bf16* to = out.data_ptr<bf16>();
   const int64_t stride = steps * DEEP, panel = steps * 2 * SIDE * DEEP;
-  const int64_t part = std::max<int64_t>(2 * SIDE, (1 << 19) / stride / 32 * 32);  // rows that stay in the second cache
-  at::parallel_for(0, panels, std::max<int64_t>(1, 65536 / (stride * std::max<int64_t>(M, 32))), [&](int64_t begin, int64_t end) {
-    alignas(64) float sums[2 * SIDE * 2 * SIDE];
-    int64_t set = 0;
-    for (int64_t top = 0; top < M; top += part)
-      for (int64_t p = begin; p < end; p++)
-        for (int64_t m = top; m < std::min(M, top + part); m += 2 * SIDE) {
-          const int64_t here = std::min(std::min(M, top + part) - m, 2 * SIDE);
-          if (here != set) configure(std::min(here, SIDE), here - SIDE), set = here;
-          const bf16 *a = from + m * stride, *w = weight + p * panel;
-          if (here > SIDE) m == top ? multiply<true, true>(a, stride, w, steps, sums) : multiply<true, false>(a, stride, w, steps, sums);
-          else m == top ? multiply<false, true>(a, stride, w, steps, sums) : multiply<false, false>(a, stride, w, steps, sums);
-          for (int64_t i = 0; i < here; i++)
-            for (int64_t n = p * 32; n < std::min(N, p * 32 + 32); n += SIDE) {
-              const __mmask16 mask = (1u << std::min(N - n, SIDE)) - 1;
-              __m512 sum = _mm512_load_ps(sums + i * 2 * SIDE + n - p * 32);
-              if (b) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, b + n));
-              _mm256_mask_storeu_epi16(to + (m + i) * N + n, mask, (__m256i)_mm512_cvtneps_pbh(sum));
+  const int64_t part =
+      std::max<int64_t>(2 * SIDE, (1 << 19) / stride / 32 * 32);  // rows that stay in the second cache
+  at::parallel_for(
+      0, panels, std::max<int64_t>(1, 65536 / (stride * std::max<int64_t>(M, 32))),
+      [&](int64_t begin, int64_t end) {
+        alignas(64) float sums[2 * SIDE * 2 * SIDE];
+        int64_t set = 0;
+        for (int64_t top = 0; top < M; top += part)
+          for (int64_t p = begin; p < end; p++)
+            for (int64_t m = top; m < std::min(M, top + part); m += 2 * SIDE) {
+              const int64_t here = std::min(std::min(M, top + part) - m, 2 * SIDE);
+              if (here != set) configure(std::min(here, SIDE), here - SIDE), set = here;
+              const bf16 *a = from + m * stride, *w = weight + p * panel;
+              if (here > SIDE)
+                m == top ? multiply<true, true>(a, stride, w, steps, sums)
+                         : multiply<true, false>(a, stride, w, steps, sums);
+              else
+                m == top ? multiply<false, true>(a, stride, w, steps, sums)
+                         : multiply<false, false>(a, stride, w, steps, sums);
+              for (int64_t i = 0; i < here; i++)
+                for (int64_t n = p * 32; n < std::min(N, p * 32 + 32); n += SIDE) {
+                  const __mmask16 mask = (1u << std::min(N - n, SIDE)) - 1;
+                  __m512 sum = _mm512_load_ps(sums + i * 2 * SIDE + n - p * 32);
+                  if (b) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, b + n));
+                  _mm256_mask_storeu_epi16(to + (m + i) * N + n, mask, (__m256i)_mm512_cvtneps_pbh(sum));
+                }
             }
-        }
-    if (set) _tile_release();
-  });
+        if (set) _tile_release();
+      });
   return out;
 }
 
-// Attention. The keys of a row have numbers: in the text their positions, then its listed ones go on. A block is
-// 32 numbers, which one instruction adds up, so that a key has one place in the sums wherever it is stored and
-// whoever else reads it. Memory has blocks of its own, before those of the text.
+// Attention. The keys of a row have numbers: in the text their positions, then its listed ones go on. A block
+// is 32 numbers, which one instruction adds up, so that a key has one place in the sums wherever it is stored
+// and whoever else reads it. Memory has blocks of its own, before those of the text.
 
 using Words = __m512i[16];
 
@@ -187,10 +197,13 @@ inline void turn(const Words& in, Words& out) {
     }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {  // lane l of b[4 g + i] has column 4 l + i of the rows 4 g to 4 g + 3
-    const __m512i low = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88), high = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88);
-    const __m512i low_odd = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd), high_odd = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xdd);
+    const __m512i low = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88),
+                  high = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88);
+    const __m512i low_odd = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd),
+                  high_odd = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xdd);
     out[i] = _mm512_shuffle_i32x4(low, high, 0x88), out[8 + i] = _mm512_shuffle_i32x4(low, high, 0xdd);
-    out[4 + i] = _mm512_shuffle_i32x4(low_odd, high_odd, 0x88), out[12 + i] = _mm512_shuffle_i32x4(low_odd, high_odd, 0xdd);
+    out[4 + i] = _mm512_shuffle_i32x4(low_odd, high_odd, 0x88),
+            out[12 + i] = _mm512_shuffle_i32x4(low_odd, high_odd, 0xdd);
   }
 }
 
@@ -210,14 +223,19 @@ struct Pairs {
 };
 inline constexpr Pairs PAIRS;
 
-// What a row reads: `memory` keys at the first slots; of the text the positions [first, end), of which the first
-// stands at slot `origin`; listed slots, whose numbers go on to `size`. Those before `shared` are read together
-// with other rows.
+// What a row reads: `memory` keys at the first slots; of the text the positions [first, end), of which the
+// first stands at slot `origin`; listed slots, whose numbers go on to `size`. Those before `shared` are read
+// together with other rows.
 struct Reads {
   int64_t memory, origin, first, end, shared, size;
   const int32_t* list;
   Reads(const int32_t* keys, int64_t width)
-      : memory(std::max(keys[0], 0)), origin(std::abs(keys[0])), first(keys[1] - origin), end(keys[2] - origin), size(end), list(keys + 3) {
+      : memory(std::max(keys[0], 0)),
+        origin(std::abs(keys[0])),
+        first(keys[1] - origin),
+        end(keys[2] - origin),
+        size(end),
+        list(keys + 3) {
     while (size - end < width - 3 && list[size - end] >= 0) size++;
     shared = size > end ? end / DEEP * DEEP : end;
   }
@@ -242,8 +260,8 @@ class Job {
   std::vector<Reads> rows;
   int64_t queries;  // of a row, at most 16
   std::vector<const bf16*> q;
-  std::vector<bf16*> out;      // [rows][queries]
-  std::vector<float> sinks;    // one for each query of a row, or none
+  std::vector<bf16*> out;    // [rows][queries]
+  std::vector<float> sinks;  // one for each query of a row, or none
 
   void run() {
     per = SIDE / queries, tiles = (rows.size() + per - 1) / per, alone.clear();
@@ -256,9 +274,8 @@ class Job {
 
  private:
   int64_t per, tiles, low, blocks;  // rows of a tile; the first number and the blocks that rows share
-  std::vector<bf16> packed, weights, values, gathered;
-  std::vector<float> scores, sums, store;
-  std::vector<bf16> kept;
+  std::vector<bf16> packed, weights, values, gathered, lone_values;
+  std::vector<float> scores, lone_scores, sums;
   std::vector<Block> alone;
   __m512 most[2], total[2];
 
@@ -275,7 +292,8 @@ class Job {
           in[i] = there ? _mm512_loadu_si512(q[at] + k) : _mm512_setzero_si512();
         }
         turn(in, turned);
-        for (int64_t i = 0; i < SIDE; i++) _mm512_storeu_si512(&packed[(t * D + k) * SIDE + i * DEEP], turned[i]);
+        for (int64_t i = 0; i < SIDE; i++)
+          _mm512_storeu_si512(&packed[(t * D + k) * SIDE + i * DEEP], turned[i]);
       }
   }
 
@@ -317,7 +335,8 @@ class Job {
       const __m512i b = odd ? _mm512_loadu_si512(odd + d) : _mm512_setzero_si512();
       for (int half = 0; half < 2; half++)
         _mm512_storeu_si512(
-            to + (d + SIDE * half + pair) * DEEP, _mm512_permutex2var_epi16(a, _mm512_load_si512(PAIRS.of[half]), b));
+            to + (d + SIDE * half + pair) * DEEP,
+            _mm512_permutex2var_epi16(a, _mm512_load_si512(PAIRS.of[half]), b));
     }
   }
 
@@ -353,12 +372,13 @@ class Job {
       if (begin < all_first || begin + DEEP > all_end) {
         read = 0;
         for (const Reads& row : rows)
-          for (int64_t n = std::max(begin, row.first); n < std::min(begin + DEEP, row.shared); n++) read |= 1u << (n - begin);
+          for (int64_t n = std::max(begin, row.first); n < std::min(begin + DEEP, row.shared); n++)
+            read |= 1u << (n - begin);
         for (int64_t t = 0; t < tiles; t++)
           for (int64_t i = 0; i < DEEP; i++) {
             const __m512i number = _mm512_set1_epi32(begin + i);
             const __mmask16 apart = _mm512_cmplt_epi32_mask(number, _mm512_load_si512(first[t])) |
-                _mm512_cmpge_epi32_mask(number, _mm512_load_si512(end[t]));
+                                    _mm512_cmpge_epi32_mask(number, _mm512_load_si512(end[t]));
             _mm512_mask_storeu_ps(to + (t * DEEP + i) * SIDE, apart, _mm512_set1_ps(-INFINITY));
           }
       }
@@ -367,20 +387,23 @@ class Job {
             read >> i & 1 ? value + i * head.value_stride : nullptr,
             read >> i & 2 ? value + (i + 1) * head.value_stride : nullptr, i / 2, &values[block * Dv * DEEP]);
     }
-    store.resize(lone * DEEP * SIDE), kept.resize(lone * Dv * DEEP);
+    lone_scores.resize(lone * DEEP * SIDE), lone_values.resize(lone * Dv * DEEP);
     for (size_t r = 0; r < rows.size(); r++) {
       const Reads& row = rows[r];
       for (int64_t i = 0; i < row.memory; i += DEEP)
         gather(r, true, [&](int64_t lane) { return i + lane < row.memory ? i + lane : -1; });
       for (int64_t i = row.shared; i < row.size; i += DEEP)
-        gather(r, false, [&](int64_t lane) { return i + lane >= row.first && i + lane < row.size ? row.slot(i + lane) : -1; });
+        gather(r, false, [&](int64_t lane) {
+          return i + lane >= row.first && i + lane < row.size ? row.slot(i + lane) : -1;
+        });
     }
   }
 
   template <class Slot>
   void gather(int64_t r, bool memory, Slot slot_of) {
     const int64_t n = alone.size();
-    alone.push_back({r / per, columns(r), memory, &store[n * DEEP * SIDE], &kept[n * Dv * DEEP]});
+    alone.push_back(
+        {r / per, columns(r), memory, &lone_scores[n * DEEP * SIDE], &lone_values[n * Dv * DEEP]});
     const Block& block = alone.back();
     const bf16* value[DEEP];
     for (int64_t i = 0; i < DEEP; i++) {
@@ -407,8 +430,8 @@ class Job {
     }
   }
 
-  // Scores to weights, which are tiles of rows of queries, and their sums. A key that is not read has the score
-  // -infinity.
+  // Scores to weights, which are tiles of rows of queries, and their sums. A key that is not read has the
+  // score -infinity.
   void weigh() {
     weights.resize((alone.size() + blocks * tiles) * DEEP * SIDE);
     const __m512 nothing = _mm512_set1_ps(-INFINITY), by = _mm512_set1_ps(cap > 0 ? 1 : scale);
@@ -501,7 +524,8 @@ class Job {
     const bf16* weight = weights.data();
     for (bool memory : {true, false}) {
       for (const Block& block : alone)
-        if (block.memory == memory) add_blocks<false>(weight, block.values, 1, block.tile), weight += DEEP * SIDE;
+        if (block.memory == memory)
+          add_blocks<false>(weight, block.values, 1, block.tile), weight += DEEP * SIDE;
       if (memory) add_blocks<BOTH>(weight, values.data(), blocks, 0), weight += blocks * tiles * DEEP * SIDE;
     }
   }
@@ -513,7 +537,9 @@ class Job {
       _mm512_store_ps(totals, total[t]);
       for (int64_t d = 0; d < Dv; d += SIDE) {
         const __m512 x = _mm512_loadu_ps(&sums[(t * SIDE + column) * Dv + d]);
-        _mm256_storeu_si256((__m256i*)(out[i] + d), (__m256i)_mm512_cvtneps_pbh(_mm512_div_ps(x, _mm512_set1_ps(totals[column]))));
+        _mm256_storeu_si256(
+            (__m256i*)(out[i] + d),
+            (__m256i)_mm512_cvtneps_pbh(_mm512_div_ps(x, _mm512_set1_ps(totals[column]))));
       }
     }
   }
@@ -521,9 +547,11 @@ class Job {
 
 // `attention` for bf16 and heads of a multiple of 32 numbers.
 inline Tensor attention(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, float scale, float cap, const float* sinks) {
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, float scale, float cap,
+    const float* sinks) {
   at::cpu::init_amx();
-  const int64_t B = q.size(0), heads = q.size(1), R = q.size(2), D = q.size(3), KV = k.size(1), Dv = v.size(3);
+  const int64_t B = q.size(0), heads = q.size(1), R = q.size(2), D = q.size(3), KV = k.size(1),
+                Dv = v.size(3);
   const int64_t group = heads / KV, slice = std::min(group, SIDE), slices = (group + slice - 1) / slice;
   const int64_t per = SIDE / slice, L = keys.size(-1), threads = at::get_num_threads();
   const int64_t one = B * KV * slices * ((R + per - 1) / per);  // jobs of one tile
@@ -534,11 +562,12 @@ inline Tensor attention(
     configure(SIDE, SIDE);
     static thread_local Job job;  // keeps its memory
     for (int64_t i = begin; i < end; i++) {
-      const int64_t b = i / (KV * slices * parts), h = i / (slices * parts) % KV, g = i / parts % slices * slice, top = i % parts * most;
+      const int64_t b = i / (KV * slices * parts), h = i / (slices * parts) % KV,
+                    g = i / parts % slices * slice, top = i % parts * most;
       job.D = D, job.Dv = Dv, job.scale = scale, job.cap = cap, job.queries = std::min(slice, group - g);
       job.head = {
-          k.const_data_ptr<bf16>() + b * k.stride(0) + h * k.stride(1), v.const_data_ptr<bf16>() + b * v.stride(0) + h * v.stride(1),
-          k.stride(2), v.stride(2), k.size(2)};
+          k.const_data_ptr<bf16>() + b * k.stride(0) + h * k.stride(1),
+          v.const_data_ptr<bf16>() + b * v.stride(0) + h * v.stride(1), k.stride(2), v.stride(2), k.size(2)};
       job.rows.clear(), job.q.clear(), job.out.clear(), job.sinks.clear();
       for (int64_t r = top; r < std::min(R, top + most); r++) {
         job.rows.emplace_back(lists + (b % keys.size(0) * R + r) * L, L);
