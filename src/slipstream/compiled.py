@@ -56,14 +56,15 @@ def _backend_of(kind: Hashable) -> Backend:
 def graph_of(method: Any, backend: Backend, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The function that Dynamo runs in the place of a module's method for these arguments, without a check.
 
-    None: there is none, or parts of it are not compiled.
+    None: there is none, parts of it are not compiled, or this PyTorch does not list what Dynamo made.
     """
-    if not isinstance(method, MethodType):
+    entries = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
+    if entries is None or not isinstance(method, MethodType):
         return None
     plain: Any = method.__func__
     given = signature(plain).bind(method.__self__, *args, **kwargs)
     given.apply_defaults()
-    for entry in torch._C._dynamo.eval_frame._debug_get_cache_entry_list(plain.__code__):
+    for entry in entries(plain.__code__):
         whole = not any(name.startswith("__resume") for name in entry.code.co_names)
         mine = getattr(entry.backend, "compiler_fn", None) is backend
         if whole and mine and entry.guard_manager.check(given.arguments):
