@@ -322,21 +322,30 @@ def test_numbers_that_are_not_finite_come_through(number, cap):
         assert out[:, reads, 1].isnan().all()
 
 
-@compiled
-@pytest.mark.parametrize("spoiled", ["keys_of rows", "batch of lists", "heads", "width", "lists", "dtype"])
-def test_attention_refuses_what_does_not_fit(spoiled):
-    """Reading behind the end of a tensor."""
+each_misfit = pytest.mark.parametrize(
+    "spoiled", ["rows of lists", "batch of lists", "heads", "width", "lists", "dtype"]
+)
+
+
+def misfit(spoiled: str) -> tuple[Tensor, ...]:
+    """Arguments of `attention` that do not fit each other."""
     (q, k, v, keys), _ = case("a batch", torch.float32)
-    bad = {
-        "keys_of rows": (q, k, v, keys[:, :, :-1]),
+    return {
+        "rows of lists": (q, k, v, keys[:, :, :-1]),
         "batch of lists": (q, k, v, keys[:2]),
         "heads": (q[:, :3], k, v, keys),
         "width": (q[..., :8], k, v, keys),
         "lists": (q, k, v, keys.long()),
         "dtype": (q, k.bfloat16(), v.bfloat16(), keys),
     }[spoiled]
+
+
+@compiled
+@each_misfit
+def test_attention_refuses_what_does_not_fit(spoiled):
+    """Reading behind the end of a tensor."""
     with pytest.raises(RuntimeError):
-        torch.ops.slipstream.attention(*bad, 1.0, 0.0, None)
+        torch.ops.slipstream.attention(*misfit(spoiled), 1.0, 0.0, None)
 
 
 def with_threads(threads: int, product: Callable[[], Tensor]) -> Tensor:

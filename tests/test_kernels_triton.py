@@ -24,7 +24,7 @@ import tiny
 from slipstream import kernels, kernels_triton
 from slipstream.kernels_triton import attention, linear, mean
 from slipstream.targets import HFTarget, alike, ours
-from test_kernels import CASES, case, lists, numbers, slots_of
+from test_kernels import CASES, case, each_misfit, lists, misfit, numbers, slots_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NEAR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -165,20 +165,11 @@ def test_numbers_that_are_not_finite_come_through(number, cap):
         assert out[:, reads, 1].isnan().all()
 
 
-@pytest.mark.parametrize("spoiled", ["keys of rows", "batch of lists", "heads", "width", "lists", "dtype"])
+@each_misfit
 def test_attention_refuses_what_does_not_fit(spoiled):
     """Reading behind the end of a tensor."""
-    (q, k, v, keys), _ = case("a batch", torch.float32)
-    bad = {
-        "keys of rows": (q, k, v, keys[:, :, :-1]),
-        "batch of lists": (q, k, v, keys[:2]),
-        "heads": (q[:, :3], k, v, keys),
-        "width": (q[..., :8], k, v, keys),
-        "lists": (q, k, v, keys.long()),
-        "dtype": (q, k.bfloat16(), v.bfloat16(), keys),
-    }[spoiled]
     with pytest.raises(RuntimeError):
-        attend(*bad, 1.0)
+        attend(*misfit(spoiled), 1.0)
 
 
 @each_dtype

@@ -64,7 +64,7 @@ inline void multiply(const bf16* x, int64_t stride, const bf16* columns, int64_t
   }
   for (int64_t k = 0; k < steps; k++, x += DEEP, columns += 2 * SIDE * DEEP) {
     if constexpr (FIRST)
-      for (int64_t i = 0; i < 2048; i += 64)
+      for (int64_t i = 0; i < 2 * SIDE * 64; i += 64)  // what a step reads
         _mm_prefetch(reinterpret_cast<const char*>(columns) + AHEAD + i, _MM_HINT_T1);
     _tile_loadd(4, x, stride * 2);
     _tile_loadd(6, columns, 64);
@@ -368,12 +368,12 @@ class Job {
         std::fill(&gathered[count * D], gathered.data() + DEEP * D, bf16(0));
         score<BOTH>(gathered.data(), D, 0, to);
       }
-      uint32_t read = ~0u;  // which keys of the block anybody reads; the others may hold anything
+      uint32_t wanted = ~0u;  // which keys of the block anybody reads; the others may hold anything
       if (begin < all_first || begin + DEEP > all_end) {
-        read = 0;
+        wanted = 0;
         for (const Reads& row : rows)
           for (int64_t n = std::max(begin, row.first); n < std::min(begin + DEEP, row.shared); n++)
-            read |= 1u << (n - begin);
+            wanted |= 1u << (n - begin);
         for (int64_t t = 0; t < tiles; t++)
           for (int64_t i = 0; i < DEEP; i++) {
             const __m512i number = _mm512_set1_epi32(begin + i);
@@ -384,8 +384,9 @@ class Job {
       }
       for (int64_t i = 0; i < DEEP; i += 2)
         interleave(
-            read >> i & 1 ? value + i * head.value_stride : nullptr,
-            read >> i & 2 ? value + (i + 1) * head.value_stride : nullptr, i / 2, &values[block * Dv * DEEP]);
+            wanted >> i & 1 ? value + i * head.value_stride : nullptr,
+            wanted >> i & 2 ? value + (i + 1) * head.value_stride : nullptr, i / 2,
+            &values[block * Dv * DEEP]);
     }
     lone_scores.resize(lone * DEEP * SIDE), lone_values.resize(lone * Dv * DEEP);
     for (size_t r = 0; r < rows.size(); r++) {

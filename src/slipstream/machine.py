@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from slipstream.kernels import HAS_AMX
 from slipstream.packing import HAS_BF16
 
 SCHEMA = 1
@@ -50,8 +51,7 @@ def _cpu() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()
-    units = [torch.backends.cpu.get_cpu_capability(), "bf16" * HAS_BF16]
-    units += ["AMX" * torch.cpu._is_amx_tile_supported()]
+    units = [torch.backends.cpu.get_cpu_capability(), "bf16" * HAS_BF16, "AMX" * HAS_AMX]
     return f"{name} ({', '.join(filter(None, units))})"  # processors of one name may have different units
 
 

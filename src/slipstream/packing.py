@@ -19,7 +19,7 @@ from slipstream import kernels
 Compiler = Callable[[fx.GraphModule, list[Any]], Any]
 PACKED_FOR = 8  # rows; oneDNN's layout for a few rows serves one row and many as well
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
-X86_BF16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+X86_BF16 = torch.cpu._is_avx512_bf16_supported() or kernels.HAS_AMX
 HAS_BF16 = (
     HAS_ONEDNN
     and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # with AVX-512 alone oneDNN emulates it, 3 times slower

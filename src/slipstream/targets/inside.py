@@ -136,21 +136,19 @@ class StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         view = next((x for x in (*args, *kwargs.values()) if isinstance(x, View)), None)
-        if view is None:
-            return self._compiled(*map(self._own, args), **{name: self._own(x) for name, x in kwargs.items()})
-        if not view.stored:
+        if view is not None and not view.stored:
             return self.plain(*args, **kwargs)
-        first = view.first.get(self._backend)
+        first = None if view is None else view.first.get(self._backend)
         # The view holds its first calls: a call that held the view would keep its tensors alive.
         given = tuple(View if x is view else x for x in (*args, *kwargs.values(), *kwargs))
-        if first is not None and first.serves(given):
+        if view is not None and first is not None and first.serves(given):
             mine = view.of(self._layer)
             args = tuple(mine if x is view else x for x in args)
             kwargs = {name: mine if x is view else x for name, x in kwargs.items()}
             return first.graph(self._module, *args, **kwargs)
         args, kwargs = tuple(map(self._own, args)), {name: self._own(x) for name, x in kwargs.items()}
         out = self._compiled(*args, **kwargs)
-        if self._backend not in view.first:
+        if view is not None and self._backend not in view.first:
             view.first[self._backend] = First.of(given, graph_of(self.plain, self._backend, args, kwargs))
         return out
 
