@@ -119,10 +119,11 @@ def main(
     repeats: Annotated[int, cli.option("calls, of which the median counts", "N")] = 25,
     dtype: Annotated[str, cli.option("precision", "NAME")] = "auto",
     compile: Annotated[bool, cli.option("compile every pass")] = True,
+    quantize: cli.Quantize = None,
 ) -> None:
     """Measure and print."""
     check_writable(json)
-    loaded = load_target(target, dtype, "cpu", compile=compile)
+    loaded = load_target(target, dtype, "cpu", compile=compile, quantize=quantize)
     rows = measured(loaded, context, repeats)
     rows = [{key: round(value, 3) for key, value in row.items()} for row in rows]
     write_json(json, heading(loaded) | {"passes": rows})

@@ -228,6 +228,9 @@ Vec capped(Vec x, float cap) {
 #include "kernels_amx.h"
 #endif
 
+#include "kernels_int8.h"
+#include "kernels_memory.h"
+
 namespace {
 
 template <class T>
@@ -526,6 +529,9 @@ Tensor attention(
 
 int64_t lanes() { return W; }
 
+// A copy of a tensor in huge pages.
+Tensor kept(const Tensor& x) { return huge(x.sizes(), x.scalar_type()).copy_(x); }
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(slipstream, m) {
@@ -535,11 +541,15 @@ TORCH_LIBRARY_FRAGMENT(slipstream, m) {
       "Tensor");
   m.def("lanes() -> int", &lanes);
   m.def("tiles(Tensor weight) -> Tensor");
+  m.def("int8_linear(Tensor x, Tensor[] weights, Tensor[] scales) -> Tensor[]");
+  m.def("kept(Tensor x) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
   m.impl("linear", &linear);
   m.impl("attention", &attention);
+  m.impl("int8_linear", &int8::linear);
+  m.impl("kept", &kept);
 #if defined(__AMX_BF16__)
   m.impl("tiles", &amx::tiles);
   m.impl("packed_linear", &amx::linear);  // defined in packing.py

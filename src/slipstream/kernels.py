@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, Int
+import torch.nn.functional as F
+from jaxtyping import Float, Int, Int8
 from torch import Tensor
 from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths
 
@@ -29,7 +30,8 @@ ON_CUDA = (*PRECISIONS, torch.float16)
 FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"]
 INSTRUCTIONS = {
-    "AMX": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    "AMX": [*AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
+    "AVX512_VNNI": [*AVX512, "-mavx512vnni"],
     "AVX512": AVX512,
     "AVX2": ["-mavx2", "-mfma"],
 }
@@ -61,6 +63,7 @@ def available() -> bool:
         return False
     torch.library.register_fake("slipstream::linear", _linear_shape)
     torch.library.register_fake("slipstream::attention", _attention_shape)
+    torch.library.register_fake("slipstream::int8_linear", _int8_shapes)
     return True
 
 
@@ -88,6 +91,38 @@ def tiles_shape(N: int, K: int) -> tuple[int, ...]:
 def tiles(weight: Float[Tensor, "N K"]) -> Float[Tensor, "panels steps 2 16 32"]:
     """A weight in tiles, with zeros behind."""
     return torch.ops.slipstream.tiles(weight)
+
+
+def int8_tiles(weight: Int8[Tensor, "N K"]) -> Int8[Tensor, "panels steps 2 16 16 4"]:
+    """A weight as `int8_linear` reads it: panels of 32 columns, steps of 64 numbers; with zeros behind."""
+    N, K = weight.shape
+    whole = F.pad(weight, (0, -K % 64, 0, -N % 32))
+    tiles = whole.view(len(whole) // 32, 2, 16, -1, 16, 4).permute(0, 3, 1, 4, 2, 5)
+    return torch.ops.slipstream.kept(tiles.contiguous())
+
+
+def int8_rows(
+    tiles: Int8[Tensor, "panels steps 2 16 16 4"], which: Int[Tensor, "*n"]
+) -> Int8[Tensor, "*n K"]:
+    """Some rows of a weight that `int8_tiles` packed, with the zeros behind."""
+    rows = tiles[which // 32, :, which // 16 % 2, :, which % 16]
+    return rows.flatten(-3)
+
+
+def int8_linear(
+    x: Float[Tensor, "*n K"], tiles: Int8[Tensor, "panels steps 2 16 16 4"], scales: Float[Tensor, " N"]
+) -> Float[Tensor, "*n N"]:
+    """The product of x, whose rows are rounded to 8 bits, with a weight of 8 bits.
+
+    A row is rounded by a scale of its own, its largest magnitude / 127. Sums are exact, and multiplied by
+    the row's scale times the column's in fp32.
+    """
+    out: Tensor = torch.ops.slipstream.int8_linear.default(x, [tiles], [scales])[0]
+    return out
+
+
+def _int8_shapes(x: Tensor, weights: list[Tensor], scales: list[Tensor]) -> list[Tensor]:
+    return [x.new_empty(*x.shape[:-1], len(each)) for each in scales]
 
 
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

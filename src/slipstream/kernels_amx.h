@@ -12,17 +12,15 @@
 #include <ATen/cpu/Utils.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <immintrin.h>
-#include <sys/mman.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cmath>
 #include <limits>
-#include <memory>
-#include <mutex>
+#include <type_traits>
 #include <vector>
+
+#include "kernels_memory.h"
 
 namespace amx {
 
@@ -51,10 +49,13 @@ inline void configure(int64_t rows, int64_t more = 0) {
   _tile_loadconfig(&config);
 }
 
-// The products of the configured rows x with 32 columns: `steps` pairs of tiles in their order. FIRST: the
-// weights come from far.
-template <bool MORE, bool FIRST>
-inline void multiply(const bf16* x, int64_t stride, const bf16* columns, int64_t steps, float* sums) {
+// The products of the configured rows x, in bf16 or int8, with 32 columns: `steps` pairs of tiles in their
+// order. `stride`: bytes from row to row. FIRST: the weights come from far.
+template <bool MORE, bool FIRST, class T>
+inline void multiply(const T* x, int64_t stride, const T* columns, int64_t steps, void* sums) {
+  constexpr bool whole = std::is_same_v<T, int8_t>;
+  const char *rows = reinterpret_cast<const char*>(x), *tile = reinterpret_cast<const char*>(columns);
+  char* to = static_cast<char*>(sums);
   written();
   _tile_zero(0);
   _tile_zero(1);
@@ -62,50 +63,37 @@ inline void multiply(const bf16* x, int64_t stride, const bf16* columns, int64_t
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (int64_t k = 0; k < steps; k++, x += DEEP, columns += 2 * SIDE * DEEP) {
+  for (int64_t k = 0; k < steps; k++, rows += 64, tile += 2 * SIDE * 64) {
     if constexpr (FIRST)
-      for (int64_t i = 0; i < 2 * SIDE * 64; i += 64)  // what a step reads
-        _mm_prefetch(reinterpret_cast<const char*>(columns) + AHEAD + i, _MM_HINT_T1);
-    _tile_loadd(4, x, stride * 2);
-    _tile_loadd(6, columns, 64);
-    _tile_loadd(7, columns + SIDE * DEEP, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
+      for (int64_t i = 0; i < 2 * SIDE * 64; i += 64) _mm_prefetch(tile + AHEAD + i, _MM_HINT_T1);
+    _tile_loadd(4, rows, stride);
+    _tile_loadd(6, tile, 64);
+    _tile_loadd(7, tile + SIDE * 64, 64);
+    if constexpr (whole) {
+      _tile_dpbssd(0, 4, 6);
+      _tile_dpbssd(1, 4, 7);
+    } else {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+    }
     if constexpr (MORE) {
-      _tile_loadd(5, x + SIDE * stride, stride * 2);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      _tile_loadd(5, rows + SIDE * stride, stride);
+      if constexpr (whole) {
+        _tile_dpbssd(2, 5, 6);
+        _tile_dpbssd(3, 5, 7);
+      } else {
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
     }
   }
-  constexpr int64_t bytes = 2 * SIDE * sizeof(float);
-  _tile_stored(0, sums, bytes);
-  _tile_stored(1, sums + SIDE, bytes);
+  constexpr int64_t bytes = 2 * SIDE * 4;
+  _tile_stored(0, to, bytes);
+  _tile_stored(1, to + bytes / 2, bytes);
   if constexpr (MORE) {
-    _tile_stored(2, sums + 2 * SIDE * SIDE, bytes);
-    _tile_stored(3, sums + 2 * SIDE * SIDE + SIDE, bytes);
+    _tile_stored(2, to + SIDE * bytes, bytes);
+    _tile_stored(3, to + SIDE * bytes + bytes / 2, bytes);
   }
-}
-
-// Memory in huge pages, which are read a quarter quicker. Weights share blocks of them.
-inline Tensor huge(at::IntArrayRef sizes) {
-  struct Block {
-    char* data;
-    int64_t size, used = 0;
-    explicit Block(int64_t size) : data(static_cast<char*>(std::aligned_alloc(1 << 21, size))), size(size) {
-      TORCH_CHECK(data, "no memory for packed weights");
-      madvise(data, size, MADV_HUGEPAGE);
-    }
-    ~Block() { std::free(data); }
-  };
-  static std::mutex one;
-  static std::shared_ptr<Block> block;
-  std::lock_guard<std::mutex> guard(one);
-  const int64_t bytes = (c10::multiply_integers(sizes) * sizeof(bf16) + 4095) / 4096 * 4096;
-  if (!block || block->size - block->used < bytes)
-    block = std::make_shared<Block>(std::max<int64_t>(bytes, 32 << 20) + (1 << 21) - 1 >> 21 << 21);
-  char* data = block->data + block->used;
-  block->used += bytes;
-  return at::from_blob(data, sizes, [kept = block](void*) {}, at::TensorOptions().dtype(at::kBFloat16));
 }
 
 // A weight [N, K] as tiles [panels of 32 columns, steps of 32 numbers, 2, 16, 32], with zeros behind.
@@ -114,7 +102,7 @@ inline Tensor tiles(const Tensor& weight) {
   at::cpu::init_amx();
   const Tensor w = weight.contiguous();
   const int64_t N = w.size(0), K = w.size(1), panels = (N + 31) / 32, steps = (K + 31) / 32;
-  Tensor made = huge({panels, steps, 2, SIDE, DEEP});
+  Tensor made = huge({panels, steps, 2, SIDE, DEEP}, at::kBFloat16);
   const bf16* from = w.const_data_ptr<bf16>();
   bf16* to = made.data_ptr<bf16>();
   at::parallel_for(0, panels * steps, 16, [&](int64_t begin, int64_t end) {
@@ -159,11 +147,11 @@ inline Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<
               if (here != set) configure(std::min(here, SIDE), here - SIDE), set = here;
               const bf16 *a = from + m * stride, *w = weight + p * panel;
               if (here > SIDE)
-                m == top ? multiply<true, true>(a, stride, w, steps, sums)
-                         : multiply<true, false>(a, stride, w, steps, sums);
+                m == top ? multiply<true, true>(a, 2 * stride, w, steps, sums)
+                         : multiply<true, false>(a, 2 * stride, w, steps, sums);
               else
-                m == top ? multiply<false, true>(a, stride, w, steps, sums)
-                         : multiply<false, false>(a, stride, w, steps, sums);
+                m == top ? multiply<false, true>(a, 2 * stride, w, steps, sums)
+                         : multiply<false, false>(a, 2 * stride, w, steps, sums);
               for (int64_t i = 0; i < here; i++)
                 for (int64_t n = p * 32; n < std::min(N, p * 32 + 32); n += SIDE) {
                   const __mmask16 mask = (1u << std::min(N - n, SIDE)) - 1;

@@ -51,6 +51,7 @@ def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inducto
         )  # not computed in each call
         if node.target is F.linear and len(node.args) > 1 and not node.kwargs and all(fixed):
             readers[node.args[0]].append(node)
+    _join_int8(graph)
     packs: list[partial[list[Tensor]]] = []
     for nodes in readers.values():
         x: Any = nodes[0].args[0]  # not the key, which is gone if it was a linear layer itself
@@ -71,6 +72,22 @@ def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inducto
         return compiled_graph(*args, *found[1])
 
     return run if packs else compiled_graph
+
+
+def _join_int8(graph: fx.Graph) -> None:
+    """Products of 8 bits of one input become one, so that the input is rounded once."""
+    together = defaultdict[fx.Node, list[fx.Node]](list)
+    for node in graph.nodes:
+        if str(node.target) == "slipstream.int8_linear.default" and not any(map(_in_place, node.args[0].users)):
+            together[node.args[0]].append(node)
+    for first, *others in together.values():
+        for node in others:
+            at = len(first.args[1])
+            first.args = (first.args[0], *(mine + its for mine, its in zip(first.args[1:], node.args[1:])))
+            for user in list(node.users):  # it takes one of a list of outputs
+                user.args = (user.args[0], user.args[1] + at)
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
 
 
 def _in_place(node: fx.Node) -> bool:

@@ -111,7 +111,7 @@ def made() -> dict[str, Any]:
 def heading(target: Target) -> dict[str, Any]:
     """The fields of a `Report` that is made now, on this machine."""
     machine = {"hardware": hardware(), "versions": versions()}
-    return made() | machine | {"target": target.name, "dtype": target.dtype_name, "compiled": target.compiles}
+    return made() | machine | {"target": target.name, "dtype": target.precision, "compiled": target.compiles}
 
 
 class Figures(Table):

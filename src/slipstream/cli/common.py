@@ -47,6 +47,7 @@ Dtype = Annotated[str, on_machine("float32, bfloat16, float16, float64 or auto",
 Device = Annotated[str, on_machine("cpu, cuda, cuda:1, …", "NAME")]
 COMPILED = "compile all passes: a minute the first time, then seconds"
 Compile = Annotated[bool, on_machine(COMPILED, None, "--compile")]
+Quantize = Annotated[str | None, on_machine("int8: weights and products of 8 bits, on a CPU", "TYPE")]
 DIRECTORY = ("DIR", "a directory that slipstream train or import wrote")
 
 
@@ -113,7 +114,9 @@ def command(*examples: str, lists: str = "", name: str | None = None) -> Callabl
     return app.command(name, epilog="\n".join([*lines, *(f"slipstream {line}" for line in examples)]))
 
 
-def load(name: str, dtype: str, device: str, compile: bool = False) -> "HFTarget":
+def load(
+    name: str, dtype: str, device: str, compile: bool = False, quantize: str | None = None
+) -> "HFTarget":
     with err.status(Text(f"loading {name}")):
         from transformers.utils import logging
 
@@ -121,7 +124,7 @@ def load(name: str, dtype: str, device: str, compile: bool = False) -> "HFTarget
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        target = load_target(name, dtype, device, compile)
+        target = load_target(name, dtype, device, compile, quantize=quantize)
     if compile:
         with err.status("compiling: a minute the first time, then seconds"):
             target.warm_up()

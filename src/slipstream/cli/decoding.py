@@ -18,6 +18,7 @@ from slipstream.cli.common import (
     JsonPath,
     Limit,
     MaxNewTokens,
+    Quantize,
     Seed,
     TargetName,
     Temperature,
@@ -66,6 +67,7 @@ def demo(
     dtype: Dtype = "auto",
     device: Device = "cpu",
     compile: Compile = False,
+    quantize: Quantize = None,
 ) -> None:
     """Answer questions twice, plainly and with a drafter: the same text, sooner.
 
@@ -76,7 +78,7 @@ def demo(
     from slipstream.measure.run import Contest
 
     asked = load_questions(questions, limit)
-    contest = Contest.of(load(target, dtype, device, compile), [drafter], max_new_tokens, temperature, seed)
+    contest = Contest.of(load(target, dtype, device, compile, quantize), [drafter], max_new_tokens, temperature, seed)
     run(contest, drafter, asked, out)
 
 
@@ -104,6 +106,7 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = "cpu",
     compile: Compile = False,
+    quantize: Quantize = None,
     trace: Annotated[str | None, on_results("write one JSON line per round here", "FILE")] = None,
     json_path: JsonPath = None,
 ) -> None:
@@ -119,7 +122,7 @@ def generate(
     check_writable(trace, json_path, reads=inputs(target, [drafter]))
     aside = redirect_stdout(sys.stderr) if {trace, json_path} & {*STANDARD} else nullcontext()
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = load(target, dtype, device, compile)
+    loaded = load(target, dtype, device, compile, quantize)
     heat = resolve_sampling(loaded, temperature=temperature).temperature
     guide = load_drafter(drafter, loaded, heat)
     if compile:
@@ -173,6 +176,7 @@ def bench(
     dtype: Dtype = "auto",
     device: Device = "cpu",
     compile: Compile = False,
+    quantize: Quantize = None,
     json_path: JsonPath = None,
 ) -> None:
     """Measure drafters beside plain decoding and Hugging Face generate, in alternation on the same
@@ -184,7 +188,7 @@ def bench(
     steps = 1 + sum(len(question.turns) for question in asked) * (2 + len(set(drafter) - {"vanilla"}))
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(steps) as progress:
-        loaded = load(target, dtype, device, compile)
+        loaded = load(target, dtype, device, compile, quantize)
         keep(run(loaded, drafter, asked, **how, progress=progress, keep=keep))
 
 
@@ -204,6 +208,7 @@ def certify(
     dtype: Dtype = "float32",
     device: Device = "cpu",
     compile: Compile = False,
+    quantize: Quantize = None,
     json_path: JsonPath = None,
 ) -> None:
     """Prove losslessness on your own model: every token of every answer is audited against plain decoding.
@@ -221,7 +226,7 @@ def certify(
     asked = load_questions(questions, limit)
     how: Any = {"temperatures": temperatures, "max_new_tokens": max_new_tokens, "seed": seed}
     with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(None) as progress:
-        loaded = load(target, dtype, device, compile)
+        loaded = load(target, dtype, device, compile, quantize)
         report = run(loaded, drafter, asked, **how, progress=progress, keep=keep)
         keep(report)
     if not report.certified:
@@ -249,6 +254,7 @@ def tune(
     dtype: Dtype = "auto",
     device: Device = "cpu",
     compile: Compile = False,
+    quantize: Quantize = None,
     plot: Annotated[str | None, on_results("draw it, as SVG", "FILE")] = None,
     json_path: JsonPath = None,
 ) -> None:
@@ -260,7 +266,7 @@ def tune(
 
     check_writable(plot, json_path, reads=inputs(target, [drafter], questions))
     asked = evenly(load_questions(questions), limit)
-    loaded = load(target, dtype, device, compile)
+    loaded = load(target, dtype, device, compile, quantize)
     if measure:
         _measure(loaded, plot, json_path)
         return

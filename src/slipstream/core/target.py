@@ -110,6 +110,8 @@ class Target(ABC):
 
     Attributes:
         name: what the user called it.
+        dtype: of states, and of weights that are not quantised.
+        quantize: what its weights are rounded to, such as "int8"; None: nothing.
         vocab: V, the width of the logits.
         width: H, of the final states, which the LM head reads.
         window: its number of positions; a very large number if it names none.
@@ -124,6 +126,7 @@ class Target(ABC):
     name: str
     device: torch.device
     dtype: torch.dtype
+    quantize: str | None = None
     vocab: int
     width: int
     window: int
@@ -138,6 +141,11 @@ class Target(ABC):
     def dtype_name(self) -> str:
         """As `load_target` takes it, such as "float32"."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def precision(self) -> str:
+        """What its texts depend on, for readers and records: such as "float32" or "bfloat16, int8"."""
+        return self.dtype_name if self.quantize is None else f"{self.dtype_name}, {self.quantize}"
 
     @property
     def margin(self) -> float:

@@ -4,7 +4,6 @@ All that makes a tree pass possible is outside the model: our cache in the place
 what each row sees (sliding windows included), explicit positions, and probe rows through `inputs_embeds`.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
@@ -31,8 +30,9 @@ from slipstream.targets import ours, support
 from slipstream.targets.alike import agrees, rounds_alike
 from slipstream.targets.inside import Behind, View, compile_forward, twin
 from slipstream.targets.masks import Masks, additive, dense, key_lists
-from slipstream.targets.part import between, part
+from slipstream.targets.part import between, part, rows_of_head
 from slipstream.targets.prompts import HFText
+from slipstream.targets.quantised import QuantisedLinear, quantised, stored_bytes
 
 
 @final
@@ -53,10 +53,12 @@ class HFTarget(Target):
             CUDA graphs (`decode.capture`).
         exact: on a GPU, too, no row's bits depend on its neighbours (docs/exactness.md). There it may
             cost time; on a CPU it costs none, and is so wherever it can be.
+        quantize: "int8": on a CPU, decode a copy of the model whose linear layers, embedding and LM head
+            have weights of 8 bits (docs/quantised.md). The model itself stays as it is.
 
     Raises:
         ValueError: the model is no Hugging Face model, cannot be decoded exactly (`check_supported`,
-            `check_causal`), or has no kernels to be `exact` with.
+            `check_causal`) or quantised, or has no kernels to be `exact` with.
     """
 
     text: HFText | None
@@ -68,6 +70,7 @@ class HFTarget(Target):
         name: str = "",
         compile: bool = False,
         exact: bool = False,
+        quantize: str | None = None,
     ) -> None:
         if not isinstance(model, PreTrainedModel):
             raise ValueError(
@@ -77,8 +80,10 @@ class HFTarget(Target):
         config = model.config.get_text_config(decoder=True)
         positioned = "position_ids" in signature(model.forward).parameters
         support.check_supported(config, model._is_stateful, positioned)
-        self.model, self.device, self.dtype = model, model.device, model.dtype
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        self.device, self.dtype, self.quantize = model.device, model.dtype, quantize
+        self.fingerprint, self._size = support.fingerprint_of(model), sum(p.numel() for p in model.parameters())
+        self.model = model if quantize is None else quantised(model, quantize, self.name)
         self.text = None if tokenizer is None else HFText(tokenizer, self.name)
         support.check_causal(self.plain)
         self._twin: PreTrainedModel | None = twin(self.plain)
@@ -88,14 +93,14 @@ class HFTarget(Target):
         self.windows, self.sizes = support.attention_windows(self.config), support.sizes_of(self.config)
         self._embed: Any = self.twin.get_input_embeddings()
         self._head: Any = self.twin.get_output_embeddings()
-        self.width, self.fingerprint = self._head.weight.shape[1], self._hash()
+        self.width = self._head.in_features
         self.compiles, self.captures = compile, compile and self.device.type == "cuda"
         self._ours = False
         self._calls: AbstractContextManager[Any] = nullcontext()
         if self.device.type == "cpu" or exact:
             self._take_ours()
         if exact and not self._ours:
-            raise ValueError(f"target {self.name} cannot be exact in {self.dtype_name}: {ours.NEEDS}")
+            raise ValueError(f"target {self.name} cannot be exact in {self.precision}: {ours.NEEDS}")
         if compile:
             for i, each in enumerate([*self.blocks, self._head]):
                 compile_forward(each, self.device, i)
@@ -124,9 +129,8 @@ class HFTarget(Target):
         return "bits" if self._ours and rounds_alike(self.part(list(first.values()))) else "audited"
 
     def __repr__(self) -> str:
-        weights = sum(p.numel() for p in self.model.parameters()) / 1e6
-        how = f"{self.dtype_name} on {self.device}{', compiled' if self.compiles else ''}"
-        kind = f"{self.config.model_type}, {len(self.blocks)} blocks, {weights:,.1f} M weights"
+        how = f"{self.precision} on {self.device}{', compiled' if self.compiles else ''}"
+        kind = f"{self.config.model_type}, {len(self.blocks)} blocks, {self._size / 1e6:,.1f} M weights"
         return f"HFTarget({self.name}: {kind}, {how})"
 
     @property
@@ -161,7 +165,7 @@ class HFTarget(Target):
 
     @property
     def place(self) -> str:
-        return f"{where(self.device)}, {self.dtype_name}{', compiled' if self.compiles else ''}"
+        return f"{where(self.device)}, {self.precision}{', compiled' if self.compiles else ''}"
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -171,18 +175,15 @@ class HFTarget(Target):
     def described(self) -> dict[str, Any]:
         return self.config.to_dict()
 
-    def _hash(self) -> str:
-        """The model's type and a hash of the signs of each weight's first values: no precision changes it."""
-        parts = [bytes(torch.signbit(p.flatten()[:256]).tolist()) for p in self.twin.parameters()]
-        return f"{self.config.model_type}-{hashlib.sha256(b'|'.join(sorted(parts))).hexdigest()[:12]}"
-
     @property
     def read_bytes(self) -> int:
         embedding, head = self._embed.weight, self._head.weight
-        return sum(p.nbytes for p in self.twin.parameters()) - (embedding is not head) * embedding.nbytes
+        return stored_bytes(self.twin) - (embedding is not head) * embedding.nbytes
 
     def save(self, directory: str | Path) -> None:
-        """Write model and tokenizer as Hugging Face does."""
+        """Write model and tokenizer as Hugging Face does. Raises ValueError for a quantised one."""
+        if self.quantize is not None:
+            raise ValueError(f"target {self.name} is {self.quantize}, which Hugging Face cannot read again")
         self.model.save_pretrained(directory)
         if self.text is not None:
             self.text.tokenizer.save_pretrained(directory)
@@ -194,13 +195,13 @@ class HFTarget(Target):
         return self._embed(tokens)
 
     def lm_head(self, vocab: Int[Tensor, " Vd"] | None = None) -> LMHead:
-        weight, bias, config = self._head.weight, self._head.bias, self.config
-        if vocab is not None:
-            weight, bias = weight[vocab].contiguous(), None if bias is None else bias[vocab]
+        config = self.config
+        head = self._head if vocab is None else rows_of_head(self._head, vocab)
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
         cap = getattr(config, "final_logit_softcapping", None)
         own = self._ours and not ours.in_hardware(self.dtype, self.device)
-        return LMHead(weight, bias, scale, cap, ours.own_linear if own else F.linear)
+        product = head.product if isinstance(head, QuantisedLinear) else ours.own_linear if own else F.linear
+        return LMHead(head.weight, head.bias, scale, cap, product)
 
     def lend_products(self, module: nn.Module) -> None:
         if self._ours:
@@ -382,7 +383,7 @@ class HFTarget(Target):
         module = support.first_unsound(self.plain, tokens) or "no module of Hugging Face's own pass"
         return (
             f"target {self.name} says numbers that are not finite after {len(tokens)} tokens, first in "
-            f"{module}: its weights are damaged, or {self.dtype_name} is too narrow: load it in float32"
+            f"{module}: its weights are damaged, or {self.precision} is too narrow: load it in float32"
         )
 
     def warm_up(self) -> None:

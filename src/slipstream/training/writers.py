@@ -56,7 +56,7 @@ class TargetWriter(Writer):
     @property
     def about(self) -> dict[str, str]:
         target = self.target
-        return {"target": target.name, "fingerprint": target.fingerprint, "dtype": target.dtype_name}
+        return {"target": target.name, "fingerprint": target.fingerprint, "dtype": target.precision}
 
     def check(self, prompts: Sequence[Messages], limit: int) -> None:
         for number, prompt in enumerate(prompts, 1):

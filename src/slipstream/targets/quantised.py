@@ -1,0 +1,147 @@
+"""A model whose linear layers, embedding and LM head have weights of 8 bits, by `kernels.int8_linear`."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from slipstream import kernels
+from slipstream.targets.inside import twin
+
+KINDS = ("int8",)
+NEEDS = "float32 or bfloat16 on a CPU, and a C++ compiler"
+
+
+class Quantised(nn.Module):
+    """A weight [N, K] of 8 bits. Each row is rounded by a scale of its own, its largest magnitude / 127.
+
+    Attributes:
+        weight: in the order of `kernels.int8_tiles`.
+        scales: float32, of each row.
+        dtype: of the model's states.
+    """
+
+    weight: Tensor
+    scales: Tensor
+
+    def __init__(self, weight: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.width, self.dtype = width, dtype
+        self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
+
+    def rows(self, which: Int[Tensor, "*n"]) -> Float[Tensor, "*n K"]:
+        """Some rows of the weight, as states are."""
+        whole = kernels.int8_rows(self.weight, which)[..., : self.width]
+        return (whole.float() * self.scales[which][..., None]).to(self.dtype)
+
+
+class QuantisedLinear(Quantised):
+    """A linear layer. Each row that it reads is rounded to 8 bits as well, by its own scale.
+
+    Under autograd the row stays as it is, and the product is torch's.
+    """
+
+    bias: Tensor | None
+
+    def __init__(
+        self, weight: Tensor, scales: Tensor, width: int, dtype: torch.dtype, bias: Tensor | None
+    ) -> None:
+        super().__init__(weight, scales, width, dtype)
+        self.in_features, self.out_features = width, len(scales)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+
+    def forward(self, x: Float[Tensor, "*n K"]) -> Float[Tensor, "*n N"]:
+        """The product."""
+        return self.product(x, self.weight, self.bias)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`F.linear` of this layer's own weight and bias."""
+        if torch.is_grad_enabled():
+            every = self.rows(torch.arange(len(self.scales), device=x.device))
+            return F.linear(x, every.to(x), None if bias is None else bias.to(x))
+        out = kernels.int8_linear(x, weight, self.scales)
+        return out if bias is None else out + bias
+
+
+class QuantisedEmbedding(Quantised):
+    """An embedding, whose rows become numbers of the model's precision as they are looked up.
+
+    Args:
+        factor: of every row, as in Gemma.
+    """
+
+    def __init__(
+        self, weight: Tensor, scales: Tensor, width: int, dtype: torch.dtype, factor: Tensor | None
+    ) -> None:
+        super().__init__(weight, scales, width, dtype)
+        self.register_buffer("factor", factor, persistent=False)
+
+    def forward(self, tokens: Int[Tensor, "*n"]) -> Float[Tensor, "*n K"]:
+        """The rows of tokens."""
+        rows = self.rows(tokens)
+        return rows if self.factor is None else rows * self.factor.to(self.dtype)
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether a model's weights are quantised already, by us or by anyone else."""
+    config = getattr(model, "config", None)
+    ours = any(isinstance(module, Quantised) for module in model.modules())
+    return ours or getattr(config, "quantization_config", None) is not None
+
+
+def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
+    """A copy of a model with weights of 8 bits. What no linear layer holds, such as experts, is shared with
+    the model, which stays as it is.
+
+    Raises:
+        ValueError: the kind is unknown, the model is quantised already, or there are no kernels for it.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"Unknown quantisation: {kind!r}. Available: {', '.join(KINDS)}")
+    if is_quantised(model):
+        raise ValueError(f"target {name} is quantised already: leave quantize={kind!r} out")
+    if model.device.type != "cpu" or not kernels.serve(model.device, model.dtype):
+        found = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
+        raise ValueError(f"target {name} cannot be {kind} in {found}: that takes {NEEDS}")
+    copy = twin(model)
+    embedding: Any = copy.get_input_embeddings()
+    stored: dict[int, tuple[Tensor, Tensor, int, torch.dtype]] = {}  # a weight may be embedding and LM head
+
+    def made(module: Any) -> nn.Module | None:
+        own = isinstance(module, (nn.Linear, Conv1D))
+        if not own and module is not embedding:
+            return None
+        key = id(module.weight)
+        if key not in stored:
+            weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
+            stored[key] = (*rounded(weight), weight.shape[1], model.dtype)
+        if own:
+            return QuantisedLinear(*stored[key], module.bias)
+        return QuantisedEmbedding(*stored[key], getattr(module, "embed_scale", None))
+
+    for module in list(copy.modules()):
+        for child, part in module.named_children():
+            if (replaced := made(part)) is not None:
+                setattr(module, child, replaced)
+    return copy
+
+
+@torch.no_grad()
+def rounded(weight: Float[Tensor, "N K"]) -> tuple[Tensor, Float[Tensor, " N"]]:
+    """A weight as whole numbers from -127 to 127, in the order of `kernels.int8_tiles`, and the rows'
+    scales."""
+    weight = weight.float()
+    scales = weight.abs().amax(1) / 127
+    whole = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round()
+    return kernels.int8_tiles(whole.clamp(-127, 127).to(torch.int8)), scales
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Bytes of a model's weights."""
+    own = [x for module in model.modules() if isinstance(module, Quantised) for x in module.buffers(False)]
+    return sum(x.nbytes for x in {id(x): x for x in (*model.parameters(), *own)}.values())
