@@ -541,7 +541,12 @@ TORCH_LIBRARY_FRAGMENT(slipstream, m) {
       "Tensor");
   m.def("lanes() -> int", &lanes);
   m.def("tiles(Tensor weight) -> Tensor");
-  m.def("int8_linear(Tensor x, Tensor[] weights, Tensor[] scales) -> Tensor[]");
+  m.def(
+      "int8_linear(Tensor x, Tensor[] weights, Tensor[] scales, Tensor? norm, float eps, Tensor? more) -> "
+      "Tensor[]");
+  m.def(
+      "int8_gated(Tensor x, Tensor[] weights, Tensor[] scales, Tensor? norm, float eps, Tensor? more) -> "
+      "Tensor");
   m.def("kept(Tensor x) -> Tensor");
 }
 
@@ -549,6 +554,7 @@ TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
   m.impl("linear", &linear);
   m.impl("attention", &attention);
   m.impl("int8_linear", &int8::linear);
+  m.impl("int8_gated", &int8::gated);
   m.impl("kept", &kept);
 #if defined(__AMX_BF16__)
   m.impl("tiles", &amx::tiles);

@@ -14,6 +14,7 @@ import tempfile
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,7 @@ def available() -> bool:
     torch.library.register_fake("slipstream::linear", _linear_shape)
     torch.library.register_fake("slipstream::attention", _attention_shape)
     torch.library.register_fake("slipstream::int8_linear", _int8_shapes)
+    torch.library.register_fake("slipstream::int8_gated", _gated_shape)
     return True
 
 
@@ -117,12 +119,16 @@ def int8_linear(
     A row is rounded by a scale of its own, its largest magnitude / 127. Sums are exact, and multiplied by
     the row's scale times the column's in fp32.
     """
-    out: Tensor = torch.ops.slipstream.int8_linear.default(x, [tiles], [scales])[0]
+    out: Tensor = torch.ops.slipstream.int8_linear.default(x, [tiles], [scales], None, 0.0, None)[0]
     return out
 
 
-def _int8_shapes(x: Tensor, weights: list[Tensor], scales: list[Tensor]) -> list[Tensor]:
+def _int8_shapes(x: Tensor, weights: list[Tensor], scales: list[Tensor], *_: Any) -> list[Tensor]:
     return [x.new_empty(*x.shape[:-1], len(each)) for each in scales]
+
+
+def _gated_shape(x: Tensor, weights: list[Tensor], scales: list[Tensor], *_: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(scales[2]))
 
 
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

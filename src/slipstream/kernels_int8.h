@@ -11,7 +11,9 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -140,91 +142,233 @@ void release() {}
 
 #endif
 
-// n sums of a row as products, by the row's scale times each column's.
-template <class T>
-void scaled(const int32_t* sums, int64_t n, float row, const float* columns, T* to) {
-  for (int64_t i = 0; i < n; i++) to[i] = T(float(sums[i]) * (row * columns[i]));
-}
+// Rows of whole numbers with their scales, and zeros behind.
+struct Rows {
+  int64_t M, stride;
+  Tensor numbers, scales;
+  const int8_t* at(int64_t m) const { return numbers.const_data_ptr<int8_t>() + m * stride; }
+  float scale(int64_t m) const { return scales.const_data_ptr<float>()[m]; }
+};
 
-#if defined(__AVX512BF16__)
-template <>
-void scaled(const int32_t* sums, int64_t n, float row, const float* columns, bf16* to) {
-  for (int64_t i = 0; i < n; i += 16) {
-    const __mmask16 mask = (1u << std::min<int64_t>(n - i, 16)) - 1;
-    const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(row), _mm512_maskz_loadu_ps(mask, columns + i));
-    const __m512 made = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(mask, sums + i)), scale);
-    _mm256_mask_storeu_epi16(to + i, mask, (__m256i)_mm512_cvtneps_pbh(made));
+// A row divided by the root of the mean of its squares, times `weight`.
+template <class T>
+struct Norm {
+  const T* weight = nullptr;
+  float eps = 0;
+  Norm() = default;
+  Norm(const std::optional<Tensor>& given, double eps)
+      : weight(given ? given->const_data_ptr<T>() : nullptr), eps(eps) {}
+  void operator()(const T* x, int64_t K, float* to) const {
+    Vec sum[FOUR] = {Vec::set(0), Vec::set(0), Vec::set(0), Vec::set(0)};  // the first is used
+    for (int64_t k = 0; k < K; k += W) {
+      const Vec part = k + W <= K ? Vec::load(x + k) : tail(x + k, K - k);
+      sum[0] = fma(part, part, sum[0]);
+    }
+    float total[FOUR];
+    sums(sum, total);
+    const float scale = 1 / std::sqrt(total[0] / K + eps);
+    for (int64_t k = 0; k < K; k++) to[k] = float(x[k]) * scale * float(weight[k]);
   }
-}
-#endif
+};
 
 template <class T>
-void linear_into(
-    const T* x, int64_t M, int64_t K, at::TensorList weights, at::TensorList scales,
-    const std::vector<Tensor>& out) {
-  const int64_t steps = (K + DEEP - 1) / DEEP, stride = steps * DEEP, panel = steps * STEP;
-  const Tensor rounded = at::empty({M, stride}, at::kChar), factors = at::empty({M}, at::kFloat);
-  int8_t* rows = rounded.data_ptr<int8_t>();
-  float* factor = factors.data_ptr<float>();
+Rows rounded(const T* x, int64_t M, int64_t K, const Norm<T>& norm) {
+  const int64_t stride = (K + DEEP - 1) / DEEP * DEEP;
+  const Rows made{M, stride, at::empty({M, stride}, at::kChar), at::empty({M}, at::kFloat)};
+  int8_t* numbers = made.numbers.template data_ptr<int8_t>();
+  float* scales = made.scales.template data_ptr<float>();
   at::parallel_for(0, M, std::max<int64_t>(1, 32768 / stride), [&](int64_t begin, int64_t end) {
+    std::vector<float> normed(norm.weight ? K : 0);
     for (int64_t m = begin; m < end; m++) {
-      factor[m] = quantise(x + m * K, K, rows + m * stride);
-      std::fill(rows + m * stride + K, rows + (m + 1) * stride, 0);
+      int8_t* to = numbers + m * stride;
+      if (norm.weight) norm(x + m * K, K, normed.data()), scales[m] = quantise(normed.data(), K, to);
+      else scales[m] = quantise(x + m * K, K, to);
+      std::fill(to + K, to + stride, 0);
     }
   });
-  std::vector<int64_t> first{0};  // panel of each weight
-  for (const Tensor& weight : weights) first.push_back(first.back() + weight.size(0));
-  const int64_t part = std::max<int64_t>(MOST, (1 << 20) / stride / MOST * MOST);  // rows in the second cache
-  auto run = [&](int64_t begin, int64_t end) {
-    alignas(64) int32_t sums[MOST * WIDE];
-    int64_t set = 0;
-    for (int64_t top = 0; top < M; top += part)
-      for (int64_t p = begin, i = 0; p < end; p++) {
-        while (p >= first[i + 1]) i++;
-        const int64_t N = scales[i].numel(), n = (p - first[i]) * WIDE;
-        const int8_t* w = weights[i].const_data_ptr<int8_t>() + (p - first[i]) * panel;
-        for (int64_t m = top; m < std::min(M, top + part); m += MOST) {
-          const int64_t here = std::min(std::min(M, top + part) - m, MOST);
-          if (here != set) configure(here), set = here;
-          m == top ? multiply<true>(rows + m * stride, here, stride, w, steps, sums)
-                   : multiply<false>(rows + m * stride, here, stride, w, steps, sums);
-          for (int64_t r = 0; r < here; r++)
-            scaled(
-                sums + r * WIDE, std::min(N - n, WIDE), factor[m + r], scales[i].const_data_ptr<float>() + n,
-                out[i].data_ptr<T>() + (m + r) * N + n);
-        }
-      }
-    if (set) release();
-  };
-  at::parallel_for(0, first.back(), std::max<int64_t>(1, 65536 / (stride * std::max<int64_t>(M, 16))), run);
+  return made;
 }
 
-// x [..., K] times each of the weights, which `quantised.tiles` packed; scales: float32, of their columns.
-std::vector<Tensor> linear(const Tensor& x, at::TensorList weights, at::TensorList scales) {
-  const int64_t K = x.size(-1), M = x.numel() / std::max<int64_t>(K, 1);
-  TORCH_CHECK(weights.size() == scales.size(), "int8_linear: each weight needs its scales");
-  std::vector<Tensor> out;
-  auto sizes = x.sizes().vec();
-  for (size_t i = 0; i < weights.size(); i++) {
-    const int64_t N = scales[i].numel();
+// Multiplies all rows with panels of columns: `weight(p, j)` is where panel p begins of the j-th of S weights
+// that are read side by side. Calls done(p, m, sums [S, WIDE]) for each row.
+template <int S, class Weight, class Done>
+void products(const Rows& x, int64_t panels, Weight weight, Done done) {
+  const int64_t part = std::max<int64_t>(MOST, (1 << 20) / x.stride / MOST * MOST);  // in the second cache
+  const int64_t grain = std::max<int64_t>(1, 65536 / (S * x.stride * std::max<int64_t>(x.M, 16)));
+  at::parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
+    alignas(64) int32_t sums[S][MOST][WIDE];
+    int64_t set = 0;
+    for (int64_t top = 0; top < x.M; top += part)
+      for (int64_t p = begin; p < end; p++)
+        for (int64_t m = top; m < std::min(x.M, top + part); m += MOST) {
+          const int64_t here = std::min(std::min(x.M, top + part) - m, MOST);
+          if (here != set) configure(here), set = here;
+          for (int j = 0; j < S; j++)
+            m == top
+                ? multiply<true>(x.at(m), here, x.stride, weight(p, j), x.stride / DEEP, sums[j][0])
+                : multiply<false>(x.at(m), here, x.stride, weight(p, j), x.stride / DEEP, sums[j][0]);
+          for (int64_t r = 0; r < here; r++) {
+            const int32_t* row[S];
+            for (int j = 0; j < S; j++) row[j] = sums[j][r];
+            done(p, m + r, row);
+          }
+        }
+    if (set) release();
+  });
+}
+
+// n <= WIDE sums of a row as numbers: times the row's scale times each column's.
+inline void scaled(const int32_t* sums, int64_t n, float row, const float* columns, float* to) {
+  for (int64_t i = 0; i < n; i++) to[i] = float(sums[i]) * (row * columns[i]);
+}
+
+// n <= WIDE numbers, plus those at `more` if it is given.
+template <class T>
+void store(float* from, int64_t n, const T* more, T* to) {
+  for (int64_t i = 0; more && i < n; i++) from[i] += float(more[i]);
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, bf16>)
+    for (int64_t i = 0; i < n; i += 16) {
+      const __mmask16 mask = (1u << std::min<int64_t>(n - i, 16)) - 1;
+      const __m512bh made = (__m512bh)_mm512_castsi256_si512(
+          (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, from + i)));
+      _mm256_mask_storeu_epi16(to + i, mask, _mm512_castsi512_si256((__m512i)made));
+    }
+  else
+#endif
+    for (int64_t i = 0; i < n; i++) to[i] = T(from[i]);
+}
+
+// x silu: x / (1 + e^-x).
+inline Vec silu(Vec x) {
+  const Vec zero = Vec::set(0), e = exponential(zero - max(x, zero - x));
+  // Below 0 it is x e^x / (1 + e^x).
+  return (max(x, zero) - max(zero - x, zero) * e) / (Vec::set(1) + e);
+}
+
+void check(const Tensor& x, at::TensorList weights, at::TensorList scales) {
+  TORCH_CHECK(
+      x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
+      "products of 8 bits: float32 or bfloat16 is expected");
+  TORCH_CHECK(weights.size() == scales.size(), "products of 8 bits: each weight needs its scales");
+  for (size_t i = 0; i < weights.size(); i++)
     TORCH_CHECK(
         weights[i].dim() == 6 && weights[i].scalar_type() == at::kChar && weights[i].is_contiguous() &&
             scales[i].scalar_type() == at::kFloat && scales[i].is_contiguous() &&
-            weights[i].size(0) == (N + WIDE - 1) / WIDE && weights[i].size(1) == (K + DEEP - 1) / DEEP,
-        "int8_linear: x, weights and scales do not fit");
-    sizes.back() = N;
-    out.push_back(at::empty(sizes, x.options()));
-  }
-  const Tensor rows = x.contiguous();
-  TORCH_CHECK(
-      x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
-      "int8_linear: float32 or bfloat16 is expected");
+            weights[i].size(0) == (scales[i].numel() + WIDE - 1) / WIDE,
+        "products of 8 bits: weights and scales do not fit");
 #if defined(__AMX_INT8__)
   at::cpu::init_amx();
 #endif
+}
+
+void check_norm(const Tensor& x, const std::optional<Tensor>& norm) {
+  TORCH_CHECK(
+      !norm || (norm->numel() == x.size(-1) && norm->is_contiguous() && norm->scalar_type() == x.scalar_type()),
+      "products of 8 bits: rows and norm do not fit");
+}
+
+void check_width(const Tensor& weight, int64_t K) {
+  TORCH_CHECK(weight.size(1) == (K + DEEP - 1) / DEEP, "products of 8 bits: rows and weights do not fit");
+}
+
+template <class T>
+void linear_into(
+    const Rows& x, at::TensorList weights, at::TensorList scales, const T* more, at::TensorList out) {
+  std::vector<int64_t> first{0};  // panel of each weight
+  for (const Tensor& weight : weights) first.push_back(first.back() + weight.size(0));
+  auto of = [&](int64_t p) {
+    int64_t i = 0;
+    while (p >= first[i + 1]) i++;
+    return i;
+  };
+  products<1>(
+      x, first.back(),
+      [&](int64_t p, int) {
+        const int64_t i = of(p);
+        return weights[i].const_data_ptr<int8_t>() + (p - first[i]) * x.stride * WIDE;
+      },
+      [&](int64_t p, int64_t m, const int32_t* const (&sums)[1]) {
+        const int64_t i = of(p), N = scales[i].numel(), at = (p - first[i]) * WIDE, n = std::min(N - at, WIDE);
+        float made[WIDE];
+        scaled(sums[0], n, x.scale(m), scales[i].const_data_ptr<float>() + at, made);
+        store(made, n, more ? more + m * N + at : nullptr, out[i].data_ptr<T>() + m * N + at);
+      });
+}
+
+// x [..., K], after a norm if there is one, times each of the weights, which `kernels.int8_tiles` packed, plus
+// `more`, if there is one weight. Scales: float32, of their columns.
+std::vector<Tensor> linear(
+    const Tensor& x, at::TensorList weights, at::TensorList scales, const std::optional<Tensor>& norm,
+    double eps, const std::optional<Tensor>& more) {
+  check(x, weights, scales);
+  const int64_t K = x.size(-1), M = x.numel() / std::max<int64_t>(K, 1);
+  std::vector<Tensor> out;
+  auto sizes = x.sizes().vec();
+  for (size_t i = 0; i < weights.size(); i++) {
+    check_width(weights[i], K), sizes.back() = scales[i].numel();
+    out.push_back(at::empty(sizes, x.options()));
+  }
+  const Tensor rows = x.contiguous(), added = more ? more->contiguous() : Tensor();
+  check_norm(x, norm);
+  TORCH_CHECK(
+      !more || (weights.size() == 1 && more->sizes() == out[0].sizes() &&
+                more->scalar_type() == x.scalar_type()),
+      "int8_linear: what is added does not fit");
   if (M == 0) return out;
-  if (x.scalar_type() == at::kFloat) linear_into(rows.const_data_ptr<float>(), M, K, weights, scales, out);
-  else linear_into(rows.const_data_ptr<bf16>(), M, K, weights, scales, out);
+  auto run = [&](auto like) {
+    using T = decltype(like);
+    linear_into<T>(
+        rounded(rows.const_data_ptr<T>(), M, K, Norm<T>(norm, eps)), weights, scales,
+        more ? added.const_data_ptr<T>() : nullptr, out);
+  };
+  if (x.scalar_type() == at::kFloat) run(0.0f);
+  else run(bf16());
+  return out;
+}
+
+// Weights are gate, up and down: down(silu(gate(x)) · up(x)), in fp32 until it is rounded for `down`.
+Tensor gated(
+    const Tensor& x, at::TensorList weights, at::TensorList scales, const std::optional<Tensor>& norm,
+    double eps, const std::optional<Tensor>& more) {
+  check(x, weights, scales);
+  const int64_t K = x.size(-1), M = x.numel() / std::max<int64_t>(K, 1);
+  TORCH_CHECK(
+      weights.size() == 3 && scales[0].numel() == scales[1].numel(), "int8_gated: gate, up and down, in order");
+  const int64_t inner = scales[0].numel(), N = scales[2].numel(), width = weights[0].size(0) * WIDE;
+  check_width(weights[0], K), check_width(weights[1], K), check_width(weights[2], inner);
+  check_norm(x, norm);
+  auto sizes = x.sizes().vec();
+  sizes.back() = N;
+  const Tensor rows = x.contiguous(), out = at::empty(sizes, x.options()),
+               added = more ? more->contiguous() : Tensor();
+  TORCH_CHECK(
+      !more || (more->sizes() == out.sizes() && more->scalar_type() == x.scalar_type()),
+      "int8_gated: what is added does not fit");
+  if (M == 0) return out;
+  auto run = [&](auto like) {
+    using T = decltype(like);
+    const Rows read = rounded(rows.const_data_ptr<T>(), M, K, Norm<T>(norm, eps));
+    const Tensor between = at::empty({M, inner}, at::kFloat);
+    float* to = between.data_ptr<float>();
+    products<2>(
+        read, width / WIDE,
+        [&](int64_t p, int j) { return weights[j].const_data_ptr<int8_t>() + p * read.stride * WIDE; },
+        [&](int64_t p, int64_t m, const int32_t* const (&sums)[2]) {
+          const int64_t at = p * WIDE, n = std::min(inner - at, WIDE);
+          float made[2][WIDE] = {};
+          for (int j = 0; j < 2; j++)
+            scaled(sums[j], n, read.scale(m), scales[j].const_data_ptr<float>() + at, made[j]);
+          for (int64_t i = 0; i < WIDE; i += W)
+            (silu(Vec::load(made[0] + i)) * Vec::load(made[1] + i)).store(made[0] + i);
+          std::copy(made[0], made[0] + n, to + m * inner + at);
+        });
+    linear_into<T>(
+        rounded(to, M, inner, Norm<float>()), weights.slice(2), scales.slice(2),
+        more ? added.const_data_ptr<T>() : nullptr, at::TensorList(out));
+  };
+  if (x.scalar_type() == at::kFloat) run(0.0f);
+  else run(bf16());
   return out;
 }
 

@@ -7,7 +7,7 @@ import platform
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import getitem, iadd, imul, is_, isub, itruediv, setitem
+from operator import getitem, is_
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from slipstream import kernels
+from slipstream.fusing import fuse, in_place
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Any]
 PACKED_FOR = 8  # rows; oneDNN's layout for a few rows serves one row and many as well
@@ -51,11 +52,11 @@ def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inducto
         )  # not computed in each call
         if node.target is F.linear and len(node.args) > 1 and not node.kwargs and all(fixed):
             readers[node.args[0]].append(node)
-    _join_int8(graph)
+    fuse(graph)
     packs: list[partial[list[Tensor]]] = []
     for nodes in readers.values():
         x: Any = nodes[0].args[0]  # not the key, which is gone if it was a linear layer itself
-        for group in [[node] for node in nodes] if any(map(_in_place, x.users)) else [nodes]:
+        for group in [[node] for node in nodes] if any(map(in_place, x.users)) else [nodes]:
             if (dtype := _dtype_for(group[0])) is not None:
                 packs.append(_merge(graph, group, dtype))
     added = [node.meta["example_value"] for node in graph.find_nodes(op="placeholder")][len(inputs) :]
@@ -72,28 +73,6 @@ def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inducto
         return compiled_graph(*args, *found[1])
 
     return run if packs else compiled_graph
-
-
-def _join_int8(graph: fx.Graph) -> None:
-    """Products of 8 bits of one input become one, so that the input is rounded once."""
-    together = defaultdict[fx.Node, list[fx.Node]](list)
-    for node in graph.nodes:
-        if str(node.target) == "slipstream.int8_linear.default" and not any(map(_in_place, node.args[0].users)):
-            together[node.args[0]].append(node)
-    for first, *others in together.values():
-        for node in others:
-            at = len(first.args[1])
-            first.args = (first.args[0], *(mine + its for mine, its in zip(first.args[1:], node.args[1:])))
-            for user in list(node.users):  # it takes one of a list of outputs
-                user.args = (user.args[0], user.args[1] + at)
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
-
-
-def _in_place(node: fx.Node) -> bool:
-    """Whether a node changes a linear layer's input in place, so that the order of reads matters."""
-    name = str(getattr(node.target, "__name__", node.target))
-    return name.endswith("_") or node.target in (iadd, imul, isub, itruediv, setitem)
 
 
 def _dtype_for(linear: fx.Node) -> torch.dtype | None:

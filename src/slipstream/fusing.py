@@ -1,0 +1,147 @@
+"""Products of 8 bits in a graph take in what stands around them: one call in the place of several.
+
+A call costs a processor some microseconds behind weights that have just passed through its caches, which for a
+few rows is as long as the product of a layer takes.
+"""
+
+from collections import defaultdict
+from operator import add, getitem, iadd, imul, isub, itruediv, mul, setitem
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+LINEAR, GATED = "slipstream.int8_linear.default", "slipstream.int8_gated.default"
+# A pattern is (target, arguments…); strings among the arguments are names for anything.
+SQUARES = ("mean", ("pow", "rows", 2), -1)
+NORM = (mul, "norm", ("to", (mul, "rows", (torch.rsqrt, (add, SQUARES, "eps"))), "dtype"))
+GATE, UP = ((LINEAR, "x", f"{name}", f"{name} scales", None, 0.0, None) for name in ("gate", "up"))
+BETWEEN = (mul, (F.silu, (getitem, GATE, 0)), (getitem, UP, 0))
+DOWN = (getitem, (LINEAR, BETWEEN, "down", "down scales", None, 0.0, None), 0)
+NAMES = ("gate", "up", "down"), ("gate scales", "up scales", "down scales")
+KEYWORDS = ({}, {"keepdim": True}, {"inplace": False})
+
+
+def fuse(graph: fx.Graph) -> None:
+    """Rewrite a graph's products of 8 bits: gated ones with their activation, those of one input as one, and
+    each with the norm before it and the sum behind it."""
+    calls = [node for node in graph.nodes if node.op.startswith("call")]
+    if any(in_place(node) and node.all_input_nodes[0].op != "placeholder" for node in calls):
+        return
+    for node in list(graph.nodes):
+        if found := _match(DOWN, node):
+            _gate(graph, node, found)
+    for node in _products(graph):
+        _take_norm(node)
+    _join(_products(graph))
+    for node in list(graph.nodes):
+        if node.target is add:
+            _take_sum(graph, node)
+
+
+def in_place(node: fx.Node) -> bool:
+    """Whether a node changes what it reads, so that the order of reads matters."""
+    name = str(getattr(node.target, "__name__", node.target))
+    return name.endswith("_") or node.target in (iadd, imul, isub, itruediv, setitem)
+
+
+def _match(pattern: Any, x: Any) -> dict[str, Any]:
+    """What the pattern's names stand for; empty if x is something else."""
+    found: dict[str, Any] = {}
+
+    def fits(pattern: Any, x: Any) -> bool:
+        if isinstance(pattern, str):
+            return found.setdefault(pattern, x) == x
+        if not isinstance(pattern, tuple):
+            return bool(pattern == x)
+        target, *inner = pattern
+        return (
+            isinstance(x, fx.Node)
+            and target in (x.target, str(x.target))
+            and len(x.args) == len(inner)
+            and x.kwargs in KEYWORDS
+            and all(map(fits, inner, x.args))
+        )
+
+    return found if fits(pattern, x) else {}
+
+
+def _products(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if str(node.target) in (LINEAR, GATED)]
+
+
+def _replace(old: fx.Node, new: fx.Node) -> None:
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+    _erase(old)
+
+
+def _erase(node: fx.Node) -> None:
+    """Erase a node that nobody reads, and then what only it read."""
+    if node.users or node.op == "placeholder":
+        return
+    inputs = node.all_input_nodes
+    node.graph.erase_node(node)
+    for each in inputs:
+        _erase(each)
+
+
+def _gate(graph: fx.Graph, node: fx.Node, found: dict[str, Any]) -> None:
+    weights, scales = ([part for name in names for part in found[name]] for names in NAMES)
+    with graph.inserting_before(node):
+        op = torch.ops.slipstream.int8_gated.default
+        fused = graph.call_function(op, (found["x"], weights, scales, None, 0.0, None))
+    _replace(node, fused)
+
+
+def _take_norm(node: fx.Node) -> None:
+    normed: Any = node.args[0]
+    found = _match(NORM, normed)
+    cast = _match(("to", "x", torch.float32), found["rows"]) if found else {}
+    if cast and node.args[3] is None and _dtype(found["norm"]) == _dtype(cast["x"]) == _dtype(normed):
+        node.args = (cast["x"], *node.args[1:3], found["norm"], found["eps"], node.args[5])
+        _erase(normed)
+
+
+def _join(products: list[fx.Node]) -> None:
+    """Plain products with one input and one norm become the first of them."""
+    together = defaultdict[Any, list[fx.Node]](list)
+    for node in products:
+        if str(node.target) == LINEAR:
+            together[node.args[0], *node.args[3:]].append(node)
+    for first, *others in together.values():
+        for node in others:
+            at = len(first.args[1])
+            lists = (mine + its for mine, its in zip(first.args[1:3], node.args[1:3], strict=True))
+            first.args = (first.args[0], *lists, *first.args[3:])
+            for user in list(node.users):  # it takes one of a list of outputs
+                user.args = (first, user.args[1] + at)
+            _erase(node)
+
+
+def _take_sum(graph: fx.Graph, node: fx.Node) -> None:
+    """A product that one sum alone reads is written with what is added."""
+    for out, more in (node.args, reversed(node.args)):
+        product = out.args[0] if _match((getitem, "product", 0), out) else out
+        kind = str(getattr(product, "target", ""))
+        if kind != GATED and not (kind == LINEAR and len(product.args[1]) == 1):
+            continue
+        alone = len(out.users) == 1 and len(product.users) == 1 and product.args[5] is None
+        if alone and isinstance(more, fx.Node) and _like(out, more):
+            with graph.inserting_before(node):
+                fused = graph.call_function(product.target, (*product.args[:5], more))
+                last = fused if product is out else graph.call_function(getitem, (fused, 0))
+            _replace(node, last)
+            return
+
+
+def _like(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two tensors have one shape and dtype, whatever their free sizes are."""
+    x, y = one.meta["example_value"], other.meta.get("example_value")
+    return isinstance(y, torch.Tensor) and x.dtype == y.dtype and str(x.shape) == str(y.shape)
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["example_value"].dtype
+    return dtype
