@@ -25,7 +25,7 @@ KEYWORDS = ({}, {"keepdim": True}, {"inplace": False})
 
 def fuse(graph: fx.Graph) -> None:
     """Rewrite a graph's products of 8 bits: gated ones with their activation, those of one input as one, and
-    each with the norm before it and the sum behind it."""
+    each with the norm before it and the sum behind it, and attention's last one with the gated one."""
     calls = [node for node in graph.nodes if node.op.startswith("call")]
     if any(in_place(node) and node.all_input_nodes[0].op != "placeholder" for node in calls):
         return
@@ -38,6 +38,8 @@ def fuse(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is add:
             _take_sum(graph, node)
+    for node in _products(graph):
+        _chain(node)
 
 
 def in_place(node: fx.Node) -> bool:
@@ -134,6 +136,17 @@ def _take_sum(graph: fx.Graph, node: fx.Node) -> None:
                 last = fused if product is out else graph.call_function(getitem, (fused, 0))
             _replace(node, last)
             return
+
+
+def _chain(node: fx.Node) -> None:
+    """A gated product whose input, a product with its sum, is also what is added to it, takes that in."""
+    x: Any = node.args[0]
+    found = _match((getitem, (LINEAR, "x", "weights", "scales", None, 0.0, "more"), 0), x)
+    if found and str(node.target) == GATED and found["more"] is not None and node.args[5] is x:
+        if len(x.users) == 1:
+            lists = (found[name] + each for name, each in zip(("weights", "scales"), node.args[1:3], strict=True))
+            node.args = (found["x"], *lists, *node.args[3:5], found["more"])
+            _erase(x)
 
 
 def _like(one: fx.Node, other: fx.Node) -> bool:

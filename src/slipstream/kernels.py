@@ -128,7 +128,7 @@ def _int8_shapes(x: Tensor, weights: list[Tensor], scales: list[Tensor], *_: Any
 
 
 def _gated_shape(x: Tensor, weights: list[Tensor], scales: list[Tensor], *_: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], len(scales[2]))
+    return x.new_empty(*x.shape[:-1], len(scales[-1]))
 
 
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -145,9 +145,12 @@ void release() {}
 // Rows of whole numbers with their scales, and zeros behind.
 struct Rows {
   int64_t M, stride;
-  Tensor numbers, scales;
-  const int8_t* at(int64_t m) const { return numbers.const_data_ptr<int8_t>() + m * stride; }
-  float scale(int64_t m) const { return scales.const_data_ptr<float>()[m]; }
+  Tensor memory;
+  int8_t* numbers;
+  float* scales;
+  Rows(int64_t M, int64_t K)
+      : M(M), stride((K + DEEP - 1) / DEEP * DEEP), memory(at::empty({M * (stride + 4)}, at::kChar)),
+        numbers(memory.data_ptr<int8_t>()), scales(reinterpret_cast<float*>(numbers + M * stride)) {}
 };
 
 // A row divided by the root of the mean of its squares, times `weight`.
@@ -173,17 +176,14 @@ struct Norm {
 
 template <class T>
 Rows rounded(const T* x, int64_t M, int64_t K, const Norm<T>& norm) {
-  const int64_t stride = (K + DEEP - 1) / DEEP * DEEP;
-  const Rows made{M, stride, at::empty({M, stride}, at::kChar), at::empty({M}, at::kFloat)};
-  int8_t* numbers = made.numbers.template data_ptr<int8_t>();
-  float* scales = made.scales.template data_ptr<float>();
-  at::parallel_for(0, M, std::max<int64_t>(1, 32768 / stride), [&](int64_t begin, int64_t end) {
+  Rows made(M, K);
+  at::parallel_for(0, M, std::max<int64_t>(1, 32768 / made.stride), [&](int64_t begin, int64_t end) {
     std::vector<float> normed(norm.weight ? K : 0);
     for (int64_t m = begin; m < end; m++) {
-      int8_t* to = numbers + m * stride;
-      if (norm.weight) norm(x + m * K, K, normed.data()), scales[m] = quantise(normed.data(), K, to);
-      else scales[m] = quantise(x + m * K, K, to);
-      std::fill(to + K, to + stride, 0);
+      int8_t* to = made.numbers + m * made.stride;
+      if (norm.weight) norm(x + m * K, K, normed.data()), made.scales[m] = quantise(normed.data(), K, to);
+      else made.scales[m] = quantise(x + m * K, K, to);
+      std::fill(to + K, to + made.stride, 0);
     }
   });
   return made;
@@ -203,10 +203,10 @@ void products(const Rows& x, int64_t panels, Weight weight, Done done) {
         for (int64_t m = top; m < std::min(x.M, top + part); m += MOST) {
           const int64_t here = std::min(std::min(x.M, top + part) - m, MOST);
           if (here != set) configure(here), set = here;
+          const int8_t* rows = x.numbers + m * x.stride;
           for (int j = 0; j < S; j++)
-            m == top
-                ? multiply<true>(x.at(m), here, x.stride, weight(p, j), x.stride / DEEP, sums[j][0])
-                : multiply<false>(x.at(m), here, x.stride, weight(p, j), x.stride / DEEP, sums[j][0]);
+            m == top ? multiply<true>(rows, here, x.stride, weight(p, j), x.stride / DEEP, sums[j][0])
+                     : multiply<false>(rows, here, x.stride, weight(p, j), x.stride / DEEP, sums[j][0]);
           for (int64_t r = 0; r < here; r++) {
             const int32_t* row[S];
             for (int j = 0; j < S; j++) row[j] = sums[j][r];
@@ -217,26 +217,33 @@ void products(const Rows& x, int64_t panels, Weight weight, Done done) {
   });
 }
 
-// n <= WIDE sums of a row as numbers: times the row's scale times each column's.
+// Sums of a row as numbers: times the row's scale times each of n <= WIDE columns'; behind them zeros.
 inline void scaled(const int32_t* sums, int64_t n, float row, const float* columns, float* to) {
-  for (int64_t i = 0; i < n; i++) to[i] = float(sums[i]) * (row * columns[i]);
+  float factors[WIDE] = {};
+  if (n < WIDE) std::copy(columns, columns + n, factors), columns = factors;
+  for (int64_t i = 0; i < WIDE; i++) to[i] = float(sums[i]) * (row * columns[i]);
 }
 
 // n <= WIDE numbers, plus those at `more` if it is given.
 template <class T>
-void store(float* from, int64_t n, const T* more, T* to) {
-  for (int64_t i = 0; more && i < n; i++) from[i] += float(more[i]);
+void store(const float* from, int64_t n, const T* more, T* to) {
+  if (n == WIDE) {
 #if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<T, bf16>)
-    for (int64_t i = 0; i < n; i += 16) {
-      const __mmask16 mask = (1u << std::min<int64_t>(n - i, 16)) - 1;
-      const __m512bh made = (__m512bh)_mm512_castsi256_si512(
-          (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, from + i)));
-      _mm256_mask_storeu_epi16(to + i, mask, _mm512_castsi512_si256((__m512i)made));
+    if constexpr (std::is_same_v<T, bf16>) {
+      for (int64_t i = 0; i < WIDE; i += 16) {
+        const Vec x = more ? Vec::load(from + i) + Vec::load(more + i) : Vec::load(from + i);
+        _mm256_storeu_si256((__m256i*)(to + i), (__m256i)_mm512_cvtneps_pbh(x.v));
+      }
+      return;
     }
-  else
 #endif
-    for (int64_t i = 0; i < n; i++) to[i] = T(from[i]);
+    for (int64_t i = 0; i < WIDE; i++) to[i] = T(more ? from[i] + float(more[i]) : from[i]);
+  } else {
+    T whole[2][WIDE] = {};
+    if (more) std::copy(more, more + n, whole[0]);
+    store(from, WIDE, more ? whole[0] : nullptr, whole[1]);
+    std::copy(whole[1], whole[1] + n, to);
+  }
 }
 
 // x silu: x / (1 + e^-x).
@@ -291,7 +298,7 @@ void linear_into(
       [&](int64_t p, int64_t m, const int32_t* const (&sums)[1]) {
         const int64_t i = of(p), N = scales[i].numel(), at = (p - first[i]) * WIDE, n = std::min(N - at, WIDE);
         float made[WIDE];
-        scaled(sums[0], n, x.scale(m), scales[i].const_data_ptr<float>() + at, made);
+        scaled(sums[0], n, x.scales[m], scales[i].const_data_ptr<float>() + at, made);
         store(made, n, more ? more + m * N + at : nullptr, out[i].data_ptr<T>() + m * N + at);
       });
 }
@@ -327,14 +334,19 @@ std::vector<Tensor> linear(
   return out;
 }
 
-// Weights are gate, up and down: down(silu(gate(x)) · up(x)), in fp32 until it is rounded for `down`.
+// Weights are gate, up and down: down(silu(gate(x)) · up(x)) + more, in fp32 until it is rounded for `down`.
+// With a fourth before them, x is first multiplied by it and added to `more`, which takes the place of both.
 Tensor gated(
     const Tensor& x, at::TensorList weights, at::TensorList scales, const std::optional<Tensor>& norm,
     double eps, const std::optional<Tensor>& more) {
+  if (weights.size() == 4) {
+    const Tensor between = linear(x, weights.slice(0, 1), scales.slice(0, 1), {}, 0, more)[0];
+    return gated(between, weights.slice(1), scales.slice(1), norm, eps, between);
+  }
   check(x, weights, scales);
   const int64_t K = x.size(-1), M = x.numel() / std::max<int64_t>(K, 1);
   TORCH_CHECK(
-      weights.size() == 3 && scales[0].numel() == scales[1].numel(), "int8_gated: gate, up and down, in order");
+      weights.size() == 3 && scales.size() == 3 && scales[0].numel() == scales[1].numel(), "int8_gated: gate, up and down, in order");
   const int64_t inner = scales[0].numel(), N = scales[2].numel(), width = weights[0].size(0) * WIDE;
   check_width(weights[0], K), check_width(weights[1], K), check_width(weights[2], inner);
   check_norm(x, norm);
@@ -356,9 +368,9 @@ Tensor gated(
         [&](int64_t p, int j) { return weights[j].const_data_ptr<int8_t>() + p * read.stride * WIDE; },
         [&](int64_t p, int64_t m, const int32_t* const (&sums)[2]) {
           const int64_t at = p * WIDE, n = std::min(inner - at, WIDE);
-          float made[2][WIDE] = {};
+          float made[2][WIDE];
           for (int j = 0; j < 2; j++)
-            scaled(sums[j], n, read.scale(m), scales[j].const_data_ptr<float>() + at, made[j]);
+            scaled(sums[j], n, read.scales[m], scales[j].const_data_ptr<float>() + at, made[j]);
           for (int64_t i = 0; i < WIDE; i += W)
             (silu(Vec::load(made[0] + i)) * Vec::load(made[1] + i)).store(made[0] + i);
           std::copy(made[0], made[0] + n, to + m * inner + at);
