@@ -5,7 +5,7 @@ few rows is as long as the product of a layer takes.
 """
 
 from collections import defaultdict
-from operator import add, getitem, iadd, imul, isub, itruediv, mul, setitem
+from operator import add, getitem, iadd, imul, isub, itruediv, mul, neg, setitem
 from typing import Any
 
 import torch
@@ -19,8 +19,25 @@ NORM = (mul, "norm", ("to", (mul, "rows", (torch.rsqrt, (add, SQUARES, "eps"))),
 GATE, UP = ((LINEAR, "x", f"{name}", f"{name} scales", None, 0.0, None) for name in ("gate", "up"))
 BETWEEN = (mul, (F.silu, (getitem, GATE, 0)), (getitem, UP, 0))
 DOWN = (getitem, (LINEAR, BETWEEN, "down", "down scales", None, 0.0, None), 0)
+LAYER = "slipstream.int8_layer.default"
+QKV = (LINEAR, "x", "weights", "scales", "norm", "eps", None)
+COS, SIN = (("unsqueeze", name, 1) for name in ("cos", "sin"))
+QUERIES, KEYS, VALUES = (
+    ("transpose", ("view", (getitem, QKV, i), f"shape {i}"), 1, 2) for i in range(3)
+)
+TURNED, FIXED = (
+    (
+        add,
+        (mul, x, COS),
+        (mul, (torch.cat, [(neg, (getitem, x, "second half")), (getitem, x, "first half")]), SIN),
+    )
+    for x in (QUERIES, KEYS)
+)
+READ = ((getitem, name, [slice(None), slice(None), "read"]) for name in ("keys", "values"))
+ATTENTION = ("slipstream.attention", TURNED, *READ, "lists", "scale", 0.0, None)
+WRITTEN = (setitem, "stored", [(getitem, "rows", "at"), slice(None), "slots"], ("transpose", "new", 1, 2))
 NAMES = ("gate", "up", "down"), ("gate scales", "up scales", "down scales")
-KEYWORDS = ({}, {"keepdim": True}, {"inplace": False})
+KEYWORDS = ({}, {"keepdim": True}, {"inplace": False}, {"dim": -1})
 
 
 def fuse(graph: fx.Graph) -> None:
@@ -40,6 +57,8 @@ def fuse(graph: fx.Graph) -> None:
             _take_sum(graph, node)
     for node in _products(graph):
         _chain(node)
+    for node in _products(graph):
+        _layer(graph, node)
 
 
 def in_place(node: fx.Node) -> bool:
@@ -55,6 +74,8 @@ def _match(pattern: Any, x: Any) -> dict[str, Any]:
     def fits(pattern: Any, x: Any) -> bool:
         if isinstance(pattern, str):
             return found.setdefault(pattern, x) == x
+        if isinstance(pattern, list):
+            return isinstance(x, (tuple, list)) and len(x) == len(pattern) and all(map(fits, pattern, x))
         if not isinstance(pattern, tuple):
             return bool(pattern == x)
         target, *inner = pattern
@@ -147,6 +168,35 @@ def _chain(node: fx.Node) -> None:
             lists = (found[name] + each for name, each in zip(("weights", "scales"), node.args[1:3], strict=True))
             node.args = (found["x"], *lists, *node.args[3:5], found["more"])
             _erase(x)
+
+
+def _layer(graph: fx.Graph, node: fx.Node) -> None:
+    """A gated product behind attention whose rows it is added to takes in all of the layer."""
+    found = _match(("contiguous", ("reshape", ATTENTION, "B", "R", -1)), node.args[0])
+    if not found or str(node.target) != GATED or node.args[5] is not found["x"]:
+        return
+    D = found["keys"].meta["example_value"].shape[-1]
+    halves = (..., slice(None, D // 2, None)), (..., slice(D // 2, None, None))
+    writes = {}
+    for name, new in (("keys", FIXED), ("values", VALUES)):
+        for user in found[name].users:
+            if (how := _match(WRITTEN, user)) and _match(new, how["new"]):
+                writes[name] = user, how["slots"]
+    if (found["first half"], found["second half"]) != halves or len(writes) != 2:
+        return
+    weights, scales = (found[key] + each for key, each in zip(("weights", "scales"), node.args[1:3], strict=True))
+    with graph.inserting_before(node):
+        op = torch.ops.slipstream.int8_layer.default
+        cache = found["keys"], found["values"], writes["keys"][1], found["lists"], found["read"].stop
+        angles = found["cos"], found["sin"]
+        before = found["x"], weights, scales, found["norm"], found["eps"], *angles, *cache, found["scale"]
+        fused = graph.call_function(op, (*before, *node.args[3:5]))
+    _replace(node, fused)
+    for user, _ in writes.values():
+        inputs = user.all_input_nodes
+        graph.erase_node(user)
+        for each in inputs:
+            _erase(each)
 
 
 def _like(one: fx.Node, other: fx.Node) -> bool:

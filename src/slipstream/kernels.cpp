@@ -547,6 +547,10 @@ TORCH_LIBRARY_FRAGMENT(slipstream, m) {
   m.def(
       "int8_gated(Tensor x, Tensor[] weights, Tensor[] scales, Tensor? norm, float eps, Tensor? more) -> "
       "Tensor");
+  m.def(
+      "int8_layer(Tensor x, Tensor[] weights, Tensor[] scales, Tensor? norm, float eps, Tensor cos, Tensor "
+      "sin, Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor lists, SymInt S, float scale, Tensor? "
+      "second, float second_eps) -> Tensor");
   m.def("kept(Tensor x) -> Tensor");
 }
 
@@ -555,6 +559,7 @@ TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
   m.impl("attention", &attention);
   m.impl("int8_linear", &int8::linear);
   m.impl("int8_gated", &int8::gated);
+  m.impl("int8_layer", &int8::layer);
   m.impl("kept", &kept);
 #if defined(__AMX_BF16__)
   m.impl("tiles", &amx::tiles);

@@ -66,6 +66,7 @@ def available() -> bool:
     torch.library.register_fake("slipstream::attention", _attention_shape)
     torch.library.register_fake("slipstream::int8_linear", _int8_shapes)
     torch.library.register_fake("slipstream::int8_gated", _gated_shape)
+    torch.library.register_fake("slipstream::int8_layer", _gated_shape)
     return True
 
 

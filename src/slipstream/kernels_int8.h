@@ -17,6 +17,11 @@
 #include <vector>
 
 namespace {
+
+at::Tensor attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& keys_of, double scale,
+    double cap, const std::optional<at::Tensor>& sinks);
+
 namespace int8 {
 
 using at::Tensor;
@@ -382,6 +387,76 @@ Tensor gated(
   if (x.scalar_type() == at::kFloat) run(0.0f);
   else run(bf16());
   return out;
+}
+
+// Heads of D numbers at x, turned by angles: x · cos + (-x2, x1) · sin, of each half's numbers.
+template <class T>
+void rotate(const T* x, int64_t D, const T* cos, const T* sin, T* to) {
+  for (int64_t d = 0; d < D / 2; d++) {
+    const float a = x[d], b = x[d + D / 2];
+    to[d] = T(a * float(cos[d]) - b * float(sin[d]));
+    to[d + D / 2] = T(b * float(cos[d + D / 2]) + a * float(sin[d + D / 2]));
+  }
+}
+
+// Attention of rows x [B, R, K], after a norm: their queries, keys and values by three weights, turned by angles
+// cos and sin [#B, R, D]. Keys and values are written to slots [B, R] of the stored ones [B, KV, all, D], of which
+// the first S are read by lists. Returns [B, R, heads, D].
+Tensor attend(
+    const Tensor& x, at::TensorList weights, at::TensorList scales, const std::optional<Tensor>& norm,
+    double eps, const Tensor& cos, const Tensor& sin, Tensor& keys, Tensor& values, const Tensor& slots,
+    const Tensor& lists, int64_t S, double scale) {
+  const std::vector<Tensor> made = linear(x, weights, scales, norm, eps, {});
+  const int64_t B = x.size(0), R = x.size(1), KV = keys.size(1), D = keys.size(3);
+  TORCH_CHECK(
+      made.size() == 3 && x.dim() == 3 && made[0].size(2) % D == 0 && made[1].size(2) == KV * D &&
+          made[2].size(2) == KV * D && keys.sizes() == values.sizes() && keys.size(0) == B &&
+          keys.stride(3) == 1 && values.stride(3) == 1 && keys.scalar_type() == x.scalar_type() &&
+          values.scalar_type() == x.scalar_type() && cos.scalar_type() == x.scalar_type() &&
+          sin.scalar_type() == x.scalar_type() && cos.size(-1) == D && sin.size(-1) == D &&
+          cos.numel() == sin.numel() && (cos.numel() == R * D || cos.numel() == B * R * D) &&
+          slots.scalar_type() == at::kLong && slots.numel() == B * R,
+      "int8_attend: rows, weights, angles and cache do not fit");
+  const int64_t heads = made[0].size(2) / D, angles = cos.numel() / D;
+  const Tensor c = cos.contiguous(), s = sin.contiguous(), at = slots.contiguous(),
+               q = at::empty({B, heads, R, D}, x.options());
+  auto run = [&](auto like) {
+    using T = decltype(like);
+    const int64_t* slot = at.const_data_ptr<int64_t>();
+    T *k = keys.data_ptr<T>(), *v = values.data_ptr<T>(), *to = q.data_ptr<T>();
+    at::parallel_for(0, B * R, 32, [&](int64_t begin, int64_t end) {
+      for (int64_t m = begin; m < end; m++) {
+        const int64_t b = m / R, r = m % R;
+        const T *turn = c.const_data_ptr<T>() + m % angles * D, *by = s.const_data_ptr<T>() + m % angles * D;
+        for (int64_t h = 0; h < heads; h++)
+          rotate(
+              made[0].const_data_ptr<T>() + (m * heads + h) * D, D, turn, by,
+              to + ((b * heads + h) * R + r) * D);
+        for (int64_t h = 0; h < KV; h++) {
+          const T* value = made[2].const_data_ptr<T>() + (m * KV + h) * D;
+          rotate(
+              made[1].const_data_ptr<T>() + (m * KV + h) * D, D, turn, by,
+              k + b * keys.stride(0) + h * keys.stride(1) + slot[m] * keys.stride(2));
+          std::copy(
+              value, value + D, v + b * values.stride(0) + h * values.stride(1) + slot[m] * values.stride(2));
+        }
+      }
+    });
+  };
+  if (x.scalar_type() == at::kFloat) run(0.0f);
+  else run(bf16());
+  return attention(q, keys.narrow(2, 0, S), values.narrow(2, 0, S), lists, scale, 0, {});
+}
+
+// A layer: `attend`, and then `gated` by the weights behind its three.
+Tensor layer(
+    const Tensor& x, at::TensorList weights, at::TensorList scales, const std::optional<Tensor>& norm,
+    double eps, const Tensor& cos, const Tensor& sin, Tensor& keys, Tensor& values, const Tensor& slots,
+    const Tensor& lists, int64_t S, double scale, const std::optional<Tensor>& second, double second_eps) {
+  TORCH_CHECK(weights.size() == 7 && scales.size() == 7, "int8_layer: seven weights are expected");
+  const Tensor read = attend(
+      x, weights.slice(0, 3), scales.slice(0, 3), norm, eps, cos, sin, keys, values, slots, lists, S, scale);
+  return gated(read.flatten(2), weights.slice(3), scales.slice(3), second, second_eps, x);
 }
 
 }  // namespace int8
