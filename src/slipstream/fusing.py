@@ -1,7 +1,7 @@
 """Products of 8 bits in a graph take in what stands around them: one call in the place of several.
 
-A call costs a processor some microseconds behind weights that have just passed through its caches, which for a
-few rows is as long as the product of a layer takes.
+Behind weights that have just passed through a processor's caches a call costs some microseconds, for a few
+rows as long as its product takes. What a pattern does not name stays as it is.
 """
 
 from collections import defaultdict
@@ -22,9 +22,7 @@ DOWN = (getitem, (LINEAR, BETWEEN, "down", "down scales", None, 0.0, None), 0)
 LAYER = "slipstream.int8_layer.default"
 QKV = (LINEAR, "x", "weights", "scales", "norm", "eps", None)
 COS, SIN = (("unsqueeze", name, 1) for name in ("cos", "sin"))
-QUERIES, KEYS, VALUES = (
-    ("transpose", ("view", (getitem, QKV, i), f"shape {i}"), 1, 2) for i in range(3)
-)
+QUERIES, KEYS, VALUES = (("transpose", ("view", (getitem, QKV, i), f"shape {i}"), 1, 2) for i in range(3))
 TURNED, FIXED = (
     (
         add,
@@ -33,7 +31,7 @@ TURNED, FIXED = (
     )
     for x in (QUERIES, KEYS)
 )
-READ = ((getitem, name, [slice(None), slice(None), "read"]) for name in ("keys", "values"))
+READ = ((getitem, name, "read") for name in ("keys", "values"))
 ATTENTION = ("slipstream.attention", TURNED, *READ, "lists", "scale", 0.0, None)
 WRITTEN = (setitem, "stored", [(getitem, "rows", "at"), slice(None), "slots"], ("transpose", "new", 1, 2))
 NAMES = ("gate", "up", "down"), ("gate scales", "up scales", "down scales")
@@ -41,8 +39,8 @@ KEYWORDS = ({}, {"keepdim": True}, {"inplace": False}, {"dim": -1})
 
 
 def fuse(graph: fx.Graph) -> None:
-    """Rewrite a graph's products of 8 bits: gated ones with their activation, those of one input as one, and
-    each with the norm before it and the sum behind it, and attention's last one with the gated one."""
+    """Rewrite a graph's products of 8 bits: gated ones with their activation, those of one input as one, each
+    with the norm before it and the sum behind it, and a whole layer as one call where that is all it is."""
     calls = [node for node in graph.nodes if node.op.startswith("call")]
     if any(in_place(node) and node.all_input_nodes[0].op != "placeholder" for node in calls):
         return
@@ -163,15 +161,18 @@ def _chain(node: fx.Node) -> None:
     """A gated product whose input, a product with its sum, is also what is added to it, takes that in."""
     x: Any = node.args[0]
     found = _match((getitem, (LINEAR, "x", "weights", "scales", None, 0.0, "more"), 0), x)
-    if found and str(node.target) == GATED and found["more"] is not None and node.args[5] is x:
-        if len(x.users) == 1:
-            lists = (found[name] + each for name, each in zip(("weights", "scales"), node.args[1:3], strict=True))
-            node.args = (found["x"], *lists, *node.args[3:5], found["more"])
-            _erase(x)
+    if found and found["more"] and str(node.target) == GATED and node.args[5] is x and len(x.users) == 1:
+        node.args = (found["x"], *_lists(found, node), *node.args[3:5], found["more"])
+        _erase(x)
+
+
+def _lists(found: dict[str, Any], node: fx.Node) -> list[Any]:
+    """Weights and scales of a pattern and behind them a product's."""
+    return [found[name] + each for name, each in zip(("weights", "scales"), node.args[1:3], strict=True)]
 
 
 def _layer(graph: fx.Graph, node: fx.Node) -> None:
-    """A gated product behind attention whose rows it is added to takes in all of the layer."""
+    """A gated product behind attention, with the layer's rows added to it, takes in all of the layer."""
     found = _match(("contiguous", ("reshape", ATTENTION, "B", "R", -1)), node.args[0])
     if not found or str(node.target) != GATED or node.args[5] is not found["x"]:
         return
@@ -182,15 +183,15 @@ def _layer(graph: fx.Graph, node: fx.Node) -> None:
         for user in found[name].users:
             if (how := _match(WRITTEN, user)) and _match(new, how["new"]):
                 writes[name] = user, how["slots"]
-    if (found["first half"], found["second half"]) != halves or len(writes) != 2:
+    whole = found["read"][:2] == (slice(None),) * 2
+    if (found["first half"], found["second half"]) != halves or len(writes) != 2 or not whole:
         return
-    weights, scales = (found[key] + each for key, each in zip(("weights", "scales"), node.args[1:3], strict=True))
+    names = ("norm", "eps", "cos", "sin", "keys", "values")
+    read = writes["keys"][1], found["lists"], found["read"][2].stop, found["scale"]
     with graph.inserting_before(node):
         op = torch.ops.slipstream.int8_layer.default
-        cache = found["keys"], found["values"], writes["keys"][1], found["lists"], found["read"].stop
-        angles = found["cos"], found["sin"]
-        before = found["x"], weights, scales, found["norm"], found["eps"], *angles, *cache, found["scale"]
-        fused = graph.call_function(op, (*before, *node.args[3:5]))
+        given = found["x"], *_lists(found, node), *(found[name] for name in names), *read, *node.args[3:5]
+        fused = graph.call_function(op, given)
     _replace(node, fused)
     for user, _ in writes.values():
         inputs = user.all_input_nodes

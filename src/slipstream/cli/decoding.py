@@ -78,7 +78,9 @@ def demo(
     from slipstream.measure.run import Contest
 
     asked = load_questions(questions, limit)
-    contest = Contest.of(load(target, dtype, device, compile, quantize), [drafter], max_new_tokens, temperature, seed)
+    contest = Contest.of(
+        load(target, dtype, device, compile, quantize), [drafter], max_new_tokens, temperature, seed
+    )
     run(contest, drafter, asked, out)
 
 

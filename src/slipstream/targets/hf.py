@@ -82,7 +82,7 @@ class HFTarget(Target):
         support.check_supported(config, model._is_stateful, positioned)
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.device, self.dtype, self.quantize = model.device, model.dtype, quantize
-        self.fingerprint, self._size = support.fingerprint_of(model), sum(p.numel() for p in model.parameters())
+        self.fingerprint, self._weights = support.fingerprint_of(model), model.num_parameters()
         self.model = model if quantize is None else quantised(model, quantize, self.name)
         self.text = None if tokenizer is None else HFText(tokenizer, self.name)
         support.check_causal(self.plain)
@@ -130,7 +130,7 @@ class HFTarget(Target):
 
     def __repr__(self) -> str:
         how = f"{self.precision} on {self.device}{', compiled' if self.compiles else ''}"
-        kind = f"{self.config.model_type}, {len(self.blocks)} blocks, {self._size / 1e6:,.1f} M weights"
+        kind = f"{self.config.model_type}, {len(self.blocks)} blocks, {self._weights / 1e6:,.1f} M weights"
         return f"HFTarget({self.name}: {kind}, {how})"
 
     @property
@@ -195,8 +195,7 @@ class HFTarget(Target):
         return self._embed(tokens)
 
     def lm_head(self, vocab: Int[Tensor, " Vd"] | None = None) -> LMHead:
-        config = self.config
-        head = self._head if vocab is None else rows_of_head(self._head, vocab)
+        config, head = self.config, self._head if vocab is None else rows_of_head(self._head, vocab)
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
         cap = getattr(config, "final_logit_softcapping", None)
         own = self._ours and not ours.in_hardware(self.dtype, self.device)

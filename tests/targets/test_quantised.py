@@ -1,0 +1,215 @@
+"""Targets of 8 bits: rows keep their bits, Hugging Face says the same, and nothing else changes."""
+
+from copy import deepcopy
+from functools import cache
+
+import pytest
+import torch
+from jaxtyping import config
+
+import tiny
+from slipstream import kernels
+from slipstream.core.tree import Tree, chain
+from slipstream.decode.generate import generate
+from slipstream.drafters import load_drafter
+from slipstream.drafters.vanilla import Vanilla
+from slipstream.targets import HFTarget, load_target
+from slipstream.targets.quantised import Quantised, QuantisedLinear, is_quantised, stored_bytes
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
+DTYPES = (torch.float32, torch.bfloat16)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+PROMPT = tiny.prompts(11)[0]
+
+
+@pytest.fixture(autouse=True)
+def checked(request):
+    """Shapes and types are checked in one family; graphs cannot be."""
+    asked = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    config.update("jaxtyping_disable", asked.get("family", "llama") != "llama" or asked.get("compile", False))
+    yield
+    config.update("jaxtyping_disable", False)
+
+
+@cache
+def target_of(family: str, dtype: torch.dtype, compile: bool = False) -> HFTarget:
+    model = deepcopy(tiny.reference(family)).to(dtype)
+    return HFTarget(model, tiny.tokenizer(), family, compile, quantize="int8")
+
+
+def logits(target: HFTarget, tree: Tree) -> torch.Tensor:
+    """Of all nodes behind the prompt."""
+    text = torch.tensor([PROMPT])
+    store = target.new_cache(1)
+    target(chain(text), store, rows=text[:, :0])
+    store.keep(None, torch.tensor([len(PROMPT)]))
+    return target(tree, store).logits[0]
+
+
+def random_tree(nodes: int, seed: int) -> Tree:
+    generator = torch.Generator().manual_seed(seed)
+    parents = (torch.rand(1, nodes, generator=generator) * torch.arange(nodes).clamp(min=1)).long()
+    return Tree(torch.randint(tiny.VOCAB, (1, nodes), generator=generator), parents, nodes - 1)
+
+
+def hold_a_tree_to_its_paths(target: HFTarget, nodes: int) -> None:
+    """Each node's logits are those of its path alone."""
+    tree = random_tree(nodes, seed=nodes)
+    said, parents = logits(target, tree), tree.parent_slots()[0].tolist()
+    for node in {1 % nodes, nodes // 2, nodes - 1}:
+        path = [node]
+        while path[0]:
+            path.insert(0, parents[path[0]])
+        alone = logits(target, chain(tree.tokens[:, path]))
+        assert torch.equal(alone[-1], said[node])
+
+
+@each_dtype
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_rows_keep_their_bits(family, dtype):
+    """An operation that rounds a row by its neighbours, in any family."""
+    target = target_of(family, dtype)
+    assert target.exactness == "bits"
+    for nodes in (1, 2, 5, 17, 64):
+        hold_a_tree_to_its_paths(target, nodes)
+
+
+@each_dtype
+@pytest.mark.parametrize("compile", [True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+def test_compiled_rows_keep_their_bits(family, compile, dtype):
+    """Calls that take in norm, activation and attention: another sum for another number of rows, a key in
+    another slot. Qwen 2 has biases and windows, so its graphs take in less."""
+    target, eager = target_of(family, dtype, compile), target_of(family, dtype)
+    target.warm_up()
+    assert target.exactness == "bits"
+    for nodes in (1, 8, 33):
+        hold_a_tree_to_its_paths(target, nodes)
+    tree = random_tree(33, seed=0)
+    near, want = logits(target, tree), logits(eager, tree)
+    assert (near - want).pow(2).mean().sqrt() < 0.1 * want.std()
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_it_says_nearly_what_the_model_says(family):
+    """Scales of another row, a panel read as another, a bias or Gemma's factor left out."""
+    whole = HFTarget(deepcopy(tiny.reference(family)).float())
+    tree = chain(torch.tensor([tiny.prompts(20)[0]]))
+    want, got = logits(whole, tree), logits(target_of(family, torch.float32), tree)
+    assert (got - want).pow(2).mean().sqrt() < 0.25 * want.std()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_hugging_face_says_the_same(family):
+    """A reference that is not the quantised model, or one that generates without its layers."""
+    target = target_of(family, torch.float32)
+    assert is_quantised(target.plain)
+    text = torch.tensor([PROMPT])
+    want = target.plain(text, use_cache=False).logits[0]
+    got = target(chain(text), target.new_cache(1)).logits[0]
+    assert (got - want).pow(2).mean().sqrt() < 0.05 * want.std()  # a number in between may round otherwise
+    answer = target.plain.generate(text, max_new_tokens=8, do_sample=False)
+    assert answer.shape == (1, len(PROMPT) + 8)
+
+
+def test_texts_are_those_of_plain_decoding():
+    """A drafter made for the full target, refused or decoding something else."""
+    whole, target = (HFTarget(deepcopy(tiny.reference("llama")).float(), None, "m", quantize=how) for how in KINDS)
+    assert target.fingerprint == whole.fingerprint
+    for make in (tiny.eagle, tiny.medusa):
+        drafter = make(target)
+        drafter.head.float()
+        for temperature in (0.0, 1.0):
+            how = {"max_new_tokens": 24, "temperature": temperature, "seed": 3}
+            want = generate(target, PROMPT, Vanilla(), **how).tokens
+            assert generate(target, PROMPT, drafter, **how).tokens == want
+    drafter = load_drafter("self-speculative:skip=0,tree=chain-2", target)
+    assert generate(target, PROMPT, drafter, max_new_tokens=24).tokens == generate(
+        target, PROMPT, Vanilla(), max_new_tokens=24
+    ).tokens
+
+
+KINDS = (None, "int8")
+
+
+def test_the_model_stays_as_it_is():
+    """A caller's model with other layers or weights, or one that takes the room of both."""
+    model = deepcopy(tiny.reference("llama")).bfloat16()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    modules = [type(module) for module in model.modules()]
+    target = HFTarget(model, quantize="int8")
+    assert [type(module) for module in model.modules()] == modules
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    shared = {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in target.model.parameters()}
+    assert all(p.data_ptr() not in shared for p in model.parameters() if p.dim() > 1)
+    assert all(p.dim() == 1 for p in target.model.parameters())
+
+
+def test_a_tied_weight_is_one():
+    """Embedding and LM head stored twice; a lookup of other rows than the head multiplies."""
+    model = tiny.build(tiny.LlamaConfig(**tiny.GROUPED | {"tie_word_embeddings": True})).bfloat16()
+    target = HFTarget(model, quantize="int8")
+    embedding, head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+    assert embedding.weight is head.weight
+    assert isinstance(head, QuantisedLinear)
+    rows = target.embed(torch.arange(tiny.VOCAB)).float()
+    table = model.get_input_embeddings().weight.float()
+    assert ((rows - table).abs() <= table.abs().amax(1, keepdim=True) / 127).all()
+    some = torch.tensor([3, 1, 60])
+    narrow = target.lm_head(some)(rows[:4].bfloat16())
+    torch.testing.assert_close(narrow, target.lm_head()(rows[:4].bfloat16())[:, some], rtol=0.05, atol=0.05)
+
+
+def test_weights_take_half_the_room():
+    """Weights that stay in the precision of the source, as well or instead."""
+    sizes = tiny.GROUPED | {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": True}
+    model = tiny.build(tiny.LlamaConfig(**sizes)).bfloat16()
+    target = HFTarget(model, quantize="int8")
+    assert stored_bytes(target.model) <= 0.55 * stored_bytes(model)
+    assert target.read_bytes == stored_bytes(target.model)
+    assert not any(p.dim() > 1 for p in target.twin.parameters())
+    assert all(isinstance(m, Quantised) for m in target.twin.modules() if hasattr(m, "in_features"))
+
+
+def test_it_is_named():
+    """Results of different quantisation taken for each other: in places, which tuned trees and costs hold
+    for, and in reports."""
+    target, whole = target_of("llama", torch.bfloat16), tiny.target("llama")
+    assert (target.quantize, target.precision) == ("int8", "bfloat16, int8")
+    assert target.place.endswith("bfloat16, int8")
+    assert "bfloat16, int8 on cpu" in repr(target)
+    assert (whole.quantize, whole.precision) == (None, "float64")
+    assert "bfloat16, int8 is" in target.unsound([1, 2])
+    with pytest.raises(ValueError, match="int8, which Hugging Face cannot read"):
+        target.save("nowhere")
+
+
+def test_what_cannot_be_quantised_is_refused(unchecked):
+    """A traceback, or a target that says it is quantised and is not."""
+    model = deepcopy(tiny.reference("llama"))
+    with pytest.raises(ValueError, match="Unknown quantisation: 'int3'. Available: int8"):
+        HFTarget(model, quantize="int3")
+    with pytest.raises(ValueError, match="Unknown quantisation: 'int3'"):
+        load_target("smollm2", quantize="int3")
+    with pytest.raises(ValueError, match="cannot be int8 in float64 on cpu"):
+        HFTarget(model, quantize="int8")
+    with pytest.raises(ValueError, match="quantised already"):
+        HFTarget(target_of("llama", torch.float32).model, quantize="int8")
+
+
+def test_gradients_flow_through(unchecked):
+    """Training that goes through a quantised target and gets no gradient."""
+    target = target_of("llama", torch.float32)
+    layer = target.blocks[0].mlp.down_proj
+    x = torch.randn(3, layer.in_features, requires_grad=True)
+    layer(x).sum().backward()
+    want = layer.rows(torch.arange(layer.out_features)).sum(0)
+    torch.testing.assert_close(x.grad, want.expand(3, -1))
+
+
+def test_the_command_line(run):
+    """Words that name no quantisation: a traceback, or a target in full precision."""
+    code, out, err = run("generate", "Hi", "--quantize", "int3")
+    assert (code, out) == (2, "")
+    assert "Unknown quantisation: 'int3'. Available: int8" in err
+    assert len(err.strip().splitlines()) == 1
