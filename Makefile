@@ -14,7 +14,7 @@ test: check  ## every check and every test, on all cores; what CI runs
 	$(RUN)/python -m pytest -n auto
 
 test-compiled: $(READY)  ## the exactness suite with every pass compiled: minutes of compilation
-	TEST_COMPILED=1 $(RUN)/python -m pytest -n auto -W ignore::DeprecationWarning tests/targets/test_compiled.py tests/decode/test_exactness.py
+	TEST_COMPILED=1 $(RUN)/python -m pytest -n auto -W ignore::DeprecationWarning tests/targets/test_compiled.py tests/targets/test_quantised.py tests/decode/test_exactness.py
 
 check: $(READY)  ## style, types, import rules, public surface
 	$(BIN)/ruff check

@@ -18,6 +18,7 @@ SHARED = {
     "command",
     "compiled",
     "packing",
+    "fusing",
     "results",
     "bars",
     "methods",

@@ -77,8 +77,9 @@ class Text(ABC):
 class LMHead(nn.Module):
     """States to logits, float32 at least: cap · tanh(scale · (W h + b) / cap).
 
-    Cohere and Granite scale their logits, Gemma caps them. W holds some rows of the vocabulary. The weights
-    are non-persistent buffers, so that a module that holds this one neither trains nor saves them.
+    Cohere and Granite scale their logits, Gemma caps them. W holds some rows of the vocabulary [Vd, H], or a
+    quantised head's, as `product` reads them. The weights are non-persistent buffers, so that a module that
+    holds this one neither trains nor saves them.
     """
 
     weight: Tensor
@@ -86,7 +87,7 @@ class LMHead(nn.Module):
 
     def __init__(
         self,
-        weight: Float[Tensor, "Vd H"],
+        weight: Tensor,
         bias: Float[Tensor, " Vd"] | None,
         scale: float = 1.0,
         cap: float | None = None,

@@ -1,0 +1,161 @@
+"""Products of 8 bits against whole numbers in plain torch, in every bit."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream import kernels
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
+each_dtype = pytest.mark.parametrize("dtype", kernels.PRECISIONS, ids=str)
+SIZES = [(1, 1), (7, 3), (64, 32), (65, 33), (100, 9), (576, 130)]  # K, N
+
+
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of whole numbers and their scales."""
+    most = x.float().abs().amax(-1, keepdim=True)
+    return (x.float() * (torch.tensor(127.0) / most)).round(), most / 127
+
+
+def proof(x: Tensor, whole: Tensor, scales: Tensor) -> Tensor:
+    """The product in float32: whole numbers are exact in float64."""
+    rows, factor = rounded(x)
+    return (rows.double() @ whole.double().t()).float() * (factor * scales)
+
+
+def weight_of(generator: torch.Generator, N: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
+    """In tiles, its scales, and as it is."""
+    whole = torch.randint(-127, 128, (N, K), generator=generator, dtype=torch.int8)
+    return kernels.int8_tiles(whole), torch.rand(N, generator=generator) + 0.1, whole
+
+
+@each_dtype
+@pytest.mark.parametrize(("K", "N"), SIZES)
+def test_products_have_the_bits_of_their_proof(K, N, dtype):
+    """A row that is rounded by another's scale, a column in another's place, sums that overflow or saturate,
+    rows of another tile, block or thread."""
+    generator = torch.Generator().manual_seed(K)
+    x = torch.randn(133, K, generator=generator).to(dtype)
+    tiles, scales, whole = weight_of(generator, N, K)
+    assert torch.equal(kernels.int8_rows(tiles, torch.arange(N))[:, :K], whole)
+    want = proof(x, whole, scales).to(dtype)
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for rows in (1, 2, 7, 8, 16, 17, 32, 33, 64, 133):
+                assert torch.equal(kernels.int8_linear(x[-rows:], tiles, scales), want[-rows:])
+    finally:
+        torch.set_num_threads(1)
+    assert kernels.int8_linear(x[:0], tiles, scales).shape == (0, N)
+
+
+@each_dtype
+def test_the_largest_sums_do_not_overflow(dtype):
+    """16-bit sums that saturate: all numbers as large as they can be, and of one sign."""
+    x, whole = torch.ones(3, 4096, dtype=dtype), torch.full((40, 4096), 127, dtype=torch.int8)
+    whole[1::2] = -127
+    got = kernels.int8_linear(x, kernels.int8_tiles(whole), torch.ones(40))
+    assert torch.equal(got, proof(x, whole, torch.ones(40)).to(dtype))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite_come_through(number):
+    """A damaged row that looks sound."""
+    tiles, scales, _ = weight_of(torch.Generator().manual_seed(0), 40, 70)
+    x = torch.ones(3, 70)
+    x[1, 5] = number
+    got = kernels.int8_linear(x, tiles, scales)
+    assert not got[1].isfinite().any()
+    assert got[[0, 2]].isfinite().all()
+    assert torch.equal(kernels.int8_linear(0 * torch.ones(2, 70), tiles, scales), torch.zeros(2, 40))
+
+
+def normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    x = x.float()
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * norm.float()
+
+
+@each_dtype
+@pytest.mark.parametrize("rows", [1, 8, 40])
+def test_what_a_product_takes_in(rows, dtype):
+    """A norm, an activation or a sum that is left out, done twice, or with another row's numbers."""
+    generator = torch.Generator().manual_seed(rows)
+    ops, K, inner = torch.ops.slipstream, 70, 100
+    x, more = (torch.randn(rows, K, generator=generator).to(dtype) for _ in range(2))
+    norm = (torch.rand(K, generator=generator) + 0.5).to(dtype)
+    sizes = ((K, K), (inner, K), (inner, K), (K, inner))
+    before, gate, up, down = (weight_of(generator, *size) for size in sizes)
+
+    def proven(x: Tensor, more: Tensor) -> Tensor:
+        read = normed(x, norm, 1e-5)
+        between = F.silu(proof(read, gate[2], gate[1] / 500)) * proof(read, up[2], up[1])
+        return proof(between, down[2], down[1]) + more.float()
+
+    def gated(x: Tensor, more: Tensor, *first: tuple[Tensor, ...]) -> Tensor:
+        tiles = [each[0] for each in (*first, gate, up, down)]
+        scales = [*(each[1] for each in first), gate[1] / 500, up[1], down[1]]
+        return ops.int8_gated(x, tiles, scales, norm, 1e-5, more)
+
+    def near(got: Tensor, want: Tensor) -> None:
+        assert got.dtype == dtype
+        assert (got.float() - want).pow(2).mean().sqrt() < 0.02 * want.std()  # one number may round otherwise
+
+    whole = gated(x, more)
+    near(whole, proven(x, more))
+    assert torch.equal(torch.cat([gated(x[i : i + 1], more[i : i + 1]) for i in range(rows)]), whole)
+    added = ops.int8_linear(x, [before[0]], [before[1]], None, 0.0, more)[0]
+    near(added, proof(x, before[2], before[1]) + more.float())
+    assert torch.equal(gated(x, more, before), gated(added, added))
+    several = ops.int8_linear(x, [gate[0], before[0]], [gate[1], before[1]], norm, 1e-5, None)
+    for got, each in zip(several, (gate, before), strict=True):
+        near(got, proof(normed(x, norm, 1e-5), each[2], each[1]))
+
+
+def test_what_does_not_fit_is_refused():
+    """Reading behind the end of a weight, its scales or a norm, or one type's bytes as another's."""
+    tiles, scales, _ = weight_of(torch.Generator().manual_seed(0), 40, 70)
+    x, op = torch.ones(3, 70), torch.ops.slipstream.int8_linear
+    for bad in (
+        (x[:, :60], [tiles], [scales], None, 0.0, None),
+        (x.double(), [tiles], [scales], None, 0.0, None),
+        (x, [tiles], [scales[:7]], None, 0.0, None),
+        (x, [tiles], [scales.double()], None, 0.0, None),
+        (x, [tiles], [], None, 0.0, None),
+        (x, [tiles.float()], [scales], None, 0.0, None),
+        (x, [tiles], [scales], torch.ones(69), 0.0, None),
+        (x, [tiles], [scales], torch.ones(70).bfloat16(), 0.0, None),
+        (x, [tiles], [scales], None, 0.0, x),
+    ):
+        with pytest.raises(RuntimeError):
+            op(*bad)
+    with pytest.raises(RuntimeError):
+        torch.ops.slipstream.int8_gated(x, [tiles] * 2, [scales] * 2, None, 0.0, None)
+
+
+OTHERS = {"AVX512_VNNI": torch.cpu._is_vnni_supported(), "AVX2": torch.cpu._is_avx2_supported()}
+PROOF = """
+import pathlib, sys, torch
+from slipstream import kernels
+kernels.HAS_AMX = False
+torch.backends.cpu.get_cpu_capability = lambda: sys.argv[1]
+sys.path.insert(0, sys.argv[2])
+import pytest
+assert kernels.available(), "not compiled"
+sys.exit(pytest.main(["-q", "-k", "proof or overflow or takes_in", "-p", "no:cacheprovider", sys.argv[3]]))
+"""
+
+
+@pytest.mark.parametrize("processor", [name for name, runs in OTHERS.items() if runs and kernels.HAS_AMX])
+def test_other_instructions_have_the_same_bits(processor):
+    """A product that only this processor's own instructions get right."""
+    if os.environ.get("TEST_INSIDE"):
+        pytest.skip("this is the other process")
+    tests = os.path.dirname(__file__)
+    words = [sys.executable, "-c", PROOF, processor, tests, __file__]
+    done = subprocess.run(words, env=os.environ | {"TEST_INSIDE": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
