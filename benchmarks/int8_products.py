@@ -1,0 +1,94 @@
+"""What products with weights of 8 and 4 bits cost by several kernels, on a CPU: all of a target's, one after another.
+
+    python benchmarks/int8_products.py smollm2 --json benchmarks/results/int8_products.json
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from common import run
+from passes import ROWS, Shapes, ms
+from slipstream import kernels
+from slipstream.cli import common as cli
+from slipstream.files import check_writable, write_json
+from slipstream.results import Figures, heading
+from slipstream.targets import load_target
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+GROUP = 32  # of ATen's weights of 4 bits
+
+
+def ours(N: int, K: int) -> Product:
+    """Rows and weights of 8 bits."""
+    tiles, scales = kernels.int8_tiles(torch.randint(-127, 128, (N, K), dtype=torch.int8)), torch.ones(N)
+    return lambda x: kernels.int8_linear(x, tiles, scales)
+
+
+def onednn(N: int, K: int) -> Product:
+    """The same by oneDNN, rows unsigned; they are rounded outside, which is not counted."""
+    weight = torch.randint(-127, 128, (N, K), dtype=torch.int8)
+    packed = torch.ops.onednn.qlinear_prepack(weight, None)
+    scales, zeros = torch.ones(N), torch.zeros(N, dtype=torch.long)
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        given = x[0].to(torch.uint8), 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.bfloat16
+        made: torch.Tensor = torch.ops.onednn.qlinear_pointwise(*given, "none", [], "")
+        return made
+
+    return multiply
+
+
+def aten_int8(N: int, K: int) -> Product:
+    """Weights of 8 bits, rows as they are."""
+    weight, scales = torch.randint(-127, 128, (N, K), dtype=torch.int8), torch.ones(N).bfloat16()
+    return lambda x: torch.ops.aten._weight_int8pack_mm(x[0], weight, scales)
+
+
+def aten_int4(N: int, K: int) -> Product:
+    """Weights of 4 bits, rows as they are."""
+    weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, (N, K), dtype=torch.int), 2)
+    scales = torch.ones(K // GROUP, N, 2).bfloat16()
+    return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x[0], weight, GROUP, scales)
+
+
+MAKERS = {"ours, int8": ours, "oneDNN, int8": onednn, "ATen, int8": aten_int8, "ATen, int4": aten_int4}
+
+
+@torch.inference_mode()
+def measured(sizes: list[tuple[int, int]], repeats: int) -> dict[str, dict[int, float]]:
+    """Milliseconds by kernel and rows."""
+    found = {}
+    for name, maker in MAKERS.items():
+        products = [maker(N, K) for N, K in sizes]
+        found[name] = {}
+        for rows in ROWS:
+            states = {K: torch.randn(1, rows, K).abs().bfloat16() for _, K in sizes}
+            each = list(zip(products, (states[K] for _, K in sizes), strict=True))
+            found[name][rows] = ms(lambda each=each: [product(x) for product, x in each], repeats)
+    return found
+
+
+def main(
+    target: Annotated[str, typer.Argument()],
+    json: Annotated[str, cli.option("the result", "FILE")],
+    repeats: Annotated[int, cli.option("calls, of which the median counts", "N")] = 15,
+) -> None:
+    """Measure and print."""
+    check_writable(json)
+    loaded = load_target(target, "bfloat16")
+    shapes = Shapes(loaded)
+    bf16 = {rows: ms(shapes.products(rows, shapes.own), repeats) for rows in ROWS}
+    found: dict[str, Any] = {"ours, bf16": bf16, **measured(shapes.sizes, repeats)}
+    rounded = {name: {rows: round(time, 3) for rows, time in times.items()} for name, times in found.items()}
+    write_json(json, heading(loaded) | {"products": rounded})
+    table = Figures(f"{loaded.name}, {loaded.place}: ms of all products", "kernel", *map(str, ROWS))
+    for name, times in rounded.items():
+        table.add_row(name, *(f"{time:.2f}" for time in times.values()))
+    cli.out.print(table)
+
+
+if __name__ == "__main__":
+    run(main)
