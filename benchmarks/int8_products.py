@@ -1,6 +1,6 @@
 """What products with weights of 8 and 4 bits cost by several kernels, on a CPU: all of a target's, one after another.
 
-    python benchmarks/int8_products.py smollm2 --json benchmarks/results/int8_products.json
+python benchmarks/int8_products.py smollm2 --json benchmarks/results/int8_products.json
 """
 
 from collections.abc import Callable
@@ -49,7 +49,9 @@ def aten_int8(N: int, K: int) -> Product:
 
 def aten_int4(N: int, K: int) -> Product:
     """Weights of 4 bits, rows as they are."""
-    weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, (N, K), dtype=torch.int), 2)
+    weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
+        torch.randint(0, 16, (N, K), dtype=torch.int), 2
+    )
     scales = torch.ones(K // GROUP, N, 2).bfloat16()
     return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x[0], weight, GROUP, scales)
 

@@ -35,7 +35,7 @@ READ = ((getitem, name, "read") for name in ("keys", "values"))
 ATTENTION = ("slipstream.attention", TURNED, *READ, "lists", "scale", 0.0, None)
 WRITTEN = (setitem, "stored", [(getitem, "rows", "at"), slice(None), "slots"], ("transpose", "new", 1, 2))
 NAMES = ("gate", "up", "down"), ("gate scales", "up scales", "down scales")
-KEYWORDS = ({}, {"keepdim": True}, {"inplace": False}, {"dim": -1})
+KEYWORDS: tuple[dict[str, Any], ...] = ({}, {"keepdim": True}, {"inplace": False}, {"dim": -1})
 
 
 def fuse(graph: fx.Graph) -> None:
@@ -59,7 +59,7 @@ def fuse(graph: fx.Graph) -> None:
         _layer(graph, node)
 
 
-def in_place(node: fx.Node) -> bool:
+def in_place(node: Any) -> bool:
     """Whether a node changes what it reads, so that the order of reads matters."""
     name = str(getattr(node.target, "__name__", node.target))
     return name.endswith("_") or node.target in (iadd, imul, isub, itruediv, setitem)
@@ -88,17 +88,17 @@ def _match(pattern: Any, x: Any) -> dict[str, Any]:
     return found if fits(pattern, x) else {}
 
 
-def _products(graph: fx.Graph) -> list[fx.Node]:
+def _products(graph: fx.Graph) -> list[Any]:
     return [node for node in graph.nodes if str(node.target) in (LINEAR, GATED)]
 
 
-def _replace(old: fx.Node, new: fx.Node) -> None:
+def _replace(old: Any, new: Any) -> None:
     new.meta = dict(old.meta)
     old.replace_all_uses_with(new)
     _erase(old)
 
 
-def _erase(node: fx.Node) -> None:
+def _erase(node: Any) -> None:
     """Erase a node that nobody reads, and then what only it read."""
     if node.users or node.op == "placeholder":
         return
@@ -108,7 +108,7 @@ def _erase(node: fx.Node) -> None:
         _erase(each)
 
 
-def _gate(graph: fx.Graph, node: fx.Node, found: dict[str, Any]) -> None:
+def _gate(graph: fx.Graph, node: Any, found: dict[str, Any]) -> None:
     weights, scales = ([part for name in names for part in found[name]] for names in NAMES)
     with graph.inserting_before(node):
         op = torch.ops.slipstream.int8_gated.default
@@ -116,7 +116,7 @@ def _gate(graph: fx.Graph, node: fx.Node, found: dict[str, Any]) -> None:
     _replace(node, fused)
 
 
-def _take_norm(node: fx.Node) -> None:
+def _take_norm(node: Any) -> None:
     normed: Any = node.args[0]
     found = _match(NORM, normed)
     cast = _match(("to", "x", torch.float32), found["rows"]) if found else {}
@@ -125,9 +125,9 @@ def _take_norm(node: fx.Node) -> None:
         _erase(normed)
 
 
-def _join(products: list[fx.Node]) -> None:
+def _join(products: list[Any]) -> None:
     """Plain products with one input and one norm become the first of them."""
-    together = defaultdict[Any, list[fx.Node]](list)
+    together = defaultdict[Any, list[Any]](list)
     for node in products:
         if str(node.target) == LINEAR:
             together[node.args[0], *node.args[3:]].append(node)
@@ -141,7 +141,7 @@ def _join(products: list[fx.Node]) -> None:
             _erase(node)
 
 
-def _take_sum(graph: fx.Graph, node: fx.Node) -> None:
+def _take_sum(graph: fx.Graph, node: Any) -> None:
     """A product that one sum alone reads is written with what is added."""
     for out, more in (node.args, reversed(node.args)):
         product = out.args[0] if _match((getitem, "product", 0), out) else out
@@ -157,7 +157,7 @@ def _take_sum(graph: fx.Graph, node: fx.Node) -> None:
             return
 
 
-def _chain(node: fx.Node) -> None:
+def _chain(node: Any) -> None:
     """A gated product whose input, a product with its sum, is also what is added to it, takes that in."""
     x: Any = node.args[0]
     found = _match((getitem, (LINEAR, "x", "weights", "scales", None, 0.0, "more"), 0), x)
@@ -166,12 +166,12 @@ def _chain(node: fx.Node) -> None:
         _erase(x)
 
 
-def _lists(found: dict[str, Any], node: fx.Node) -> list[Any]:
+def _lists(found: dict[str, Any], node: Any) -> list[Any]:
     """Weights and scales of a pattern and behind them a product's."""
     return [found[name] + each for name, each in zip(("weights", "scales"), node.args[1:3], strict=True)]
 
 
-def _layer(graph: fx.Graph, node: fx.Node) -> None:
+def _layer(graph: fx.Graph, node: Any) -> None:
     """A gated product behind attention, with the layer's rows added to it, takes in all of the layer."""
     found = _match(("contiguous", ("reshape", ATTENTION, "B", "R", -1)), node.args[0])
     if not found or str(node.target) != GATED or node.args[5] is not found["x"]:
@@ -200,12 +200,12 @@ def _layer(graph: fx.Graph, node: fx.Node) -> None:
             _erase(each)
 
 
-def _like(one: fx.Node, other: fx.Node) -> bool:
+def _like(one: Any, other: Any) -> bool:
     """Whether two tensors have one shape and dtype, whatever their free sizes are."""
     x, y = one.meta["example_value"], other.meta.get("example_value")
     return isinstance(y, torch.Tensor) and x.dtype == y.dtype and str(x.shape) == str(y.shape)
 
 
-def _dtype(node: fx.Node) -> torch.dtype:
+def _dtype(node: Any) -> torch.dtype:
     dtype: torch.dtype = node.meta["example_value"].dtype
     return dtype

@@ -75,6 +75,8 @@ class QuantisedEmbedding(Quantised):
         factor: of every row, as in Gemma.
     """
 
+    factor: Tensor | None
+
     def __init__(
         self, weight: Tensor, scales: Tensor, width: int, dtype: torch.dtype, factor: Tensor | None
     ) -> None:
