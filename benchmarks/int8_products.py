@@ -1,4 +1,4 @@
-"""What products with weights of 8 and 4 bits cost by several kernels, on a CPU: all of a target's, one after another.
+"""What products with weights of 8 and 4 bits cost by several kernels, on a CPU: all of a target's in turn.
 
 python benchmarks/int8_products.py smollm2 --json benchmarks/results/int8_products.json
 """
