@@ -139,14 +139,14 @@ def test_what_does_not_fit_is_refused():
 
 OTHERS = {"AVX512_VNNI": torch.cpu._is_vnni_supported(), "AVX2": torch.cpu._is_avx2_supported()}
 PROOF = """
-import pathlib, sys, torch
+import sys, torch
 from slipstream import kernels
 kernels.HAS_AMX = False
 torch.backends.cpu.get_cpu_capability = lambda: sys.argv[1]
 sys.path.insert(0, sys.argv[2])
 import pytest
 assert kernels.available(), "not compiled"
-sys.exit(pytest.main(["-q", "-k", "proof or overflow or takes_in", "-p", "no:cacheprovider", sys.argv[3]]))
+sys.exit(pytest.main(["-q", "-W", "ignore", "-k", "proof or overflow or takes_in", "-p", "no:cacheprovider", sys.argv[3]]))
 """
 
 
