@@ -68,6 +68,11 @@ def _head(
 
 
 TABLE = (
+    Method(
+        "auto",
+        "whatever is quickest here, round by round: auto:head=DIR",
+        make="slipstream.drafters.auto:Auto.named",
+    ),
     Method("vanilla", "none: plain decoding", make="slipstream.drafters.vanilla:Vanilla"),
     Method("ngram", "repeats what followed the same words before", make="slipstream.drafters.ngram:NGram"),
     Method(

@@ -16,6 +16,7 @@ from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
 from slipstream.core.verify import Law, coupled, lossy_typical, multi_round
 from slipstream.decode.answer import Answer, Finish, Round, mean_accepted_length
+from slipstream.decode.costs import keep, policy
 from slipstream.decode.session import Seconds, Session
 from slipstream.decode.settings import Settings, check_kind
 from slipstream.drafters import load_drafter
@@ -262,7 +263,8 @@ class Job:
         prompts, answers = self.prompts, self.answers
         rows = min(self.batch or len(prompts), len(prompts))
         longest = max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))
-        session = Session(self.target, self.drafter, self.law, rows, capacity=longest)
+        chooses = policy(self.target, self.drafter, rows)
+        session = Session(self.target, self.drafter, self.law, rows, capacity=longest, policy=chooses)
         waiting = deque(range(len(prompts)))
         while waiting or session.texts:
             joining = [waiting.popleft() for _ in range(min(len(waiting), rows - len(session.texts)))]
@@ -283,6 +285,7 @@ class Job:
             session.seconds.host += perf_counter() - began
             yield session.seconds
             session.retire(each.text for each in news if answers[each.text].finish is not None)
+        keep(self.target, self.drafter)
 
     def _write(self, trace: Writer, session: Session) -> None:
         """One JSON line per text: the tree, the accepted slots and the target's own token."""

@@ -1,0 +1,126 @@
+"""Which tree a round should grow: the one that promises most tokens a second.
+
+Two things are known of every rung, a tree that the drafter offers: what a round with it costs here, measured
+once (`decode.costs`) and corrected by every round since; and how many of its tokens are accepted, on average
+and lately in the text at hand. So a text that is drafted badly is soon decoded plainly, and is tried again as
+what was seen of it fades.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import log2
+
+from slipstream.core.shape import Shape
+
+PRIOR = 2.0  # accepted tokens that the average of all texts weighs against what was seen of one
+FADES = 0.95  # of the evidence on a text this much is left after a round
+FADES_PLAIN = 0.995  # the same after a round that adds none
+LEARNS = 0.05  # weight of a round's time in its rung's cost
+KEEPS = 200.0  # rounds that an average of accepted tokens remembers
+GROWN, MATCHED = 0.35, (0.0, 0.3, 0.9)  # guesses: tokens accepted of n nodes, and of a match, over log2(n)
+
+
+@dataclass
+class Accepted:
+    """Tokens accepted in an average text. A guess counts as four rounds."""
+
+    mean: float
+    rounds: float = 4.0
+
+    def add(self, tokens: int, factor: float) -> None:
+        """A round of a text whose guesses are `factor` times as good."""
+        self.rounds = min(KEEPS, self.rounds + factor)
+        self.mean += (tokens - factor * self.mean) / self.rounds
+
+
+@dataclass
+class Ledger:
+    """What is known of a drafter's rungs, in any text.
+
+    Attributes:
+        seconds: of a round, by the texts that share it, then by rung.
+        accepted: tokens, by rung and `Drafter.signs`.
+        chosen: rounds of each rung.
+        kept: rounds whose acceptance is stored.
+    """
+
+    rungs: Sequence[Shape]
+    seconds: dict[int, list[float]] = field(default_factory=dict)
+    accepted: dict[tuple[int, int], Accepted] = field(default_factory=dict)
+    chosen: Counter[int] = field(default_factory=Counter)
+    kept: int = 0
+
+    def of(self, rung: int, sign: int) -> Accepted:
+        """The average, a guess before any was counted."""
+        if (rung, sign) not in self.accepted:
+            shape = self.rungs[rung]
+            rate = MATCHED[sign] + GROWN * bool(shape.width)
+            self.accepted[rung, sign] = Accepted(min(shape.depth, rate * log2(shape.nodes)))
+        return self.accepted[rung, sign]
+
+    def costs(self, texts: int) -> list[float]:
+        """Of every rung, for so many texts; for the nearest number that was measured."""
+        return self.seconds[min(self.seconds, key=lambda known: abs(log2(known / texts)))]
+
+
+@dataclass
+class Evidence:
+    """What was seen of one text: accepted tokens, and how many the averages had promised."""
+
+    accepted: float = 0.0
+    promised: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        """How much better than the average its guesses are."""
+        return (self.accepted + PRIOR) / (self.promised + PRIOR)
+
+    def fade(self, left: float) -> None:
+        self.accepted *= left
+        self.promised *= left
+
+
+class Policy:
+    """Chooses for one session: `choose` before a round, `learn` after it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._seen: dict[tuple[int, bool], Evidence] = {}  # by text, and whether there was a match
+        self._rung, self._rows = 0, list[tuple[int, int]]()
+
+    def choose(self, texts: Sequence[int], signs: Sequence[int]) -> Shape:
+        """The tree for a round of these texts, which show these signs."""
+        self._rows = list(zip(texts, signs, strict=True))
+        self._seen = {key: seen for key, seen in self._seen.items() if key[0] in texts}
+        costs = self.ledger.costs(len(texts))
+        self._rung = max(range(len(costs)), key=lambda rung: self._tokens(rung) / costs[rung])
+        self.ledger.chosen[self._rung] += 1
+        return self.ledger.rungs[self._rung]
+
+    def _tokens(self, rung: int) -> float:
+        """What a round would bring, over all texts."""
+        depth = self.ledger.rungs[rung].depth
+        means = (self._of(text, sign).factor * self.ledger.of(rung, sign).mean for text, sign in self._rows)
+        return sum(1 + min(depth, mean) for mean in means)
+
+    def _of(self, text: int, sign: int) -> Evidence:
+        return self._seen.setdefault((text, sign > 0), Evidence())
+
+    def learn(self, tokens: Sequence[int], seconds: float) -> None:
+        """What the chosen round brought each text, the target's own token included, and its time."""
+        shape = self.ledger.rungs[self._rung]
+        for (text, sign), made in zip(self._rows, tokens, strict=True):
+            average = self.ledger.of(self._rung, sign)
+            if not shape.depth or not (shape.width or sign):  # nothing was drafted
+                for matched in (False, True):
+                    self._of(text, matched).fade(FADES_PLAIN)
+                continue
+            seen = self._of(text, sign)
+            promised = average.mean
+            average.add(made - 1, seen.factor)
+            seen.fade(FADES)
+            seen.accepted += made - 1
+            seen.promised += promised
+        costs = self.ledger.costs(len(tokens))
+        costs[self._rung] *= min(2.0, max(0.5, seconds / costs[self._rung])) ** LEARNS
