@@ -39,6 +39,7 @@ from transformers import (
 from slipstream.core.drafter import CACHE, Drafter
 from slipstream.core.tree import chain
 from slipstream.drafters import load_drafter
+from slipstream.drafters.auto import Auto
 from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
 from slipstream.drafters.draft_model import DraftModel, Part
 from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
@@ -282,6 +283,24 @@ def documented() -> Any:
 
 
 Texts = list[list[int]]
+
+
+class Restless:
+    """A policy that takes turns among a drafter's rungs, in an order without a short period."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.rungs, self.rounds = drafter.rungs, 0
+
+    def choose(self, texts, signs):
+        assert len(texts) == len(signs)
+        self.rounds += 1
+        return self.rungs[self.rounds * self.rounds // 3 % len(self.rungs)]
+
+    def learn(self, tokens, seconds):
+        assert seconds > 0
+        assert min(tokens) > 0
+
+
 # what it is called -> a drafter for a target and the texts (prompt and plain answer) of its rows
 DRAFTERS: dict[str, Callable[[HFTarget, Texts], Drafter]] = {
     "the documented one": lambda target, texts: documented()(target),
@@ -294,6 +313,8 @@ DRAFTERS: dict[str, Callable[[HFTarget, Texts], Drafter]] = {
     "hybrid, bita": lambda target, texts: Hybrid(
         bita(target, "best-first-3x8", "noise", hosts=2), NGram(5, shortest=1)
     ),
+    "auto": lambda target, texts: Auto(eagle(target)),
+    "auto, matches, noise": lambda target, texts: Auto(fasteagle(target, "best-first-3x8", "noise")),
     "oracle": lambda target, texts: TreeOracle(texts, target.vocab),
     "random, probes, memory": lambda target, texts: random_drafter(target),
     "eagle": lambda target, texts: eagle(target),

@@ -2,14 +2,19 @@
 the user's cache."""
 
 from collections.abc import Iterator
+from dataclasses import astuple
 from statistics import median
 from time import perf_counter
-from typing import Any
 from weakref import WeakKeyDictionary
 
-from slipstream.core.drafter import Drafter
-from slipstream.core.sampling import Sampling
-from slipstream.core.shape import PLAIN
+import torch
+from rich.console import Group
+from rich.text import Text
+
+from slipstream.core.drafter import Drafter, State
+from slipstream.core.sampling import Sampler, Sampling
+from slipstream.core.shape import PLAIN, Shape
+from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree, chain
 from slipstream.decode.policy import Accepted, Ledger, Policy
@@ -21,6 +26,7 @@ LAPS, SECONDS, FEWEST = 8, 3.0, 2  # over all rungs: at most, in all, and at lea
 CONTEXT = 256  # tokens before the rounds that are measured
 NEWS = 200  # rounds between two writings of what was accepted
 FILE, ACCEPTED = "rounds.json", "accepted"
+SIGNS = ("no match", "short match", "long match")  # Drafter.signs
 _ledgers: WeakKeyDictionary[Drafter, Ledger] = WeakKeyDictionary()
 
 
@@ -32,7 +38,7 @@ def ledger(target: Target, drafter: Drafter) -> Ledger:
         kept = read_results(cache_home() / FILE).get(ACCEPTED, {}).get(_key(target, drafter), {})
         for name, means in kept.items():
             for sign, mean in enumerate(means if name in names else ()):
-                known.accepted[names.index(name), sign] = Accepted(mean, 2 * Accepted.rounds)
+                known.accepted[names.index(name), sign] = Accepted(*mean)
     return _ledgers[drafter]
 
 
@@ -53,7 +59,7 @@ def keep(target: Target, drafter: Drafter) -> None:
         return
     signs = 1 + max(sign for _, sign in known.accepted)
     means = {
-        rung.name: [round(known.of(i, sign).mean, 3) for sign in range(signs)]
+        rung.name: [[round(each, 3) for each in astuple(known.of(i, sign))] for sign in range(signs)]
         for i, rung in enumerate(drafter.rungs)
     }
     update_json(cache_home() / FILE, ACCEPTED, {_key(target, drafter): means})
@@ -94,49 +100,74 @@ def measured(target: Target, drafter: Drafter, texts: int) -> list[float]:
 
 def _laps(target: Target, drafter: Drafter, texts: int) -> Iterator[list[float]]:
     """Seconds of a round of every rung, again and again. The first lap makes buffers and graphs."""
-    context = min(CONTEXT, target.window // 2)
-    prompts = [[(7 * i + text) % target.vocab for i in range(context)] for text in range(texts)]
-    full: Any = Full(drafter)
-    session = Session(
-        target, full, rows=texts, capacity=min(2 * CONTEXT, target.window), shapes=drafter.rungs
-    )
-    session.admit(prompts, [Sampling()] * texts)
+    session = _session(target, drafter, texts)
     for rung in drafter.rungs:
         session.step(shape=rung)
         assert list(session.state.held())  # a drafter that waits reads now, so that it has one token to read
         session.step(shape=PLAIN)
         session.step(shape=rung)
+    deepest = max(rung.depth for rung in drafter.rungs)
     while True:
         lap = []
         for rung in drafter.rungs:
+            if max(session.lengths) + deepest + 2 > target.window:
+                session = _session(target, drafter, texts)
             before = perf_counter()
             drafter.signs(session.state)
-            session.step(min(rung.depth, target.window - 2 - max(session.lengths)), rung)
+            session.step(shape=rung)
             lap.append(perf_counter() - before)
         yield lap
 
 
-class Full:
+def _session(target: Target, drafter: Drafter, texts: int) -> Session:
+    """A session under way."""
+    context = min(CONTEXT, target.window // 4)
+    prompts = [[(7 * i + text) % target.vocab for i in range(context)] for text in range(texts)]
+    capacity = min(2 * CONTEXT, target.window)
+    session = Session(target, Full(drafter), rows=texts, capacity=capacity, shapes=drafter.rungs)
+    session.admit(prompts, [Sampling()] * texts)
+    return session
+
+
+class Full(Drafter):
     """The same drafter, for which there is always a match, though never a right one."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
+        self._drafter, self.taps, self.memory = drafter, drafter.taps, drafter.memory
+        self.rows, self.depth = drafter.rows, drafter.depth
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)
+    def start(self, batch: int, device: torch.device) -> State:
+        return self._drafter.start(batch, device)
 
-    def propose(self, state: Any, sampler: Any, shape: Any) -> Tree:
+    def absorb(self, span: Span, state: State) -> None:
+        self._drafter.absorb(span, state)
+
+    def room(self, shape: Shape | None = None) -> int:
+        return self._drafter.room(shape)
+
+    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
         tree = self._drafter.propose(state, sampler, shape)
-        return tree if shape.width else chain(state.root[:, None].repeat(1, shape.nodes))
+        return tree if shape is None or shape.width else chain(state.root[:, None].repeat(1, shape.nodes))
 
 
-def explained(drafter: Drafter) -> Figures:
-    """What a policy chose in this process, and why: a row for every rung."""
+def explained(drafter: Drafter) -> Group:
+    """What was chosen in this process, and why: a row for every rung."""
     known = _ledgers[drafter]
     texts = min(known.seconds)
-    columns = ("nodes", "ms a round", "tokens a round: no match", "short match", "long match", "rounds")
-    table = Figures(f"{drafter.name}: what it chose among", "tree", *columns)
-    for i, (rung, seconds) in enumerate(zip(known.rungs, known.costs(texts), strict=True)):
-        tokens = [f"{1 + known.of(i, sign).mean:.2f}" for sign in range(3)]
-        table.add_row(rung.name, rung.nodes, f"{1e3 * seconds:.1f}", *tokens, known.chosen[i])
-    return table
+    costs = known.costs(texts)
+    title = f"{drafter.name} chose, of {known.chosen.total()} rounds"
+    table = Figures(
+        title, "tree", "rounds", "nodes", "ms", *(f"tokens, {sign}" for sign in SIGNS), "tokens/s"
+    )
+    for i, (rung, cost) in enumerate(zip(known.rungs, costs, strict=True)):
+        brings = [1 + known.of(i, sign).mean for sign in range(len(SIGNS))]
+        speeds = texts * brings[0] / cost, texts * brings[-1] / cost
+        speed = f"{speeds[0]:.0f} to {speeds[1]:.0f}" if rung.depth else f"{speeds[0]:.0f}"
+        row = (known.chosen[i], rung.nodes, f"{1e3 * cost:.1f}", *(f"{each:.2f}" for each in brings), speed)
+        table.add_row(rung.name, *row)
+    note = (
+        "A round takes the tree that promises most tokens a second. Tokens are means over all texts; a text "
+        "whose guesses are accepted less often than these takes smaller trees, or none (plain), and is tried "
+        f"again now and then. Kept in {cache_home() / FILE}."
+    )
+    return Group(table, Text(note, "dim"))

@@ -114,7 +114,7 @@ def generate(
     target: Target, prompts: Prompts, drafter: Named | Drafter = ..., **options: Unpack[BatchOptions]
 ) -> Any: ...
 def generate(
-    target: Target, prompts: Prompts, drafter: Named | Drafter = "vanilla", **options: Unpack[BatchOptions]
+    target: Target, prompts: Prompts, drafter: Named | Drafter = "auto", **options: Unpack[BatchOptions]
 ) -> Any:
     """Answer one prompt (a `Generation`) or several (a list of them), `batch` at once.
 
@@ -126,7 +126,8 @@ def generate(
     Args:
         prompts: text (put through the chat template where there is one), messages, token ids (a list, tensor
             or array), or what a tokenizer returns, whose masked padding is dropped; or a list of such.
-        drafter: a name, a directory or a `Drafter`.
+        drafter: a name, a directory or a `Drafter`. "auto" takes what is quickest here, round by round. Its
+            first use measures rounds for a few seconds, and keeps the result in the user's cache.
         max_new_tokens: tokens per answer, at most; default: the target's limit, or 256.
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed,
             processors: see `Sampling`. `top_k` is off unless this or the target sets it.
@@ -156,7 +157,7 @@ def generate(
 
 
 def stream(
-    target: Target, prompt: Prompt, drafter: Named | Drafter = "vanilla", **options: Unpack[Options]
+    target: Target, prompt: Prompt, drafter: Named | Drafter = "auto", **options: Unpack[Options]
 ) -> "Stream":
     """Answer one prompt piece by piece, with the options of `generate`.
 

@@ -9,24 +9,36 @@ what was seen of it fades.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import log2
+from math import log2, sqrt
 
 from slipstream.core.shape import Shape
 
 PRIOR = 2.0  # accepted tokens that the average of all texts weighs against what was seen of one
 FADES = 0.95  # of the evidence on a text this much is left after a round
-FADES_PLAIN = 0.995  # the same after a round that adds none
+FADES_UNUSED = 0.995  # the same after a round that adds none
 LEARNS = 0.05  # weight of a round's time in its rung's cost
 KEEPS = 200.0  # rounds that an average of accepted tokens remembers
-GROWN, MATCHED = 0.35, (0.0, 0.3, 0.9)  # guesses: tokens accepted of n nodes, and of a match, over log2(n)
+GROWN, MATCHED = 0.18, (0.0, 0.3, 0.9)  # guesses: tokens accepted of n nodes, and of a match, over log2(n)
+GUESS = 4.0  # rounds that a guess counts as
+HOPE = 0.5  # a mean of n rounds may be higher by this share over √n
+FIRST = 0.4  # of a head's tree, whatever its size
 
 
 @dataclass
 class Accepted:
-    """Tokens accepted in an average text. A guess counts as four rounds."""
+    """Tokens accepted in an average text, and the rounds that tell."""
 
     mean: float
-    rounds: float = 4.0
+    rounds: float = GUESS
+
+    @property
+    def hoped(self) -> float:
+        """The mean, and more where few rounds tell: what is never tried is never known."""
+        return self.mean * (1 + HOPE / sqrt(self.rounds))
+
+    def fade(self) -> None:
+        """Another round went by."""
+        self.rounds = max(GUESS, self.rounds * FADES_UNUSED)
 
     def add(self, tokens: int, factor: float) -> None:
         """A round of a text whose guesses are `factor` times as good."""
@@ -55,8 +67,8 @@ class Ledger:
         """The average, a guess before any was counted."""
         if (rung, sign) not in self.accepted:
             shape = self.rungs[rung]
-            rate = MATCHED[sign] + GROWN * bool(shape.width)
-            self.accepted[rung, sign] = Accepted(min(shape.depth, rate * log2(shape.nodes)))
+            rate, first = (MATCHED[sign] + GROWN, FIRST) if shape.width else (MATCHED[sign], 0.0)
+            self.accepted[rung, sign] = Accepted(min(float(shape.depth), first + rate * log2(shape.nodes)))
         return self.accepted[rung, sign]
 
     def costs(self, texts: int) -> list[float]:
@@ -100,9 +112,9 @@ class Policy:
 
     def _tokens(self, rung: int) -> float:
         """What a round would bring, over all texts."""
-        depth = self.ledger.rungs[rung].depth
-        means = (self._of(text, sign).factor * self.ledger.of(rung, sign).mean for text, sign in self._rows)
-        return sum(1 + min(depth, mean) for mean in means)
+        depth = float(self.ledger.rungs[rung].depth)
+        means = (self._of(text, sign).factor * self.ledger.of(rung, sign).hoped for text, sign in self._rows)
+        return sum((1.0 + min(depth, mean) for mean in means), 0.0)
 
     def _of(self, text: int, sign: int) -> Evidence:
         return self._seen.setdefault((text, sign > 0), Evidence())
@@ -110,11 +122,13 @@ class Policy:
     def learn(self, tokens: Sequence[int], seconds: float) -> None:
         """What the chosen round brought each text, the target's own token included, and its time."""
         shape = self.ledger.rungs[self._rung]
+        for average in self.ledger.accepted.values():
+            average.fade()
         for (text, sign), made in zip(self._rows, tokens, strict=True):
             average = self.ledger.of(self._rung, sign)
             if not shape.depth or not (shape.width or sign):  # nothing was drafted
                 for matched in (False, True):
-                    self._of(text, matched).fade(FADES_PLAIN)
+                    self._of(text, matched).fade(FADES_UNUSED)
                 continue
             seen = self._of(text, sign)
             promised = average.mean

@@ -108,6 +108,7 @@ class Auto(Drafter):
             if not waits or sum(each.tokens.shape[1] for each in state.missed) >= BEHIND:
                 self.catch_up(state)
 
+    @torch.inference_mode()
     def catch_up(self, state: AutoState) -> None:
         """Let the head read what it missed."""
         if state.missed and self.hybrid is not None:
