@@ -86,7 +86,7 @@ class Auto(Drafter):
                 "fasteagle, or its directory"
             )
         drafter.grow_as("chain-1", "noise" if temperature else "top-k")
-        return cls(drafter, f"auto:head={head}")
+        return cls(drafter, f"auto:head={head}{', T > 0' * bool(temperature)}")
 
     def start(self, batch: int, device: torch.device) -> AutoState:
         root = torch.zeros(batch, dtype=torch.long, device=device)
