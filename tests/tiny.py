@@ -52,6 +52,7 @@ from slipstream.drafters.lookahead import Lookahead
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.ngram import NGram
 from slipstream.drafters.random_drafter import RandomDrafter
+from slipstream.drafters.suffix import Suffix
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.methods import METHODS
 from slipstream.targets import HFTarget
@@ -306,12 +307,12 @@ DRAFTERS: dict[str, Callable[[HFTarget, Texts], Drafter]] = {
     "the documented one": lambda target, texts: documented()(target),
     "ngram": lambda target, texts: NGram(shortest=1),
     "lookahead": lambda target, texts: Lookahead(window=3, ngram=3, guesses=2),
-    "hybrid": lambda target, texts: Hybrid(eagle(target, "dynamic-3x4x14"), NGram(4, shortest=1)),
-    "hybrid, noise": lambda target, texts: Hybrid(
-        fasteagle(target, "best-first-3x8", "noise"), NGram(5, shortest=1)
-    ),
+    "suffix": lambda target, texts: Suffix(),
+    "suffix, remembering": lambda target, texts: Suffix(12, 5, remember=1),
+    "hybrid": lambda target, texts: Hybrid(eagle(target, "dynamic-3x4x14"), Suffix(8, 4)),
+    "hybrid, noise": lambda target, texts: Hybrid(fasteagle(target, "best-first-3x8", "noise"), Suffix(8, 5)),
     "hybrid, bita": lambda target, texts: Hybrid(
-        bita(target, "best-first-3x8", "noise", hosts=2), NGram(5, shortest=1)
+        bita(target, "best-first-3x8", "noise", hosts=2), Suffix(8, 5, remember=1)
     ),
     "auto": lambda target, texts: Auto(eagle(target)),
     "auto, matches, noise": lambda target, texts: Auto(fasteagle(target, "best-first-3x8", "noise")),

@@ -75,6 +75,7 @@ TABLE = (
     ),
     Method("vanilla", "none: plain decoding", make="slipstream.drafters.vanilla:Vanilla"),
     Method("ngram", "repeats what followed the same words before", make="slipstream.drafters.ngram:NGram"),
+    Method("suffix", "a tree of all that followed them", make="slipstream.drafters.suffix:Suffix"),
     Method(
         "lookahead",
         "n-grams that the target's own passes make",
@@ -82,7 +83,7 @@ TABLE = (
     ),
     Method(
         "hybrid",
-        "a head and n-grams in one tree: hybrid:head=fasteagle",
+        "a head and matches in one tree: hybrid:head=fasteagle",
         make="slipstream.drafters.hybrid:Hybrid.named",
     ),
     _head("eagle", "Eagle", "guesses the target's next state", {"eagle": "EagleLayout"}),

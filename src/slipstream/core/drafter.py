@@ -45,10 +45,10 @@ class State:
     def select(self, order: list[int]) -> None:
         """Go on with some of the rows, in that order."""
         index = torch.tensor(order, dtype=torch.long, device=self.root.device)
-        for part, name, value in self.held():
+        for name, value in vars(self).items():
             if isinstance(value, Tensor):
-                setattr(part, name, value[index])
-            elif isinstance(value, KVCache):
+                setattr(self, name, value[index])
+            elif isinstance(value, KVCache | State):
                 value.select(order)
 
     def join(self, other: "State") -> None:
