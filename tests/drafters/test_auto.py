@@ -56,7 +56,7 @@ def test_without_weights_there_are_matches_alone():
     """A target that nothing was trained for."""
     target = tiny.target("llama")
     auto = load_drafter("auto", target)
-    assert [rung.name for rung in auto.rungs] == ["plain", "matches-3", "matches-7"]
+    assert [rung.name for rung in auto.rungs] == ["plain", "matches-4", "matches-8", "matches-16"]
     assert auto.taps == ()
     made = generate(target, PROMPTS, auto, max_new_tokens=30)
     assert [each.tokens for each in made] == [

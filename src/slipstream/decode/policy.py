@@ -18,7 +18,7 @@ FADES = 0.95  # of the evidence on a text this much is left after a round
 FADES_UNUSED = 0.995  # the same after a round that adds none
 LEARNS = 0.05  # weight of a round's time in its rung's cost
 KEEPS = 200.0  # rounds that an average of accepted tokens remembers
-GROWN, MATCHED = 0.18, (0.0, 0.3, 0.9)  # guesses: tokens accepted of n nodes, and of a match, over log2(n)
+GROWN, MATCHED = 0.18, (0.05, 0.2, 0.5, 0.9)  # guesses: accepted tokens over log2(nodes), and by sign
 GUESS = 4.0  # rounds that a guess counts as
 HOPE = 0.5  # a mean of n rounds may be higher by this share over √n
 FIRST = 0.4  # of a head's tree, whatever its size
@@ -68,7 +68,7 @@ class Ledger:
         if (rung, sign) not in self.accepted:
             shape = self.rungs[rung]
             rate, first = (MATCHED[sign] + GROWN, FIRST) if shape.width else (MATCHED[sign], 0.0)
-            self.accepted[rung, sign] = Accepted(min(float(shape.depth), first + rate * log2(shape.nodes)))
+            self.accepted[rung, sign] = Accepted(min(shape.nodes - 1.0, first + rate * log2(shape.nodes)))
         return self.accepted[rung, sign]
 
     def costs(self, texts: int) -> list[float]:
@@ -112,9 +112,9 @@ class Policy:
 
     def _tokens(self, rung: int) -> float:
         """What a round would bring, over all texts."""
-        depth = float(self.ledger.rungs[rung].depth)
+        most = self.ledger.rungs[rung].nodes - 1.0
         means = (self._of(text, sign).factor * self.ledger.of(rung, sign).hoped for text, sign in self._rows)
-        return sum((1.0 + min(depth, mean) for mean in means), 0.0)
+        return sum((1.0 + min(most, mean) for mean in means), 0.0)
 
     def _of(self, text: int, sign: int) -> Evidence:
         return self._seen.setdefault((text, sign > 0), Evidence())
@@ -126,7 +126,7 @@ class Policy:
             average.fade()
         for (text, sign), made in zip(self._rows, tokens, strict=True):
             average = self.ledger.of(self._rung, sign)
-            if not shape.depth or not (shape.width or sign):  # nothing was drafted
+            if not shape.depth:
                 for matched in (False, True):
                     self._of(text, matched).fade(FADES_UNUSED)
                 continue

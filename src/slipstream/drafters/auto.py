@@ -4,9 +4,9 @@ What is chosen, and when, is up to `decode.policy`. Here is what there is to cho
 """
 
 import json
-from collections.abc import Iterator
+from bisect import bisect
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
 import torch
 
@@ -18,14 +18,15 @@ from slipstream.core.span import Span, merged
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree
 from slipstream.drafters.hybrid import Hybrid, HybridState
-from slipstream.drafters.ngram import NGram
 from slipstream.drafters.proposer import Proposer
+from slipstream.drafters.suffix import Suffix
 from slipstream.methods import SHIPPED
 
 HEADS = ("fasteagle", "eagle", "eagle3", "medusa", "glide")  # the quickest first, of those that ship
-NODES = (2, 4, 8, 16)  # of the head's trees
+NODES = (2, 4, 8, 16)  # of a tree of the head, matches included
 DEEPEST = 5
-MATCHES = (3, 7)  # tokens of a match
+MATCHES = (4, 8, 16)  # of a tree of matches
+SURE = (0.2, 0.8, 2.0)  # tokens that matches promise: signs for the policy
 BEHIND = 16  # tokens that a head may lag behind the text: it reads so many at once for the price of one
 
 
@@ -36,9 +37,15 @@ class AutoState(HybridState):
     drafter: "Auto"
     missed: list[Span] = field(default_factory=list)
 
-    def held(self) -> Iterator[tuple[State, str, Any]]:
-        self.drafter.catch_up(self)  # rows are about to change
-        return super().held()
+    def select(self, order: list[int]) -> None:
+        self.drafter.catch_up(self)
+        super().select(order)
+
+    def join(self, other: State) -> None:
+        self.drafter.catch_up(self)
+        if isinstance(other, AutoState):
+            self.drafter.catch_up(other)
+        super().join(other)
 
 
 @final
@@ -51,20 +58,18 @@ class Auto(Drafter):
     """
 
     def __init__(self, head: Proposer | None = None, name: str = "auto") -> None:
-        self.ngram = NGram(max(MATCHES))
-        self.hybrid: Hybrid | None = None
-        matches = [Shape(f"matches-{depth}", (), depth, 1 + depth, 0, 0) for depth in MATCHES]
-        self.rungs, self.name = (PLAIN, *matches), name
-        self.rows, self.depth = self.ngram.rows, self.ngram.depth
+        self.matches, self.hybrid, self.name = Suffix(max(MATCHES)), None, name
+        found = [Shape(f"matches-{n}", (), n - 1, n, 0, 0) for n in MATCHES]
+        self.rungs = (PLAIN, *found)
+        self.rows, self.depth = self.matches.rows, self.matches.depth
         if head is not None:
             deepest = min(DEEPEST, head.deepest or DEEPEST)
-            trees = [Shape.parse(f"best-first-{min(deepest, n // 2)}x{n}") for n in NODES]
+            trees = [Shape.parse(f"best-first-{max(1, min(deepest, n // 2))}x{n}") for n in NODES]
             head.grow_as(trees[-1], head.proposal)
-            self.hybrid = Hybrid(head, NGram(6))
+            self.hybrid = Hybrid(head, self.matches)
             self.rungs += tuple(trees)
-            self.taps, self.peeks = head.taps, head.peeks
-            self.rows, self.depth = max(self.rows, self.hybrid.rows), max(self.depth, self.hybrid.depth)
-            self.memory = head.memory
+            self.taps, self.peeks, self.memory = head.taps, head.peeks, head.memory
+            self.rows = max(self.rows, self.hybrid.rows)
 
     @classmethod
     def named(cls, target: Target, head: str | None = None, temperature: float = 0.0) -> "Auto":
@@ -91,16 +96,15 @@ class Auto(Drafter):
     def start(self, batch: int, device: torch.device) -> AutoState:
         root = torch.zeros(batch, dtype=torch.long, device=device)
         head = State(root) if self.hybrid is None else self.hybrid.head.start(batch, device)
-        return AutoState(root, head, self.ngram.start(batch, device), self)
+        return AutoState(root, head, self.matches.start(batch, device), self)
 
     def room(self, shape: Shape | None = None) -> int:
         if shape is None:
             return max(map(self.room, self.rungs))
-        trees = self.hybrid is not None and shape in self.rungs[1 + len(MATCHES) :]
-        return self.hybrid.room(shape) if self.hybrid is not None and trees else shape.nodes
+        return self.hybrid.room(shape) if self.hybrid is not None and shape.width else shape.nodes
 
     def absorb(self, span: Span, state: AutoState) -> None:
-        self.ngram.absorb(span, state.ngram)
+        self.matches.absorb(span, state.matches)
         state.root = span.root
         if self.hybrid is not None:
             state.missed.append(span)
@@ -116,15 +120,17 @@ class Auto(Drafter):
         state.missed = []
 
     def signs(self, state: AutoState) -> list[int]:
-        """0: no match; 1: a short one; 2: one of full length."""
+        """How many tokens matches promise: few, some, more, many."""
         if not look.may_look(state.root):
             return super().signs(state)
-        _, length = self.ngram._match(state.ngram)
-        return (length >= self.ngram.shortest).long().add(length == self.ngram.longest).tolist()
+        tree = self.matches.propose(state.matches, Sampler([], [], 0), self.rungs[len(MATCHES) - 1])
+        assert tree.scores is not None
+        promised: list[float] = tree.scores[:, 1:].exp().sum(1).tolist()
+        return [bisect(SURE, tokens) for tokens in promised]
 
     def propose(self, state: AutoState, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        if self.hybrid is None or (shape is not None and shape in self.rungs[: 1 + len(MATCHES)]):
-            return self.ngram.propose(state.ngram, sampler, shape)
+        if self.hybrid is None or (shape is not None and not shape.width):
+            return self.matches.propose(state.matches, sampler, shape)
         self.catch_up(state)
         return self.hybrid.propose(state, sampler, shape)
 

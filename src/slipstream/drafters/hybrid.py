@@ -85,7 +85,8 @@ class Hybrid(Drafter):
 
     def propose(self, state: HybridState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         tree = self.head.propose(state.head, sampler, shape)
-        matches = self.matches.propose(state.matches, sampler, shape)
+        deep = shape and replace(shape, depth=shape.nodes - 1)  # its depth is that of draft steps
+        matches = self.matches.propose(state.matches, sampler, deep)
         if tree.nodes == 1:  # the head guesses nothing
             return replace(matches, probes=tree.probes)
         return merged(tree, matches)

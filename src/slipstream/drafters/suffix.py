@@ -38,10 +38,19 @@ class Memory:
         self.written += len(text)
 
 
+class Matches(NamedTuple):
+    """K continuations of each text, `PAD` behind their ends."""
+
+    tokens: Int[Tensor, "B K D"]
+    lengths: Int[Tensor, "B K"]  # how many tokens matched before them
+    worth: Float[Tensor, " K"]  # factors of their weights
+
+
 @dataclass
 class SuffixState(TextState):
     asked: Int[Tensor, " B"]  # tokens of the prompt; PAD before the first guess
     memory: Memory | None
+    found: Matches | None = None  # at this root
 
     def select(self, order: list[int]) -> None:
         """See `State`. Answers that leave are remembered."""
@@ -50,14 +59,6 @@ class SuffixState(TextState):
             if self.memory is not None and begin >= 0:
                 self.memory.put(torch.cat([self.text[row, begin:end], self.root[row : row + 1]]))
         super().select(order)
-
-
-class Matches(NamedTuple):
-    """K continuations of each text, `PAD` behind their ends."""
-
-    tokens: Int[Tensor, "B K D"]
-    lengths: Int[Tensor, "B K"]  # how many tokens matched before them
-    worth: Float[Tensor, " K"]  # factors of their weights
 
 
 @final
@@ -98,15 +99,19 @@ class Suffix(Drafter):
 
     def absorb(self, span: Span, state: SuffixState) -> None:
         state.read(span)
+        state.found = None
 
     def propose(self, state: SuffixState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         nodes, depth = (self.rows, self.depth) if shape is None else (shape.nodes, shape.depth)
         state.asked = state.length.where(state.asked < 0, state.asked)
-        return grown(state.root, self._matches(state, depth), nodes - 1)
+        if state.found is None:
+            state.found = self._matches(state)
+        matches = state.found._replace(tokens=state.found.tokens[..., :depth])
+        return grown(state.root, matches, nodes - 1)
 
-    def _matches(self, state: SuffixState, depth: int) -> Matches:
+    def _matches(self, state: SuffixState) -> Matches:
         """The best of the text's own, and of those that it remembers."""
-        ends = state.ends(LONGEST)
+        depth, ends = self.depth, state.ends(LONGEST)
         slots, lengths = match_lengths(state.viewed(), ends)
         slots, lengths = _best(slots, lengths.where(slots < state.length[:, None], 0))
         own = Matches(state.following(slots, depth), lengths, torch.ones(slots.shape[1], device=slots.device))
