@@ -38,6 +38,7 @@ from transformers import (
 
 from slipstream.core.drafter import CACHE, Drafter
 from slipstream.core.tree import chain
+from slipstream.decode.policy import Ledger, Policy
 from slipstream.drafters import load_drafter
 from slipstream.drafters.auto import Auto
 from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
@@ -286,10 +287,11 @@ def documented() -> Any:
 Texts = list[list[int]]
 
 
-class Restless:
-    """A policy that takes turns among a drafter's rungs, in an order without a short period."""
+class Restless(Policy):
+    """Takes turns among a drafter's rungs, in an order without a short period."""
 
     def __init__(self, drafter: Drafter) -> None:
+        super().__init__(Ledger(drafter.rungs))
         self.rungs, self.rounds = drafter.rungs, 0
 
     def choose(self, texts, signs):

@@ -29,7 +29,7 @@ def test_a_head_that_sat_out_rounds_proposes_the_same(head, plain):
             session.step(shape=shape)
             if not lags:
                 auto.catch_up(session.state)
-        assert lags == bool(session.state.missed)
+        assert lags or not session.state.missed
         with torch.inference_mode():
             made.append(auto.propose(session.state, session.sampler, tree))
     late, soon = made

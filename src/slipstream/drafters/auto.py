@@ -5,7 +5,7 @@ What is chosen, and when, is up to `decode.policy`. Here is what there is to cho
 
 import json
 from bisect import bisect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
@@ -107,7 +107,7 @@ class Auto(Drafter):
         self.matches.absorb(span, state.matches)
         state.root = span.root
         if self.hybrid is not None:
-            state.missed.append(span)
+            state.missed.append(replace(span, tree=None, path=None, logits=None))
             waits = look.may_look(span.root)  # what is captured cannot wait
             if not waits or sum(each.tokens.shape[1] for each in state.missed) >= BEHIND:
                 self.catch_up(state)
