@@ -1,5 +1,7 @@
 """Auto: the head reads later what it missed, and says the same."""
 
+import random
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from slipstream.decode.generate import generate
 from slipstream.decode.session import Session
 from slipstream.drafters import load_drafter
 from slipstream.drafters.auto import BEHIND, Auto
+from slipstream.drafters.ngram import TextState
 
 PROMPTS = tiny.prompts(9, 14, 5)
 
@@ -50,6 +53,23 @@ def test_rows_that_leave_take_what_the_head_missed_with_them():
     assert session.state.missed == []
     assert len(session.state.head.root) == 2
     session.step(shape=auto.rungs[-1])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_length_of_a_match_is_that_of_direct_search(seed):
+    """Texts over two letters, in which long matches and none come about, beside others in a batch."""
+    draws = random.Random(seed)
+    lines = [[draws.randrange(2) for _ in range(draws.randrange(1, 30))] for _ in range(3)]
+    width = max(map(len, lines))
+    text = torch.tensor([line[:-1] + [7] * (width - len(line) + 1) for line in lines])
+    state = TextState(
+        torch.tensor([line[-1] for line in lines]), text, torch.tensor([len(line) - 1 for line in lines])
+    )
+    for line, found in zip(lines, state.matched(8), strict=True):
+        stands = (
+            n for n in range(8, 0, -1) if any(line[i : i + n] == line[-n:] for i in range(len(line) - n))
+        )
+        assert found == next(stands, 0)
 
 
 def test_without_weights_there_are_matches_alone():

@@ -26,7 +26,7 @@ LAPS, SECONDS, FEWEST = 8, 3.0, 2  # over all rungs: at most, in all, and at lea
 CONTEXT = 256  # tokens before the rounds that are measured
 NEWS = 200  # rounds between two writings of what was accepted
 FILE, ACCEPTED = "rounds.json", "accepted"
-SIGNS = ("none", "few", "some", "many")  # Drafter.signs: tokens that matches promise
+SIGNS = ("no match", "short", "long", "very long")  # Drafter.signs
 _ledgers: WeakKeyDictionary[Drafter, Ledger] = WeakKeyDictionary()
 
 
@@ -125,7 +125,7 @@ def _session(target: Target, drafter: Drafter, texts: int) -> Session:
     prompts = [[(7 * i + text) % target.vocab for i in range(context)] for text in range(texts)]
     capacity = min(2 * CONTEXT, target.window)
     session = Session(target, Full(drafter), rows=texts, capacity=capacity, shapes=drafter.rungs)
-    session.admit(prompts, [Sampling()] * texts)
+    session.admit(prompts, [Sampling(temperature=float(drafter.peeks))] * texts)  # noise takes its time
     return session
 
 

@@ -16,7 +16,7 @@ from slipstream.core.shape import Shape
 PRIOR = 2.0  # accepted tokens that the average of all texts weighs against what was seen of one
 FADES = 0.95  # of the evidence on a text this much is left after a round
 FADES_UNUSED = 0.995  # the same after a round that adds none
-LEARNS = 0.05  # weight of a round's time in its rung's cost
+LEARNS = 0.05  # weight of a round's time in its rung's cost, at least
 KEEPS = 200.0  # rounds that an average of accepted tokens remembers
 GROWN, MATCHED = 0.18, (0.05, 0.2, 0.5, 0.9)  # guesses: accepted tokens over log2(nodes), and by sign
 GUESS = 4.0  # rounds that a guess counts as
@@ -137,4 +137,5 @@ class Policy:
             seen.accepted += made - 1
             seen.promised += promised
         costs = self.ledger.costs(len(tokens))
-        costs[self._rung] *= min(2.0, max(0.5, seconds / costs[self._rung])) ** LEARNS
+        share = max(LEARNS, 1 / (4 + self.ledger.chosen[self._rung]))
+        costs[self._rung] *= min(2.0, max(0.5, seconds / costs[self._rung])) ** share

@@ -26,8 +26,8 @@ HEADS = ("fasteagle", "eagle", "eagle3", "medusa", "glide")  # the quickest firs
 NODES = (2, 4, 8, 16)  # of a tree of the head, matches included
 DEEPEST = 5
 MATCHES = (4, 8, 16)  # of a tree of matches
-SURE = (0.2, 0.8, 2.0)  # tokens that matches promise: signs for the policy
-BEHIND = 16  # tokens that a head may lag behind the text: it reads so many at once for the price of one
+LONG = (2, 4, 8)  # tokens of a match: signs for the policy
+BEHIND = 16  # tokens that a head may lag behind the text: so many cost little more than one
 
 
 @dataclass
@@ -120,13 +120,10 @@ class Auto(Drafter):
         state.missed = []
 
     def signs(self, state: AutoState) -> list[int]:
-        """How many tokens matches promise: few, some, more, many."""
+        """How long a match there is: none, short, long, very long."""
         if not look.may_look(state.root):
             return super().signs(state)
-        tree = self.matches.propose(state.matches, Sampler([], [], 0), self.rungs[len(MATCHES) - 1])
-        assert tree.scores is not None
-        promised: list[float] = tree.scores[:, 1:].exp().sum(1).tolist()
-        return [bisect(SURE, tokens) for tokens in promised]
+        return [bisect(LONG, length) for length in state.matches.matched(LONG[-1])]
 
     def propose(self, state: AutoState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         if self.hybrid is None or (shape is not None and not shape.width):
