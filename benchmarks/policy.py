@@ -20,7 +20,7 @@ from common import prompts_by_file, run
 from slipstream.cli import common as cli
 from slipstream.core.sampling import Sampling
 from slipstream.core.shape import Shape
-from slipstream.decode.costs import policy
+from slipstream.decode.costs import keep, policy
 from slipstream.decode.session import Session
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
@@ -61,6 +61,7 @@ def cell(
             made = [each for _ in range(TURN) for each in session.step(shape=shape)]
             if turn:  # the first one warms up
                 spent[name].append((sum(len(each.tokens) for each in made), perf_counter() - began))
+    keep(target, arms[1][1].drafter)  # as `generate` does
     speeds = {name: sum(n for n, _ in some) / sum(s for _, s in some) for name, some in spent.items()}
     best = max((name for name in speeds if name != "auto"), key=lambda name: speeds[name])
     return {

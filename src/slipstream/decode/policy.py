@@ -16,6 +16,8 @@ from slipstream.core.shape import Shape
 PRIOR = 2.0  # accepted tokens that the average of all texts weighs against what was seen of one
 FADES = 0.95  # of the evidence on a text this much is left after a round
 FADES_UNUSED = 0.995  # the same after a round that adds none
+WORTH = 1.03  # a tree is grown if it promises so many times plain decoding's speed
+SURE, OFTEN = 1.3, 32  # below this gain, every so many rounds a plain one tells again what it costs
 LEARNS = 0.05  # weight of a round's time in its rung's cost, at least
 KEEPS = 200.0  # rounds that an average of accepted tokens remembers
 GROWN, MATCHED = 0.18, (0.05, 0.2, 0.5, 0.9)  # guesses: accepted tokens over log2(nodes), and by sign
@@ -100,13 +102,17 @@ class Policy:
         self.ledger = ledger
         self._seen: dict[tuple[int, bool], Evidence] = {}  # by text, and whether there was a match
         self._rung, self._rows = 0, list[tuple[int, int]]()
+        self._since = 0  # rounds since the last plain one
 
     def choose(self, texts: Sequence[int], signs: Sequence[int]) -> Shape:
         """The tree for a round of these texts, which show these signs."""
         self._rows = list(zip(texts, signs, strict=True))
         self._seen = {key: seen for key, seen in self._seen.items() if key[0] in texts}
-        costs = self.ledger.costs(len(texts))
-        self._rung = max(range(len(costs)), key=lambda rung: self._tokens(rung) / costs[rung])
+        speeds = [self._tokens(rung) / cost for rung, cost in enumerate(self.ledger.costs(len(texts)))]
+        best = max(range(len(speeds)), key=lambda rung: speeds[rung])
+        gain = speeds[best] / speeds[0]
+        self._since = 0 if gain < WORTH or (gain < SURE and self._since >= OFTEN) else self._since + 1
+        self._rung = best if self._since else 0
         self.ledger.chosen[self._rung] += 1
         return self.ledger.rungs[self._rung]
 
