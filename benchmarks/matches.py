@@ -146,8 +146,8 @@ def alone(target: HFTarget, texts: Texts) -> list[Arm]:
     arms = []
     for nodes in NODES:
         for name, drafter in {
-            "ngram:shortest=2": NGram(nodes, shortest=2),
-            "ngram:shortest=1": NGram(nodes),
+            "ngram:shortest=2": NGram(nodes),
+            "ngram:shortest=1": NGram(nodes, shortest=1),
             "suffix": Suffix(nodes + 1),
             "suffix, remembering": Suffix(nodes + 1, remember=MEMORY),
         }.items():

@@ -66,13 +66,13 @@ class NGram(Drafter):
     Args:
         depth: tokens drafted per round.
         longest: matches are compared up to this length. Of equally long ones the latest is taken.
-        shortest: a match must have at least this length. With 2, drafts are rarer and better.
+        shortest: a match must have at least this length. With 1, drafts are more frequent and worse.
 
     Raises:
         ValueError: no match can meet the limits.
     """
 
-    def __init__(self, depth: int = 7, longest: int = 4, shortest: int = 1) -> None:
+    def __init__(self, depth: int = 7, longest: int = 4, shortest: int = 2) -> None:
         if depth < 1 or not 1 <= shortest <= longest:
             raise ValueError(
                 f"ngram got depth={depth}, longest={longest}, shortest={shortest}; it needs depth >= 1 and 1 "
