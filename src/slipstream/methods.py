@@ -75,7 +75,11 @@ TABLE = (
     ),
     Method("vanilla", "none: plain decoding", make="slipstream.drafters.vanilla:Vanilla"),
     Method("ngram", "repeats what followed the same words before", make="slipstream.drafters.ngram:NGram"),
-    Method("suffix", "a tree of all that followed them", make="slipstream.drafters.suffix:Suffix"),
+    Method(
+        "suffix",
+        "a tree of all that followed the same words before",
+        make="slipstream.drafters.suffix:Suffix",
+    ),
     Method(
         "lookahead",
         "n-grams that the target's own passes make",

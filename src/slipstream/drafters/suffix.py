@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -33,7 +34,7 @@ class Memory:
     def put(self, text: Int[Tensor, " n"]) -> None:
         """Remember an answer, in the place of the oldest tokens."""
         size = self.ring.shape[1]
-        text = torch.nn.functional.pad(text, (0, 1), value=PAD)[-size:]
+        text = F.pad(text, (0, 1), value=PAD)[-size:]
         self.ring[0, (self.written + torch.arange(len(text), device=text.device)) % size] = text
         self.written += len(text)
 
@@ -139,34 +140,34 @@ def grown(root: Int[Tensor, " B"], matches: Matches, nodes: int) -> Tree:
 
     Continuation k up to its token d is node d·K + k. Where an earlier one begins alike, it shares that node.
     """
-    (_, K, D), device = matches.tokens.shape, root.device
-    zero = torch.zeros(len(root), 1, device=device)
+    tokens, (_, K, D) = matches.tokens.transpose(1, 2), matches.tokens.shape
+    zero = torch.zeros(len(root), 1, device=root.device)
     if K == 0:
         return replace(chain(root[:, None]), scores=zero)
-    there = ((matches.tokens >= 0) & (matches.lengths > 0)[..., None]).long().cumprod(2)
-    alike = (matches.tokens[:, :, None] == matches.tokens[:, None]).long().cumprod(3) * there[:, None]
-    scores = _scores(matches, alike).masked_fill(there == 0, -torch.inf)
-    first = alike.argmax(2)  # [B, K, D]: the continuation whose node it shares
-    scores = scores.masked_fill(first != torch.arange(K, device=device)[:, None], -torch.inf)
-    scores, first, tokens = (each.transpose(1, 2).flatten(1) for each in (scores, first, matches.tokens))
-    count = min(nodes, K * D)
+    there = (tokens >= 0) & (matches.lengths > 0)[:, None]
+    alike = ((tokens[..., None] == tokens[:, :, None]) & there[:, :, None]).cumprod(1)  # the last K: others
+    shared, number = alike.argmax(3), torch.arange(D * K, device=root.device).view(D, K)
+    scores = _scores(matches, alike).masked_fill(shared != number[0], -torch.inf).flatten(1)
+    count = min(nodes, D * K)
     if look.may_look(scores):
         count = min(count, int((scores > -torch.inf).sum(1).max()))
     kept = scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
     scores = scores.gather(1, kept)
     nothing = scores == -torch.inf
-    above = (kept // K - 1) * K + first.gather(1, (kept - K).clamp(min=0))
-    parents = (1 + torch.searchsorted(kept, above)).masked_fill(nothing | (kept < K), 0)
-    tokens = torch.cat([root[:, None], tokens.gather(1, kept).masked_fill(nothing, PAD)], 1)
-    parents = torch.cat([zero.long(), parents], 1)
-    return Tree(tokens, parents, D, scores=torch.cat([zero, scores], 1))
+    above = F.pad(shared + number[:, :1], (0, 0, 1, -1), value=-1).flatten(1).gather(1, kept)
+    parents = torch.searchsorted(kept, above, right=True).masked_fill(nothing, 0)  # slots count the root
+    tokens = tokens.flatten(1).gather(1, kept).masked_fill(nothing, PAD)
+    return Tree(
+        torch.cat([root[:, None], tokens], 1),
+        F.pad(parents, (1, 0)),
+        D,
+        scores=torch.cat([zero, scores], 1),
+    )
 
 
-def _scores(matches: Matches, alike: Int[Tensor, "B K K D"]) -> Float[Tensor, "B K D"]:
+def _scores(matches: Matches, alike: Int[Tensor, "B D K K"]) -> Float[Tensor, "B D K"]:
     """Log probabilities of each continuation up to each of its tokens; `alike` says which others share it."""
-    lengths = matches.lengths[..., None]
-    reach = (lengths + torch.arange(alike.shape[3], device=lengths.device)).float()
-    weights = reach.pow(POWER).where(lengths > 0, 0.0) * matches.worth[:, None]
-    came = torch.cat([torch.ones_like(alike[..., :1]), alike[..., :-1]], 3)  # at d: those alike before it
-    goes_on, all_of_them = ((each * weights[:, None]).sum(2) for each in (alike, came))
-    return (goes_on / (all_of_them + DOUBT)).log().cumsum(2)
+    length = matches.lengths[:, None] + torch.arange(alike.shape[1], device=alike.device)[:, None]
+    weights = (length.pow(POWER) * matches.worth)[:, :, None]
+    came = F.pad(alike, (0, 0, 0, 0, 1, -1), value=1)  # those alike before this token
+    return ((alike * weights).sum(3) / ((came * weights).sum(3) + DOUBT)).log().cumsum(1)
