@@ -55,10 +55,11 @@ class Auto(Drafter):
 
     Args:
         head: grows the trees. Without one there are matches alone.
+        remember: see `Suffix`.
     """
 
-    def __init__(self, head: Proposer | None = None, name: str = "auto") -> None:
-        self.matches, self.hybrid, self.name = Suffix(max(MATCHES)), None, name
+    def __init__(self, head: Proposer | None = None, name: str = "auto", remember: int = 0) -> None:
+        self.matches, self.hybrid, self.name = Suffix(max(MATCHES), remember=remember), None, name
         found = [Shape(f"matches-{n}", (), n - 1, n, 0, 0) for n in MATCHES]
         self.rungs = (PLAIN, *found)
         self.rows, self.depth = self.matches.rows, self.matches.depth
@@ -72,7 +73,9 @@ class Auto(Drafter):
             self.rows = max(self.rows, self.hybrid.rows)
 
     @classmethod
-    def named(cls, target: Target, head: str | None = None, temperature: float = 0.0) -> "Auto":
+    def named(
+        cls, target: Target, head: str | None = None, remember: int = 0, temperature: float = 0.0
+    ) -> "Auto":
         """With the weights that ship for the target, or a head by name or directory.
 
         Raises:
@@ -83,7 +86,7 @@ class Auto(Drafter):
 
         head = head or shipped(target)
         if head is None:
-            return cls()
+            return cls(remember=remember)
         drafter = load_drafter(head, target, temperature)
         if not isinstance(drafter, Proposer) or drafter.probes is not None:
             raise ValueError(
@@ -91,7 +94,7 @@ class Auto(Drafter):
                 "fasteagle, or its directory"
             )
         drafter.grow_as("chain-1", "noise" if temperature else "top-k")
-        return cls(drafter, f"auto:head={head}{', T > 0' * bool(temperature)}")
+        return cls(drafter, f"auto:head={head}{', T > 0' * bool(temperature)}", remember)
 
     def start(self, batch: int, device: torch.device) -> AutoState:
         root = torch.zeros(batch, dtype=torch.long, device=device)
