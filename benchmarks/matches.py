@@ -179,7 +179,7 @@ def answers(target: HFTarget, prompts: Prompts, new: int) -> Texts:
     """Greedy answers of two tokens or more."""
     made = Texts()
     for file, asked in prompts.items():
-        said = generate(target, asked, max_new_tokens=new, temperature=0.0, batch=10)
+        said = generate(target, asked, "vanilla", max_new_tokens=new, temperature=0.0, batch=10)
         made[file] = [(each.prompt, each.tokens) for each in said if len(each.tokens) > 1]
     return made
 

@@ -121,7 +121,7 @@ def test_the_calibration_error_is_the_mean_distance_over_bins(target, tmp_path):
 
 def test_matches_are_counted_at_equal_nodes(target, runs):
     """Tokens past an answer's end, an arm that forgets what it should remember, nodes beyond the limit."""
-    texts = matches.answers(target, {"a": tiny.prompts(9) * 2, "b": tiny.prompts(7)}, 12)
+    texts = matches.answers(target, {"a": tiny.prompts(9) * 2, "b": tiny.prompts(7, 5, 11, 13)}, 12)
     arms = {(arm.drafter, arm.nodes): arm for arm in matches.alone(target, texts)}
     assert len(arms) == 4 * len(matches.NODES)
     for (name, nodes), arm in arms.items():
