@@ -53,3 +53,14 @@ def test_every_choice_is_explained(auto):
     rounds = [int(str(cell)) for cell in table.columns[1].cells]
     assert sum(rounds) == len(made.rounds)
     assert len(rounds) == len(drafter.rungs)
+
+
+def test_a_cache_that_cannot_be_read_or_written_stops_nobody(auto, tmp_path):
+    """An answer lost over a file of measurements."""
+    target, drafter = auto
+    (tmp_path / "slipstream").mkdir()
+    (tmp_path / "slipstream" / costs.FILE).write_text("{")
+    assert generate.generate(target, PROMPT, drafter, max_new_tokens=4).tokens
+    (tmp_path / "slipstream" / costs.FILE).unlink()
+    (tmp_path / "slipstream" / costs.FILE).mkdir()
+    assert costs.policy(target, drafter, 2)

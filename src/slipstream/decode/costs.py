@@ -2,9 +2,11 @@
 the user's cache."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import astuple
 from statistics import median
 from time import perf_counter
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,7 +37,7 @@ def ledger(target: Target, drafter: Drafter) -> Ledger:
     if drafter not in _ledgers:
         known = _ledgers[drafter] = Ledger(drafter.rungs)
         names = [rung.name for rung in drafter.rungs]
-        kept = read_results(cache_home() / FILE).get(ACCEPTED, {}).get(_key(target, drafter), {})
+        kept = _stored(ACCEPTED, target, drafter)
         for name, means in kept.items():
             for sign, mean in enumerate(means if name in names else ()):
                 known.accepted[names.index(name), sign] = Accepted(*mean)
@@ -62,7 +64,7 @@ def keep(target: Target, drafter: Drafter) -> None:
         rung.name: [[round(each, 3) for each in astuple(known.of(i, sign))] for sign in range(signs)]
         for i, rung in enumerate(drafter.rungs)
     }
-    update_json(cache_home() / FILE, ACCEPTED, {_key(target, drafter): means})
+    _store(ACCEPTED, target, drafter, means)
     known.kept = known.chosen.total()
 
 
@@ -70,14 +72,28 @@ def _key(target: Target, drafter: Drafter) -> str:
     return f"{target.fingerprint} {drafter.name}"
 
 
+def _stored(what: str, target: Target, drafter: Drafter) -> dict[str, Any]:
+    """By rung; nothing where the file is damaged."""
+    with suppress(ValueError):
+        known: dict[str, Any] = read_results(cache_home() / FILE).get(what, {}).get(_key(target, drafter), {})
+        return known
+    return {}
+
+
+def _store(what: str, target: Target, drafter: Drafter, by_rung: dict[str, Any]) -> None:
+    """A cache that cannot be written is no error."""
+    with suppress(ValueError, OSError):
+        update_json(cache_home() / FILE, what, {_key(target, drafter): by_rung})
+
+
 def _seconds(target: Target, drafter: Drafter, texts: int) -> list[float]:
     """By rung, from the user's cache, or measured."""
-    file, place, key = cache_home() / FILE, f"{target.place}, texts: {texts}", _key(target, drafter)
-    known = read_results(file).get(place, {}).get(key, {})
+    place = f"{target.place}, texts: {texts}"
+    known = _stored(place, target, drafter)
     if list(known) != [rung.name for rung in drafter.rungs]:
         seconds = measured(target, drafter, texts)
         known = {rung.name: round(each, 6) for rung, each in zip(drafter.rungs, seconds, strict=True)}
-        update_json(file, place, {key: known})
+        _store(place, target, drafter, known)
     elif target.compiles:
         for rows in {1, texts}:  # graphs of all sizes, before they are needed
             next(_laps(target, drafter, rows))
