@@ -146,7 +146,8 @@ torch.backends.cpu.get_cpu_capability = lambda: sys.argv[1]
 sys.path.insert(0, sys.argv[2])
 import pytest
 assert kernels.available(), "not compiled"
-sys.exit(pytest.main(["-q", "-W", "ignore", "-k", "proof or overflow or takes_in", "-p", "no:cacheprovider", sys.argv[3]]))
+chosen = ["-k", "proof or overflow or takes_in"]
+sys.exit(pytest.main(["-q", "-W", "ignore", *chosen, "-p", "no:cacheprovider", sys.argv[3]]))
 """
 
 
