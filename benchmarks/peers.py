@@ -22,6 +22,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from textwrap import wrap
 from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
@@ -121,7 +122,7 @@ class PeersReport(Report):
         """Bars of tokens per second, with a mark for each question set, and of the prompts' time. Raises
         ValueError."""
         arms = sorted(self.arms, key=lambda arm: arm.speed)
-        names = [arm.arm for arm in arms]
+        names = ["\n".join(wrap(arm.arm, 34)) for arm in arms]
         colours = ["#2f81f7" if name.startswith(OURS) else "#8b949e" for name in names]
         with picture(path, 2, "; the result is stored") as (speed, prompt):
             speed.barh(names, [arm.speed for arm in arms], color=colours, zorder=2)
@@ -268,6 +269,7 @@ def engines(
     target: HFTarget, home: Path, drafters: Sequence[str], threads: int, compiles: bool = True
 ) -> list[Engine]:
     """All of them. What they read is written into `home`, or is the target's GGUF file. Raises ValueError."""
+    home.mkdir(parents=True, exist_ok=True)
     model, head, assistant = (str(home / name) for name in ("target", "head", "assistant"))
     target.save(model)
     save_assistant(target, assistant)
@@ -292,12 +294,12 @@ def engines(
             environment="llama.cpp",
         ),
         Engine("vLLM", "VLLM", hf, environment="vllm"),
-        Engine("vLLM", "VLLM", {**hf, "speculative": LOOKUP}, {"n-gram": {}}, "vllm"),
+        Engine("vLLM", "VLLM", {**hf, "speculative_config": LOOKUP}, {"n-gram": {}}, "vllm"),
     ]
     with suppress(ValueError):  # no head ships for the target
         slipstream.export(target, "eagle", head)
         drafting = {"method": "eagle", "model": head, "num_speculative_tokens": 3}
-        made.append(Engine("vLLM", "VLLM", {**hf, "speculative": drafting}, {"EAGLE": {}}, "vllm"))
+        made.append(Engine("vLLM", "VLLM", {**hf, "speculative_config": drafting}, {"EAGLE": {}}, "vllm"))
     return made
 
 
@@ -352,7 +354,7 @@ def compare(
     turns = [(max(prompts, key=len), WARM_UP), *((prompt, max_new_tokens) for prompt in prompts)]
     arms, skipped = dict[str, Way](), dict[str, str]()
     with ExitStack() as last:
-        home = Path(last.enter_context(tempfile.TemporaryDirectory()))
+        home = cache_home() / "peers" / f"{target.fingerprint}-{target.dtype_name}"  # vLLM's cache knows it
         for engine in engines(target, home, drafters, torch.get_num_threads(), compiles):
             progress(f"starting {engine.name}")
             try:

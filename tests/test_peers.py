@@ -96,7 +96,7 @@ def test_what_is_missing_is_said_in_a_line(run):
 
 def test_engines_are_asked_in_turn_and_closed(run):
     """The order rotates: no arm is always the first behind another."""
-    report, started = run
+    _, started = run
     ours, theirs = started
     assert all(engine.closed for engine in started)
     assert [request["new"] for request in theirs.asked[:4]] == [peers.WARM_UP] * 3 + [NEW]
@@ -151,9 +151,9 @@ def test_a_worker_is_stopped_while_it_is_not_asked():
     assert stops(worker.process.pid)
     assert worker.ask(new=3, prompt=[1]) == {"new": 3, "prompt": [1]}
     assert stops(worker.process.pid)
-    with pytest.raises(ValueError, match="^too many$"):
+    with pytest.raises(ValueError, match=r"^too many$"):
         worker.ask(new=10)
-    with pytest.raises(ValueError, match="^RuntimeError: no more$"):
+    with pytest.raises(ValueError, match=r"^RuntimeError: no more$"):
         worker.ask(new=0)
     worker.close()
     assert worker.process.returncode
@@ -167,10 +167,12 @@ def test_an_environment_is_made_once_or_its_error_is_said(tmp_path, monkeypatch)
     assert peers.environment("openvino") == peers.environment("openvino") == str(home / "bin" / "python")
     wrong = [sys.executable, "-c", "raise SystemExit('ERROR: No matching distribution\\nnotice: more')"]
     monkeypatch.setattr(peers, "steps", lambda *_: [wrong])
-    with pytest.raises(ValueError, match="^its environment cannot be made: ERROR: No matching distribution$"):
+    with pytest.raises(
+        ValueError, match=r"^its environment cannot be made: ERROR: No matching distribution$"
+    ):
         peers.environment("openvino")
     monkeypatch.setattr(peers, "steps", lambda *_: [["no-such-program"]])
-    with pytest.raises(ValueError, match="^no-such-program cannot be run"):
+    with pytest.raises(ValueError, match=r"^no-such-program cannot be run"):
         peers.environment("openvino")
 
 
