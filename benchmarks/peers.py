@@ -50,8 +50,8 @@ DRAFTERS = ["vanilla", "auto", "hybrid"]
 RECIPES = {  # what pip installs into an environment, call by call
     "llama.cpp": [["--no-cache-dir", "--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36"]],
     "openvino": [  # torchvision, which optimum-intel asks for, is there for another build of torch
-        ["{torch}", "transformers==5.5.4", "optimum==2.3.0", "nncf==3.4.0"],
-        ["openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0"],
+        ["{torch}", "transformers==5.5.4", "huggingface-hub==1.21.0", "requests==2.34.2"],
+        ["optimum==2.3.0", "nncf==3.4.0", "openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0"],
         ["--no-deps", "optimum-intel==2.2.0"],
     ],
 }

@@ -4,6 +4,7 @@ there."""
 import json
 import os
 import sys
+from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
@@ -11,10 +12,13 @@ import torch
 
 import peer_worker
 import peers
+import table
 import tiny
 from slipstream import HFTarget, generate, load_target
 from slipstream.measure.questions import Question
 
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 NEW = 6
 ASKED = [Question(file, "1", "", (text,)) for file, text in (("a", "one two three"), ("b", "four"))]
 ASKED += [Question(file, "2", "", (text,)) for file, text in (("a", "five"), ("b", "six seven"))]
@@ -192,3 +196,12 @@ def test_llama_cpp_needs_a_gguf_file(target, tmp_path):
     )
     with pytest.raises(ValueError, match="it reads GGUF files"):
         peers.started(made)
+
+
+def test_the_stored_result_is_read_and_its_table_is_the_pages(tmp_path):
+    source, page = RESULTS / "peers.json", tmp_path / "peers.md"
+    assert json.loads(peers.PeersReport.read(source).to_json()) == json.loads(source.read_text("utf-8"))
+    made = (ROOT / "docs" / "peers.md").read_text("utf-8")
+    page.write_text(made.replace("| Slipstream, vanilla |", "| other |"), "utf-8")
+    table.write_tables(str(source), str(page))
+    assert page.read_text("utf-8") == made
