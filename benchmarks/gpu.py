@@ -329,8 +329,8 @@ def _costs(
     passes = {str(context): pass_seconds(target, rows, context=context, repeats=9) for context in contexts}
     prompt = [token % target.vocab for token in range(1, 65)]
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "eos_token_ids": ()}
-    generate(target, prompt, **how)  # compiles and captures
-    plain = generate(target, prompt, **how)
+    generate(target, prompt, "vanilla", **how)  # compiles and captures
+    plain = generate(target, prompt, "vanilla", **how)
     seconds = (plain.seconds.total - plain.seconds.prefill) / len(plain.rounds)
     speed = target.read_bytes / seconds / 1e9
     return ModeCosts(

@@ -64,8 +64,8 @@ SHARED = {
     "--questions": f"{{questions_jsonl}} {{bom_questions_jsonl}} {{questions_jsonl_gz}} : {NO_ROWS} "
     f"{{turnless_jsonl}} "
     "{data_jsonl}",
-    "--drafter": "vanilla ngram ngram:depth=3 lookahead {drafter} {drafter}:tree=fig9 {fast} "
-    "hybrid:head={fast} "
+    "--drafter": "vanilla ngram ngram:depth=3 suffix suffix:remember=1 lookahead {drafter} "
+    "{drafter}:tree=fig9 {fast} hybrid:head={fast} "
     "self-speculative:skip=0 draft-model:model={model} : "
     "'' ngrm ngram:depth=x ngram:=3 ngram:depth ngram:depth=9999 vanilla:x=1 eagle {model} {empty} {loop} "
     "hybrid:head=ngram draft-model self-speculative:skip=9 {drafter}:tree=dynamic-1000x1000x1000 "

@@ -10,6 +10,7 @@ import torch
 import confidence
 import gpu
 import heads
+import matches
 import proposals
 import race
 import table
@@ -116,6 +117,21 @@ def test_the_calibration_error_is_the_mean_distance_over_bins(target, tmp_path):
     assert found.calibration_error == pytest.approx(error, abs=1e-4)
     assert "eagle" in str(report)
     report.draw(str(tmp_path / "confidence.svg"))
+
+
+def test_matches_are_counted_at_equal_nodes(target, runs):
+    """Tokens past an answer's end, an arm that forgets what it should remember, nodes beyond the limit."""
+    texts = matches.answers(target, {"a": tiny.prompts(9) * 2, "b": tiny.prompts(7, 5, 11, 13)}, 12)
+    arms = {(arm.drafter, arm.nodes): arm for arm in matches.alone(target, texts)}
+    assert len(arms) == 4 * len(matches.NODES)
+    for (name, nodes), arm in arms.items():
+        assert arm.drafted <= nodes
+        assert arm.tau >= arms["ngram:shortest=2", 1].tau
+        assert set(arm.by_file) == {"a", "b"}
+        assert bool(arm.calibration) == (name.startswith("suffix") and arm.drafted > 0)
+    assert arms["suffix, remembering", 8].tau > arms["suffix", 8].tau  # the same question again
+    assert [arm.nodes for arm in matches.with_a_head(target, texts, runs[0])] == [7, 7, 11, 11, 15, 15]
+    assert [round(matches.cost(rows), 3) for rows in (1, 8, 12, 16, 24)] == [1, 1.2, 1.275, 1.35, 1.5]
 
 
 def test_a_mode_is_proved_and_measured(target):

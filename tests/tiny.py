@@ -38,7 +38,9 @@ from transformers import (
 
 from slipstream.core.drafter import CACHE, Drafter
 from slipstream.core.tree import chain
+from slipstream.decode.policy import Ledger, Policy
 from slipstream.drafters import load_drafter
+from slipstream.drafters.auto import Auto
 from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
 from slipstream.drafters.draft_model import DraftModel, Part
 from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
@@ -51,6 +53,7 @@ from slipstream.drafters.lookahead import Lookahead
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.ngram import NGram
 from slipstream.drafters.random_drafter import RandomDrafter
+from slipstream.drafters.suffix import Suffix
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.methods import METHODS
 from slipstream.targets import HFTarget
@@ -282,18 +285,39 @@ def documented() -> Any:
 
 
 Texts = list[list[int]]
+
+
+class Restless(Policy):
+    """Takes turns among a drafter's rungs, in an order without a short period."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(Ledger(drafter.rungs))
+        self.rungs, self.rounds = drafter.rungs, 0
+
+    def choose(self, texts, signs):
+        assert len(texts) == len(signs)
+        self.rounds += 1
+        return self.rungs[self.rounds * self.rounds // 3 % len(self.rungs)]
+
+    def learn(self, tokens, seconds):
+        assert seconds > 0
+        assert min(tokens) > 0
+
+
 # what it is called -> a drafter for a target and the texts (prompt and plain answer) of its rows
 DRAFTERS: dict[str, Callable[[HFTarget, Texts], Drafter]] = {
     "the documented one": lambda target, texts: documented()(target),
     "ngram": lambda target, texts: NGram(shortest=1),
     "lookahead": lambda target, texts: Lookahead(window=3, ngram=3, guesses=2),
-    "hybrid": lambda target, texts: Hybrid(eagle(target, "dynamic-3x4x14"), NGram(4, shortest=1)),
-    "hybrid, noise": lambda target, texts: Hybrid(
-        fasteagle(target, "best-first-3x8", "noise"), NGram(5, shortest=1)
-    ),
+    "suffix": lambda target, texts: Suffix(),
+    "suffix, remembering": lambda target, texts: Suffix(12, 5, remember=1),
+    "hybrid": lambda target, texts: Hybrid(eagle(target, "dynamic-3x4x14"), Suffix(8, 4)),
+    "hybrid, noise": lambda target, texts: Hybrid(fasteagle(target, "best-first-3x8", "noise"), Suffix(8, 5)),
     "hybrid, bita": lambda target, texts: Hybrid(
-        bita(target, "best-first-3x8", "noise", hosts=2), NGram(5, shortest=1)
+        bita(target, "best-first-3x8", "noise", hosts=2), Suffix(8, 5, remember=1)
     ),
+    "auto": lambda target, texts: Auto(eagle(target)),
+    "auto, matches, noise": lambda target, texts: Auto(fasteagle(target, "best-first-3x8", "noise")),
     "oracle": lambda target, texts: TreeOracle(texts, target.vocab),
     "random, probes, memory": lambda target, texts: random_drafter(target),
     "eagle": lambda target, texts: eagle(target),

@@ -68,8 +68,18 @@ def _head(
 
 
 TABLE = (
+    Method(
+        "auto",
+        "whatever is quickest here, round by round: auto:head=DIR",
+        make="slipstream.drafters.auto:Auto.named",
+    ),
     Method("vanilla", "none: plain decoding", make="slipstream.drafters.vanilla:Vanilla"),
     Method("ngram", "repeats what followed the same words before", make="slipstream.drafters.ngram:NGram"),
+    Method(
+        "suffix",
+        "a tree of all that followed the same words before",
+        make="slipstream.drafters.suffix:Suffix",
+    ),
     Method(
         "lookahead",
         "n-grams that the target's own passes make",
@@ -77,7 +87,7 @@ TABLE = (
     ),
     Method(
         "hybrid",
-        "a head and n-grams in one tree: hybrid:head=fasteagle",
+        "a head and matches in one tree: hybrid:head=fasteagle",
         make="slipstream.drafters.hybrid:Hybrid.named",
     ),
     _head("eagle", "Eagle", "guesses the target's next state", {"eagle": "EagleLayout"}),

@@ -62,7 +62,10 @@ MISTAKES = {
     "not a number": (["bench", "--limit", "x"], "--limit"),
     "unknown drafter": (["generate", "abc", "--drafter", "ngrm"], "Did you mean 'ngram'"),
     "unknown drafter in bench": (["bench", "--drafter", "ngrm"], "Did you mean 'ngram'"),
-    "unknown drafter in certify": (["certify", "--drafter", "egale"], "Available: vanilla, ngram, lookahead"),
+    "unknown drafter in certify": (
+        ["certify", "--drafter", "egale"],
+        "Available: vanilla, ngram, suffix, lookahead",
+    ),
     "empty prompt": (["generate", " "], "prompt is empty"),
     "a prompt that is no text": (["generate", "abc\udcff"], "no Unicode text"),
     "a stop string that is no text": (

@@ -81,7 +81,7 @@ def test_certify_fails_where_a_token_is_not_explained(run, tiny_options, questio
 def test_demo_shows_both_answers_and_the_figures(run, tiny_options, questions):
     code, out, _ = run("demo", *tiny_options, "--questions", questions)
     assert code == 0
-    assert all(word in out for word in ("plain", "ngram", "the same text", "τ", "× plain", "× HF generate"))
+    assert all(word in out for word in ("plain", "auto", "the same text", "τ", "× plain", "× HF generate"))
     _, said, _ = run("generate", "abc abc", *tiny_options)
     assert out.count(f"\n{said}") == 2  # to the letter, in as many colours as rounds
 

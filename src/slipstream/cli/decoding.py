@@ -49,6 +49,7 @@ MASS = "keep the likeliest tokens with this mass"
 LIKELY = "keep tokens this fraction as likely as the likeliest"
 BOTH = "counts prompt and answer"
 AnswerPenalty = Annotated[float, on_sampling("counts the answer", "X")]
+EXPLAIN = "show which trees auto chose, and why"
 LAW = "coupled or multi-round (default: the drafter's own); lossy-typical, Medusa's, changes the text"
 SEVERAL = "0 is greedy; repeatable"
 Temperatures = Annotated[list[float], on_sampling(SEVERAL, "T", "--temperature", min=0)]
@@ -57,7 +58,7 @@ Temperatures = Annotated[list[float], on_sampling(SEVERAL, "T", "--temperature",
 @command("demo", "demo --limit 8 --temperature 1", "demo --target ./my-model --dtype float32", lists=DRAFTERS)
 def demo(
     target: TargetName = "smollm2",
-    drafter: DrafterName = "ngram",
+    drafter: DrafterName = "auto",
     questions: Files = [],
     limit: Limit = 8,
     max_new_tokens: MaxNewTokens = 96,
@@ -82,6 +83,7 @@ def demo(
 
 @command(
     'generate "What is gravity?"',
+    'generate "What is gravity?" --compile --explain',
     'generate "Write a haiku." --temperature 0.8 --top-p 0.95 --seed 7',
     "generate - --drafter ngram --json answer.json < long_prompt.txt",
     lists=DRAFTERS,
@@ -89,7 +91,7 @@ def demo(
 def generate(
     prompt: Annotated[str, typer.Argument(help="the user's message; - reads it from standard input")],
     target: TargetName = "smollm2",
-    drafter: DrafterName = "ngram",
+    drafter: DrafterName = "auto",
     max_new_tokens: MaxNewTokens = 256,
     temperature: Annotated[float | None, on_sampling(OWN, "T")] = None,
     top_k: Annotated[int | None, on_sampling("keep the K likeliest tokens", "K")] = None,
@@ -104,6 +106,7 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = "cpu",
     compile: Compile = False,
+    explain: Annotated[bool, on_results(EXPLAIN, None, "--explain")] = False,
     trace: Annotated[str | None, on_results("write one JSON line per round here", "FILE")] = None,
     json_path: JsonPath = None,
 ) -> None:
@@ -112,6 +115,7 @@ def generate(
     The text is the same whatever the drafter: token for token in float32 and bfloat16
     on a CPU with a C++ compiler, and elsewhere up to near-ties, which rounding may turn.
     """
+    from slipstream.decode.costs import explained, policy
     from slipstream.decode.generate import stream
     from slipstream.decode.settings import resolve_sampling
     from slipstream.drafters import load_drafter
@@ -122,6 +126,11 @@ def generate(
     loaded = load(target, dtype, device, compile)
     heat = resolve_sampling(loaded, temperature=temperature).temperature
     guide = load_drafter(drafter, loaded, heat)
+    if explain and not guide.rungs:
+        raise ValueError(f"drafter {drafter!r} always grows the same tree: --explain is for auto")
+    if guide.rungs:
+        with err.status("measuring rounds: a few seconds, once"):
+            policy(loaded, guide, 1)
     if compile:
         with err.status("warming up"):
             list(stream(loaded, text, guide, max_new_tokens=4))
@@ -136,6 +145,8 @@ def generate(
         print()
     idle = [f"--{name.replace('_', '-')}" for name, value in cuts.items() if value is not None and not heat]
     _figures(pieces.generation, law or guide.law, idle, json_path)
+    if explain:
+        err.print(explained(guide))
 
 
 def _figures(made: "Generation | None", law: str, idle: list[str], json_path: str | None) -> None:
@@ -164,7 +175,7 @@ def _figures(made: "Generation | None", law: str, idle: list[str], json_path: st
 )
 def bench(
     target: TargetName = "smollm2",
-    drafter: DrafterNames = ["ngram"],
+    drafter: DrafterNames = ["auto"],
     questions: Files = [],
     limit: Limit = None,
     max_new_tokens: MaxNewTokens = 128,
@@ -195,7 +206,7 @@ def bench(
 )
 def certify(
     target: TargetName = "smollm2",
-    drafter: DrafterNames = ["ngram"],
+    drafter: DrafterNames = ["auto"],
     questions: Files = [],
     limit: Limit = 20,
     max_new_tokens: MaxNewTokens = 128,

@@ -45,10 +45,10 @@ class State:
     def select(self, order: list[int]) -> None:
         """Go on with some of the rows, in that order."""
         index = torch.tensor(order, dtype=torch.long, device=self.root.device)
-        for part, name, value in self.held():
+        for name, value in vars(self).items():
             if isinstance(value, Tensor):
-                setattr(part, name, value[index])
-            elif isinstance(value, KVCache):
+                setattr(self, name, value[index])
+            elif isinstance(value, KVCache | State):
                 value.select(order)
 
     def join(self, other: "State") -> None:
@@ -93,6 +93,8 @@ class Drafter(ABC):
         peeks: its candidates depend on `sampler.noise`, so that only the coupled law is exact for it.
         probes: vectors [M, H] that the prompt's last token hosts; later trees carry their own.
         memory: keys and values [L, 2, P, heads, D] that its probes read in the target's attention.
+        rungs: trees among which a policy chooses one a round, the bare root first; none: it has its own.
+        name: under which what its rungs cost is kept.
     """
 
     taps: tuple[str, ...] = ()
@@ -102,6 +104,8 @@ class Drafter(ABC):
     peeks: bool = False
     probes: Float[Tensor, "M H"] | None = None
     memory: Float[Tensor, "L 2 P heads D"] | None = None
+    rungs: tuple[Shape, ...] = ()
+    name: str = ""
 
     @abstractmethod
     def start(self, batch: int, device: torch.device) -> State:
@@ -123,6 +127,10 @@ class Drafter(ABC):
         Raises:
             ValueError: it cannot grow this shape.
         """
+
+    def signs(self, state: Any) -> list[int]:
+        """What a policy may know of each row before it chooses a tree: a kind of round, counted from 0."""
+        return [0] * len(state.root)
 
     def room(self, shape: Shape | None = None) -> int:
         """Slots of a cache that a round may fill behind the text. Raises ValueError as `propose` does."""

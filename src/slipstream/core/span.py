@@ -1,5 +1,6 @@
 """Span: what the target has just read: a chunk of a prompt, an accepted path or a training sequence."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from slipstream.core import look
 from slipstream.core.cache import KVCache
 from slipstream.core.tree import Tree
 from slipstream.core.verify import Verdict
@@ -98,3 +100,25 @@ def commit(tree: Tree, out: Output, verdict: Verdict, cache: KVCache) -> Span:
         at, group = torch.where(hosting, column, -1).amax(1).max(1)
         probed = Probed(groups[rows, group], torch.where(at < 0, at, count - 1 - at))
     return Span(tokens, nexts, start, count, cache, features, probed, tree, path, out.logits)
+
+
+def merged(spans: Sequence[Span]) -> Span:
+    """What the target has read in several passes over the same rows, in order, as one span without a tree."""
+    first, *others = spans
+    if not others:
+        return first
+    mask = torch.cat([span.mask for span in spans], 1)
+    count = mask.sum(1)
+    order = (~mask).long().sort(dim=1, stable=True).indices  # each row's real columns first
+    if look.may_look(count):
+        order = order[:, : int(count.max())]
+
+    def gathered(parts: Sequence[Tensor]) -> Tensor:
+        whole = torch.cat(list(parts), 1)
+        return whole[torch.arange(len(whole), device=whole.device)[:, None], order]
+
+    features = None
+    if all(span.features is not None for span in spans):
+        features = gathered([span.features for span in spans if span.features is not None])
+    tokens, nexts = (gathered([getattr(span, name) for span in spans]) for name in ("tokens", "nexts"))
+    return Span(tokens, nexts, first.start, count, spans[-1].cache, features)

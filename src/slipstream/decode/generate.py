@@ -16,6 +16,7 @@ from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
 from slipstream.core.verify import Law, coupled, lossy_typical, multi_round
 from slipstream.decode.answer import Answer, Finish, Round, mean_accepted_length
+from slipstream.decode.costs import keep, policy
 from slipstream.decode.session import Seconds, Session
 from slipstream.decode.settings import Settings, check_kind
 from slipstream.drafters import load_drafter
@@ -113,7 +114,7 @@ def generate(
     target: Target, prompts: Prompts, drafter: Named | Drafter = ..., **options: Unpack[BatchOptions]
 ) -> Any: ...
 def generate(
-    target: Target, prompts: Prompts, drafter: Named | Drafter = "vanilla", **options: Unpack[BatchOptions]
+    target: Target, prompts: Prompts, drafter: Named | Drafter = "auto", **options: Unpack[BatchOptions]
 ) -> Any:
     """Answer one prompt (a `Generation`) or several (a list of them), `batch` at once.
 
@@ -125,7 +126,8 @@ def generate(
     Args:
         prompts: text (put through the chat template where there is one), messages, token ids (a list, tensor
             or array), or what a tokenizer returns, whose masked padding is dropped; or a list of such.
-        drafter: a name, a directory or a `Drafter`.
+        drafter: a name, a directory or a `Drafter`. "auto" takes what is quickest here, round by round. Its
+            first use measures rounds for a few seconds, and keeps the result in the user's cache.
         max_new_tokens: tokens per answer, at most; default: the target's limit, or 256.
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed,
             processors: see `Sampling`. `top_k` is off unless this or the target sets it.
@@ -155,7 +157,7 @@ def generate(
 
 
 def stream(
-    target: Target, prompt: Prompt, drafter: Named | Drafter = "vanilla", **options: Unpack[Options]
+    target: Target, prompt: Prompt, drafter: Named | Drafter = "auto", **options: Unpack[Options]
 ) -> "Stream":
     """Answer one prompt piece by piece, with the options of `generate`.
 
@@ -262,7 +264,8 @@ class Job:
         prompts, answers = self.prompts, self.answers
         rows = min(self.batch or len(prompts), len(prompts))
         longest = max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))
-        session = Session(self.target, self.drafter, self.law, rows, capacity=longest)
+        chooses = policy(self.target, self.drafter, rows)
+        session = Session(self.target, self.drafter, self.law, rows, capacity=longest, policy=chooses)
         waiting = deque(range(len(prompts)))
         while waiting or session.texts:
             joining = [waiting.popleft() for _ in range(min(len(waiting), rows - len(session.texts)))]
@@ -283,6 +286,7 @@ class Job:
             session.seconds.host += perf_counter() - began
             yield session.seconds
             session.retire(each.text for each in news if answers[each.text].finish is not None)
+        keep(self.target, self.drafter)
 
     def _write(self, trace: Writer, session: Session) -> None:
         """One JSON line per text: the tree, the accepted slots and the target's own token."""

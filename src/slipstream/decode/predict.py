@@ -27,7 +27,7 @@ def record(
 ) -> RecordedTarget:
     """Record the target's answers of at most `new` tokens, made `batch` at once. Answers of one token, behind
     which nothing is drafted, are left out. Raises ValueError if no other is left."""
-    made = generate(target, prompts, max_new_tokens=new, temperature=temperature, batch=batch)
+    made = generate(target, prompts, "vanilla", max_new_tokens=new, temperature=temperature, batch=batch)
     made = [answer for answer in made if len(answer.tokens) > 1]
     if not made:
         raise ValueError(

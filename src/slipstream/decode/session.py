@@ -19,6 +19,7 @@ from slipstream.core.target import Target
 from slipstream.core.tree import Probes, Tree, chain
 from slipstream.core.verify import Law, Verdict, coupled, verify
 from slipstream.decode.capture import Captured, Record, recorder, rounded
+from slipstream.decode.policy import Policy
 
 CHUNK = 512  # prompt tokens per prefill pass: bounds the mask and the activations
 
@@ -67,6 +68,7 @@ class Session:
         rows: texts that may be under way at once.
         capacity: tokens of the longest text, if known; caches that are too small grow by blocks.
         shapes: trees that steps may ask for beside the drafter's own; the largest one has room.
+        policy: chooses the tree of a step that asks for none.
 
     Attributes:
         texts, lengths: of each row, the number of its text and the tokens that the target has read of it.
@@ -82,8 +84,10 @@ class Session:
         rows: int = 1,
         capacity: int = 0,
         shapes: Sequence[Shape] = (),
+        policy: Policy | None = None,
     ) -> None:
         self.target, self.drafter, self.law, self.rows = target, drafter, law, rows
+        self.policy = policy
         self.texts, self.lengths, self._admitted = list[int](), list[int](), 0
         self.seconds = Seconds()
         self.span: Span | None = None
@@ -147,7 +151,13 @@ class Session:
     @torch.inference_mode()
     def step(self, limit: int | None = None, shape: Shape | None = None) -> list[Committed]:
         """One round for every text, with guesses at most `limit` deep. Returns what it brought, in the order
-        of the rows. `shape` is the round's tree, by default the drafter's own; `PLAIN` is plain decoding."""
+        of the rows. `shape` is the round's tree, by default the policy's or the drafter's own; `PLAIN` is
+        plain decoding."""
+        if shape is None and self.policy is not None:
+            whole = _stopwatch()
+            made = self.step(limit, self.policy.choose(self.texts, self.drafter.signs(self.state)))
+            self.policy.learn([len(each.tokens) for each in made], whole())
+            return made
         lap = _stopwatch()
         room = self.target.window - 1 - max(self.lengths)
         limit = room if limit is None else min(limit, room)

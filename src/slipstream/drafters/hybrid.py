@@ -1,4 +1,4 @@
-"""A trained head and n-gram matches in one tree: what the text repeats is looked up, the rest is guessed."""
+"""A trained head and matches in one tree: what the text repeats is looked up, the rest is guessed."""
 
 from dataclasses import dataclass, replace
 from typing import final
@@ -13,9 +13,8 @@ from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import PAD, Tree
-from slipstream.core.verify import child_with
-from slipstream.drafters.ngram import NGram, NGramState
 from slipstream.drafters.proposer import Proposer
+from slipstream.drafters.suffix import Suffix, SuffixState
 
 SMALLEST = 8  # nodes of the default tree, at least
 
@@ -23,29 +22,22 @@ SMALLEST = 8  # nodes of the default tree, at least
 @dataclass
 class HybridState(State):
     head: State
-    ngram: NGramState
+    matches: SuffixState
 
 
 @final
 class Hybrid(Drafter):
-    """The head's tree, whose least probable nodes make room for the continuation of a match, where there is
-    one. So a round has as many rows as the head's tree alone. Tokens that the match and the tree begin with
-    alike are drafted once.
+    """The most probable nodes of the head's tree and of the tree of matches, by their scores. So a round has
+    as many rows as the head's tree alone.
 
-    Raises:
-        ValueError: sampled candidates, or a tree without room for a match.
+    Raises ValueError for sampled candidates.
     """
 
-    def __init__(self, head: Proposer, ngram: NGram) -> None:
+    def __init__(self, head: Proposer, matches: Suffix) -> None:
         if head.law != "coupled":
             raise ValueError("hybrid drafts take proposal=top-k or noise: a match was drawn from no law")
-        if head.shape.nodes <= ngram.depth + 1:
-            raise ValueError(
-                f"a tree of {head.shape.nodes} nodes has no room for a match of {ngram.depth} tokens beside "
-                "a guess: name a larger tree, or a smaller depth"
-            )
-        self.head, self.ngram, self.taps, self.peeks = head, ngram, head.taps, head.peeks
-        self.rows, self.depth = head.rows, max(head.depth, ngram.depth)
+        self.head, self.matches, self.taps, self.peeks = head, matches, head.taps, head.peeks
+        self.rows, self.depth = max(head.rows, matches.rows), max(head.depth, matches.depth)
         self.probes, self.memory = head.probes, head.memory
 
     @classmethod
@@ -54,7 +46,8 @@ class Hybrid(Drafter):
         target: Target,
         head: str = "eagle",
         tree: str | None = None,
-        depth: int | None = None,
+        depth: int = 16,
+        remember: int = 0,
         temperature: float = 0.0,
     ) -> "Hybrid":
         """With a head by name or directory. Raises ValueError if it grows no tree, and as `Hybrid` and
@@ -63,7 +56,7 @@ class Hybrid(Drafter):
         Args:
             tree: of the head; by default the tree that it grows alone, as `tune` chose it, or where that has
                 fewer than `SMALLEST` nodes the best-first tree of so many, at most four deep.
-            depth: of a match; by default half the tree's nodes, at most six.
+            depth, remember: of matches, as `Suffix` takes them.
         """
         from slipstream.drafters import load_drafter
 
@@ -76,66 +69,64 @@ class Hybrid(Drafter):
         if tree is not None or drafter.shape.nodes < SMALLEST:
             default = f"best-first-{min(4, drafter.deepest or 4)}x{SMALLEST}"
             drafter.grow_as(tree or default, drafter.proposal)
-        match = max(1, min(6, drafter.shape.nodes // 2)) if depth is None else depth
-        return cls(drafter, NGram(match))
+        return cls(drafter, Suffix(max(2, drafter.shape.nodes), depth, remember))
 
     def start(self, batch: int, device: torch.device) -> HybridState:
         root = torch.zeros(batch, dtype=torch.long, device=device)
-        return HybridState(root, self.head.start(batch, device), self.ngram.start(batch, device))
+        return HybridState(root, self.head.start(batch, device), self.matches.start(batch, device))
 
     def room(self, shape: Shape | None = None) -> int:
-        return self.head.room(shape) + self.ngram.depth
+        return self.head.room(shape) + self.matches.room(shape)
 
     def absorb(self, span: Span, state: HybridState) -> None:
         self.head.absorb(span, state.head)
-        self.ngram.absorb(span, state.ngram)
+        self.matches.absorb(span, state.matches)
         state.root = state.head.root
 
     def propose(self, state: HybridState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         tree = self.head.propose(state.head, sampler, shape)
-        match = self.ngram.propose(state.ngram, sampler)
-        if shape is not None:  # room for a guess beside the match
-            match = match.clip(max(0, shape.nodes - 2))
-        if tree.nodes <= match.nodes:  # a bare root: nothing is guessed
-            return replace(match, probes=tree.probes)
-        return joined(tree, match.tokens[:, 1:])
+        deep = shape and replace(shape, depth=shape.nodes - 1)  # its depth is that of draft steps
+        matches = self.matches.propose(state.matches, sampler, deep)
+        if tree.nodes == 1:  # the head guesses nothing
+            return replace(matches, probes=tree.probes)
+        return merged(tree, matches)
 
 
-def least_last(tree: Tree, last: int) -> Tree:
-    """The same tree with its `last` least probable nodes in the last slots. Parents stand before children."""
+def merged(tree: Tree, other: Tree) -> Tree:
+    """The most probable nodes of two trees, as many as the first has. A node of both has the larger score."""
     assert tree.scores is not None
-    best = tree.scores.sort(dim=1, descending=True, stable=True).indices[:, : tree.nodes - last]
-    order = torch.ones_like(tree.tokens).scatter(1, best, 0).sort(dim=1, stable=True).indices
-    slots = order.argsort(1)  # of each node, its new one
-    parents = slots.gather(1, tree.parent_slots().expand(len(slots), -1).gather(1, order))
+    assert other.scores is not None
+    N, known = tree.nodes, _known(tree, other)
+    parents = other.parent_slots().expand_as(known)
+    own = known.gather(1, parents)  # of each parent
+    parents = torch.where(own >= 0, own, N - 1 + parents)[:, 1:]
+    parents = torch.cat([tree.parent_slots().expand_as(tree.tokens), parents], 1)
+    tokens = torch.cat([tree.tokens, other.tokens[:, 1:]], 1)
+    both = tree.scores.scatter_reduce(1, known.clamp(min=0), other.scores, "amax")
+    scores = torch.cat([both, other.scores.masked_fill(known >= 0, -torch.inf)[:, 1:]], 1)
+    kept = scores.sort(dim=1, descending=True, stable=True).indices[:, :N].sort(dim=1).values
+    tokens, parents, scores = (each.gather(1, kept) for each in (tokens, parents, scores))
+    nothing = scores == -torch.inf
+    parents = torch.searchsorted(kept, parents).masked_fill(nothing, 0)
     probes = tree.probes
     if probes is not None:
-        moved = slots.gather(1, probes.hosts.clamp(min=0).expand(len(slots), -1))
-        probes = probes._replace(hosts=moved.where(probes.hosts >= 0, PAD))
-    tokens, scores = tree.tokens.gather(1, order), tree.scores.gather(1, order)
-    return replace(tree, tokens=tokens, parents=parents, probes=probes, scores=scores)
+        hosts = probes.hosts.expand(len(kept), -1)
+        slots = torch.searchsorted(kept, hosts.clamp(min=0)).clamp(max=N - 1)
+        probes = probes._replace(hosts=slots.where(kept.gather(1, slots) == hosts, PAD))
+    depth = max(tree.depth, other.depth)
+    return Tree(tokens.masked_fill(nothing, PAD), parents, depth, probes=probes, scores=scores)
 
 
-def joined(tree: Tree, match: Int[Tensor, "B D"]) -> Tree:
-    """The tree with a chain behind its root in the place of its least probable nodes; a row of `PAD` leaves
-    them.
-
-    Token d of the chain takes slot N − D + d, unless the tree's other nodes say the chain up to it already.
-    """
-    if not match.shape[1]:
-        return tree
-    tree = least_last(tree, match.shape[1])
-    tokens, (N, D) = tree.tokens.clone(), (tree.nodes, match.shape[1])
-    parents = tree.parent_slots().expand(len(tokens), -1).clone()
-    first = N - D
-    kept = Tree(tokens.clone(), parents.clone(), tree.depth)
-    kept.tokens[:, first:] = PAD
-    node, alike = torch.zeros_like(match[:, 0]), torch.ones_like(match[:, 0], dtype=torch.bool)
-    for d, token in enumerate(match.unbind(1)):
-        there, known = token >= 0, child_with(kept, node, token)
-        alike = alike & (known >= 0)
-        new = there & ~alike
-        tokens[:, first + d] = torch.where(new, token, tokens[:, first + d])
-        parents[:, first + d] = torch.where(new, node, parents[:, first + d])
-        node = torch.where(alike, known, torch.where(there, first + d, node))
-    return replace(tree, tokens=tokens, parents=parents, depth=max(tree.depth, D))
+def _known(tree: Tree, other: Tree) -> Int[Tensor, "B M"]:
+    """Of each node of `other`, the slot of the tree's node that says the same; −1 where there is none."""
+    tokens, parents = (each.expand_as(tree.tokens)[:, None] for each in (tree.tokens, tree.parent_slots()))
+    named = (tokens == other.tokens[..., None]) & (other.tokens >= 0)[..., None]
+    named[:, :, 0] = False  # the root says what it says as the root alone
+    above = other.parent_slots().expand_as(other.tokens)
+    known = torch.full_like(other.tokens, -1)
+    known[:, 0] = 0
+    for _ in range(min(tree.depth, other.depth)):
+        alike = named & (parents == known.gather(1, above)[..., None])
+        known = alike.int().argmax(2).where(alike.any(2), -1)
+        known[:, 0] = 0
+    return known

@@ -4,6 +4,7 @@ end is proposed, without a pass of a model."""
 from dataclasses import dataclass
 from typing import final
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -17,9 +18,61 @@ from slipstream.core.tree import PAD, Tree, chain
 
 
 @dataclass
-class NGramState(State):
+class TextState(State):
     text: Int[Tensor, "B S"]  # the last slot is written in the place of padding
     length: Int[Tensor, " B"]  # tokens of text; the root comes behind them
+
+    def read(self, span: Span) -> None:
+        """Append a span to the text."""
+        self.text = appended(self.text, span)
+        self.length = span.start + span.count
+        self.root = span.root
+
+    def viewed(self) -> Int[Tensor, "B S1"]:
+        """The text without slots that no row has filled, where the host may know."""
+        return self.text[:, : int(self.length.max())] if look.may_look(self.length) else self.text
+
+    def ends(self, longest: int) -> Int[Tensor, "B n"]:
+        """The last tokens, the root first; before the text's beginning what equals no token."""
+        at = self.length[:, None] - torch.arange(1, longest, device=self.text.device)
+        tokens = self.text.gather(1, at.clamp(min=0)).masked_fill(at < 0, PAD - 1)
+        return torch.cat([self.root[:, None], tokens], 1)
+
+    def matched(self, longest: int) -> list[int]:
+        """How many of each text's last tokens, the root included, stood there before: `longest` at most. The
+        host looks, in NumPy: PyTorch takes several times as long for so little."""
+        lengths, text = self.length.tolist(), self.text.numpy()
+        found = []
+        for row, (root, length) in enumerate(zip(self.root.tolist(), lengths, strict=True)):
+            line, last = text[row, :length], [root, *text[row, max(0, length - longest + 1) : length][::-1]]
+            ends, n = np.flatnonzero(line == root), 0
+            while len(ends) and n < len(last):
+                n += 1
+                ends = ends[ends >= n]
+                ends = ends[line[ends - n] == last[n]] if n < len(last) else ends
+            found.append(n)
+        return found
+
+    def following(self, slots: Int[Tensor, "B K"], depth: int) -> Int[Tensor, "B K D"]:
+        """What stands behind slots, up to the root. There it starts again: repetitions tend to go on."""
+        period = (self.length[:, None] - slots).clamp(min=1)[..., None]
+        at = slots[..., None] + 1 + torch.arange(depth, device=slots.device) % period
+        full = torch.cat([self.text, self.root[:, None]], 1)
+        at = torch.where(at >= self.length[:, None, None], full.shape[1] - 1, at)
+        return full.gather(1, at.flatten(1)).view(at.shape)
+
+
+def match_lengths(
+    table: Int[Tensor, "#B S"], ends: Int[Tensor, "B n"]
+) -> tuple[Int[Tensor, " P"], Int[Tensor, "B P"]]:
+    """Slots of a table, and at each of them how many tokens up to it equal the last of a text, newest first
+    in `ends`. Where the host may look, slots at which no text matches are left out."""
+    slots = torch.arange(table.shape[1], device=table.device)
+    if look.may_look(table):
+        slots = slots[(table == ends[:, :1]).any(0)]
+    at = slots[:, None] - torch.arange(ends.shape[1], device=table.device)
+    same = (table[:, at.clamp(min=0)] == ends[:, None]) & (at >= 0)
+    return slots, same.cumprod(2).sum(2)
 
 
 @final
@@ -44,44 +97,20 @@ class NGram(Drafter):
         self.depth, self.rows = depth, depth + 1
         self.longest, self.shortest = longest, shortest
 
-    def start(self, batch: int, device: torch.device) -> NGramState:
+    def start(self, batch: int, device: torch.device) -> TextState:
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
-        return NGramState(zeros, zeros.new_zeros(batch, 0), zeros.clone())
+        return TextState(zeros, zeros.new_zeros(batch, 0), zeros.clone())
 
-    def absorb(self, span: Span, state: NGramState) -> None:
-        state.text = appended(state.text, span)
-        state.length = span.start + span.count
-        state.root = span.root
+    def absorb(self, span: Span, state: TextState) -> None:
+        state.read(span)
 
-    def propose(self, state: NGramState, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        end, length = self._match(state)
-        matched = length >= self.shortest
+    def propose(self, state: TextState, sampler: Sampler, shape: Shape | None = None) -> Tree:
+        slots, lengths = match_lengths(state.viewed(), state.ends(self.longest))
+        lengths = lengths.where(slots < state.length[:, None], 0)
+        matched = lengths.amax(1) >= self.shortest if len(slots) else lengths.any(1)
         if look.may_look(matched) and not bool(matched.any()):
             return chain(state.root[:, None])
+        latest = slots[(lengths * len(slots) + torch.arange(len(slots), device=slots.device)).argmax(1)]
         depth = self.depth if shape is None else min(self.depth, shape.depth)
-        return chain(self._continuation(state, end, matched, depth))
-
-    def _match(self, state: NGramState) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
-        """The slot at which the best match ends, and the number of its tokens."""
-        view = int(state.length.max()) if look.may_look(state.length) else state.text.shape[1]
-        text = state.text[:, :view]
-        slot = torch.arange(view, device=state.text.device)
-        run = (text == state.root[:, None]) & (slot < state.length[:, None])
-        length = run.long()
-        for back in range(1, self.longest):
-            token = state.text.gather(1, (state.length - back).clamp(min=0)[:, None])
-            run = run & torch.nn.functional.pad(text == token, (back, 0))[:, :view]
-            length += run
-        best = (length * view + slot).argmax(1)
-        return best, length.gather(1, best[:, None])[:, 0]
-
-    def _continuation(
-        self, state: NGramState, end: Tensor, matched: Tensor, depth: int
-    ) -> Int[Tensor, "B N"]:
-        """Root and draft. A continuation that reaches the root starts again: repetitions tend to go on."""
-        period = (state.length - end).clamp(min=1)[:, None]
-        at = end[:, None] + 1 + torch.arange(depth, device=end.device) % period
-        full = torch.cat([state.text, state.root[:, None]], 1)
-        at = torch.where(at >= state.length[:, None], full.shape[1] - 1, at)
-        draft = full.gather(1, at).masked_fill(~matched[:, None], PAD)
-        return torch.cat([state.root[:, None], draft], 1)
+        draft = state.following(latest[:, None], depth)[:, 0].masked_fill(~matched[:, None], PAD)
+        return chain(torch.cat([state.root[:, None], draft], 1))

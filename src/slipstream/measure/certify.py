@@ -84,7 +84,7 @@ Answers = dict[tuple[str, float], list[Answered]]  # by drafter and temperature
 @public
 def certify(
     target: AnyTarget,
-    drafters: Drafters = "ngram",
+    drafters: Drafters = "auto",
     questions: Sequence[Asking] = (),
     *,
     temperatures: Sequence[float] = (0.0, 1.0),

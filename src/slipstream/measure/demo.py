@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
+from slipstream.decode.costs import explained
 from slipstream.measure.questions import Question
 from slipstream.measure.report import promise
 from slipstream.measure.run import HF, Contest, first_prompts
@@ -36,6 +37,9 @@ def demo(contest: Contest, drafter: str, questions: Sequence[Question], console:
         if totals[drafter]:
             console.rule("all answers", align="left")
             console.print(_figures(totals, drafter))
+            if contest.drafters[drafter].rungs:
+                console.print()
+                console.print(explained(contest.drafters[drafter]))
 
 
 def _answered(

@@ -136,7 +136,7 @@ Answers = dict[str, Turns]  # by method
 @public
 def bench(
     target: AnyTarget,
-    drafters: Drafters = "ngram",
+    drafters: Drafters = "auto",
     questions: Sequence[Asking] = (),
     *,
     limit: int | None = None,

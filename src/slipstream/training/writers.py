@@ -73,7 +73,8 @@ class TargetWriter(Writer):
         return self._write([self.target.text.ids(text)] * n, temperature, limit, seed)
 
     def _write(self, prompts: list[list[int]], temperature: float, limit: int, seed: int) -> list[Written]:
-        made = generate(self.target, prompts, max_new_tokens=limit, temperature=temperature, seed=seed)
+        how: Any = {"max_new_tokens": limit, "temperature": temperature, "seed": seed}
+        made = generate(self.target, prompts, "vanilla", **how)
         return [Written(answer.text.strip(), answer.finish == "eos") for answer in made]
 
 

@@ -1,0 +1,189 @@
+"""What rounds of a drafter's rungs cost here, measured once in a few seconds, and what they brought: kept in
+the user's cache."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import astuple
+from statistics import median
+from time import perf_counter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from rich.console import Group
+from rich.text import Text
+
+from slipstream.core.drafter import Drafter, State
+from slipstream.core.sampling import Sampler, Sampling
+from slipstream.core.shape import PLAIN, Shape
+from slipstream.core.span import Span
+from slipstream.core.target import Target
+from slipstream.core.tree import Tree, chain
+from slipstream.decode.policy import Accepted, Ledger, Policy
+from slipstream.decode.session import Session
+from slipstream.files import cache_home, read_results, update_json
+from slipstream.results import Figures
+
+LAPS, SECONDS, FEWEST = 8, 3.0, 2  # over all rungs: at most, in all, and at least
+CONTEXT = 256  # tokens before the rounds that are measured
+NEWS = 200  # rounds between two writings of what was accepted
+FILE, ACCEPTED = "rounds.json", "accepted"
+SIGNS = ("no match", "short", "long", "very long")  # Drafter.signs
+_ledgers: WeakKeyDictionary[Drafter, Ledger] = WeakKeyDictionary()
+
+
+def ledger(target: Target, drafter: Drafter) -> Ledger:
+    """What is known of a drafter's rungs. All its sessions share it."""
+    if drafter not in _ledgers:
+        known = _ledgers[drafter] = Ledger(drafter.rungs)
+        names = [rung.name for rung in drafter.rungs]
+        kept = _stored(ACCEPTED, target, drafter)
+        for name, means in kept.items():
+            for sign, mean in enumerate(means if name in names else ()):
+                known.accepted[names.index(name), sign] = Accepted(*mean)
+    return _ledgers[drafter]
+
+
+def policy(target: Target, drafter: Drafter, texts: int) -> Policy | None:
+    """The policy for a session of so many texts; None for a drafter that offers no rungs."""
+    if not drafter.rungs:
+        return None
+    known = ledger(target, drafter)
+    if texts not in known.seconds:
+        known.seconds[texts] = _seconds(target, drafter, texts)
+    return Policy(known)
+
+
+def keep(target: Target, drafter: Drafter) -> None:
+    """Store what was accepted, if there is news of it."""
+    known = _ledgers.get(drafter)
+    if known is None or known.chosen.total() - known.kept < NEWS:
+        return
+    signs = 1 + max(sign for _, sign in known.accepted)
+    means = {
+        rung.name: [[round(each, 3) for each in astuple(known.of(i, sign))] for sign in range(signs)]
+        for i, rung in enumerate(drafter.rungs)
+    }
+    _store(ACCEPTED, target, drafter, means)
+    known.kept = known.chosen.total()
+
+
+def _key(target: Target, drafter: Drafter) -> str:
+    return f"{target.fingerprint} {drafter.name}"
+
+
+def _stored(what: str, target: Target, drafter: Drafter) -> dict[str, Any]:
+    """By rung; nothing where the file is damaged."""
+    with suppress(ValueError):
+        known: dict[str, Any] = read_results(cache_home() / FILE).get(what, {}).get(_key(target, drafter), {})
+        return known
+    return {}
+
+
+def _store(what: str, target: Target, drafter: Drafter, by_rung: dict[str, Any]) -> None:
+    """A cache that cannot be written is no error."""
+    with suppress(ValueError, OSError):
+        update_json(cache_home() / FILE, what, {_key(target, drafter): by_rung})
+
+
+def _seconds(target: Target, drafter: Drafter, texts: int) -> list[float]:
+    """By rung, from the user's cache, or measured."""
+    place = f"{target.place}, texts: {texts}"
+    known = _stored(place, target, drafter)
+    if list(known) != [rung.name for rung in drafter.rungs]:
+        seconds = measured(target, drafter, texts)
+        known = {rung.name: round(each, 6) for rung, each in zip(drafter.rungs, seconds, strict=True)}
+        _store(place, target, drafter, known)
+    elif target.compiles:
+        for rows in {1, texts}:  # graphs of all sizes, before they are needed
+            next(_laps(target, drafter, rows))
+    return list(known.values())
+
+
+def measured(target: Target, drafter: Drafter, texts: int) -> list[float]:
+    """Median seconds of a round of every rung. Rungs alternate, after an untimed round of each."""
+    if texts > 1 and target.compiles:
+        next(_laps(target, drafter, 1))
+    laps = _laps(target, drafter, texts)
+    next(laps)
+    began, spent = perf_counter(), list[list[float]]()
+    for lap in laps:
+        spent.append(lap)
+        if len(spent) == LAPS or (len(spent) >= FEWEST and perf_counter() - began > SECONDS):
+            break
+    return [median(times) for times in zip(*spent, strict=True)]
+
+
+def _laps(target: Target, drafter: Drafter, texts: int) -> Iterator[list[float]]:
+    """Seconds of a round of every rung, again and again. The first lap makes buffers and graphs."""
+    session = _session(target, drafter, texts)
+    for rung in drafter.rungs:
+        session.step(shape=rung)
+        session.state.select(list(range(texts)))  # a drafter that waits reads now, and has one token to read
+        session.step(shape=PLAIN)
+        session.step(shape=rung)
+    deepest = max(rung.depth for rung in drafter.rungs)
+    while True:
+        lap = []
+        for rung in drafter.rungs:
+            if max(session.lengths) + deepest + 2 > target.window:
+                session = _session(target, drafter, texts)
+            before = perf_counter()
+            drafter.signs(session.state)
+            session.step(shape=rung)
+            lap.append(perf_counter() - before)
+        yield lap
+
+
+def _session(target: Target, drafter: Drafter, texts: int) -> Session:
+    """A session under way."""
+    context = min(CONTEXT, target.window // 4)
+    prompts = [[(7 * i + text) % target.vocab for i in range(context)] for text in range(texts)]
+    capacity = min(2 * CONTEXT, target.window)
+    session = Session(target, Full(drafter), rows=texts, capacity=capacity, shapes=drafter.rungs)
+    session.admit(prompts, [Sampling(temperature=float(drafter.peeks))] * texts)  # noise takes its time
+    return session
+
+
+class Full(Drafter):
+    """The same drafter, for which there is always a match, though never a right one."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter, self.taps, self.memory = drafter, drafter.taps, drafter.memory
+        self.rows, self.depth = drafter.rows, drafter.depth
+
+    def start(self, batch: int, device: torch.device) -> State:
+        return self._drafter.start(batch, device)
+
+    def absorb(self, span: Span, state: State) -> None:
+        self._drafter.absorb(span, state)
+
+    def room(self, shape: Shape | None = None) -> int:
+        return self._drafter.room(shape)
+
+    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
+        tree = self._drafter.propose(state, sampler, shape)
+        return tree if shape is None or shape.width else chain(state.root[:, None].repeat(1, shape.nodes))
+
+
+def explained(drafter: Drafter) -> Group:
+    """What was chosen in this process, and why: a row for every rung."""
+    known = _ledgers[drafter]
+    texts = min(known.seconds)
+    costs = known.costs(texts)
+    title = f"{drafter.name} chose, of {known.chosen.total()} rounds"
+    table = Figures(
+        title, "tree", "rounds", "nodes", "ms", *(f"tokens, {sign}" for sign in SIGNS), "tokens/s"
+    )
+    for i, (rung, cost) in enumerate(zip(known.rungs, costs, strict=True)):
+        brings = [1 + known.of(i, sign).mean for sign in range(len(SIGNS))]
+        speeds = texts * brings[0] / cost, texts * brings[-1] / cost
+        speed = f"{speeds[0]:.0f} to {speeds[1]:.0f}" if rung.depth else f"{speeds[0]:.0f}"
+        row = (known.chosen[i], rung.nodes, f"{1e3 * cost:.1f}", *(f"{each:.2f}" for each in brings), speed)
+        table.add_row(rung.name, *row)
+    note = (
+        "A round takes the tree that promises most tokens a second. Tokens are means over all texts; a text "
+        "whose guesses are accepted less often than these takes smaller trees, or none (plain), and is tried "
+        f"again now and then. Kept in {cache_home() / FILE}."
+    )
+    return Group(table, Text(note, "dim"))

@@ -1,0 +1,147 @@
+"""Which tree a round should grow: the one that promises most tokens a second.
+
+Two things are known of every rung, a tree that the drafter offers: what a round with it costs here, measured
+once (`decode.costs`) and corrected by every round since; and how many of its tokens are accepted, on average
+and lately in the text at hand. So a text that is drafted badly is soon decoded plainly, and is tried again as
+what was seen of it fades.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import log2, sqrt
+
+from slipstream.core.shape import Shape
+
+PRIOR = 2.0  # accepted tokens that the average of all texts weighs against what was seen of one
+FADES = 0.95  # of the evidence on a text this much is left after a round
+FADES_UNUSED = 0.995  # the same after a round that adds none
+WORTH = 1.03  # a tree is grown if it promises so many times plain decoding's speed
+SURE, OFTEN = 1.3, 32  # below this gain, every so many rounds a plain one tells again what it costs
+LEARNS = 0.05  # weight of a round's time in its rung's cost, at least
+KEEPS = 200.0  # rounds that an average of accepted tokens remembers
+GROWN, MATCHED = 0.18, (0.05, 0.2, 0.5, 0.9)  # guesses: accepted tokens over log2(nodes), and by sign
+GUESS = 4.0  # rounds that a guess counts as
+HOPE = 0.5  # a mean of n rounds may be higher by this share over √n
+FIRST = 0.4  # of a head's tree, whatever its size
+
+
+@dataclass
+class Accepted:
+    """Tokens accepted in an average text, and the rounds that tell."""
+
+    mean: float
+    rounds: float = GUESS
+
+    @property
+    def hoped(self) -> float:
+        """The mean, and more where few rounds tell: what is never tried is never known."""
+        return self.mean * (1 + HOPE / sqrt(self.rounds))
+
+    def fade(self) -> None:
+        """Another round went by."""
+        self.rounds = max(GUESS, self.rounds * FADES_UNUSED)
+
+    def add(self, tokens: int, factor: float) -> None:
+        """A round of a text whose guesses are `factor` times as good."""
+        self.rounds = min(KEEPS, self.rounds + factor)
+        self.mean += (tokens - factor * self.mean) / self.rounds
+
+
+@dataclass
+class Ledger:
+    """What is known of a drafter's rungs, in any text.
+
+    Attributes:
+        seconds: of a round, by the texts that share it, then by rung.
+        accepted: tokens, by rung and `Drafter.signs`.
+        chosen: rounds of each rung.
+        kept: rounds whose acceptance is stored.
+    """
+
+    rungs: Sequence[Shape]
+    seconds: dict[int, list[float]] = field(default_factory=dict)
+    accepted: dict[tuple[int, int], Accepted] = field(default_factory=dict)
+    chosen: Counter[int] = field(default_factory=Counter)
+    kept: int = 0
+
+    def of(self, rung: int, sign: int) -> Accepted:
+        """The average, a guess before any was counted."""
+        if (rung, sign) not in self.accepted:
+            shape = self.rungs[rung]
+            rate, first = (MATCHED[sign] + GROWN, FIRST) if shape.width else (MATCHED[sign], 0.0)
+            self.accepted[rung, sign] = Accepted(min(shape.nodes - 1.0, first + rate * log2(shape.nodes)))
+        return self.accepted[rung, sign]
+
+    def costs(self, texts: int) -> list[float]:
+        """Of every rung, for so many texts; for the nearest number that was measured."""
+        return self.seconds[min(self.seconds, key=lambda known: abs(log2(known / texts)))]
+
+
+@dataclass
+class Evidence:
+    """What was seen of one text: accepted tokens, and how many the averages had promised."""
+
+    accepted: float = 0.0
+    promised: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        """How much better than the average its guesses are."""
+        return (self.accepted + PRIOR) / (self.promised + PRIOR)
+
+    def fade(self, left: float) -> None:
+        self.accepted *= left
+        self.promised *= left
+
+
+class Policy:
+    """Chooses for one session: `choose` before a round, `learn` after it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._seen: dict[tuple[int, bool], Evidence] = {}  # by text, and whether there was a match
+        self._rung, self._rows = 0, list[tuple[int, int]]()
+        self._since = 0  # rounds since the last plain one
+
+    def choose(self, texts: Sequence[int], signs: Sequence[int]) -> Shape:
+        """The tree for a round of these texts, which show these signs."""
+        self._rows = list(zip(texts, signs, strict=True))
+        self._seen = {key: seen for key, seen in self._seen.items() if key[0] in texts}
+        speeds = [self._tokens(rung) / cost for rung, cost in enumerate(self.ledger.costs(len(texts)))]
+        best = max(range(len(speeds)), key=lambda rung: speeds[rung])
+        gain = speeds[best] / speeds[0]
+        self._since = 0 if gain < WORTH or (gain < SURE and self._since >= OFTEN) else self._since + 1
+        self._rung = best if self._since else 0
+        self.ledger.chosen[self._rung] += 1
+        return self.ledger.rungs[self._rung]
+
+    def _tokens(self, rung: int) -> float:
+        """What a round would bring, over all texts."""
+        most = self.ledger.rungs[rung].nodes - 1.0
+        means = (self._of(text, sign).factor * self.ledger.of(rung, sign).hoped for text, sign in self._rows)
+        return sum((1.0 + min(most, mean) for mean in means), 0.0)
+
+    def _of(self, text: int, sign: int) -> Evidence:
+        return self._seen.setdefault((text, sign > 0), Evidence())
+
+    def learn(self, tokens: Sequence[int], seconds: float) -> None:
+        """What the chosen round brought each text, the target's own token included, and its time."""
+        shape = self.ledger.rungs[self._rung]
+        for average in self.ledger.accepted.values():
+            average.fade()
+        for (text, sign), made in zip(self._rows, tokens, strict=True):
+            average = self.ledger.of(self._rung, sign)
+            if not shape.depth:
+                for matched in (False, True):
+                    self._of(text, matched).fade(FADES_UNUSED)
+                continue
+            seen = self._of(text, sign)
+            promised = average.mean
+            average.add(made - 1, seen.factor)
+            seen.fade(FADES)
+            seen.accepted += made - 1
+            seen.promised += promised
+        costs = self.ledger.costs(len(tokens))
+        share = max(LEARNS, 1 / (4 + self.ledger.chosen[self._rung]))
+        costs[self._rung] *= min(2.0, max(0.5, seconds / costs[self._rung])) ** share

@@ -1,0 +1,144 @@
+"""The drafter that chooses for itself: plain decoding, matches, or a head's tree, round by round.
+
+What is chosen, and when, is up to `decode.policy`. Here is what there is to choose from.
+"""
+
+import json
+from bisect import bisect
+from dataclasses import dataclass, field, replace
+from typing import final
+
+import torch
+
+from slipstream.core import look
+from slipstream.core.drafter import Drafter, State
+from slipstream.core.sampling import Sampler
+from slipstream.core.shape import PLAIN, Shape
+from slipstream.core.span import Span, merged
+from slipstream.core.target import Target
+from slipstream.core.tree import Tree
+from slipstream.drafters.hybrid import Hybrid, HybridState
+from slipstream.drafters.proposer import Proposer
+from slipstream.drafters.suffix import Suffix
+from slipstream.methods import SHIPPED
+
+HEADS = ("fasteagle", "eagle", "eagle3", "medusa", "glide")  # the quickest first, of those that ship
+NODES = (2, 4, 8, 16)  # of a tree of the head, matches included
+DEEPEST = 5
+MATCHES = (4, 8, 16)  # of a tree of matches
+LONG = (2, 4, 8)  # tokens of a match: signs for the policy
+BEHIND = 16  # tokens that a head may lag behind the text: so many cost little more than one
+
+
+@dataclass
+class AutoState(HybridState):
+    """`head` has yet to read the spans `missed`."""
+
+    drafter: "Auto"
+    missed: list[Span] = field(default_factory=list)
+
+    def select(self, order: list[int]) -> None:
+        self.drafter.catch_up(self)
+        super().select(order)
+
+    def join(self, other: State) -> None:
+        self.drafter.catch_up(self)
+        if isinstance(other, AutoState):
+            self.drafter.catch_up(other)
+        super().join(other)
+
+
+@final
+class Auto(Drafter):
+    """A policy chooses among a bare root, a match, and the head's trees with a match in them. A round without
+    the head's tree costs nothing of the head: it reads what it missed when it drafts again.
+
+    Args:
+        head: grows the trees. Without one there are matches alone.
+        remember: see `Suffix`.
+    """
+
+    def __init__(self, head: Proposer | None = None, name: str = "auto", remember: int = 0) -> None:
+        self.matches, self.hybrid, self.name = Suffix(max(MATCHES), remember=remember), None, name
+        found = [Shape(f"matches-{n}", (), n - 1, n, 0, 0) for n in MATCHES]
+        self.rungs = (PLAIN, *found)
+        self.rows, self.depth = self.matches.rows, self.matches.depth
+        if head is not None:
+            deepest = min(DEEPEST, head.deepest or DEEPEST)
+            trees = [Shape.parse(f"best-first-{max(1, min(deepest, n // 2))}x{n}") for n in NODES]
+            head.grow_as(trees[-1], head.proposal)
+            self.hybrid = Hybrid(head, self.matches)
+            self.rungs += tuple(trees)
+            self.taps, self.peeks, self.memory = head.taps, head.peeks, head.memory
+            self.rows = max(self.rows, self.hybrid.rows)
+
+    @classmethod
+    def named(
+        cls, target: Target, head: str | None = None, remember: int = 0, temperature: float = 0.0
+    ) -> "Auto":
+        """With the weights that ship for the target, or a head by name or directory.
+
+        Raises:
+            ValueError: the head grows no trees, or its guesses stand in the target's own passes; also see
+                `load_drafter`.
+        """
+        from slipstream.drafters import load_drafter
+
+        head = head or shipped(target)
+        if head is None:
+            return cls(remember=remember)
+        drafter = load_drafter(head, target, temperature)
+        if not isinstance(drafter, Proposer) or drafter.probes is not None:
+            raise ValueError(
+                f"drafter 'auto': {head!r} has no trees to choose among: take a head such as eagle or "
+                "fasteagle, or its directory"
+            )
+        drafter.grow_as("chain-1", "noise" if temperature else "top-k")
+        return cls(drafter, f"auto:head={head}{', T > 0' * bool(temperature)}", remember)
+
+    def start(self, batch: int, device: torch.device) -> AutoState:
+        root = torch.zeros(batch, dtype=torch.long, device=device)
+        head = State(root) if self.hybrid is None else self.hybrid.head.start(batch, device)
+        return AutoState(root, head, self.matches.start(batch, device), self)
+
+    def room(self, shape: Shape | None = None) -> int:
+        if shape is None:
+            return max(map(self.room, self.rungs))
+        return self.hybrid.room(shape) if self.hybrid is not None and shape.width else shape.nodes
+
+    def absorb(self, span: Span, state: AutoState) -> None:
+        self.matches.absorb(span, state.matches)
+        state.root = span.root
+        if self.hybrid is not None:
+            state.missed.append(replace(span, tree=None, path=None, logits=None))
+            waits = look.may_look(span.root)  # what is captured cannot wait
+            if not waits or sum(each.tokens.shape[1] for each in state.missed) >= BEHIND:
+                self.catch_up(state)
+
+    @torch.inference_mode()
+    def catch_up(self, state: AutoState) -> None:
+        """Let the head read what it missed."""
+        if state.missed and self.hybrid is not None:
+            self.hybrid.head.absorb(merged(state.missed), state.head)
+        state.missed = []
+
+    def signs(self, state: AutoState) -> list[int]:
+        """How long a match there is: none, short, long, very long."""
+        if not look.may_look(state.root):
+            return super().signs(state)
+        return [bisect(LONG, length) for length in state.matches.matched(LONG[-1])]
+
+    def propose(self, state: AutoState, sampler: Sampler, shape: Shape | None = None) -> Tree:
+        if self.hybrid is None or (shape is not None and not shape.width):
+            return self.matches.propose(state.matches, sampler, shape)
+        self.catch_up(state)
+        return self.hybrid.propose(state, sampler, shape)
+
+
+def shipped(target: Target) -> str | None:
+    """The method whose weights ship for the target: the best, if there are several."""
+    for name in HEADS:
+        for config in SHIPPED.glob(f"*/{name}/config.json"):
+            if json.loads(config.read_text("utf-8"))["target"]["fingerprint"] == target.fingerprint:
+                return name
+    return None

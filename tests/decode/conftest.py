@@ -1,0 +1,13 @@
+"""Here no time decides: a drafter that offers several trees gets them in turn, whatever they cost."""
+
+import pytest
+
+import tiny
+from slipstream.decode import generate
+
+
+@pytest.fixture(autouse=True)
+def restless(monkeypatch):
+    monkeypatch.setattr(
+        generate, "policy", lambda target, drafter, texts: tiny.Restless(drafter) if drafter.rungs else None
+    )

@@ -1,0 +1,66 @@
+"""What rounds cost is measured once, and what they bring is kept."""
+
+import pytest
+
+import tiny
+from slipstream.decode import costs, generate
+from slipstream.drafters.auto import Auto
+from slipstream.files import cache_home, read_results
+
+PROMPT = tiny.prompts(12)[0]
+
+
+@pytest.fixture
+def auto(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(generate, "policy", costs.policy)
+    target = tiny.target("llama")
+    return target, Auto(tiny.eagle(target), "auto:head=tiny")
+
+
+def test_rounds_are_measured_once_for_each_number_of_texts(auto, monkeypatch):
+    target, drafter = auto
+    for texts in (1, 4):
+        costs.policy(target, drafter, texts)
+    seconds = costs.ledger(target, drafter).seconds
+    assert set(seconds) == {1, 4}
+    assert all(0 < each < 1 for some in seconds.values() for each in some)
+    monkeypatch.setattr(costs, "measured", None)
+    again = Auto(drafter.hybrid.head, drafter.name)
+    costs.policy(target, again, 4)
+    assert costs.ledger(target, again).seconds[4] == pytest.approx(seconds[4], abs=1e-6)
+
+
+def test_what_was_accepted_is_kept_for_the_next_process(auto, monkeypatch):
+    target, drafter = auto
+    monkeypatch.setattr(costs, "NEWS", 10)
+    generate.generate(target, PROMPT, drafter, max_new_tokens=60, eos_token_ids=())
+    kept = read_results(cache_home() / costs.FILE)[costs.ACCEPTED]
+    again = costs.ledger(target, Auto(drafter.hybrid.head, drafter.name))
+    known = costs.ledger(target, drafter)
+    assert list(kept) == [f"{target.fingerprint} auto:head=tiny"]
+    assert all(again.of(*key).mean == pytest.approx(known.of(*key).mean, abs=1e-3) for key in known.accepted)
+
+
+def test_a_drafter_with_one_tree_has_no_policy(auto):
+    assert costs.policy(auto[0], tiny.eagle(auto[0]), 1) is None
+
+
+def test_every_choice_is_explained(auto):
+    target, drafter = auto
+    made = generate.generate(target, PROMPT, drafter, max_new_tokens=30, eos_token_ids=())
+    table, _ = costs.explained(drafter).renderables
+    rounds = [int(str(cell)) for cell in table.columns[1].cells]
+    assert sum(rounds) == len(made.rounds)
+    assert len(rounds) == len(drafter.rungs)
+
+
+def test_a_cache_that_cannot_be_read_or_written_stops_nobody(auto, tmp_path):
+    """An answer lost over a file of measurements."""
+    target, drafter = auto
+    (tmp_path / "slipstream").mkdir()
+    (tmp_path / "slipstream" / costs.FILE).write_text("{")
+    assert generate.generate(target, PROMPT, drafter, max_new_tokens=4).tokens
+    (tmp_path / "slipstream" / costs.FILE).unlink()
+    (tmp_path / "slipstream" / costs.FILE).mkdir()
+    assert costs.policy(target, drafter, 2)

@@ -1,0 +1,88 @@
+"""What a policy chooses, given what rounds cost and what they bring."""
+
+import random
+
+import pytest
+
+from slipstream.core.shape import PLAIN, Shape
+from slipstream.decode.policy import Ledger, Policy
+
+MATCH = Shape("matches-3", (), 3, 4, 0, 0)
+SMALL, LARGE = Shape.parse("best-first-2x4"), Shape.parse("best-first-3x16")
+RUNGS = (PLAIN, MATCH, SMALL, LARGE)
+COSTS = [20.0, 22.0, 26.0, 30.0]
+
+
+def decode(policy, tokens, rounds, signs=lambda i: 0, seconds=lambda shape: COSTS[RUNGS.index(shape)]):
+    """Rounds of one text, whose accepted tokens are `tokens(shape)`. Returns the trees that were chosen."""
+    chosen = []
+    for i in range(rounds):
+        shape = policy.choose([0], [signs(i)])
+        drafts = shape.depth and (shape.width or signs(i))
+        policy.learn([1 + (tokens(shape) if drafts else 0)], seconds(shape))
+        chosen.append(shape)
+    return chosen
+
+
+@pytest.fixture
+def policy():
+    return Policy(Ledger(RUNGS, {1: list(COSTS)}))
+
+
+def test_a_text_that_is_drafted_badly_is_decoded_plainly_within_16_tokens(policy):
+    chosen = decode(policy, lambda shape: 0, 400)
+    assert PLAIN in chosen[:16]
+    assert chosen[16:].count(PLAIN) >= 0.93 * len(chosen[16:])
+    assert chosen[100:].count(PLAIN) < 300, "it is never tried again"
+
+
+def test_it_comes_back_where_drafts_are_accepted_again(policy):
+    """Evidence that never fades would keep a text plain after one bad paragraph."""
+    decode(policy, lambda shape: 0, 60)
+    chosen = decode(policy, lambda shape: min(2, shape.depth), 400)
+    assert chosen[-50:].count(PLAIN) == 0
+
+
+def test_the_tree_is_that_with_most_tokens_a_second(policy):
+    """Large trees bring more and cost more."""
+    brings = {PLAIN: 0, MATCH: 0, SMALL: 0.9, LARGE: 1.0}
+    draws = random.Random(0)
+    chosen = decode(policy, lambda shape: int(draws.random() < brings[shape]), 600)
+    assert chosen[-200:].count(SMALL) > 150
+    brings[LARGE] = 1.6
+    more = decode(policy, lambda shape: int(brings[shape]) + (draws.random() < brings[shape] % 1), 2000)
+    assert more[-200:].count(LARGE) > 150
+
+
+def test_a_match_is_read_where_there_is_one(policy):
+    chosen = decode(policy, lambda shape: 3 if shape is MATCH else 0, 300, signs=lambda i: 2 * (i % 4 == 0))
+    with_match, without = chosen[200::4], [shape for i, shape in enumerate(chosen[200:]) if i % 4]
+    assert set(with_match) == {MATCH}
+    assert MATCH not in without
+
+
+def test_costs_follow_the_rounds(policy):
+    """A tree that was measured too cheap, in a quiet second or behind a short text."""
+    slow = {PLAIN: 20.0, MATCH: 22.0, SMALL: 70.0, LARGE: 80.0}
+    chosen = decode(policy, lambda shape: 1, 300, seconds=slow.get)
+    assert chosen[-50:].count(PLAIN) > 45
+
+
+def test_one_bad_text_does_not_spoil_the_average():
+    """What was accepted of it counts by how bad it is, or the next text would be decoded plainly."""
+    ledger = Ledger(RUNGS, {1: list(COSTS)})
+    decode(Policy(ledger), lambda shape: 1, 200)
+    before = ledger.of(2, 0).mean
+    decode(Policy(ledger), lambda shape: 0, 300)
+    assert ledger.of(2, 0).mean > 0.6 * before
+
+
+def test_texts_in_a_batch_decide_together_and_are_forgotten_when_they_leave():
+    policy = Policy(Ledger(RUNGS, {4: list(COSTS)}))
+    for _ in range(40):
+        shape = policy.choose([0, 1, 2, 3], [0] * 4)
+        policy.learn([2, 2, 2, 1] if shape.depth else [1] * 4, 25.0)
+    assert policy.choose([0, 1, 2, 3], [0] * 4).depth
+    assert {text for text, _ in policy._seen} == {0, 1, 2, 3}
+    policy.choose([1], [0])
+    assert {text for text, _ in policy._seen} == {1}

@@ -1,0 +1,89 @@
+"""Auto: the head reads later what it missed, and says the same."""
+
+import random
+
+import pytest
+import torch
+
+import tiny
+from slipstream.core.sampling import Sampling
+from slipstream.core.shape import PLAIN
+from slipstream.decode.generate import generate
+from slipstream.decode.session import Session
+from slipstream.drafters import load_drafter
+from slipstream.drafters.auto import BEHIND, Auto
+from slipstream.drafters.ngram import TextState
+
+PROMPTS = tiny.prompts(9, 14, 5)
+
+
+@pytest.mark.parametrize("head", [tiny.eagle, tiny.fasteagle, tiny.glide, tiny.medusa])
+@pytest.mark.parametrize("plain", [1, 3, BEHIND, 2 * BEHIND + 3])
+def test_a_head_that_sat_out_rounds_proposes_the_same(head, plain):
+    """Texts of a batch advance unevenly before, so that what was missed is ragged."""
+    target = tiny.target("llama")
+    made = []
+    for lags in (True, False):
+        auto = Auto(head(target))
+        tree = auto.rungs[-1]
+        session = Session(target, auto, rows=3, capacity=200, shapes=auto.rungs)
+        session.admit(PROMPTS, [Sampling()] * 3)
+        for shape in (tree, tree, *[PLAIN] * plain):
+            session.step(shape=shape)
+            if not lags:
+                auto.catch_up(session.state)
+        assert lags or not session.state.missed
+        with torch.inference_mode():
+            made.append(auto.propose(session.state, session.sampler, tree))
+    late, soon = made
+    assert torch.equal(late.tokens, soon.tokens)
+    assert torch.equal(late.parent_slots(), soon.parent_slots())
+
+
+def test_rows_that_leave_take_what_the_head_missed_with_them():
+    target = tiny.target("llama")
+    auto = Auto(tiny.eagle(target))
+    session = Session(target, auto, rows=3, capacity=200, shapes=auto.rungs)
+    session.admit(PROMPTS[:2], [Sampling()] * 2)
+    for _ in range(3):
+        session.step(shape=PLAIN)
+    assert len(session.state.missed) > 1
+    session.retire([0])
+    session.admit(PROMPTS[2:], [Sampling()])
+    assert session.state.missed == []
+    assert len(session.state.head.root) == 2
+    session.step(shape=auto.rungs[-1])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_length_of_a_match_is_that_of_direct_search(seed):
+    """Texts over two letters, in which long matches and none come about, beside others in a batch."""
+    draws = random.Random(seed)
+    lines = [[draws.randrange(2) for _ in range(draws.randrange(1, 30))] for _ in range(3)]
+    width = max(map(len, lines))
+    text = torch.tensor([line[:-1] + [7] * (width - len(line) + 1) for line in lines])
+    state = TextState(
+        torch.tensor([line[-1] for line in lines]), text, torch.tensor([len(line) - 1 for line in lines])
+    )
+    for line, found in zip(lines, state.matched(8), strict=True):
+        stands = (
+            n for n in range(8, 0, -1) if any(line[i : i + n] == line[-n:] for i in range(len(line) - n))
+        )
+        assert found == next(stands, 0)
+
+
+def test_without_weights_there_are_matches_alone():
+    """A target that nothing was trained for."""
+    target = tiny.target("llama")
+    auto = load_drafter("auto", target)
+    assert [rung.name for rung in auto.rungs] == ["plain", "matches-4", "matches-8", "matches-16"]
+    assert auto.taps == ()
+    made = generate(target, PROMPTS, auto, max_new_tokens=30)
+    assert [each.tokens for each in made] == [
+        each.tokens for each in generate(target, PROMPTS, "vanilla", max_new_tokens=30)
+    ]
+
+
+def test_a_head_without_trees_is_refused():
+    with pytest.raises(ValueError, match="drafter 'auto': 'ngram' has no trees to choose among"):
+        load_drafter("auto:head=ngram", tiny.target("llama"))

@@ -1,0 +1,163 @@
+"""Suffix against counts in plain lists."""
+
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+import tiny
+from drafters.test_ngram import absorb, propose, span_of, texts_of
+from slipstream.core import look
+from slipstream.core.sampling import Sampling
+from slipstream.core.tree import PAD
+from slipstream.decode.generate import generate
+from slipstream.decode.session import Session
+from slipstream.drafters import load_drafter, suffix
+from slipstream.drafters.store import save_drafter
+from slipstream.drafters.suffix import Memory, Suffix
+
+
+def best(found):
+    return sorted(found, key=lambda match: match[:2], reverse=True)[: suffix.MATCHES]
+
+
+def matches(text, depth, earlier=()):
+    """(length, place, continuation, worth) of the best matches in the text, and in one before it."""
+    own, last = [], len(text) - 1
+
+    def reach(other, end):
+        n = 0
+        while n < min(suffix.LONGEST, end + 1, last + 1) and other[end - n] == text[last - n]:
+            n += 1
+        return n
+
+    for end in range(last):
+        goes_on = [text[end + 1 + i % (last - end)] for i in range(depth)]
+        own.append((reach(text, end), end, goes_on, 1.0))
+    other = [(reach(earlier, end), end, earlier[end + 1 :][:depth], 0.25) for end in range(len(earlier))]
+    return [match for match in best(own) + best(other) if match[0]]
+
+
+def probabilities(text, depth, earlier=()):
+    """Of every path that some match goes on with."""
+    chances, waiting, known = {}, [()], matches(text, depth, earlier)
+    for path in waiting:
+        d, came, goes_on = len(path), 0.0, defaultdict(float)
+        for length, _, tokens, worth in known:
+            if tuple(tokens[:d]) == path:
+                weight = worth * (length + d) ** 1.5
+                came += weight
+                if len(tokens) > d:
+                    goes_on[tokens[d]] += weight
+        for token, weight in goes_on.items():
+            chances[*path, token] = chances.get(path, 1.0) * weight / (came + 4)
+            waiting.append((*path, token))
+    return chances
+
+
+def drafted(tree, row):
+    """Every path of the row, and its score."""
+    tokens, parents = tree.tokens[row].tolist(), tree.parent_slots().expand_as(tree.tokens)[row].tolist()
+    paths = [()]
+    for slot in range(1, len(tokens)):
+        assert parents[slot] < slot
+        paths.append((*paths[parents[slot]], tokens[slot]))
+    scores = tree.scores[row].exp().tolist()
+    return {path: score for path, score in zip(paths, scores, strict=True) if PAD not in path and path}
+
+
+def check(tree, texts, rows, depth, earlier=()):
+    """The tree has the most probable paths of each text, with their probabilities."""
+    assert tree.nodes <= rows
+    for row, text in enumerate(texts):
+        found, want = drafted(tree, row), probabilities(text, depth, earlier)
+        assert all(score == pytest.approx(want[path]) for path, score in found.items())
+        assert sorted(found.values()) == pytest.approx(sorted(want.values())[-rows + 1 :])
+
+
+@pytest.mark.parametrize("looks", [True, False])
+@settings(max_examples=60, deadline=None)
+@given(texts=texts_of, rows=st.integers(2, 12), depth=st.integers(1, 6), cuts=st.sets(st.integers(1, 20)))
+def test_equals_counts_in_plain_lists(looks, texts, rows, depth, cuts):
+    """A match of another row or of padding, a node under the wrong parent, two nodes for one path, a count
+    that misses a match: the text would stay right, only slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(look, "may_look", lambda x: looks)
+        drafter = Suffix(rows, depth)
+        tree = propose(drafter, absorb(drafter, texts, cuts))
+    check(tree, texts, rows, drafter.depth)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=2, max_size=12), texts_of, st.integers(2, 10))
+def test_earlier_answers_are_matched_too(earlier, texts, rows):
+    """An answer that goes on into the next one, or into the ring's empty slots."""
+    drafter = Suffix(rows, 5, remember=1)
+    state = absorb(drafter, texts)
+    state.memory.put(torch.tensor(earlier))
+    check(propose(drafter, state), texts, rows, drafter.depth, earlier)
+
+
+def test_the_reference_itself_on_plain_cases():
+    """A longer match weighs more, two alike more than one, and text that repeats goes round."""
+    chances = probabilities([1, 2, 3, 9, 3, 8, 1, 2, 3], 1)
+    assert chances == {(9,): 3**1.5 / (3**1.5 + 1 + 4), (8,): 1 / (3**1.5 + 1 + 4)}
+    assert probabilities([7, 7], 2)[7, 7] == pytest.approx(1 / 5 * 2**1.5 / (2**1.5 + 4))
+    assert probabilities([1, 2], 3) == {}
+
+
+def test_the_memory_is_bounded_and_forgets_the_oldest():
+    memory = Memory(8, torch.device("cpu"))
+    for text in ([1, 2, 3], [4, 5], list(range(10, 30)), [6]):
+        memory.put(torch.tensor(text))
+        assert memory.ring.shape == (1, 8)
+    assert sorted(memory.ring[0].tolist()) == [PAD, PAD, 6, 25, 26, 27, 28, 29]
+
+
+def test_answers_that_leave_are_remembered_without_their_prompts():
+    """What a row leaves when another moves into its place; or a text that left before it was answered."""
+    drafter, texts = Suffix(remember=1), [[1, 2, 3, 4], [5, 6, 7]]
+    state = absorb(drafter, texts)
+    propose(drafter, state)
+    drafter.absorb(span_of([[4, 9, 8], [7, 6, 5, 4]], [3, 2]), state)
+    state.select([1])
+    assert drafter._memory.ring[0, :4].tolist() == [4, 9, 8, PAD]
+    assert propose(drafter, state).tokens[0, 0] == 4
+    absorb(drafter, texts).select([])
+    assert drafter._memory.written == 4
+    state.select([])
+    assert drafter._memory.ring[0, 4:9].tolist() == [7, 6, 5, 4, PAD]
+    assert drafter.start(1, torch.device("cpu")).memory is state.memory
+
+
+@pytest.mark.parametrize("name", ["suffix:remember=1", "hybrid:remember=1,head={head}"])
+def test_an_answer_that_was_given_before_is_drafted_and_stays_the_same(name, tmp_path):
+    """A memory that no one fills, as inside another drafter; or one that changes the text."""
+    target, prompt = tiny.target("llama"), tiny.prompts(9)[0]
+    config, tensors = tiny.eagle(target, "chain-7").pack()
+    save_drafter(tmp_path, "eagle", target, config, tensors, {}, dtype=None)
+    drafter = load_drafter(name.format(head=tmp_path), target)
+    options = {"max_new_tokens": 40, "temperature": 0.8, "seed": 3}
+    first, second = (generate(target, prompt, drafter, **options) for _ in range(2))
+    assert first.tokens == second.tokens == generate(target, prompt, **options).tokens
+    assert second.tau > 1.3 * first.tau
+
+
+def test_a_round_may_ask_for_fewer_nodes():
+    target, shape = tiny.target("llama"), tiny.eagle(tiny.target("llama"), "best-first-2x4").shape
+    session = Session(target, Suffix(), shapes=[shape])
+    session.admit([[1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 1, 2, 5, 1, 2] * 3], [Sampling()])
+    for _ in range(6):
+        session.step(shape=shape)
+        assert session.span.tree.nodes <= 4
+        assert session.span.tree.depth <= 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"rows": 1}, {"rows": 3000}, {"depth": 0}, {"depth": 65}, {"remember": -1}, {"remember": 1025}],
+)
+def test_numbers_that_leave_nothing_to_draft_are_refused(options):
+    with pytest.raises(ValueError, match="it needs rows from 2 to 2,048, depth from 1 to 64 and remember"):
+        Suffix(**options)
