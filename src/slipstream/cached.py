@@ -14,6 +14,7 @@ KINDS = {
     "kernels": "compiled attention and products",
     "tuned": "trees that tune chose",
     "costs": "measured costs of passes",
+    "peers": "environments and models of other engines",
 }
 
 

@@ -29,6 +29,7 @@ def cache(
     kernels: Annotated[bool, flag("only compiled attention and products", "--kernels")] = False,
     tuned: Annotated[bool, flag("only trees that tune chose", "--tuned")] = False,
     costs: Annotated[bool, flag("only measured costs of passes", "--costs")] = False,
+    peers: Annotated[bool, flag("only environments and models of other engines", "--peers")] = False,
     older_than: Annotated[float | None, option("only what was not used for this long", "DAYS", min=0)] = None,
     yes: Annotated[bool, flag("delete without asking", "--yes")] = False,
     json_path: JsonPath = None,
@@ -43,7 +44,7 @@ def cache(
             f"Unknown action: {action!r}. Show what is kept, or delete it: slipstream cache clean"
         )
     check_writable(json_path)
-    kinds = [*compress(KINDS, (models, features, compiled, kernels, tuned, costs))]
+    kinds = [*compress(KINDS, (models, features, compiled, kernels, tuned, costs, peers))]
     shown = entries(kinds, None if older_than is None else time.time() - older_than * DAY)
     table = Figures(None, "kept", "kind", "size", "last used")
     for entry in shown:

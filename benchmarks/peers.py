@@ -1,0 +1,476 @@
+r"""Slipstream beside other engines, on the same prompts: tokens per second of each, in one alternating run.
+
+    python benchmarks/peers.py smollm2 --questions mt_bench.jsonl --questions gsm8k.jsonl --limit 4 \
+        --json benchmarks/results/peers.json --plot docs/peers.svg
+
+Hugging Face `generate`, vLLM, llama.cpp and OpenVINO answer beside our drafters: docs/peers.md says how. Each
+engine is a process of its own, which is stopped while another answers. vLLM, llama.cpp and OpenVINO get
+environments in the user's cache, the first of which compiles for some ten minutes. An engine that cannot be
+had is left out, with one line that says why.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from copy import deepcopy
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from textwrap import wrap
+from typing import Annotated, Any, NamedTuple, Protocol
+
+import torch
+import typer
+from rich.console import Group
+from rich.text import Text
+from torch import nn
+
+import slipstream
+from common import Plot, run
+from slipstream.cli import common as cli
+from slipstream.files import cache_home, check_counts, check_writable
+from slipstream.measure.paired import Asked, Paired, paired
+from slipstream.measure.questions import Asking, Question, alternated, load_questions
+from slipstream.measure.run import first_prompts
+from slipstream.picture import picture
+from slipstream.results import Figures, Part, Report, heading
+from slipstream.targets import HFTarget
+from slipstream.targets.load import _resolve
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKER = Path(__file__).with_name("peer_worker.py")
+OURS, PLAIN = "Slipstream", "Slipstream, vanilla"
+DRAFTERS = ["vanilla", "auto", "hybrid"]
+RECIPES = {  # what pip installs into an environment, call by call
+    "llama.cpp": [["--no-cache-dir", "--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36"]],
+    "openvino": [  # torchvision, which optimum-intel asks for, is there for another build of torch
+        ["{torch}", "transformers==5.5.4", "huggingface-hub==1.21.0", "requests==2.34.2"],
+        ["optimum==2.3.0", "nncf==3.4.0", "openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0"],
+        ["--no-deps", "optimum-intel==2.2.0"],
+    ],
+}
+# For this processor. GCC 12 drops stores that AMX's tile configuration reads, and llama.cpp then crashes.
+BUILT = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF", "CXXFLAGS": "-fno-dse -fno-tree-dse"}
+SKIPPED = range(10, 15)  # blocks of the target that the assistant of Hugging Face does without
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
+WARM_UP = 16  # tokens
+
+
+class Timed(Asked):
+    """One arm's answer to one question. `agree`: tokens from the start that are our plain decoding's."""
+
+    prompt_tokens: int
+    seconds_prompt: float
+    agree: int
+
+
+class Pace(Part):
+    """An arm's figures over some questions.
+
+    Attributes:
+        tokens_per_second: prompts included.
+        decode_tokens_per_second: of the tokens behind the first, in the time behind the prompt.
+        prompt_ms: until the first token, the mean over the questions.
+        agree: the mean over the questions.
+    """
+
+    tokens_per_second: float
+    decode_tokens_per_second: float
+    prompt_ms: float
+    agree: float
+
+
+class Arm(Pace):
+    """What one engine did, in one of its ways. `speed` is the mean of the sets' tokens per second."""
+
+    arm: str
+    speed: float
+    over_plain: Paired
+    by_file: dict[str, Pace]
+    by_question: dict[str, Timed]
+    versions: dict[str, str]
+
+
+class PeersReport(Report):
+    """What `compare` found. `skipped`: why arms are missing."""
+
+    max_new_tokens: int
+    prompts: dict[str, int]  # questions of each file
+    arms: list[Arm]
+    skipped: dict[str, str]
+
+    def __rich__(self) -> Group:
+        title = f"{self.target}, {self.dtype}, T = 0, {self.max_new_tokens} tokens, {self.hardware['cpu']}"
+        sets = [Path(file).stem for file in self.prompts]
+        columns = ("tok/s", *sets, "prompt ms", "decode tok/s", "× plain [95 %]", "as plain")
+        table = Figures(title, "engine", *columns)
+        for arm in self.arms:
+            speeds = [arm.speed, *(pace.tokens_per_second for pace in arm.by_file.values())]
+            paces = (f"{arm.prompt_ms:.0f}", f"{arm.decode_tokens_per_second:.1f}", str(arm.over_plain))
+            style = "bold" if arm.arm.startswith(OURS) else ""
+            cells = (*(f"{speed:.1f}" for speed in speeds), *paces, f"{arm.agree:.0f}")
+            table.add_row(arm.arm, *cells, style=style)
+        return Group(table, *(Text(f"{arm} is left out: {why}") for arm, why in self.skipped.items()))
+
+    def draw(self, path: str) -> None:
+        """Bars of tokens per second, with a mark for each question set, and of the prompts' time. Raises
+        ValueError."""
+        arms = sorted(self.arms, key=lambda arm: arm.speed)
+        names = ["\n".join(wrap(arm.arm, 34)) for arm in arms]
+        colours = ["#2f81f7" if name.startswith(OURS) else "#8b949e" for name in names]
+        with picture(path, 2, "; the result is stored") as (speed, prompt):
+            speed.barh(names, [arm.speed for arm in arms], color=colours, zorder=2)
+            for file, mark in zip(self.prompts, "os^Dv*P" * len(self.prompts), strict=False):
+                each = [arm.by_file[file].tokens_per_second for arm in arms]
+                how: Any = {"marker": mark, "s": 14, "color": "black", "zorder": 3, "linewidths": 0}
+                speed.scatter(each, names, label=Path(file).stem, **how)
+            speed.set_xlabel("tokens/s, prompts included")
+            speed.legend(fontsize=7, loc="lower right")
+            prompt.barh(names, [arm.prompt_ms for arm in arms], color=colours, zorder=2)
+            prompt.set_xlabel("ms until the first token")
+            prompt.set_yticklabels([])
+            speed.tick_params(axis="y", labelsize=7)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A process to start: a class of peer_worker.py with its options, and arms with options of answers.
+
+    Attributes:
+        environment: one of `ENVIRONMENTS`; None is that of this process.
+    """
+
+    name: str
+    kind: str
+    options: dict[str, Any]
+    arms: dict[str, dict[str, Any]] = field(default_factory=lambda: {"plain": {}})
+    environment: str | None = None
+
+    def named(self) -> dict[str, dict[str, Any]]:
+        return {f"{self.name}, {arm}": options for arm, options in self.arms.items()}
+
+
+class Answers(Protocol):
+    """What answers requests."""
+
+    versions: dict[str, str]
+
+    def ask(self, **request: Any) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+class Way(NamedTuple):
+    """What answers for an arm, and the options of its answers."""
+
+    answers: Answers
+    options: dict[str, Any]
+
+
+class Worker:
+    """A process that answers a JSON object a line by one. It is stopped while it is not asked, because
+    threads of OpenMP and of others spin while they wait.
+
+    Raises:
+        ValueError: the process ended; the message is the last line that it wrote to standard error.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (close() closes it)
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env={**os.environ, **env},
+            process_group=0,
+        )
+        self.versions: dict[str, str] = self._answer()
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self._signal(signal.SIGCONT)
+        with suppress(BrokenPipeError):
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        self._signal(signal.SIGKILL)
+        with suppress(BrokenPipeError), self.process:
+            pass
+        self.log.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.log.seek(0)
+            said = self.log.read()
+            self.close()
+            raise ValueError(last_line(said))
+        self._signal(signal.SIGSTOP)
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+def last_line(text: str) -> str:
+    """The last line that speaks of an error, or else the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it ended without a word"]
+    return next((line for line in reversed(lines) if "error" in line.lower()), lines[-1])
+
+
+def environment(name: str) -> str:
+    """The Python of an environment, which is made unless it is there. Raises ValueError."""
+    home = cache_home() / "peers" / name
+    ready, commands = home / ".ready", steps(name, home)
+    recipe = json.dumps(commands)
+    if name in RECIPES:
+        if ready.exists() and ready.read_text() == recipe:
+            return str(home / "bin" / "python")
+        shutil.rmtree(home, ignore_errors=True)
+    home.parent.mkdir(parents=True, exist_ok=True)
+    for command in commands:
+        try:
+            made = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **BUILT})
+        except OSError as error:
+            raise ValueError(f"{command[0]} cannot be run: {error.strerror}") from error
+        if made.returncode:
+            raise ValueError(f"its environment cannot be made: {last_line(made.stdout + made.stderr)}")
+    if name in RECIPES:
+        ready.write_text(recipe)
+    return str(home / "bin" / "python")
+
+
+def steps(name: str, home: Path) -> list[list[str]]:
+    """The commands that make an environment. `make` looks itself whether vLLM's is there."""
+    if name == "vllm":
+        return [["make", "-C", str(ROOT), "vllm", f"VLLM={home}", f"PYTHON={sys.executable}"]]
+    pinned = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    torch = next(line for line in pinned if line.startswith("torch=="))
+    pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
+    calls = [[word.format(torch=torch) for word in words] for words in RECIPES[name]]
+    return [[sys.executable, "-m", "venv", str(home)], *([*pip, *words] for words in calls)]
+
+
+def engines(
+    target: HFTarget, home: Path, drafters: Sequence[str], threads: int, compiles: bool = True
+) -> list[Engine]:
+    """All of them. What they read is written into `home`, or is the target's GGUF file. Raises ValueError."""
+    home.mkdir(parents=True, exist_ok=True)
+    model, head, assistant = (str(home / name) for name in ("target", "head", "assistant"))
+    target.save(model)
+    save_assistant(target, assistant)
+    how = {"dtype": target.dtype_name, "threads": threads}
+    hf = {"model": model, **how}
+    ours = {"model": target.name, **how, "compile": compiles}
+    arms = {drafter: {"drafter": drafter} for drafter in drafters}
+    generate = {
+        "plain": {},
+        "prompt lookup": {"prompt_lookup_num_tokens": 10},
+        "assisted": {"assisted": True},
+    }
+    made = [
+        Engine(OURS, "Slipstream", ours, arms),
+        Engine(f"{OURS} int8", "Slipstream", {**ours, "quantize": "int8"}, arms),
+        Engine("Hugging Face", "Transformers", {**hf, "assistant": assistant}, generate),
+        Engine("OpenVINO int8", "OpenVINO", hf, environment="openvino"),
+        Engine(
+            "llama.cpp Q4_1",
+            "LlamaCpp",
+            {"model": gguf(target.name), "threads": threads},
+            environment="llama.cpp",
+        ),
+        Engine("vLLM", "VLLM", hf, environment="vllm"),
+        Engine("vLLM", "VLLM", {**hf, "speculative_config": LOOKUP}, {"n-gram": {}}, "vllm"),
+    ]
+    with suppress(ValueError):  # no head ships for the target
+        slipstream.export(target, "eagle", head)
+        drafting = {"method": "eagle", "model": head, "num_speculative_tokens": 3}
+        made.append(Engine("vLLM", "VLLM", {**hf, "speculative_config": drafting}, {"EAGLE": {}}, "vllm"))
+    return made
+
+
+def gguf(name: str) -> str | None:
+    """The file that a target's name leads to."""
+    path = _resolve(name)
+    return next((str(each) for each in (path, *path.glob("*.gguf")) if each.suffix == ".gguf"), None)
+
+
+def save_assistant(target: HFTarget, directory: str) -> None:
+    """Write the target without some of its blocks, where there is no smaller model of its family."""
+    model: Any = deepcopy(target.model)
+    decoder = model.get_decoder()
+    decoder.layers = nn.ModuleList(each for i, each in enumerate(decoder.layers) if i not in SKIPPED)
+    model.config.num_hidden_layers = len(decoder.layers)
+    model.save_pretrained(directory)
+
+
+def started(engine: Engine) -> Worker:
+    """The engine's process. Raises ValueError where it cannot be had."""
+    if engine.environment == "llama.cpp" and engine.options["model"] is None:
+        raise ValueError("it reads GGUF files: give one as the target")
+    python = environment(engine.environment) if engine.environment else sys.executable
+    env = {"OMP_NUM_THREADS": str(engine.options["threads"]), "PYTHONPATH": str(ROOT / "src")}
+    env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return Worker([python, str(WORKER), engine.kind, json.dumps(engine.options)], env)
+
+
+def compare(
+    target: HFTarget,
+    drafters: Sequence[str],
+    questions: Sequence[Asking] = (),
+    *,
+    limit: int | None = None,
+    max_new_tokens: int = 96,
+    compiles: bool = True,
+    start: Callable[[Engine], Answers] = started,
+    progress: Callable[[str], None] = lambda _: None,
+) -> PeersReport:
+    """Let every arm answer the first turn of every question, in an order that rotates.
+
+    Args:
+        limit: questions of each file, taken evenly over it.
+        start: gives what answers for an engine.
+
+    Raises:
+        ValueError: a file or a setting is out of range, or plain decoding cannot run.
+    """
+    check_counts(max_new_tokens=max_new_tokens)
+    asked = alternated(load_questions(questions, limit))
+    prompts = first_prompts(target, asked, max_new_tokens)
+    turns = [(max(prompts, key=len), WARM_UP), *((prompt, max_new_tokens) for prompt in prompts)]
+    arms, skipped = dict[str, Way](), dict[str, str]()
+    with ExitStack() as last:
+        home = cache_home() / "peers" / f"{target.fingerprint}-{target.dtype_name}"  # vLLM's cache knows it
+        for engine in engines(target, home, drafters, torch.get_num_threads(), compiles):
+            progress(f"starting {engine.name}")
+            try:
+                answers = start(engine)
+            except ValueError as error:
+                skipped |= dict.fromkeys(engine.named(), str(error))
+                continue
+            last.callback(answers.close)
+            arms |= {name: Way(answers, options) for name, options in engine.named().items()}
+        made = rounds(arms, turns, skipped, progress)
+    if PLAIN not in made:
+        raise ValueError(f"plain decoding cannot run: {skipped.get(PLAIN, 'name the drafter vanilla')}")
+    plain = [answer["tokens"] for answer in made[PLAIN]]
+    timed = {name: _timed(asked, prompts, found, plain) for name, found in made.items()}
+    return PeersReport(
+        **{**heading(target), "compiled": compiles},
+        max_new_tokens=max_new_tokens,
+        prompts={file: sum(question.file == file for question in asked) for file in _files(timed[PLAIN])},
+        arms=[_arm(name, each, timed[PLAIN], arms[name].answers.versions) for name, each in timed.items()],
+        skipped=skipped,
+    )
+
+
+def rounds(
+    arms: Mapping[str, Way],
+    turns: Sequence[tuple[list[int], int]],
+    skipped: dict[str, str],
+    progress: Callable[[str], None],
+) -> dict[str, list[dict[str, Any]]]:
+    """Every arm's answers to all prompts but the first, which warms up. An arm that fails is left out from
+    then on, and `skipped` says why."""
+    made: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+    for number, (prompt, new) in enumerate(turns):
+        names = list(made)
+        first = number % max(len(names), 1)
+        for name in names[first:] + names[:first]:
+            progress(f"question {number} of {len(turns) - 1}, {name}" if number else f"warming up {name}")
+            try:
+                answer = arms[name].answers.ask(prompt=prompt, new=new, **arms[name].options)
+                if (count := len(answer["tokens"])) != new:
+                    raise ValueError(f"it made {count} tokens, not {new}")
+            except ValueError as error:
+                skipped[name] = str(error)
+                del made[name]
+            else:
+                made[name] += [answer] * (number > 0)
+    return made
+
+
+def _timed(
+    asked: Sequence[Question],
+    prompts: Sequence[list[int]],
+    answers: Sequence[dict[str, Any]],
+    plain: Sequence[list[int]],
+) -> dict[str, Timed]:
+    found = {}
+    for question, prompt, answer, reference in zip(asked, prompts, answers, plain, strict=True):
+        tokens, behind = answer["tokens"], answer["seconds_prompt"]
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, reference, strict=True))
+        found[question.name] = Timed(
+            file=question.file,
+            new_tokens=len(tokens),
+            seconds=round(behind + answer["seconds_decode"], 4),
+            prompt_tokens=len(prompt),
+            seconds_prompt=round(behind, 4),
+            agree=sum(1 for _ in same),
+        )
+    return found
+
+
+def _files(timed: Mapping[str, Timed]) -> list[str]:
+    return list(dict.fromkeys(each.file for each in timed.values()))
+
+
+def _pace(timed: Sequence[Timed]) -> Pace:
+    tokens, seconds = sum(each.new_tokens for each in timed), sum(each.seconds for each in timed)
+    prompts, count = sum(each.seconds_prompt for each in timed), len(timed)
+    return Pace(
+        tokens_per_second=round(tokens / seconds, 2),
+        decode_tokens_per_second=round((tokens - count) / max(seconds - prompts, 1e-9), 2),
+        prompt_ms=round(1e3 * prompts / count, 1),
+        agree=round(sum(each.agree for each in timed) / count, 1),
+    )
+
+
+def _arm(name: str, timed: dict[str, Timed], plain: dict[str, Timed], versions: dict[str, str]) -> Arm:
+    by_file = {file: _pace([each for each in timed.values() if each.file == file]) for file in _files(timed)}
+    return Arm(
+        **dict(_pace(list(timed.values()))),
+        arm=name,
+        speed=round(sum(pace.tokens_per_second for pace in by_file.values()) / len(by_file), 2),
+        over_plain=paired(timed, plain),
+        by_file=by_file,
+        by_question=timed,
+        versions=versions,
+    )
+
+
+def main(
+    target: Annotated[str, typer.Argument(help=cli.NAMED)],
+    questions: cli.Files = [],  # noqa: B006
+    drafter: cli.DrafterNames = DRAFTERS,
+    limit: cli.Limit = None,
+    max_new_tokens: cli.MaxNewTokens = 96,
+    dtype: cli.Dtype = "auto",
+    json_path: cli.JsonPath = None,
+    plot: Plot = None,
+) -> None:
+    check_writable(json_path, plot, reads=cli.inputs(target, drafter, questions))
+    loaded = cli.load(target, dtype, "cpu")
+    with cli.progress_bar(None) as step:
+        report = compare(
+            loaded, drafter, questions, limit=limit, max_new_tokens=max_new_tokens, progress=step
+        )
+    cli.deliver(report, json_path, plot, report.draw)
+
+
+if __name__ == "__main__":
+    run(main)
