@@ -64,7 +64,7 @@ MISTAKES = {
     "unknown drafter in bench": (["bench", "--drafter", "ngrm"], "Did you mean 'ngram'"),
     "unknown drafter in certify": (
         ["certify", "--drafter", "egale"],
-        "Available: vanilla, ngram, suffix, lookahead",
+        "Available: auto, vanilla, ngram, suffix, lookahead",
     ),
     "empty prompt": (["generate", " "], "prompt is empty"),
     "a prompt that is no text": (["generate", "abc\udcff"], "no Unicode text"),
@@ -292,7 +292,8 @@ def test_what_stops_a_run_loses_nothing(run, tiny_options, questions, tmp_path, 
         signal.SIGINT, signal.default_int_handler
     )  # tests in the background inherit an ignored one
     try:
-        code, _, err = run(command, *tiny_options, "--questions", questions, "--json", str(kept))
+        how = ("--drafter", "ngram", "--questions", questions, "--json", str(kept))
+        code, _, err = run(command, *tiny_options, *how)
     finally:
         signal.signal(signal.SIGINT, before)
     assert code == 128 + number, err
