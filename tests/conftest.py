@@ -61,6 +61,7 @@ def run(monkeypatch, capsys):
     from slipstream import cli
 
     def call(*words: str) -> tuple[int, str, str]:
+        capsys.readouterr()  # what the test itself has printed
         monkeypatch.setattr(sys, "argv", ["slipstream", *words])
         with pytest.raises(SystemExit) as exit_:
             cli.main()
