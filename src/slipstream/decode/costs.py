@@ -26,7 +26,7 @@ from slipstream.results import Figures
 
 LAPS, SECONDS, FEWEST = 8, 3.0, 2  # over all rungs: at most, in all, and at least
 CONTEXT = 256  # tokens before the rounds that are measured
-NEWS = 200  # rounds between two writings of what was accepted
+NEWS = 32  # rounds between two writings of what was accepted
 FILE, ACCEPTED = "rounds.json", "accepted"
 SIGNS = ("no match", "short", "long", "very long")  # Drafter.signs
 _ledgers: WeakKeyDictionary[Drafter, Ledger] = WeakKeyDictionary()
