@@ -16,13 +16,13 @@ from slipstream.core.shape import Shape
 PRIOR = 2.0  # accepted tokens that the average of all texts weighs against what was seen of one
 FADES = 0.95  # of the evidence on a text this much is left after a round
 FADES_UNUSED = 0.995  # the same after a round that adds none
-WORTH = 1.03  # a tree is grown if it promises so many times plain decoding's speed
+WORTH = 1.05  # a tree is grown if it promises so many times plain decoding's speed
 SURE, OFTEN = 1.3, 32  # below this gain, every so many rounds a plain one tells again what it costs
 LEARNS = 0.05  # weight of a round's time in its rung's cost, at least
 KEEPS = 200.0  # rounds that an average of accepted tokens remembers
 GROWN, MATCHED = 0.18, (0.05, 0.2, 0.5, 0.9)  # guesses: accepted tokens over log2(nodes), and by sign
 GUESS = 4.0  # rounds that a guess counts as
-HOPE = 0.5  # a mean of n rounds may be higher by this share over √n
+HOPE = 0.3  # a mean of n rounds may be higher by this share over √n
 FIRST = 0.4  # of a head's tree, whatever its size
 
 
