@@ -11,6 +11,7 @@ import confidence
 import gpu
 import heads
 import matches
+import policy
 import proposals
 import race
 import table
@@ -243,3 +244,17 @@ def test_a_stored_result_is_read_and_written_as_it_was(path, kind):
     report = kind.read(path)
     assert json.loads(report.to_json()) == json.loads(path.read_text("utf-8"))
     assert "chain-" in str(report)
+
+
+def test_auto_is_compared_turn_by_turn(target, tmp_path, monkeypatch):
+    """A ratio of means of ratios, prompts of another length, or arms that do not decode the same texts."""
+    assert policy.ratio([(8, 1.0), (8, 3.0)], [(2, 1.0), (2, 1.0)])[0] == 2.0
+    assert policy.ratio([(6, 2.0)] * 4, [(6, 3.0)] * 4) == [1.5, 1.5, 1.5]
+    lines = policy.texts([[1, 2, 3], [4, 5], [6]], 4, 20)
+    assert {len(line) for line in lines} == {20}
+    assert [line[-1] for line in lines] == [3, 5, 6, 3]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(policy, "TURN", 2)
+    found = policy.cell(target, policy.texts(tiny.prompts(9, 7), 2, 8), 0.0, 2, True)
+    assert set(found["tokens_per_second"]) == {"plain", "auto", "matches-4", "matches-8", "matches-16"}
+    assert found["best"] != "auto"
