@@ -28,7 +28,7 @@ LAPS, SECONDS, FEWEST = 8, 3.0, 2  # over all rungs: at most, in all, and at lea
 CONTEXT = 256  # tokens before the rounds that are measured
 NEWS = 32  # rounds between two writings of what was accepted
 FILE, ACCEPTED = "rounds.json", "accepted"
-SIGNS = ("no match", "short", "long", "very long")  # Drafter.signs
+SIGNS = ("none", "short", "long", "longer")  # matches, by `Drafter.signs`
 _ledgers: WeakKeyDictionary[Drafter, Ledger] = WeakKeyDictionary()
 
 
@@ -171,10 +171,8 @@ def explained(drafter: Drafter) -> Group:
     known = _ledgers[drafter]
     texts = min(known.seconds)
     costs = known.costs(texts)
-    title = f"{drafter.name} chose, of {known.chosen.total()} rounds"
-    table = Figures(
-        title, "tree", "rounds", "nodes", "ms", *(f"tokens, {sign}" for sign in SIGNS), "tokens/s"
-    )
+    title = f"{drafter.name}, {known.chosen.total()} rounds; ms, and tokens by the length of a match"
+    table = Figures(title, "tree", "rounds", "nodes", "ms", *SIGNS, "tokens/s")
     for i, (rung, cost) in enumerate(zip(known.rungs, costs, strict=True)):
         brings = [1 + known.of(i, sign).mean for sign in range(len(SIGNS))]
         speeds = texts * brings[0] / cost, texts * brings[-1] / cost
