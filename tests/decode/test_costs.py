@@ -1,5 +1,7 @@
 """What rounds cost is measured once, and what they bring is kept."""
 
+from weakref import WeakKeyDictionary
+
 import pytest
 
 import tiny
@@ -14,6 +16,7 @@ PROMPT = tiny.prompts(12)[0]
 def auto(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(generate, "policy", costs.policy)
+    monkeypatch.setattr(costs, "_ledgers", WeakKeyDictionary())
     target = tiny.target("llama")
     return target, Auto(tiny.eagle(target), "auto:head=tiny")
 
@@ -26,6 +29,7 @@ def test_rounds_are_measured_once_for_each_number_of_texts(auto, monkeypatch):
     assert set(seconds) == {1, 4}
     assert all(0 < each < 1 for some in seconds.values() for each in some)
     monkeypatch.setattr(costs, "measured", None)
+    monkeypatch.setattr(costs, "_ledgers", WeakKeyDictionary())  # another process
     again = Auto(drafter.hybrid.head, drafter.name)
     costs.policy(target, again, 4)
     assert costs.ledger(target, again).seconds[4] == pytest.approx(seconds[4], abs=1e-6)
@@ -36,8 +40,10 @@ def test_what_was_accepted_is_kept_for_the_next_process(auto, monkeypatch):
     monkeypatch.setattr(costs, "NEWS", 10)
     generate.generate(target, PROMPT, drafter, max_new_tokens=60, eos_token_ids=())
     kept = read_results(cache_home() / costs.FILE)[costs.ACCEPTED]
-    again = costs.ledger(target, Auto(drafter.hybrid.head, drafter.name))
     known = costs.ledger(target, drafter)
+    monkeypatch.setattr(costs, "_ledgers", WeakKeyDictionary())  # another process
+    again = costs.ledger(target, Auto(drafter.hybrid.head, drafter.name))
+    assert again is not known
     assert list(kept) == [f"{target.fingerprint} auto:head=tiny"]
     assert all(again.of(*key).mean == pytest.approx(known.of(*key).mean, abs=1e-3) for key in known.accepted)
 
@@ -49,7 +55,7 @@ def test_a_drafter_with_one_tree_has_no_policy(auto):
 def test_every_choice_is_explained(auto):
     target, drafter = auto
     made = generate.generate(target, PROMPT, drafter, max_new_tokens=30, eos_token_ids=())
-    table, _ = costs.explained(drafter).renderables
+    table, _ = costs.explained(target, drafter).renderables
     rounds = [int(str(cell)) for cell in table.columns[1].cells]
     assert sum(rounds) == len(made.rounds)
     assert len(rounds) == len(drafter.rungs)
@@ -64,3 +70,13 @@ def test_a_cache_that_cannot_be_read_or_written_stops_nobody(auto, tmp_path):
     (tmp_path / "slipstream" / costs.FILE).unlink()
     (tmp_path / "slipstream" / costs.FILE).mkdir()
     assert costs.policy(target, drafter, 2)
+
+
+def test_a_drafter_made_anew_in_each_call_measures_nothing_anew(auto, monkeypatch):
+    """Rounds to warm up before every answer of `generate(target, prompt)`."""
+    target, drafter = auto
+    costs.policy(target, drafter, 1)
+    monkeypatch.setattr(costs, "_seconds", None)
+    again = Auto(tiny.eagle(target), drafter.name)
+    assert costs.policy(target, again, 1).ledger is costs.ledger(target, drafter)
+    assert costs.ledger(target, Auto(name=drafter.name)) is not costs.ledger(target, drafter)

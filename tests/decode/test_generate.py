@@ -483,7 +483,9 @@ def test_a_round_leaves_nothing_behind(target, answer, name):
     finally:
         gc.unfreeze()
     assert len(alive) > 8
-    assert max(alive[-3:]) <= max(alive[2:-3])
+    # Some hold more behind a round with a match than behind one without, or what their head has yet to read.
+    before = alive[2:-3] if name.startswith(("suffix", "auto")) else alive[2:6]
+    assert max(alive[-3:]) <= max(before)
 
 
 def test_text_needs_a_tokenizer():

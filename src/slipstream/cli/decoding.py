@@ -151,7 +151,7 @@ def generate(
     idle = [f"--{name.replace('_', '-')}" for name, value in cuts.items() if value is not None and not heat]
     _figures(pieces.generation, law or guide.law, idle, json_path)
     if explain:
-        err.print(explained(guide))
+        err.print(explained(loaded, guide))
 
 
 def _figures(made: "Generation | None", law: str, idle: list[str], json_path: str | None) -> None:

@@ -29,19 +29,20 @@ CONTEXT = 256  # tokens before the rounds that are measured
 NEWS = 32  # rounds between two writings of what was accepted
 FILE, ACCEPTED = "rounds.json", "accepted"
 SIGNS = ("none", "short", "long", "longer")  # matches, by `Drafter.signs`
-_ledgers: WeakKeyDictionary[Drafter, Ledger] = WeakKeyDictionary()
+_ledgers: WeakKeyDictionary[Target, dict[Any, Ledger]] = WeakKeyDictionary()
 
 
 def ledger(target: Target, drafter: Drafter) -> Ledger:
-    """What is known of a drafter's rungs. All its sessions share it."""
-    if drafter not in _ledgers:
-        known = _ledgers[drafter] = Ledger(drafter.rungs)
+    """What is known of a drafter's rungs. All drafters of the same name and rungs share it: a drafter that is
+    named in each call is made anew, and need not learn anew."""
+    ledgers = _ledgers.setdefault(target, {})
+    if (key := (drafter.name, drafter.rungs)) not in ledgers:
+        known = ledgers[key] = Ledger(drafter.rungs)
         names = [rung.name for rung in drafter.rungs]
-        kept = _stored(ACCEPTED, target, drafter)
-        for name, means in kept.items():
+        for name, means in _stored(ACCEPTED, target, drafter).items():
             for sign, mean in enumerate(means if name in names else ()):
                 known.accepted[names.index(name), sign] = Accepted(*mean)
-    return _ledgers[drafter]
+    return ledgers[key]
 
 
 def policy(target: Target, drafter: Drafter, texts: int) -> Policy | None:
@@ -56,8 +57,7 @@ def policy(target: Target, drafter: Drafter, texts: int) -> Policy | None:
 
 def keep(target: Target, drafter: Drafter) -> None:
     """Store what was accepted, if there is news of it."""
-    known = _ledgers.get(drafter)
-    if known is None or known.chosen.total() - known.kept < NEWS:
+    if not drafter.rungs or (known := ledger(target, drafter)).chosen.total() - known.kept < NEWS:
         return
     signs = 1 + max(sign for _, sign in known.accepted)
     means = {
@@ -166,9 +166,9 @@ class Full(Drafter):
         return tree if shape is None or shape.width else chain(state.root[:, None].repeat(1, shape.nodes))
 
 
-def explained(drafter: Drafter) -> Group:
+def explained(target: Target, drafter: Drafter) -> Group:
     """What was chosen in this process, and why: a row for every rung."""
-    known = _ledgers[drafter]
+    known = ledger(target, drafter)
     texts = min(known.seconds)
     costs = known.costs(texts)
     title = f"{drafter.name}, {known.chosen.total()} rounds; ms, and tokens by the length of a match"

@@ -21,9 +21,9 @@ SURE, OFTEN = 1.3, 32  # below this gain, every so many rounds a plain one tells
 LEARNS = 0.05  # weight of a round's time in its rung's cost, at least
 KEEPS = 200.0  # rounds that an average of accepted tokens remembers
 GROWN, MATCHED = 0.18, (0.05, 0.2, 0.5, 0.9)  # guesses: accepted tokens over log2(nodes), and by sign
+FIRST = 0.4  # guess: tokens accepted of a head's tree, whatever its size
 GUESS = 4.0  # rounds that a guess counts as
 HOPE = 0.3  # a mean of n rounds may be higher by this share over √n
-FIRST = 0.4  # of a head's tree, whatever its size
 
 
 @dataclass
@@ -143,5 +143,5 @@ class Policy:
             seen.accepted += made - 1
             seen.promised += promised
         costs = self.ledger.costs(len(tokens))
-        share = max(LEARNS, 1 / (4 + self.ledger.chosen[self._rung]))
+        share = max(LEARNS, 1 / (GUESS + self.ledger.chosen[self._rung]))
         costs[self._rung] *= min(2.0, max(0.5, seconds / costs[self._rung])) ** share

@@ -39,7 +39,7 @@ def demo(contest: Contest, drafter: str, questions: Sequence[Question], console:
             console.print(_figures(totals, drafter))
             if contest.drafters[drafter].rungs:
                 console.print()
-                console.print(explained(contest.drafters[drafter]))
+                console.print(explained(contest.target, contest.drafters[drafter]))
 
 
 def _answered(
