@@ -41,7 +41,7 @@ from slipstream.measure.run import first_prompts
 from slipstream.picture import picture
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
-from slipstream.targets.load import _resolve
+from slipstream.targets.load import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("peer_worker.py")
@@ -305,7 +305,7 @@ def engines(
 
 def gguf(name: str) -> str | None:
     """The file that a target's name leads to."""
-    path = _resolve(name)
+    path = resolve(name)
     return next((str(each) for each in (path, *path.glob("*.gguf")) if each.suffix == ".gguf"), None)
 
 

@@ -67,7 +67,7 @@ def load_target(
         raise ValueError(
             f"Unknown or missing device: {device!r}. Use cpu, cuda, cuda:1, … ({_first_line(error)})"
         ) from error
-    path = _resolve(name)
+    path = resolve(name)
     if path.is_dir() and not (path / "config.json").exists() and not any(path.glob("*.gguf")):
         raise ValueError(
             f"target directory {name!r} has neither a config.json nor a GGUF file: give a model's directory"
@@ -83,7 +83,9 @@ def load_target(
     return HFTarget(model, tokenizer, name, compile, exact, quantize)
 
 
-def _resolve(name: str) -> Path:
+def resolve(name: str) -> Path:
+    """The path that a target's name stands for, which need not exist: a hub id is returned as it is. Raises
+    ValueError for an alias whose package is not installed, and for a misspelt one."""
     if name not in ALIASES:
         path = Path(name).expanduser()
         near = get_close_matches(name, ALIASES, 1, cutoff=0.8)
