@@ -1,4 +1,4 @@
-"""A model whose linear layers, embedding and LM head have weights of 8 bits, by `kernels.int8_linear`."""
+"""A model whose linear layers, embedding and LM head have weights of 8 bits, by `kernels.tiled_linear`."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ class QuantisedLinear(Quantised):
         if torch.is_grad_enabled():
             every = self.rows(torch.arange(len(self.scales), device=x.device))
             return F.linear(x, every.to(x), None if bias is None else bias.to(x))
-        out = kernels.int8_linear(x, weight, self.scales)
+        out = kernels.tiled_linear(x, weight, self.scales)
         return out if bias is None else out + bias
 
 
