@@ -22,7 +22,7 @@ each_dtype = pytest.mark.parametrize("dtype", kernels.PRECISIONS, ids=str)
 
 def in_tiles(dtype: torch.dtype, *widths: int) -> bool:
     """Whether attention takes AMX tiles."""
-    return kernels.has_tiles(dtype) and all(width % 32 == 0 for width in widths)
+    return kernels.HAS_AMX and kernels.has_tiles(dtype) and all(width % 32 == 0 for width in widths)
 
 
 def numbers(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:

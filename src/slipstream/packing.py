@@ -80,7 +80,7 @@ def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inducto
             if (dtype := _dtype_for(group[0])) is not None:
                 packs.append(_merge(graph, group, dtype))
     added = [node.meta["example_value"] for node in graph.find_nodes(op="placeholder")][len(inputs) :]
-    compiled_graph = _one_layer(module, graph) or then(fx.GraphModule(module, graph), [*inputs, *added])
+    compiled_graph = _one_call(module, graph) or then(fx.GraphModule(module, graph), [*inputs, *added])
 
     at = sorted({i for packed in packs for i in packed.args[0] if i is not None})
 
@@ -95,13 +95,16 @@ def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inducto
     return run if packs else compiled_graph
 
 
-def _one_layer(module: fx.GraphModule, graph: fx.Graph) -> Callable[..., list[Tensor]] | None:
-    """What runs a graph that does nothing but call `tiled_layer`; None for any other."""
-    *before, call, last = graph.nodes
-    op = torch.ops.slipstream.tiled_layer.default if kernels.available() else None
-    alone = all(node.op == "placeholder" for node in before)
-    if not alone or call.target is not op or list(last.args[0]) != [call]:
+def _one_call(module: fx.GraphModule, graph: fx.Graph) -> Callable[..., Any] | None:
+    """What runs a graph that is one call of a product in tiles, which is nothing to compile; None for
+    any other graph."""
+    calls = [node for node in graph.nodes if node.op.startswith("call") and node.target is not getitem]
+    if len(calls) != 1 or not str(calls[0].target).startswith("slipstream.tiled_"):
         return None
+    call, last = calls[0], next(iter(reversed(graph.nodes)))
+    op: Any = call.target
+    if op is not torch.ops.slipstream.tiled_layer.default or list(last.args[0]) != [call]:
+        return fx.GraphModule(module, graph).forward
     given = call.args
     graph.erase_node(last)
     graph.erase_node(call)
