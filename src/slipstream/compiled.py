@@ -62,7 +62,7 @@ def graph_of(method: Any, backend: Backend, args: Sequence[Any], kwargs: dict[st
     if entries is None or not isinstance(method, MethodType):
         return None
     plain: Any = method.__func__
-    given = signature(plain).bind(method.__self__, *args, **kwargs)
+    given = _signature(plain).bind(method.__self__, *args, **kwargs)
     given.apply_defaults()
     for entry in entries(plain.__code__):
         whole = not any(name.startswith("__resume") for name in entry.code.co_names)
@@ -72,6 +72,9 @@ def graph_of(method: Any, backend: Backend, args: Sequence[Any], kwargs: dict[st
             graph.__kwdefaults__ = plain.__kwdefaults__
             return graph
     return None
+
+
+_signature = cache(signature)
 
 
 def _of_inputs(guards: Sequence[Any]) -> list[bool]:

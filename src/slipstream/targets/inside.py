@@ -156,36 +156,38 @@ class StandIn:
         view = next((x for x in (*args, *kwargs.values()) if isinstance(x, View)), None)
         if view is not None and not view.stored:
             return self.plain(*args, **kwargs)
-        first = None if view is None else view.first.get(self._backend)
         # The view holds its first calls: a call that held the view would keep its tensors alive.
         given = tuple(View if x is view else x for x in (*args, *kwargs.values(), *kwargs))
+        first = None if view is None else view.first.get(self._backend)
         if view is not None and first is not None and (states := first.states(given)) is not None:
             took, says = view.ahead.pop(self._module, (None, None))
-            return says if took is states else self._run(first, view, states, args, kwargs)
-        args, kwargs = tuple(map(self._own, args)), {name: self._own(x) for name, x in kwargs.items()}
-        out = self._compiled(*args, **kwargs)
+            return says if took is states else self._run(first.graph, view, args, kwargs)
+        owned = tuple(map(self._own, args)), {name: self._own(x) for name, x in kwargs.items()}
+        graph = graph_of(self.plain, self._backend, *owned)
+        says = self._compiled(*owned[0], **owned[1]) if graph is None else None
         if view is not None and self._backend not in view.first:
-            view.first[self._backend] = First.of(given, graph_of(self.plain, self._backend, args, kwargs))
-        return out
+            graph = graph or graph_of(self.plain, self._backend, *owned)
+            view.first[self._backend] = First.of(given, graph)
+        if says is None and view is not None:
+            return self._run(graph, view, args, kwargs)
+        return graph(self._module, *owned[0], **owned[1]) if says is None else says
 
-    def _run(
-        self, first: First, view: View, states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run(self, graph: Any, view: View, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run this layer. Where its graph is one call, the layers right behind it that share the graph run in
         the same call, for the case that each takes what the one before says: Python is slow while weights
         pass through a processor's caches."""
+        states = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         behind = self._behind(view) if states.shape[:-1].numel() <= TOGETHER else [self]
-        graph, code = first.graph, first.graph.__code__
         with gathering() as calls:
             says = self._alone(graph, view, args, kwargs)
-            if calls and self._together.get(code, ([],))[0] != behind:
+            if calls and self._together.get(graph.__code__, ([],))[0] != behind:
                 for each in behind[1:]:
                     each._alone(graph, view, args, kwargs)
-                self._together[code] = behind, Layers(calls)
+                self._together[graph.__code__] = behind, Layers(calls)
         if not calls:
             return says
-        stored = view.stored_of([each._layer for each in behind])
-        for each, says in zip(behind, self._together[code][1](calls[0], *stored), strict=True):
+        states, stored = calls[0][0], view.stored_of([each._layer for each in behind])
+        for each, says in zip(behind, self._together[graph.__code__][1](calls[0], *stored), strict=True):
             view.ahead[each._module] = states, says
             states = says
         return view.ahead.pop(self._module)[1]
