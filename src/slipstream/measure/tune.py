@@ -22,6 +22,7 @@ from torch import Tensor
 
 from slipstream.command import public
 from slipstream.core.drafter import Drafter
+from slipstream.core.grow import Path
 from slipstream.core.optimal import optimal_trees
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
@@ -176,7 +177,7 @@ def _tuned(
     progress(f"T = {temperature:g}: drafts along the answers")
     pairs = [*product(kinds, _masked(drafter))] if drafter.probes is not None else _promising(proposals)
     if temperature:
-        static = [tree for _, tree in pairs if Shape.parse(tree).keeps_first_children]
+        static = [_without_gaps(tree) for _, tree in pairs if Shape.parse(tree).paths]
         pairs += [("sampled", tree) for tree in dict.fromkeys(static)]
     candidates = [_held(drafter, recorded, proposal, tree, costs) for proposal, tree in pairs]
     gammas: list[Held] = []
@@ -205,6 +206,19 @@ def _promising(proposals: list[Proposed]) -> list[tuple[str, str]]:
         if size.depth > 1:  # the dynamic tree of depth 1 is the same
             pairs.append((proposal, f"dynamic-{size.depth}x{min(WIDTH, size.nodes - 1)}x{size.nodes}"))
     return pairs
+
+
+def _without_gaps(tree: str) -> str:
+    """A static tree of the same form, whose nodes have their first children: sampled ones stand in the order
+    in which they were drawn."""
+    shape = Shape.parse(tree)
+    if shape.keeps_first_children:
+        return tree
+    named: dict[Path, Path] = {(): ()}
+    for path in sorted(shape.paths, key=len):
+        before = [other for other in shape.paths if other[:-1] == path[:-1] and other < path]
+        named[path] = (*named[path[:-1]], len(before))
+    return json.dumps(sorted(filter(None, named.values()), key=lambda path: (len(path), path)))
 
 
 def _masked(drafter: Proposer) -> list[str]:
