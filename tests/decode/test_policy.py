@@ -77,6 +77,24 @@ def test_one_bad_text_does_not_spoil_the_average():
     assert ledger.of(2, 0).mean > 0.6 * before
 
 
+def test_a_head_that_could_not_guess_yet_is_not_blamed():
+    """A round of masks alone counted as a bad draft, after which the head was never tried again."""
+    known = Ledger(RUNGS, {1: list(COSTS)})
+    policy = Policy(known)
+    for _ in range(20):
+        before = known.of(3, 0).mean
+        policy.choose([0], [0])
+        policy._rung = 3
+        policy.learn([1], 21.0, [False])
+        assert known.of(3, 0).mean == before
+        assert policy._of(0, 0).factor == 1
+    assert known.seconds[1] == COSTS
+    policy._rung = 3
+    policy.learn([1], 21.0, [True])
+    assert policy._of(0, 0).factor < 1
+    assert known.seconds[1] != COSTS
+
+
 def test_texts_in_a_batch_decide_together_and_are_forgotten_when_they_leave():
     policy = Policy(Ledger(RUNGS, {4: list(COSTS)}))
     for _ in range(40):
