@@ -120,7 +120,7 @@ class Rounds:
 
     Args:
         arms: drafters, and the trees that they grow; None: their own.
-        prompt: one, or several that share the rounds.
+        prompts: those of the texts that share a round.
         most: rounds of one drafter that there is room for.
     """
 
@@ -128,12 +128,11 @@ class Rounds:
         self,
         target: Target,
         arms: Sequence[tuple[Drafter, Shape | None]],
-        prompt: Sequence[int] | Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int]],
         temperature: float = 0.0,
         most: int = 32,
     ) -> None:
-        self._target, self._arms, self._most = target, arms, most
-        self._prompts = [prompt] if isinstance(prompt[0], int) else prompt
+        self._target, self._arms, self._prompts, self._most = target, arms, prompts, most
         self._sampling = rows_of(Sampling(temperature), len(self._prompts))
         self._costs = [list[list[float]]() for _ in arms]
         self._sessions = [self._session(*arm) for arm in arms]
