@@ -273,7 +273,7 @@ def _chosen(directory: str | Path, place: str, temperature: float, texts: int) -
         }
         found = known[min(known, key=lambda n: abs(math.log2(n / texts)))]
         return found if isinstance(found, dict) else {}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
