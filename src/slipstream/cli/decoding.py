@@ -231,7 +231,8 @@ def certify(
     rounding turned them: within 0.001 logits in float32, 0.5 in bfloat16, and in float64 never.
 
     A tree oracle always runs beside the drafters, and at T = 0 Hugging Face generate is
-    audited too: its own attention rounds otherwise. Exit code 1 if a token is not explained.
+    audited too, except with --quantize: its own attention rounds otherwise. Exit code 1 if a
+    token is not explained.
     """
     from slipstream.measure.certify import certify as run
 
