@@ -77,9 +77,8 @@ def tune(
     """Find the tree and the proposal that pay most on this machine, at each temperature.
 
     Those of a drafter given by name are stored at once. `load_drafter` then uses them where no other tree is
-    named, and `auto` chooses among the best of each size where this is its head. What its rounds cost and
-    bring is stored, too, so that its first answer need not measure. What is sampled from the drafter's own
-    law is raced, but taken only by name (proposal=sampled), since it draws another text for the same seed.
+    named, and `auto` with this head chooses among the best of each size. What its rounds cost and bring is
+    stored, too. Sampled children are raced, but taken by name only: they draw another text for a seed.
 
     Args:
         target, questions, progress, keep: as `bench` takes them. The questions should be of the kind that
@@ -92,8 +91,7 @@ def tune(
         max_new_tokens: tokens of each answer along which drafts are judged.
 
     Raises:
-        ValueError: no questions, a count below 1, a context that leaves no room for rounds, or a drafter
-            whose trees cannot be chosen.
+        ValueError: no questions, a count or context out of range, or a drafter without trees to choose.
     """
     asked = evenly(load_questions(questions), limit)
     target = loaded(target)
