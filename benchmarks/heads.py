@@ -329,7 +329,7 @@ def _costs(
     """One race of plain decoding, all heads and all trees."""
     kinds = list(dict.fromkeys((label, row.tree) for label in rows for row in rows[label]))
     arms = [(drafters[label], Shape.parse(tree)) for label, tree in kinds]
-    plain, *spent = Rounds(target, [(Vanilla(), None), *arms], probe, most=rounds).run(rounds)
+    plain, *spent = Rounds(target, [(Vanilla(), None), *arms], [probe], most=rounds).run(rounds)
     heads: dict[str, dict[str, RoundMs]] = {label: {} for label in drafters}
     for (label, tree), cost in zip(kinds, spent, strict=True):
         verify = median(other.verify for (_, same), other in zip(kinds, spent, strict=True) if same == tree)

@@ -46,7 +46,7 @@ def race(
     for i in range(races):
         order = kinds[i % len(kinds) :] + kinds[: i % len(kinds)]
         arms = [(heads[head], Shape.parse(tree)) for head, tree in order]
-        plain, *spent = Rounds(target, [(Vanilla(), None), *arms], probe, most=rounds).run(rounds)
+        plain, *spent = Rounds(target, [(Vanilla(), None), *arms], [probe], most=rounds).run(rounds)
         found.append((plain, dict(zip(order, spent, strict=True))))
         print(f"race {i + 1} of {races}: plain {1e3 * plain.total:.1f} ms", file=sys.stderr, flush=True)
     return found

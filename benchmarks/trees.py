@@ -107,7 +107,7 @@ def compare_trees(
     prompts = prompts_by_file(target, questions, limit)
     recorded = records(target, prompts, max_new_tokens, head.taps)
     arms = [(head, shape) for shape in shapes.values()]
-    timed = Rounds(target, [(Vanilla(), None), *arms], shortest(prompts), most=rounds)
+    timed = Rounds(target, [(Vanilla(), None), *arms], [shortest(prompts)], most=rounds)
     plain, *costs = timed.run(rounds)
     results = []
     for (tree, shape), cost in zip(shapes.items(), costs, strict=True):

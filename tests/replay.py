@@ -152,6 +152,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[str | int, str]]] = {
             "--drafter": ": ngram vanilla lookahead '' egale {model}",
             "--plot": f": {NO_OUTPUT}",
             "--limit": ": 0 -1 x",
+            "--batch": ": 0 -1 x",
+            "--context": ": 0 -1 x",
         },
     ),
     "parity {drafter} --target {model} --python /no/python": ((), {}),

@@ -37,6 +37,7 @@ from transformers import (
 )
 
 from slipstream.core.drafter import CACHE, Drafter
+from slipstream.core.shape import Shape
 from slipstream.core.tree import chain
 from slipstream.decode.policy import Ledger, Policy
 from slipstream.drafters import load_drafter
@@ -299,8 +300,9 @@ class Restless(Policy):
         self.rounds += 1
         return self.rungs[self.rounds * self.rounds // 3 % len(self.rungs)]
 
-    def learn(self, tokens, seconds):
+    def learn(self, tokens, seconds, guessed):
         assert seconds > 0
+        assert len(guessed) == len(tokens)
         assert min(tokens) > 0
 
 
@@ -318,6 +320,10 @@ DRAFTERS: dict[str, Callable[[HFTarget, Texts], Drafter]] = {
     ),
     "auto": lambda target, texts: Auto(eagle(target)),
     "auto, matches, noise": lambda target, texts: Auto(fasteagle(target, "best-first-3x8", "noise")),
+    "auto, bita": lambda target, texts: Auto(bita(target, hosts=2)),
+    "auto, tuned": lambda target, texts: Auto(
+        eagle(target), tuned=[*map(Shape.parse, ("chain-1", "[[0],[1],[0,0]]", "dynamic-3x3x9"))]
+    ),
     "oracle": lambda target, texts: TreeOracle(texts, target.vocab),
     "random, probes, memory": lambda target, texts: random_drafter(target),
     "eagle": lambda target, texts: eagle(target),

@@ -18,7 +18,7 @@ class Method:
         name: what specs, recipes and drafter directories call it.
         help: one line for lists of drafters.
         make: function that makes a drafter from its name alone. Options of a spec are its keyword arguments;
-            arguments called `target` and `temperature` are filled by `load_drafter`.
+            arguments called `target`, `temperature` and `texts` are filled by `load_drafter`.
         drafter: class of the trained drafter, whose `load` reads a drafter directory. Without `make` the
             method's name stands for the weights that ship for the target.
         objective: class that trains it.
@@ -53,7 +53,6 @@ def _head(
     help: str,
     layouts: dict[str, str] | None = None,
     room: str = "methods",
-    tunes: bool = True,
 ) -> Method:
     """A trained drafter. Its classes' names begin with `prefix`, and `room` is its objective's module."""
     return Method(
@@ -63,7 +62,7 @@ def _head(
         objective=f"slipstream.training.{room}:{prefix}Objective",
         recipe=f"slipstream.training.recipes:{prefix}Recipe",
         layouts={layout: f"slipstream.interop.layouts:{home}" for layout, home in (layouts or {}).items()},
-        tunes=tunes,
+        tunes=True,
     )
 
 
@@ -72,6 +71,7 @@ TABLE = (
         "auto",
         "whatever is quickest here, round by round: auto:head=DIR",
         make="slipstream.drafters.auto:Auto.named",
+        tunes=True,
     ),
     Method("vanilla", "none: plain decoding", make="slipstream.drafters.vanilla:Vanilla"),
     Method("ngram", "repeats what followed the same words before", make="slipstream.drafters.ngram:NGram"),
@@ -104,7 +104,7 @@ TABLE = (
         "a small head for each token ahead",
         {"medusa": "MedusaLayout", "medusa-vllm": "VLLMMedusaLayout"},
     ),
-    _head("bita", "Bita", "mask tokens in the target's own passes", room="bita", tunes=False),
+    _head("bita", "Bita", "mask tokens in the target's own passes", room="bita"),
     _head("glide", "Glide", "a decoder that reads the target's cache"),
     Method(
         "draft-model",

@@ -19,7 +19,7 @@ def decode(policy, tokens, rounds, signs=lambda i: 0, seconds=lambda shape: COST
     for i in range(rounds):
         shape = policy.choose([0], [signs(i)])
         drafts = shape.depth and (shape.width or signs(i))
-        policy.learn([1 + (tokens(shape) if drafts else 0)], seconds(shape))
+        policy.learn([1 + (tokens(shape) if drafts else 0)], seconds(shape), [bool(drafts)])
         chosen.append(shape)
     return chosen
 
@@ -77,11 +77,29 @@ def test_one_bad_text_does_not_spoil_the_average():
     assert ledger.of(2, 0).mean > 0.6 * before
 
 
+def test_a_head_that_could_not_guess_yet_is_not_blamed():
+    """A round of masks alone counted as a bad draft, after which the head was never tried again."""
+    known = Ledger(RUNGS, {1: list(COSTS)})
+    policy = Policy(known)
+    for _ in range(20):
+        before = known.of(3, 0).mean
+        policy.choose([0], [0])
+        policy._rung = 3
+        policy.learn([1], 21.0, [False])
+        assert known.of(3, 0).mean == before
+        assert policy._of(0, 0).factor == 1
+    assert known.seconds[1] == COSTS
+    policy._rung = 3
+    policy.learn([1], 21.0, [True])
+    assert policy._of(0, 0).factor < 1
+    assert known.seconds[1] != COSTS
+
+
 def test_texts_in_a_batch_decide_together_and_are_forgotten_when_they_leave():
     policy = Policy(Ledger(RUNGS, {4: list(COSTS)}))
     for _ in range(40):
         shape = policy.choose([0, 1, 2, 3], [0] * 4)
-        policy.learn([2, 2, 2, 1] if shape.depth else [1] * 4, 25.0)
+        policy.learn([2, 2, 2, 1] if shape.depth else [1] * 4, 25.0, [bool(shape.depth)] * 4)
     assert policy.choose([0, 1, 2, 3], [0] * 4).depth
     assert {text for text, _ in policy._seen} == {0, 1, 2, 3}
     policy.choose([1], [0])

@@ -84,6 +84,27 @@ def test_without_weights_there_are_matches_alone():
     ]
 
 
+def test_masks_ride_with_the_heads_trees_alone():
+    """Rows of masks in rounds that do not need them. After such a round there are no guesses, and a round of
+    the head's tree gets them."""
+    target = tiny.target("llama")
+    auto = Auto(tiny.bita(target, hosts=2))
+    plain, match, tree = auto.rungs[0], auto.rungs[1], auto.rungs[-1]
+    session = Session(target, auto, rows=1, capacity=120, shapes=auto.rungs)
+    session.admit(tiny.prompts(23)[:1], [Sampling()])
+    (first,) = session.step(shape=tree)
+    assert first.drafted, "the prompt's last token hosts masks"
+    for shape in (plain, match):
+        session.step(shape=shape)
+        assert session.span.tree.probes is None
+        assert not session.state.head.known.any()
+        session.step(shape=tree)
+        assert session.span.tree.probes is not None
+        assert session.state.head.known.all()
+        (then,) = session.step(shape=tree)
+        assert then.drafted
+
+
 def test_a_head_without_trees_is_refused():
     with pytest.raises(ValueError, match="drafter 'auto': 'ngram' has no trees to choose among"):
         load_drafter("auto:head=ngram", tiny.target("llama"))

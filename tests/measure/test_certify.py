@@ -174,3 +174,12 @@ def test_results_of_before_were_audited(target):
     assert old.exactness == "audited"
     assert "near-ties within the margin aside" in str(old)
     assert "exactness" not in old.stored()
+
+
+def test_hugging_face_is_not_held_to_a_quantised_target():
+    """Two right drafters and a verdict of NOT certified, over roundings of Hugging Face's own."""
+    target = HFTarget(deepcopy(tiny.reference("llama")).float(), tiny.tokenizer(), "m", quantize="int8")
+    report = certify(target, "ngram", [QUESTION], temperatures=[0.0], max_new_tokens=8)
+    assert [result.drafter for result in report.results] == ["ngram", "tree-oracle"]
+    assert report.certified
+    assert HF not in str(report)

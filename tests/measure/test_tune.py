@@ -2,6 +2,7 @@
 
 import io
 import shlex
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import tiny
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span
+from slipstream.decode import costs
 from slipstream.decode.answer import Round
+from slipstream.decode.policy import GUESS
 from slipstream.decode.predict import record
 from slipstream.decode.session import Seconds
 from slipstream.drafters import load_drafter
@@ -105,17 +108,126 @@ def tuned(target, drafter):
 def test_what_is_chosen_wins_the_race_of_what_was_predicted_best(tuned):
     for found in tuned.temperatures:
         raced = found.candidates
-        assert found.chosen == raced[0]
+        assert found.chosen == next(each for each in raced if each.proposal != "sampled")
         assert raced[0].speedup == max(entry.speedup for entry in raced[:2])
-        predicted = sorted((size.estimate for seen in found.proposals for size in seen.budgets), reverse=True)
+        octaves: dict[int, float] = {}
+        for size in (size for seen in found.proposals for size in seen.budgets):
+            octave = size.nodes.bit_length()
+            octaves[octave] = max(octaves.get(octave, 0.0), size.estimate)
         sizes = {(s.proposal, e.nodes, e.depth): e.estimate for s in found.proposals for e in s.budgets}
-        assert {sizes[e.proposal, e.nodes, e.depth] for e in raced} == set(predicted[:SIZES])
+        judged = {sizes[e.proposal, e.nodes, e.depth] for e in raced if e.proposal != "sampled"}
+        assert judged == set(sorted(octaves.values(), reverse=True)[:SIZES])
         assert Shape.parse(found.chosen.tree).nodes == found.chosen.nodes
         for seen in found.proposals:
             budgets = [size.nodes for size in seen.budgets]
             assert budgets[0] == 2
             assert budgets == sorted(set(budgets))
     assert TuneReport.from_json(tuned.to_json()) == tuned
+
+
+def test_sampled_children_are_raced_but_taken_only_by_name(tuned):
+    """A tree of theirs that was stored would let `generate` draw other texts for the same seed."""
+    cold, hot = tuned.temperatures
+    assert "sampled" not in {each.proposal for each in cold.candidates}
+    sampled = [each for each in hot.candidates if each.proposal == "sampled"]
+    assert sampled
+    assert all(Shape.parse(each.tree).keeps_first_children for each in sampled)
+    sizes = {each.nodes for each in hot.candidates if each.tree.startswith("[")}
+    assert {each.nodes for each in sampled} == sizes
+    assert all(1 <= each.tau <= 1 + each.depth for each in sampled)
+    assert hot.chosen.proposal != "sampled"
+
+
+def test_the_trees_for_auto_are_the_best_of_each_size(tuned):
+    for found in tuned.temperatures:
+        exact = [each for each in found.candidates if each.proposal != "sampled"]
+        octaves = [Shape.parse(tree).nodes.bit_length() for tree in found.rungs]
+        assert sorted(octaves) == sorted({each.nodes.bit_length() for each in exact})
+        for tree, octave in zip(found.rungs, octaves, strict=True):
+            assert tree == next(each.tree for each in exact if each.nodes.bit_length() == octave)
+
+
+def test_what_guesses_in_the_targets_passes_is_judged_by_decoding(target):
+    """It was refused: no record knows what its masks say."""
+    bita = tiny.bita(target, hosts=2)
+    for found in tune(target, bita, ASKED, max_new_tokens=8).temperatures:
+        trees = {Shape.parse(each.tree) for each in found.candidates}
+        assert {shape.depth for shape in trees} == {1, 2, 3}
+        assert all(1 <= each.tau <= 1 + each.depth for each in found.candidates)
+        assert found.proposals == []
+        assert found.chosen.proposal != "sampled"
+    assert bita.shape.name == "backbone-3x2", "the drafter that was given stays as it is"
+
+
+@pytest.fixture
+def home(target, drafter, monkeypatch, tmp_path):
+    """An eagle directory; nothing is known of its rounds."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(costs, "_ledgers", WeakKeyDictionary())
+    config, tensors = drafter.pack()
+    save_drafter(tmp_path / "eagle", "eagle", target, config, tensors, {}, dtype=None)
+    return tmp_path / "eagle"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_auto_begins_with_what_tune_found(target, home, monkeypatch, temperature):
+    """Its trees, what their rounds cost and what they bring: nothing is left to measure."""
+    name = f"auto:head={home}"
+    made = tune(target, name, ASKED, temperatures=[temperature], max_new_tokens=8)
+    (found,) = made.temperatures
+    monkeypatch.setattr(costs, "_ledgers", WeakKeyDictionary())  # another process
+    monkeypatch.setattr(costs, "measured", None)
+    auto = load_drafter(name, target, temperature)
+    assert sorted(found.rungs) == sorted(rung.name for rung in auto.tuned)
+    assert auto.rungs[-len(auto.tuned) :] == auto.tuned
+    assert [rung.nodes for rung in auto.tuned] == sorted(rung.nodes for rung in auto.tuned)
+    assert auto.peeks == (found.chosen.proposal == "noise")
+    known = costs.policy(target, auto, 1).ledger
+    assert all(known.of(i, 0).rounds > GUESS for i in range(1, len(auto.rungs)))
+    shown = Console(width=300, file=io.StringIO())
+    shown.print(costs.explained(target, auto))
+    assert "Found by tune: " in shown.file.getvalue()
+    assert load_drafter(str(home), target, temperature).shape.name == found.chosen.tree
+    assert not load_drafter(name, target, 1.0 - temperature).tuned
+
+
+def test_masks_are_among_what_auto_tunes(target, home, monkeypatch, tmp_path):
+    """Guesses in the target's own passes: rounds of both kinds are timed and counted."""
+    config, tensors = tiny.bita(target).pack()
+    save_drafter(tmp_path / "bita", "bita", target, config, tensors, {}, dtype=None)
+    (found,) = tune(target, str(tmp_path / "bita"), ASKED, temperatures=[0.0], max_new_tokens=8).temperatures
+    auto = load_drafter(f"auto:head={tmp_path / 'bita'}", target)
+    assert sorted(found.rungs) == sorted(rung.name for rung in auto.tuned)
+    known = costs.ledger(target, auto)
+    assert all(known.of(i, 0).rounds > GUESS for i in range(4, len(auto.rungs)))
+
+
+def test_several_texts_have_trees_of_their_own(target, home):
+    """What was found for one text taken for eight, behind another context, or an older file misread."""
+    save_tuned(home, target.place, {0.0: {"tree": "chain-2"}})  # as earlier versions wrote it
+    report = tune(target, str(home), ASKED, temperatures=[0.0], max_new_tokens=8, batch=3, context=40)
+    assert (report.batch, report.context) == (3, 40)
+    chosen = report.temperatures[0].chosen.tree
+    trees = [load_drafter(str(home), target, texts=texts).shape.name for texts in (1, 2, 3, 8)]
+    assert trees == ["chain-2", chosen, chosen, chosen]
+    autos = [load_drafter(f"auto:head={home}", target, texts=texts) for texts in (1, 3)]
+    assert [len(auto.tuned) > 0 for auto in autos] == [False, True]
+    assert set(costs.ledger(target, autos[1]).seconds) == {3}
+    with pytest.raises(ValueError, match="context is 127; this target reads 128 tokens"):
+        tune(target, str(home), ASKED, max_new_tokens=8, context=127)
+
+
+@pytest.mark.parametrize("trees", [["chain-0"], [3], "chain-2", 7])
+def test_damaged_trees_for_auto_are_told_in_one_line(target, home, trees):
+    save_tuned(home, target.place, {0.0: {"tree": "chain-2", "rungs": trees}})
+    assert load_drafter(str(home), target).shape.name == "chain-2"
+    with pytest.raises(ValueError, match=r"tuned\.json.*"):
+        load_drafter(f"auto:head={home}", target)
+
+
+def test_auto_without_a_head_has_nothing_to_tune(target):
+    with pytest.raises(ValueError, match="auto has no head to tune"):
+        tune(target, "auto", ASKED)
 
 
 def test_the_table_is_in_the_order_of_its_figures(target, tuned):

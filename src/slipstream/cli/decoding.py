@@ -231,7 +231,8 @@ def certify(
     rounding turned them: within 0.001 logits in float32, 0.5 in bfloat16, and in float64 never.
 
     A tree oracle always runs beside the drafters, and at T = 0 Hugging Face generate is
-    audited too: its own attention rounds otherwise. Exit code 1 if a token is not explained.
+    audited too, except with --quantize: its own attention rounds otherwise. Exit code 1 if a
+    token is not explained.
     """
     from slipstream.measure.certify import certify as run
 
@@ -248,10 +249,13 @@ def certify(
 
 TUNED = [method for method in named() if method.tunes]
 Prompts = Annotated[int, on_questions("prompts that drafts are held against, in all", "N", min=1)]
+TEXTS = "texts that share a round; kept for the nearest number"
+CONTEXT = "tokens behind which rounds are timed (default: as the questions have)"
 
 
 @command(
-    "tune --drafter eagle --dtype auto --compile",
+    "tune --drafter auto --dtype auto --compile",
+    "tune --drafter auto --batch 4 --context 1024 --compile",
     "tune --drafter runs/eagle --questions gsm8k.jsonl --json tuned.json --plot tuned.svg",
     "tune --drafter draft-model:model=./small --compile",
     "tune --drafter self-speculative",
@@ -263,6 +267,8 @@ def tune(
     drafter: Annotated[str, option("one of those below", "NAME")] = "eagle",
     questions: Files = [],
     limit: Prompts = 8,
+    batch: Annotated[int, on_questions(TEXTS, "N", min=1)] = 1,
+    context: Annotated[int | None, on_questions(CONTEXT, "N", min=1)] = None,
     measure: Annotated[bool, flag("only measure what passes of 1 to 64 rows cost", "--measure")] = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
@@ -271,8 +277,13 @@ def tune(
     plot: Annotated[str | None, on_results("draw it, as SVG", "FILE")] = None,
     json_path: JsonPath = None,
 ) -> None:
-    """Find the tree that pays most on this machine; generate and bench then grow it unless told otherwise."""
+    """Find the tree that pays most on this machine; generate and bench then grow it unless told otherwise.
+
+    The best tree of each size is kept for auto, whose head this drafter may be, with what auto's
+    rounds cost and bring here: its first answer then measures nothing.
+    """
     from slipstream.drafters import tuned_home
+    from slipstream.drafters.auto import tuned_head
     from slipstream.drafters.store import tuned_file
     from slipstream.measure.tune import tune as run
     from slipstream.measure.tuned import TuneReport
@@ -286,12 +297,14 @@ def tune(
 
     def show(report: TuneReport) -> None:
         deliver(report, json_path, plot, report.draw)
-        for line in report.static_trees(drafter):
+        head = tuned_head(drafter, loaded)
+        for line in report.static_trees(head):
             out.print(line, soft_wrap=True)
-        err.print(f"kept in {tuned_file(tuned_home(drafter, loaded))}", style="dim", soft_wrap=True)
+        err.print(f"kept in {tuned_file(tuned_home(head, loaded))}", style="dim", soft_wrap=True)
 
     with kept(show) as keep, progress_bar(None) as progress:
-        keep(run(loaded, drafter, asked, limit=None, progress=progress, keep=keep))
+        how: dict[str, Any] = {"batch": batch, "context": context, "limit": None}
+        keep(run(loaded, drafter, asked, **how, progress=progress, keep=keep))
 
 
 def _measure(target: "HFTarget", plot: str | None, json_path: str | None) -> None:

@@ -94,6 +94,7 @@ class Drafter(ABC):
         probes: vectors [M, H] that the prompt's last token hosts; later trees carry their own.
         memory: keys and values [L, 2, P, heads, D] that its probes read in the target's attention.
         rungs: trees among which a policy chooses one a round, the bare root first; none: it has its own.
+        tuned: those of the rungs that `tune` found.
         name: under which what its rungs cost is kept.
     """
 
@@ -105,6 +106,7 @@ class Drafter(ABC):
     probes: Float[Tensor, "M H"] | None = None
     memory: Float[Tensor, "L 2 P heads D"] | None = None
     rungs: tuple[Shape, ...] = ()
+    tuned: tuple[Shape, ...] = ()
     name: str = ""
 
     @abstractmethod

@@ -1,7 +1,8 @@
 """What rounds of a drafter's rungs cost here, measured once in a few seconds, and what they brought: kept in
 the user's cache."""
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple
 from statistics import median
@@ -19,7 +20,7 @@ from slipstream.core.shape import PLAIN, Shape
 from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree, chain
-from slipstream.decode.policy import Accepted, Ledger, Policy
+from slipstream.decode.policy import Accepted, Ledger, Policy, Trial
 from slipstream.decode.session import Session
 from slipstream.files import cache_home, read_results, update_json
 from slipstream.results import Figures
@@ -59,13 +60,41 @@ def keep(target: Target, drafter: Drafter) -> None:
     """Store what was accepted, if there is news of it."""
     if not drafter.rungs or (known := ledger(target, drafter)).chosen.total() - known.kept < NEWS:
         return
+    _store_accepted(target, drafter, known)
+    known.kept = known.chosen.total()
+
+
+def learn(
+    target: Target, drafter: Drafter, texts: int, context: int, decode: Callable[[Policy], Iterable[Any]]
+) -> None:
+    """Measure what rounds of so many texts cost behind a context, and what every rung brings, and store
+    both. `decode` gives the rounds of some texts under a policy."""
+    known = ledger(target, drafter)
+    known.seconds[texts] = measured(target, drafter, texts, context)
+    _store_seconds(target, drafter, texts, known.seconds[texts])
+    for rung, shape in enumerate(drafter.rungs):
+        if shape.depth:
+            deque(decode(Trial(known, rung)), maxlen=0)
+    _store_accepted(target, drafter, known)
+
+
+def _store_accepted(target: Target, drafter: Drafter, known: Ledger) -> None:
+    """Other rungs of the drafter's name, which it had elsewhere, stay."""
     signs = 1 + max(sign for _, sign in known.accepted)
     means = {
         rung.name: [[round(each, 3) for each in astuple(known.of(i, sign))] for sign in range(signs)]
         for i, rung in enumerate(drafter.rungs)
     }
-    _store(ACCEPTED, target, drafter, means)
-    known.kept = known.chosen.total()
+    _store(ACCEPTED, target, drafter, _stored(ACCEPTED, target, drafter) | means)
+
+
+def _store_seconds(target: Target, drafter: Drafter, texts: int, seconds: Sequence[float]) -> None:
+    known = {rung.name: round(each, 6) for rung, each in zip(drafter.rungs, seconds, strict=True)}
+    _store(_setting(target, texts), target, drafter, known)
+
+
+def _setting(target: Target, texts: int) -> str:
+    return f"{target.place}, texts: {texts}"
 
 
 def _key(target: Target, drafter: Drafter) -> str:
@@ -88,23 +117,22 @@ def _store(what: str, target: Target, drafter: Drafter, by_rung: dict[str, Any])
 
 def _seconds(target: Target, drafter: Drafter, texts: int) -> list[float]:
     """By rung, from the user's cache, or measured."""
-    place = f"{target.place}, texts: {texts}"
-    known = _stored(place, target, drafter)
+    known = _stored(_setting(target, texts), target, drafter)
     if list(known) != [rung.name for rung in drafter.rungs]:
         seconds = measured(target, drafter, texts)
-        known = {rung.name: round(each, 6) for rung, each in zip(drafter.rungs, seconds, strict=True)}
-        _store(place, target, drafter, known)
-    elif target.compiles:
+        _store_seconds(target, drafter, texts, seconds)
+        return seconds
+    if target.compiles:
         for rows in {1, texts}:  # graphs of all sizes, before they are needed
             next(_laps(target, drafter, rows))
     return list(known.values())
 
 
-def measured(target: Target, drafter: Drafter, texts: int) -> list[float]:
+def measured(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) -> list[float]:
     """Median seconds of a round of every rung. Rungs alternate, after an untimed round of each."""
     if texts > 1 and target.compiles:
         next(_laps(target, drafter, 1))
-    laps = _laps(target, drafter, texts)
+    laps = _laps(target, drafter, texts, context)
     next(laps)
     began, spent = perf_counter(), list[list[float]]()
     for lap in laps:
@@ -114,9 +142,9 @@ def measured(target: Target, drafter: Drafter, texts: int) -> list[float]:
     return [median(times) for times in zip(*spent, strict=True)]
 
 
-def _laps(target: Target, drafter: Drafter, texts: int) -> Iterator[list[float]]:
+def _laps(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) -> Iterator[list[float]]:
     """Seconds of a round of every rung, again and again. The first lap makes buffers and graphs."""
-    session = _session(target, drafter, texts)
+    session = _session(target, drafter, texts, context)
     for rung in drafter.rungs:
         session.step(shape=rung)
         session.state.select(list(range(texts)))  # a drafter that waits reads now, and has one token to read
@@ -126,8 +154,10 @@ def _laps(target: Target, drafter: Drafter, texts: int) -> Iterator[list[float]]
     while True:
         lap = []
         for rung in drafter.rungs:
-            if max(session.lengths) + deepest + 2 > target.window:
-                session = _session(target, drafter, texts)
+            if max(session.lengths) + 2 * (deepest + 2) > target.window:
+                session = _session(target, drafter, texts, context)
+            if drafter.probes is not None and rung.children:
+                session.step(shape=rung)  # its masks guess what the timed round checks
             before = perf_counter()
             drafter.signs(session.state)
             session.step(shape=rung)
@@ -135,11 +165,11 @@ def _laps(target: Target, drafter: Drafter, texts: int) -> Iterator[list[float]]
         yield lap
 
 
-def _session(target: Target, drafter: Drafter, texts: int) -> Session:
-    """A session under way."""
-    context = min(CONTEXT, target.window // 4)
+def _session(target: Target, drafter: Drafter, texts: int, context: int) -> Session:
+    """A session under way behind a context, or as much of it as half the window holds."""
+    context = min(context, target.window // 2)
     prompts = [[(7 * i + text) % target.vocab for i in range(context)] for text in range(texts)]
-    capacity = min(2 * CONTEXT, target.window)
+    capacity = min(context + CONTEXT, target.window)
     session = Session(target, Full(drafter), rows=texts, capacity=capacity, shapes=drafter.rungs)
     session.admit(prompts, [Sampling(temperature=float(drafter.peeks))] * texts)  # noise takes its time
     return session
@@ -150,7 +180,7 @@ class Full(Drafter):
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter, self.taps, self.memory = drafter, drafter.taps, drafter.memory
-        self.rows, self.depth = drafter.rows, drafter.depth
+        self.rows, self.depth, self.probes = drafter.rows, drafter.depth, drafter.probes
 
     def start(self, batch: int, device: torch.device) -> State:
         return self._drafter.start(batch, device)
@@ -163,7 +193,7 @@ class Full(Drafter):
 
     def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
         tree = self._drafter.propose(state, sampler, shape)
-        return tree if shape is None or shape.width else chain(state.root[:, None].repeat(1, shape.nodes))
+        return tree if shape is None or shape.children else chain(state.root[:, None].repeat(1, shape.nodes))
 
 
 def explained(target: Target, drafter: Drafter) -> Group:
@@ -178,10 +208,16 @@ def explained(target: Target, drafter: Drafter) -> Group:
         speeds = texts * brings[0] / cost, texts * brings[-1] / cost
         speed = f"{speeds[0]:.0f} to {speeds[1]:.0f}" if rung.depth else f"{speeds[0]:.0f}"
         row = (known.chosen[i], rung.nodes, f"{1e3 * cost:.1f}", *(f"{each:.2f}" for each in brings), speed)
-        table.add_row(rung.name, *row)
+        table.add_row(_short(rung), *row)
     note = (
         "A round takes the tree that promises most tokens a second. Tokens are means over all texts; a text "
         "whose guesses are accepted less often than these takes smaller trees, or none (plain), and is tried "
         f"again now and then. Kept in {cache_home() / FILE}."
     )
-    return Group(table, Text(note, "dim"))
+    found = ", ".join(map(_short, drafter.tuned))
+    return Group(table, Text(f"{f'Found by tune: {found}. ' if found else ''}{note}", "dim"))
+
+
+def _short(rung: Shape) -> str:
+    """A name that fits a table: a static tree by its depth and nodes."""
+    return f"static-{rung.depth}x{rung.nodes}" if rung.name.startswith("[") else rung.name

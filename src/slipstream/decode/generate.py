@@ -236,7 +236,8 @@ class Job:
         if batch is not None and not (is_whole(batch) and batch > 0):
             raise ValueError(f"batch is {batch!r}; it must be at least 1, a whole number")
         if isinstance(drafter, (str, PathLike, Spec)):
-            drafter = load_drafter(drafter, target, settings.sampling.temperature)
+            texts = min(batch or len(ids), len(ids))
+            drafter = load_drafter(drafter, target, settings.sampling.temperature, texts)
         if not isinstance(drafter, Drafter):
             raise ValueError(f"drafter is {drafter!r}: give a name, a directory or a slipstream.Drafter")
         if trace is not None:

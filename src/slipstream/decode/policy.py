@@ -69,7 +69,7 @@ class Ledger:
         """The average, a guess before any was counted."""
         if (rung, sign) not in self.accepted:
             shape = self.rungs[rung]
-            rate, first = (MATCHED[sign] + GROWN, FIRST) if shape.width else (MATCHED[sign], 0.0)
+            rate, first = (MATCHED[sign] + GROWN, FIRST) if shape.children else (MATCHED[sign], 0.0)
             self.accepted[rung, sign] = Accepted(min(shape.nodes - 1.0, first + rate * log2(shape.nodes)))
         return self.accepted[rung, sign]
 
@@ -125,14 +125,15 @@ class Policy:
     def _of(self, text: int, sign: int) -> Evidence:
         return self._seen.setdefault((text, sign > 0), Evidence())
 
-    def learn(self, tokens: Sequence[int], seconds: float) -> None:
-        """What the chosen round brought each text, the target's own token included, and its time."""
+    def learn(self, tokens: Sequence[int], seconds: float, guessed: Sequence[bool]) -> None:
+        """What the chosen round brought each text, the target's own token included, and its time. A text
+        whose head could not guess yet, for lack of masks in the round before, was decoded plainly."""
         shape = self.ledger.rungs[self._rung]
         for average in self.ledger.accepted.values():
             average.fade()
-        for (text, sign), made in zip(self._rows, tokens, strict=True):
+        for (text, sign), made, drafted in zip(self._rows, tokens, guessed, strict=True):
             average = self.ledger.of(self._rung, sign)
-            if not shape.depth:
+            if not shape.depth or (shape.children and not drafted):
                 for matched in (False, True):
                     self._of(text, matched).fade(FADES_UNUSED)
                 continue
@@ -142,6 +143,26 @@ class Policy:
             seen.fade(FADES)
             seen.accepted += made - 1
             seen.promised += promised
+        if shape.children and not any(guessed):
+            return
         costs = self.ledger.costs(len(tokens))
         share = max(LEARNS, 1 / (GUESS + self.ledger.chosen[self._rung]))
         costs[self._rung] *= min(2.0, max(0.5, seconds / costs[self._rung])) ** share
+
+
+class Trial(Policy):
+    """Takes one rung only, and counts what it brings."""
+
+    def __init__(self, ledger: Ledger, rung: int) -> None:
+        super().__init__(ledger)
+        self._rung = rung
+
+    def choose(self, texts: Sequence[int], signs: Sequence[int]) -> Shape:
+        self._rows = list(zip(texts, signs, strict=True))
+        return self.ledger.rungs[self._rung]
+
+    def learn(self, tokens: Sequence[int], seconds: float, guessed: Sequence[bool]) -> None:
+        shape = self.ledger.rungs[self._rung]
+        for (_, sign), made, drafted in zip(self._rows, tokens, guessed, strict=True):
+            if drafted or not shape.children:
+                self.ledger.of(self._rung, sign).add(made - 1, 1.0)

@@ -11,8 +11,9 @@ from torch.nn.utils.rnn import pad_sequence
 from slipstream.core.drafter import Drafter
 from slipstream.core.shape import Shape
 from slipstream.core.target import Target
-from slipstream.core.verify import Law
+from slipstream.core.verify import Law, coupled
 from slipstream.decode.generate import generate
+from slipstream.decode.policy import Policy
 from slipstream.decode.session import Committed, Session
 from slipstream.targets.recorded import RecordedTarget
 
@@ -66,11 +67,18 @@ class Prediction:
 
 
 def rounds(
-    drafter: Drafter, recorded: RecordedTarget, law: Law, shape: Shape | None = None
+    drafter: Drafter,
+    recorded: RecordedTarget,
+    law: Law | None,
+    shape: Shape | None = None,
+    policy: Policy | None = None,
 ) -> Iterator[tuple[Session, list[Committed]]]:
-    """Rounds of all recorded texts, each up to its last token: (session, what the round brought)."""
+    """Rounds of all recorded texts, each up to its last token: (session, what the round brought). Without a
+    law the recorded target decodes them anew."""
     prompts, ends = _prompts(recorded), recorded.lengths.tolist()
-    session = Session(recorded, drafter, law, len(prompts), recorded.tokens.shape[1])
+    target, law = (recorded, law) if law else (recorded.target, coupled)
+    room, shapes = recorded.tokens.shape[1], drafter.rungs
+    session = Session(target, drafter, law, len(prompts), room, shapes, policy)
     session.admit(prompts, recorded.sampling)
     while True:
         under_way = zip(session.texts, session.lengths, strict=True)

@@ -156,7 +156,8 @@ class Session:
         if shape is None and self.policy is not None:
             whole = _stopwatch()
             made = self.step(limit, self.policy.choose(self.texts, self.drafter.signs(self.state)))
-            self.policy.learn([len(each.tokens) for each in made], whole())
+            drafted = [bool(each.drafted) for each in made]
+            self.policy.learn([len(each.tokens) for each in made], whole(), drafted)
             return made
         lap = _stopwatch()
         room = self.target.window - 1 - max(self.lengths)

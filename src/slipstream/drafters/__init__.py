@@ -20,7 +20,9 @@ from slipstream.methods import METHODS
 BUILT = ("head", "model", "target", "vocab", "part")  # a trained drafter's arguments that are not options
 
 
-def load_drafter(spec: Named, target: Target | None = None, temperature: float = 0.0) -> Drafter:
+def load_drafter(
+    spec: Named, target: Target | None = None, temperature: float = 0.0, texts: int = 1
+) -> Drafter:
     """Make a drafter: "ngram", "eagle:tree=chain-5,proposal=noise", "runs/mine:tree=fig9".
 
     Args:
@@ -28,13 +30,14 @@ def load_drafter(spec: Named, target: Target | None = None, temperature: float =
             directory, then `:` and `key=value` pairs for the drafter's own arguments. Or a `Spec`.
         target: the target that it drafts for. Drafters that use nothing of a target do not need it.
         temperature: of the answers: `tune` may have found other trees for sampled ones.
+        texts: answers that share a pass: `tune` may have found other trees for several.
 
     Raises:
         ValueError: there is no such drafter or option, it was made for another target, or its passes are too
             large.
     """
     spec = Spec.parse(spec)
-    drafter = _load(spec, target, temperature)
+    drafter = _load(spec, target, temperature, texts)
     if drafter.rows > ROWS:
         raise ValueError(
             f"drafter {shortened(str(spec))!r} costs target passes over {drafter.rows:,} rows; at most are "
@@ -43,16 +46,17 @@ def load_drafter(spec: Named, target: Target | None = None, temperature: float =
     return drafter
 
 
-def _load(spec: Spec, target: Target | None, temperature: float) -> Drafter:
+def _load(spec: Spec, target: Target | None, temperature: float, texts: int) -> Drafter:
     name, method = spec.name, METHODS.get(spec.name)
     if method is not None and method.make is not None:
         make: Callable[..., Drafter] = resolve_name(method.make)
         takes = signature(make).parameters
-        filled: dict[str, Any] = {"temperature": temperature} if "temperature" in takes else {}
+        known = {"temperature": temperature, "texts": texts}
+        filled: dict[str, Any] = {name: value for name, value in known.items() if name in takes}
         if "target" in takes:
             filled["target"] = target = _needed(target, name)
         if method.tunes and target is not None:
-            spec = _tuned(spec, tuned_home(spec, target), target.place, temperature)
+            spec = _tuned(spec, tuned_home(spec, target), target.place, temperature, texts)
         return make(**filled, **_checked(make, spec, filled))
     if method is not None or os.path.isdir(os.path.expanduser(name)):
         target = _needed(target, name)
@@ -61,7 +65,7 @@ def _load(spec: Spec, target: Target | None, temperature: float) -> Drafter:
         source = f"drafter directory {name}"
         with understood(source):
             cls = drafter_class(config.get("method"), source)
-            spec = _tuned(spec, home, target.place, temperature)
+            spec = _tuned(spec, home, target.place, temperature, texts)
             drafter: Drafter = cls.load(config, tensors, target, **_checked(cls, spec, BUILT))
             return drafter
     near = get_close_matches(name, METHODS, 1)
@@ -81,9 +85,9 @@ def tuned_home(spec: Named, target: Target) -> Path:
     return cache_home() / "tuned" / target.fingerprint / re.sub(r"[^\w.-]+", "_", called)
 
 
-def _tuned(spec: Spec, home: Path, place: str, temperature: float) -> Spec:
+def _tuned(spec: Spec, home: Path, place: str, temperature: float, texts: int) -> Spec:
     """The spec with the options that `tune` chose here. A tree or a proposal in the spec replaces both."""
-    tuned = read_tuned(home, place, temperature)
+    tuned = read_tuned(home, place, temperature, texts)
     if not spec.options.keys().isdisjoint(("tree", "proposal")):
         tuned = {key: value for key, value in tuned.items() if key == "skip"}
     return Spec(spec.name, tuned | spec.options)

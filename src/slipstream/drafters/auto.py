@@ -5,6 +5,7 @@ What is chosen, and when, is up to `decode.policy`. Here is what there is to cho
 
 import json
 from bisect import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -19,6 +20,8 @@ from slipstream.core.target import Target
 from slipstream.core.tree import Tree
 from slipstream.drafters.hybrid import Hybrid, HybridState
 from slipstream.drafters.proposer import Proposer
+from slipstream.drafters.spec import Named, Spec
+from slipstream.drafters.store import read_rungs
 from slipstream.drafters.suffix import Suffix
 from slipstream.methods import SHIPPED
 
@@ -56,45 +59,62 @@ class Auto(Drafter):
     Args:
         head: grows the trees. Without one there are matches alone.
         remember: see `Suffix`.
+        tuned: the head's trees, as `tune` found them; by default best-first trees of `NODES`.
     """
 
-    def __init__(self, head: Proposer | None = None, name: str = "auto", remember: int = 0) -> None:
+    def __init__(
+        self,
+        head: Proposer | None = None,
+        name: str = "auto",
+        remember: int = 0,
+        tuned: Sequence[Shape] = (),
+    ) -> None:
         self.matches, self.hybrid, self.name = Suffix(max(MATCHES), remember=remember), None, name
         found = [Shape(f"matches-{n}", (), n - 1, n, 0, 0) for n in MATCHES]
         self.rungs = (PLAIN, *found)
         self.rows, self.depth = self.matches.rows, self.matches.depth
         if head is not None:
             deepest = min(DEEPEST, head.deepest or DEEPEST)
-            trees = [Shape.parse(f"best-first-{max(1, min(deepest, n // 2))}x{n}") for n in NODES]
+            ladder = [Shape.parse(f"best-first-{max(1, min(deepest, n // 2))}x{n}") for n in NODES]
+            self.tuned = tuple(tuned)
+            trees = self.tuned or tuple(ladder)
             head.grow_as(trees[-1], head.proposal)
             self.hybrid = Hybrid(head, self.matches)
-            self.rungs += tuple(trees)
-            self.taps, self.peeks, self.memory = head.taps, head.peeks, head.memory
+            self.rungs += trees
+            self.taps, self.peeks = head.taps, head.peeks
+            self.probes, self.memory = head.probes, head.memory
             self.rows = max(self.rows, self.hybrid.rows)
 
     @classmethod
     def named(
-        cls, target: Target, head: str | None = None, remember: int = 0, temperature: float = 0.0
+        cls,
+        target: Target,
+        head: str | None = None,
+        remember: int = 0,
+        temperature: float = 0.0,
+        texts: int = 1,
     ) -> "Auto":
-        """With the weights that ship for the target, or a head by name or directory.
+        """With the weights that ship for the target, or a head by name or directory, and with the trees that
+        `tune` found for it.
 
         Raises:
-            ValueError: the head grows no trees, or its guesses stand in the target's own passes; also see
-                `load_drafter`.
+            ValueError: the head grows no trees, or what `tune` stored is damaged; also see `load_drafter`.
         """
-        from slipstream.drafters import load_drafter
+        from slipstream.drafters import load_drafter, tuned_home
 
         head = head or shipped(target)
         if head is None:
             return cls(remember=remember)
-        drafter = load_drafter(head, target, temperature)
-        if not isinstance(drafter, Proposer) or drafter.probes is not None:
+        drafter = load_drafter(head, target, temperature, texts)
+        if not isinstance(drafter, Proposer):
             raise ValueError(
                 f"drafter 'auto': {head!r} has no trees to choose among: take a head such as eagle or "
                 "fasteagle, or its directory"
             )
-        drafter.grow_as("chain-1", "noise" if temperature else "top-k")
-        return cls(drafter, f"auto:head={head}{', T > 0' * bool(temperature)}", remember)
+        trees = read_rungs(tuned_home(head, target), target.place, temperature, texts)
+        kept = trees and drafter.law == "coupled"  # `tune` chose the proposal, too
+        drafter.grow_as("chain-1", drafter.proposal if kept else "noise" if temperature else "top-k")
+        return cls(drafter, f"auto:head={head}{', T > 0' * bool(temperature)}", remember, trees)
 
     def start(self, batch: int, device: torch.device) -> AutoState:
         root = torch.zeros(batch, dtype=torch.long, device=device)
@@ -104,15 +124,19 @@ class Auto(Drafter):
     def room(self, shape: Shape | None = None) -> int:
         if shape is None:
             return max(map(self.room, self.rungs))
-        return self.hybrid.room(shape) if self.hybrid is not None and shape.width else shape.nodes
+        return self.hybrid.room(shape) if self.hybrid is not None and shape.children else shape.nodes
 
     def absorb(self, span: Span, state: AutoState) -> None:
         self.matches.absorb(span, state.matches)
         state.root = span.root
         if self.hybrid is not None:
             state.missed.append(replace(span, tree=None, path=None, logits=None))
-            waits = look.may_look(span.root)  # what is captured cannot wait
-            if not waits or sum(each.tokens.shape[1] for each in state.missed) >= BEHIND:
+            waits = look.may_look(span.root)  # what is captured cannot wait, nor can what masks have guessed
+            if (
+                not waits
+                or self.probes is not None
+                or sum(each.tokens.shape[1] for each in state.missed) >= BEHIND
+            ):
                 self.catch_up(state)
 
     @torch.inference_mode()
@@ -129,10 +153,23 @@ class Auto(Drafter):
         return [bisect(LONG, length) for length in state.matches.matched(LONG[-1])]
 
     def propose(self, state: AutoState, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        if self.hybrid is None or (shape is not None and not shape.width):
+        if self.hybrid is None or (shape is not None and not shape.children):
             return self.matches.propose(state.matches, sampler, shape)
         self.catch_up(state)
         return self.hybrid.propose(state, sampler, shape)
+
+
+def tuned_head(spec: Named, target: Target) -> Spec:
+    """The drafter whose trees are tuned: of auto its head, any other itself. Raises ValueError for auto
+    without a head."""
+    spec = Spec.parse(spec)
+    if spec.name != "auto":
+        return spec
+    if (head := spec.options.get("head") or shipped(target)) is None:
+        raise ValueError(
+            "no weights ship for this target, so auto has no head to tune: name one, auto:head=DIR"
+        )
+    return Spec.parse(head)
 
 
 def shipped(target: Target) -> str | None:

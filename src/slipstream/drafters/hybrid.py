@@ -49,6 +49,7 @@ class Hybrid(Drafter):
         depth: int = 16,
         remember: int = 0,
         temperature: float = 0.0,
+        texts: int = 1,
     ) -> "Hybrid":
         """With a head by name or directory. Raises ValueError if it grows no tree, and as `Hybrid` and
         `load_drafter` do.
@@ -60,7 +61,7 @@ class Hybrid(Drafter):
         """
         from slipstream.drafters import load_drafter
 
-        drafter = load_drafter(head, target, temperature)
+        drafter = load_drafter(head, target, temperature, texts)
         if not isinstance(drafter, Proposer):
             raise ValueError(
                 f"drafter 'hybrid': {head!r} grows no tree: take a head such as fasteagle, or a drafter "

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,8 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from slipstream.core.shape import Shape
 from slipstream.core.target import Target
-from slipstream.files import LOCK, cache_home, check_regular, locked, read_json, update_json
+from slipstream.files import LOCK, cache_home, check_regular, locked, read_json, understood, update_json
 from slipstream.methods import METHODS, SHIPPED
 
 VERSION = 1
@@ -234,20 +236,45 @@ def _check_sizes(config: dict[str, Any], source: str) -> None:
         raise ValueError(f"{source} does not fit: {', '.join(wrong)}")
 
 
-def read_tuned(directory: str | Path, place: str, temperature: float) -> dict[str, str]:
+def read_tuned(directory: str | Path, place: str, temperature: float, texts: int = 1) -> dict[str, str]:
     """The options that `tune` chose for this drafter in this place; none if it has not run."""
-    try:
-        chosen = read_json(tuned_file(directory), "tuned")[place][_heat(temperature)]
-        return {key: str(chosen[key]) for key in ("skip", "tree", "proposal") if key in chosen}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    chosen = _chosen(directory, place, temperature, texts)
+    return {key: str(chosen[key]) for key in ("skip", "tree", "proposal") if key in chosen}
 
 
-def save_tuned(directory: str | Path, place: str, chosen: dict[float, dict[str, Any]]) -> Path:
-    """Store what `tune` chose, by temperature. Raises ValueError if it cannot be written."""
+def read_rungs(directory: str | Path, place: str, temperature: float, texts: int = 1) -> tuple[Shape, ...]:
+    """The trees among which `auto` shall choose, as `tune` found them, the smallest first; none if it has not
+    run. Raises ValueError for anything else in their place."""
+    trees = _chosen(directory, place, temperature, texts).get("rungs", [])
     path = tuned_file(directory)
-    update_json(path, place, {_heat(temperature): entry for temperature, entry in chosen.items()})
+    with understood(f"{path}, which tune wrote,"):
+        try:
+            return tuple(sorted(map(Shape.parse, trees), key=lambda shape: shape.nodes))
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: {error}: run tune again, or delete the file") from error
+
+
+def save_tuned(
+    directory: str | Path, place: str, chosen: dict[float, dict[str, Any]], texts: int = 1
+) -> Path:
+    """Store what `tune` chose for so many texts at once, by temperature. Raises ValueError if it cannot be
+    written."""
+    path = tuned_file(directory)
+    update_json(path, place, {_setting(heat, texts): entry for heat, entry in chosen.items()})
     return path
+
+
+def _chosen(directory: str | Path, place: str, temperature: float, texts: int) -> dict[str, Any]:
+    """The entry for this temperature and the nearest number of texts; empty if there is none."""
+    try:
+        entries = read_json(tuned_file(directory), "tuned")[place]
+        known = {
+            n: entry for name, entry in entries.items() if _setting(temperature, n := _texts(name)) == name
+        }
+        found = known[min(known, key=lambda n: abs(math.log2(n / texts)))]
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def tuned_file(directory: str | Path) -> Path:
@@ -258,8 +285,14 @@ def tuned_file(directory: str | Path) -> Path:
     return home / TUNED
 
 
-def _heat(temperature: float) -> str:
-    return "T > 0" if temperature else "T = 0"
+def _texts(setting: str) -> int:
+    """The number of texts in the name of a setting."""
+    number = re.search(r", ([1-9]\d*) texts$", setting)
+    return int(number[1]) if number else 1
+
+
+def _setting(temperature: float, texts: int) -> str:
+    return f"T {'>' if temperature else '='} 0{f', {texts} texts' * (texts > 1)}"
 
 
 def load_weights(module: nn.Module, tensors: dict[str, Tensor], source: str) -> None:

@@ -13,11 +13,12 @@ from rich.console import Group
 from rich.text import Text
 
 from slipstream.core.drafter import Drafter
-from slipstream.core.sampling import Sampling
+from slipstream.core.sampling import Sampling, rows_of
 from slipstream.core.shape import Shape
 from slipstream.core.target import Target
 from slipstream.core.tree import chain
 from slipstream.decode.capture import recorder
+from slipstream.decode.generate import LAWS
 from slipstream.decode.session import Seconds, Session
 from slipstream.files import cache_home, update_json
 from slipstream.picture import picture
@@ -115,10 +116,11 @@ def pass_seconds(
 
 
 class Rounds:
-    """Rounds of several drafters behind a prompt, one text each, timed in alternation.
+    """Rounds of several drafters behind the same prompts, timed in alternation.
 
     Args:
         arms: drafters, and the trees that they grow; None: their own.
+        prompts: those of the texts that share a round.
         most: rounds of one drafter that there is room for.
     """
 
@@ -126,26 +128,39 @@ class Rounds:
         self,
         target: Target,
         arms: Sequence[tuple[Drafter, Shape | None]],
-        prompt: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         temperature: float = 0.0,
         most: int = 32,
     ) -> None:
+        self._target, self._arms, self._prompts, self._most = target, arms, prompts, most
+        self._sampling = rows_of(Sampling(temperature), len(self._prompts))
         self._costs = [list[list[float]]() for _ in arms]
-        self._sessions = list[tuple[Session, Shape | None]]()
-        for drafter, shape in arms:
-            depth = drafter.depth if shape is None else shape.depth
-            capacity, shapes = len(prompt) + (most + 1) * (1 + depth), [shape] if shape else []
-            session = Session(target, drafter, capacity=capacity, shapes=shapes)
-            session.admit([prompt], [Sampling(temperature)])
-            session.step(shape=shape)  # it makes buffers, and is not timed
-            self._sessions.append((session, shape))
+        self._sessions = [self._session(*arm) for arm in arms]
+
+    def _session(self, drafter: Drafter, shape: Shape | None) -> Session:
+        """A session under way."""
+        depth = drafter.depth if shape is None else shape.depth
+        capacity, shapes = (
+            max(map(len, self._prompts)) + (self._most + 1) * (1 + depth),
+            [shape] if shape else [],
+        )
+        rows, law = len(self._prompts), LAWS[drafter.law]
+        session = Session(self._target, drafter, law, rows, capacity, shapes)
+        session.admit(self._prompts, self._sampling)
+        session.step(shape=shape)  # it makes buffers, and is not timed
+        return session
 
     def run(self, rounds: int, among: Sequence[int] | None = None) -> list[Seconds]:
         """Time rounds of every arm, or of those in `among`. Returns each arm's median seconds over all its
         rounds, part by part."""
         for _ in range(rounds):
             for i in range(len(self._sessions)) if among is None else among:
-                session, shape = self._sessions[i]
+                session, (drafter, shape) = self._sessions[i], self._arms[i]
+                if (
+                    max(session.lengths) + drafter.depth + (shape.depth if shape else 0) + 2
+                    > session.target.window
+                ):
+                    session = self._sessions[i] = self._session(drafter, shape)
                 before = replace(session.seconds)
                 session.step(shape=shape)
                 spent = [getattr(session.seconds, part) - getattr(before, part) for part in PARTS]

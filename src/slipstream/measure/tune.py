@@ -3,12 +3,14 @@
 Acceptance by depth and rank along the target's own texts gives the optimal static tree of every node budget
 and depth (`optimal_trees`). The measured costs of rows and of draft steps say which sizes may pay. Trees of
 these sizes, static ones and ones that follow the drafter's confidence, are drafted along the same texts for
-their τ, and then raced.
+their τ, and then raced. Where no record can tell τ, as of sampled children and of guesses that stand in the
+target's own passes, the texts are decoded anew. The best tree of each size is one that `auto` may take.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from copy import copy
+from itertools import cycle, islice, product
 from statistics import mean
 from typing import Any
 
@@ -20,14 +22,17 @@ from torch import Tensor
 
 from slipstream.command import public
 from slipstream.core.drafter import Drafter
+from slipstream.core.grow import Path
 from slipstream.core.optimal import optimal_trees
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree
-from slipstream.decode.predict import predict, record, rounds
+from slipstream.decode.costs import learn
+from slipstream.decode.predict import decoded, predict, record, rounds
 from slipstream.decode.session import Seconds
 from slipstream.drafters import load_drafter, tuned_home
+from slipstream.drafters.auto import tuned_head
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.spec import Named, Spec
@@ -47,7 +52,7 @@ from slipstream.targets.recorded import RecordedTarget
 BUDGETS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 16, 20, 26, 32, 40, 48, 64)  # nodes, root included
 DEPTH, RANKS, WIDTH = 7, 10, 8  # at most
 GAMMA = 10  # the longest chain of draft models: the papers tune γ over 2 to 10
-SIZES = 4  # whose trees are raced
+SIZES = 4  # whose trees are raced: the best of each octave of nodes
 ROUNDS = 5  # of each tree before the slower half is dropped
 TREELESS = (
     "grows no trees that tune could choose among: it takes {names} or a drafter directory; of the others "
@@ -62,6 +67,8 @@ def tune(
     questions: Sequence[Asking] = (),
     *,
     temperatures: Sequence[float] = (0.0, 1.0),
+    batch: int = 1,
+    context: int | None = None,
     limit: int | None = 8,
     max_new_tokens: int = 40,
     progress: Callable[[str], None] = lambda _: None,
@@ -70,23 +77,26 @@ def tune(
     """Find the tree and the proposal that pay most on this machine, at each temperature.
 
     Those of a drafter given by name are stored at once. `load_drafter` then uses them where no other tree is
-    named.
+    named, and `auto` with this head chooses among the best of each size. What its rounds cost and bring is
+    stored, too. Sampled children are raced, but taken by name only: they draw another text for a seed.
 
     Args:
         target, questions, progress, keep: as `bench` takes them. The questions should be of the kind that
             will be asked.
-        drafter: one that grows trees, or its name. For "self-speculative" the blocks to skip are chosen
-            first.
+        drafter: one that grows trees, or its name; "auto" stands for its head. For "self-speculative" the
+            blocks to skip are chosen first.
+        batch: texts that share a round. What is stored holds for the nearest number of texts.
+        context: tokens behind which rounds are timed; default: as many as the questions have.
         limit: questions in all; 8 to 16 are enough.
         max_new_tokens: tokens of each answer along which drafts are judged.
 
     Raises:
-        ValueError: no questions, a count below 1, or a drafter whose trees cannot be chosen.
+        ValueError: no questions, a count or context out of range, or a drafter without trees to choose.
     """
     asked = evenly(load_questions(questions), limit)
     target = loaded(target)
-    check_counts(temperatures=len(temperatures), max_new_tokens=max_new_tokens)
-    spec = drafter if isinstance(drafter, Drafter) else Spec.parse(drafter)
+    check_counts(temperatures=len(temperatures), max_new_tokens=max_new_tokens, batch=batch, context=context)
+    spec = drafter if isinstance(drafter, Drafter) else tuned_head(drafter, target)
     itself = spec == Spec("self-speculative")
     skipping = skippable(target, first_prompts(target, asked), progress=progress) if itself else []
     skip = max(skipping, key=lambda each: each.expected).skip if skipping else None
@@ -96,15 +106,16 @@ def tune(
     if home is not None:
         read_results(tuned_file(home))
     progress("cost of a pass")
-    costs = Costs(target, made, prompts, max_new_tokens)
+    costs = Costs(target, made, prompts, max_new_tokens, batch, context)
     done: list[Tuned] = []
     try:
         for temperature in temperatures:
             progress(f"T = {temperature:g}: the target answers")
             recorded = record(target, prompts, max_new_tokens, made.taps, len(prompts), temperature)
             done.append(_tuned(target, made, recorded, temperature, costs, skip, progress))
-            if home is not None:
-                save_tuned(home, target.place, {temperature: done[-1].chosen.stored()})
+            if isinstance(spec, Spec):
+                progress(f"T = {temperature:g}: what auto's rounds cost and bring")
+                _store(target, spec, recorded, done[-1], costs)
     except BaseException as error:
         if done:
             keep(_report(target, costs, done, skipping).ended_by(error))
@@ -118,18 +129,25 @@ def _grower(drafter: Spec | Drafter, target: Target) -> Proposer:
     if not isinstance(made, Proposer):
         names = ", ".join(method.name for method in named() if method.tunes)
         raise ValueError(f"drafter {str(drafter)!r} {TREELESS.format(names=names)}")
-    if made.probes is not None:
-        raise ValueError(
-            "this drafter guesses in the target's own passes, along no record that trees could be held "
-            "against: compare its trees by bench, one --drafter NAME:tree=… for each"
-        )
     return made
+
+
+def _store(target: Target, spec: Spec, recorded: RecordedTarget, found: Tuned, costs: "Costs") -> None:
+    """Keep what was found, then measure what `auto` has to know of it."""
+    temperature, entry = found.temperature, {"context": costs.context, "rungs": found.rungs}
+    entry = found.chosen.stored() | entry
+    save_tuned(tuned_home(spec, target), target.place, {temperature: entry}, costs.batch)
+    head = Spec("auto", {"head": str(spec.replace(tree=None, proposal=None))})
+    auto = load_drafter(head, target, temperature, costs.batch)
+    law = recorded.law if auto.probes is None else None
+    learn(target, auto, costs.batch, costs.context, lambda policy: rounds(auto, recorded, law, policy=policy))
 
 
 def _report(target: Target, costs: "Costs", done: list[Tuned], skipping: list[Skipped]) -> TuneReport:
     return TuneReport(
         **heading(target),
         context=costs.context,
+        batch=costs.batch,
         passes_ms={rows: round(seconds * 1e3, 3) for rows, seconds in costs.passes.items()},
         draft_step_ms=round(costs.step * 1e3, 3),
         temperatures=done,
@@ -148,56 +166,110 @@ def _tuned(
 ) -> Tuned:
     """What `tune` finds at one temperature."""
     proposals: list[Proposed] = []
-    for proposal in ("top-k", "noise") if temperature else ("top-k",):
+    kinds = ("top-k", "noise") if temperature else ("top-k",)
+    for proposal in kinds if drafter.probes is None else ():
         progress(f"T = {temperature:g}: {proposal}, ranks")
         rates = acceptance(drafter, recorded, proposal)
         rounded = [[round(rate, 4) for rate in depth] for depth in rates]
         proposals.append(Proposed(proposal=proposal, acceptance=rounded, budgets=_sizes(rates, costs)))
     progress(f"T = {temperature:g}: drafts along the answers")
-    sizes = [(each.proposal, size) for each in proposals for size in each.budgets]
-    sizes.sort(key=lambda each: -each[1].estimate)
-    candidates: list[Held] = []
-    for proposal, size in sizes[:SIZES]:
-        candidates.append(_held(drafter, recorded, proposal, size.tree, costs))
-        if size.depth > 1:  # the dynamic tree of depth 1 is the same
-            dynamic = f"dynamic-{size.depth}x{min(WIDTH, size.nodes - 1)}x{size.nodes}"
-            candidates.append(_held(drafter, recorded, proposal, dynamic, costs))
+    pairs = [*product(kinds, _masked(drafter))] if drafter.probes is not None else _promising(proposals)
+    if temperature:
+        static = [_without_gaps(tree) for _, tree in pairs if Shape.parse(tree).paths]
+        pairs += [("sampled", tree) for tree in dict.fromkeys(static)]
+    candidates = [_held(drafter, recorded, proposal, tree, costs) for proposal, tree in pairs]
     gammas: list[Held] = []
     if isinstance(drafter, DraftModel):
         chains = (f"chain-{gamma}" for gamma in range(2, costs.depth + 1))
         gammas = [_held(drafter, recorded, "top-k", tree, costs) for tree in chains]
         candidates.append(max(gammas, key=lambda chain: chain.estimate))
     progress(f"T = {temperature:g}: a race of {len(candidates)}")
-    plain, raced = _race(target, drafter, candidates, costs.probe, temperature)
-    chosen = raced[0].model_copy(update={"skip": skip}) if skip else raced[0]
+    plain, raced = _race(target, drafter, candidates, costs.prompts, temperature)
+    exact = [each for each in raced if each.proposal != "sampled"]
+    chosen = exact[0].model_copy(update={"skip": skip}) if skip else exact[0]
+    rungs = {each.nodes.bit_length(): each.tree for each in reversed(exact)}  # the best of each octave
     judged: dict[str, Any] = {"temperature": temperature, "proposals": proposals, "gammas": gammas}
-    return Tuned(**judged, plain=plain, candidates=raced, chosen=chosen)
+    return Tuned(**judged, plain=plain, candidates=raced, chosen=chosen, rungs=[*rungs.values()])
+
+
+def _promising(proposals: list[Proposed]) -> list[tuple[str, str]]:
+    """Proposals and trees: a static and a dynamic one of the best size of each octave of nodes."""
+    sizes = [(each.proposal, size) for each in proposals for size in each.budgets]
+    sizes.sort(key=lambda each: each[1].estimate)
+    octaves = {size.nodes.bit_length(): (proposal, size) for proposal, size in sizes}
+    best = sorted(octaves.values(), key=lambda each: -each[1].estimate)[:SIZES]
+    pairs = []
+    for proposal, size in best:
+        pairs.append((proposal, size.tree))
+        if size.depth > 1:  # the dynamic tree of depth 1 is the same
+            pairs.append((proposal, f"dynamic-{size.depth}x{min(WIDTH, size.nodes - 1)}x{size.nodes}"))
+    return pairs
+
+
+def _without_gaps(tree: str) -> str:
+    """A static tree of the same form, whose nodes have their first children: sampled ones stand in the order
+    in which they were drawn."""
+    shape = Shape.parse(tree)
+    if shape.keeps_first_children:
+        return tree
+    named: dict[Path, Path] = {(): ()}
+    for path in sorted(shape.paths, key=len):
+        before = [other for other in shape.paths if other[:-1] == path[:-1] and other < path]
+        named[path] = (*named[path[:-1]], len(before))
+    return json.dumps(sorted(filter(None, named.values()), key=lambda path: (len(path), path)))
+
+
+def _masked(drafter: Proposer) -> list[str]:
+    """Trees of a drafter whose guesses no record knows: with one of its masks, with half and with all of
+    them."""
+    most = _deepest(drafter)
+    trees = []
+    for depth in sorted({1, (1 + most) // 2, most}):
+        nodes = [n for n in (4, 8, 16) if depth + 1 < n <= 6 * depth]
+        trees += [f"chain-{depth}", *(f"best-first-{depth}x{n}" for n in nodes)]
+    return trees
 
 
 class Costs:
-    """Measured seconds: `passes`, of target passes behind `context` tokens, by their rows; and of rounds
-    behind the prompt `probe`, without a drafter (`plain`), with chains of 1 (`short`) and of `depth` tokens
-    (`long`)."""
+    """Measured seconds of `batch` texts: `passes`, of target passes behind `context` tokens, by their rows;
+    and of rounds behind `prompts`, without a drafter (`plain`), with chains of 1 (`short`) and of `depth`
+    tokens (`long`). Raises ValueError for a context that leaves no room for rounds."""
 
     def __init__(
-        self, target: Target, drafter: Proposer, prompts: Sequence[list[int]], max_new_tokens: int
+        self,
+        target: Target,
+        drafter: Proposer,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        batch: int,
+        context: int | None,
     ) -> None:
-        self.context = sum(map(len, prompts)) // len(prompts) + max_new_tokens // 2
-        self.passes = _rising(pass_seconds(target, context=self.context, repeats=3))
         self.depth = _deepest(drafter)
-        self.probe = min(prompts, key=len)
+        most = target.window - 4 * (1 + self.depth)
+        if context is not None and context > most:
+            raise ValueError(
+                f"context is {context:,}; this target reads {target.window:,} tokens, so that rounds have "
+                f"room behind at most {most:,}"
+            )
+        usual = sum(map(len, prompts)) // len(prompts) + max_new_tokens // 2
+        self.batch, self.context = batch, context or usual
+        self.passes = _rising(pass_seconds(target, context=self.context, batch=batch, repeats=3))
+        self.prompts = [
+            (prompt * (1 + context // len(prompt)))[:context] if context else prompt
+            for prompt in islice(cycle(sorted(prompts, key=len)), batch)
+        ]
         drafter = proposing(drafter, "top-k")
         chains = [(drafter, Shape.parse(f"chain-{tokens}")) for tokens in (1, self.depth)]
-        rounds = Rounds(target, [(Vanilla(), None), *chains], self.probe)
+        rounds = Rounds(target, [(Vanilla(), None), *chains], self.prompts)
         self.plain, self.short, self.long = rounds.run(ROUNDS)
 
     @property
     def step(self) -> float:
         return max(0.0, (self.long.draft - self.short.draft) / max(1, self.depth - 1))
 
-    def speedup(self, tau: float, nodes: int, depth: int) -> float:
+    def speedup(self, tau: float, rows: int, depth: int) -> float:
         """The estimated speed-up of a tree over plain decoding."""
-        drafted = self._pass(nodes) + self.short.draft + (depth - 1) * self.step + self.short.host
+        drafted = self._pass(rows) + self.short.draft + (depth - 1) * self.step + self.short.host
         return tau * (self._pass(1) + self.plain.host) / drafted
 
     def _pass(self, rows: int) -> float:
@@ -242,20 +314,26 @@ def _one_by_one(
 
 
 def _held(drafter: Proposer, recorded: RecordedTarget, proposal: str, tree: str, costs: Costs) -> Held:
-    """A proposal and a tree, with the τ that they reach along the record."""
-    shape = Shape.parse(tree)
-    size = {"nodes": shape.nodes, "depth": shape.depth}
-    tau = predict(proposing(drafter, proposal), recorded, shape).tau
-    estimate = round(costs.speedup(tau, **size), 4)
+    """A proposal and a tree, with the τ that they reach along the record, or where that cannot tell, in
+    decoding its prompts anew."""
+    made = proposing(drafter, proposal, tree)
+    known = made.probes is None and made.law == "coupled"
+    tau = (predict if known else decoded)(made, recorded).tau
+    estimate = round(costs.speedup(tau, made.rows, made.depth), 4)
+    size = {"nodes": made.shape.nodes, "depth": made.depth}
     return Held(tree=tree, proposal=proposal, **size, tau=round(tau, 4), estimate=estimate)
 
 
 def _race(
-    target: Target, drafter: Proposer, candidates: list[Held], probe: Sequence[int], temperature: float
+    target: Target,
+    drafter: Proposer,
+    candidates: list[Held],
+    prompts: Sequence[list[int]],
+    temperature: float,
 ) -> tuple[Timing, list[Raced]]:
     """Plain decoding's timing, and the candidates, best first. Each lap drops the slower half of them."""
-    trees = [(proposing(drafter, each.proposal), Shape.parse(each.tree)) for each in candidates]
-    rounds = Rounds(target, [(Vanilla(), None), *trees], probe, temperature)
+    trees = [(proposing(drafter, each.proposal, each.tree), None) for each in candidates]
+    rounds = Rounds(target, [(Vanilla(), None), *trees], prompts, temperature)
     running = list(range(len(trees)))
     ranking: list[Raced] = []
     lap = 0
@@ -264,13 +342,13 @@ def _race(
         plain, *spent = rounds.run(ROUNDS, [0, *(1 + i for i in running)])
         times = {}
         for i in running:  # against plain rounds of the same minutes
-            timing = _timing(candidates[i].tau, spent[i], plain)
+            timing = _timing(candidates[i].tau, spent[i], plain, len(prompts))
             times[i] = Raced(**candidates[i].stored(), rounds=lap * ROUNDS, **timing.stored())
         running.sort(key=lambda i: -times[i].speedup)
         left = (len(running) + 1) // 2 if len(running) > 2 else 0
         ranking = [times[i] for i in running[left:]] + ranking
         running = running[:left]
-    return _timing(1.0, plain, plain), ranking
+    return _timing(1.0, plain, plain, len(prompts)), ranking
 
 
 def proposing(drafter: Proposer, proposal: str, tree: str = "chain-1") -> Proposer:
@@ -310,7 +388,7 @@ def _rising(seconds: dict[int, float]) -> dict[int, float]:
     return dict(zip(seconds, (mean(pool) for pool in pools for _ in pool), strict=True))
 
 
-def _timing(tau: float, cost: Seconds, plain: Seconds) -> Timing:
+def _timing(tau: float, cost: Seconds, plain: Seconds, texts: int) -> Timing:
     parts = {f"{part}_ms": round(getattr(cost, part) * 1e3, 3) for part in PARTS}
-    speed = round(tau / cost.total, 2)
+    speed = round(texts * tau / cost.total, 2)
     return Timing(**parts, tokens_per_second=speed, speedup=round(tau * plain.total / cost.total, 4))

@@ -43,7 +43,8 @@ class Timing(Part):
 
 
 class Held(Part):
-    """A tree drafted along the record: the τ that it reaches there, and the speed-up estimated from that."""
+    """A tree drafted along the record, or where that cannot tell, in decoding anew: the τ that it reaches,
+    and the speed-up estimated from that."""
 
     tree: str
     proposal: str
@@ -69,7 +70,8 @@ class Tuned(Part):
     proposals: list[Proposed]
     gammas: list[Held] = []  # chains of a draft model; the best is a candidate
     candidates: list[Raced]
-    chosen: Raced  # the first candidate
+    chosen: Raced  # the first candidate whose text is plain decoding's: not a sampled one
+    rungs: list[str] = []  # the best tree of each octave of nodes, among which auto chooses
 
     def names(self) -> dict[str, str]:
         """The candidates' trees, and their names in the table: static trees are numbered."""
@@ -108,12 +110,14 @@ class TuneReport(Report):
 
     Attributes:
         context: tokens before the passes that were timed.
+        batch: texts that shared them.
         passes_ms: of a target pass, by its rows.
         draft_step_ms: of one more token in depth.
         skipping: of a self-speculative drafter: what each number of blocks promises.
     """
 
     context: int
+    batch: int = 1
     passes_ms: dict[int, float]
     draft_step_ms: float
     temperatures: list[Tuned]
@@ -127,7 +131,15 @@ class TuneReport(Report):
             if tuned.chosen.speedup < 1:
                 faster = "no tree pays here: plain decoding (--drafter vanilla) is quicker"
                 shown.append(Text(faster, "yellow"))
-        shown.append(Text("in brackets: as a shorter race had it, whose faster half ran on", "dim"))
+            if tuned.candidates[0].proposal == "sampled":
+                other = "proposal=sampled is quicker and as exact, but draws another text: name it to take it"
+                shown.append(Text(other, "yellow"))
+            if tuned.rungs:
+                names = tuned.names()
+                shown.append(Text(f"auto chooses among: {', '.join(names[tree] for tree in tuned.rungs)}"))
+        texts = f"{self.batch} texts a round, " if self.batch > 1 else ""
+        note = f"{texts}in brackets: as a shorter race had it, whose faster half ran on"
+        shown.append(Text(note, "dim"))
         return Group(*shown)
 
     def draw(self, path: str) -> None:
@@ -135,10 +147,12 @@ class TuneReport(Report):
         and as timed."""
         with picture(path, len(self.temperatures)) as axes:
             for ax, tuned in zip(axes, self.temperatures, strict=True):
-                for proposed in tuned.proposals:
-                    name, sizes = proposed.proposal, proposed.budgets
+                predicted = {proposed.proposal: proposed.budgets for proposed in tuned.proposals}
+                for name in dict.fromkeys([*predicted, *(each.proposal for each in tuned.candidates)]):
+                    sizes = predicted.get(name, [])
                     nodes, estimates = [size.nodes for size in sizes], [size.estimate for size in sizes]
-                    (line,) = ax.plot(nodes, estimates, linewidth=1, label=f"{name}, predicted")
+                    label = f"{name}, predicted" if sizes else None
+                    (line,) = ax.plot(nodes, estimates, linewidth=1, label=label)
                     timed = [each for each in tuned.candidates if each.proposal == name]
                     at, speedups = [each.nodes for each in timed], [each.speedup for each in timed]
                     ax.scatter(at, speedups, s=14, color=line.get_color(), label=f"{name}, timed")
