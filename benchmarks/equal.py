@@ -83,10 +83,11 @@ def main(
     max_new_tokens: Annotated[int, cli.option("tokens an answer", "N")] = 128,
     dtype: Annotated[str, cli.option("precision", "NAME")] = "auto",
     compile: Annotated[bool, cli.option("compile every pass")] = True,
+    quantize: cli.Quantize = None,
 ) -> None:
     """Answer, compare, print."""
     check_writable(json, reads=questions)
-    loaded = load_target(target, dtype, compile=compile)
+    loaded = load_target(target, dtype, compile=compile, quantize=quantize)
     prompts = [prompt for some in prompts_by_file(loaded, questions, limit).values() for prompt in some]
     head = heading(loaded) | {"exactness": loaded.exactness}
 
