@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,16 +148,17 @@ sys.path.insert(0, sys.argv[2])
 import pytest
 assert kernels.available(), "not compiled"
 chosen = ["-k", "proof or overflow or takes_in"]
-sys.exit(pytest.main(["-q", "-W", "ignore", *chosen, "-p", "no:cacheprovider", sys.argv[3]]))
+sys.exit(pytest.main(["-q", "-W", "ignore", *chosen, "-p", "no:cacheprovider", *sys.argv[3:]]))
 """
 
 
 @pytest.mark.parametrize("processor", [name for name, runs in OTHERS.items() if runs and kernels.HAS_AMX])
 def test_other_instructions_have_the_same_bits(processor):
-    """A product that only this processor's own instructions get right."""
+    """A product of 8 or 4 bits that only this processor's own instructions get right."""
     if os.environ.get("TEST_INSIDE"):
         pytest.skip("this is the other process")
-    tests = os.path.dirname(__file__)
-    words = [sys.executable, "-c", PROOF, processor, tests, __file__]
+    tests = Path(__file__).parent
+    files = __file__, tests / "test_kernels_int4.py"
+    words = [sys.executable, "-c", PROOF, processor, tests, *files]
     done = subprocess.run(words, env=os.environ | {"TEST_INSIDE": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -228,6 +228,7 @@ Vec capped(Vec x, float cap) {
 #include "kernels_amx.h"
 #endif
 
+#include "kernels_int4.h"
 #include "kernels_int8.h"
 #include "kernels_memory.h"
 
@@ -551,6 +552,7 @@ TORCH_LIBRARY_FRAGMENT(slipstream, m) {
       "int8_layer(Tensor x, Tensor[] weights, Tensor[] scales, Tensor? norm, float eps, Tensor cos, Tensor "
       "sin, Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor lists, SymInt S, float scale, Tensor? "
       "second, float second_eps) -> Tensor");
+  m.def("int4_linear(Tensor x, Tensor weight, Tensor scales) -> Tensor");
   m.def("kept(Tensor x) -> Tensor");
 }
 
@@ -560,6 +562,7 @@ TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
   m.impl("int8_linear", &int8::linear);
   m.impl("int8_gated", &int8::gated);
   m.impl("int8_layer", &int8::layer);
+  m.impl("int4_linear", &int4::linear);
   m.impl("kept", &kept);
 #if defined(__AMX_BF16__)
   m.impl("tiles", &amx::tiles);

@@ -223,7 +223,8 @@ void products(const Rows& x, int64_t panels, Weight weight, Done done) {
 }
 
 // Sums of a row as numbers: times the row's scale times each of n <= WIDE columns'; behind them zeros.
-inline void scaled(const int32_t* sums, int64_t n, float row, const float* columns, float* to) {
+template <class Sum>
+void scaled(const Sum* sums, int64_t n, float row, const float* columns, float* to) {
   float factors[WIDE] = {};
   if (n < WIDE) std::copy(columns, columns + n, factors), columns = factors;
   for (int64_t i = 0; i < WIDE; i++) to[i] = float(sums[i]) * (row * columns[i]);
