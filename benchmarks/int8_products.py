@@ -25,13 +25,13 @@ GROUP = 32  # of ATen's weights of 4 bits
 def ours(N: int, K: int) -> Product:
     """Rows and weights of 8 bits."""
     tiles, scales = kernels.int8_tiles(torch.randint(-127, 128, (N, K), dtype=torch.int8)), torch.ones(N)
-    return lambda x: kernels.int8_linear(x, tiles, scales)
+    return lambda x: kernels.tiled_linear(x, tiles, scales)
 
 
 def ours_int4(N: int, K: int) -> Product:
     """Rows of 8 bits and weights of 4."""
     tiles, scales = kernels.int4_tiles(torch.randn(N, K))
-    return lambda x: kernels.int4_linear(x, tiles, scales)
+    return lambda x: kernels.tiled_linear(x, tiles, scales)
 
 
 def onednn(N: int, K: int) -> Product:

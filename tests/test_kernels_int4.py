@@ -41,10 +41,10 @@ def test_products_have_the_bits_of_their_proof(K, N, dtype):
         for threads in (1, 2):
             torch.set_num_threads(threads)
             for rows in (1, 2, 5, 6, 7, 8, 9, 16, 17, 32, 33, 64, 133):
-                assert torch.equal(kernels.int4_linear(x[-rows:], tiles, scales), want[-rows:])
+                assert torch.equal(kernels.tiled_linear(x[-rows:], tiles, scales), want[-rows:])
     finally:
         torch.set_num_threads(1)
-    assert kernels.int4_linear(x[:0], tiles, scales).shape == (0, N)
+    assert kernels.tiled_linear(x[:0], tiles, scales).shape == (0, N)
 
 
 @each_dtype
@@ -54,7 +54,7 @@ def test_the_largest_sums_do_not_overflow(dtype, sign):
     x, weight = sign * torch.ones(3, 4096, dtype=dtype), torch.ones(40, 4096)
     weight[:, ::32] = 0  # so that q is 15 for all others
     tiles, scales = kernels.int4_tiles(weight)
-    got = kernels.int4_linear(x, tiles, scales)
+    got = kernels.tiled_linear(x, tiles, scales)
     assert torch.equal(got, proof(x, tiles, scales).to(dtype))
     torch.testing.assert_close(got.float(), torch.full((3, 40), sign * 3968.0), rtol=0.01, atol=0)
 
@@ -99,16 +99,16 @@ def test_numbers_that_are_not_finite_come_through(number):
     x[1, 5] = number
     sound = torch.arange(20) != 1
     for rows in (3, 20):
-        got = kernels.int4_linear(x[:rows], tiles, scales)
+        got = kernels.tiled_linear(x[:rows], tiles, scales)
         assert not got[1].isfinite().any()
         assert got[sound[:rows]].isfinite().all()
-    assert torch.equal(kernels.int4_linear(0 * torch.ones(2, 70), tiles, scales), torch.zeros(2, 40))
+    assert torch.equal(kernels.tiled_linear(0 * torch.ones(2, 70), tiles, scales), torch.zeros(2, 40))
 
 
 def test_what_does_not_fit_is_refused():
     """Reading behind the end of a weight or its scales, or one type's bytes as another's."""
     tiles, scales = kernels.int4_tiles(torch.ones(40, 70))
-    x, op = torch.ones(3, 70), torch.ops.slipstream.int4_linear
+    x, op = torch.ones(3, 70), kernels.tiled_linear
     for bad in (
         (x[:, :60], tiles, scales),
         (x.double(), tiles, scales),

@@ -1,9 +1,8 @@
-"""Products of 8 bits against whole numbers in plain torch, in every bit."""
+"""Products in tiles, those of 8 bits against whole numbers in plain torch, in every bit."""
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -49,10 +48,10 @@ def test_products_have_the_bits_of_their_proof(K, N, dtype):
         for threads in (1, 2):
             torch.set_num_threads(threads)
             for rows in (1, 2, 7, 8, 16, 17, 32, 33, 64, 133):
-                assert torch.equal(kernels.int8_linear(x[-rows:], tiles, scales), want[-rows:])
+                assert torch.equal(kernels.tiled_linear(x[-rows:], tiles, scales), want[-rows:])
     finally:
         torch.set_num_threads(1)
-    assert kernels.int8_linear(x[:0], tiles, scales).shape == (0, N)
+    assert kernels.tiled_linear(x[:0], tiles, scales).shape == (0, N)
 
 
 @each_dtype
@@ -60,7 +59,7 @@ def test_the_largest_sums_do_not_overflow(dtype):
     """16-bit sums that saturate: all numbers as large as they can be, and of one sign."""
     x, whole = torch.ones(3, 4096, dtype=dtype), torch.full((40, 4096), 127, dtype=torch.int8)
     whole[1::2] = -127
-    got = kernels.int8_linear(x, kernels.int8_tiles(whole), torch.ones(40))
+    got = kernels.tiled_linear(x, kernels.int8_tiles(whole), torch.ones(40))
     assert torch.equal(got, proof(x, whole, torch.ones(40)).to(dtype))
 
 
@@ -70,10 +69,10 @@ def test_numbers_that_are_not_finite_come_through(number):
     tiles, scales, _ = weight_of(torch.Generator().manual_seed(0), 40, 70)
     x = torch.ones(3, 70)
     x[1, 5] = number
-    got = kernels.int8_linear(x, tiles, scales)
+    got = kernels.tiled_linear(x, tiles, scales)
     assert not got[1].isfinite().any()
     assert got[[0, 2]].isfinite().all()
-    assert torch.equal(kernels.int8_linear(0 * torch.ones(2, 70), tiles, scales), torch.zeros(2, 40))
+    assert torch.equal(kernels.tiled_linear(0 * torch.ones(2, 70), tiles, scales), torch.zeros(2, 40))
 
 
 def normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
@@ -81,9 +80,24 @@ def normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * norm.float()
 
 
-@each_dtype
+def bf16_proof(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    return (x.bfloat16().double() @ weight.double().t()).float() * scales
+
+
+def bf16_weight_of(generator: torch.Generator, N: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `weight_of`."""
+    weight = torch.randn(N, K, generator=generator).bfloat16()
+    return kernels.tiles(weight), torch.rand(N, generator=generator) + 0.1, weight
+
+
+KINDS = [(dtype, weight_of, proof) for dtype in kernels.PRECISIONS]
+if kernels.has_tiles(torch.bfloat16):
+    KINDS.append((torch.bfloat16, bf16_weight_of, bf16_proof))
+
+
+@pytest.mark.parametrize(("dtype", "weight_of", "proof"), KINDS)
 @pytest.mark.parametrize("rows", [1, 8, 40])
-def test_what_a_product_takes_in(rows, dtype):
+def test_what_a_product_takes_in(rows, dtype, weight_of, proof):
     """A norm, an activation or a sum that is left out, done twice, or with another row's numbers."""
     generator = torch.Generator().manual_seed(rows)
     ops, K, inner = torch.ops.slipstream, 70, 100
@@ -100,7 +114,7 @@ def test_what_a_product_takes_in(rows, dtype):
     def gated(x: Tensor, more: Tensor, *first: tuple[Tensor, ...]) -> Tensor:
         tiles = [each[0] for each in (*first, gate, up, down)]
         scales = [*(each[1] for each in first), gate[1] / 500, up[1], down[1]]
-        return ops.int8_gated(x, tiles, scales, norm, 1e-5, more)
+        return ops.tiled_gated(x, tiles, scales, norm, 1e-5, more)
 
     def near(got: Tensor, want: Tensor) -> None:
         assert got.dtype == dtype
@@ -109,10 +123,10 @@ def test_what_a_product_takes_in(rows, dtype):
     whole = gated(x, more)
     near(whole, proven(x, more))
     assert torch.equal(torch.cat([gated(x[i : i + 1], more[i : i + 1]) for i in range(rows)]), whole)
-    added = ops.int8_linear(x, [before[0]], [before[1]], None, 0.0, more)[0]
+    added = ops.tiled_linear(x, [before[0]], [before[1]], None, 0.0, more)[0]
     near(added, proof(x, before[2], before[1]) + more.float())
     assert torch.equal(gated(x, more, before), gated(added, added))
-    several = ops.int8_linear(x, [gate[0], before[0]], [gate[1], before[1]], norm, 1e-5, None)
+    several = ops.tiled_linear(x, [gate[0], before[0]], [gate[1], before[1]], norm, 1e-5, None)
     for got, each in zip(several, (gate, before), strict=True):
         near(got, proof(normed(x, norm, 1e-5), each[2], each[1]))
 
@@ -120,7 +134,7 @@ def test_what_a_product_takes_in(rows, dtype):
 def test_what_does_not_fit_is_refused():
     """Reading behind the end of a weight, its scales or a norm, or one type's bytes as another's."""
     tiles, scales, _ = weight_of(torch.Generator().manual_seed(0), 40, 70)
-    x, op = torch.ones(3, 70), torch.ops.slipstream.int8_linear
+    x, op = torch.ones(3, 70), torch.ops.slipstream.tiled_linear
     for bad in (
         (x[:, :60], [tiles], [scales], None, 0.0, None),
         (x.double(), [tiles], [scales], None, 0.0, None),
@@ -135,19 +149,23 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(RuntimeError):
             op(*bad)
     with pytest.raises(RuntimeError):
-        torch.ops.slipstream.int8_gated(x, [tiles] * 2, [scales] * 2, None, 0.0, None)
+        torch.ops.slipstream.tiled_gated(x, [tiles] * 2, [scales] * 2, None, 0.0, None)
 
 
-OTHERS = {"AVX512_VNNI": torch.cpu._is_vnni_supported(), "AVX2": torch.cpu._is_avx2_supported()}
+OTHERS = {
+    "AVX512_BF16": torch.cpu._is_avx512_bf16_supported(),
+    "AVX512_VNNI": torch.cpu._is_vnni_supported(),
+    "AVX2": torch.cpu._is_avx2_supported(),
+}
 PROOF = """
 import sys, torch
 from slipstream import kernels
 kernels.HAS_AMX = False
-torch.backends.cpu.get_cpu_capability = lambda: sys.argv[1]
+kernels._processor = lambda: sys.argv[1]
 sys.path.insert(0, sys.argv[2])
 import pytest
 assert kernels.available(), "not compiled"
-chosen = ["-k", "proof or overflow or takes_in"]
+chosen = ["-k", "proof or overflow or takes_in or tiled_products"]
 sys.exit(pytest.main(["-q", "-W", "ignore", *chosen, "-p", "no:cacheprovider", *sys.argv[3:]]))
 """
 
@@ -157,8 +175,10 @@ def test_other_instructions_have_the_same_bits(processor):
     """A product of 8 or 4 bits that only this processor's own instructions get right."""
     if os.environ.get("TEST_INSIDE"):
         pytest.skip("this is the other process")
-    tests = Path(__file__).parent
-    files = __file__, tests / "test_kernels_int4.py"
-    words = [sys.executable, "-c", PROOF, processor, tests, *files]
+    tests = os.path.dirname(__file__)
+    words = [sys.executable, "-c", PROOF, processor, tests, __file__]
+    words.append(os.path.join(tests, "test_kernels_int4.py"))
+    if processor == "AVX512_BF16":
+        words.append(os.path.join(tests, "test_kernels.py"))
     done = subprocess.run(words, env=os.environ | {"TEST_INSIDE": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Products of 8 bits in a graph take in what stands around them: one call in the place of several.
+"""Products in tiles in a graph take in what stands around them: one call in the place of several.
 
 Behind weights that have just passed through a processor's caches a call costs some microseconds, for a few
 rows as long as its product takes. What a pattern does not name stays as it is.
@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-LINEAR, GATED = "slipstream.int8_linear.default", "slipstream.int8_gated.default"
+LINEAR, GATED = "slipstream.tiled_linear.default", "slipstream.tiled_gated.default"
 # A pattern is (target, arguments…); strings among the arguments are names for anything.
 SQUARES = ("mean", ("pow", "rows", 2), -1)
 NORM = (mul, "norm", ("to", (mul, "rows", (torch.rsqrt, (add, SQUARES, "eps"))), "dtype"))
 GATE, UP = ((LINEAR, "x", f"{name}", f"{name} scales", None, 0.0, None) for name in ("gate", "up"))
 BETWEEN = (mul, (F.silu, (getitem, GATE, 0)), (getitem, UP, 0))
 DOWN = (getitem, (LINEAR, BETWEEN, "down", "down scales", None, 0.0, None), 0)
-LAYER = "slipstream.int8_layer.default"
+LAYER = "slipstream.tiled_layer.default"
 QKV = (LINEAR, "x", "weights", "scales", "norm", "eps", None)
 COS, SIN = (("unsqueeze", name, 1) for name in ("cos", "sin"))
 QUERIES, KEYS, VALUES = (("transpose", ("view", (getitem, QKV, i), f"shape {i}"), 1, 2) for i in range(3))
@@ -39,7 +39,7 @@ KEYWORDS: tuple[dict[str, Any], ...] = ({}, {"keepdim": True}, {"inplace": False
 
 
 def fuse(graph: fx.Graph) -> None:
-    """Rewrite a graph's products of 8 bits: gated ones with their activation, those of one input as one, each
+    """Rewrite a graph's products in tiles: gated ones with their activation, those of one input as one, each
     with the norm before it and the sum behind it, and a whole layer as one call where that is all it is."""
     calls = [node for node in graph.nodes if node.op.startswith("call")]
     if any(in_place(node) and node.all_input_nodes[0].op != "placeholder" for node in calls):
@@ -111,7 +111,7 @@ def _erase(node: Any) -> None:
 def _gate(graph: fx.Graph, node: Any, found: dict[str, Any]) -> None:
     weights, scales = ([part for name in names for part in found[name]] for names in NAMES)
     with graph.inserting_before(node):
-        op = torch.ops.slipstream.int8_gated.default
+        op = torch.ops.slipstream.tiled_gated.default
         fused = graph.call_function(op, (found["x"], weights, scales, None, 0.0, None))
     _replace(node, fused)
 
@@ -189,7 +189,7 @@ def _layer(graph: fx.Graph, node: Any) -> None:
     names = ("norm", "eps", "cos", "sin", "keys", "values")
     read = writes["keys"][1], found["lists"], found["read"][2].stop, found["scale"]
     with graph.inserting_before(node):
-        op = torch.ops.slipstream.int8_layer.default
+        op = torch.ops.slipstream.tiled_layer.default
         given = found["x"], *_lists(found, node), *(found[name] for name in names), *read, *node.args[3:5]
         fused = graph.call_function(op, given)
     _replace(node, fused)

@@ -228,9 +228,8 @@ Vec capped(Vec x, float cap) {
 #include "kernels_amx.h"
 #endif
 
-#include "kernels_int4.h"
-#include "kernels_int8.h"
 #include "kernels_memory.h"
+#include "kernels_tiles.h"
 
 namespace {
 
@@ -543,29 +542,32 @@ TORCH_LIBRARY_FRAGMENT(slipstream, m) {
   m.def("lanes() -> int", &lanes);
   m.def("tiles(Tensor weight) -> Tensor");
   m.def(
-      "int8_linear(Tensor x, Tensor[] weights, Tensor[] scales, Tensor? norm, float eps, Tensor? more) -> "
+      "tiled_linear(Tensor x, Tensor[] weights, Tensor[] scales, Tensor? norm, float eps, Tensor? more) -> "
       "Tensor[]");
   m.def(
-      "int8_gated(Tensor x, Tensor[] weights, Tensor[] scales, Tensor? norm, float eps, Tensor? more) -> "
+      "tiled_gated(Tensor x, Tensor[] weights, Tensor[] scales, Tensor? norm, float eps, Tensor? more) -> "
       "Tensor");
   m.def(
-      "int8_layer(Tensor x, Tensor[] weights, Tensor[] scales, Tensor? norm, float eps, Tensor cos, Tensor "
+      "tiled_layer(Tensor x, Tensor[] weights, Tensor[] scales, Tensor? norm, float eps, Tensor cos, Tensor "
       "sin, Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor lists, SymInt S, float scale, Tensor? "
       "second, float second_eps) -> Tensor");
-  m.def("int4_linear(Tensor x, Tensor weight, Tensor scales) -> Tensor");
+  m.def(
+      "tiled_layers(Tensor x, Tensor[] weights, Tensor[] scales, Tensor[] norms, float eps, Tensor cos, Tensor "
+      "sin, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor slots, Tensor lists, int S, float scale, Tensor[] "
+      "seconds, float second_eps) -> Tensor[]");
   m.def("kept(Tensor x) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
   m.impl("linear", &linear);
   m.impl("attention", &attention);
-  m.impl("int8_linear", &int8::linear);
-  m.impl("int8_gated", &int8::gated);
-  m.impl("int8_layer", &int8::layer);
-  m.impl("int4_linear", &int4::linear);
+  m.impl("tiled_linear", &tiled::linear);
+  m.impl("tiled_gated", &tiled::gated);
+  m.impl("tiled_layer", &tiled::layer);
+  m.impl("tiled_layers", &tiled::layers);
   m.impl("kept", &kept);
-#if defined(__AMX_BF16__)
-  m.impl("tiles", &amx::tiles);
-  m.impl("packed_linear", &amx::linear);  // defined in packing.py
+#if defined(__AVX512BF16__)
+  m.impl("tiles", &tiled::bf16_tiles);
+  m.impl("packed_linear", &tiled::packed_linear);  // defined in packing.py
 #endif
 }

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +33,7 @@ FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"]
 INSTRUCTIONS = {
     "AMX": [*AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
+    "AVX512_BF16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
     "AVX512_VNNI": [*AVX512, "-mavx512vnni"],
     "AVX512": AVX512,
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
@@ -51,7 +53,7 @@ def serve(device: torch.device, dtype: torch.dtype) -> bool:
 def available() -> bool:
     """Whether the kernels for the CPU run here. The first call loads them, and compiles them if nobody has
     yet."""
-    processor = "AMX" if HAS_AMX else torch.backends.cpu.get_cpu_capability()
+    processor = _processor()
     compiler = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *INSTRUCTIONS.get(processor, [])]
     sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("kernels*.[ch]*")))
     key = hashlib.sha256(sources + repr((torch.__version__, compiler)).encode()).hexdigest()[:16]
@@ -64,11 +66,22 @@ def available() -> bool:
         return False
     torch.library.register_fake("slipstream::linear", _linear_shape)
     torch.library.register_fake("slipstream::attention", _attention_shape)
-    torch.library.register_fake("slipstream::int8_linear", _int8_shapes)
-    torch.library.register_fake("slipstream::int4_linear", _int4_shape)
-    torch.library.register_fake("slipstream::int8_gated", _gated_shape)
-    torch.library.register_fake("slipstream::int8_layer", _gated_shape)
+    torch.library.register_fake("slipstream::tiled_linear", _linear_shapes)
+    torch.library.register_fake("slipstream::tiled_gated", _gated_shape)
+    torch.library.register_fake("slipstream::tiled_layer", _gated_shape)
     return True
+
+
+def _processor() -> str:
+    """What it has of `INSTRUCTIONS`."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability != "AVX512":
+        return capability
+    if HAS_AMX:
+        return "AMX"
+    if torch.cpu._is_vnni_supported():
+        return "AVX512_BF16" if torch.cpu._is_avx512_bf16_supported() else "AVX512_VNNI"
+    return capability
 
 
 def _compile(compiler: list[str], library: Path) -> None:
@@ -83,8 +96,8 @@ def _compile(compiler: list[str], library: Path) -> None:
 
 
 def has_tiles(dtype: torch.dtype) -> bool:
-    """Whether the kernels multiply weights of this precision in AMX tiles."""
-    return HAS_AMX and dtype == torch.bfloat16 and available()
+    """Whether the kernels multiply weights of this precision, as they are, in tiles."""
+    return dtype == torch.bfloat16 and available() and _processor() in ("AMX", "AVX512_BF16")
 
 
 def tiles_shape(N: int, K: int) -> tuple[int, ...]:
@@ -98,7 +111,7 @@ def tiles(weight: Float[Tensor, "N K"]) -> Float[Tensor, "panels steps 2 16 32"]
 
 
 def int8_tiles(weight: Int8[Tensor, "N K"]) -> Int8[Tensor, "panels steps 2 16 16 4"]:
-    """A weight as `int8_linear` reads it: panels of 32 columns, steps of 64 numbers; with zeros behind."""
+    """A weight as `tiled_linear` reads it: panels of 32 columns, steps of 64 numbers; with zeros behind."""
     N, K = weight.shape
     whole = F.pad(weight, (0, -K % 64, 0, -N % 32))
     tiles = whole.view(len(whole) // 32, 2, 16, -1, 16, 4).permute(0, 3, 1, 4, 2, 5)
@@ -113,22 +126,24 @@ def int8_rows(
     return rows.flatten(-3)
 
 
-def int8_linear(
-    x: Float[Tensor, "*n K"], tiles: Int8[Tensor, "panels steps 2 16 16 4"], scales: Float[Tensor, " N"]
+def tiled_linear(
+    x: Float[Tensor, "*n K"], tiles: Tensor, scales: Float[Tensor, " N"]
 ) -> Float[Tensor, "*n N"]:
-    """The product of x, whose rows are rounded to 8 bits, with a weight of 8 bits.
+    """The product of x with a weight in tiles, by `tiles`, `int8_tiles` or `int4_tiles`; columns have scales.
 
-    A row is rounded by a scale of its own, its largest magnitude / 127. Sums are exact, and multiplied by
-    the row's scale times the column's in fp32.
+    A weight of 8 bits is multiplied by rows of 8 bits: each is rounded by a scale of its own, its largest
+    magnitude / 127. Sums are then exact, and multiplied by the row's scale times the column's in fp32. With
+    a weight of 4 bits each group of 32 numbers of a row has a scale. Sums of groups are exact, and added up
+    in fp32 in their order.
     """
-    out: Tensor = torch.ops.slipstream.int8_linear.default(x, [tiles], [scales], None, 0.0, None)[0]
+    out: Tensor = torch.ops.slipstream.tiled_linear.default(x, [tiles], [scales], None, 0.0, None)[0]
     return out
 
 
 def int4_tiles(
     weight: Float[Tensor, "N K"],
 ) -> tuple[UInt8[Tensor, "panels groups 10 64"], Float[Tensor, " N"]]:
-    """A weight as `int4_linear` reads it, with zeros behind, and its rows' scales: powers of two that no
+    """A weight as `tiled_linear` reads it, with zeros behind, and its rows' scales: powers of two that no
     number of a row exceeds.
 
     Over its scale a number is q · d + m: q from 0 to 15, d and m in float16, of each group of 32 numbers. q
@@ -161,25 +176,29 @@ def int4_rows(tiles: UInt8[Tensor, "panels groups 10 64"], which: Int[Tensor, "*
     return (q * d + m).flatten(-2)
 
 
-def int4_linear(
-    x: Float[Tensor, "*n K"], tiles: UInt8[Tensor, "panels groups 10 64"], scales: Float[Tensor, " N"]
-) -> Float[Tensor, "*n N"]:
-    """The product of x, whose rows are rounded to 8 bits, with a weight of 4 bits.
+class Layers:
+    """Decoder layers one behind another, in one call.
 
-    Each group of 32 numbers of a row is rounded by a scale of its own, its largest magnitude / 127. A group's
-    sum is exact. Times its scale and d, and behind it m times what the row's group sums up to, it is added up
-    in fp32 in the order of the groups. The column's scale comes last.
+    Args:
+        calls: the arguments that `tiled_layer` would get for each.
     """
-    out: Tensor = torch.ops.slipstream.int4_linear.default(x, tiles, scales)
-    return out
+
+    def __init__(self, calls: Sequence[tuple[Any, ...]]) -> None:
+        self.weights, self.scales = ([part for call in calls for part in call[i]] for i in (1, 2))
+        self.norms, self.seconds = ([call[i] for call in calls] for i in (3, 13))
+
+    def __call__(self, call: tuple[Any, ...], keys: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+        """What each layer says, from the first one's arguments and all layers' stored keys and values."""
+        x, _, _, _, eps, cos, sin, _, _, *shared, _, last = call
+        cache = cos, sin, keys, values, *shared
+        said: list[Tensor] = torch.ops.slipstream.tiled_layers.default(
+            x, self.weights, self.scales, self.norms, eps, *cache, self.seconds, last
+        )
+        return said
 
 
-def _int8_shapes(x: Tensor, weights: list[Tensor], scales: list[Tensor], *_: Any) -> list[Tensor]:
+def _linear_shapes(x: Tensor, weights: list[Tensor], scales: list[Tensor], *_: Any) -> list[Tensor]:
     return [x.new_empty(*x.shape[:-1], len(each)) for each in scales]
-
-
-def _int4_shape(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], len(scales))
 
 
 def _gated_shape(x: Tensor, weights: list[Tensor], scales: list[Tensor], *_: Any) -> Tensor:

@@ -1,4 +1,4 @@
-// bf16 products by AMX tiles, in which a row's bits do not depend on its neighbours.
+// Products by AMX tiles and bf16 attention with them, in which a row's bits do not depend on its neighbours.
 //
 // A tile register holds 16 rows of 64 bytes. One instruction adds to 16 × 16 sums, in fp32, the products of
 // 16 rows of 32 numbers with 16 columns of 32 numbers: first the even ones and the odd ones each in their
@@ -10,7 +10,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/Utils.h>
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <immintrin.h>
 
@@ -19,8 +18,6 @@
 #include <limits>
 #include <type_traits>
 #include <vector>
-
-#include "kernels_memory.h"
 
 namespace amx {
 
@@ -94,75 +91,6 @@ inline void multiply(const T* x, int64_t stride, const T* columns, int64_t steps
     _tile_stored(2, to + SIDE * bytes, bytes);
     _tile_stored(3, to + SIDE * bytes + bytes / 2, bytes);
   }
-}
-
-// A weight [N, K] as tiles [panels of 32 columns, steps of 32 numbers, 2, 16, 32], with zeros behind.
-inline Tensor tiles(const Tensor& weight) {
-  TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == at::kBFloat16, "tiles: a bf16 matrix is expected");
-  at::cpu::init_amx();
-  const Tensor w = weight.contiguous();
-  const int64_t N = w.size(0), K = w.size(1), panels = (N + 31) / 32, steps = (K + 31) / 32;
-  Tensor made = huge({panels, steps, 2, SIDE, DEEP}, at::kBFloat16);
-  const bf16* from = w.const_data_ptr<bf16>();
-  bf16* to = made.data_ptr<bf16>();
-  at::parallel_for(0, panels * steps, 16, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++)
-      for (int64_t j = 0; j < 2 * SIDE * DEEP; j++) {
-        const int64_t n = i / steps * 32 + j / (SIDE * DEEP) * SIDE + j % DEEP / 2;
-        const int64_t k = i % steps * DEEP + j % (SIDE * DEEP) / DEEP * 2 + j % 2;
-        to[i * 2 * SIDE * DEEP + j] = n < N && k < K ? from[n * K + k] : bf16(0);
-      }
-  });
-  return made;
-}
-
-// x [..., K] times a weight [N, K] that `tiles` packed, plus bias [N].
-inline Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t N) {
-  const int64_t panels = packed.size(0), steps = packed.size(1), K = x.size(-1),
-                M = x.numel() / std::max<int64_t>(K, 1);
-  TORCH_CHECK(
-      x.scalar_type() == at::kBFloat16 && steps == (K + 31) / 32 && panels == (N + 31) / 32 &&
-          (!bias || bias->numel() == N),
-      "packed_linear: x, weight and bias do not fit");
-  auto sizes = x.sizes().vec();
-  sizes.back() = N;
-  const Tensor out = at::empty(sizes, x.options());
-  const Tensor rows = (K % DEEP ? at::constant_pad_nd(x, {0, steps * DEEP - K}) : x).contiguous();
-  const Tensor added = bias ? bias->to(at::kFloat).contiguous() : Tensor();
-  const float* b = bias ? added.const_data_ptr<float>() : nullptr;
-  const bf16 *from = rows.const_data_ptr<bf16>(), *weight = packed.const_data_ptr<bf16>();
-  bf16* to = out.data_ptr<bf16>();
-  const int64_t stride = steps * DEEP, panel = steps * 2 * SIDE * DEEP;
-  const int64_t part =
-      std::max<int64_t>(2 * SIDE, (1 << 19) / stride / 32 * 32);  // rows that stay in the second cache
-  at::parallel_for(
-      0, panels, std::max<int64_t>(1, 65536 / (stride * std::max<int64_t>(M, 32))),
-      [&](int64_t begin, int64_t end) {
-        alignas(64) float sums[2 * SIDE * 2 * SIDE];
-        int64_t set = 0;
-        for (int64_t top = 0; top < M; top += part)
-          for (int64_t p = begin; p < end; p++)
-            for (int64_t m = top; m < std::min(M, top + part); m += 2 * SIDE) {
-              const int64_t here = std::min(std::min(M, top + part) - m, 2 * SIDE);
-              if (here != set) configure(std::min(here, SIDE), here - SIDE), set = here;
-              const bf16 *a = from + m * stride, *w = weight + p * panel;
-              if (here > SIDE)
-                m == top ? multiply<true, true>(a, 2 * stride, w, steps, sums)
-                         : multiply<true, false>(a, 2 * stride, w, steps, sums);
-              else
-                m == top ? multiply<false, true>(a, 2 * stride, w, steps, sums)
-                         : multiply<false, false>(a, 2 * stride, w, steps, sums);
-              for (int64_t i = 0; i < here; i++)
-                for (int64_t n = p * 32; n < std::min(N, p * 32 + 32); n += SIDE) {
-                  const __mmask16 mask = (1u << std::min(N - n, SIDE)) - 1;
-                  __m512 sum = _mm512_load_ps(sums + i * 2 * SIDE + n - p * 32);
-                  if (b) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, b + n));
-                  _mm256_mask_storeu_epi16(to + (m + i) * N + n, mask, (__m256i)_mm512_cvtneps_pbh(sum));
-                }
-            }
-        if (set) _tile_release();
-      });
-  return out;
 }
 
 // Attention. The keys of a row have numbers: in the text their positions, then its listed ones go on. A block
@@ -350,6 +278,11 @@ class Job {
       const bf16* keys = head.keys + (origin + begin) * head.key_stride;
       const bf16* value = head.values + (origin + begin) * head.value_stride;
       float* to = &scores[block * tiles * DEEP * SIDE];
+      if (block + 2 < blocks)  // they come from far: the weights of a layer have passed since they were read
+        for (int64_t i = 2 * DEEP; i < 3 * DEEP; i++) {
+          for (int64_t d = 0; d < D; d += DEEP) _mm_prefetch(keys + i * head.key_stride + d, _MM_HINT_T0);
+          for (int64_t d = 0; d < Dv; d += DEEP) _mm_prefetch(value + i * head.value_stride + d, _MM_HINT_T0);
+        }
       if (origin + begin + DEEP <= head.slots) score<BOTH>(keys, head.key_stride, 0, to);
       else {
         for (int64_t i = 0; i < count; i++) std::copy_n(keys + i * head.key_stride, D, &gathered[i * D]);

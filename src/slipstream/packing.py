@@ -1,11 +1,13 @@
 """Packed weights on the CPU: a pass before Inductor that lets linear layers read them.
 
-The layout is that of our AMX kernel where it runs, and oneDNN's elsewhere.
+The layout is that of our tiles where their kernel runs, and oneDNN's elsewhere.
 """
 
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from operator import getitem, is_
 from typing import Any
@@ -28,6 +30,21 @@ HAS_BF16 = (
 )
 
 
+_gathering = ContextVar[list[tuple[Any, ...]] | None]("gathering", default=None)
+
+
+@contextmanager
+def gathering() -> Iterator[list[tuple[Any, ...]]]:
+    """Inside, graphs that are one call of `tiled_layer` do not make it. They return the rows that they were
+    given, and the arguments of their calls are gathered."""
+    calls: list[tuple[Any, ...]] = []
+    before = _gathering.set(calls)
+    try:
+        yield calls
+    finally:
+        _gathering.reset(before)
+
+
 def _inductor(module: fx.GraphModule, inputs: list[Any]) -> Any:
     """Inductor without its check of strides: packed weights have none."""
     from torch._inductor.compile_fx import compile_fx
@@ -46,21 +63,24 @@ def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inducto
     graph = fx.Graph()
     readers = defaultdict[fx.Node, list[fx.Node]](list)
     graph.output(graph.graph_copy(module.graph, {}))  # the tracer goes on with its own graph
-    for node in graph.nodes:
+    packs: list[partial[list[Tensor]]] = []
+    for node in list(graph.nodes):
         fixed = (
             part is None or part.op == "placeholder" for part in node.args[1:]
         )  # not computed in each call
         if node.target is F.linear and len(node.args) > 1 and not node.kwargs and all(fixed):
-            readers[node.args[0]].append(node)
+            if _in_tiles(node):
+                packs.append(_tile(graph, node))
+            else:
+                readers[node.args[0]].append(node)
     fuse(graph)
-    packs: list[partial[list[Tensor]]] = []
     for nodes in readers.values():
         x: Any = nodes[0].args[0]  # not the key, which is gone if it was a linear layer itself
         for group in [[node] for node in nodes] if any(map(in_place, x.users)) else [nodes]:
             if (dtype := _dtype_for(group[0])) is not None:
                 packs.append(_merge(graph, group, dtype))
     added = [node.meta["example_value"] for node in graph.find_nodes(op="placeholder")][len(inputs) :]
-    compiled_graph = then(fx.GraphModule(module, graph), [*inputs, *added])
+    compiled_graph = _one_call(module, graph) or then(fx.GraphModule(module, graph), [*inputs, *added])
 
     at = sorted({i for packed in packs for i in packed.args[0] if i is not None})
 
@@ -73,6 +93,61 @@ def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inducto
         return compiled_graph(*args, *found[1])
 
     return run if packs else compiled_graph
+
+
+def _one_call(module: fx.GraphModule, graph: fx.Graph) -> Callable[..., Any] | None:
+    """What runs a graph that is one call of a product in tiles, which is nothing to compile; None for
+    any other graph."""
+    calls = [node for node in graph.nodes if node.op.startswith("call") and node.target is not getitem]
+    if len(calls) != 1 or not str(calls[0].target).startswith("slipstream.tiled_"):
+        return None
+    call, last = calls[0], next(iter(reversed(graph.nodes)))
+    op: Any = call.target
+    if op is not torch.ops.slipstream.tiled_layer.default or list(last.args[0]) != [call]:
+        return fx.GraphModule(module, graph).forward
+    given = call.args
+    graph.erase_node(last)
+    graph.erase_node(call)
+    graph.output(given)
+    arguments = fx.GraphModule(module, graph).forward
+
+    def run(*args: Any) -> list[Tensor]:
+        mine, calls = arguments(*args), _gathering.get()
+        if calls is None:
+            return [op(*mine)]
+        calls.append(mine)
+        return [mine[0]]
+
+    return run
+
+
+def _in_tiles(linear: fx.Node) -> bool:
+    x, *_ = linear.all_input_nodes
+    alone = len(linear.args) == 2 or linear.args[2] is None
+    return alone and kernels.has_tiles(x.meta["example_value"].dtype)
+
+
+def _tile(graph: fx.Graph, node: fx.Node) -> partial[list[Tensor]]:
+    """Replace a product by one with a weight in tiles, which `fuse` knows. Also see `_merge`."""
+    x: Any = node.args[0]
+    weight: Any = node.args[1]
+    places, plain = graph.find_nodes(op="placeholder"), weight.meta["example_value"]
+    with graph.inserting_after(places[-1]):
+        scales = graph.placeholder(f"tiled_{len(places)}_scales")
+        scales.meta["example_value"] = plain.new_empty(len(plain), dtype=torch.float32)
+    with graph.inserting_after(places[-1]):
+        tiles = graph.placeholder(f"tiled_{len(places)}")
+        tiles.meta["example_value"] = plain.new_empty(kernels.tiles_shape(*plain.shape))
+    with graph.inserting_before(node):
+        out = graph.call_function(
+            torch.ops.slipstream.tiled_linear.default, (x, [tiles], [scales], None, 0.0, None)
+        )
+        out.meta["example_value"] = [node.meta["example_value"]]
+        part = graph.call_function(getitem, (out, 0))
+    part.meta = dict(node.meta)
+    node.replace_all_uses_with(part)
+    graph.erase_node(node)
+    return partial(_packed, [places.index(weight), None], plain.dtype, scaled=True)
 
 
 def _dtype_for(linear: fx.Node) -> torch.dtype | None:
@@ -126,8 +201,11 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], dtype: torch.dtype) -> partial
     return partial(_packed, at, dtype)
 
 
-def _packed(at: list[int | None], dtype: torch.dtype, args: Sequence[Any]) -> list[Tensor]:
-    """The weights at positions `at` of the arguments, packed as one; if any, the biases behind them as one.
+def _packed(
+    at: list[int | None], dtype: torch.dtype, args: Sequence[Any], scaled: bool = False
+) -> list[Tensor]:
+    """The weights at positions `at` of the arguments, packed as one; if any, the biases behind them as one;
+    if `scaled`, scales for columns of tiles, which are ones.
 
     They are made at the first use and stored on the first weight. The entry holds the other parts, so that no
     other tensor gets their ids.
@@ -135,13 +213,15 @@ def _packed(at: list[int | None], dtype: torch.dtype, args: Sequence[Any]) -> li
     parts: list[Any] = [None if i is None else args[i] for i in at]
     weights, biases = parts[: len(at) // 2], parts[len(at) // 2 :]
     copies: dict[Any, tuple[list[Tensor], Any]] = vars(weights[0]).setdefault("packed", {})
-    key = tuple(map(id, parts))
+    key = *map(id, parts), scaled
     if key not in copies:
         plain = torch.cat([weight.detach() for weight in weights]).to(dtype)
         packed = [packed_weight(plain)]
         if any(b is not None for b in biases):
             pairs = zip(weights, biases, strict=True)
             packed.append(torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs]).to(dtype))
+        if scaled:
+            packed.append(plain.new_ones(len(plain), dtype=torch.float32))
         copies[key] = (packed, parts[1:])
     return copies[key][0]
 
@@ -174,12 +254,8 @@ def _shape(x: Tensor, weight: Tensor, bias: Tensor | None, N: int) -> Tensor:
 def _lowered(x: Any, weight: Any, bias: Any, N: int) -> Any:
     """A direct call of oneDNN. Inductor's own lowering of it treats weights as constants."""
     from torch._inductor.ir import TensorBox
-    from torch._inductor.lowering import fallback_handler
     from torch._inductor.mkldnn_ir import LinearUnary
 
-    if kernels.has_tiles(weight.get_dtype()):
-        op = torch.ops.slipstream.packed_linear.default
-        return fallback_handler(op, add_to_fallback_set=False)(x, weight, bias, N)
     return TensorBox.create(LinearUnary.create(x, weight, bias, "none", [], ""))
 
 

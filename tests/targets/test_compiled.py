@@ -6,19 +6,22 @@
 import gc
 import weakref
 from copy import deepcopy
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 import tiny
+from slipstream import kernels
+from slipstream.core.drafter import INPUT
 from slipstream.core.sampling import Sampling, rows_of
 from slipstream.core.tree import Tree, chain
 from slipstream.decode.answer import Answer
 from slipstream.decode.generate import Job
 from slipstream.decode.session import Session
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.targets import HFTarget
+from slipstream.targets import HFTarget, inside
 
 pytestmark = pytest.mark.skipif(not tiny.COMPILED, reason="make test-compiled")
 PROMPTS = tiny.prompts(7, 13, 55)
@@ -138,3 +141,39 @@ def test_a_pass_leaves_no_tensor_behind(compiled):
         assert held() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.skipif(
+    not kernels.has_tiles(torch.bfloat16), reason="layers are one call where bf16 is in tiles"
+)
+def test_layers_that_run_in_one_call_are_those_of_the_pass():
+    """States that a hook changed on the way, or the layers of a part read as the whole's."""
+    sizes = tiny.GROUPED | {"num_hidden_layers": 6}
+    model = tiny.build(tiny.LlamaConfig(**sizes)).bfloat16()
+    target, alone = (HFTarget(model, compile=True) for _ in range(2))
+    text = torch.tensor([tiny.prompts(20)[0]])
+
+    def said(target, blocks=range(6), change=None):
+        mine = target if blocks == range(6) else target.part(blocks)
+        hook = mine.blocks[3].register_forward_pre_hook(change, with_kwargs=True) if change else None
+        cache, out = mine.new_cache(1), []
+        for rows in (text[:, :12], text[:, 12:17], text[:, 17:18], text[:, 18:19], text[:, 19:]):
+            out.append(mine(chain(rows), cache, taps=(f"{INPUT}2",)))
+            cache.keep(None, torch.tensor([rows.shape[1]]))
+        if hook:
+            hook.remove()
+        return [x for each in out for x in (each.logits, each.features)]
+
+    def same(one, other):
+        return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+    def doubled(module, args, kwargs):
+        return (2 * args[0], *args[1:]), kwargs
+
+    for how in ({}, {"change": doubled}, {"blocks": [0, 1, 2, 4, 5]}, {}):
+        got = said(target, **how)
+        with patch.object(inside, "TOGETHER", 0):
+            want = said(alone, **how)
+        assert same(got, want)
+    assert not same(said(target), said(target, change=doubled))
+    assert any(len(together) > 1 for b in target.blocks for together, _ in b.forward._together.values())

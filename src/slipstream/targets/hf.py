@@ -303,7 +303,7 @@ class HFTarget(Target):
                 **inputs,
                 position_ids=positions,
                 attention_mask=mask,
-                past_key_values=View(cache),
+                past_key_values=View(cache, self.blocks),
                 use_cache=True,
                 logits_to_keep=keep,
             )

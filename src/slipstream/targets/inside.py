@@ -1,7 +1,9 @@
 """A Hugging Face model's twin, and what replaces its parts: attention, cache, compiled modules' `forward`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
+from itertools import dropwhile, takewhile
+from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -10,8 +12,11 @@ from transformers import Cache
 
 from slipstream.compiled import Backend, backend_for, compiled, freed, graph_of
 from slipstream.core.cache import KVCache, LayerView
+from slipstream.kernels import Layers
+from slipstream.packing import gathering
 
 Model = TypeVar("Model", bound=nn.Module)
+TOGETHER = 64  # rows at most of which the states of all layers are kept at once
 
 
 def twin(model: Model) -> Model:
@@ -29,14 +34,19 @@ def twin(model: Model) -> Model:
 class View(Cache):
     """Gives the model's layers our cache for one pass.
 
+    Args:
+        blocks: the model's layers in their order.
+
     Attributes:
         first: the pass's first call of each kind of compiled layer.
+        ahead: what layers that have run already took and say.
     """
 
-    def __init__(self, cache: KVCache | LayerView) -> None:
+    def __init__(self, cache: KVCache | LayerView, blocks: Iterable[nn.Module] = ()) -> None:
         super().__init__(layers=[])
-        self._cache = cache
+        self._cache, self.blocks = cache, blocks
         self.first: dict[Backend, First | None] = {}
+        self.ahead: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     @property
     def stored(self) -> bool:
@@ -52,6 +62,12 @@ class View(Cache):
     def of(self, layer: int) -> "View":
         """The view for one compiled layer."""
         return View(self._cache.layer(layer)) if isinstance(self._cache, KVCache) else self
+
+    def stored_of(self, layers: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """All stored keys and values of some layers."""
+        assert isinstance(self._cache, KVCache)
+        keys, values = self._cache.stored
+        return [keys[layer] for layer in layers], [values[layer] for layer in layers]
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         return 0  # positions are explicit, and nothing may be derived from this
@@ -96,7 +112,7 @@ class First(NamedTuple):
 
     given: tuple[Any, ...]
     tensors: frozenset[int]
-    graph: Callable[..., Any]
+    graph: Any
 
     @classmethod
     def of(cls, given: tuple[Any, ...], graph: Callable[..., Any] | None) -> "First | None":
@@ -106,14 +122,14 @@ class First(NamedTuple):
         once = len(set(tensors)) == len(tensors)
         return None if graph is None or not (fixed and once) else cls(given, frozenset(tensors), graph)
 
-    def serves(self, given: tuple[Any, ...]) -> bool:
-        """Whether Dynamo would find the same of other arguments: all are the same objects, but for one tensor
-        of the same layout that was not among them."""
+    def states(self, given: tuple[Any, ...]) -> Tensor | None:
+        """The states among other arguments of which Dynamo would find the same: all are the same objects, but
+        for one tensor of the same layout that was not among them. None: they differ in more."""
         changed = [(x, y) for x, y in zip(given, self.given, strict=False) if x is not y]
-        return len(given) == len(self.given) and all(
-            len(changed) == 1 and id(new) not in self.tensors and _layout(new) == _layout(old) != ()
-            for new, old in changed
-        )
+        if len(given) != len(self.given) or len(changed) != 1:
+            return None
+        (new, old), *_ = changed
+        return new if id(new) not in self.tensors and _layout(new) == _layout(old) != () else None
 
 
 def _leaves(given: tuple[Any, ...]) -> Iterator[Any]:
@@ -133,6 +149,8 @@ class StandIn:
         self._backend = backend_for(module)
         self._compiled = compiled(module.forward, device, self._backend)
         self._layer = layer
+        # By graph: the layers that run in one call from this one on.
+        self._together: dict[CodeType, tuple[list[StandIn], Layers]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         view = next((x for x in (*args, *kwargs.values()) if isinstance(x, View)), None)
@@ -141,16 +159,51 @@ class StandIn:
         first = None if view is None else view.first.get(self._backend)
         # The view holds its first calls: a call that held the view would keep its tensors alive.
         given = tuple(View if x is view else x for x in (*args, *kwargs.values(), *kwargs))
-        if view is not None and first is not None and first.serves(given):
-            mine = view.of(self._layer)
-            args = tuple(mine if x is view else x for x in args)
-            kwargs = {name: mine if x is view else x for name, x in kwargs.items()}
-            return first.graph(self._module, *args, **kwargs)
+        if view is not None and first is not None and (states := first.states(given)) is not None:
+            took, says = view.ahead.pop(self._module, (None, None))
+            return says if took is states else self._run(first, view, states, args, kwargs)
         args, kwargs = tuple(map(self._own, args)), {name: self._own(x) for name, x in kwargs.items()}
         out = self._compiled(*args, **kwargs)
         if view is not None and self._backend not in view.first:
             view.first[self._backend] = First.of(given, graph_of(self.plain, self._backend, args, kwargs))
         return out
+
+    def _run(
+        self, first: First, view: View, states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run this layer. Where its graph is one call, the layers right behind it that share the graph run in
+        the same call, for the case that each takes what the one before says: Python is slow while weights
+        pass through a processor's caches."""
+        behind = self._behind(view) if states.shape[:-1].numel() <= TOGETHER else [self]
+        graph, code = first.graph, first.graph.__code__
+        with gathering() as calls:
+            says = self._alone(graph, view, args, kwargs)
+            if calls and self._together.get(code, ([],))[0] != behind:
+                for each in behind[1:]:
+                    each._alone(graph, view, args, kwargs)
+                self._together[code] = behind, Layers(calls)
+        if not calls:
+            return says
+        stored = view.stored_of([each._layer for each in behind])
+        for each, says in zip(behind, self._together[code][1](calls[0], *stored), strict=True):
+            view.ahead[each._module] = states, says
+            states = says
+        return view.ahead.pop(self._module)[1]
+
+    def _behind(self, view: View) -> list["StandIn"]:
+        """This layer and those right behind it that share its graphs."""
+        blocks = dropwhile(lambda block: block is not self._module, view.blocks)
+        forwards: Iterator[Any] = (block.forward for block in blocks)
+        alike = takewhile(lambda forward: getattr(forward, "_backend", None) is self._backend, forwards)
+        return list(alike) or [self]
+
+    def _alone(
+        self, graph: Callable[..., Any], view: View, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What a graph says of this layer's module and its part of the cache."""
+        mine = view.of(self._layer)
+        args = tuple(mine if x is view else x for x in args)
+        return graph(self._module, *args, **{name: mine if x is view else x for name, x in kwargs.items()})
 
     def _own(self, x: Any) -> Any:
         """An argument as the graphs take it: tensors of any size, and this layer's part of the cache."""

@@ -1,5 +1,5 @@
-"""A model whose linear layers, embedding and LM head have weights of 8 or 4 bits, by `kernels.int8_linear`
-and `int4_linear`."""
+"""A model whose linear layers, embedding and LM head have weights of 8 or 4 bits, by
+`kernels.tiled_linear`."""
 
 from typing import Any
 
@@ -66,8 +66,7 @@ class QuantisedLinear(Quantised):
         if torch.is_grad_enabled():
             every = self.rows(torch.arange(len(self.scales), device=x.device))
             return F.linear(x, every.to(x), None if bias is None else bias.to(x))
-        multiply = kernels.int4_linear if weight.dtype == torch.uint8 else kernels.int8_linear
-        out = multiply(x, weight, self.scales)
+        out = kernels.tiled_linear(x, weight, self.scales)
         return out if bias is None else out + bias
 
 

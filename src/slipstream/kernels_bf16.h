@@ -1,0 +1,96 @@
+// Products with weights of bf16: a kind of weight in tiles [panels of 32 columns, steps of 32 numbers, 2, 16, 32].
+//
+// AMX and AVX-512 add up pairs of numbers in their order along a row, whatever the number of rows.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+
+#include "kernels_memory.h"
+
+namespace {
+namespace tiled {
+
+#if defined(__AVX512BF16__)
+
+constexpr bool HAS_BF16 = true;
+
+struct Bf16 {
+  using Number = bf16;
+  using Sum = float;
+
+  static int64_t stride(int64_t K) { return (K + BYTES / 2 - 1) / (BYTES / 2) * (BYTES / 2); }
+  static int64_t panel(int64_t stride) { return stride * WIDE; }
+
+  // A row of K numbers at `to`, with zeros behind; it has no scale.
+  template <class T>
+  static float row(const T* x, int64_t K, bf16* to) {
+    int64_t k = 0;
+    for (; k + W <= K; k += W)
+      _mm256_storeu_si256((__m256i*)(to + k), (__m256i)_mm512_cvtneps_pbh(Vec::load(x + k).v));
+    std::copy(x + k, x + K, to + k);
+    std::fill(to + K, to + stride(K), bf16(0));
+    return 1;
+  }
+};
+
+#if !defined(__AMX_BF16__)
+
+// The sums of R rows with a panel.
+template <int R>
+[[gnu::noinline]] void add_up(const bf16* x, int64_t stride, const bf16* w, int64_t steps, float* sums) {
+  __m512 sum[R][2];
+  each<R>([&](auto i) { sum[i][0] = sum[i][1] = _mm512_setzero_ps(); });
+  const char* words = reinterpret_cast<const char*>(w);
+  for (int64_t k = 0; k < steps; k++, x += BYTES / 2, words += WIDE * BYTES)
+    for (int64_t i = 0; i < 16; i++) {
+      const char *left = words + i * 64, *right = left + WIDE / 2 * BYTES;
+      _mm_prefetch(left + WIDE * BYTES, _MM_HINT_T0);
+      _mm_prefetch(right + WIDE * BYTES, _MM_HINT_T0);
+      const __m512bh columns[2] = {(__m512bh)_mm512_loadu_si512(left), (__m512bh)_mm512_loadu_si512(right)};
+      each<R>([&](auto r) {
+        int32_t pair;
+        std::memcpy(&pair, x + r * stride + i * 2, 4);
+        const __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
+        sum[r][0] = _mm512_dpbf16_ps(sum[r][0], row, columns[0]);
+        sum[r][1] = _mm512_dpbf16_ps(sum[r][1], row, columns[1]);
+      });
+    }
+  each<R>([&](auto r) {
+    _mm512_storeu_ps(sums + r * WIDE, sum[r][0]), _mm512_storeu_ps(sums + r * WIDE + 16, sum[r][1]);
+  });
+}
+
+#endif
+
+// A weight [N, K] in tiles.
+Tensor bf16_tiles(const Tensor& weight) {
+  TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == at::kBFloat16, "tiles: a bf16 matrix is expected");
+  constexpr int64_t SIDE = 16, DEEP = BYTES / 2;
+  const Tensor w = weight.contiguous();
+  const int64_t N = w.size(0), K = w.size(1), panels = (N + WIDE - 1) / WIDE, steps = (K + DEEP - 1) / DEEP;
+  Tensor made = huge({panels, steps, 2, SIDE, DEEP}, at::kBFloat16);
+  const bf16* from = w.const_data_ptr<bf16>();
+  bf16* to = made.data_ptr<bf16>();
+  at::parallel_for(0, panels * steps, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      for (int64_t j = 0; j < WIDE * DEEP; j++) {
+        const int64_t n = i / steps * WIDE + j / (SIDE * DEEP) * SIDE + j % DEEP / 2;
+        const int64_t k = i % steps * DEEP + j % (SIDE * DEEP) / DEEP * 2 + j % 2;
+        to[i * WIDE * DEEP + j] = n < N && k < K ? from[n * K + k] : bf16(0);
+      }
+  });
+  return made;
+}
+
+#else
+
+constexpr bool HAS_BF16 = false;
+
+#endif
+
+}  // namespace tiled
+}  // namespace
