@@ -1,4 +1,5 @@
 """What products with weights of 8 and 4 bits cost by several kernels, on a CPU: all of a target's in turn.
+The LM head of our int4 is of 8 bits, as in a target.
 
 python benchmarks/int8_products.py smollm2 --json benchmarks/results/int8_products.json
 """
@@ -24,6 +25,12 @@ GROUP = 32  # of ATen's weights of 4 bits
 def ours(N: int, K: int) -> Product:
     """Rows and weights of 8 bits."""
     tiles, scales = kernels.int8_tiles(torch.randint(-127, 128, (N, K), dtype=torch.int8)), torch.ones(N)
+    return lambda x: kernels.tiled_linear(x, tiles, scales)
+
+
+def ours_int4(N: int, K: int) -> Product:
+    """Rows of 8 bits and weights of 4."""
+    tiles, scales = kernels.int4_tiles(torch.randn(N, K))
     return lambda x: kernels.tiled_linear(x, tiles, scales)
 
 
@@ -56,15 +63,21 @@ def aten_int4(N: int, K: int) -> Product:
     return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x[0], weight, GROUP, scales)
 
 
-MAKERS = {"ours, int8": ours, "oneDNN, int8": onednn, "ATen, int8": aten_int8, "ATen, int4": aten_int4}
+MAKERS = {  # of the layers' products, and of the LM head's
+    "ours, int8": (ours, ours),
+    "ours, int4": (ours_int4, ours),
+    "oneDNN, int8": (onednn, onednn),
+    "ATen, int8": (aten_int8, aten_int8),
+    "ATen, int4": (aten_int4, aten_int4),
+}
 
 
 @torch.inference_mode()
 def measured(sizes: list[tuple[int, int]], repeats: int) -> dict[str, dict[int, float]]:
     """Milliseconds by kernel and rows."""
     found = {}
-    for name, maker in MAKERS.items():
-        products = [maker(N, K) for N, K in sizes]
+    for name, (layer, head) in MAKERS.items():
+        products = [*(layer(N, K) for N, K in sizes[:-1]), head(*sizes[-1])]
         found[name] = {}
         for rows in ROWS:
             states = {K: torch.randn(1, rows, K).abs().bfloat16() for _, K in sizes}

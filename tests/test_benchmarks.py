@@ -11,6 +11,7 @@ import confidence
 import gpu
 import heads
 import matches
+import perplexity
 import policy
 import proposals
 import race
@@ -183,6 +184,15 @@ def test_the_attentions_that_are_timed_say_the_same(monkeypatch):
     target = gpu.random_llama("tiny", "float32", "cpu")
     gpu.attention_costs(target, (16,), (1, 12), mib=1)
     assert said == [True, True]
+
+
+def test_losses_are_of_the_next_tokens(target):
+    """Losses of the tokens themselves, of the first one, or of another text."""
+    texts = [list(range(1, 9)), [5, 3, 5]]
+    losses, likeliest = perplexity.judged(target, texts)
+    want = [target.plain(torch.tensor([text]), labels=torch.tensor([text])).loss.item() for text in texts]
+    assert [losses[:7].mean().item(), losses[7:].mean().item()] == pytest.approx(want, rel=1e-4)
+    assert likeliest.shape == losses.shape == (9,)
 
 
 def test_random_weights_need_no_tokenizer():

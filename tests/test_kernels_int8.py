@@ -172,11 +172,12 @@ sys.exit(pytest.main(["-q", "-W", "ignore", *chosen, "-p", "no:cacheprovider", *
 
 @pytest.mark.parametrize("processor", [name for name, runs in OTHERS.items() if runs and kernels.HAS_AMX])
 def test_other_instructions_have_the_same_bits(processor):
-    """A product that only this processor's own instructions get right."""
+    """A product of 8 or 4 bits that only this processor's own instructions get right."""
     if os.environ.get("TEST_INSIDE"):
         pytest.skip("this is the other process")
     tests = os.path.dirname(__file__)
     words = [sys.executable, "-c", PROOF, processor, tests, __file__]
+    words.append(os.path.join(tests, "test_kernels_int4.py"))
     if processor == "AVX512_BF16":
         words.append(os.path.join(tests, "test_kernels.py"))
     done = subprocess.run(words, env=os.environ | {"TEST_INSIDE": "1"}, capture_output=True, text=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, Int8
+from jaxtyping import Float, Int, Int8, UInt8
 from torch import Tensor
 from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths
 
@@ -30,13 +30,13 @@ HAS_AMX = torch.cpu._is_amx_tile_supported()
 PRECISIONS = (torch.float32, torch.bfloat16)
 ON_CUDA = (*PRECISIONS, torch.float16)
 FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
-AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"]
 INSTRUCTIONS = {
     "AMX": [*AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
     "AVX512_BF16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
     "AVX512_VNNI": [*AVX512, "-mavx512vnni"],
     "AVX512": AVX512,
-    "AVX2": ["-mavx2", "-mfma"],
+    "AVX2": ["-mavx2", "-mfma", "-mf16c"],
 }
 
 
@@ -129,13 +129,51 @@ def int8_rows(
 def tiled_linear(
     x: Float[Tensor, "*n K"], tiles: Tensor, scales: Float[Tensor, " N"]
 ) -> Float[Tensor, "*n N"]:
-    """The product of x with a weight in tiles, by `int8_tiles` or `tiles`, whose columns have scales.
+    """The product of x with a weight in tiles, by `tiles`, `int8_tiles` or `int4_tiles`; columns have scales.
 
     A weight of 8 bits is multiplied by rows of 8 bits: each is rounded by a scale of its own, its largest
-    magnitude / 127. Sums are then exact, and multiplied by the row's scale times the column's in fp32.
+    magnitude / 127. Sums are then exact, and multiplied by the row's scale times the column's in fp32. With
+    a weight of 4 bits each group of 32 numbers of a row has a scale. Sums of groups are exact, and added up
+    in fp32 in their order.
     """
     out: Tensor = torch.ops.slipstream.tiled_linear.default(x, [tiles], [scales], None, 0.0, None)[0]
     return out
+
+
+def int4_tiles(
+    weight: Float[Tensor, "N K"],
+) -> tuple[UInt8[Tensor, "panels groups 10 64"], Float[Tensor, " N"]]:
+    """A weight as `tiled_linear` reads it, with zeros behind, and its rows' scales: powers of two that no
+    number of a row exceeds.
+
+    Over its scale a number is q · d + m: q from 0 to 15, d and m in float16, of each group of 32 numbers. q
+    is the number's place in the group's range. For these, d and m have the least squared error, so that
+    numbers which lay on such a grid are found again, though they were rounded since.
+    """
+    N, K = weight.shape
+    scales = torch.ldexp(torch.ones(N), weight.float().abs().amax(1).frexp().exponent)
+    rows = F.pad((weight.float() / scales[:, None])[None], (0, -K % 32), "replicate")[0]  # ranges stay
+    groups = F.pad(rows, (0, 0, 0, -N % 32)).view(-1, 32, rows.shape[1] // 32, 32)
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    tiny = torch.finfo(torch.float32).tiny
+    q = ((groups - low) * 15 / (high - low).clamp(min=tiny)).round()
+    off, mean = q - q.mean(-1, keepdim=True), groups.mean(-1, keepdim=True)
+    d = (off * (groups - mean)).sum(-1, keepdim=True) / off.square().sum(-1, keepdim=True).clamp(min=tiny)
+    m = mean - d * q.mean(-1, keepdim=True)
+    factors = torch.cat([d, m], -1).half().permute(0, 2, 3, 1).contiguous()  # [panels, groups, 2, 32]
+    pairs = q.to(torch.uint8).view(-1, 2, 16, groups.shape[2], 4, 2, 4)
+    numbers = (pairs[..., 0, :] + 16 * pairs[..., 1, :]).permute(0, 3, 1, 4, 2, 5)
+    parts = numbers.reshape(*factors.shape[:2], 8, 64), factors.view(torch.uint8)
+    return torch.ops.slipstream.kept(torch.cat(parts, 2)), scales
+
+
+def int4_rows(tiles: UInt8[Tensor, "panels groups 10 64"], which: Int[Tensor, "*n"]) -> Float[Tensor, "*n K"]:
+    """Some rows of a weight that `int4_tiles` packed, over their scales, with what stands behind."""
+    vectors = tiles[:, :, :8].unflatten(2, (2, 4)).unflatten(-1, (16, 4))
+    both = vectors[which // 32, :, which // 16 % 2, :, which % 16]  # [..., groups, 4, 4]
+    q = torch.stack([both % 16, both // 16], -2).flatten(-3)
+    d, m = tiles[:, :, 8:].view(torch.float16)[which // 32, :, :, which % 32].float()[..., None].unbind(-2)
+    return (q * d + m).flatten(-2)
 
 
 class Layers:

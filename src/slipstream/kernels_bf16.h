@@ -22,13 +22,17 @@ struct Bf16 {
   using Number = bf16;
   using Sum = float;
 
-  // A row of K numbers at `to`; it has no scale.
+  static int64_t stride(int64_t K) { return (K + BYTES / 2 - 1) / (BYTES / 2) * (BYTES / 2); }
+  static int64_t panel(int64_t stride) { return stride * WIDE; }
+
+  // A row of K numbers at `to`, with zeros behind; it has no scale.
   template <class T>
   static float row(const T* x, int64_t K, bf16* to) {
     int64_t k = 0;
     for (; k + W <= K; k += W)
       _mm256_storeu_si256((__m256i*)(to + k), (__m256i)_mm512_cvtneps_pbh(Vec::load(x + k).v));
     std::copy(x + k, x + K, to + k);
+    std::fill(to + K, to + stride(K), bf16(0));
     return 1;
   }
 };

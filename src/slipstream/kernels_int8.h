@@ -20,21 +20,31 @@ inline uint32_t bits(float x) {
   return made;
 }
 
+// K numbers as whole numbers from -127 to 127 at `to`, rounded to the nearest, of ties to the even one; returns
+// their scale. That of numbers that are not finite is not finite, and makes their products so.
+template <class T>
+float quantise(const T* x, int64_t K, int8_t* to) {
+  uint32_t most = 0;  // of magnitudes, as bits: NaN above all
+  for (int64_t k = 0; k < K; k++) most = std::max(most, bits(float(x[k])) & 0x7fffffff);
+  float highest;
+  std::memcpy(&highest, &most, sizeof highest);
+  const float inverse = highest > 0 ? 127 / highest : 0;
+  for (int64_t k = 0; k < K; k++) to[k] = int8_t(bits(float(x[k]) * inverse + 12582912.0f));  // 1.5 · 2^23
+  return highest / 127;
+}
+
 struct Int8 {
   using Number = int8_t;
   using Sum = int32_t;
 
-  // A row of K numbers as whole numbers from -127 to 127 at `to`, rounded to the nearest, of ties to the even
-  // one; returns its scale. The scale of a row that is not finite is not finite, and makes its products so.
+  static int64_t stride(int64_t K) { return (K + DEEP - 1) / DEEP * DEEP; }
+  static int64_t panel(int64_t stride) { return stride * WIDE; }
+
+  // A row of K numbers at `to`, with zeros behind; returns its scale.
   template <class T>
   static float row(const T* x, int64_t K, int8_t* to) {
-    uint32_t most = 0;  // of magnitudes, as bits: NaN above all
-    for (int64_t k = 0; k < K; k++) most = std::max(most, bits(float(x[k])) & 0x7fffffff);
-    float highest;
-    std::memcpy(&highest, &most, sizeof highest);
-    const float inverse = highest > 0 ? 127 / highest : 0;
-    for (int64_t k = 0; k < K; k++) to[k] = int8_t(bits(float(x[k]) * inverse + 12582912.0f));  // 1.5 · 2^23
-    return highest / 127;
+    std::fill(to + K, to + stride(K), 0);
+    return quantise(x, K, to);
   }
 };
 

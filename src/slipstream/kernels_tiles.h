@@ -31,6 +31,7 @@ constexpr int64_t MOST = 32;              // rows that are multiplied at once
 
 #include "kernels_bf16.h"
 #include "kernels_int8.h"
+#include "kernels_int4.h"
 
 namespace {
 namespace tiled {
@@ -47,7 +48,11 @@ void multiply(const Number* x, int64_t n, int64_t stride, const Number* panel, i
   n > amx::SIDE ? amx::multiply<true, FIRST>(x, stride, panel, steps, sums)
                 : amx::multiply<false, FIRST>(x, stride, panel, steps, sums);
 }
-void configure(int64_t rows) { amx::configure(std::min(rows, amx::SIDE), rows - amx::SIDE); }
+template <class Kind>
+void configure(int64_t rows) {
+  if constexpr (!std::is_same_v<Kind, Int4>) amx::configure(std::min(rows, amx::SIDE), rows - amx::SIDE);
+  else if (rows > int4::FEW) int4::configure(rows);
+}
 void release() { _tile_release(); }
 
 #else
@@ -58,10 +63,16 @@ void multiply(const Number* x, int64_t n, int64_t stride, const Number* panel, i
     add_up<rows>(x + r * stride, stride, panel, steps, sums + r * WIDE);
   });
 }
+template <class Kind>
 void configure(int64_t) {}
 void release() {}
 
 #endif
+
+template <bool FIRST>
+void multiply(const uint8_t* x, int64_t n, int64_t stride, const uint8_t* panel, int64_t, float* sums) {
+  int4::multiply(x, n, stride, panel, stride / Int4::ROW, sums);
+}
 
 // Rows as a kind of weight multiplies them, with zeros behind. `scales`: none stands for ones.
 template <class Kind>
@@ -104,9 +115,9 @@ struct Weight {
       : tiles(tiles.const_data_ptr()), panels(tiles.size(0)), N(scales.numel()),
         scales(scales.const_data_ptr<float>()) {}
   Weight(const Tensor& tiles, int64_t N) : tiles(tiles.const_data_ptr()), panels(tiles.size(0)), N(N) {}
-  template <class Number>
-  const Number* panel(int64_t p, int64_t stride) const {
-    return static_cast<const Number*>(tiles) + p * stride * WIDE;
+  template <class Kind>
+  const typename Kind::Number* panel(int64_t p, int64_t stride) const {
+    return static_cast<const typename Kind::Number*>(tiles) + p * Kind::panel(stride);
   }
   // Sums of a row with panel p as numbers: times the row's scale times the columns'; returns how many there are.
   template <class Sum>
@@ -125,8 +136,7 @@ struct Weight {
 template <class Kind, class T>
 Rows<Kind> prepared(const T* x, int64_t M, int64_t K, const Norm<T>& norm) {
   using Number = typename Kind::Number;
-  constexpr int64_t DEEP = BYTES / sizeof(Number);
-  const int64_t stride = (K + DEEP - 1) / DEEP * DEEP;
+  const int64_t stride = Kind::stride(K);
   if constexpr (std::is_same_v<T, Number>)
     if (!norm.weight && K == stride) return {M, stride, x};
   const Tensor memory = at::empty({M * (stride * int64_t(sizeof(Number)) + 4)}, at::kByte);
@@ -138,7 +148,6 @@ Rows<Kind> prepared(const T* x, int64_t M, int64_t K, const Norm<T>& norm) {
       Number* to = numbers + m * stride;
       if (norm.weight) norm(x + m * K, K, normed.data()), scales[m] = Kind::row(normed.data(), K, to);
       else scales[m] = Kind::row(x + m * K, K, to);
-      std::fill(to + K, to + stride, Number(0));
     }
   });
   return {M, stride, numbers, scales, memory};
@@ -159,7 +168,7 @@ void products(const Rows<Kind>& x, int64_t panels, Weight weight, Done done) {
       for (int64_t p = begin; p < end; p++)
         for (int64_t m = top; m < std::min(x.M, top + part); m += MOST) {
           const int64_t here = std::min(std::min(x.M, top + part) - m, MOST);
-          if (here != set) configure(here), set = here;
+          if (here != set) configure<Kind>(here), set = here;
           const Number* rows = x.numbers + m * x.stride;
           for (int j = 0; j < S; j++)
             m == top ? multiply<true>(rows, here, x.stride, weight(p, j), steps, sums[j][0])
@@ -211,7 +220,13 @@ void by_kind(const Tensor& x, const Tensor& weight, F f) {
 #if defined(__AVX512BF16__)
   if (weight.scalar_type() == at::kBFloat16) return go(Bf16());
 #endif
-  go(Int8());
+  weight.scalar_type() == at::kByte ? go(Int4()) : go(Int8());
+}
+
+// Dimensions of a weight's tiles.
+int64_t dims_of(const Tensor& x, const Tensor& weight) {
+  if (weight.scalar_type() == at::kByte) return 4;
+  return HAS_BF16 && weight.scalar_type() == x.scalar_type() ? 5 : 6;
 }
 
 // Weights in tiles that fit rows x, before the first of which the processor is made ready.
@@ -225,7 +240,7 @@ std::vector<Weight> weights_of(const Tensor& x, at::TensorList weights, at::Tens
   for (size_t i = 0; i < weights.size(); i++) {
     TORCH_CHECK(
         weights[i].scalar_type() == weights[0].scalar_type() && weights[i].is_contiguous() &&
-            weights[i].dim() == (HAS_BF16 && weights[i].scalar_type() == x.scalar_type() ? 5 : 6) &&
+            weights[i].dim() == dims_of(x, weights[i]) &&
             scales[i].scalar_type() == at::kFloat && scales[i].is_contiguous() &&
             weights[i].size(0) == (scales[i].numel() + WIDE - 1) / WIDE,
         "products in tiles: weights and scales do not fit");
@@ -244,7 +259,7 @@ void check_norm(const Tensor& x, const std::optional<Tensor>& norm) {
 }
 
 void check_width(const Tensor& weight, int64_t K) {
-  const int64_t deep = BYTES / weight.element_size();
+  const int64_t deep = weight.scalar_type() == at::kByte ? Int4::GROUP : BYTES / weight.element_size();
   TORCH_CHECK(weight.size(1) == (K + deep - 1) / deep, "products in tiles: rows and weights do not fit");
 }
 
@@ -270,7 +285,7 @@ void linear_into(
       x, first.back(),
       [&](int64_t p, int) {
         const int64_t i = of(p);
-        return weights[i].panel<typename Kind::Number>(p - first[i], x.stride);
+        return weights[i].panel<Kind>(p - first[i], x.stride);
       },
       [&](int64_t p, int64_t m, const typename Kind::Sum* const (&sums)[1]) {
         const int64_t i = of(p), at = (p - first[i]) * WIDE;
@@ -358,7 +373,7 @@ Tensor gated(
     float* to = between.data_ptr<float>();
     products<2>(
         read, all[0].panels,
-        [&](int64_t p, int j) { return all[j].panel<typename Kind::Number>(p, read.stride); },
+        [&](int64_t p, int j) { return all[j].panel<Kind>(p, read.stride); },
         [&](int64_t p, int64_t m, const typename Kind::Sum* const (&sums)[2]) {
           float made[2][WIDE];
           int64_t n;

@@ -1,4 +1,4 @@
-"""Targets of 8 bits: rows keep their bits, Hugging Face says the same, and nothing else changes."""
+"""Targets of 8 or 4 bits: rows keep their bits, Hugging Face says the same, and nothing else changes."""
 
 from copy import deepcopy
 from functools import cache
@@ -14,11 +14,12 @@ from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.targets import HFTarget, load_target
-from slipstream.targets.quantised import Quantised, QuantisedLinear, is_quantised, stored_bytes
+from slipstream.targets.quantised import KINDS, Quantised, QuantisedLinear, is_quantised, stored_bytes
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
 DTYPES = (torch.float32, torch.bfloat16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_kind = pytest.mark.parametrize("kind", KINDS)
 PROMPT = tiny.prompts(11)[0]
 
 
@@ -32,9 +33,9 @@ def checked(request):
 
 
 @cache
-def target_of(family: str, dtype: torch.dtype, compile: bool = False) -> HFTarget:
+def target_of(family: str, dtype: torch.dtype, kind: str = "int8", compile: bool = False) -> HFTarget:
     model = deepcopy(tiny.reference(family)).to(dtype)
-    return HFTarget(model, tiny.tokenizer(), family, compile, quantize="int8")
+    return HFTarget(model, tiny.tokenizer(), family, compile, quantize=kind)
 
 
 def logits(target: HFTarget, tree: Tree) -> torch.Tensor:
@@ -64,23 +65,25 @@ def hold_a_tree_to_its_paths(target: HFTarget, nodes: int) -> None:
         assert torch.equal(alone[-1], said[node])
 
 
+@each_kind
 @each_dtype
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_rows_keep_their_bits(family, dtype):
+def test_rows_keep_their_bits(family, dtype, kind):
     """An operation that rounds a row by its neighbours, in any family."""
-    target = target_of(family, dtype)
+    target = target_of(family, dtype, kind)
     assert target.exactness == "bits"
     for nodes in (1, 2, 5, 17, 64):
         hold_a_tree_to_its_paths(target, nodes)
 
 
 @pytest.mark.skipif(not tiny.COMPILED, reason="make test-compiled")
+@each_kind
 @each_dtype
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
-def test_compiled_rows_keep_their_bits(family, dtype):
+def test_compiled_rows_keep_their_bits(family, dtype, kind):
     """Calls that take in norm, activation and attention: another sum for another number of rows, a key in
     another slot. Qwen 2 has biases and windows, so its graphs take in less."""
-    target, eager = target_of(family, dtype, True), target_of(family, dtype)
+    target, eager = target_of(family, dtype, kind, True), target_of(family, dtype, kind)
     target.warm_up()
     assert target.exactness == "bits"
     for nodes in (1, 8, 33):
@@ -90,19 +93,21 @@ def test_compiled_rows_keep_their_bits(family, dtype):
     assert (near - want).pow(2).mean().sqrt() < 0.1 * want.std()
 
 
+@pytest.mark.parametrize(("kind", "off"), [("int8", 0.25), ("int4", 0.5)])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_it_says_nearly_what_the_model_says(family):
+def test_it_says_nearly_what_the_model_says(family, kind, off):
     """Scales of another row, a panel read as another, a bias or Gemma's factor left out."""
     whole = HFTarget(deepcopy(tiny.reference(family)).float())
     tree = chain(torch.tensor([tiny.prompts(20)[0]]))
-    want, got = logits(whole, tree), logits(target_of(family, torch.float32), tree)
-    assert (got - want).pow(2).mean().sqrt() < 0.25 * want.std()
+    want, got = logits(whole, tree), logits(target_of(family, torch.float32, kind), tree)
+    assert (got - want).pow(2).mean().sqrt() < off * want.std()
 
 
+@each_kind
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_hugging_face_says_the_same(family):
+def test_hugging_face_says_the_same(family, kind):
     """A reference that is not the quantised model, or one that generates without its layers."""
-    target = target_of(family, torch.float32)
+    target = target_of(family, torch.float32, kind)
     assert is_quantised(target.plain)
     text = torch.tensor([PROMPT])
     want = target.plain(text, use_cache=False).logits[0]
@@ -112,10 +117,11 @@ def test_hugging_face_says_the_same(family):
     assert answer.shape == (1, len(PROMPT) + 8)
 
 
-def test_texts_are_those_of_plain_decoding():
+@each_kind
+def test_texts_are_those_of_plain_decoding(kind):
     """A drafter made for the full target, refused or decoding something else."""
     whole, target = (
-        HFTarget(deepcopy(tiny.reference("llama")).float(), None, "m", quantize=how) for how in (None, "int8")
+        HFTarget(deepcopy(tiny.reference("llama")).float(), None, "m", quantize=how) for how in (None, kind)
     )
     assert target.fingerprint == whole.fingerprint
     for make in (tiny.eagle, tiny.medusa):
@@ -132,12 +138,13 @@ def test_texts_are_those_of_plain_decoding():
     )
 
 
-def test_the_model_stays_as_it_is():
+@each_kind
+def test_the_model_stays_as_it_is(kind):
     """A caller's model with other layers or weights, or one that takes the room of both."""
     model = deepcopy(tiny.reference("llama")).bfloat16()
     before = {name: p.clone() for name, p in model.named_parameters()}
     modules = [type(module) for module in model.modules()]
-    target = HFTarget(model, quantize="int8")
+    target = HFTarget(model, quantize=kind)
     assert [type(module) for module in model.modules()] == modules
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     shared = {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in target.model.parameters()}
@@ -145,10 +152,11 @@ def test_the_model_stays_as_it_is():
     assert all(p.dim() == 1 for p in target.model.parameters())
 
 
-def test_a_tied_weight_is_one():
+@each_kind
+def test_a_tied_weight_is_one(kind):
     """Embedding and LM head stored twice; a lookup of other rows than the head multiplies."""
     model = tiny.build(tiny.LlamaConfig(**tiny.GROUPED | {"tie_word_embeddings": True})).bfloat16()
-    target = HFTarget(model, quantize="int8")
+    target = HFTarget(model, quantize=kind)
     embedding, head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
     assert embedding.weight is head.weight
     assert isinstance(head, QuantisedLinear)
@@ -160,27 +168,35 @@ def test_a_tied_weight_is_one():
     torch.testing.assert_close(narrow, target.lm_head()(rows[:4].bfloat16())[:, some], rtol=0.05, atol=0.05)
 
 
-def test_weights_take_half_the_room():
-    """Weights that stay in the precision of the source, as well or instead."""
+@pytest.mark.parametrize(("kind", "part"), [("int8", 0.55), ("int4", 0.35)])
+def test_weights_take_half_the_room_or_a_third(kind, part):
+    """Weights that stay in the precision of the source, as well or instead; an LM head of 4 bits, or other
+    layers of 8."""
     sizes = tiny.GROUPED | {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": True}
     model = tiny.build(tiny.LlamaConfig(**sizes)).bfloat16()
-    target = HFTarget(model, quantize="int8")
-    assert stored_bytes(target.model) <= 0.55 * stored_bytes(model)
+    target = HFTarget(model, quantize=kind)
+    assert stored_bytes(target.model) <= part * stored_bytes(model)
     assert target.read_bytes == stored_bytes(target.model)
     assert not any(p.dim() > 1 for p in target.twin.parameters())
     assert all(isinstance(m, Quantised) for m in target.twin.modules() if hasattr(m, "in_features"))
+    layers = {
+        module.weight.dtype for module in target.blocks.modules() if isinstance(module, QuantisedLinear)
+    }
+    assert layers == {torch.int8 if kind == "int8" else torch.uint8}
+    assert target.model.get_output_embeddings().weight.dtype == torch.int8
 
 
-def test_it_is_named():
+@each_kind
+def test_it_is_named(kind):
     """Results of different quantisation taken for each other: in places, which tuned trees and costs hold
     for, and in reports."""
-    target, whole = target_of("llama", torch.bfloat16), tiny.target("llama")
-    assert (target.quantize, target.precision) == ("int8", "bfloat16, int8")
-    assert target.place.endswith("bfloat16, int8")
-    assert "bfloat16, int8 on cpu" in repr(target)
+    target, whole = target_of("llama", torch.bfloat16, kind), tiny.target("llama")
+    assert (target.quantize, target.precision) == (kind, f"bfloat16, {kind}")
+    assert target.place.endswith(f"bfloat16, {kind}")
+    assert f"bfloat16, {kind} on cpu" in repr(target)
     assert (whole.quantize, whole.precision) == (None, "float64")
-    assert "bfloat16, int8 is" in target.unsound([1, 2])
-    with pytest.raises(ValueError, match="int8, which Hugging Face cannot read"):
+    assert f"bfloat16, {kind} is" in target.unsound([1, 2])
+    with pytest.raises(ValueError, match=f"{kind}, which Hugging Face cannot read"):
         target.save("nowhere")
 
 
@@ -197,9 +213,10 @@ def test_what_cannot_be_quantised_is_refused(unchecked):
         HFTarget(target_of("llama", torch.float32).model, quantize="int8")
 
 
-def test_gradients_flow_through(unchecked):
+@each_kind
+def test_gradients_flow_through(unchecked, kind):
     """Training that goes through a quantised target and gets no gradient."""
-    target = target_of("llama", torch.float32)
+    target = target_of("llama", torch.float32, kind)
     layer = target.blocks[0].mlp.down_proj
     x = torch.randn(3, layer.in_features, requires_grad=True)
     layer(x).sum().backward()
@@ -211,5 +228,5 @@ def test_the_command_line(run):
     """Words that name no quantisation: a traceback, or a target in full precision."""
     code, out, err = run("generate", "Hi", "--quantize", "int3")
     assert (code, out) == (2, "")
-    assert "Unknown quantisation: 'int3'. Available: int8" in err
+    assert "Unknown quantisation: 'int3'. Available: int8, int4" in err
     assert len(err.strip().splitlines()) == 1

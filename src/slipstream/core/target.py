@@ -112,7 +112,7 @@ class Target(ABC):
     Attributes:
         name: what the user called it.
         dtype: of states, and of weights that are not quantised.
-        quantize: what its weights are rounded to, such as "int8"; None: nothing.
+        quantize: what its weights are rounded to, "int8" or "int4"; None: nothing.
         vocab: V, the width of the logits.
         width: H, of the final states, which the LM head reads.
         window: its number of positions; a very large number if it names none.

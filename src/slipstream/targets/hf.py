@@ -53,8 +53,8 @@ class HFTarget(Target):
             CUDA graphs (`decode.capture`).
         exact: on a GPU, too, no row's bits depend on its neighbours (docs/exactness.md). There it may
             cost time; on a CPU it costs none, and is so wherever it can be.
-        quantize: "int8": on a CPU, decode a copy of the model whose linear layers, embedding and LM head
-            have weights of 8 bits (docs/quantised.md). The model itself stays as it is.
+        quantize: "int8" or "int4": on a CPU, decode a copy of the model whose linear layers, embedding and LM
+            head have weights of 8 bits, or of 4 and 8 (docs/quantised.md). The model itself stays as it is.
 
     Raises:
         ValueError: the model is no Hugging Face model, cannot be decoded exactly (`check_supported`,

@@ -1,4 +1,5 @@
-"""A model whose linear layers, embedding and LM head have weights of 8 bits, by `kernels.tiled_linear`."""
+"""A model whose linear layers, embedding and LM head have weights of 8 or 4 bits, by
+`kernels.tiled_linear`."""
 
 from typing import Any
 
@@ -12,15 +13,15 @@ from transformers.pytorch_utils import Conv1D
 from slipstream import kernels
 from slipstream.targets.inside import twin
 
-KINDS = ("int8",)
+KINDS = ("int8", "int4")
 NEEDS = "float32 or bfloat16 on a CPU, and a C++ compiler"
 
 
 class Quantised(nn.Module):
-    """A weight [N, K] of 8 bits. Each row is rounded by a scale of its own, its largest magnitude / 127.
+    """A weight [N, K] of 8 bits, rounded by a scale for each row, its largest magnitude / 127, or of 4 bits.
 
     Attributes:
-        weight: in the order of `kernels.int8_tiles`.
+        weight: in the order of `kernels.int8_tiles` or of `int4_tiles`.
         scales: float32, of each row.
         dtype: of the model's states.
     """
@@ -36,12 +37,13 @@ class Quantised(nn.Module):
 
     def rows(self, which: Int[Tensor, "*n"]) -> Float[Tensor, "*n K"]:
         """Some rows of the weight, as states are."""
-        whole = kernels.int8_rows(self.weight, which)[..., : self.width]
+        taken = kernels.int4_rows if self.weight.dtype == torch.uint8 else kernels.int8_rows
+        whole = taken(self.weight, which)[..., : self.width]
         return (whole.float() * self.scales[which][..., None]).to(self.dtype)
 
 
 class QuantisedLinear(Quantised):
-    """A linear layer. Each row that it reads is rounded to 8 bits as well, by its own scale.
+    """A linear layer. Each row that it reads is rounded to 8 bits as well, by its own scales.
 
     Under autograd the row stays as it is, and the product is torch's.
     """
@@ -97,8 +99,8 @@ def is_quantised(model: nn.Module) -> bool:
 
 
 def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
-    """A copy of a model with weights of 8 bits. What no linear layer holds, such as experts, is shared with
-    the model, which stays as it is.
+    """A copy of a model with weights of 8 bits, or with linear layers of 4 bits, but embedding and LM head of
+    8. What no linear layer holds, such as experts, is shared with the model, which stays as it is.
 
     Raises:
         ValueError: the kind is unknown, the model is quantised already, or there are no kernels for it.
@@ -112,6 +114,8 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
         raise ValueError(f"target {name} cannot be {kind} in {found}: that takes {NEEDS}")
     copy = twin(model)
     embedding: Any = copy.get_input_embeddings()
+    head: Any = copy.get_output_embeddings()
+    finer = (id(embedding.weight), id(head.weight))  # rounded to 4 bits they cost a model most
     stored: dict[int, tuple[Tensor, Tensor, int, torch.dtype]] = {}  # a weight may be embedding and LM head
 
     def made(module: Any) -> nn.Module | None:
@@ -121,7 +125,8 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
         key = id(module.weight)
         if key not in stored:
             weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
-            stored[key] = (*rounded(weight), weight.shape[1], model.dtype)
+            packed = rounded if kind == "int8" or key in finer else kernels.int4_tiles
+            stored[key] = (*packed(weight.detach()), weight.shape[1], model.dtype)
         if own:
             return QuantisedLinear(*stored[key], module.bias)
         return QuantisedEmbedding(*stored[key], getattr(module, "embed_scale", None))
