@@ -42,6 +42,7 @@ from slipstream.picture import picture
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
 from slipstream.targets.load import resolve
+from slipstream.targets.quantised import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("peer_worker.py")
@@ -284,7 +285,7 @@ def engines(
     }
     made = [
         Engine(OURS, "Slipstream", ours, arms),
-        Engine(f"{OURS} int8", "Slipstream", {**ours, "quantize": "int8"}, arms),
+        *(Engine(f"{OURS} {kind}", "Slipstream", {**ours, "quantize": kind}, arms) for kind in KINDS),
         Engine("Hugging Face", "Transformers", {**hf, "assistant": assistant}, generate),
         Engine("OpenVINO int8", "OpenVINO", hf, environment="openvino"),
         Engine(
