@@ -22,7 +22,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from textwrap import wrap
 from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
@@ -123,7 +122,9 @@ class PeersReport(Report):
         """Bars of tokens per second, with a mark for each question set, and of the prompts' time. Raises
         ValueError."""
         arms = sorted(self.arms, key=lambda arm: arm.speed)
-        names = ["\n".join(wrap(arm.arm, 34)) for arm in arms]
+        names = [arm.arm.partition(":")[0] for arm in arms]
+        if len({*names}) < len(names):  # drafters that differ in their options alone
+            names = [arm.arm for arm in arms]
         colours = ["#2f81f7" if name.startswith(OURS) else "#8b949e" for name in names]
         with picture(path, 2, "; the result is stored") as (speed, prompt):
             speed.barh(names, [arm.speed for arm in arms], color=colours, zorder=2)
