@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import is_dataclass
 from functools import cache, partial
 from inspect import signature
 from types import FunctionType, MethodType
@@ -27,7 +28,7 @@ def compiled(function: Function, device: torch.device, backend: Backend | None =
     does not follow later changes of the weights. The process gets two other settings of Dynamo's.
 
     Args:
-        backend: for a method of a module that nobody changes, `backend_for(module)`. Dynamo then looks at
+        backend: for a function whose modules nobody changes, `backend_for` these. Dynamo then looks at
             tensors alone before each call, in a third of the time.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
@@ -43,9 +44,9 @@ def compiled(function: Function, device: torch.device, backend: Backend | None =
     return graphs
 
 
-def backend_for(module: nn.Module) -> Backend:
+def backend_for(*modules: nn.Module) -> Backend:
     """The backend of modules of one kind. Dynamo gives no function a graph of another backend."""
-    return _backend_of(_kind_of(module))
+    return _backend_of(tuple(map(_kind_of, modules)))
 
 
 @cache
@@ -99,6 +100,8 @@ def _fixed(value: Any) -> Hashable:
         return value
     if hasattr(value, "to_json_string"):  # a configuration
         return value.to_json_string(), value._attn_implementation
+    if is_dataclass(value):  # that of a head
+        return repr(value)
     return str(getattr(value, "__qualname__", type(value)))
 
 

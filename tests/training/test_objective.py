@@ -195,6 +195,14 @@ def test_a_cascade_may_begin_as_an_eagle_head(drafter, tmp_path):
     attend, at, embedded = lambda k, v: (k, v, mask), torch.arange(6)[None], target.embed(text)
     said = made.head(embedded, f, at, [attend, attend])[:, :, 0]
     torch.testing.assert_close(said, drafter.head(embedded, f[..., 32:], at, attend), rtol=1e-4, atol=1e-4)
+    save_drafter(tmp_path / "cascade", "fasteagle", target, *made.pack(), {}, dtype=None)
+    further = recipe.head.model_copy(update={"start": str(tmp_path / "cascade"), "depth": 3})
+    deeper = FastEagleObjective.begin(recipe.model_copy(update={"head": further}), target, examples, f[0])
+    both = [
+        x.head(embedded, f, at, [attend] * n)
+        for x, n in ((made, 2), (deeper.drafter("chain-3", torch.float64), 3))
+    ]
+    torch.testing.assert_close(both[1][:, :, :2], both[0], rtol=1e-4, atol=1e-4)
     for wrong in ({"taps": ["input of block 0"]}, {"intermediate_size": 8}):
         changed = recipe.model_copy(update={"head": recipe.head.model_copy(update=wrong)})
         with pytest.raises(ValueError, match="begins as an eagle"):

@@ -116,6 +116,7 @@ class Target(ABC):
         vocab: V, the width of the logits.
         width: H, of the final states, which the LM head reads.
         window: its number of positions; a very large number if it names none.
+        embed: from tokens [*n] to their embeddings [*n, H].
         compiles: its passes and its drafters' are compiled.
         captures: its rounds are captured as CUDA graphs.
         text: how it reads and writes text; None where prompts are token ids.
@@ -132,6 +133,7 @@ class Target(ABC):
     width: int
     window: int
     sizes: Sizes
+    embed: nn.Module
     compiles: bool
     captures: bool
     text: Text | None
@@ -201,10 +203,6 @@ class Target(ABC):
     @abstractmethod
     def new_cache(self, batch: int, memory: Tensor | None = None) -> KVCache:
         """An empty cache for `batch` rows; `memory`: see `KVCache`."""
-
-    @abstractmethod
-    def embed(self, tokens: Int[Tensor, "*n"]) -> Float[Tensor, "*n H"]:
-        """The embeddings of tokens."""
 
     @abstractmethod
     def lm_head(self, vocab: Int[Tensor, " Vd"] | None = None) -> nn.Module:

@@ -70,15 +70,19 @@ class FastEagleHead(Head):
         return self
 
     @torch.no_grad()
-    def start_as(self, eagle: EagleHead) -> "FastEagleHead":
-        """Initialise for training from an EAGLE head of the same sizes: every layer is a copy of its layer.
-        The last tap must be the final state."""
-        H = self.config.hidden_size
-        embedding, final = eagle.fc.weight.split(H, 1)
-        self.fuse.weight.copy_(copying(H, len(self.config.taps) - 1, len(self.config.taps)))
-        self.fc.weight.copy_(torch.cat([final, embedding], 1))
-        for layer in self.layers:
-            layer.load_state_dict(eagle.layers[0].state_dict())
+    def start_as(self, other: "EagleHead | FastEagleHead") -> "FastEagleHead":
+        """Initialise for training from a trained head of the same sizes: layers that it does not have are
+        copies of its last one. An EAGLE head reads the final state, which must be the last tap."""
+        if isinstance(other, FastEagleHead):
+            self.fuse.load_state_dict(other.fuse.state_dict())
+            self.fc.load_state_dict(other.fc.state_dict())
+        else:
+            embedding, final = other.fc.weight.split(self.config.hidden_size, 1)
+            taps = len(self.config.taps)
+            self.fuse.weight.copy_(copying(self.config.hidden_size, taps - 1, taps))
+            self.fc.weight.copy_(torch.cat([final, embedding], 1))
+        for i, layer in enumerate(self.layers):
+            layer.load_state_dict(other.layers[min(i, len(other.layers) - 1)].state_dict())
         return self
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from slipstream.compiled import compiled, freed
+from slipstream.compiled import backend_for, compiled, freed
 from slipstream.core.cache import KVCache
 from slipstream.core.drafter import FINAL, INPUT
 from slipstream.core.shape import Shape
@@ -77,8 +77,9 @@ class HeadDrafter(Proposer):
         super().__init__(ids, V, tree, proposal)
         self.lm_head = None if self.head.own_lm_head else target.lm_head(None if len(ids) == V else ids)
         if target.compiles:
-            self._compiled_read = compiled(self._read, at)
-            self._compiled_logits = compiled(self.logits, at)
+            kind = backend_for(self.head, target.embed, self.lm_head or self.head)
+            self._compiled_read = compiled(self._read, at, kind)
+            self._compiled_logits = compiled(self.logits, at, kind)
 
     @classmethod
     def load(

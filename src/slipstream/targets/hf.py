@@ -91,7 +91,7 @@ class HFTarget(Target):
         self.source, self.vocab = self.config.name_or_path or "", self.config.vocab_size
         self.window = getattr(self.config, "max_position_embeddings", None) or 2**31
         self.windows, self.sizes = support.attention_windows(self.config), support.sizes_of(self.config)
-        self._embed: Any = self.twin.get_input_embeddings()
+        self.embed: Any = self.twin.get_input_embeddings()
         self._head: Any = self.twin.get_output_embeddings()
         self.width = self._head.in_features
         self.compiles, self.captures = compile, compile and self.device.type == "cuda"
@@ -153,7 +153,7 @@ class HFTarget(Target):
     def release(self) -> None:
         """Release the weights, with their packed copies, but not the caller's model. `with HFTarget(model) as
         target:` does this at the end."""
-        self._twin = self._embed = self._head = None
+        self._twin = self.embed = self._head = None
         for name in ("plain", "blocks"):
             vars(self).pop(name, None)
 
@@ -177,7 +177,7 @@ class HFTarget(Target):
 
     @property
     def read_bytes(self) -> int:
-        embedding, head = self._embed.weight, self._head.weight
+        embedding, head = self.embed.weight, self._head.weight
         return stored_bytes(self.twin) - (embedding is not head) * embedding.nbytes
 
     def save(self, directory: str | Path) -> None:
@@ -190,9 +190,6 @@ class HFTarget(Target):
 
     def new_cache(self, batch: int, memory: Tensor | None = None) -> KVCache:
         return KVCache(self.sizes.blocks, batch, self.device, memory, self._cached if self.compiles else None)
-
-    def embed(self, tokens: Int[Tensor, "*n"]) -> Float[Tensor, "*n H"]:
-        return self._embed(tokens)
 
     def lm_head(self, vocab: Int[Tensor, " Vd"] | None = None) -> LMHead:
         config, head = self.config, self._head if vocab is None else rows_of_head(self._head, vocab)

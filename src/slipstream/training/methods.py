@@ -1,6 +1,7 @@
 """The objective of each method, as its paper trains it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -79,16 +80,21 @@ class FastEagleObjective(Objective):
         sizes = {**given.sizes, "depth": recipe.depth, "cascade": recipe.cascade}
         if recipe.start is None:
             return FastEagleHead(FastEagleConfig(**sizes)).start(given.generator)
-        eagle: Any = load_drafter(recipe.start, given.target)
-        norm = isinstance(eagle, Eagle) and eagle.head.config.input_norm
-        same = EagleConfig(**{**given.sizes, "taps": (FINAL,)}, input_norm=norm, bias=False)
-        if not (isinstance(eagle, Eagle) and eagle.head.config == same and given.sizes["taps"][-1] == FINAL):
+        other: Any = load_drafter(recipe.start, given.target)
+        norm = isinstance(other, Eagle | FastEagle) and other.head.config.input_norm
+        config = FastEagleConfig(**sizes, input_norm=norm)
+        eagle = EagleConfig(**{**given.sizes, "taps": (FINAL,)}, input_norm=norm, bias=False)
+        if isinstance(other, FastEagle):
+            fits = replace(other.head.config, depth=config.depth) == config
+        else:
+            fits = isinstance(other, Eagle) and other.head.config == eagle and config.taps[-1] == FINAL
+        if not fits:
             raise ValueError(
-                f"head.start={recipe.start!r}: a fasteagle head begins as an eagle head without fc.bias, "
-                f"whose layer is as wide as its own (head.intermediate_size), and the last of head.taps is "
-                f'"{FINAL}"'
+                f"head.start={recipe.start!r}: a fasteagle head begins as an eagle head without fc.bias, if "
+                f'the last of head.taps is "{FINAL}", or as a fasteagle head of the same taps and cascade; '
+                "their layers are as wide as its own (head.intermediate_size)"
             )
-        head = FastEagleHead(FastEagleConfig(**sizes, input_norm=norm)).start_as(eagle.head)
+        head = FastEagleHead(config).start_as(other.head)
         head.scale_inputs(1 / given.gains[0], 1 / given.gains[1:])
         return head
 
