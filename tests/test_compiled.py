@@ -1,12 +1,14 @@
 """Products with packed weights, which compiled passes use on the CPU, are those of plain ones."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from slipstream.compiled import freed, graph_of
+from slipstream.compiled import backend_for, freed, graph_of
+from slipstream.drafters.fasteagle import FastEagleConfig, FastEagleHead
 from slipstream.packing import HAS_BF16, packing
 
 
@@ -83,3 +85,21 @@ def test_a_graph_without_checks_is_the_one_that_dynamo_takes():
         assert graph_of(modules[0].forward, backend, (freed(x),), {"plus": 2.0}) is None
         assert graph_of(modules[0].forward, backend, (freed(x[:, :2].clone()),), {"plus": 1.0}) is None
     assert graph_of(lambda x: x, backend, (x,), {}) is None
+
+
+def test_heads_of_one_kind_share_a_backend_and_no_others_do():
+    """A graph of another head whose weights have the same shapes: Dynamo would not look."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+        "taps": ("input of block 0", "final"),
+        "depth": 2,
+    }
+    changes: list[dict[str, Any]] = [{}, {}, {"cascade": False}, {"hidden_act": "gelu"}]
+    heads = [FastEagleHead(FastEagleConfig(**sizes | change)) for change in changes]
+    first, same, *others = (backend_for(head, nn.Embedding(4, 8)) for head in heads)
+    assert first is same
+    assert first not in [*others, backend_for(heads[0], nn.Embedding(5, 8))]

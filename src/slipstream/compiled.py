@@ -21,7 +21,9 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 GRAPHS = 64  # Dynamo's recompile limit: one graph per combination of rows, batch, taps, target and drafter
 
 
-def compiled(function: Function, device: torch.device, backend: Backend | None = None) -> Function:
+def compiled(
+    function: Function, device: torch.device, backend: Backend | None = None, whole: bool = False
+) -> Function:
     """`function` compiled for all sizes of `freed` dimensions. Graphs are cached across processes.
 
     Modules of one class share their graphs. On the CPU `F.linear` reads a packed copy of its weights, which
@@ -30,6 +32,8 @@ def compiled(function: Function, device: torch.device, backend: Backend | None =
     Args:
         backend: for a function whose modules nobody changes, `backend_for` these. Dynamo then looks at
             tensors alone before each call, in a third of the time.
+        whole: a function that no single graph can hold raises an error. Its parts would be compiled apart,
+            and one of them may be called with several modules, which the backend does not tell apart.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # layers of any index share a graph
@@ -40,7 +44,9 @@ def compiled(function: Function, device: torch.device, backend: Backend | None =
     elif backend is None:
         graphs = torch.compile(function, backend=packing)
     else:
-        graphs = torch.compile(function, backend=backend, options={"guard_filter_fn": _of_inputs})
+        graphs = torch.compile(
+            function, backend=backend, fullgraph=whole, options={"guard_filter_fn": _of_inputs}
+        )
     return graphs
 
 

@@ -232,9 +232,9 @@ class Glide(HeadDrafter):
         return self.head((self.target.embed if own is None else own)(tokens), positions, attends, glimpses)
 
 
-def _freed(*glimpse: Tensor) -> Any:
-    """A glimpse of any size in all dimensions, for compiled passes."""
-    return tuple(freed(part, *range(part.dim())) for part in glimpse)
+def _freed(keys: Tensor, values: Tensor, mask: Tensor) -> Any:
+    """A glimpse of any number of texts, rows and slots, for compiled passes."""
+    return freed(keys, 0, 2), freed(values, 0, 2), freed(mask, 0, 2, 3)
 
 
 def apart(

@@ -78,8 +78,8 @@ class HeadDrafter(Proposer):
         self.lm_head = None if self.head.own_lm_head else target.lm_head(None if len(ids) == V else ids)
         if target.compiles:
             kind = backend_for(self.head, target.embed, self.lm_head or self.head)
-            self._compiled_read = compiled(self._read, at, kind)
-            self._compiled_logits = compiled(self.logits, at, kind)
+            self._compiled_read = compiled(self._read, at, kind, whole=True)
+            self._compiled_logits = compiled(self.logits, at, kind, whole=True)
 
     @classmethod
     def load(
