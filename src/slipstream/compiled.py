@@ -21,9 +21,7 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 GRAPHS = 64  # Dynamo's recompile limit: one graph per combination of rows, batch, taps, target and drafter
 
 
-def compiled(
-    function: Function, device: torch.device, backend: Backend | None = None, whole: bool = False
-) -> Function:
+def compiled(function: Any, device: torch.device, backend: Backend | None = None, whole: bool = False) -> Any:
     """`function` compiled for all sizes of `freed` dimensions. Graphs are cached across processes.
 
     Modules of one class share their graphs. On the CPU `F.linear` reads a packed copy of its weights, which
@@ -32,8 +30,8 @@ def compiled(
     Args:
         backend: for a function whose modules nobody changes, `backend_for` these. Dynamo then looks at
             tensors alone before each call, in a third of the time.
-        whole: a function that no single graph can hold raises an error. Its parts would be compiled apart,
-            and one of them may be called with several modules, which the backend does not tell apart.
+        whole: a method gets code of its own for each backend. If no single graph can hold it, it raises an
+            error: its parts would be compiled apart, and one of them may be called with several modules.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # layers of any index share a graph
@@ -44,10 +42,22 @@ def compiled(
     elif backend is None:
         graphs = torch.compile(function, backend=packing)
     else:
-        graphs = torch.compile(
-            function, backend=backend, fullgraph=whole, options={"guard_filter_fn": _of_inputs}
-        )
+        method: Any = function
+        plain = MethodType(_copy(method.__func__, backend), method.__self__) if whole else function
+        options: Any = {"guard_filter_fn": _of_inputs}
+        graphs = torch.compile(plain, backend=backend, fullgraph=whole, options=options)
     return graphs
+
+
+@cache
+def _copy(function: FunctionType, backend: Backend) -> FunctionType:
+    """The function, with other code of the same words. Dynamo keeps graphs by code, and has no more than
+    `GRAPHS` of one; to say why it makes another one it evaluates the guards of all, and fails in those of
+    targets that have not what they look at."""
+    code, more = function.__code__.replace(), (function.__defaults__, function.__closure__)
+    copy = FunctionType(code, function.__globals__, function.__name__, *more)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def backend_for(*modules: nn.Module) -> Backend:

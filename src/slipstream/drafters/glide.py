@@ -20,7 +20,7 @@ from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
 from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, randomise
-from slipstream.drafters.layers import MLP, Attend, Attention, Rope, attend_cache, rotate
+from slipstream.drafters.layers import MLP, Attend, Attention, Rope, attend_cache, grouped, rotate
 from slipstream.drafters.proposer import Draft
 
 # The target's keys and values of one block, and which of them each row sees.
@@ -74,7 +74,7 @@ class CrossAttention(nn.Module):
         if rotated := 2 * len(self.rope.frequencies):
             cos, sin = self.rope(positions, x.dtype)
             q = torch.cat([rotate(q[..., :rotated], cos, sin), q[..., rotated:]], -1)
-        out = F.scaled_dot_product_attention(q, key, value, mask, enable_gqa=q.shape[1] != key.shape[1])
+        out = F.scaled_dot_product_attention(q, key, value, mask, **grouped(q, key))
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 

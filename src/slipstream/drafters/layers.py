@@ -111,9 +111,7 @@ class Attention(nn.Module):
         )
         cos, sin = self.rope(positions, x.dtype)
         key, value, mask = attend(rotate(k, cos, sin), v)
-        out = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), key, value, mask, enable_gqa=q.shape[1] != key.shape[1]
-        )
+        out = F.scaled_dot_product_attention(rotate(q, cos, sin), key, value, mask, **grouped(q, key))
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -150,6 +148,11 @@ class DecoderLayer(nn.Module):
         """One layer."""
         x = x + self.self_attn(self.input_layernorm(x), positions, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def grouped(q: Float[Tensor, "B A T D"], key: Float[Tensor, "B G S D"]) -> dict[str, bool]:
+    """What attention is told where several heads share keys. A branch: of free sizes Dynamo makes no bool."""
+    return {"enable_gqa": True} if q.shape[1] != key.shape[1] else {}
 
 
 def rotate(x: Float[Tensor, "B heads T D"], cos: Tensor, sin: Tensor) -> Float[Tensor, "B heads T D"]:
