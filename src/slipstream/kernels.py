@@ -75,7 +75,7 @@ def available() -> bool:
 
 @cache
 def build() -> str:
-    """What figures of speed hold for: a hash of the kernels' sources and the versions of Slipstream and torch."""
+    """What costs hold for: a hash of the kernels' sources and of the versions of Slipstream and torch."""
     sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("kernels*.*")))
     return hashlib.sha256(sources + repr((version("slipstream"), torch.__version__)).encode()).hexdigest()[:8]
 
