@@ -5,10 +5,10 @@
 
 A cell is a precision, passes that are compiled or not, a number of texts, of tokens before them, and a
 temperature. In each, plain decoding, auto and the two quickest of auto's trees, always grown, decode the
-same texts in turn, a few rounds each, again and again. A first lap over all trees, in a session of its own, says
-which two. Speeds are compared turn by turn; the interval is over turns. Prompts are read once for all arms and
-temperatures, whose first token is the likeliest. The result is written after every cell, and cells that it
-holds are not made again.
+same texts in turn, a few rounds each, again and again. A first lap over all trees, in a session of its own,
+says which two. Speeds are compared turn by turn; the interval is over turns. Prompts are read once for all
+arms and temperatures, whose first token is the likeliest. The result is written after every cell, and cells
+that it holds are not made again.
 """
 
 from collections.abc import Sequence
