@@ -15,18 +15,12 @@ from slipstream.core.shape import Shape
 
 PRIOR = 2.0  # accepted tokens that the average of all texts weighs against what was seen of one
 FADES = 0.95  # of the evidence on a text this much is left after a round
-FADES_UNUSED = 0.99  # the same after a round that adds none
-WORTH = 1.0  # a tree is tried if it promises so many times plain decoding's speed, while trees lose nothing
+FADES_UNUSED = 0.995  # the same after a round that adds none
+WORTH = 1.05  # a tree is grown if it promises so many times plain decoding's speed
 SURE, OFTEN = 1.3, 32  # below this gain, every so many rounds a plain one tells again what it costs
 LEARNS = 0.05  # weight of a round's time in its rung's cost, at least
 LAGS = 4  # rounds without the head after which its next one reads much, and does not tell what rounds cost
-CAUTION = 5.0  # times the share of time that trees have lost of late, by which they must promise more
-ASIDE = 30.0  # rounds that count as spent before the first, so that the first trees are not judged alone
-REMEMBERS = 0.98  # of what was lost and spent this much is left after a round
-KEEPS, STALES = (
-    200.0,
-    0.995,
-)  # rounds that an average of accepted tokens remembers; left after another's round
+KEEPS = 200.0  # rounds that an average of accepted tokens remembers
 GROWN, MATCHED = 0.18, (0.05, 0.2, 0.5, 0.9)  # guesses: accepted tokens over log2(nodes), and by sign
 FIRST = 0.4  # guess: tokens accepted of a head's tree, whatever its size
 GUESS = 4.0  # rounds that a guess counts as
@@ -47,7 +41,7 @@ class Accepted:
 
     def fade(self) -> None:
         """Another round went by."""
-        self.rounds = max(GUESS, self.rounds * STALES)
+        self.rounds = max(GUESS, self.rounds * FADES_UNUSED)
 
     def add(self, tokens: int, factor: float) -> None:
         """A round of a text whose guesses are `factor` times as good."""
@@ -111,18 +105,15 @@ class Policy:
         self._rung, self._rows = 0, list[tuple[int, int]]()
         self._since = 0  # rounds since the last plain one
         self._idle = 0  # rounds since the last of a head's tree
-        self._lost = self._spent = 0.0  # seconds: of late, by trees over plain decoding; and in all
 
     def choose(self, texts: Sequence[int], signs: Sequence[int]) -> Shape:
         """The tree for a round of these texts, which show these signs."""
         self._rows = list(zip(texts, signs, strict=True))
         self._seen = {key: seen for key, seen in self._seen.items() if key[0] in texts}
-        costs = self.ledger.costs(len(texts))
-        speeds = [self._tokens(rung) / cost for rung, cost in enumerate(costs)]
+        speeds = [self._tokens(rung) / cost for rung, cost in enumerate(self.ledger.costs(len(texts)))]
         best = max(range(len(speeds)), key=lambda rung: speeds[rung])
         gain = speeds[best] / speeds[0]
-        worth = WORTH + CAUTION * max(0.0, self._lost) / (self._spent + ASIDE * costs[0])
-        self._since = 0 if gain < worth or (gain < SURE and self._since >= OFTEN) else self._since + 1
+        self._since = 0 if gain < WORTH or (gain < SURE and self._since >= OFTEN) else self._since + 1
         self._rung = best if self._since else 0
         self.ledger.chosen[self._rung] += 1
         return self.ledger.rungs[self._rung]
@@ -156,21 +147,11 @@ class Policy:
             seen.promised += promised
         usual = not shape.children or (any(guessed) and self._idle < LAGS)
         self._idle = 0 if shape.children else self._idle + 1
-        self._account(sum(tokens), seconds, usual)
-
-    def _account(self, tokens: int, seconds: float, usual: bool) -> None:
-        """What trees lost over plain decoding. A `usual` round corrects what rounds of its tree cost; a plain
-        one also what all others do, which share its minute and its context."""
-        costs, texts = self.ledger.costs(len(self._rows)), len(self._rows)
-        self._spent = REMEMBERS * self._spent + seconds
-        self._lost = REMEMBERS * self._lost
-        if self._rung:
-            self._lost += costs[self._rung] - costs[0] * tokens / texts
-        if usual:
-            share = max(LEARNS, 1 / (GUESS + self.ledger.chosen[self._rung]))
-            factor = min(2.0, max(0.5, seconds / costs[self._rung])) ** share
-            for rung in [self._rung] if self._rung else range(len(costs)):
-                costs[rung] *= factor
+        if not usual:
+            return
+        costs = self.ledger.costs(len(tokens))
+        share = max(LEARNS, 1 / (GUESS + self.ledger.chosen[self._rung]))
+        costs[self._rung] *= min(2.0, max(0.5, seconds / costs[self._rung])) ** share
 
 
 class Trial(Policy):
