@@ -1,15 +1,22 @@
 """Is `auto` ever slower than plain decoding, or than one of its own trees, always grown?
 
-    python benchmarks/policy.py smollm2 --questions mt_bench.jsonl --questions gsm8k.jsonl --compile \
-        --batch 1 --batch 8 --context 64 --context 2048 --json benchmarks/results/policy_bfloat16.json
+    python benchmarks/policy.py smollm2 --questions mt_bench.jsonl --questions gsm8k.jsonl \
+        --json benchmarks/results/policy.json
 
-A cell is a number of texts, of tokens before them, and a temperature. In each, plain decoding, auto and every
-tree that auto chooses among decode the same texts in turn, a few rounds each, again and again. Speeds are
-compared turn by turn; the interval is over turns. The result is written after every cell.
+A cell is a precision, passes that are compiled or not, a number of texts, of tokens before them, and a
+temperature. In each, plain decoding, auto and the two quickest of auto's trees, always grown, decode the
+same texts in turn, a few rounds each, again and again. A first lap over all trees, in a session of its own,
+says which two. Speeds are compared turn by turn; the interval is over turns. Prompts are read once for all
+arms and temperatures, whose first token is the likeliest. The result is written after every cell, and cells
+that it holds are not made again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -17,54 +24,96 @@ import torch
 import typer
 
 from common import prompts_by_file, run
+from slipstream.bars import bars
 from slipstream.cli import common as cli
-from slipstream.core.sampling import Sampling
+from slipstream.core.drafter import Drafter, State
+from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.shape import Shape
 from slipstream.decode.costs import keep, policy
 from slipstream.decode.session import Session
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.files import check_writable, write_json
+from slipstream.files import check_writable, read_json, write_json
 from slipstream.measure.paired import SAMPLES, interval
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, load_target
 
-TURN = 8  # rounds
+TURN = 4  # rounds
+FEWEST, PATIENCE = 5, 20.0  # turns of every arm, at least; seconds after which they are enough
+FIXED = 2  # trees that are always grown
+ROOM = 600  # tokens behind the prompts
+AXES = ("precision", "compiled", "context", "batch", "temperature")
 Turn = tuple[int, float]  # tokens and seconds
 
 
-def sessions(
-    target: HFTarget, prompts: list[list[int]], temperature: float, trees: bool
-) -> Iterator[tuple[str, Session, Shape | None]]:
-    """Plain decoding, auto, and each of its trees alone, under way behind the prompts."""
-    auto = load_drafter("auto", target, temperature)
-    arms: list[tuple[str, Any, Shape | None]] = [("plain", Vanilla(), None), ("auto", auto, None)]
-    arms += [(shape.name, auto, shape) for shape in auto.rungs[1:] if trees]
-    for name, drafter, shape in arms:
-        rows = len(prompts)
-        chooses = policy(target, auto, rows) if name == "auto" else None
-        capacity, shapes = max(map(len, prompts)) + 600, [shape] if shape else []
-        session = Session(target, drafter, rows=rows, capacity=capacity, shapes=shapes, policy=chooses)
-        session.admit(prompts, [Sampling(temperature, seed=i) for i in range(rows)])
-        yield name, session, shape
+@dataclass
+class Arm:
+    """Texts under way in one manner; `shape`: a tree that is always grown."""
+
+    session: Session
+    shape: Shape | None = None
+
+    def turn(self, rounds: int = TURN) -> Turn:
+        """Tokens, and seconds."""
+        began = perf_counter()
+        made = [each for _ in range(rounds) for each in self.session.step(shape=self.shape)]
+        return sum(len(each.tokens) for each in made), perf_counter() - began
+
+
+def read(target: HFTarget, drafter: Drafter, prompts: list[list[int]]) -> Session:
+    """A session that has read the prompts, to be forked."""
+    capacity = max(map(len, prompts)) + ROOM
+    session = Session(target, drafter, rows=len(prompts), capacity=capacity, shapes=drafter.rungs)
+    session.admit(prompts, [Sampling()] * len(prompts))
+    session.span = None
+    return session
+
+
+@torch.inference_mode()
+def forked(
+    session: Session, prompts: list[list[int]], temperature: float, drafter: Drafter | None
+) -> Session:
+    """A copy with caches of its own, of which `drafter` goes on; None: plain decoding."""
+    target, own = session.target, session.drafter
+    made: Session = deepcopy(session, {id(target): target, id(own): drafter or own})
+    sampling = [Sampling(temperature, seed=i) for i in range(len(prompts))]
+    made.sampler = Sampler(sampling, prompts, target.vocab, target.device)
+    if drafter is None:
+        made.drafter, made.state = Vanilla(), State(made.state.root)
+    return made
 
 
 def cell(
-    target: HFTarget, prompts: list[list[int]], temperature: float, turns: int, trees: bool
+    target: HFTarget, session: Session, prompts: list[list[int]], temperature: float, turns: int
 ) -> dict[str, Any]:
     """Tokens per second of every arm, and auto's speed over plain decoding's and over the best arm's."""
-    arms = list(sessions(target, prompts, temperature, trees))
-    spent: dict[str, list[Turn]] = {name: [] for name, _, _ in arms}
+    auto = load_drafter("auto", target, temperature)
+    chooses = policy(target, auto, len(prompts))
+    trial, first = Arm(forked(session, prompts, temperature, auto)), dict[Shape, float]()
+    for trial.shape in auto.rungs[1:]:
+        trial.turn(1)
+        tokens, seconds = trial.turn()
+        first[trial.shape] = tokens / seconds
+    del trial
+    arms = {"plain": Arm(forked(session, prompts, temperature, None))}
+    arms["auto"] = Arm(forked(session, prompts, temperature, auto))
+    arms["auto"].session.policy = chooses
+    for shape in sorted(first, key=lambda shape: -first[shape])[:FIXED]:
+        arms[shape.name] = Arm(forked(session, prompts, temperature, auto), shape)
+    spent: dict[str, list[Turn]] = {name: [] for name in arms}
+    began = perf_counter()
     for turn in range(1 + turns):
-        for name, session, shape in arms:
-            began = perf_counter()
-            made = [each for _ in range(TURN) for each in session.step(shape=shape)]
+        for name, arm in arms.items():
+            taken = arm.turn()
             if turn:  # the first one warms up
-                spent[name].append((sum(len(each.tokens) for each in made), perf_counter() - began))
-    keep(target, arms[1][1].drafter)  # as `generate` does
+                spent[name].append(taken)
+        if turn >= FEWEST and perf_counter() - began > PATIENCE:
+            break
+    keep(target, auto)  # as `generate` does
     speeds = {name: sum(n for n, _ in some) / sum(s for _, s in some) for name, some in spent.items()}
     best = max((name for name in speeds if name != "auto"), key=lambda name: speeds[name])
     return {
+        "turns": len(spent["auto"]),
         "tokens_per_second": {name: round(speed, 2) for name, speed in speeds.items()},
         "over_plain": ratio(spent["auto"], spent["plain"]),
         "best": best,
@@ -91,40 +140,82 @@ def texts(prompts: list[list[int]], batch: int, context: int) -> list[list[int]]
     return lines
 
 
-def main(
-    target: Annotated[str, typer.Argument()],
-    questions: Annotated[list[str], cli.option("JSONL file", "FILE")],
-    json: Annotated[str, cli.option("the result", "FILE")],
-    batch: Annotated[list[int], cli.option("texts; repeat it", "N")] = [1, 2, 4, 8],  # noqa: B006
-    context: Annotated[list[int], cli.option("tokens; repeat it", "N")] = [64, 512, 2048],  # noqa: B006
-    temperature: Annotated[list[float], cli.option("repeat it", "T")] = [0.0, 1.0],  # noqa: B006
-    turns: Annotated[int, cli.option("of every arm, eight rounds each", "N")] = 8,
-    trees: Annotated[bool, cli.option("also every tree of auto's, always grown")] = False,
-    dtype: Annotated[str, cli.option("precision", "NAME")] = "auto",
-    compile: Annotated[bool, cli.option("compile every pass")] = False,
-) -> None:
-    """Decode, compare, print."""
-    check_writable(json, reads=questions)
-    loaded = load_target(target, dtype, compile=compile)
-    loaded.warm_up()
-    prompts = [prompt for some in prompts_by_file(loaded, questions, 4).values() for prompt in some]
-    columns = ("batch", "T", "plain", "auto", "over plain", "95 %", "best", "over best")
-    table = Figures(f"{loaded.place}: tokens/s", "context", *columns)
-    cells: list[dict[str, Any]] = []
-    for n, rows, heat in product(context, batch, temperature):
-        found = cell(loaded, texts(prompts, rows, n), heat, turns, trees)
-        cells.append({"context": n, "batch": rows, "temperature": heat, **found})
-        write_json(json, heading(loaded) | {"cells": cells})
-        speeds, (over, low, high) = found["tokens_per_second"], found["over_plain"]
+def known(path: str) -> list[dict[str, Any]]:
+    """The cells that a result holds; none where there is no result. Raises ValueError for another one."""
+    cells = read_json(path, "result").get("cells") if Path(path).exists() else []
+    with suppress(TypeError):
+        if all(set(AXES) <= each.keys() for each in cells):
+            return cells
+    raise ValueError(f"result {path} holds something else than cells of these axes: name another file")
+
+
+def loaded(target: str, precision: str, compiled: bool) -> HFTarget:
+    """The target, ready to decode. "int8" and "int4" are bfloat16 with such weights."""
+    quantized = precision if precision.startswith("int") else None
+    made = load_target(target, "bfloat16" if quantized else precision, compile=compiled, quantize=quantized)
+    made.warm_up()
+    return made
+
+
+def table(cells: Sequence[dict[str, Any]]) -> Figures:
+    """A row a cell."""
+    columns = ("", "context", "texts", "T", "plain", "auto", "over plain", "95 %", "best", "over best")
+    made = Figures("tokens/s", "precision", *columns)
+    for each in cells:
+        speeds, (over, low, high) = each["tokens_per_second"], each["over_plain"]
+        place = ("compiled" if each["compiled"] else "eager", each["context"], each["batch"])
         figures = (
             f"{speeds['plain']:.1f}",
             f"{speeds['auto']:.1f}",
             f"{over:.2f}",
             f"{low:.2f} to {high:.2f}",
         )
-        table.add_row(n, rows, f"{heat:g}", *figures, found["best"], f"{found['over_best'][0]:.2f}")
-        print(cells[-1], flush=True)
-    cli.out.print(table)
+        fixed = (each["best"], f"{each['over_best'][0]:.2f}")
+        made.add_row(each["precision"], *place, f"{each['temperature']:g}", *figures, *fixed)
+    return made
+
+
+def main(
+    target: Annotated[str, typer.Argument()],
+    questions: Annotated[list[str], cli.option("JSONL file", "FILE")],
+    json: Annotated[str, cli.option("the result", "FILE")],
+    precision: Annotated[list[str], cli.option("repeat it", "NAME")] = ["bfloat16", "float32", "int8"],  # noqa: B006
+    passes: Annotated[list[str], cli.option("compiled or eager", "NAME")] = ["compiled", "eager"],  # noqa: B006
+    batch: Annotated[list[int], cli.option("texts; repeat it", "N")] = [1, 2, 4, 8],  # noqa: B006
+    context: Annotated[list[int], cli.option("tokens; repeat it", "N")] = [64, 512, 2048],  # noqa: B006
+    temperature: Annotated[list[float], cli.option("repeat it", "T")] = [0.0, 1.0],  # noqa: B006
+    turns: Annotated[int, cli.option("of every arm, four rounds each", "N")] = 10,
+) -> None:
+    """Decode, compare, print."""
+    check_writable(json, reads=questions)
+    cells = known(json)
+    made = {tuple(each[axis] for axis in AXES) for each in cells}
+    with bars(cli.err) as shown:
+        task = shown.add_task(
+            "cells", total=len(precision) * len(passes) * len(context) * len(batch), note=""
+        )
+        for kind, how in product(precision, passes):
+            wanted = [
+                (n, rows, [T for T in temperature if (kind, how == "compiled", n, rows, T) not in made])
+                for n, rows in product(context, batch)
+            ]
+            if not any(heats for _, _, heats in wanted):
+                shown.advance(task, len(wanted))
+                continue
+            model = loaded(target, kind, how == "compiled")
+            asked = [prompt for some in prompts_by_file(model, questions, 4).values() for prompt in some]
+            for n, rows, heats in wanted:
+                shown.update(task, note=f"{kind}, {how}, {n} tokens, {rows} texts")
+                lines = texts(asked, rows, n)
+                session = read(model, load_drafter("auto", model), lines) if heats else None
+                for heat in heats if session else ():
+                    place = dict(zip(AXES, (kind, how == "compiled", n, rows, heat), strict=True))
+                    cells.append(place | cell(model, session, lines, heat, turns))
+                    axes = ("dtype", "compiled")
+                    about = {name: each for name, each in heading(model).items() if name not in axes}
+                    write_json(json, about | {"cells": cells})
+                shown.advance(task)
+    cli.out.print(table(cells))
 
 
 if __name__ == "__main__":

@@ -265,6 +265,39 @@ def test_auto_is_compared_turn_by_turn(target, tmp_path, monkeypatch):
     assert [line[-1] for line in lines] == [3, 5, 6, 3]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(policy, "TURN", 2)
-    found = policy.cell(target, policy.texts(tiny.prompts(9, 7), 2, 8), 0.0, 2, True)
-    assert set(found["tokens_per_second"]) == {"plain", "auto", "matches-4", "matches-8", "matches-16"}
-    assert found["best"] != "auto"
+    asked = policy.texts(tiny.prompts(9, 7), 2, 8)
+    session = policy.read(target, load_drafter("auto", target), asked)
+    for heat in (0.0, 1.0):
+        found = policy.cell(target, session, asked, heat, 2)
+        assert {"plain", "auto"} < set(found["tokens_per_second"])
+        assert len(found["tokens_per_second"]) == 2 + policy.FIXED
+        assert found["best"] != "auto"
+
+
+def test_forked_sessions_decode_what_one_that_read_the_prompts_does(target):
+    """Arms that share caches, or a sampler of another temperature."""
+    asked, auto = policy.texts(tiny.prompts(9, 7), 2, 12), load_drafter("auto", target)
+    session = policy.read(target, auto, asked)
+    for heat in (0.0, 1.0):
+        arms = [policy.Arm(policy.forked(session, asked, heat, each)) for each in (None, None, auto)]
+        arms[2].shape = auto.rungs[2]
+        lines = []
+        for arm in arms:
+            line = ["", ""]
+            while min(map(len, line)) < 12:
+                for each in arm.session.step(shape=arm.shape):
+                    line[each.text] += "".join(map(chr, each.tokens))
+            lines.append([text[:12] for text in line])
+        assert lines[0] == lines[1] == lines[2]
+    assert session.lengths == [12, 12]
+
+
+def test_cells_that_are_there_are_not_made_again(tmp_path):
+    path = tmp_path / "policy.json"
+    assert policy.known(str(path)) == []
+    for text in ('{"cells": [{"context": 3}]}', "{}"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="name another file"):
+            policy.known(str(path))
+    path.write_text(json.dumps({"cells": [dict.fromkeys(policy.AXES)]}))
+    assert policy.known(str(path)) == [dict.fromkeys(policy.AXES)]

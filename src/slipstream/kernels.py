@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,13 @@ def available() -> bool:
     torch.library.register_fake("slipstream::tiled_gated", _gated_shape)
     torch.library.register_fake("slipstream::tiled_layer", _gated_shape)
     return True
+
+
+@cache
+def build() -> str:
+    """What costs hold for: a hash of the kernels' sources and of the versions of Slipstream and torch."""
+    sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("kernels*.*")))
+    return hashlib.sha256(sources + repr((version("slipstream"), torch.__version__)).encode()).hexdigest()[:8]
 
 
 def _processor() -> str:

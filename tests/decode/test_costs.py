@@ -1,5 +1,6 @@
 """What rounds cost is measured once, and what they bring is kept."""
 
+from copy import deepcopy
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -8,6 +9,7 @@ import tiny
 from slipstream.decode import costs, generate
 from slipstream.drafters.auto import Auto
 from slipstream.files import cache_home, read_results
+from slipstream.targets import HFTarget
 
 PROMPT = tiny.prompts(12)[0]
 
@@ -80,3 +82,30 @@ def test_a_drafter_made_anew_in_each_call_measures_nothing_anew(auto, monkeypatc
     again = Auto(tiny.eagle(target), drafter.name)
     assert costs.policy(target, again, 1).ledger is costs.ledger(target, drafter)
     assert costs.ledger(target, Auto(name=drafter.name)) is not costs.ledger(target, drafter)
+
+
+def test_other_kernels_are_measured_anew(auto, monkeypatch):
+    """Costs of the kernels before: trees that have become cheap would not be tried for a thousand rounds."""
+    target, drafter = auto
+    costs.policy(target, drafter, 1)
+    monkeypatch.setattr(costs, "_ledgers", WeakKeyDictionary())  # another process
+    monkeypatch.setattr(costs, "build", lambda: "another")
+    monkeypatch.setattr(costs, "measured", lambda *_: [1.0] * len(drafter.rungs))
+    costs.policy(target, drafter, 1)
+    assert costs.ledger(target, drafter).seconds[1] == [1.0] * len(drafter.rungs)
+
+
+def test_a_quantised_target_begins_with_what_its_model_accepted(auto, monkeypatch):
+    """Its own rounds cost something else."""
+    model = deepcopy(tiny.reference("llama")).float()
+    whole, small = HFTarget(model), HFTarget(model, quantize="int8")
+    drafter = Auto(tiny.eagle(whole), "auto:head=tiny")
+    monkeypatch.setattr(costs, "measured", lambda *_: [1.0] * len(drafter.rungs))
+    costs.policy(whole, drafter, 1)
+    known = costs.ledger(whole, drafter)
+    known.of(4, 0).mean, known.chosen[4] = 0.4321, costs.NEWS
+    costs.keep(whole, drafter)
+    assert costs.ledger(small, drafter).of(4, 0).mean == 0.432
+    monkeypatch.setattr(costs, "measured", lambda *_: [2.0] * len(drafter.rungs))
+    costs.policy(small, drafter, 1)
+    assert costs.ledger(small, drafter).seconds[1] == [2.0] * len(drafter.rungs)

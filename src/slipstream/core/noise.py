@@ -32,7 +32,7 @@ def uniform(
 ) -> Float[Tensor, "B n"]:
     """`n` float64 uniforms per row by (seed, row) and position: odd multiples of 2⁻⁵³, so never 0 or 1."""
     words = _words_numpy if look.may_look(positions) else _words_torch
-    return ((words(keys, stream, positions, n) & (2**52 - 1)).double() + 0.5) * 2.0**-52
+    return words(keys, stream, positions, n).double().add_(0.5).mul_(2.0**-52)
 
 
 def gumbel(
@@ -45,8 +45,9 @@ def gumbel(
 def _words_numpy(keys: Tensor, stream: Stream, positions: Tensor, n: int) -> Tensor:
     out = np.empty((len(keys), n), dtype=np.uint64)
     for row, key, position in zip(out, keys.numpy().view(np.uint64), positions.tolist(), strict=True):
-        row[:] = np.random.Philox(key=key, counter=[0, position, int(stream), 0]).random_raw(n)
-    return torch.from_numpy((out >> np.uint64(12)).view(np.int64))
+        raw = np.random.Philox(key=key, counter=[0, position, int(stream), 0]).random_raw(n)
+        np.right_shift(raw, np.uint64(12), out=row)
+    return torch.from_numpy(out.view(np.int64))
 
 
 def _words_torch(keys: Tensor, stream: Stream, positions: Tensor, n: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.core import look
 from slipstream.core.noise import Stream, gumbel, uniform
 
-RECENT = 8  # positions whose noise is held
+RECENT = 8  # positions of each row whose noise is held
 SHORTLIST = 1024  # tokens that top-p looks at before it sorts the whole vocabulary
 LARGE = 1e30  # settings above it, or below its inverse, would make scores overflow
 Processor = Callable[[Int[Tensor, "1 T"], Float[Tensor, "1 V"]], Float[Tensor, "1 V"]]  # a HF LogitsProcessor
@@ -130,7 +130,7 @@ class Sampler:
             self._seen = seen, count
             for line, prompt in zip(seen, self.history, strict=True):
                 line[torch.tensor(prompt, dtype=torch.long, device=self.device)] = True
-        self._recent: dict[tuple[int, ...], Tensor] = {}  # noise, by the rows' positions
+        self._recent: list[dict[int, Float[Tensor, "1 V"]]] = [{} for _ in self.rows]  # noise, by position
         self.remembers = self._seen is not None or self._processed
         self.tempers_only = not (self._cuts or self.remembers)
 
@@ -167,7 +167,7 @@ class Sampler:
             x = self._process(x, [row.processors for row in self.rows])
         if not self.greedy:
             sampled = self.temperature > 0
-            x = torch.where(sampled, x / torch.where(sampled, self.temperature, 1.0), x)
+            x = x / torch.where(sampled, self.temperature, 1.0)
             if self._cuts:
                 x = x.masked_fill(sampled & (x < self._threshold(x, slack)), -torch.inf)
         return self._process(x, [row.warpers for row in self.rows]) if self._warped else x
@@ -211,12 +211,16 @@ class Sampler:
     def draw(self, scores: Float[Tensor, "B V"], positions: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
         """argmax(scores + g), the token at each absolute position; g depends on (seed, row, position) alone.
         A row whose best score is not finite is no longer `sound`, and its token has no meaning."""
-        perturbed = scores if self.greedy else scores + self.noise(positions)
-        if look.may_look(perturbed):  # NumPy's takes a tenth of the time, and the lower id in a tie as well
-            token = torch.from_numpy(perturbed.numpy().argmax(-1))
+        if look.may_look(scores):
+            places = enumerate(positions.tolist())
+            rows = [scores[i] if self.greedy else scores[i] + self._held(i, at)[0] for i, at in places]
+            token = torch.tensor([int(row.numpy().argmax()) for row in rows])  # the lower id in a tie
+            best = torch.stack([row[i] for row, i in zip(rows, token.tolist(), strict=True)])
         else:
+            perturbed = scores if self.greedy else scores + self.noise(positions)
             token = perturbed.argmax(-1)
-        finite = perturbed.gather(1, token[:, None])[:, 0].isfinite()
+            best = perturbed.gather(1, token[:, None])[:, 0]
+        finite = best.isfinite()
         self.sound.logical_and_(finite)  # in place, so that a captured round updates it
         return token
 
@@ -226,13 +230,22 @@ class Sampler:
             return torch.zeros(len(self), self.vocab, dtype=torch.float64, device=self.device)
         if not look.may_look(positions):
             return self._noise(positions)
-        at = tuple(positions.tolist())
-        if at not in self._recent:  # a drafter that looks at it and the walk ask for the same
-            self._recent = dict([*self._recent.items()][1 - RECENT :]) | {at: self._noise(positions)}
-        return self._recent[at]
+        return torch.cat([self._held(row, position) for row, position in enumerate(positions.tolist())])
 
-    def _noise(self, positions: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
-        return gumbel(self._keys, Stream.TARGET, positions, self.vocab) * (self.temperature > 0)
+    def _held(self, row: int, position: int) -> Float[Tensor, "1 V"]:
+        """One row's noise. A drafter that looks at it and the walk ask for the same, and guesses that were
+        refused asked for that of rounds to come."""
+        held = self._recent[row]
+        if position not in held:
+            for oldest in list(held)[: len(held) + 1 - RECENT]:
+                del held[oldest]
+            at = torch.tensor([position], device=self.device)
+            held[position] = self._noise(at, slice(row, row + 1))
+        return held[position]
+
+    def _noise(self, positions: Int[Tensor, " B"], rows: slice = slice(None)) -> Float[Tensor, "B V"]:
+        drawn = gumbel(self._keys[rows], Stream.TARGET, positions, self.vocab)
+        return drawn.mul_(self.temperature[rows] > 0)
 
     def uniform(self, stream: Stream, positions: Int[Tensor, " B"], n: int) -> Float[Tensor, "B n"]:
         """Uniforms of another stream than the target's."""

@@ -135,7 +135,8 @@ def verify(
     count, path = torch.ones_like(lengths), [node]
     sampler.observe(tree.tokens[:, 0], alive)
     for depth in range(tree.depth + 1):
-        child, drawn = law(tree, node, logits[rows, node], lengths + depth + 1, sampler)
+        # A row that has stopped asks again for what it drew last, whose noise is held.
+        child, drawn = law(tree, node, logits[rows, node], lengths + count, sampler)
         token = torch.where(alive, drawn, token)
         alive = alive & (child >= 0)
         if depth == tree.depth or (look.may_look(alive) and not bool(alive.any())):

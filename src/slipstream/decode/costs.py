@@ -23,6 +23,7 @@ from slipstream.core.tree import Tree, chain
 from slipstream.decode.policy import Accepted, Ledger, Policy, Trial
 from slipstream.decode.session import Session
 from slipstream.files import cache_home, read_results, update_json
+from slipstream.kernels import build
 from slipstream.results import Figures
 
 LAPS, SECONDS, FEWEST = 8, 3.0, 2  # over all rungs: at most, in all, and at least
@@ -94,10 +95,12 @@ def _store_seconds(target: Target, drafter: Drafter, texts: int, seconds: Sequen
 
 
 def _setting(target: Target, texts: int) -> str:
-    return f"{target.place}, texts: {texts}"
+    """Costs hold for one place and one build of the kernels."""
+    return f"{target.place}, build {build()}, texts: {texts}"
 
 
 def _key(target: Target, drafter: Drafter) -> str:
+    """Quantised copies have their model's fingerprint, and begin with what it accepted."""
     return f"{target.fingerprint} {drafter.name}"
 
 

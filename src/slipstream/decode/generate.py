@@ -19,7 +19,7 @@ from slipstream.decode.answer import Answer, Finish, Round, mean_accepted_length
 from slipstream.decode.costs import keep, policy
 from slipstream.decode.session import Seconds, Session
 from slipstream.decode.settings import Settings, check_kind
-from slipstream.drafters import load_drafter
+from slipstream.drafters.kept import kept_drafter
 from slipstream.drafters.spec import Named, Spec
 from slipstream.targets.prompts import Prompt, is_whole, read_prompts
 
@@ -237,7 +237,7 @@ class Job:
             raise ValueError(f"batch is {batch!r}; it must be at least 1, a whole number")
         if isinstance(drafter, (str, PathLike, Spec)):
             texts = min(batch or len(ids), len(ids))
-            drafter = load_drafter(drafter, target, settings.sampling.temperature, texts)
+            drafter = kept_drafter(drafter, target, settings.sampling.temperature, texts)
         if not isinstance(drafter, Drafter):
             raise ValueError(f"drafter is {drafter!r}: give a name, a directory or a slipstream.Drafter")
         if trace is not None:

@@ -19,6 +19,7 @@ FADES_UNUSED = 0.995  # the same after a round that adds none
 WORTH = 1.05  # a tree is grown if it promises so many times plain decoding's speed
 SURE, OFTEN = 1.3, 32  # below this gain, every so many rounds a plain one tells again what it costs
 LEARNS = 0.05  # weight of a round's time in its rung's cost, at least
+LAGS = 4  # rounds without the head after which its next one reads much, and does not tell what rounds cost
 KEEPS = 200.0  # rounds that an average of accepted tokens remembers
 GROWN, MATCHED = 0.18, (0.05, 0.2, 0.5, 0.9)  # guesses: accepted tokens over log2(nodes), and by sign
 FIRST = 0.4  # guess: tokens accepted of a head's tree, whatever its size
@@ -103,6 +104,7 @@ class Policy:
         self._seen: dict[tuple[int, bool], Evidence] = {}  # by text, and whether there was a match
         self._rung, self._rows = 0, list[tuple[int, int]]()
         self._since = 0  # rounds since the last plain one
+        self._idle = 0  # rounds since the last of a head's tree
 
     def choose(self, texts: Sequence[int], signs: Sequence[int]) -> Shape:
         """The tree for a round of these texts, which show these signs."""
@@ -143,7 +145,9 @@ class Policy:
             seen.fade(FADES)
             seen.accepted += made - 1
             seen.promised += promised
-        if shape.children and not any(guessed):
+        usual = not shape.children or (any(guessed) and self._idle < LAGS)
+        self._idle = 0 if shape.children else self._idle + 1
+        if not usual:
             return
         costs = self.ledger.costs(len(tokens))
         share = max(LEARNS, 1 / (GUESS + self.ledger.chosen[self._rung]))

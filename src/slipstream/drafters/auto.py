@@ -4,7 +4,6 @@ What is chosen, and when, is up to `decode.policy`. Here is what there is to cho
 """
 
 import json
-from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import final
@@ -30,7 +29,7 @@ NODES = (2, 4, 8, 16)  # of a tree of the head, matches included
 DEEPEST = 5
 MATCHES = (4, 8, 16)  # of a tree of matches
 LONG = (2, 4, 8)  # tokens of a match: signs for the policy
-BEHIND = 16  # tokens that a head may lag behind the text: so many cost little more than one
+BEHIND = 256  # tokens that a head may lag behind the text: a text that it never drafts is not read
 
 
 @dataclass
@@ -150,7 +149,7 @@ class Auto(Drafter):
         """How long a match there is: none, short, long, very long."""
         if not look.may_look(state.root):
             return super().signs(state)
-        return [bisect(LONG, length) for length in state.matches.matched(LONG[-1])]
+        return state.matches.matched(LONG)
 
     def propose(self, state: AutoState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         if self.hybrid is None or (shape is not None and not shape.children):

@@ -1,10 +1,10 @@
 """Prompt lookup decoding (Saxena 2023; vLLM's `ngram`): what followed the longest earlier match of the text's
 end is proposed, without a pass of a model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -38,18 +38,15 @@ class TextState(State):
         tokens = self.text.gather(1, at.clamp(min=0)).masked_fill(at < 0, PAD - 1)
         return torch.cat([self.root[:, None], tokens], 1)
 
-    def matched(self, longest: int) -> list[int]:
-        """How many of each text's last tokens, the root included, stood there before: `longest` at most. The
-        host looks, in NumPy: PyTorch takes several times as long for so little."""
-        lengths, text = self.length.tolist(), self.text.numpy()
-        found = []
-        for row, (root, length) in enumerate(zip(self.root.tolist(), lengths, strict=True)):
-            line, last = text[row, :length], [root, *text[row, max(0, length - longest + 1) : length][::-1]]
-            ends, n = np.flatnonzero(line == root), 0
-            while len(ends) and n < len(last):
+    def matched(self, sizes: Sequence[int]) -> list[int]:
+        """How many of these sizes, the smallest first, each text's last tokens have that stood there before,
+        the root included. The host looks among bytes: tensors take many times as long for so little."""
+        found, wide = [], self.text.element_size()
+        for root, text, length in zip(self.root, self.text.numpy(), self.length.tolist(), strict=True):
+            line = text[:length].tobytes()
+            whole, n = line + root.numpy().tobytes(), 0
+            while n < len(sizes) and length >= sizes[n] and _stands(whole[-wide * sizes[n] :], line, wide):
                 n += 1
-                ends = ends[ends >= n]
-                ends = ends[line[ends - n] == last[n]] if n < len(last) else ends
             found.append(n)
         return found
 
@@ -60,6 +57,14 @@ class TextState(State):
         full = torch.cat([self.text, self.root[:, None]], 1)
         at = torch.where(at >= self.length[:, None, None], full.shape[1] - 1, at)
         return full.gather(1, at.flatten(1)).view(at.shape)
+
+
+def _stands(end: bytes, line: bytes, wide: int) -> bool:
+    """Whether a line of numbers, `wide` bytes each, holds these."""
+    at = line.find(end)
+    while at > 0 and at % wide:
+        at = line.find(end, at + 1)
+    return at >= 0
 
 
 def match_lengths(

@@ -144,7 +144,9 @@ class Draft:
         if drafter.proposal == "sampled" and not sampler.greedy:
             return self._sample(self._processed(scores), position)
         if drafter.proposal == "noise" and not sampler.greedy:
-            scores = self._tempered(scores) + sampler.noise(position)[:, None, drafter.vocab]
+            noise = sampler.noise(position)
+            whole = noise if len(drafter.vocab) == drafter.width else noise[:, drafter.vocab]
+            scores = self._tempered(scores) + whole[:, None]
         log_q, index = scores.log_softmax(-1).topk(self.shape.children)
         return drafter.vocab[index], log_q
 

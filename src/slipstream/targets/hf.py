@@ -154,7 +154,7 @@ class HFTarget(Target):
         """Release the weights, with their packed copies, but not the caller's model. `with HFTarget(model) as
         target:` does this at the end."""
         self._twin = self.embed = self._head = None
-        for name in ("plain", "blocks"):
+        for name in ("plain", "blocks", "drafters"):
             vars(self).pop(name, None)
 
     def __enter__(self) -> "HFTarget":

@@ -1,0 +1,54 @@
+"""Drafters that are named again and again, read and packed once."""
+
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.drafter import Drafter
+from slipstream.core.target import Target
+from slipstream.drafters import load_drafter
+from slipstream.drafters.auto import shipped
+from slipstream.drafters.spec import Named, Spec
+from slipstream.drafters.store import find_drafter, tuned_file
+
+KEPT = 4  # drafters of a target, at most
+READ = ("config.json", "model.safetensors")
+HEADS = {"auto": shipped, "hybrid": lambda target: "eagle"}  # the head where none is named
+
+
+def kept_drafter(spec: Named, target: Target, temperature: float = 0.0, texts: int = 1) -> Drafter:
+    """`load_drafter`, which raises as it does. A trained drafter is kept with its target, and read again once
+    its files have changed. Others must not change it.
+
+    A drafter that remembers answers is made anew: what it remembers is that call's own.
+    """
+    spec = Spec.parse(spec)
+    home = _home(spec, target)
+    if home is None or "remember" in spec.options:
+        return load_drafter(spec, target, temperature, texts)
+    # The target holds its drafters, which hold the target: a table of our own would keep both alive.
+    kept: dict[Any, tuple[Any, Drafter]] = vars(target).setdefault("drafters", {})
+    key, stamp = (id(target), str(spec), temperature > 0, texts), _stamp(home)
+    if key not in kept or kept[key][0] != stamp:
+        kept.pop(key, None)
+        for oldest in list(kept)[: max(0, len(kept) + 1 - KEPT)]:
+            del kept[oldest]
+        kept[key] = stamp, load_drafter(spec, target, temperature, texts)
+    return kept[key][1]
+
+
+def _home(spec: Spec, target: Target) -> Path | None:
+    """The directory that a drafter's weights are read from; None where there is none."""
+    name: str | None = spec.name
+    if spec.name in HEADS:
+        name = spec.options.get("head") or HEADS[spec.name](target)
+    try:
+        return None if name is None else find_drafter(Spec.parse(name).name, target)
+    except ValueError:  # a drafter without weights, or none at all
+        return None
+
+
+def _stamp(home: Path) -> tuple[tuple[int, int, int] | None, ...]:
+    """What changes when a file is written: its number, time and size."""
+    files = [*(home / name for name in READ), tuned_file(home)]
+    stats = [file.stat() if file.exists() else None for file in files]
+    return tuple(stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats)
