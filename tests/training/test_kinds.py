@@ -66,8 +66,8 @@ def test_prompts_begin_where_the_template_lets_a_user_speak(chat):
 
 
 def test_no_seed_is_used_twice(chat):
-    """A server seeds text j with seed + j, so that seeds in steps of one write the same texts again; a run that
-    goes on began with a seed that the one before it had come past."""
+    """A server seeds text j with seed + j, so that seeds in steps of one write the same texts again. A run
+    that goes on began with a seed that the one before it had come past."""
     writer, rows = Counting(), []
     for n in (5, 9, 30):
         rows += map(answered, synthesize_prompts(chat, writer, n, 0.8, 4, 7, rows))

@@ -171,7 +171,7 @@ def server():
                 content = f"{body['messages'][-1]['content']} at {body['temperature']}"
                 self._say({"choices": [{"message": {"content": content}, "finish_reason": "length"}]})
             else:
-                self._say({"choices": [{"text": f" {body['prompt']}! ", "finish_reason": "stop"}]})
+                self._say({"choices": [{"text": f" {body['prompt']} again ", "finish_reason": "stop"}]})
 
         def _say(self, reply):
             self.send_response(200)
@@ -196,7 +196,7 @@ def test_a_server_may_write(server, tmp_path):
     made = lines(tmp_path / "out.jsonl")
     assert [row["messages"][-1]["content"] for row in made] == [f"{c * 3} at 0.5" for c in "abcdefg"]
     assert not any(row["finished"] for row in made)
-    assert [w.text for w in writer.go_on(["u a", "u b"], 0.5, 9, 0)] == [" u a! ", " u b! "]
+    assert [w.text for w in writer.go_on(["u a", "u b"], 0.5, 9, 0)] == [" u a again ", " u b again "]
 
 
 def test_a_server_is_sent_seeds_only_where_they_are_asked_for(server, tmp_path, chat):

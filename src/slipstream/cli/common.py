@@ -14,7 +14,7 @@ from slipstream.files import STANDARD
 from slipstream.methods import Method, named
 
 if TYPE_CHECKING:
-    from slipstream.results import Report
+    from slipstream.results import Report, Result
     from slipstream.targets import HFTarget
 
 R = TypeVar("R", bound="Report")
@@ -141,7 +141,7 @@ def inputs(target: str, drafters: Sequence[str] = (), files: Sequence[str] = ())
 
 
 def deliver(
-    result: "Report", json_path: str | None, plot: str | None = None, draw: Callable[..., Any] | None = None
+    result: "Result", json_path: str | None, plot: str | None = None, draw: Callable[..., Any] | None = None
 ) -> None:
     """Print a result, write it and draw it, each even if another fails. Where JSON goes to standard output,
     the table goes to standard error."""

@@ -1,4 +1,4 @@
-"""train, synthesize, regenerate, import, export, parity: make a drafter, and take it elsewhere."""
+"""train, synthesize, regenerate, data, import, export, parity: make a drafter, and take it elsewhere."""
 
 import os
 from typing import TYPE_CHECKING, Annotated, Any
@@ -110,6 +110,7 @@ Kinds = Annotated[list[str], on_questions(KIND, "NAME", "--kind")]
 SENT = f"{SAME} (default: 0; a server is sent none)"
 WrittenSeed = Annotated[int | None, on_sampling(SENT, "N", min=0, callback=in_64_bits)]
 AnswerFile = Annotated[str, option("JSONL; an interrupted file is gone on with", "FILE", "--out")]
+EXCLUDE = "questions: rows that share 13 words in a row with them are dropped; repeatable"
 BEHIND = "ask each question once more behind this system message; may be repeated"
 
 
@@ -176,6 +177,27 @@ def regenerate(
         answering = target if server is not None else load(target, dtype, device)
         made = run(answering, rows, path, **how, progress=progress)
     _written(made)
+
+
+@command(
+    "data answers.jsonl",
+    "data own.jsonl code.jsonl.gz --exclude gsm8k.jsonl --exclude mt_bench.jsonl --out train.jsonl",
+)
+def data(
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="training data in any shape")],
+    exclude: Annotated[list[str], option(EXCLUDE, "FILE", "--exclude")] = [],
+    path: Annotated[str | None, option("write the rows that are kept here: JSONL", "FILE", "--out")] = None,
+    target: TargetName = "smollm2",
+    json_path: JsonPath = None,
+) -> None:
+    """What training data holds; with --out, a file without its loops, near copies and excluded rows."""
+    from slipstream.training.inventory import inventory
+
+    check_writable(path, json_path, reads=inputs(target, files=[*files, *exclude]))
+    loaded = load(target, "auto", "cpu")
+    with counting("reading") as progress:
+        report = inventory(loaded, files, exclude, path, progress)
+    deliver(report, json_path)
 
 
 @command("import ./EAGLE-LLaMA3-8B --target ./llama3-8b --out drafters/llama3-eagle", name="import")
