@@ -79,6 +79,9 @@ def test_figures_are_of_tokens_and_rows(chat, tmp_path):
 
 def test_unreadable_rows_are_named(chat, tmp_path):
     path = tmp_path / "bad.jsonl"
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="no rows"):
+        inventory(chat, [path])
     path.write_text("{}\n")
     with pytest.raises(ValueError, match="line 1"):
         inventory(chat, [path])

@@ -65,7 +65,7 @@ def test_thirteen_words_in_a_row_are_recognised(tmp_path):
     assert not holds("Before it: " + " ".join(inside[3:15]) + " and behind it there are others.", words)
     assert holds(text(15, 7), words)
     path.write_text("{\n")
-    with pytest.raises(ValueError, match=r"question file .*, line 1 is no JSON"):
+    with pytest.raises(ValueError, match=r"question file .*: '{' is no JSON object"):
         excluded_words([path])
     with pytest.raises(ValueError, match="cannot be read"):
         excluded_words([tmp_path / "none.jsonl"])

@@ -107,6 +107,8 @@ def inventory(
     words = excluded_words(exclude)
     paths = [fspath(path) for path in files]
     found = [(path, number, row) for path in paths for number, row in read_rows(path)]
+    if not found:
+        raise ValueError(f"{', '.join(paths)}: no rows: give training data")
     counted = []
     for done, (path, number, row) in enumerate(found, 1):
         try:

@@ -44,12 +44,17 @@ def excluded_words(paths: Iterable[str | PathLike[str]]) -> set[int]:
     """`EXCLUDED` words in a row of all texts in JSONL files. Raises ValueError where one cannot be read."""
     found: set[int] = set()
     for path in paths:
-        for number, line in enumerate(read_text(path, "question file").split("\n"), 1):
+        lines = [line for line in read_text(path, "question file").split("\n") if line.strip()]
+        if not lines:
+            raise ValueError(f"question file {path} is empty: give one JSON object a line")
+        for line in lines:
             try:
-                value = parsed(line) if line.strip() else None
+                row = parsed(line)
+                if not isinstance(row, dict):
+                    raise ValueError(f"a {type(row).__name__}")
             except ValueError as error:
-                raise ValueError(f"question file {path}, line {number} is no JSON: {error}") from error
-            for text in _texts(value):
+                raise ValueError(f"question file {path}: {line[:40]!r} is no JSON object: {error}") from error
+            for text in _texts(row):
                 found.update(shingles(text, EXCLUDED).tolist())
     return found
 
