@@ -38,6 +38,7 @@ from transformers.utils import logging
 import slipstream
 import tiny
 from slipstream import cli, kernels
+from slipstream.training import writers
 from world import World
 
 PATIENCE, MEMORY = 60, 12 * 2**30  # seconds of one call, bytes of all
@@ -141,9 +142,18 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[str | int, str]]] = {
         MAKING,
         {
             "--prompts": "1 : 0 -1 x",
+            "--kind": "any : poems summaries ''",
             "--prompt-temperature": ": -1 nan x",
             "--batch": ": 0 -1 x",
             "--out": f"{{out}}/y.jsonl : {NO_PLACE}",
+        },
+    ),
+    "data {data_jsonl} --target {model} --out {out}/x.jsonl": (
+        ("--json",),
+        {
+            1: f"{{data_jsonl_gz}} {{bom_data_jsonl}} : {NO_ROWS} {{surrogate_jsonl}} {{questions_jsonl}}",
+            "--exclude": f"{{questions_jsonl}} {{data_jsonl_gz}} : {NO_ROWS}",
+            "--out": "{out}/y.jsonl : '' {model} {notes} {loop} {data_jsonl} /proc/x",
         },
     ),
     f"tune {HERE} --drafter {{drafter}} --questions {{questions_jsonl}}": (
@@ -414,6 +424,7 @@ def main() -> None:
     given, began = parser.parse_args(), time.perf_counter()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))  # whoever reads /dev/zero to its end is told so
     torch.set_num_threads(1)
+    writers.STARTING = 0  # no server is waited for
     count, wrong = replay(given.only, given.seed, given.within, lambda text: print(text, flush=True))
     print(f"{count} calls in {time.perf_counter() - began:.0f} s, {len(wrong)} wrong")
     sys.exit(bool(wrong))

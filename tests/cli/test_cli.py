@@ -17,7 +17,7 @@ from slipstream.measure.run import Contest
 COMMANDS = ("demo", "generate", "bench", "certify")
 
 
-MAKING = ("tune", "train", "synthesize", "regenerate", "import", "export", "parity")
+MAKING = ("tune", "train", "synthesize", "regenerate", "data", "import", "export", "parity")
 
 
 ALL = (*COMMANDS, *MAKING, "cache")

@@ -4,6 +4,7 @@ import json
 import threading
 from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import cycle, islice
 
 import pytest
 
@@ -12,14 +13,7 @@ from slipstream.decode.generate import generate
 from slipstream.files import locked
 from slipstream.targets import HFTarget
 from slipstream.training.data import load_examples
-from slipstream.training.synthesize import (
-    Answers,
-    opening_of,
-    regenerate,
-    synthesize,
-    synthesize_prompts,
-    templated,
-)
+from slipstream.training.synthesize import Answers, regenerate, synthesize, templated
 from slipstream.training.writers import ServerWriter, Writer, Written
 
 ROWS = [
@@ -134,70 +128,50 @@ def test_nothing_is_written_where_nothing_can_be(chat, tmp_path, changed, says):
 
 def test_synthesis_goes_on_with_what_is_there(chat, tmp_path):
     """Prompts written twice, or lost with the process."""
-
-    class Both(Known):
-        def answer(self, prompts, temperature, limit, seed):
-            return [Written(f"to {prompt[0]['content']}", True) for prompt in prompts]
-
     out = tmp_path / "out.jsonl"
     for n in (2, 3):
-        writer = Both("abcd", "efgh", "ijkl")
+        writer = Known("abcd", "efgh", "ijkl")
         assert synthesize(chat, out, prompts=n, writer=writer, max_new_tokens=8, batch=2).lines == n
     assert [row["messages"][0]["content"] for row in lines(out)] == ["abcd", "efgh", "ijkl"]
     assert lines(out)[2]["messages"][1]["content"] == "to ijkl"
 
 
-def test_prompts_begin_where_the_template_lets_a_user_speak(chat):
-    assert opening_of(chat) == "u "
-    with pytest.raises(ValueError, match="no chat template"):
-        opening_of(tiny.target("llama"))
-
-
 class Known(Writer):
-    """A writer whose prompts are known; those that end in ! were cut."""
+    """A writer whose prompts are known."""
 
     def __init__(self, *texts: str) -> None:
-        self.texts = texts
+        self.texts = cycle(texts)
 
-    def answer(self, prompts, temperature, limit, seed):
-        raise NotImplementedError
+    def answer(self, asked, limit, batch):
+        for each in asked:
+            yield Written(f"to {each.messages[-1]['content']}", True)
 
-    def go_on(self, text, n, temperature, limit, seed):
-        return [Written(text, not text.endswith("!")) for text in self.texts]
-
-
-def test_unusable_prompts_are_thrown_away(chat):
-    made = list(synthesize_prompts(chat, Known("abcd", "", "ab", "abcd", "cut off!", "efgh"), 2, 0.8, 6))
-    assert made == ["abcd", "efgh"]
-
-
-def test_a_target_that_writes_nothing_usable_is_said_so(chat):
-    with pytest.raises(ValueError, match="wrote 0 usable prompts"):
-        list(synthesize_prompts(chat, Known(""), 2, 0.8, 6))
+    def go_on(self, texts, temperature, limit, seed):
+        return [Written(text, True) for text in islice(self.texts, len(texts))]
 
 
 @pytest.fixture
 def server():
-    """An OpenAI-compatible server that says what it was asked."""
+    """An OpenAI-compatible server that says what it was asked. Its address, the bodies of requests, and the
+    codes with which it refuses the first ones."""
+    asked: list[dict] = []
+    starting: list[int] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
+            if starting:
+                self.send_error(starting.pop())
+                return
             self._say({"data": [{"id": "tiny"}]})
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(body)
             if self.path == "/v1/chat/completions":
                 content = f"{body['messages'][-1]['content']} at {body['temperature']}"
                 self._say({"choices": [{"message": {"content": content}, "finish_reason": "length"}]})
             else:
-                self._say(
-                    {
-                        "choices": [
-                            {"text": f"{body['prompt']}{i} ", "finish_reason": "stop"}
-                            for i in range(body["n"])
-                        ]
-                    }
-                )
+                self._say({"choices": [{"text": f" {body['prompt']} again ", "finish_reason": "stop"}]})
 
         def _say(self, reply):
             self.send_response(200)
@@ -209,21 +183,99 @@ def server():
 
     with HTTPServer(("127.0.0.1", 0), Handler) as http:
         threading.Thread(target=http.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{http.server_port}/v1"
+        yield f"http://127.0.0.1:{http.server_port}/v1", asked, starting
         http.shutdown()
 
 
 def test_a_server_may_write(server, tmp_path):
-    writer = ServerWriter(server)
+    url, _, _ = server
+    writer = ServerWriter(url)
     assert writer.model == "tiny"
     path = str(tmp_path / "out.jsonl")
-    regenerate("never loaded", ROWS, path, writer=server, temperatures=[0.5], max_new_tokens=8, batch=4)
+    regenerate("never loaded", ROWS, path, writer=url, temperatures=[0.5], max_new_tokens=8, batch=2)
     made = lines(tmp_path / "out.jsonl")
     assert [row["messages"][-1]["content"] for row in made] == [f"{c * 3} at 0.5" for c in "abcdefg"]
     assert not any(row["finished"] for row in made)
-    assert [w.text for w in writer.go_on("u ", 2, 0.8, 9, 0)] == ["u 0", "u 1"]
+    assert [w.text for w in writer.go_on(["u a", "u b"], 0.5, 9, 0)] == [" u a again ", " u b again "]
 
 
-def test_a_server_that_is_not_there_is_one_clear_error():
+def test_a_server_is_sent_seeds_only_where_they_are_asked_for(server, tmp_path, chat):
+    """vLLM's CPU engine ended on them: CPU Generator does not use offset."""
+    url, asked, _ = server
+    for name, seed in [("drawn", None), ("seeded", 7)]:
+        how = {"writer": url, "temperatures": [0.5], "max_new_tokens": 8, "batch": 2, "seed": seed}
+        regenerate("never loaded", ROWS, tmp_path / f"{name}.jsonl", **how)
+        synthesize(chat, tmp_path / f"{name} prompts.jsonl", prompts=1, **how)
+        seeds = [body.get("seed") for body in asked]
+        assert len(seeds) >= len(ROWS) + 3
+        if seed is None:
+            assert not any("seed" in body for body in asked)
+        else:
+            assert sorted(seeds[: len(ROWS)]) == [*range(7, 7 + len(ROWS))]
+        made = lines(tmp_path / f"{name}.jsonl")[0]["made"]
+        assert made.get("seed") == seed
+        asked.clear()
+
+
+def test_a_target_is_seeded_by_default(chat, tmp_path):
+    regenerate(chat, ROWS[:1], tmp_path / "out.jsonl", max_new_tokens=4)
+    assert lines(tmp_path / "out.jsonl")[0]["made"]["seed"] == 0
+
+
+def test_a_starting_server_is_waited_for(server, monkeypatch, capsys):
+    url, _, starting = server
+    starting += [503, 503]
+    waits = []
+    monkeypatch.setattr("slipstream.training.writers.time.sleep", waits.append)
+    monkeypatch.setattr("slipstream.training.writers.STARTING", 60)
+    assert ServerWriter(url).model == "tiny"
+    assert len(waits) == 2
+    assert capsys.readouterr().err == f"server {url} is not ready: waiting up to 60 seconds for its start\n"
+    starting.append(404)
+    with pytest.raises(ValueError, match="Not Found"):
+        ServerWriter(url)
+
+
+def test_a_long_answer_holds_up_no_others(tmp_path, monkeypatch):
+    """Answers are kept in order, and are in the file before the last one is there."""
+    go, path = threading.Event(), tmp_path / "out.jsonl"
+
+    def write(self, path, body, seed):
+        if body["messages"][-1]["content"] == "ccc":
+            assert go.wait(20)
+        elif body["messages"][-1]["content"] == "fff":
+            go.set()  # sent although the third has no answer yet
+        return Written(body["messages"][-1]["content"], True)
+
+    monkeypatch.setattr(ServerWriter, "_write", write)
+    writer = ServerWriter("http://nowhere", "tiny")
+    regenerate("never loaded", ROWS, path, writer=writer, max_new_tokens=8, batch=2)
+    assert [row["messages"][-1]["content"] for row in lines(path)] == [c * 3 for c in "abcdefg"]
+
+
+def test_prompts_are_answered_while_more_are_written(chat, tmp_path):
+    """A run that was cut short after minutes held no answers."""
+
+    class Cut(Known):
+        def go_on(self, texts, temperature, limit, seed):
+            if (tmp_path / "out.jsonl").exists():
+                raise KeyboardInterrupt
+            return super().go_on(texts, temperature, limit, seed)
+
+        def answer(self, asked, limit, batch):
+            return ServerWriter.answer(self, asked, limit, batch)
+
+        def _write(self, path, body, seed):
+            return Written("an answer", True)
+
+    with pytest.raises(KeyboardInterrupt):
+        synthesize(
+            chat, tmp_path / "out.jsonl", prompts=9, writer=Cut(*(c * 4 for c in "abcdefghi")), batch=3
+        )
+    assert lines(tmp_path / "out.jsonl")
+
+
+def test_a_server_that_is_not_there_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr("slipstream.training.writers.STARTING", 0)
     with pytest.raises(ValueError, match="give the base of an OpenAI-compatible server"):
         ServerWriter("http://127.0.0.1:9/v1")

@@ -14,7 +14,7 @@ from slipstream.files import STANDARD
 from slipstream.methods import Method, named
 
 if TYPE_CHECKING:
-    from slipstream.results import Report
+    from slipstream.results import Report, Result
     from slipstream.targets import HFTarget
 
 R = TypeVar("R", bound="Report")
@@ -92,8 +92,8 @@ def slipstream(
     """Slipstream makes a frozen LLM answer faster without changing one token of what it says."""
 
 
-def _in_64_bits(seed: int) -> int:
-    if seed >= 2**63:  # a maximum of typer's would widen the help
+def in_64_bits(seed: int | None) -> int | None:
+    if seed is not None and seed >= 2**63:  # a maximum of typer's would widen the help
         raise ValueError(f"seed is {seed}; it must be below 2^63")
     return seed
 
@@ -102,7 +102,7 @@ SAME = (
     "same seed, same text, whatever the drafter: token for token on a CPU in float32 and bfloat16, "
     "elsewhere up to near-ties that rounding turns (certify says which)"
 )
-Seed = Annotated[int, on_sampling(SAME, "N", min=0, callback=_in_64_bits)]
+Seed = Annotated[int, on_sampling(SAME, "N", min=0, callback=in_64_bits)]
 JSON = "write the results here; - is standard output"
 JsonPath = Annotated[str | None, on_results(JSON, "FILE", "--json")]
 Force = Annotated[bool, flag("write into --out whatever it holds", "--force")]
@@ -141,7 +141,7 @@ def inputs(target: str, drafters: Sequence[str] = (), files: Sequence[str] = ())
 
 
 def deliver(
-    result: "Report", json_path: str | None, plot: str | None = None, draw: Callable[..., Any] | None = None
+    result: "Result", json_path: str | None, plot: str | None = None, draw: Callable[..., Any] | None = None
 ) -> None:
     """Print a result, write it and draw it, each even if another fails. Where JSON goes to standard output,
     the table goes to standard error."""

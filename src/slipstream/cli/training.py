@@ -1,4 +1,4 @@
-"""train, synthesize, regenerate, import, export, parity: make a drafter, and take it elsewhere."""
+"""train, synthesize, regenerate, data, import, export, parity: make a drafter, and take it elsewhere."""
 
 import os
 from typing import TYPE_CHECKING, Annotated, Any
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.common import (
+    SAME,
     Device,
     Dtype,
     Files,
@@ -13,13 +14,13 @@ from slipstream.cli.common import (
     JsonPath,
     Limit,
     MaxNewTokens,
-    Seed,
     TargetName,
     command,
     counting,
     deliver,
     err,
     flag,
+    in_64_bits,
     inputs,
     listed,
     load,
@@ -101,24 +102,34 @@ Server = Annotated[str | None, option(SERVER, "URL", "--server")]
 IN_TURN = "of the answers, taken in turn; repeatable"
 Temperatures = Annotated[list[float], on_sampling(IN_TURN, "T", "--temperature", min=0)]
 Batch = Annotated[int, on_machine("texts written at once: all in memory", "N", min=1, max=4096)]
+KIND = (
+    "of prompts, in turn: any, maths, code, writing, questions; and about earlier answers: reading, "
+    "summaries, translation, turns; repeatable"
+)
+Kinds = Annotated[list[str], on_questions(KIND, "NAME", "--kind")]
+SENT = f"{SAME} (default: 0; a server is sent none)"
+WrittenSeed = Annotated[int | None, on_sampling(SENT, "N", min=0, callback=in_64_bits)]
 AnswerFile = Annotated[str, option("JSONL; an interrupted file is gone on with", "FILE", "--out")]
+EXCLUDE = "questions: rows that share 13 words in a row with them are dropped; repeatable"
 BEHIND = "ask each question once more behind this system message; may be repeated"
 
 
 @command(
     "synthesize --prompts 500 --out answers.jsonl",
-    "synthesize --prompts 20000 --out answers.jsonl --server http://localhost:8000/v1 --batch 256",
+    "synthesize --prompts 20000 --out answers.jsonl --server http://localhost:8000/v1 --batch 128",
+    "synthesize --prompts 600 --kind maths --kind code --kind writing --kind turns --out answers.jsonl",
 )
 def synthesize(
     path: AnswerFile,
     prompts: Annotated[int, on_questions("how many to write", "N", min=1, max=10**8)] = 200,
+    kinds: Kinds = ["any"],
     target: TargetName = "smollm2",
     server: Server = None,
     temperatures: Temperatures = [0.0, 0.7, 1.0],
     prompt_temperature: Annotated[float, on_sampling("of the prompts", "T", min=0)] = 0.8,
     max_new_tokens: MaxNewTokens = 512,
     batch: Batch = 32,
-    seed: Seed = 0,
+    seed: WrittenSeed = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
 ) -> None:
@@ -130,14 +141,14 @@ def synthesize(
     how |= {"max_new_tokens": max_new_tokens, "batch": batch, "seed": seed}
     loaded = load(target, dtype, device)
     with counting("writing and answering") as progress:
-        made = run(loaded, path, prompts=prompts, **how, progress=progress)
+        made = run(loaded, path, prompts=prompts, kinds=kinds, **how, progress=progress)
     _written(made)
 
 
 @command(
     "regenerate questions.jsonl --out answers.jsonl",
     "regenerate sharegpt.jsonl --out answers.jsonl --temperature 0 --server http://localhost:8000/v1 "
-    "--batch 256",
+    "--batch 128",
 )
 def regenerate(
     source: Annotated[
@@ -151,7 +162,7 @@ def regenerate(
     max_new_tokens: MaxNewTokens = 512,
     limit: Limit = None,
     batch: Batch = 32,
-    seed: Seed = 0,
+    seed: WrittenSeed = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
 ) -> None:
@@ -166,6 +177,27 @@ def regenerate(
         answering = target if server is not None else load(target, dtype, device)
         made = run(answering, rows, path, **how, progress=progress)
     _written(made)
+
+
+@command(
+    "data answers.jsonl",
+    "data own.jsonl code.jsonl.gz --exclude gsm8k.jsonl --exclude mt_bench.jsonl --out train.jsonl",
+)
+def data(
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="training data in any shape")],
+    exclude: Annotated[list[str], option(EXCLUDE, "FILE", "--exclude")] = [],
+    path: Annotated[str | None, option("write the rows that are kept here: JSONL", "FILE", "--out")] = None,
+    target: TargetName = "smollm2",
+    json_path: JsonPath = None,
+) -> None:
+    """What training data holds; with --out, a file without its loops, near copies and excluded rows."""
+    from slipstream.training.inventory import inventory
+
+    check_writable(path, json_path, reads=inputs(target, files=[*files, *exclude]))
+    loaded = load(target, "auto", "cpu")
+    with counting("reading") as progress:
+        report = inventory(loaded, files, exclude, path, progress)
+    deliver(report, json_path)
 
 
 @command("import ./EAGLE-LLaMA3-8B --target ./llama3-8b --out drafters/llama3-eagle", name="import")

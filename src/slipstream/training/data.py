@@ -12,7 +12,7 @@ from slipstream.files import evenly, parsed, read_text
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 SHAPES = '{"messages": […]}, {"conversations": […]}, {"instruction", "input", "output"} or {"text"}'
-RECORDED = ["finished", "temperature"]  # what `regenerate` says of an answer
+RECORDED = ["source", "made", "kind", "temperature", "finished"]  # what is said of an answer
 
 
 @dataclass(frozen=True)

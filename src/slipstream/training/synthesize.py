@@ -2,10 +2,10 @@
 
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, islice
 from os import PathLike, fspath
 from typing import Any
 
@@ -13,17 +13,15 @@ from rich.text import Text
 
 from slipstream.command import public
 from slipstream.core.sampling import Sampling
-from slipstream.core.target import Target
 from slipstream.files import STANDARD, check_counts, check_writable, evenly, locked, parsed
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import read_rows
-from slipstream.training.writers import Messages, Writer, wrapped, writer_of
+from slipstream.training.kinds import Question, check_kinds, opening_of, synthesize_prompts
+from slipstream.training.writers import Asked, Messages, TargetWriter, Writer, wrapped, writer_of
 
-HERE = "\u2983slipstream\u2984"  # a user's message whose place in the rendered template is searched
 ABOUT = {"source": "self"}  # every row begins with this
-PATIENCE = 5  # batches without a usable prompt, after which synthesis stops
-PROMPT_TOKENS = (4, 200)  # shorter and longer prompts are discarded
+Rows = list[dict[str, Any]]
 Told = Callable[[int, int], None]  # called with the lines in the file and their final number
 
 
@@ -39,26 +37,58 @@ class Answers(Result):
 
 @dataclass(frozen=True)
 class Writing:
-    """A writer and its settings. Batches take the temperatures in turn. Raises ValueError."""
+    """A writer and its settings. Batches take the temperatures in turn. Raises ValueError.
+
+    A seed of None is 0 for a target. A server is sent none: vLLM's CPU build fails on seeds where a prompt is
+    read in two pieces.
+    """
 
     writer: Writer
     temperatures: Sequence[float]
     max_new_tokens: int
     batch: int
-    seed: int
+    seed: int | None
     prompt_temperature: float | None = None
+    kinds: Sequence[str] = ("any",)
 
     def __post_init__(self) -> None:
         temperatures = len(self.temperatures)
         check_counts(max_new_tokens=self.max_new_tokens, batch=self.batch, temperatures=temperatures)
+        check_kinds(self.kinds)
+        if self.seed is None and isinstance(self.writer, TargetWriter):
+            object.__setattr__(self, "seed", 0)
         for temperature in (*self.temperatures, self.prompt_temperature or 0.0):
-            Sampling(temperature=temperature, seed=self.seed)
+            Sampling(temperature=temperature, seed=self.seed or 0)
 
     @property
     def recorded(self) -> dict[str, Any]:
         """The model and the settings, as each row records them."""
-        recorded = {**self.writer.about, **vars(self), "temperatures": list(self.temperatures)}
+        kinds = None if [*self.kinds] == ["any"] else [*self.kinds]  # earlier versions knew no kinds
+        recorded = {**self.writer.about, **vars(self), "temperatures": [*self.temperatures], "kinds": kinds}
         return {name: value for name, value in recorded.items() if name != "writer" and value is not None}
+
+    def rows(self, questions: Iterable[Question], start: int) -> Iterator[dict[str, Any]]:
+        """The row of each question, in order; `start` is the first one's number."""
+        asked: deque[tuple[Question, float]] = deque()
+
+        def conversations() -> Iterator[Asked]:
+            for number, question in enumerate(questions, start):
+                temperature = self.temperatures[number // self.batch % len(self.temperatures)]
+                if question.temperature is not None:
+                    temperature = question.temperature
+                asked.append((question, temperature))
+                yield Asked(question.messages, temperature, self.seeded(number))
+
+        for answer in self.writer.answer(conversations(), self.max_new_tokens, self.batch):
+            question, temperature = asked.popleft()
+            kind = {} if question.kind is None else {"kind": question.kind}
+            messages = [*question.messages, {"role": "assistant", "content": answer.text}]
+            row = {**ABOUT, "made": self.recorded, **kind, "temperature": temperature}
+            yield {**row, "finished": answer.finished, "messages": messages}
+
+    def seeded(self, number: int) -> int | None:
+        """The seed of a row; None if there is to be none."""
+        return None if self.seed is None else wrapped(self.seed + number)
 
 
 @public
@@ -73,7 +103,7 @@ def regenerate(
     temperatures: Sequence[float] = (0.0, 0.7, 1.0),
     max_new_tokens: int = 512,
     batch: int = 32,
-    seed: int = 0,
+    seed: int | None = None,
     progress: Told = lambda lines, of: None,
 ) -> Answers:
     """Let the target answer the first questions of conversations, whose own answers are dropped.
@@ -88,6 +118,7 @@ def regenerate(
         limit: conversations, taken evenly.
         writer: the base URL of an OpenAI-compatible server that writes in the target's place.
         temperatures: used in turn, batch by batch.
+        seed: default: 0, and none is sent to a server.
 
     Raises:
         ValueError: a file cannot be read or written; `out` holds answers to other questions, by another model
@@ -102,15 +133,15 @@ def regenerate(
         )
     writing = Writing(writer_of(writer, target), temperatures, max_new_tokens, batch, seed)
     writing.writer.check(asked, max_new_tokens)
-    with _appending(out, writing) as (known, append):
-        written = list(map(_question, known))
+    with _appending(out, writing.recorded) as (known, append):
+        written = [_question(row["messages"]) for row in known]
         if written != asked[: len(written)]:
             raise ValueError(f"{out} holds answers to other questions than these: name another file")
         progress(len(written), len(asked))
-        for start in range(len(written) // batch * batch, len(asked), batch):
-            if fresh := asked[max(len(written), start) : start + batch]:
-                append(fresh, start)
-                progress(min(start + batch, len(asked)), len(asked))
+        fresh = map(Question, asked[len(written) :])
+        for number, row in enumerate(writing.rows(fresh, len(written)), len(written) + 1):
+            append(row)
+            progress(number, len(asked))
     return Answers(**made(), path=out, lines=len(asked))
 
 
@@ -137,83 +168,40 @@ def synthesize(
     out: str | PathLike[str],
     *,
     prompts: int = 200,
+    kinds: Sequence[str] = ("any",),
     writer: str | Writer | None = None,
     temperatures: Sequence[float] = (0.0, 0.7, 1.0),
     prompt_temperature: float = 0.8,
     max_new_tokens: int = 512,
     batch: int = 32,
-    seed: int = 0,
+    seed: int | None = None,
     progress: Told = lambda lines, of: None,
 ) -> Answers:
     """Let the target write prompts and answer them, batch by batch. A run continues an interrupted file.
 
     Args:
-        target, out, writer, temperatures: as `regenerate` takes them.
+        target, out, writer, temperatures, seed: as `regenerate` takes them.
         prompts: how many to write, at `prompt_temperature`.
+        kinds: any, maths, code, writing, questions, reading, summaries, translation and turns: of each about
+            as many. Prompts of the last four are about answers before them.
 
     Raises:
-        ValueError: the target has no chat template, or writes no usable prompts; the file cannot be written,
-            holds something else, or answers by another model or under other settings; or another process
-            writes it.
+        ValueError: the target has no chat template, or writes no usable prompts; a kind is unknown; the file
+            cannot be written, holds something else, or answers by another model or under other settings; or
+            another process writes it.
     """
     check_counts(prompts=prompts)
     out, target = _checked(out), loaded(target)
     chosen = writer_of(writer, target)
-    writing = Writing(chosen, temperatures, max_new_tokens, batch, seed, prompt_temperature)
-    with _appending(out, writing) as (known, append):
-        asked = [_question(messages)[0]["content"] for messages in known]
-        done = len(asked)
-        progress(done, prompts)
-        next_seed = wrapped(seed + done)
-        more = synthesize_prompts(target, chosen, prompts, prompt_temperature, batch, next_seed, asked)
-        while fresh := [[{"role": "user", "content": text}] for text in islice(more, batch)]:
-            append(fresh, done)
-            done += len(fresh)
-            progress(done, prompts)
-    return Answers(**made(), path=out, lines=done)
-
-
-def synthesize_prompts(
-    target: Target,
-    writer: Writer,
-    n: int,
-    temperature: float,
-    batch: int,
-    seed: int = 0,
-    known: Iterable[str] = (),
-) -> Iterator[str]:
-    """Prompts that the target writes when it continues its chat template from where a user's words begin, `n`
-    together with the `known` ones. Too short, too long, unfinished and repeated ones are discarded. Raises
-    ValueError: the target has no chat template, or does not write usable prompts."""
-    opening = opening_of(target)
-    kept = set(known)
-    idle = 0
-    assert target.text is not None
-    for i in count():
-        if len(kept) >= n:
-            return
-        before = len(kept)
-        for written in writer.go_on(opening, batch, temperature, PROMPT_TOKENS[1], wrapped(seed + i)):
-            length = len(target.text.ids(written.text, special=True))
-            if written.finished and length >= PROMPT_TOKENS[0] and written.text not in kept and len(kept) < n:
-                kept.add(written.text)
-                yield written.text
-        idle = idle + 1 if len(kept) == before else 0
-        if idle == PATIENCE:
-            raise ValueError(
-                f"target {target.name} wrote {len(kept)} usable prompts and then none: raise the "
-                "temperature, or give prompts of your own to `slipstream regenerate`"
-            )
-
-
-def opening_of(target: Target) -> str:
-    """The chat template's text up to the user's words. Raises ValueError if there is no template."""
-    if target.text is None or not target.text.has_chat:
-        raise ValueError(
-            f"target {target.name} has no chat template to write prompts from: use `slipstream regenerate`"
-        )
-    text = target.text.render([{"role": "user", "content": HERE}], ask=False)
-    return text[: text.index(HERE)]
+    writing = Writing(chosen, temperatures, max_new_tokens, batch, seed, prompt_temperature, kinds)
+    opening_of(target, [])
+    with _appending(out, writing.recorded) as (rows, append):
+        progress(len(rows), prompts)
+        own = (prompt_temperature, batch, writing.seed, rows, kinds)
+        for row in writing.rows(synthesize_prompts(target, chosen, prompts, *own), len(rows)):
+            append(row)
+            progress(len(rows), prompts)
+    return Answers(**made(), path=out, lines=len(rows))
 
 
 def _question(messages: Messages) -> Messages:
@@ -232,35 +220,27 @@ def _checked(out: str | PathLike[str], source: Any = None) -> str:
 
 @contextmanager
 def _appending(
-    path: str, writing: Writing
-) -> Iterator[tuple[list[Messages], Callable[[Sequence[Messages], int], None]]]:
-    """The conversations that a locked file already holds, and a function that answers questions and appends
-    them; its second argument is the number of the first. Raises ValueError: the file holds something else,
-    was made otherwise, is written by another process, or cannot be written."""
-    recorded = writing.recorded
-
-    def append(asked: Sequence[Messages], start: int) -> None:
-        temperature = writing.temperatures[start // writing.batch % len(writing.temperatures)]
-        seed = wrapped(writing.seed + start)
-        answers = writing.writer.answer(asked, temperature, writing.max_new_tokens, seed)
-        lines = []
-        for question, answer in zip(asked, answers, strict=True):
-            messages = [*question, {"role": "assistant", "content": answer.text}]
-            row = {"made": recorded, "temperature": temperature, "finished": answer.finished}
-            lines.append(json.dumps({**ABOUT, **row, "messages": messages}, ensure_ascii=False) + "\n")
-        try:
-            with open(path, "a", encoding="utf-8") as file:
-                file.writelines(lines)
-        except OSError as error:
-            raise ValueError(
-                f"output {path} cannot be written: {error.strerror}: what is there stays; run it again"
-            ) from error
-
+    path: str, recorded: dict[str, Any]
+) -> Iterator[tuple[Rows, Callable[[dict[str, Any]], None]]]:
+    """The rows that a locked file already holds, and a function that appends one, to the file and to them.
+    Raises ValueError: the file holds something else, was made otherwise, is written by another process, or
+    cannot be written."""
     with locked(path):
         rows = _written(path)
         for row in rows:
             _check_made(path, row.get("made"), recorded)
-        yield [row["messages"] for row in rows], append
+
+        def append(row: dict[str, Any]) -> None:
+            try:
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            except OSError as error:
+                raise ValueError(
+                    f"output {path} cannot be written: {error.strerror}: what is there stays; run it again"
+                ) from error
+            rows.append(row)
+
+        yield rows, append
 
 
 def _check_made(path: str, theirs: Any, ours: dict[str, Any]) -> None:

@@ -1,13 +1,17 @@
 """What writes training data: a target in this process, or a server that holds the same model."""
 
 import json
+import sys
+import time
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from http.client import HTTPException
-from itertools import count
+from itertools import groupby, islice
 from typing import Any, NamedTuple, TypeVar, final
+from urllib.error import HTTPError
 
 from slipstream.core.target import Target
 from slipstream.decode.generate import generate
@@ -17,6 +21,16 @@ from slipstream.targets.prompts import encode
 
 T = TypeVar("T")
 Messages = list[dict[str, str]]
+STARTING = 300  # seconds for which a server that is not there yet is waited for
+SILENCE = 3600  # seconds that a reply may take: a busy server holds requests back
+
+
+class Asked(NamedTuple):
+    """A conversation to answer. A seed of None is drawn by the writer."""
+
+    messages: Messages
+    temperature: float
+    seed: int | None
 
 
 class Written(NamedTuple):
@@ -38,12 +52,12 @@ class Writer(ABC):
         """Raise ValueError if a prompt leaves no room for an answer, before the first one is answered."""
 
     @abstractmethod
-    def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
-        """The assistant's answer to each conversation."""
+    def answer(self, asked: Iterable[Asked], limit: int, batch: int) -> Iterator[Written]:
+        """The assistant's answers, in order. `batch` are written at once, and taken from `asked` then."""
 
     @abstractmethod
-    def go_on(self, text: str, n: int, temperature: float, limit: int, seed: int) -> list[Written]:
-        """`n` continuations of a raw text, each up to its end token."""
+    def go_on(self, texts: Sequence[str], temperature: float, limit: int, seed: int | None) -> list[Written]:
+        """A continuation of each raw text, up to its end token. White space at its start is kept."""
 
 
 @final
@@ -65,17 +79,24 @@ class TargetWriter(Writer):
             except ValueError as error:
                 raise ValueError(f"question {number}: {error}") from error
 
-    def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
-        return self._write([encode(self.target, prompt) for prompt in prompts], temperature, limit, seed)
+    def answer(self, asked: Iterable[Asked], limit: int, batch: int) -> Iterator[Written]:
+        for temperature, group in groupby(asked, lambda each: each.temperature):
+            while some := list(islice(group, batch)):
+                prompts = [encode(self.target, each.messages) for each in some]
+                for written in self._write(prompts, temperature, limit, some[0].seed):
+                    yield Written(written.text.strip(), written.finished)
 
-    def go_on(self, text: str, n: int, temperature: float, limit: int, seed: int) -> list[Written]:
-        assert self.target.text is not None
-        return self._write([self.target.text.ids(text)] * n, temperature, limit, seed)
+    def go_on(self, texts: Sequence[str], temperature: float, limit: int, seed: int | None) -> list[Written]:
+        words = self.target.text
+        assert words is not None
+        return self._write([words.ids(text) for text in texts], temperature, limit, seed)
 
-    def _write(self, prompts: list[list[int]], temperature: float, limit: int, seed: int) -> list[Written]:
-        how: Any = {"max_new_tokens": limit, "temperature": temperature, "seed": seed}
+    def _write(
+        self, prompts: list[list[int]], temperature: float, limit: int, seed: int | None
+    ) -> list[Written]:
+        how: Any = {"max_new_tokens": limit, "temperature": temperature, "seed": seed or 0}
         made = generate(self.target, prompts, "vanilla", **how)
-        return [Written(answer.text.strip(), answer.finish == "eos") for answer in made]
+        return [Written(answer.text, answer.finish == "eos") for answer in made]
 
 
 @final
@@ -89,36 +110,69 @@ class ServerWriter(Writer):
 
     def __init__(self, url: str, model: str | None = None) -> None:
         self.url = url.rstrip("/")
-        self.model = model or self._ask("models", None, lambda reply: str(reply["data"][0]["id"]))
+        self.model = model or self._first_model()
 
     @property
     def about(self) -> dict[str, str]:
         return {"server_model": self.model}
 
-    def answer(self, prompts: Sequence[Messages], temperature: float, limit: int, seed: int) -> list[Written]:
-        def one(i: int, messages: Messages) -> Written:
-            body = {"messages": messages, "temperature": temperature, "max_tokens": limit}
-            return self._write("chat/completions", {**body, "seed": wrapped(seed + i)})[0]
+    def answer(self, asked: Iterable[Asked], limit: int, batch: int) -> Iterator[Written]:
+        def one(each: Asked) -> Written:
+            body = {"messages": each.messages, "temperature": each.temperature, "max_tokens": limit}
+            written = self._write("chat/completions", body, each.seed)
+            return Written(written.text.strip(), written.finished)
 
-        with ThreadPoolExecutor(max(len(prompts), 1)) as pool:  # the server batches concurrent requests
-            return list(pool.map(one, count(), prompts))
+        pool, sent = ThreadPoolExecutor(batch), deque[Future[Written]]()
+        try:
+            for each in asked:
+                sent.append(pool.submit(one, each))
+                while sent and (sent[0].done() or len(sent) == 2 * batch):  # a long answer holds up no others
+                    yield sent.popleft().result()
+            while sent:
+                yield sent.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
-    def go_on(self, text: str, n: int, temperature: float, limit: int, seed: int) -> list[Written]:
-        body = {"prompt": text, "temperature": temperature, "max_tokens": limit, "seed": seed, "n": n}
-        return self._write("completions", body)
+    def go_on(self, texts: Sequence[str], temperature: float, limit: int, seed: int | None) -> list[Written]:
+        def one(i: int) -> Written:
+            body = {"prompt": texts[i], "temperature": temperature, "max_tokens": limit}
+            return self._write("completions", body, None if seed is None else wrapped(seed + i))
 
-    def _write(self, path: str, body: dict[str, Any]) -> list[Written]:
-        return self._ask(
-            path, {"model": self.model, **body}, lambda reply: list(map(_written, reply["choices"]))
-        )
+        with ThreadPoolExecutor(max(len(texts), 1)) as pool:  # the server batches concurrent requests
+            return list(pool.map(one, range(len(texts))))
+
+    def _write(self, path: str, body: dict[str, Any], seed: int | None) -> Written:
+        seeded = {} if seed is None else {"seed": seed}
+        body = {"model": self.model, **body, **seeded}
+        return self._ask(path, body, lambda reply: _written(reply["choices"][0]))
+
+    def _first_model(self) -> str:
+        """The server's first model. A server that is still starting is waited for."""
+        until, told = time.monotonic() + STARTING, False
+        while True:
+            try:
+                return self._ask("models", None, lambda reply: str(reply["data"][0]["id"]))
+            except ValueError as error:
+                cause = error.__cause__
+                refused = isinstance(getattr(cause, "reason", cause), ConnectionRefusedError)
+                starting = refused or getattr(cause, "code", None) == 503
+                if not starting or time.monotonic() >= until:
+                    raise
+            if not told:
+                note = f"server {self.url} is not ready: waiting up to {STARTING} seconds for its start"
+                print(note, file=sys.stderr)
+                told = True
+            time.sleep(1)
 
     def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=600) as reply:
+            with urllib.request.urlopen(request, timeout=SILENCE) as reply:
                 return read(json.load(reply))
         except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:  # no such server
+            if isinstance(error, HTTPError):
+                error.close()
             raise ValueError(
                 f"server {self.url}/{path}: {error}: give the base of an OpenAI-compatible server, such as "
                 "http://localhost:8000/v1"
@@ -127,7 +181,7 @@ class ServerWriter(Writer):
 
 def _written(choice: Any) -> Written:
     text = choice["message"]["content"] or "" if "message" in choice else choice["text"]
-    return Written(text.strip(), choice["finish_reason"] == "stop")
+    return Written(text, choice["finish_reason"] == "stop")
 
 
 def writer_of(given: "str | Writer | None", target: AnyTarget) -> Writer:

@@ -1,0 +1,203 @@
+"""What training data holds, and the same without what is not worth learning."""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Group
+
+from slipstream.core.target import Target
+from slipstream.results import Figures, Part, Result, made
+from slipstream.training.data import encode_row, read_rows
+from slipstream.training.repeats import excluded_words, holds, loops, near_copies
+from slipstream.training.synthesize import Told
+
+ALL = "all"
+SHORT = 50  # words: shorter answers are compared together with their questions
+LONG = 2**31  # tokens: no row is cut
+
+
+class Holding(Part):
+    """Rows of one kind. Shares are of rows; lengths are tokens, at the median, at 95 % and at most.
+
+    Attributes:
+        answer_tokens: those that are learnt.
+        prompt: lengths of what is not learnt, the chat template's words included.
+        answer: lengths of what is learnt.
+        excluded: rows that share words with a question set.
+        loops: other rows of which an answer repeats itself.
+        repeats: other rows that are nearly one before them, or the beginning of another.
+    """
+
+    rows: int
+    answer_tokens: int
+    prompt: tuple[int, int, int]
+    answer: tuple[int, int, int]
+    finished: float
+    greedy: float
+    several_turns: float
+    excluded: int
+    loops: int
+    repeats: int
+
+
+@dataclass
+class Counted:
+    """A row with its kind, and its tokens. `fault`: why it is dropped."""
+
+    row: dict[str, Any]
+    learnt: int
+    tokens: int
+    fault: str | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(turn["content"] for turn in self.row.get("messages", [])) or (self.row["text"],)
+
+    @property
+    def answers(self) -> list[str]:
+        turns = self.row.get("messages", [{"role": "assistant", "content": self.row.get("text", "")}])
+        return [turn["content"] for turn in turns if turn["role"] == "assistant"]
+
+    @property
+    def compared(self) -> str:
+        """What makes the row a near copy: its answers, and if they are short, its questions, too."""
+        said = "\n".join(self.answers)
+        return said if len(said.split()) >= SHORT else "\n".join(self.texts)
+
+
+class Inventory(Result):
+    """What files of training data hold, by kind. `kept`: the same of the rows written to `out`."""
+
+    target: str
+    files: list[str]
+    kinds: dict[str, Holding]
+    out: str | None = None
+    kept: dict[str, Holding] | None = None
+
+    def __rich__(self) -> Group:
+        title = f"{', '.join(self.files)}, in tokens of {self.target}"
+        tables = [_table(title, self.kinds, dropping=True)]
+        if self.kept is not None:
+            tables.append(_table(f"kept, in {self.out}", self.kept, dropping=False))
+        return Group(*tables)
+
+
+def inventory(
+    target: Target,
+    files: Sequence[str | PathLike[str]],
+    exclude: Sequence[str | PathLike[str]] = (),
+    out: str | PathLike[str] | None = None,
+    progress: Told = lambda rows, of: None,
+) -> Inventory:
+    """Count what training data holds, by kind: what `synthesize` calls so, else the file's name.
+
+    Args:
+        exclude: JSONL of questions. Rows that share 13 words in a row with one are dropped.
+        out: a file to write the kept rows to.
+
+    Raises:
+        ValueError: a file cannot be read or written, or a row is none that can be trained on.
+    """
+    words = excluded_words(exclude)
+    paths = [fspath(path) for path in files]
+    found = [(path, number, row) for path in paths for number, row in read_rows(path)]
+    if not found:
+        raise ValueError(f"{', '.join(paths)}: no rows: give training data")
+    counted = []
+    for done, (path, number, row) in enumerate(found, 1):
+        try:
+            example = encode_row(row, target, LONG)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        kind = str(row.get("kind") or Path(path.removesuffix(".gz")).stem)
+        counted.append(Counted({**row, "kind": kind}, sum(example.loss), len(example.tokens)))
+        progress(done, len(found))
+    _judge(counted, words)
+    report: dict[str, Any] = {
+        "target": target.name,
+        "files": paths,
+        "kinds": _by_kind(counted),
+    }
+    if out is not None:
+        good = [row for row in counted if row.fault is None]
+        _write(fspath(out), good)
+        report |= {"out": fspath(out), "kept": _by_kind(good)}
+    return Inventory(**made(), **report)
+
+
+def _judge(rows: Sequence[Counted], words: set[int]) -> None:
+    """Say of each row why it is to be dropped, if it is."""
+    for row in rows:
+        if any(holds(text, words) for text in row.texts):
+            row.fault = "excluded"
+        elif any(map(loops, row.answers)):
+            row.fault = "loops"
+    good = [row for row in rows if row.fault is None]
+    begun = {row.texts[:end] for row in good for end in range(2, len(row.texts))}
+    for row in good:
+        if row.texts in begun:  # another row goes on with this conversation
+            row.fault = "repeats"
+    good = [row for row in good if row.fault is None]
+    for row, copy in zip(good, near_copies(row.compared for row in good), strict=True):
+        if copy:
+            row.fault = "repeats"
+
+
+def _by_kind(rows: Sequence[Counted]) -> dict[str, Holding]:
+    """What rows hold, by kind; and all of them, where there are several kinds."""
+    kinds = defaultdict[str, list[Counted]](list)
+    for row in rows:
+        kinds[row.row["kind"]].append(row)
+    held = {kind: _holding(kinds[kind]) for kind in sorted(kinds)}
+    return held | ({ALL: _holding(rows)} if len(held) > 1 else {})
+
+
+def _holding(rows: Sequence[Counted]) -> Holding:
+    def share(has: Callable[[Counted], bool]) -> float:
+        return round(sum(map(has, rows)) / len(rows), 4)
+
+    faults = Counter(row.fault for row in rows)
+    return Holding(
+        rows=len(rows),
+        answer_tokens=sum(row.learnt for row in rows),
+        prompt=_lengths([row.tokens - row.learnt for row in rows]),
+        answer=_lengths([row.learnt for row in rows]),
+        finished=share(lambda row: row.row.get("finished", True)),
+        greedy=share(lambda row: row.row.get("temperature") == 0),
+        several_turns=share(lambda row: len(row.answers) > 1),
+        excluded=faults["excluded"],
+        loops=faults["loops"],
+        repeats=faults["repeats"],
+    )
+
+
+def _lengths(tokens: Sequence[int]) -> tuple[int, int, int]:
+    middle, high = np.percentile(tokens, [50, 95])
+    return round(middle), round(high), max(tokens)
+
+
+def _write(path: str, rows: Sequence[Counted]) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row.row, ensure_ascii=False) + "\n" for row in rows)
+    except OSError as error:
+        raise ValueError(f"output {path} cannot be written: {error.strerror}: name another file") from error
+
+
+def _table(title: str, kinds: dict[str, Holding], dropping: bool) -> Figures:
+    faults = ("excluded", "loops", "repeats") if dropping else ()
+    lengths = ("prompt 50 / 95 / 100 %", "answer 50 / 95 / 100 %")
+    table = Figures(title, "kind", "rows", "answer tokens", *lengths, "finished", "greedy", "turns", *faults)
+    for kind, held in kinds.items():
+        spans = (" / ".join(f"{n:>4}" for n in tokens) for tokens in (held.prompt, held.answer))
+        shares = (f"{share:.0%}" for share in (held.finished, held.greedy, held.several_turns))
+        cells = (f"{held.rows:,}", f"{held.answer_tokens:,}", *spans, *shares)
+        style = "bold" if kind == ALL else ""
+        table.add_row(kind, *cells, *(f"{getattr(held, fault):,}" for fault in faults), style=style)
+    return table

@@ -1,0 +1,197 @@
+"""Prompts that the target writes itself, begun with words that steer their kind."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+from slipstream.core.target import Target
+from slipstream.training.repeats import loops
+from slipstream.training.writers import Messages, Writer, Written, wrapped
+
+HERE = "\u2983slipstream\u2984"  # a user's message whose place in the rendered template is searched
+PATIENCE = 5  # batches without a usable prompt, after which synthesis stops
+WORDS = (4, 200)  # tokens of what the target writes of a prompt: shorter and longer ones are discarded
+LONGEST = 1500  # tokens of a prompt, with the text that it is about and earlier turns
+TEXT_WORDS = 60  # at least, of an earlier answer that a prompt is about
+TRIES = 30  # answers that are looked at to find one
+FREE = {  # kinds whose prompts need nothing before them, and words that begin them
+    "any": [""],
+    "maths": [
+        *("A train", "If a", "A shop sells", "Solve", "What is the sum of", "Calculate", "A farmer has"),
+        *("How many", "Find the value of", "Prove that", "A rectangle has", "Tom has"),
+    ],
+    "code": [
+        *("Write a Python function", "Write a program", "What does this code do?\n\n", "Write an SQL query"),
+        *("Fix the bug in this code:\n\n", "Write a JavaScript function", "Implement", "Write a C++ program"),
+        *("Explain this code:\n\n", "How do I use Python to", "Write a shell script", "Write a class"),
+    ],
+    "writing": [
+        *("Write a story about", "Write a letter", "Write an email", "Write a poem", "Write an essay on"),
+        *("Imagine", "Write a dialogue between", "Write a product description", "Write a speech"),
+        *("Continue this story:", "Write an article about", "Write a review of"),
+    ],
+    "questions": [
+        *("What is", "Why do", "Explain", "How does", "Who was", "What are the differences between"),
+        *("Make a table of", "Give me some tips", "List", "What happens if", "When did", "Compare"),
+    ],
+}
+ABOUT = {  # kinds whose prompts follow a text that the target wrote before
+    "reading": ["According to the text,", "Based on the text above,", "What does the author", "In the text,"],
+    "summaries": ["Summarize", "Write a short summary", "What are the main points", "Give the text a title"],
+    "translation": ["Translate this into", "Translate the text above into", "How do you say this in"],
+}
+TURNS = {
+    "turns": ["", "Can you", "What about", "Now", "Why", "Please", "Could you", "How"]
+}  # follow an answer
+KINDS = FREE | ABOUT | TURNS
+
+
+class Question(NamedTuple):
+    """A conversation to answer. A temperature of None is the next in turn."""
+
+    messages: Messages
+    kind: str | None = None
+    temperature: float | None = None
+
+
+class Begun(NamedTuple):
+    """A prompt whose first words are there: earlier turns, and the text of the last."""
+
+    kind: str
+    before: Messages
+    text: str
+    words: str  # with which the user's own words begin, at the end of `text`
+    temperature: float | None
+
+
+def check_kinds(kinds: Sequence[str]) -> None:
+    """Raise ValueError for an unknown kind, and where no kind begins without an earlier answer."""
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise ValueError(f"unknown kind {unknown[0]!r}. Available: {', '.join(KINDS)}")
+    if not any(kind in FREE for kind in kinds):
+        raise ValueError(f"{', '.join(kinds) or 'no kind'}: add one that needs no text: {', '.join(FREE)}")
+
+
+def synthesize_prompts(
+    target: Target,
+    writer: Writer,
+    n: int,
+    temperature: float,
+    batch: int,
+    seed: int | None,
+    rows: Sequence[dict[str, Any]],
+    kinds: Sequence[str] = ("any",),
+) -> Iterator[Question]:
+    """Prompts that the target writes when it continues its chat template from where a user's words begin.
+    Too short, too long, unfinished and repeated ones are discarded.
+
+    Args:
+        n: how many, together with those of `rows`.
+        rows: the answered rows. New ones may be appended meanwhile: some kinds of prompts begin with them.
+        kinds: of which about equally many prompts are written.
+
+    Raises:
+        ValueError: the target has no chat template, or does not write usable prompts.
+    """
+    opening_of(target, [])
+    done, idle = len(rows), 0
+    kept = {_key(row["messages"][:-1]) for row in rows} | {_key(row["messages"][:-2]) for row in rows}
+    known = Counter(row.get("kind") for row in rows)
+    counts = {kind: float(known[kind]) for kind in kinds}
+    made = done
+    for i in count():
+        if made >= n:
+            return
+        chance = random.Random(f"{seed} {done} {i}")
+        begun = [_begin(counts, kept, rows, chance) for _ in range(batch)]
+        texts = [opening_of(target, each.before) + each.text for each in begun]
+        first = None if seed is None else wrapped(seed + (done << 32) + i * batch)  # no two share a seed
+        before = made
+        for each, written in zip(begun, writer.go_on(texts, temperature, WORDS[1], first), strict=True):
+            prompt = _prompt(target, each, written)
+            if prompt is None or _key(prompt) in kept or made >= n:
+                counts[each.kind] -= 0.75  # not all of it, or a kind that never fits would take all turns
+                continue
+            kept.add(_key(prompt))
+            made += 1
+            yield Question(prompt, each.kind, each.temperature)
+        idle = idle + 1 if made == before else 0
+        if idle == PATIENCE:
+            raise ValueError(
+                f"target {target.name} wrote {made} usable prompts and then none: raise the "
+                "temperature, or give prompts of your own to `slipstream regenerate`"
+            )
+
+
+def opening_of(target: Target, before: Messages) -> str:
+    """The chat template's text up to the user's next words. Raises ValueError if there is no template."""
+    if target.text is None or not target.text.has_chat:
+        raise ValueError(
+            f"target {target.name} has no chat template to write prompts from: use `slipstream regenerate`"
+        )
+    text = target.text.render([*before, {"role": "user", "content": HERE}], ask=False)
+    return text[: text.index(HERE)]
+
+
+def _begin(
+    counts: dict[str, float],
+    kept: set[tuple[str, ...]],
+    rows: Sequence[dict[str, Any]],
+    chance: random.Random,
+) -> Begun:
+    """A prompt of the rarest kind that can be begun, which is counted. An answer that a conversation goes on
+    from is put into `kept`."""
+    for kind in sorted(counts, key=lambda kind: counts[kind]):
+        words, before, text = chance.choice(KINDS[kind]), [], ""
+        temperature = None
+        if kind in TURNS:
+            if (row := _earlier(rows, chance, kind, kept)) is None:
+                continue
+            before, temperature = row["messages"], row["temperature"]
+            kept.add(_key(before))
+        elif kind in ABOUT:
+            texts = [_earlier(rows, chance, kind, kept) for _ in range(chance.choice([1, 1, 2]))]
+            if None in texts:
+                continue
+            text = _joined([row["messages"][-1]["content"] for row in texts if row is not None], kind)
+        counts[kind] += 1
+        return Begun(kind, before, text + words, words, temperature)
+    raise AssertionError("a free kind can always be begun")
+
+
+def _joined(texts: Sequence[str], kind: str) -> str:
+    """The text that a prompt is about: a paragraph to translate, or one or two whole texts."""
+    if kind == "translation":
+        texts = [next(part for part in texts[0].split("\n") if part.strip())]
+    return "\n\n".join([*texts, ""])
+
+
+def _earlier(
+    rows: Sequence[dict[str, Any]], chance: random.Random, kind: str, kept: set[tuple[str, ...]]
+) -> dict[str, Any] | None:
+    """A finished answer to go on from, or to write about; None if none is found."""
+    for row in (chance.choice(rows) for _ in range(TRIES if rows else 0)):
+        answer, about = row["messages"][-1]["content"], row.get("kind") in ("any", "writing", "questions")
+        fits = len(answer.split()) >= TEXT_WORDS and about
+        if kind in TURNS:
+            fits = len(row["messages"]) < 6 and _key(row["messages"]) not in kept
+        if fits and answer and row["finished"] and not loops(answer):
+            return row
+    return None
+
+
+def _prompt(target: Target, begun: Begun, written: Written) -> Messages | None:
+    """The whole conversation; None if its last words were cut, or are too few or too many."""
+    assert target.text is not None
+    words = target.text.ids((begun.words + written.text).strip(), special=True)
+    prompt = [*begun.before, {"role": "user", "content": (begun.text + written.text).strip()}]
+    if not written.finished or len(words) < WORDS[0]:
+        return None
+    long = begun.before or begun.text != begun.words
+    return None if long and len(target.text.ids(target.text.render(prompt, ask=True))) > LONGEST else prompt
+
+
+def _key(messages: Messages) -> tuple[str, ...]:
+    return tuple(message["content"] for message in messages)
