@@ -11,7 +11,7 @@ const LONGEST = 12; // letters of a token in the tree
 
 const visible = (token) => token.replaceAll(" ", "·").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
 const shorter = (token) => (token.length > LONGEST ? `${token.slice(0, LONGEST - 1)}…` : token);
-const chance = (share) => (share === null || share === undefined ? NONE : share ? percent(share / SHARES, share < 1000 ? 1 : 0) : "< 0.01 %");
+const chance = (share) => (share === null || share === undefined ? NONE : share ? percent(share / SHARES, share < 100 ? 2 : share < 1000 ? 1 : 0) : "< 0.01 %");
 
 function traceSection(trace) {
   const id = newId("trace");
@@ -29,16 +29,15 @@ function answerPart(answer, texts, title) {
   const kinds = rounds.map((round) => round.pieces.map((_, i) => (i < round.path.length - 1 ? "accepted" : round.kind)));
   const panel = el("div", { class: "panel", "aria-live": "polite" });
   const told = el("p", { class: "answer" }, el("span", { class: "plain", title: "from the prompt's pass" }, opening.first));
-  rounds.forEach((round, number) =>
-    round.pieces.forEach((piece, i) => {
-      const kind = kinds[number][i];
-      told.append(el("span", { class: kind, "data-round": number, title: `round ${number + 1}: ${kind}` }, piece));
-    }),
-  );
+  rounds.forEach((round, number) => {
+    const pieces = round.pieces.map((piece, i) =>
+      el("span", { class: kinds[number][i], title: `round ${number + 1}: ${kinds[number][i]}` }, piece));
+    told.append(el("span", { "data-round": number }, pieces));
+  });
   const blocks = timeline(rounds, show);
   told.addEventListener("click", (event) => {
-    const at = event.target.dataset.round;
-    if (at !== undefined) show(Number(at));
+    const at = event.target.closest("[data-round]");
+    if (at) show(Number(at.dataset.round));
   });
 
   function show(number) {
@@ -123,6 +122,7 @@ function roundPart(round, number, total, texts, show) {
     el("h4", {}, `Round ${number + 1} of ${total}`),
     el("p", { class: "steps" }, to(number - 1, "Previous"), " ", to(number + 1, "Next"), ` ${said}`),
     tree(round, texts),
+    el("p", { class: "legend" }, "✓ accepted. Dashed: the target's own token. p: the target's probability at temperature 1; q: the drafter's."),
     el("details", {}, el("summary", {}, "The same as a table"), nodesTable(round, texts, number)),
   ];
 }
@@ -149,8 +149,8 @@ function nodesTable(round, texts, number) {
   return table(`Nodes of round ${number + 1}`, columns, nodes);
 }
 
-const STEP = 136; // from a depth to the next
-const BOX = 112;
+const STEP = 150; // from a depth to the next
+const BOX = 124;
 const PITCH = 44;
 
 function tree(round, texts) {
@@ -185,7 +185,7 @@ function tree(round, texts) {
     const figures = slot ? `p ${chance(p)}${q === null || q === undefined ? "" : `  q ${chance(q)}`}` : "root";
     const box = { x: x(slot), y: y(slot) - 18, width: BOX, height: 36, rx: 5 };
     return titled(svg("g", { class: `node ${kind(slot)}` }, svg("rect", box),
-      text(x(slot) + 6, y(slot) - 4, mark + shorter(token), "token"),
+      text(x(slot) + 6, y(slot) - 4, (slot ? mark : "") + shorter(token), "token"),
       text(x(slot) + 6, y(slot) + 12, figures, "chance")),
       `${token}: ${figures}, ${slot ? kind(slot) : "root"}`);
   });

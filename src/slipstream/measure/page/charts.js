@@ -16,6 +16,7 @@ function drawing(height, label, ...children) {
 const text = (x, y, content, kind = "", anchor = "start") =>
   svg("text", { x, y, class: kind, "text-anchor": anchor }, content);
 const line = (x1, y1, x2, y2, kind) => svg("line", { x1, y1, x2, y2, class: kind });
+const cut = (name, longest = 66) => (name.length > longest ? `${name.slice(0, longest - 1)}…` : name);
 const titled = (node, title) => (node.append(svg("title", {}, title)), node);
 
 function ticks(low, high, count = 5) {
@@ -51,20 +52,20 @@ const MARKS = {
 };
 
 // One line per name, with marks and 95 % intervals on it: rows are { name, marks: [{ value, interval, mark, kind }] }.
-function intervals(label, rows, ticksAt) {
+function intervals(label, rows) {
   const values = rows.flatMap((row) => row.marks.flatMap(({ value, interval }) => [value, ...(interval ?? [])]));
   const known = values.filter(Number.isFinite);
   const bounds = [Math.min(0.9, ...known) - 0.05, Math.max(1.1, ...known) + 0.05];
   const X = scale(...bounds, 8, WIDTH - RIGHT);
   const pitch = 38;
   const bottom = rows.length * pitch + 4;
-  const nodes = (ticksAt ?? ticks(...bounds)).flatMap((at) => [
+  const nodes = ticks(...bounds).flatMap((at) => [
     line(X(at), 4, X(at), bottom, at === 1 ? "one" : "grid"),
     text(X(at), bottom + 15, at, "tick", "middle"),
   ]);
   rows.forEach((row, index) => {
     const y = index * pitch + 28;
-    nodes.push(text(8, y - 12, row.name, "name"), line(8, y, WIDTH - RIGHT, y, "grid"));
+    nodes.push(text(8, y - 12, cut(row.name), "name"), line(8, y, WIDTH - RIGHT, y, "grid"));
     for (const { value, interval, mark, kind, title } of row.marks.filter((each) => Number.isFinite(each.value))) {
       if (interval) nodes.push(line(X(interval[0]), y, X(interval[1]), y, `whisker ${kind}`));
       nodes.push(titled(MARKS[mark](X(value), y, kind), title ?? `${row.name}: ${fixed(value)}`));
@@ -97,7 +98,7 @@ function acceptanceByDepth(rows, shown) {
 function acceptedLengths(shown) {
   const survived = [1, ...shown.acceptance_by_depth, 0];
   const shares = survived.slice(0, -1).map((share, i) => Math.max(0, share - survived[i + 1]));
-  const high = Math.max(...shares, 0.1);
+  const high = 1.15 * Math.max(...shares, 0.1);
   const counts = shares.map((_, i) => i);
   const { nodes, X, Y } = axes(230, [-0.5, shares.length - 0.5], [0, high], "accepted tokens", "share of rounds", counts);
   const width = Math.min(44, 0.7 * (X(1) - X(0)));
@@ -123,9 +124,9 @@ function speedByTask(rows, shown) {
     ],
   }));
   if (!lines.length) return null;
-  const note = "× plain decoding, with 95 % over questions where a set has several. Grey: other drafters.";
-  return figure(`Speed-up by task, ${shown.drafter}.`, note,
-    intervals(`Speed-up by task of ${shown.drafter}`, lines.map((each) => ({ ...each }))));
+  const note = `× plain decoding, of ${shown.drafter}, with 95 % over the questions of a set that has several. ` +
+    "Grey: other drafters.";
+  return figure("Speed-up by task.", note, intervals(`Speed-up by task of ${shown.drafter}`, lines));
 }
 
 const byPart = (row) =>
@@ -163,7 +164,7 @@ function timeSplit(rows) {
   rows.forEach((row, index) => {
     const y = index * pitch + 40;
     let before = 0;
-    nodes.push(text(8, y - 5, row.drafter, "name"));
+    nodes.push(text(8, y - 5, cut(row.drafter), "name"));
     msPerRound(row).forEach((ms, i) => {
       const bar = { x: X(before), y, width: Math.max(0, X(before + ms) - X(before) - 1), height: 13, class: PARTS[i] };
       nodes.push(titled(svg("rect", bar), `${row.drafter}, ${PARTS[i]}: ${fixed(ms, 1)} ms`));

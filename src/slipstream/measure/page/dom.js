@@ -22,7 +22,7 @@ const NONE = "–";
 const fixed = (value, digits = 2) => (Number.isFinite(value) ? value.toFixed(digits) : NONE);
 const times = (value) => (Number.isFinite(value) ? `${value.toFixed(2)} ×` : NONE);
 const percent = (value, digits = 1) => (Number.isFinite(value) ? `${(100 * value).toFixed(digits)} %` : NONE);
-const span = (interval) => (interval ? `${fixed(interval[0])} to ${fixed(interval[1])}` : NONE);
+const span = (interval) => (interval ? `[${fixed(interval[0])}, ${fixed(interval[1])}]` : NONE);
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const counted = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
@@ -30,7 +30,8 @@ let ids = 0;
 const newId = (stem) => `${stem}-${++ids}`;
 
 // A column is { head, value: row => number or text to sort by, show: row => what stands there (default: value) }.
-function table(caption, columns, rows) {
+// `sorted`: the column by which rows are sorted, the largest first; default: as they are given.
+function table(caption, columns, rows, sorted) {
   const body = el("tbody");
   const heads = columns.map((column, index) => {
     const button = el("button", { type: "button", click: () => sort(index) }, column.head);
@@ -65,6 +66,7 @@ function table(caption, columns, rows) {
     body.append(...lines.map(({ line }) => line));
   }
 
+  if (sorted !== undefined) sort(sorted);
   const head = el("thead", {}, el("tr", {}, heads));
   return el("div", { class: "scroll" }, el("table", {}, el("caption", {}, caption), head, body));
 }
