@@ -17,7 +17,9 @@ OUT = "the page; - is standard output"
     "report bench.json answer.jsonl",
 )
 def report(
-    files: Annotated[list[str], typer.Argument(help=GIVEN, metavar="RUN.json… TRACE.jsonl…", show_default=False)],
+    files: Annotated[
+        list[str], typer.Argument(help=GIVEN, metavar="RUN.json… TRACE.jsonl…", show_default=False)
+    ],
     out: Annotated[str, option(OUT, "FILE")] = "report.html",
 ) -> None:
     """Make one HTML page of runs and traces: tables, pictures, and answers round by round.

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -76,7 +76,7 @@ class Round(Part):
     opening: Opening | None = None
 
     @model_validator(mode="after")
-    def is_a_tree(self) -> Self:
+    def is_a_tree(self) -> "Round":
         nodes = len(self.tokens)
         if not all(len(each) == nodes for each in (self.parents, self.texts, self.p, self.q)):
             raise ValueError("its nodes have not as many parents, texts, p or q")
@@ -186,8 +186,8 @@ def _short(value: float | Tensor) -> float:
 
 
 def read_trace(path: str | PathLike[str], text: str | None = None) -> list[list[Round]]:
-    """The rounds of each text in a trace; `text`: what the file holds, if it has been read. Raises ValueError,
-    which names the line, for any other file."""
+    """The rounds of each text in a trace; `text`: what the file holds, if it has been read. For any other file
+    raises ValueError, which names the line."""
     rows: dict[int, list[Round]] = {}
     lines = (read_text(path, "trace") if text is None else text).splitlines()
     for number, line in enumerate(lines, 1):
