@@ -112,7 +112,9 @@ def generate(
     compile: Compile = False,
     quantize: Quantize = None,
     explain: Annotated[bool, on_results(EXPLAIN, None, "--explain")] = False,
-    trace: Annotated[str | None, on_results("write one JSON line per round here", "FILE")] = None,
+    trace: Annotated[
+        str | None, on_results("write one JSON line per round here, for slipstream report", "FILE")
+    ] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Answer one prompt, printed as it is made; figures go to standard error.

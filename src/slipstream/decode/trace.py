@@ -186,8 +186,8 @@ def _short(value: float | Tensor) -> float:
 
 
 def read_trace(path: str | PathLike[str], text: str | None = None) -> list[list[Round]]:
-    """The rounds of each text in a trace; `text`: what the file holds, if it has been read. For any other file
-    raises ValueError, which names the line."""
+    """The rounds of each text in a trace; `text`: what the file holds, if it has been read. Raises ValueError
+    for any other file, by the line."""
     rows: dict[int, list[Round]] = {}
     lines = (read_text(path, "trace") if text is None else text).splitlines()
     for number, line in enumerate(lines, 1):
