@@ -20,6 +20,7 @@ def traced(drafter, prompts=PROMPTS, **how):
     return target, made, trace.getvalue()
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_p_is_the_targets_and_q_the_drafters(temperature):
     """Probabilities of a sibling, of another row, behind another node, or after the cuts of sampling."""

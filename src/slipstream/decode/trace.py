@@ -82,7 +82,9 @@ class Round(Part):
             raise ValueError("its nodes have not as many parents, texts, p or q")
         if not nodes or any(not 0 <= above <= max(slot - 1, 0) for slot, above in enumerate(self.parents)):
             raise ValueError("a parent does not stand before its child")
-        if self.accepted[:1] != [0] or [self.parents[i] for i in self.accepted[1:]] != self.accepted[:-1]:
+        first, *path = self.accepted or [-1]
+        inside = first == 0 and all(0 < slot < nodes for slot in path)
+        if not inside or [self.parents[slot] for slot in path] != self.accepted[:-1]:
             raise ValueError("the accepted path leaves the tree")
         return self
 
@@ -144,10 +146,11 @@ class Tracer:
 
     def _text(self, token: int) -> str:
         """One token as text; empty for no token."""
+        if token < 0:
+            return ""
         if token not in self._texts:
             text = self.target.text
-            shown = str(token) if text is None else text.decode([token], special=True)
-            self._texts[token] = shown if token >= 0 else ""
+            self._texts[token] = str(token) if text is None else text.decode([token], special=True)
         return self._texts[token]
 
 
