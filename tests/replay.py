@@ -77,6 +77,7 @@ DECODING = ("--target", "--dtype", "--device", "--seed", "--max-new-tokens", "--
 ASKING = (*DECODING, "--limit", "--questions")
 MAKING = ("--target", "--dtype", "--device", "--seed", "--max-new-tokens", "--temperature")
 HERE = "--target {model} --dtype float64"
+RUN = Path(__file__).parents[1] / "benchmarks" / "results" / "bench_auto.json"
 ASKED = f"{HERE} --questions {{questions_jsonl}} --max-new-tokens 5 --drafter ngram --temperature 0"
 MADE = f"{HERE} --max-new-tokens 5 --batch 2 --out {{out}}/x.jsonl"
 TINY = "schedule.evaluate_every=1000 schedule.batch_tokens=64 data.held_out_tokens=8 head.tree=chain-2"
@@ -103,6 +104,13 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[str | int, str]]] = {
     ),
     f"certify {ASKED}": ((*ASKING, "--json"), {}),
     f"demo {ASKED}": (ASKING, {}),
+    f"report {RUN} --out {{out}}/x.html": (
+        (),
+        {
+            1: f"{RUN} : {NO_ROWS} {{data_jsonl}} {{questions_jsonl}}",
+            "--out": f"{{out}}/y.html - : {NO_OUTPUT}",
+        },
+    ),
     f"train eagle {HERE} --data {{data_jsonl}} --out {{out}}/x {TINY}": (
         ("--target", "--dtype", "--device"),
         {

@@ -68,8 +68,11 @@ class Result(Part, ABC):
     @classmethod
     def from_json(cls: type[R], text: str) -> R:
         """The result in a JSON text. Raises ValueError for any other text."""
+        value = parsed(text)
+        if isinstance(value, dict):
+            check_schema(value.get("schema", SCHEMA))
         try:
-            return cls.model_validate(parsed(text))
+            return cls.model_validate(value)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
@@ -101,6 +104,12 @@ class Report(Result):
     def ended_by(self: R, error: BaseException) -> R:
         """The same report, of a run that an error ended."""
         return self.model_copy(update={"stopped": str(error).split("\n")[0] or type(error).__name__})
+
+
+def check_schema(number: Any) -> None:
+    """Raise ValueError for a result that another version wrote in a form that this one does not know."""
+    if number != SCHEMA:
+        raise ValueError(f"it has schema {number!r}, and this version of Slipstream reads schema {SCHEMA}")
 
 
 def made() -> dict[str, Any]:

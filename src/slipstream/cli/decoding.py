@@ -50,6 +50,7 @@ MASS = "keep the likeliest tokens with this mass"
 LIKELY = "keep tokens this fraction as likely as the likeliest"
 BOTH = "counts prompt and answer"
 AnswerPenalty = Annotated[float, on_sampling("counts the answer", "X")]
+TRACE = "write one JSON line per round here, for slipstream report"
 EXPLAIN = "show which trees auto chose, and why"
 LAW = "coupled or multi-round (default: the drafter's own); lossy-typical, Medusa's, changes the text"
 SEVERAL = "0 is greedy; repeatable"
@@ -112,7 +113,7 @@ def generate(
     compile: Compile = False,
     quantize: Quantize = None,
     explain: Annotated[bool, on_results(EXPLAIN, None, "--explain")] = False,
-    trace: Annotated[str | None, on_results("write one JSON line per round here", "FILE")] = None,
+    trace: Annotated[str | None, on_results(TRACE, "FILE")] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Answer one prompt, printed as it is made; figures go to standard error.

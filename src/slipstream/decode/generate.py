@@ -1,9 +1,8 @@
 """generate and stream: prompts in, answers out, with the arguments people know from Hugging Face."""
 
-import json
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from time import perf_counter
 from typing import Any, Protocol, TypedDict, Unpack, overload, runtime_checkable
@@ -19,6 +18,7 @@ from slipstream.decode.answer import Answer, Finish, Round, mean_accepted_length
 from slipstream.decode.costs import keep, policy
 from slipstream.decode.session import Seconds, Session
 from slipstream.decode.settings import Settings, check_kind
+from slipstream.decode.trace import Tracer
 from slipstream.drafters.kept import kept_drafter
 from slipstream.drafters.spec import Named, Spec
 from slipstream.targets.prompts import Prompt, is_whole, read_prompts
@@ -135,7 +135,7 @@ def generate(
         stop: strings that end an answer and are no part of its text; default: the target's.
         law: "coupled" (same seed, same text) or "multi-round" (exact in distribution); default: the drafter's
             own. "lossy-typical" is Medusa's typical acceptance, which changes the distribution at T > 0.
-        trace: receives one JSON line per text and round.
+        trace: receives one JSON line per text and round, which `slipstream report` shows.
         batch: answers under way at once, default all. Waiting prompts take the place of ended answers.
         attention_mask: 0 where `prompts`, then token ids, are padding.
         streamer: gets one prompt, then its tokens as they come. With stop strings it gets only tokens that
@@ -250,6 +250,7 @@ class Job:
             )
         if read and target.text is None:
             raise ValueError(f"target {target.name} has no tokenizer: call generate, and read its token ids")
+        read |= trace is not None and target.text is not None
         answers = [Answer(target, settings.limit(each), settings.eos, settings.stop, read) for each in ids]
         rows = [settings.row(i, prompt) for i, prompt in enumerate(ids)]
         return cls(target, drafter, ids, rows, answers, LAWS[law], trace, batch, single)
@@ -267,16 +268,17 @@ class Job:
         longest = max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))
         chooses = policy(self.target, self.drafter, rows)
         session = Session(self.target, self.drafter, self.law, rows, capacity=longest, policy=chooses)
+        told = (self.target, prompts, self.sampling, answers)
+        tracer = None if self.trace is None else Tracer(self.trace, *told)
         waiting = deque(range(len(prompts)))
         while waiting or session.texts:
             joining = [waiting.popleft() for _ in range(min(len(waiting), rows - len(session.texts)))]
+            before = replace(session.seconds)
             if joining:
                 news = session.admit([prompts[i] for i in joining], [self.sampling[i] for i in joining])
             else:
                 news = session.step()
             began = perf_counter()
-            if self.trace is not None and not joining:
-                self._write(self.trace, session)
             for each in news:
                 answer = answers[each.text]
                 if not each.sound:
@@ -285,21 +287,11 @@ class Job:
                 if each.drafted is not None:
                     answer.rounds.append(Round(each.drafted, len(each.tokens) - 1, kept))
             session.seconds.host += perf_counter() - began
+            if tracer is not None:
+                tracer.take(session, session.seconds - before, [each.text for each in news if joining])
             yield session.seconds
             session.retire(each.text for each in news if answers[each.text].finish is not None)
         keep(self.target, self.drafter)
-
-    def _write(self, trace: Writer, session: Session) -> None:
-        """One JSON line per text: the tree, the accepted slots and the target's own token."""
-        span = session.span
-        assert span is not None and span.tree is not None and span.path is not None
-        tokens = span.tree.tokens.tolist()
-        parents = span.tree.parent_slots().expand_as(span.tree.tokens).tolist()
-        path, count, nexts = span.path.tolist(), span.count.tolist(), span.root.tolist()
-        for i, text in enumerate(session.texts):
-            line = {"row": text, "round": len(self.answers[text].rounds), "tokens": tokens[i]}
-            line |= {"parents": parents[i], "accepted": path[i][: count[i]], "next": nexts[i]}
-            trace.write(json.dumps(line) + "\n")
 
     def run(self, streamer: Streamer | None = None) -> Seconds:
         """Fill the answers. Returns where the time went."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from operator import add
+from operator import add, sub
 from time import perf_counter
 
 import torch
@@ -39,6 +39,9 @@ class Seconds:
 
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(*map(add, astuple(self), astuple(other)))
+
+    def __sub__(self, other: "Seconds") -> "Seconds":
+        return Seconds(*map(sub, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)

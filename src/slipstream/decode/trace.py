@@ -1,0 +1,214 @@
+"""Trace: what every round of an answer drafted and accepted, one JSON line per text and round."""
+
+import json
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from pydantic import Field, ValidationError, model_validator
+from torch import Tensor
+
+from slipstream.core.sampling import Sampling
+from slipstream.core.span import Span
+from slipstream.core.target import Target
+from slipstream.core.tree import Tree
+from slipstream.decode.answer import Answer
+from slipstream.decode.session import Seconds, Session
+from slipstream.files import parsed, read_text
+from slipstream.results import Part, check_schema, heading
+
+
+class Opening(Part):
+    """What a text's first line says of its answer.
+
+    Attributes:
+        text: the prompt as the target reads it, without a tokenizer its ids.
+        first: what the pass of the prompt brought, as text.
+        prefill: seconds of the prompt's pass, which texts that joined together share.
+    """
+
+    schema_version: int = Field(alias="schema")
+    command: str
+    hardware: dict[str, str | int | float]
+    versions: dict[str, str]
+    target: str
+    dtype: str
+    compiled: bool
+    temperature: float
+    seed: int
+    text: str
+    first: str
+    prefill: float
+
+
+class Round(Part):
+    """One round of one text: its tree, what was accepted, and the target's own token behind it.
+
+    Attributes:
+        row: the text's number, counted from 0 in order of the prompts.
+        round: counted from 0; `opening` is there in the first.
+        tokens, parents: of the tree's nodes; the root is its own parent, and a token of −1 is no guess.
+        texts: of the tokens.
+        p: the target's probability of each node behind its parent, at temperature 1 and without cuts.
+        q: the drafter's; None where it gives none.
+        accepted: the slots of the accepted path, the root first.
+        next, next_text, next_p: the target's own token behind the path.
+        pieces: of the tokens that stand in the answer, accepted ones and the own one: the text that each made
+            certain.
+        seconds: of the round: `draft`, `verify` and `host`. Texts of a batch share them.
+    """
+
+    row: int
+    round: int
+    tokens: list[int]
+    parents: list[int]
+    accepted: list[int]
+    next: int
+    texts: list[str]
+    p: list[float | None]
+    q: list[float | None]
+    next_text: str
+    next_p: float
+    pieces: list[str]
+    seconds: dict[str, float]
+    opening: Opening | None = None
+
+    @model_validator(mode="after")
+    def is_a_tree(self) -> "Round":
+        nodes = len(self.tokens)
+        if not all(len(each) == nodes for each in (self.parents, self.texts, self.p, self.q)):
+            raise ValueError("its nodes have not as many parents, texts, p or q")
+        if not nodes or any(not 0 <= above <= max(slot - 1, 0) for slot, above in enumerate(self.parents)):
+            raise ValueError("a parent does not stand before its child")
+        first, *path = self.accepted or [-1]
+        inside = first == 0 and all(0 < slot < nodes for slot in path)
+        if not inside or [self.parents[slot] for slot in path] != self.accepted[:-1]:
+            raise ValueError("the accepted path leaves the tree")
+        return self
+
+
+class Tracer:
+    """Writes a trace.
+
+    Args:
+        file: anything with `write`.
+        answers: of the texts, by number. They grow while the trace is written.
+    """
+
+    def __init__(
+        self, file: Any, target: Target, prompts: list[list[int]], rows: list[Sampling], answers: list[Answer]
+    ) -> None:
+        self.file, self.target, self.prompts, self.rows, self.answers = file, target, prompts, rows, answers
+        self._heading = heading(target)
+        self._prefill: dict[int, float] = {}
+        self._texts: dict[int, str] = {}
+
+    def take(self, session: Session, seconds: Seconds, joined: Sequence[int]) -> None:
+        """Write the lines of a round, once the answers have taken its tokens. Of a pass over the prompts of
+        texts that `joined`, nothing is written before their first round."""
+        if joined:
+            self._prefill |= dict.fromkeys(joined, seconds.prefill)
+        else:
+            self._write(session, seconds)
+
+    def _write(self, session: Session, seconds: Seconds) -> None:
+        span = session.span
+        assert span is not None and span.tree is not None and span.path is not None
+        p, own, q = probabilities(span)
+        tokens, path, count = span.tree.tokens.tolist(), span.path.tolist(), span.count.tolist()
+        parents = span.tree.parent_slots().expand_as(span.tree.tokens).tolist()
+        took = {part: round(getattr(seconds, part), 6) for part in ("draft", "verify", "host")}
+        for i, text in enumerate(session.texts):
+            answer, last = self.answers[text], int(span.root[i])
+            kept = answer.rounds[-1].kept
+            line = {"row": text, "round": len(answer.rounds) - 1, "tokens": tokens[i]}
+            line |= {"parents": parents[i], "accepted": path[i][: count[i]], "next": last}
+            line |= {"texts": [self._text(token) for token in tokens[i]], "p": _known(p[i], tokens[i])}
+            line |= {"q": _known(q[i], tokens[i]) if q is not None else [None] * len(tokens[i])}
+            line |= {"next_text": self._text(last), "next_p": _short(own[i])}
+            line |= {"pieces": self._pieces(answer, len(answer.tokens) - kept), "seconds": took}
+            if len(answer.rounds) == 1:
+                line |= {"opening": self._opening(text, len(answer.tokens) - kept)}
+            self.file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def _opening(self, row: int, tokens: int) -> dict[str, Any]:
+        text, prompt, sampling = self.target.text, self.prompts[row], self.rows[row]
+        made = {**self._heading, "temperature": sampling.temperature, "seed": sampling.seed}
+        read = text.decode(prompt, special=True) if text is not None else " ".join(map(str, prompt))
+        first = "".join(self._pieces(self.answers[row], 0)[:tokens])
+        return made | {"text": read, "first": first, "prefill": round(self._prefill[row], 6)}
+
+    def _pieces(self, answer: Answer, start: int) -> list[str]:
+        """What each token from `start` on made certain, or the tokens one by one where no text is read."""
+        return answer.pieces[start:] or [self._text(token) for token in answer.tokens[start:]]
+
+    def _text(self, token: int) -> str:
+        """One token as text; empty for no token."""
+        if token < 0:
+            return ""
+        if token not in self._texts:
+            text = self.target.text
+            self._texts[token] = str(token) if text is None else text.decode([token], special=True)
+        return self._texts[token]
+
+
+def probabilities(
+    span: Span,
+) -> tuple[Float[Tensor, "B N"], Float[Tensor, " B"], Float[Tensor, "B N"] | None]:
+    """The target's probability of each node behind its parent and of its own last token, and the drafter's
+    of each node (None: it gives none). A root, and a node that is no guess, has a number without meaning."""
+    tree, logits = span.tree, span.logits
+    assert tree is not None and logits is not None and span.path is not None
+    above = tree.parent_slots().expand_as(tree.tokens)
+    tokens = tree.tokens.clamp(min=0)
+    mass = logits.logsumexp(-1)
+    rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+    p = (logits[rows, above, tokens] - mass.gather(1, above)).exp()
+    end = span.last(span.path)[:, None]
+    own = (logits[rows, end, span.root[:, None]] - mass.gather(1, end)).exp()[:, 0]
+    return p, own, _drafted(tree, rows, above, tokens)
+
+
+def _drafted(tree: Tree, rows: Tensor, above: Tensor, tokens: Tensor) -> Tensor | None:
+    if tree.law is not None:
+        return tree.law[rows, above, tokens]
+    return None if tree.scores is None else (tree.scores - tree.scores.gather(1, above)).exp()
+
+
+def _known(values: Tensor, tokens: list[int]) -> list[float | None]:
+    """Of the nodes that are guesses; a root is none."""
+    pairs = enumerate(zip(values.tolist(), tokens, strict=True))
+    return [_short(value) if slot and token >= 0 else None for slot, (value, token) in pairs]
+
+
+def _short(value: float | Tensor) -> float:
+    """Four digits of a probability."""
+    return float(f"{min(max(float(value), 0.0), 1.0):.4g}")
+
+
+def read_trace(path: str | PathLike[str], text: str | None = None) -> list[list[Round]]:
+    """The rounds of each text in a trace; `text`: what the file holds, if it has been read. Raises ValueError
+    for any other file, by the line."""
+    rows: dict[int, list[Round]] = {}
+    lines = (read_text(path, "trace") if text is None else text).splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            value = parsed(line)
+            if isinstance(value, dict) and isinstance(value.get("opening"), dict):
+                check_schema(value["opening"].get("schema"))
+            made = Round.model_validate(value)
+            rounds = rows.setdefault(made.row, [])
+            if made.round != len(rounds) or (made.opening is None) != bool(rounds):
+                raise ValueError("rounds before it are missing: give the whole trace")
+            rounds.append(made)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "it"
+            raise ValueError(f"trace {path} line {number}: {where}: {first['msg']}") from error
+        except ValueError as error:
+            raise ValueError(f"trace {path} line {number}: {error}") from error
+    if not rows:
+        raise ValueError(f"trace {path} is empty: its answer took no rounds")
+    return [rows[row] for row in sorted(rows)]

@@ -1,0 +1,148 @@
+"""report: runs of `bench` and traces of answers as one HTML page, which needs nothing else.
+
+This module reads and condenses; the page's own script, `page/*.js`, draws.
+"""
+
+import base64
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from itertools import groupby
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from slipstream.decode.trace import Round, read_trace
+from slipstream.files import parsed, read_text
+from slipstream.measure.paired import paired
+from slipstream.measure.report import BenchReport, DrafterResult
+
+SCRIPTS = ("dom", "charts", "runs", "answers", "page")  # in the order in which they need one another
+SHARES = 10_000  # probabilities are whole numbers of these parts on the page
+
+
+def page(paths: Sequence[str]) -> str:
+    """The HTML page of runs and traces, in the order given. Raises ValueError, which names the file, for one
+    that cannot be read or is neither."""
+    runs, traces = list[dict[str, Any]](), list[dict[str, Any]]()
+    for path, name in zip(paths, _names(paths), strict=True):
+        text = read_text(path, "run or trace")
+        if _is_trace(text):
+            traces.append({"name": name, **_trace(read_trace(path, text))})
+        else:
+            runs.append({"name": name, **_run(_read_run(path, text))})
+    sources = files("slipstream.measure") / "page"
+    script = "".join((sources / f"{part}.js").read_text("utf-8") for part in SCRIPTS)
+    style = (sources / "page.css").read_text("utf-8")
+    data = json.dumps(_finite({"runs": runs, "traces": traces}), ensure_ascii=False, separators=(",", ":"))
+    return Template((sources / "page.html").read_text("utf-8")).substitute(
+        title=escape(", ".join(_names(paths))),
+        style=style,
+        style_hash=_hash(style),
+        script=script,
+        script_hash=_hash(script),
+        data=data.replace("<", "\\u003c"),  # so that no text can end the element that holds it
+    )
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """The files' names; where two are the same, their paths."""
+    count = Counter(Path(path).name for path in paths)
+    return [path if count[Path(path).name] > 1 else Path(path).name for path in paths]
+
+
+def _is_trace(text: str) -> bool:
+    """A trace's first line is an object with a row; a run's is the beginning of one."""
+    try:
+        first = parsed(text.split("\n", 1)[0])
+    except ValueError:
+        return False
+    return isinstance(first, dict) and "row" in first
+
+
+def _read_run(path: str, text: str) -> BenchReport:
+    try:
+        return BenchReport.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is neither a run of bench nor a trace: {error}") from error
+
+
+def _hash(text: str) -> str:
+    """What a Content-Security-Policy calls a script or a style that may stand in the page."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _run(report: BenchReport) -> dict[str, Any]:
+    """The run as it is stored, and the speed-up by file with its interval where questions are known."""
+    plain = next((row for row in report.results if row.drafter == "vanilla"), None)
+    stored = report.stored()
+    for row, line in zip(report.results, stored["results"], strict=True):
+        line["tasks"] = {} if plain is None else _tasks(row, plain)
+    return stored
+
+
+def _tasks(row: DrafterResult, plain: DrafterResult) -> dict[str, Any]:
+    def by_file(result: DrafterResult) -> dict[str, dict[str, Any]]:
+        asked = sorted(result.by_question.items(), key=lambda item: item[1].file)
+        return {file: dict(some) for file, some in groupby(asked, lambda item: item[1].file)}
+
+    theirs = by_file(plain)
+    return {file: vars(paired(asked, theirs[file])) for file, asked in by_file(row).items()}
+
+
+def _trace(answers: list[list[Round]]) -> dict[str, Any]:
+    """Answers round by round. Texts of tokens stand in one list, where rounds name their places."""
+    places: dict[str, int] = {}
+    told = [
+        {
+            "opening": rounds[0].opening.stored() if rounds[0].opening else None,
+            "rounds": [_round(each, places) for each in rounds],
+        }
+        for rounds in answers
+    ]
+    return {"answers": told, "texts": list(places)}
+
+
+def _round(made: Round, places: dict[str, int]) -> dict[str, Any]:
+    slots = [slot for slot, token in enumerate(made.tokens) if token >= 0]  # of guesses, and of the root
+    place = {slot: i for i, slot in enumerate(slots)}
+    p, q = ([_share(values[slot]) for slot in slots] for values in (made.p, made.q))
+    return {
+        "texts": [places.setdefault(made.texts[slot], len(places)) for slot in slots],
+        "parents": [place.get(made.parents[slot], 0) for slot in slots],
+        "p": p,
+        "q": q if any(value is not None for value in q) else None,
+        "path": [place[slot] for slot in made.accepted],
+        "own": places.setdefault(made.next_text, len(places)),
+        "own_p": _share(made.next_p),
+        "kind": _kind(made),
+        "pieces": made.pieces,
+        "ms": [round(1000 * made.seconds[part], 2) for part in ("draft", "verify", "host")],
+    }
+
+
+def _share(value: float | None) -> int | None:
+    return None if value is None else round(SHARES * value)
+
+
+def _kind(made: Round) -> str:
+    """What the target's own token is: it corrects a guess, follows guesses that were all right, or stands
+    where nothing was guessed."""
+    end = made.accepted[-1]
+    nodes = enumerate(zip(made.tokens, made.parents, strict=True))
+    if any(slot and token >= 0 and above == end for slot, (token, above) in nodes):
+        return "corrected"
+    return "bonus" if end else "plain"

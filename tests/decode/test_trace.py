@@ -1,0 +1,95 @@
+"""Traces: what a line says of its round, and files that are none."""
+
+import io
+import json
+
+import pytest
+import torch
+
+import tiny
+from slipstream.core.tree import PAD
+from slipstream.decode.generate import generate
+from slipstream.decode.trace import read_trace
+
+PROMPTS = tiny.prompts(9, 4)
+
+
+def traced(drafter, prompts=PROMPTS, **how):
+    target, trace = tiny.target("llama"), io.StringIO()
+    made = generate(target, prompts, drafter(target), trace=trace, max_new_tokens=14, **how)
+    return target, made, trace.getvalue()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_p_is_the_targets_and_q_the_drafters(temperature):
+    """Probabilities of a sibling, of another row, behind another node, or after the cuts of sampling."""
+    target, made, text = traced(lambda target: tiny.eagle(target, "full-2x2"), temperature=temperature)
+    checked = 0
+    for answer, rounds in zip(made, read_trace("", text), strict=True):
+        read = [*answer.prompt, answer.tokens[0]]
+        for line in rounds:
+
+            def path(slot, line=line):
+                return [*path(line.parents[slot]), line.tokens[slot]] if slot else []
+
+            assert (line.p[0], line.q[0]) == (None, None)
+            for slot in range(1, len(line.tokens)):
+                if line.tokens[slot] == PAD:
+                    assert line.p[slot] is None
+                    continue
+                seen = torch.tensor([read + path(line.parents[slot])])
+                law = target.model(seen).logits[0, -1].softmax(-1)
+                assert line.p[slot] == pytest.approx(float(law[line.tokens[slot]]), rel=1e-3)
+                checked += 1
+            siblings = [
+                q for q, above in zip(line.q, line.parents, strict=True) if above == 0 and q is not None
+            ]
+            assert 0 < sum(siblings) <= 1.001
+            law = target.model(torch.tensor([read + path(line.accepted[-1])])).logits[0, -1].softmax(-1)
+            assert line.next_p == pytest.approx(float(law[line.next]), rel=1e-3)
+            read += [line.tokens[slot] for slot in line.accepted[1:]] + [line.next]
+    assert checked > 20
+
+
+def test_a_line_tells_the_answers_text_and_time():
+    """Pieces that are not the answer's text, tokens behind its end, seconds that are counted twice."""
+    _, made, text = traced(lambda target: tiny.eagle(target, "chain-2"))
+    answers = read_trace("", text)
+    for answer, rounds in zip(made, answers, strict=True):
+        assert len(rounds) == len(answer.rounds)
+        assert [line.opening is not None for line in rounds] == [True] + [False] * (len(rounds) - 1)
+        assert [len(line.pieces) for line in rounds] == [each.kept for each in answer.rounds]
+        opening = rounds[0].opening
+        assert opening.first.strip() or made[0].text == ""
+    steps = {line.round: line.seconds for line in max(answers, key=len)}
+    spent = sum(sum(each.values()) for each in steps.values()) + answers[0][0].opening.prefill
+    assert 0 < spent <= made[0].seconds.total + 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda line: line.pop("p"), "p: Field required"),
+        (lambda line: line.update(parents=[0, *line["parents"][1:-1], 99]), "does not stand before"),
+        (lambda line: line.update(p=[]), "as many parents"),
+        (lambda line: line.update(accepted=[0, 0]), "leaves the tree"),
+        (lambda line: line.update(round=5), "rounds before it are missing"),
+        (lambda line: line["opening"].update(schema=7), "schema 7"),
+    ],
+)
+def test_another_file_is_refused_in_one_line(change, says):
+    """A cycle among the parents, which the page would draw for ever; a trace cut at its beginning."""
+    _, _, text = traced(lambda target: tiny.eagle(target, "chain-2"), prompts=PROMPTS[:1])
+    first, *others = text.splitlines()
+    line = json.loads(first)
+    change(line)
+    with pytest.raises(ValueError, match=says) as refused:
+        read_trace("odd.jsonl", "\n".join([json.dumps(line), *others]))
+    assert "trace odd.jsonl line 1" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_empty_trace_is_refused():
+    with pytest.raises(ValueError, match="is empty"):
+        read_trace("odd.jsonl", "")

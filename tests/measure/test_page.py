@@ -1,0 +1,208 @@
+"""The report's page: what it holds, what it refuses, and how it behaves in a browser.
+
+`make test-browser` runs the last in headless Chromium, with axe-core; without them it is skipped.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from slipstream.measure.page import page
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RUNS = [
+    str(RESULTS / name) for name in ("bench_auto.json", "bench_fp32.json")
+]  # of now, and of an old version
+EVIL = "</script><script>document.title = 'evil'</script><img src=https://example.com/x>"
+OPENING = {
+    "schema": 1,
+    "command": f"slipstream generate '{EVIL}'",
+    "hardware": {"cpu": "a", "threads": 2},
+    "versions": {"slipstream": "0"},
+    "target": "smollm2",
+    "dtype": "float32",
+    "compiled": False,
+    "temperature": 0.0,
+    "seed": 0,
+    "text": EVIL,
+    "first": "Well",
+    "prefill": 0.1,
+}
+PATHS = [[0], [0, 1], [0, 1, 3]]
+
+
+def line(number: int, nodes: int = 4) -> dict:
+    """A round whose tree is binary: nothing, one token and then two tokens are accepted, in turn."""
+    parents = [max(0, (slot - 1) // 2) for slot in range(nodes)]
+    texts = [f" t{(number * nodes + slot) % 4000}" for slot in range(nodes)]
+    path = PATHS[number % 3]
+    made = {"row": 0, "round": number, "tokens": [*range(nodes)], "parents": parents, "accepted": path}
+    made |= {
+        "next": 9,
+        "texts": texts,
+        "p": [None] + [0.1234] * (nodes - 1),
+        "next_text": EVIL,
+        "next_p": 0.5,
+    }
+    made |= {"q": [None] + [0.2345] * (nodes - 1), "pieces": [*(texts[slot] for slot in path[1:]), EVIL]}
+    made |= {"seconds": {"draft": 0.001, "verify": 0.02, "host": 0.003}}
+    return made | ({"opening": OPENING} if number == 0 else {})
+
+
+def trace(path: Path, rounds: int, nodes: int = 4) -> str:
+    path.write_text("".join(json.dumps(line(number, nodes)) + "\n" for number in range(rounds)))
+    return str(path)
+
+
+def held(made: str) -> dict:
+    return json.loads(re.search(r'id="data">(.*?)</script>', made)[1])
+
+
+def test_the_page_holds_runs_and_traces(tmp_path):
+    made = held(page([*RUNS, trace(tmp_path / "answer.jsonl", 6)]))
+    assert [run["name"] for run in made["runs"]] == ["bench_auto.json", "bench_fp32.json"]
+    stored = json.loads(Path(RUNS[0]).read_text())
+    for row, line in zip(stored["results"], made["runs"][0]["results"], strict=True):
+        assert {key: line[key] for key in row} == row
+        for file, task in line["tasks"].items():  # the same questions, once more
+            assert task["mean"] == pytest.approx(row["by_file"][file]["speedup"]["vanilla"], abs=2e-3)
+    [answer] = made["traces"][0]["answers"]
+    assert [each["kind"] for each in answer["rounds"]] == ["corrected", "corrected", "bonus"] * 2
+    assert [made["traces"][0]["texts"][i] for i in answer["rounds"][0]["texts"]] == [
+        " t0",
+        " t1",
+        " t2",
+        " t3",
+    ]
+
+
+def test_nodes_that_are_no_guesses_are_left_out(tmp_path):
+    odd = line(0)
+    odd |= {
+        "tokens": [0, -1, 5, -1],
+        "parents": [0, 0, 0, 1],
+        "texts": ["a", "", "b", ""],
+        "accepted": [0, 2],
+    }
+    odd |= {"p": [None, None, 0.5, None], "q": [None] * 4}
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(odd))
+    [answer] = held(page([str(path)]))["traces"][0]["answers"]
+    made = answer["rounds"][0]
+    assert (made["parents"], made["p"], made["q"], made["path"]) == ([0, 0], [None, 5000], None, [0, 1])
+    assert made["kind"] == "bonus"
+
+
+def test_a_thousand_rounds_take_less_than_two_megabytes(tmp_path):
+    """Of 64 nodes each, four times as many as the trees that ship have."""
+    made = page([trace(tmp_path / "answer.jsonl", 1000, nodes=64)])
+    assert len(made.encode()) < 2e6
+
+
+def test_no_text_becomes_markup(tmp_path):
+    """An answer that ends the element which holds it."""
+    made = page([trace(tmp_path / "<b>.jsonl", 3)])
+    assert "<img" not in made
+    assert "&lt;b&gt;" in made
+    assert made.count("</script>") == 2
+    assert "http" not in made.replace("http://www.w3.org/", "").replace("http-equiv", "").replace(
+        "https://example.com", ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is neither a run of bench nor a trace"),
+        ("[1]", "is neither"),
+        ('{"schema": 2}', "schema 2"),
+        ('{"schema": 1, "certified": true}', "is neither"),
+        ('{"row": 0}', "line 1: round: Field required"),
+    ],
+)
+def test_other_files_are_refused_by_name(text, says, tmp_path):
+    path = tmp_path / "odd.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=says) as refused:
+        page([RUNS[0], str(path)])
+    assert "odd.json" in str(refused.value)
+
+
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    reason = "needs playwright, axe-core and Chromium: make test-browser"
+    playwright = pytest.importorskip("playwright.sync_api", reason=reason)
+    pytest.importorskip("axe_playwright_python.sync_playwright", reason=reason)
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None and not os.environ.get("PLAYWRIGHT_BROWSERS_PATH"):
+        pytest.skip(reason)
+    with playwright.sync_playwright() as driver:
+        yield driver.chromium.launch(executable_path=found)
+
+
+@pytest.fixture(scope="module")
+def opened(browser, tmp_path_factory):
+    """Opens a page with two runs and a trace. Nothing is logged and nothing is asked of a network."""
+    home = tmp_path_factory.mktemp("page")
+    (home / "report.html").write_text(page([*RUNS, trace(home / "answer.jsonl", 30, nodes=16)]))
+
+    def call(**how):
+        shown, noise = browser.new_page(**how), []
+        shown.on("console", lambda message: noise.append(message.text))
+        shown.on("pageerror", lambda error: noise.append(str(error)))
+        shown.on("request", lambda request: noise.append(request.url))
+        address = f"file://{home}/report.html"
+        shown.goto(address)
+        return shown, lambda: [each for each in noise if each != address]
+
+    return call
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1200, 360])
+def test_a_browser_shows_it_without_errors_requests_or_violations(opened, scheme, width):
+    from axe_playwright_python.sync_playwright import Axe
+
+    shown, noise = opened(color_scheme=scheme, viewport={"width": width, "height": 900})
+    assert shown.locator("main section").count() == 4
+    assert shown.title() != "evil"
+    assert shown.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than the screen"
+    shown.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    broken = Axe().run(shown).response["violations"]
+    assert not broken, [(each["id"], each["nodes"][0]["html"]) for each in broken]
+    assert noise() == []
+    shown.close()
+
+
+def test_a_browser_sorts_compares_and_draws_trees(opened):
+    shown, noise = opened()
+    head = shown.locator("main section").first.locator("thead th").nth(1)
+    cells = shown.locator("main section").first.locator("table").first.locator("tbody td:first-of-type")
+    speeds = [float(text.split()[0]) for text in cells.all_inner_texts() if text != "–"]
+    assert head.get_attribute("aria-sort") == "descending"
+    assert speeds == sorted(speeds, reverse=True)
+    head.locator("button").press("Enter")
+    assert head.get_attribute("aria-sort") == "ascending"
+    assert [float(text.split()[0]) for text in cells.all_inner_texts() if text != "–"] == sorted(speeds)
+    assert "run 1 (bench_auto.json) and run 2 (bench_fp32.json)" in shown.locator("#compare").inner_text()
+
+    rounds = shown.get_by_role("toolbar").get_by_role("button")
+    rounds.nth(1).click()
+    panel = shown.locator(".panel")
+    assert "Round 2 of 30" in panel.inner_text()
+    assert panel.locator("svg .node").count() == 17  # 16 and the target's own
+    assert panel.locator("svg .node.accepted").count() == 2
+    rounds.nth(1).press("ArrowRight")
+    assert "Round 3 of 30" in panel.inner_text()
+    assert shown.evaluate("document.activeElement.getAttribute('aria-label')").startswith("Round 3")
+    shown.locator("[data-round='9'] span").first.click()
+    assert "Round 10 of 30" in panel.inner_text()
+    assert noise() == []
+    shown.close()
