@@ -120,20 +120,21 @@ def oversized(patient: Patient) -> Seen:
 
 
 def crowded(patient: Patient) -> Seen:
-    """What the tree brings for so many texts at once."""
-    speed = {texts: _speedup(patient, texts) for texts in {1, patient.batch}}
-    here = speed[patient.batch]
-    remedy = "decode plainly: --drafter vanilla"
-    if here < 1 < speed[1]:
+    """What the tree brings for so many texts at once, and whether any would bring something."""
+    alone, here = _speedup(patient, 1), _speedup(patient, patient.batch)
+    remedy, best = "", _best(patient, lambda each: True)
+    if best.estimate >= 1:
+        remedy = f"a smaller tree: {_retuned(patient, best)}; or "
+    if alone >= 1:
         pay = [texts for texts in SPANS if texts < patient.batch and _speedup(patient, texts) >= 1]
-        remedy = f"at most {max(pay)} texts at once (batch={max(pay)}), or plainly: --drafter vanilla"
+        remedy += f"at most {max(pay, default=1)} texts at once (batch={max(pay, default=1)}); or "
     return Seen(
-        found=here < 1,
-        measured=f"{patient.batch} at once: × {here:.2f}; one: × {speed[1]:.2f}",
+        found=here < 1 and (alone >= 1 or best.estimate < 1),
+        measured=f"{patient.batch} at once: × {here:.2f}; one: × {alone:.2f}",
         normal="above × 1 of plain decoding",
-        cause=f"{patient.batch} texts fill the processor: rows of guesses cost more than they bring",
-        remedy=remedy,
-        figures={str(texts): value for texts, value in speed.items()},
+        cause=f"{patient.batch} texts at once fill the processor: rows of guesses cost more than they bring",
+        remedy=f"{remedy}decode plainly: --drafter vanilla",
+        figures={"here": here, "alone": alone},
     )
 
 
@@ -141,8 +142,9 @@ def _tree(patient: Patient) -> tuple[Shape, float]:
     """The tree in use, and its estimated speed-up."""
     if patient.chooses:
         raise Unmeasured("this drafter chooses a tree in every round")
-    shape = patient.grower.shape
-    return shape, patient.costs(patient.batch).speedup(patient.drafted.tau, shape.nodes, shape.depth)
+    if (seen := crowded(patient)).found:
+        raise Unmeasured("drafting does not pay for so many texts")
+    return patient.grower.shape, seen.figures["here"]
 
 
 def _best(patient: Patient, fits: Callable[[Size], bool]) -> Size:

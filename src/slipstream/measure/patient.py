@@ -58,7 +58,7 @@ class Seen:
     normal: str
     cause: str
     remedy: str
-    figures: Mapping[str, float]
+    figures: Mapping[str, float | int]
 
 
 @dataclass(frozen=True)
