@@ -233,12 +233,12 @@ class Patient:
         return {}
 
     def _made(self, dtype: torch.dtype, compile: bool) -> HFTarget:
-        config: Any = deepcopy(self.target.config)
+        config: Any = deepcopy(self.target.plain.config.get_text_config(decoder=True))
         config.num_hidden_layers, config.vocab_size = min(BLOCKS, config.num_hidden_layers), VOCAB
         config.pad_token_id = config.bos_token_id = config.eos_token_id = None
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:BLOCKS]
-        model = AutoModelForCausalLM.from_config(config).to(self.target.device, dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(self.target.device).eval()
         return HFTarget(model, None, "a few blocks", compile, quantize=self.target.quantize)
 
 
