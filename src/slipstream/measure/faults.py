@@ -49,6 +49,8 @@ def system(patient: Patient) -> Seen:
     text = patient.target.text
     if text is None or not text.has_chat:
         raise Unmeasured("no chat template")
+    if template(patient).found:
+        raise Unmeasured("the template itself is wrong")
     asked = [question.turns[0].strip() for question in patient.questions[:ASKED]]
     pairs = [pair for question in asked if (pair := system_surprise(patient.target, question))]
     if not pairs:
