@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         import_checkpoint as import_checkpoint,
     )
     from slipstream.measure.certify import Certificate as Certificate, certify as certify
+    from slipstream.measure.doctor import DoctorReport as DoctorReport, doctor as doctor
     from slipstream.measure.questions import Question as Question
     from slipstream.measure.report import BenchReport as BenchReport
     from slipstream.measure.run import bench as bench

@@ -1,4 +1,4 @@
-"""demo, generate, bench, certify and tune: what they print and write."""
+"""demo, generate, bench, certify, tune and doctor: what they print and write."""
 
 import json
 from functools import partial
@@ -6,7 +6,8 @@ from functools import partial
 import torch
 
 from slipstream.decode.generate import LAWS
-from slipstream.measure import cost
+from slipstream.measure import burdens, cost
+from slipstream.measure.patient import Patient
 
 
 def test_generate_prints_the_answer_and_writes_json_and_trace(run, tiny_options, tmp_path):
@@ -109,3 +110,23 @@ def test_what_was_measured_is_kept_for_each_machine(run, model, tmp_path, monkey
     assert place.endswith("float64")
     assert here[model]["passes"]
     assert "<svg" in plot.read_text()
+
+
+def test_doctor_exits_with_1_where_it_finds_a_fault(run, tiny_options, questions, monkeypatch, tmp_path):
+    """A script that asks whether a set-up is sound reads the exit code."""
+    monkeypatch.setattr(burdens, "_ticks", lambda: (0.0, 0.0))
+    monkeypatch.setattr(Patient, "small_pass", lambda self, dtype=None, compile=None: 1.0)
+    asked = (*tiny_options, "--questions", questions, "--drafter", "ngram")
+    code, out, err = run("doctor", *asked)
+    assert (code, err) == (0, "")
+    assert "nothing found" in out
+    monkeypatch.setattr(Patient, "small_pass", lambda self, dtype=None, compile=None: 1.0 if compile else 2.0)
+    path = tmp_path / "found.json"
+    code, out, _ = run("doctor", *asked, "--json", str(path))
+    assert code == 1
+    assert "uncompiled" in out
+    assert "--compile" in out
+    assert [each["verdict"] for each in json.loads(path.read_text())["findings"]].count("found") == 1
+    code, _, err = run("doctor", *asked, "--context", "4096")
+    assert code == 2
+    assert "context is 4,096" in err

@@ -1,4 +1,4 @@
-"""demo, generate, bench, certify, tune: answer, measure, prove, and choose trees."""
+"""demo, generate, bench, certify, tune, doctor: answer, measure, prove, choose trees, and find faults."""
 
 import sys
 from contextlib import nullcontext, redirect_stdout
@@ -320,3 +320,47 @@ def _measure(target: "HFTarget", plot: str | None, json_path: str | None) -> Non
     finally:
         cost.save_costs(target, report)
     err.print(f"kept in {cost.costs_file()}", style="dim", soft_wrap=True)
+
+
+AT_ONCE = "answers that are made at once"
+USED = "tokens of the texts in use (default: as the questions have)"
+
+
+@command(
+    "doctor --compile",
+    "doctor --drafter runs/eagle --temperature 0.7 --compile",
+    "doctor --drafter eagle:tree=chain-2 --batch 8 --context 2048 --json found.json",
+    lists=DRAFTERS,
+)
+def doctor(
+    target: TargetName = "smollm2",
+    drafter: DrafterName = "auto",
+    questions: Files = [],
+    limit: Prompts = 8,
+    max_new_tokens: MaxNewTokens = 32,
+    temperature: Temperature = 0.0,
+    batch: Annotated[int, on_questions(AT_ONCE, "N", min=1)] = 1,
+    context: Annotated[int | None, on_questions(USED, "N", min=1)] = None,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    compile: Compile = False,
+    quantize: Quantize = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Find out why drafting is slow or guesses badly, and what to do about it.
+
+    A few short answers are decoded and measured: their framing, the head's guesses as they are and with other
+    states and positions, and what passes cost here. It takes about a minute. Exit code 1 if a fault was
+    found.
+    """
+    from slipstream.measure.doctor import STEPS, doctor as run
+
+    check_writable(json_path, reads=inputs(target, [drafter], questions))
+    asked = load_questions(questions)
+    how: Any = {"temperature": temperature, "batch": batch, "context": context, "limit": limit}
+    with progress_bar(STEPS) as progress:
+        loaded = load(target, dtype, device, compile, quantize)
+        report = run(loaded, drafter, asked, **how, max_new_tokens=max_new_tokens, progress=progress)
+    deliver(report, json_path)
+    if report.found:
+        raise typer.Exit(1)

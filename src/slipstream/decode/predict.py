@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from slipstream.core.drafter import Drafter
+from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.target import Target
+from slipstream.core.tree import Tree
 from slipstream.core.verify import Law, coupled
 from slipstream.decode.generate import generate
 from slipstream.decode.policy import Policy
@@ -86,6 +88,14 @@ def rounds(
         if not session.texts:
             return
         yield session, session.step(shape=shape)
+
+
+def one_by_one(
+    tree: Tree, node: Tensor, logits: Tensor, at: Tensor, sampler: Sampler
+) -> tuple[Tensor, Tensor]:
+    """The recorded text's law, but no guess is accepted, so that the next round begins one token later."""
+    child, token = RecordedTarget.law(tree, node, logits, at, sampler)
+    return torch.full_like(child, -1), token
 
 
 def predict(drafter: Drafter, recorded: RecordedTarget, shape: Shape | None = None) -> Prediction:

@@ -24,12 +24,10 @@ from slipstream.command import public
 from slipstream.core.drafter import Drafter
 from slipstream.core.grow import Path
 from slipstream.core.optimal import optimal_trees
-from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.target import Target
-from slipstream.core.tree import Tree
 from slipstream.decode.costs import learn
-from slipstream.decode.predict import decoded, predict, record, rounds
+from slipstream.decode.predict import decoded, one_by_one, predict, record, rounds
 from slipstream.decode.session import Seconds
 from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.auto import tuned_head
@@ -39,7 +37,7 @@ from slipstream.drafters.spec import Named, Spec
 from slipstream.drafters.store import save_tuned, tuned_file
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_counts, evenly, read_results
-from slipstream.measure.cost import PARTS, Rounds, pass_seconds
+from slipstream.measure.cost import PARTS, ROWS, Rounds, pass_seconds
 from slipstream.measure.questions import Asking, load_questions
 from slipstream.measure.run import first_prompts
 from slipstream.measure.skip import skippable
@@ -243,6 +241,7 @@ class Costs:
         max_new_tokens: int,
         batch: int,
         context: int | None,
+        sizes: Sequence[int] = ROWS,
     ) -> None:
         self.depth = _deepest(drafter)
         most = target.window - 4 * (1 + self.depth)
@@ -253,7 +252,7 @@ class Costs:
             )
         usual = sum(map(len, prompts)) // len(prompts) + max_new_tokens // 2
         self.batch, self.context = batch, context or usual
-        self.passes = _rising(pass_seconds(target, context=self.context, batch=batch, repeats=3))
+        self.passes = _rising(pass_seconds(target, sizes, self.context, batch, repeats=3))
         self.prompts = [
             (prompt * (1 + context // len(prompt)))[:context] if context else prompt
             for prompt in islice(cycle(sorted(prompts, key=len)), batch)
@@ -293,7 +292,7 @@ def ranks(drafter: Proposer, recorded: RecordedTarget, shape: Shape) -> Int[Tens
     depth, width = shape.depth, shape.children
     last = recorded.tokens.shape[1] - 1
     parts = []
-    for session, _ in rounds(drafter, recorded, _one_by_one, shape):
+    for session, _ in rounds(drafter, recorded, one_by_one, shape):
         span = session.span
         assert span is not None and span.tree is not None
         at = span.start[:, None] + torch.arange(1, depth + 1, device=span.start.device)
@@ -303,14 +302,6 @@ def ranks(drafter: Proposer, recorded: RecordedTarget, shape: Shape) -> Int[Tens
         behind = F.pad((rank == 0).cumprod(1), (1, -1), value=1).bool()
         parts.append(torch.where(behind & (right >= 0), rank, -1))
     return torch.cat(parts)
-
-
-def _one_by_one(
-    tree: Tree, node: Tensor, logits: Tensor, at: Tensor, sampler: Sampler
-) -> tuple[Tensor, Tensor]:
-    """The recorded text's law, but no guess is accepted, so that the next round begins one token later."""
-    child, token = RecordedTarget.law(tree, node, logits, at, sampler)
-    return torch.full_like(child, -1), token
 
 
 def _held(drafter: Proposer, recorded: RecordedTarget, proposal: str, tree: str, costs: Costs) -> Held:
@@ -363,16 +354,23 @@ def _deepest(drafter: Proposer) -> int:
     return min(most, drafter.deepest or most)
 
 
-def _sizes(rates: list[list[float]], costs: Costs) -> list[Size]:
-    """The best static tree of each budget."""
-    best: dict[int, Size] = {}
+def every_size(rates: list[list[float]], costs: Costs) -> list[Size]:
+    """The best static tree of each budget and depth."""
+    found = []
     for depth in range(1, len(rates) + 1):
         for nodes, (paths, tau) in optimal_trees(rates[:depth], BUDGETS).items():
             if len(paths) == nodes - 1 and max(map(len, paths)) == depth:  # spends all and goes as deep
                 tree = json.dumps(sorted(paths, key=lambda p: (len(p), p)))
                 estimate = costs.speedup(tau, nodes, depth)
-                size = Size(nodes=nodes, depth=depth, tree=tree, estimate=estimate)
-                best[nodes] = max(best.get(nodes, size), size, key=lambda size: size.estimate)
+                found.append(Size(nodes=nodes, depth=depth, tree=tree, estimate=estimate))
+    return found
+
+
+def _sizes(rates: list[list[float]], costs: Costs) -> list[Size]:
+    """The best static tree of each budget."""
+    best: dict[int, Size] = {}
+    for size in every_size(rates, costs):
+        best[size.nodes] = max(best.get(size.nodes, size), size, key=lambda size: size.estimate)
     return [best[nodes] for nodes in sorted(best)]
 
 

@@ -1,6 +1,7 @@
 """A target whose texts are known: drafts are held along them without a pass of the model."""
 
 from collections.abc import Sequence
+from copy import copy
 from operator import attrgetter
 from typing import Any, final
 
@@ -64,6 +65,27 @@ class RecordedTarget(Target):
         """Some of the taps of what was recorded."""
         every = dict(zip(self.taps, features.split(self._widths, -1), strict=True))
         return torch.cat([features[..., :0], *(every[tap] for tap in taps)], -1)
+
+    def part_of(self, taps: Sequence[str]) -> "RecordedTarget":
+        """The same texts with some of the taps."""
+        made = copy(self)
+        made.taps, made._widths, made._features = tuple(taps), self.target.widths(taps), self.tapped(taps)
+        return made
+
+    def with_states(self, tap: str, states: Float[Tensor, "B S H"]) -> "RecordedTarget":
+        """The same texts with other states at a tap."""
+        made = copy(self)
+        at = sum(self._widths[: self.taps.index(tap)])
+        made._features = self._features.clone()
+        made._features[..., at : at + states.shape[-1]] = states
+        return made
+
+    def without(self, start: int) -> "RecordedTarget":
+        """The texts without their first tokens, whose states stay as they were."""
+        made = copy(self)
+        made.tokens, made._features = self.tokens[:, start:], self._features[:, start:]
+        made.prompts, made.lengths = self.prompts - start, self.lengths - start
+        return made
 
     def __call__(
         self, tree: Tree, cache: KVCache, taps: Sequence[str] = (), rows: Int[Tensor, "B K"] | None = None
