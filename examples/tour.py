@@ -113,6 +113,8 @@ def measure(target: HFTarget, drafter: str, home: Path) -> None:
         target, drafter, asked, temperatures=[0.0], max_new_tokens=16
     )
     print(tuned, tuned.temperatures[0].chosen.tree)
+    seen: slipstream.DoctorReport = slipstream.doctor(target, drafter, asked, max_new_tokens=16)
+    print(seen, [(each.fault, each.remedy) for each in seen.found])
     report: slipstream.BenchReport = slipstream.bench(target, ["ngram", drafter], asked, max_new_tokens=16)
     report.write(str(home / "bench.json"))
     print(slipstream.BenchReport.read(home / "bench.json"))

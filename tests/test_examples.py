@@ -10,6 +10,7 @@ from pathlib import Path
 
 import slipstream
 import tiny
+from slipstream.measure import doctor
 from world import TEMPLATE
 
 ROOT = Path(__file__).parent.parent
@@ -31,6 +32,8 @@ def test_the_tour_runs(tmp_path, monkeypatch, capsys):
     tokenizer.save_pretrained(tmp_path / "model")
     words = [str(tmp_path / "model"), str(tmp_path / "out"), "--dtype", "float64"]
     monkeypatch.setattr(sys, "argv", [str(TOUR), *words])
+    uncompiled = tuple(check for check in doctor.CHECKS if check.fault != "uncompiled")
+    monkeypatch.setattr(doctor, "CHECKS", uncompiled)  # types are checked here, which cannot be compiled
     try:
         runpy.run_path(str(TOUR), run_name="__main__")
     finally:
