@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import is_dataclass
 from functools import cache, partial
 from inspect import signature
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,9 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 GRAPHS = 64  # Dynamo's recompile limit: one graph per combination of rows, batch, taps, target and drafter
 
 
-def compiled(function: Any, device: torch.device, backend: Backend | None = None, whole: bool = False) -> Any:
+def compiled(
+    function: Function, device: torch.device, backend: Backend | None = None, whole: bool = False
+) -> Function:
     """`function` compiled for all sizes of `freed` dimensions. Graphs are cached across processes.
 
     Modules of one class share their graphs. On the CPU `F.linear` reads a packed copy of its weights, which
@@ -54,10 +56,14 @@ def _copy(function: FunctionType, backend: Backend) -> FunctionType:
     """The function, with other code of the same words. Dynamo keeps graphs by code, and has no more than
     `GRAPHS` of one; to say why it makes another one it evaluates the guards of all, and fails in those of
     targets that have not what they look at."""
-    code, more = function.__code__.replace(), (function.__defaults__, function.__closure__)
-    copy = FunctionType(code, function.__globals__, function.__name__, *more)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return _with_code(function, function.__code__.replace())
+
+
+def _with_code(function: FunctionType, code: CodeType) -> FunctionType:
+    """A function that differs in its code alone."""
+    made = FunctionType(code, function.__globals__, None, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def backend_for(*modules: nn.Module) -> Backend:
@@ -85,9 +91,7 @@ def graph_of(method: Any, backend: Backend, args: Sequence[Any], kwargs: dict[st
         whole = not any(name.startswith("__resume") for name in entry.code.co_names)
         mine = getattr(entry.backend, "compiler_fn", None) is backend
         if whole and mine and entry.guard_manager.check(given.arguments):
-            graph = FunctionType(entry.code, plain.__globals__, None, plain.__defaults__, plain.__closure__)
-            graph.__kwdefaults__ = plain.__kwdefaults__
-            return graph
+            return _with_code(plain, entry.code)
     return None
 
 
