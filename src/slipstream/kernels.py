@@ -56,8 +56,7 @@ def available() -> bool:
     yet."""
     processor = _processor()
     compiler = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *INSTRUCTIONS.get(processor, [])]
-    sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("kernels*.[ch]*")))
-    key = hashlib.sha256(sources + repr((torch.__version__, compiler)).encode()).hexdigest()[:16]
+    key = _hash_of("kernels*.[ch]*", torch.__version__, compiler)[:16]
     library = cache_home() / "kernels" / f"{processor.lower()}-{key}.so"
     try:
         if not library.exists():
@@ -76,8 +75,13 @@ def available() -> bool:
 @cache
 def build() -> str:
     """What costs hold for: a hash of the kernels' sources and of the versions of Slipstream and torch."""
-    sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("kernels*.*")))
-    return hashlib.sha256(sources + repr((version("slipstream"), torch.__version__)).encode()).hexdigest()[:8]
+    return _hash_of("kernels*.*", version("slipstream"), torch.__version__)[:8]
+
+
+def _hash_of(sources: str, *built_by: Any) -> str:
+    """A hash of the sources that a pattern names, and of what they are built by."""
+    read = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob(sources)))
+    return hashlib.sha256(read + repr(built_by).encode()).hexdigest()
 
 
 def _processor() -> str:
