@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Group
 
 from slipstream.core.target import Target
+from slipstream.files import replacing
 from slipstream.results import Figures, Part, Result, made
 from slipstream.training.data import encode_row, read_rows
 from slipstream.training.repeats import excluded_words, holds, loops, near_copies
@@ -126,7 +127,8 @@ def inventory(
     }
     if out is not None:
         good = [row for row in counted if row.fault is None]
-        _write(fspath(out), good)
+        with replacing(fspath(out)) as file:
+            file.writelines(json.dumps(row.row, ensure_ascii=False) + "\n" for row in good)
         report |= {"out": fspath(out), "kept": _by_kind(good)}
     return Inventory(**made(), **report)
 
@@ -180,14 +182,6 @@ def _holding(rows: Sequence[Counted]) -> Holding:
 def _lengths(tokens: Sequence[int]) -> tuple[int, int, int]:
     middle, high = np.percentile(tokens, [50, 95])
     return round(middle), round(high), max(tokens)
-
-
-def _write(path: str, rows: Sequence[Counted]) -> None:
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row.row, ensure_ascii=False) + "\n" for row in rows)
-    except OSError as error:
-        raise ValueError(f"output {path} cannot be written: {error.strerror}: name another file") from error
 
 
 def _table(title: str, kinds: dict[str, Holding], dropping: bool) -> Figures:
