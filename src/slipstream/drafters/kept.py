@@ -22,7 +22,7 @@ def kept_drafter(spec: Named, target: Target, temperature: float = 0.0, texts: i
     A drafter that remembers answers is made anew: what it remembers is that call's own.
     """
     spec = Spec.parse(spec)
-    home = _home(spec, target)
+    home = home_of(spec, target)
     if home is None or "remember" in spec.options:
         return load_drafter(spec, target, temperature, texts)
     # The target holds its drafters, which hold the target: a table of our own would keep both alive.
@@ -36,7 +36,7 @@ def kept_drafter(spec: Named, target: Target, temperature: float = 0.0, texts: i
     return kept[key][1]
 
 
-def _home(spec: Spec, target: Target) -> Path | None:
+def home_of(spec: Spec, target: Target) -> Path | None:
     """The directory that a drafter's weights are read from; None where there is none."""
     name: str | None = spec.name
     if spec.name in HEADS:

@@ -7,7 +7,7 @@ import torch
 from slipstream.decode.predict import predict
 from slipstream.drafters.store import VOCAB
 from slipstream.measure.fits import GAIN, Gain, fit
-from slipstream.measure.frames import framing, system_surprise
+from slipstream.measure.frames import system_surprise
 from slipstream.measure.patient import Patient, Seen, Unmeasured
 from slipstream.measure.tune import proposing
 
@@ -18,13 +18,11 @@ FITS = 0.25  # of the acceptance in training: other questions may take half of i
 HEATED = 0.75  # of the acceptance at T = 0
 LONGER = 0.6  # of the right guesses in texts as long as those of training
 LONG_TEXTS = 4
-ASKED = 4  # questions whose framing is judged
 
 
 def template(patient: Patient) -> Seen:
     """How certain the target is of the marks between question and answer."""
-    asked = [question.turns[0].strip() for question in patient.questions[:ASKED]]
-    found = framing(patient.target, asked)
+    found = patient.framing
     best = found.public[found.best]
     if found.own is None:
         measured = f"none; {found.best} {best:.2f} nats a token"
@@ -51,8 +49,7 @@ def system(patient: Patient) -> Seen:
         raise Unmeasured("no chat template")
     if template(patient).found:
         raise Unmeasured("the template itself is wrong")
-    asked = [question.turns[0].strip() for question in patient.questions[:ASKED]]
-    pairs = [pair for question in asked if (pair := system_surprise(patient.target, question))]
+    pairs = [pair for question in patient.asked if (pair := system_surprise(patient.target, question))]
     if not pairs:
         raise Unmeasured("its template takes no system prompt")
     given, behind = (mean(each) for each in zip(*pairs, strict=True))

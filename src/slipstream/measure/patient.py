@@ -3,7 +3,6 @@ thing once."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,15 +15,16 @@ from transformers import AutoModelForCausalLM
 from slipstream.core.drafter import Drafter
 from slipstream.decode.predict import Prediction, predict, record
 from slipstream.drafters import load_drafter
-from slipstream.drafters.auto import Auto, tuned_head
+from slipstream.drafters.auto import Auto
 from slipstream.drafters.heads import HeadDrafter
 from slipstream.drafters.hybrid import Hybrid
+from slipstream.drafters.kept import home_of
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.spec import Spec
-from slipstream.drafters.store import find_drafter
 from slipstream.files import read_json
 from slipstream.measure.cost import pass_seconds
 from slipstream.measure.fits import Change, Fit, Gain, changes, fit, shifted
+from slipstream.measure.frames import Framing, framing
 from slipstream.measure.questions import Question
 from slipstream.measure.run import first_prompts
 from slipstream.measure.tune import Costs, acceptance, proposing
@@ -35,6 +35,7 @@ from slipstream.targets.recorded import RecordedTarget
 ROWS = (1, 4, 8, 16, 32, 64)  # of the passes that are timed
 BLOCKS, VOCAB = 4, 256  # of the small model whose passes are timed
 REPEATS = 7
+ASKED = 4  # questions whose framing is judged
 RIGHT = 0.02  # of first guesses: a change that undoes a fault sets right more of them
 
 
@@ -105,11 +106,8 @@ class Patient:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The head's config.json; empty where it has none."""
-        name = self.spec.options.get("head", "eagle") if self.spec.name == "hybrid" else None
-        with suppress(ValueError):
-            name = name or tuned_head(self.spec, self.target).name
-            return read_json(find_drafter(name.partition(":")[0], self.target) / "config.json", "drafter's")
-        return {}
+        home = home_of(self.spec, self.target)
+        return {} if home is None else read_json(home / "config.json", "drafter's")
 
     @property
     def training(self) -> dict[str, Any]:
@@ -127,6 +125,15 @@ class Patient:
     @cached_property
     def prompts(self) -> list[list[int]]:
         return first_prompts(self.target, self.questions, self.new)
+
+    @cached_property
+    def asked(self) -> list[str]:
+        """The questions whose framing is judged."""
+        return [question.turns[0].strip() for question in self.questions[:ASKED]]
+
+    @cached_property
+    def framing(self) -> Framing:
+        return framing(self.target, self.asked)
 
     def long_prompts(self, tokens: int, count: int) -> list[list[int]]:
         """Prompts of so many tokens: questions one behind the other, of which the last is to be answered."""
