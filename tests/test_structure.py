@@ -4,6 +4,7 @@ import ast
 import graphlib
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import slipstream
@@ -144,3 +145,15 @@ def test_links_lead_to_files():
     for page in [*TESTS.parent.glob("*.md"), *(TESTS.parent / "docs").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8")):
             assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_wheel_holds_every_file_of_the_package():
+    """A header that is left out costs whoever installs a wheel all of our kernels, without a word."""
+    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text("utf-8"))
+    held = {
+        path
+        for pattern in project["tool"]["setuptools"]["package-data"]["slipstream"]
+        for path in ROOT.glob(pattern)
+    }
+    files = {path for path in ROOT.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {path for path in files - held if path.suffix != ".py"} == set()
