@@ -41,7 +41,7 @@ def test_certify_finds_no_unexplained_token(target):
 def test_a_head_that_ships_drafts_well_and_as_predicted(target, name, deep, wanted):
     """Weights that were packed wrongly, or a head that no longer reads what it was trained on."""
     home, tree = find_drafter(name, target), load_drafter(name, target)
-    assert (home / "model.safetensors").stat().st_size <= 10 * 2**20
+    assert (home / "model.safetensors").stat().st_size <= 13 * 2**20  # three layers in int8
     prompts = [encode(target, question.turns[0]) for question in load_questions(limit=5)]
     recorded = record(target, prompts, 40, tree.taps)
     predicted, chain = (predict(d, recorded).tau for d in (tree, load_drafter(f"{name}:tree={deep}", target)))
