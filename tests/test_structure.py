@@ -32,6 +32,7 @@ ROOMS = {  # DESIGN, "Rooms": a room may import itself and these
     "training": {"core", "targets", "drafters", "decode"},
     "measure": {"core", "targets", "drafters", "decode"},
     "interop": {"core", "targets", "drafters", "decode"},
+    "serve": {"core", "targets", "drafters", "decode"},
 }
 CORE_MAY_IMPORT = {"torch", "numpy", "jaxtyping"}  # NumPy for its Philox alone
 

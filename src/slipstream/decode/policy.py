@@ -24,6 +24,7 @@ KEEPS = 200.0  # rounds that an average of accepted tokens remembers
 GROWN, MATCHED = 0.18, (0.05, 0.2, 0.5, 0.9)  # guesses: accepted tokens over log2(nodes), and by sign
 FIRST = 0.4  # guess: tokens accepted of a head's tree, whatever its size
 GUESS = 4.0  # rounds that a guess counts as
+NO_GUESSES = -1  # the sign of a text that gets none: it brings one token, whatever the tree
 HOPE = 0.3  # a mean of n rounds may be higher by this share over √n
 
 
@@ -121,8 +122,9 @@ class Policy:
     def _tokens(self, rung: int) -> float:
         """What a round would bring, over all texts."""
         most = self.ledger.rungs[rung].nodes - 1.0
-        means = (self._of(text, sign).factor * self.ledger.of(rung, sign).hoped for text, sign in self._rows)
-        return sum((1.0 + min(most, mean) for mean in means), 0.0)
+        guessed = [row for row in self._rows if row[1] != NO_GUESSES]
+        means = (self._of(text, sign).factor * self.ledger.of(rung, sign).hoped for text, sign in guessed)
+        return len(self._rows) + sum(min(most, mean) for mean in means)
 
     def _of(self, text: int, sign: int) -> Evidence:
         return self._seen.setdefault((text, sign > 0), Evidence())
@@ -134,6 +136,8 @@ class Policy:
         for average in self.ledger.accepted.values():
             average.fade()
         for (text, sign), made, drafted in zip(self._rows, tokens, guessed, strict=True):
+            if sign == NO_GUESSES:
+                continue
             average = self.ledger.of(self._rung, sign)
             if not shape.depth or (shape.children and not drafted):
                 for matched in (False, True):

@@ -16,10 +16,10 @@ from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span, commit
 from slipstream.core.target import Target
-from slipstream.core.tree import Probes, Tree, chain
+from slipstream.core.tree import PAD, Probes, Tree, chain
 from slipstream.core.verify import Law, Verdict, coupled, verify
 from slipstream.decode.capture import Captured, Record, recorder, rounded
-from slipstream.decode.policy import Policy
+from slipstream.decode.policy import NO_GUESSES, Policy
 
 CHUNK = 512  # prompt tokens per prefill pass: bounds the mask and the activations
 
@@ -75,6 +75,7 @@ class Session:
 
     Attributes:
         texts, lengths: of each row, the number of its text and the tokens that the target has read of it.
+        plain: of each row, whether it is decoded without guesses, beside others that may have some.
         seconds: where the time went so far.
         span: what the last pass read.
     """
@@ -92,6 +93,7 @@ class Session:
         self.target, self.drafter, self.law, self.rows = target, drafter, law, rows
         self.policy = policy
         self.texts, self.lengths, self._admitted = list[int](), list[int](), 0
+        self._mark([])
         self.seconds = Seconds()
         self.span: Span | None = None
         self._record = recorder(target) if law is coupled else None  # other laws look at what they drew
@@ -105,9 +107,11 @@ class Session:
         self.state.select([])
 
     @torch.inference_mode()
-    def admit(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> list[Committed]:
-        """Read prompts and draw the first token of each, its first root. Raises ValueError if there are fewer
-        free rows than prompts."""
+    def admit(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling], plain: Sequence[bool] = ()
+    ) -> list[Committed]:
+        """Read prompts and draw the first token of each, its first root. `plain` texts, default none, get no
+        guesses. Raises ValueError if there are fewer free rows than prompts."""
         if len(self.texts) + len(prompts) > self.rows:
             raise ValueError(
                 f"{len(prompts)} texts cannot join {len(self.texts)}: this session has {self.rows} rows; "
@@ -125,6 +129,7 @@ class Session:
         self._captured.clear()
         self.texts += range(self._admitted, self._admitted + len(prompts))
         self.lengths += map(len, prompts)
+        self._mark([*self.plain, *(plain or [False] * len(prompts))])
         self._admitted += len(prompts)
         self.seconds.prefill += lap()
         firsts = torch.stack([span.root, sampler.sound], 1).tolist()
@@ -158,7 +163,9 @@ class Session:
         plain decoding."""
         if shape is None and self.policy is not None:
             whole = _stopwatch()
-            made = self.step(limit, self.policy.choose(self.texts, self.drafter.signs(self.state)))
+            signs = self.drafter.signs(self.state)
+            told = [NO_GUESSES if plain else sign for sign, plain in zip(signs, self.plain, strict=True)]
+            made = self.step(limit, self.policy.choose(self.texts, told))
             drafted = [bool(each.drafted) for each in made]
             self.policy.learn([len(each.tokens) for each in made], whole(), drafted)
             return made
@@ -179,10 +186,19 @@ class Session:
         self.seconds.host += lap()
         return made
 
+    def _mark(self, plain: list[bool]) -> None:
+        """Rounds read the marks as a tensor, which must be there before they are captured."""
+        self.plain = plain
+        self._plain = torch.tensor(plain, dtype=torch.bool, device=self.target.device)[:, None]
+
     def _propose(self, shape: Shape | None) -> Tree:
-        if shape is not None and shape.depth == 0:
+        if all(self.plain) or (shape is not None and shape.depth == 0):
             return chain(self.state.root[:, None])
-        return self.drafter.propose(self.state, self.sampler, shape)
+        tree = self.drafter.propose(self.state, self.sampler, shape)
+        if any(self.plain):
+            guesses = torch.arange(tree.nodes, device=tree.tokens.device) > 0
+            tree = replace(tree, tokens=tree.tokens.masked_fill(self._plain & guesses, PAD))
+        return tree
 
     def _check(self, tree: Tree) -> Span:
         lap = _stopwatch()
@@ -234,6 +250,7 @@ class Session:
         self.sampler = self.sampler.select(order)
         self._captured.clear()
         self.texts, self.lengths = ([each[row] for row in order] for each in (self.texts, self.lengths))
+        self._mark([self.plain[row] for row in order])
         self.seconds.host += lap()
 
 

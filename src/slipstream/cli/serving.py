@@ -1,0 +1,79 @@
+"""serve: answer requests of OpenAI's clients."""
+
+import socket
+from typing import Annotated
+
+from slipstream.cli.common import (
+    DRAFTERS,
+    Compile,
+    Device,
+    DrafterName,
+    Dtype,
+    Quantize,
+    TargetName,
+    command,
+    err,
+    load,
+    option,
+)
+
+PANEL = "Limits"
+HOST = "address to listen at; 0.0.0.0 lets other machines in"
+KEY = "key that requests must give; better in the environment, where ps does not show it"
+CONTEXT = "tokens of prompt and answer together (default: the target's window, 4096 at most)"
+SECONDS = "a request may take, its reader included"
+GRACE = "what is under way may take after Ctrl-C or SIGTERM"
+
+
+@command(
+    "serve",
+    "serve --target ./my-model --compile --port 9000",
+    "serve --host 0.0.0.0 --rows 32 --queue 200   # with SLIPSTREAM_API_KEY set",
+    lists=DRAFTERS,
+)
+def serve(
+    target: TargetName = "smollm2",
+    drafter: DrafterName = "auto",
+    host: Annotated[str, option(HOST, "ADDRESS")] = "127.0.0.1",
+    port: Annotated[int, option("0 takes a free one", "N", min=0, max=65535)] = 8000,
+    api_key: Annotated[str | None, option(KEY, "KEY", "--api-key", envvar="SLIPSTREAM_API_KEY")] = None,
+    rows: Annotated[int, option("texts under way at once", "N", panel=PANEL, min=1, max=1024)] = 16,
+    queue: Annotated[int, option("texts that may wait for a row", "N", panel=PANEL, min=0, max=2**20)] = 64,
+    max_context: Annotated[int | None, option(CONTEXT, "N", panel=PANEL, min=2)] = None,
+    max_body: Annotated[int, option("bytes of a request", "N", panel=PANEL, min=1)] = 2**20,
+    max_seconds: Annotated[float, option(SECONDS, "S", panel=PANEL, min=0.001)] = 600.0,
+    grace: Annotated[int, option(GRACE, "S", panel=PANEL, min=0)] = 30,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    compile: Compile = False,
+    quantize: Quantize = None,
+) -> None:
+    """Answer requests of OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models.
+
+    All texts share one session, and each says what generate would say alone. /metrics is for
+    Prometheus, and standard output gets a line of JSON for each request, without prompts.
+    """
+    try:
+        from slipstream.serve.run import run
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the server needs {error.name}, which is not installed: pip install 'slipstream[serve]'"
+        ) from error
+    from slipstream.drafters import load_drafter
+    from slipstream.serve.app import Limits
+
+    limits = Limits(rows, queue, max_context, max_body, max_seconds)
+    with _listening(host, port) as listener:
+        loaded = load(target, dtype, device, compile, quantize)
+        guide = load_drafter(drafter, loaded, temperature=1.0, texts=rows)
+        run(loaded, guide, drafter, limits, api_key or None, grace, listener, err.print)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises ValueError."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot listen at {host}, port {port}: {reason}: name another") from error

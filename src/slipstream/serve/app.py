@@ -1,0 +1,250 @@
+"""The server: routes, and what guards them."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from math import ceil
+from time import time
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from slipstream.core.drafter import Drafter
+from slipstream.core.target import Target
+from slipstream.decode.answer import Answer
+from slipstream.decode.settings import Settings
+from slipstream.serve.bias import Bias
+from slipstream.serve.engine import Busy, Engine, News, Task
+from slipstream.serve.guard import Guard
+from slipstream.serve.metrics import Metrics
+from slipstream.serve.replies import Events, Form, Refused, Reply, Ticket, Whole
+from slipstream.serve.schema import Asked, ChatCompletion, Completion
+from slipstream.targets.prompts import check_readable, checked_ids, encode
+
+COMPLETION_TOKENS = 16  # of a completion that names no number, as OpenAI has it
+PLAIN = "vanilla"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes.
+
+    Attributes:
+        rows: texts under way at once.
+        queue: texts that may wait for a row.
+        context: tokens of prompt and answer together; None: the target's window, 4096 at most.
+        body: bytes of a request.
+        seconds: a request may take, its reader included.
+    """
+
+    rows: int = 16
+    queue: int = 64
+    context: int | None = None
+    body: int = 2**20
+    seconds: float = 600.0
+
+
+class Server:
+    """One target, one session, and the requests to it.
+
+    Args:
+        spec: what the drafter was called.
+        log: takes a line for each request; None: no log.
+
+    Attributes:
+        app: the server for ASGI.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        spec: str,
+        limits: Limits = Limits(),
+        key: str | None = None,
+        log: Callable[[str], Any] | None = None,
+    ) -> None:
+        if target.text is None:
+            raise ValueError(f"target {target.name} has no tokenizer: a server cannot read text with it")
+        self.target, self.spec, self.limits, self.text = target, spec, limits, target.text
+        self.context = min(target.window, limits.context or 4096)
+        self.engine = Engine(target, drafter, limits.rows, self.context, limits.queue, self._post)
+        self.metrics = Metrics(lambda: self.engine.running, lambda: self.engine.waiting)
+        self.fingerprint = f"{target.fingerprint}, {target.precision}"
+        self.created = int(time())
+        self._reader = ThreadPoolExecutor(1, "prompts")  # one thread: a tokenizer is not for several
+        self._loop: asyncio.AbstractEventLoop | None = None
+        app = FastAPI(title="Slipstream", version=version("slipstream"), docs_url=None, redoc_url=None)
+        app.router.lifespan_context = self._lifespan
+        app.get("/health")(self.health)
+        app.get("/metrics")(self.figures)
+        app.get("/v1/models")(self.models)
+        app.get("/v1/models/{name:path}")(self.model)
+        app.post("/v1/completions")(self.completions)
+        app.post("/v1/chat/completions")(self.chat)
+        app.exception_handler(Refused)(_refused)
+        app.exception_handler(RequestValidationError)(_invalid)
+        app.exception_handler(HTTPException)(_http)
+        app.exception_handler(Exception)(_broken)
+        self.app = Guard(app, key, limits.body, limits.seconds, log, self.metrics)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Any) -> AsyncIterator[None]:
+        self._loop = asyncio.get_running_loop()
+        self.engine.start()
+        yield
+        await asyncio.to_thread(self.engine.close)
+        self._reader.shutdown()
+
+    def _post(self, news: list[News]) -> None:
+        """Pass news from the engine's thread to the server's."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(_tell, news)
+
+    async def health(self) -> Response:
+        """200 while texts are made."""
+        return Response(status_code=200 if self.engine.alive else 503)
+
+    async def figures(self) -> Response:
+        """Figures for Prometheus."""
+        return Response(self.metrics.text(), media_type="text/plain; version=1.0.0; charset=utf-8")
+
+    async def models(self) -> dict[str, Any]:
+        """The models that are served: one."""
+        return {"object": "list", "data": [self._model()]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """One of them."""
+        self._check_model(name)
+        return self._model()
+
+    def _model(self) -> dict[str, Any]:
+        made = {"id": self.target.name, "object": "model", "created": self.created, "owned_by": "slipstream"}
+        more = {"precision": self.target.precision, "exactness": self.target.exactness, "drafter": self.spec}
+        return made | {"max_model_len": self.context} | more
+
+    async def completions(self, asked: Completion) -> Response:
+        """Continue text as it stands."""
+        return await self._reply(asked, False, partial(self._completion_prompts, asked))
+
+    async def chat(self, asked: ChatCompletion) -> Response:
+        """Answer messages, through the target's chat template."""
+        if not self.text.has_chat:
+            raise Refused(f"{self.target.name} has no chat template: ask /v1/completions")
+        return await self._reply(asked, True, lambda: [encode(self.target, asked.turns)])
+
+    def _completion_prompts(self, asked: Completion) -> list[list[int]]:
+        prompts = []
+        for each in asked.prompts:
+            check_readable(each, "the prompt")
+            ids = self.text.ids(each, special=True) if isinstance(each, str) else each
+            if not ids:
+                raise ValueError("the prompt is empty: give at least one token")
+            prompts.append(checked_ids(ids, self.target.vocab))
+        return prompts
+
+    async def _reply(self, asked: Asked, chat: bool, prompts: Callable[[], list[list[int]]]) -> Reply:
+        """Queue what is asked for. Raises Refused."""
+        self._check_model(asked.model)
+        if asked.drafter not in (None, PLAIN, self.spec):
+            fault = f"drafter is {asked.drafter!r}; this server has {PLAIN!r} and {self.spec!r}"
+            raise Refused(fault, param="drafter")
+        seed = secrets.randbits(62) if asked.seed is None else asked.seed
+        ticket = Ticket(self.engine, self.metrics)
+        loop = asyncio.get_running_loop()
+        try:
+            tasks = await loop.run_in_executor(self._reader, self._tasks, asked, chat, seed, prompts, ticket)
+            ticket.submit(tasks)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        except Busy as error:
+            wait = str(max(1, ceil(self.metrics.typical_seconds)))
+            raise Refused(str(error), 429, "rate_limit_error", Retry_After=wait) from error
+        form = Form(chat, self.target.name, seed, self.fingerprint, self.text)
+        if not asked.stream:
+            return Whole(ticket, form, self.limits.seconds)
+        usage = asked.stream_options is not None and asked.stream_options.include_usage
+        return Events(ticket, form, self.limits.seconds, usage)
+
+    def _tasks(
+        self, asked: Asked, chat: bool, seed: int, prompts: Callable[[], list[list[int]]], ticket: Ticket
+    ) -> list[Task]:
+        """The texts of a request, as `generate` would make them: `n` of each prompt. Raises ValueError."""
+        each, most = asked.n or 1, self.limits.rows + self.limits.queue
+        rows = [prompt for prompt in prompts() for _ in range(each)] if each <= most else [[0]] * each
+        if len(rows) > most:
+            raise ValueError(f"{len(rows)} texts are asked for; this server takes at most {most} at once")
+        new = asked.tokens or (None if chat else COMPLETION_TOKENS)
+        bias = [Bias.of(asked.logit_bias, self.target.vocab)] if asked.logit_bias else []
+        settings = Settings.of(self.target, new, seed=seed, processors=bias, **asked.sampling())
+        plain = asked.drafter == PLAIN
+        made = []
+        for i, prompt in enumerate(rows):
+            limit = self._limit(settings, prompt, asked.tokens)
+            answer = Answer(self.target, limit, settings.eos, settings.stop, read=True)
+            made.append(Task(prompt, settings.row(i, prompt), answer, ticket.hear, plain, asked.most_likely))
+        return made
+
+    def _limit(self, settings: Settings, prompt: list[int], wanted: int | None) -> int:
+        """The most tokens that an answer may have. Raises ValueError if the context is too short."""
+        limit, room = settings.limit(prompt), self.context - len(prompt)
+        if room < 1 or (wanted is not None and wanted > room):
+            answer = "" if wanted is None else f" and the answer may have {wanted}"
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens{answer}; this server takes at most {self.context} "
+                "tokens of prompt and answer together: shorten one of them"
+            )
+        return min(limit, room)
+
+    def _check_model(self, name: str) -> None:
+        if name != self.target.name:
+            fault = f"there is no model {name!r}: this server has {self.target.name!r}"
+            raise Refused(fault, 404, param="model", code="model_not_found")
+
+
+def _tell(news: list[News]) -> None:
+    for each in news:
+        each.task.tell(each)
+
+
+async def _refused(request: Request, error: Any) -> Response:
+    return error.response()
+
+
+async def _invalid(request: Request, error: Any) -> Response:
+    """The first fault of a body, in one line."""
+    fault = error.errors()[0]
+    place = [str(each) for each in fault["loc"][1:]]
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        message = f"this server does not know it, or cannot do what it asks for ({_short(fault['input'])})"
+    elif "input" in fault and place:
+        message += f", not {_short(fault['input'])}"
+    where = ".".join(place)
+    return Refused(f"{where}: {message}" if where else message, param=place[0] if place else None).response()
+
+
+def _short(value: Any) -> str:
+    """A value as JSON, its beginning if it is long."""
+    if isinstance(value, dict | list):
+        return f"a {type(value).__name__}"
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+async def _http(request: Request, error: Any) -> Response:
+    return Refused(str(error.detail), error.status_code).response()
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    return Refused(f"{type(error).__name__}: {error}", 500, "server_error").response()

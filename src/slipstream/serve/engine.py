@@ -1,0 +1,319 @@
+"""The engine: one thread that owns the session. Texts join, are told about and leave between its rounds."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from slipstream.core.drafter import Drafter
+from slipstream.core.sampling import Sampling
+from slipstream.core.target import Target
+from slipstream.decode.answer import Answer, Finish, Round
+from slipstream.decode.costs import keep, policy
+from slipstream.decode.generate import LAWS
+from slipstream.decode.session import Committed, Session
+
+TOGETHER = 1024  # tokens of prompts that are read at once: texts under way wait for them
+LADDER = (1, 4)  # texts for which the cost of rounds is measured, beside all rows
+log = logging.getLogger(__name__)
+
+
+class Busy(Exception):
+    """The queue is full."""
+
+
+@dataclass(frozen=True)
+class Likely:
+    """A token's log-probability, at temperature 1 and without cuts, and the likeliest tokens beside it."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(eq=False)
+class Task:
+    """A text to make.
+
+    Attributes:
+        tell: gets the news of it, in the thread that the engine's `post` chooses.
+        plain: it is decoded without guesses.
+        most_likely: alternatives wanted with each token; None: no probabilities are wanted.
+        arrived, began: when it was submitted, and when its prompt was read.
+        text: its number in the session.
+        again: tokens that it has already, and makes again after a failure of another text.
+        alone: a round failed in which it took part, so it gets the session for itself.
+    """
+
+    prompt: list[int]
+    sampling: Sampling
+    answer: Answer
+    tell: Callable[["News"], None]
+    plain: bool = False
+    most_likely: int | None = None
+    arrived: float = 0.0
+    began: float = 0.0
+    text: int | None = None
+    again: int = 0
+    alone: bool = False
+    likely: list[Likely] = field(default_factory=list)
+    told: int = 0  # pieces of its answer
+
+
+@dataclass(frozen=True)
+class News:
+    """What a round brought a text.
+
+    Attributes:
+        text: what became certain, without half characters or what may become a stop string.
+        tokens: those that it took, of which `text` may lack some.
+        likely: of the tokens that became certain.
+        round: what was guessed and accepted; None for the prompt's pass.
+        at: the time.
+        finish: why it ended, if it did.
+        error: why it failed, if it did.
+    """
+
+    task: Task
+    text: str = ""
+    tokens: int = 0
+    likely: Sequence[Likely] = ()
+    round: Round | None = None
+    at: float = field(default_factory=perf_counter)
+    finish: Finish | None = None
+    error: str | None = None
+
+    @property
+    def last(self) -> bool:
+        """No other follows."""
+        return self.finish is not None or self.error is not None
+
+
+class Engine:
+    """Makes texts, `rows` at once, while others wait in a queue.
+
+    Args:
+        capacity: tokens of the longest prompt and answer together.
+        queue: texts that may wait, at most.
+        post: takes a round's news, and passes them on to `Task.tell`. It must not wait.
+
+    Attributes:
+        running, waiting: texts under way and in the queue.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        rows: int,
+        capacity: int,
+        queue: int,
+        post: Callable[[list[News]], Any],
+    ) -> None:
+        self.target, self.drafter, self.rows, self.queue, self.post = target, drafter, rows, queue, post
+        self.capacity = capacity
+        self._waiting = deque[Task]()
+        self._running: dict[int, Task] = {}  # by number of the text
+        self._gone = set[Task]()
+        self._closing = False
+        self._changed = threading.Condition()
+        for texts in {1, *(n for n in LADDER if n < rows), rows}:
+            policy(target, drafter, texts)  # measures what rounds cost, unless it is known
+        self._session = self._new_session()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it works."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread. Requests may come at once."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End after the round under way."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+        keep(self.target, self.drafter)
+
+    def submit(self, tasks: Sequence[Task]) -> None:
+        """Queue texts. Raises Busy, and queues none, if they do not all fit."""
+        with self._changed:
+            free = self.rows - len(self._running) + self.queue - len(self._waiting)
+            if len(tasks) > free:
+                raise Busy(f"{len(self._waiting)} texts wait for {self.rows} rows")
+            for task in tasks:
+                task.arrived = perf_counter()
+            self._waiting += tasks
+            self._changed.notify()
+
+    def cancel(self, tasks: Sequence[Task]) -> None:
+        """Let texts go: those that wait at once, those under way before the next round. No news follow."""
+        with self._changed:
+            self._gone |= {task for task in tasks if task.answer.finish is None}
+            self._waiting = deque(task for task in self._waiting if task not in self._gone)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        torch.set_num_threads(torch.get_num_threads())  # a thread of its own begins with the default
+        try:
+            while self._wait():
+                self._leave()
+                self._tell(self._join)
+                self._tell(self._step)
+        except Exception as error:
+            log.exception("the engine has ended")
+            with self._changed:
+                self._closing = True
+                tasks = [*self._running.values(), *self._waiting]
+            self.post([News(task, error=f"the engine has ended: {error}") for task in tasks])
+
+    def _wait(self) -> bool:
+        """Until there is work; False: the engine closes."""
+        with self._changed:
+            while not (self._closing or self._waiting or self._running):
+                self._changed.wait()
+            return not self._closing
+
+    def _leave(self) -> None:
+        """Free the rows of texts that nobody waits for any more."""
+        with self._changed:
+            gone, self._gone = self._gone, set()
+        self._retire([text for text, task in self._running.items() if task in gone])
+
+    def _retire(self, texts: Sequence[int]) -> None:
+        self._session.retire(texts)
+        for text in texts:
+            del self._running[text]
+
+    def _tell(self, made: Callable[[], list[News]]) -> None:
+        """Post the news of a pass, and free the rows of texts that have ended."""
+        if news := made():
+            self.post(news)
+            running = {id(task): text for text, task in self._running.items()}
+            self._retire([running[id(each.task)] for each in news if each.last and id(each.task) in running])
+
+    def _join(self) -> list[News]:
+        """Read the prompts of texts that wait."""
+        if not (tasks := self._next()):
+            return []
+        began = perf_counter()
+        for task in tasks:
+            task.began = task.began or began
+        plain = [task.plain for task in tasks]
+        try:
+            made = self._session.admit([t.prompt for t in tasks], [t.sampling for t in tasks], plain)
+        except Exception as error:
+            return self._failed(tasks, error)
+        self._running |= {each.text: task for each, task in zip(made, tasks, strict=True)}
+        return [self._take(each, i) for i, each in enumerate(made)]
+
+    def _next(self) -> list[Task]:
+        """Texts to join now, the oldest first: as many as there are rows, while their prompts together, each
+        padded to the longest, are neither too long nor mostly padding."""
+        tasks = list[Task]()
+        with self._changed:
+            while self._waiting and len(self._running) + len(tasks) < self.rows:
+                if any(task.alone for task in (*tasks, *self._running.values())):
+                    break
+                if self._waiting[0].alone and (tasks or self._running):
+                    break
+                lengths = [len(task.prompt) for task in (*tasks, self._waiting[0])]
+                padded = max(lengths) * len(lengths)
+                if tasks and padded > min(TOGETHER, 2 * sum(lengths)):
+                    break
+                tasks.append(self._waiting.popleft())
+        return tasks
+
+    def _step(self) -> list[News]:
+        """One round."""
+        if not self._running:
+            return []
+        try:
+            made = self._session.step()
+        except Exception as error:
+            return self._failed([], error)
+        return [self._take(each, i) for i, each in enumerate(made)]
+
+    def _take(self, made: Committed, row: int) -> News:
+        """Let a text's answer take what a pass brought; `row`: its row in that pass."""
+        task, tokens = self._running[made.text], made.tokens
+        answer, start = task.answer, min(task.again, len(tokens))
+        if not made.sound:
+            return News(task, error=self.target.unsound([*task.prompt, *answer.tokens]))
+        task.again -= start
+        taken = answer.extend(tokens[start:])
+        round = None
+        if made.drafted is not None and taken:
+            round = Round(made.drafted, len(tokens) - 1, len(taken))
+            answer.rounds.append(round)
+        if task.most_likely is not None:
+            scores = self._scores(row, made)[start:]
+            task.likely += [
+                likely(x, token, task.most_likely) for x, token in zip(scores, taken, strict=False)
+            ]
+        released = len(answer.released())
+        sure, task.likely = task.likely[:released], task.likely[released:]
+        pieces, task.told = answer.pieces[task.told :], len(answer.pieces)
+        if answer.finish == "eos":
+            sure = sure[:-1]  # the closing token is no text
+        return News(task, "".join(pieces), len(taken), sure, round, finish=answer.finish)
+
+    def _scores(self, row: int, made: Committed) -> Float[Tensor, "T V"]:
+        """The logits from which the tokens of a row were chosen."""
+        span = self._session.span
+        assert span is not None and span.logits is not None and span.path is not None
+        first = made.drafted is None
+        return span.logits[row, :1] if first else span.logits[row, span.path[row, : len(made.tokens)]]
+
+    def _failed(self, joining: list[Task], error: Exception) -> list[News]:
+        """A pass failed, over texts that joined or else over all that are under way. A text that had the pass
+        for itself fails. Otherwise these texts begin again, each alone, so that one cannot take others with
+        it. Texts that took no part begin again, too, in a new session: this one may be half changed."""
+        log.error("a pass failed", exc_info=error)
+        under_way = list(self._running.values())
+        suspects = joining or under_way
+        self._running.clear()
+        self._session = self._new_session()
+        again, news = [*under_way, *joining], list[News]()
+        if len(suspects) == 1:
+            again.remove(suspects[0])
+            news = [News(suspects[0], error=f"{type(error).__name__}: {error}")]
+        for task in again:
+            task.again = len(task.answer.tokens)
+            task.alone = task.alone or task in suspects
+        with self._changed:
+            self._waiting.extendleft(reversed(again))
+        return news
+
+    def _new_session(self) -> Session:
+        chooses = policy(self.target, self.drafter, self.rows)
+        how: Any = {"rows": self.rows, "capacity": self.capacity, "policy": chooses}
+        return Session(self.target, self.drafter, LAWS[self.drafter.law], **how)
+
+
+def likely(logits: Float[Tensor, " V"], token: int, most: int) -> Likely:
+    """A token's probability, and the `most` likeliest. The same for the same logits, whatever rows stand
+    beside them."""
+    x = logits.double()
+    x = x - x.logsumexp(0)
+    top = x.topk(min(most, len(x)))
+    return Likely(token, float(x[token]), list(zip(top.indices.tolist(), top.values.tolist(), strict=True)))

@@ -1,0 +1,102 @@
+"""What stands before the routes: the key, limits on bodies, and a log line for each request."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from hmac import compare_digest
+from time import perf_counter
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from slipstream.serve.metrics import Metrics
+from slipstream.serve.replies import Refused
+
+QUIET = ("/health", "/metrics")  # what machines ask every few seconds is not logged
+
+
+class Guard:
+    """Passes requests on to an application.
+
+    Args:
+        key: which requests under /v1 must give as a bearer token; None: none is needed.
+        body: bytes of a request, at most.
+        seconds: in which a body must have come.
+        log: takes a line of JSON for each request, which holds nothing of what was asked or said.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        key: str | None,
+        body: int,
+        seconds: float,
+        log: Callable[[str], Any] | None,
+        metrics: Metrics,
+    ) -> None:
+        self.app, self.key, self.body, self.seconds = app, key, body, seconds
+        self.log, self.metrics = log, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, as ASGI wants it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status, began = 0, perf_counter()
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        note = scope.setdefault("slipstream", {})
+        try:
+            headers = dict(scope["headers"])
+            if refused := self._refusal(scope["path"], headers):
+                await refused.response()(scope, receive, watched)
+            else:
+                await self.app(scope, self._limited(receive), watched)
+        finally:
+            self.metrics.responses.labels(str(status)).inc()
+            if self.log is not None and scope["path"] not in QUIET:
+                line: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}
+                line |= {"method": scope["method"], "path": scope["path"][:100], "status": status}
+                self.log(json.dumps(line | {"seconds": round(perf_counter() - began, 4)} | note))
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Refused | None:
+        given = headers.get(b"authorization", b"")
+        if self.key is not None and path.startswith("/v1"):
+            scheme, _, key = given.partition(b" ")
+            if scheme.lower() != b"bearer" or not compare_digest(key.strip(), self.key.encode()):
+                fault = "this server asks for its API key: Authorization: Bearer KEY"
+                return Refused(fault, 401, code="invalid_api_key", WWW_Authenticate="Bearer")
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > self.body:
+            return Refused(self._too_large, 413)
+        return None
+
+    @property
+    def _too_large(self) -> str:
+        return f"the body is too large: this server takes at most {self.body:,} bytes"
+
+    def _limited(self, receive: Receive) -> Receive:
+        """Receives a body that must be small, and come soon."""
+        read, complete, until = 0, False, perf_counter() + self.seconds
+
+        async def limited() -> Message:
+            nonlocal read, complete
+            if complete:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), max(0.0, until - perf_counter()))
+            except TimeoutError as error:
+                raise HTTPException(408, "the body took too long to come") from error
+            read += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            if read > self.body:
+                raise HTTPException(413, self._too_large)
+            return message
+
+        return limited

@@ -1,0 +1,74 @@
+"""Figures for Prometheus, under vLLM's names where it has them, with a prefix of our own."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from slipstream.serve.engine import News
+
+SHORT = (0.001, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)  # seconds
+LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Metrics:
+    """What was served since the start.
+
+    Args:
+        running, waiting: texts at this moment.
+    """
+
+    def __init__(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+        self.registry = CollectorRegistry()
+        self._gauge("num_requests_running", "texts under way", running)
+        self._gauge("num_requests_waiting", "texts in the queue", waiting)
+        self._gauge("mean_accepted_length", "τ: tokens per target pass after the prompt's", self._tau)
+        self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts")
+        self.tokens = self._counter("generation_tokens", "tokens of answers")
+        self.passes = self._counter("spec_decode_num_drafts", "rounds, counted for each text")
+        self.drafted = self._counter("spec_decode_num_draft_tokens", "depth of the guesses of these rounds")
+        self.accepted = self._counter("spec_decode_num_accepted_tokens", "guesses accepted")
+        self.finished = self._counter("request_success", "answers, by why they ended", "finished_reason")
+        self.responses = self._counter("http_responses", "responses, by status", "status")
+        self.queued = self._histogram("request_queue_time_seconds", "from arrival to the prompt's pass", LONG)
+        self.first = self._histogram("time_to_first_token_seconds", "from arrival to the first token", LONG)
+        self.each = self._histogram("time_per_output_token_seconds", "of each token after the first", SHORT)
+        self.whole = self._histogram("e2e_request_latency_seconds", "from arrival to the last token", LONG)
+        self._passes = self._kept = 0
+        self.typical_seconds = 1.0  # of an answer, lately
+
+    def hear(self, news: News, since: float) -> None:
+        """Count what a round brought a text; `since`: when it had news before."""
+        task = news.task
+        self.tokens.inc(news.tokens)
+        if news.round is None and news.tokens:  # the prompt's pass
+            self.prompt_tokens.inc(len(task.prompt))
+            self.queued.observe(task.began - task.arrived)
+            self.first.observe(news.at - task.arrived)
+        if news.round is not None:
+            self.passes.inc()
+            self.drafted.inc(news.round.drafted)
+            self.accepted.inc(news.round.accepted)
+            self._passes += 1
+            self._kept += news.round.kept
+            for _ in range(news.tokens):
+                self.each.observe((news.at - since) / news.tokens)
+        if news.finish is not None:
+            self.finished.labels(news.finish).inc()
+            self.whole.observe(news.at - task.arrived)
+            self.typical_seconds += 0.1 * (news.at - task.arrived - self.typical_seconds)
+
+    def text(self) -> bytes:
+        """All figures, as Prometheus reads them."""
+        return generate_latest(self.registry)
+
+    def _tau(self) -> float:
+        return self._kept / self._passes if self._passes else 1.0
+
+    def _gauge(self, name: str, what: str, value: Callable[[], float]) -> None:
+        Gauge(f"slipstream:{name}", what, registry=self.registry).set_function(value)
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(f"slipstream:{name}", what, labels, registry=self.registry)
+
+    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"slipstream:{name}", what, buckets=buckets, registry=self.registry)

@@ -1,0 +1,319 @@
+"""Answers as OpenAI's JSON: whole, or as events while they are made."""
+
+import asyncio
+import json
+from abc import abstractmethod
+from collections.abc import AsyncIterator, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import perf_counter, time
+from typing import Any
+from uuid import uuid4
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from slipstream.core.target import Text
+from slipstream.decode.answer import mean_accepted_length
+from slipstream.serve.engine import Engine, Likely, News, Task
+from slipstream.serve.metrics import Metrics
+
+JSON = (b"content-type", b"application/json")
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+class Refused(Exception):
+    """A request that is not answered: OpenAI's error, with a status and headers."""
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        **headers: str,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, headers
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    def response(self) -> Response:
+        """As a response. Characters that UTF-8 does not have are escaped."""
+        headers = {name.replace("_", "-"): value for name, value in self.headers.items()}
+        return Response(json.dumps(self.body), self.status, headers, "application/json")
+
+
+class Ticket:
+    """The texts of one request, and the news of them that nobody has read yet. However slowly they are read,
+    they hold no more than the answers' text, and nothing waits for the reader."""
+
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+        self.engine, self.metrics = engine, metrics
+        self.tasks: list[Task] = []
+        self._index: dict[int, int] = {}
+        self._since: dict[int, float] = {}
+        self._unread: list[News] = []
+        self._fresh = asyncio.Event()
+
+    def submit(self, tasks: list[Task]) -> None:
+        """Queue the texts. Raises Busy."""
+        self.tasks = tasks
+        self._index = {id(task): i for i, task in enumerate(tasks)}
+        self.engine.submit(tasks)
+
+    def hear(self, news: News) -> None:
+        """Take news, in the server's own thread."""
+        self.metrics.hear(news, self._since.get(id(news.task), news.at))
+        self._since[id(news.task)] = news.at
+        self._unread.append(news)
+        self._fresh.set()
+
+    async def news(self) -> AsyncIterator[list[tuple[int, News]]]:
+        """What has come since the last time, with the numbers of the texts, until all have ended. Raises
+        Refused if one has failed."""
+        left = len(self.tasks)
+        while left:
+            await self._fresh.wait()
+            self._fresh.clear()
+            unread, self._unread = self._unread, []
+            for each in unread:
+                if each.error is not None:
+                    raise Refused(each.error, 500, "server_error")
+                left -= each.last
+            yield [(self._index[id(each.task)], each) for each in unread]
+
+    def close(self) -> None:
+        """Let go of texts that are not finished."""
+        self.engine.cancel(self.tasks)
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Tokens, and what guessing brought."""
+        prompts = {id(task.prompt): len(task.prompt) for task in self.tasks}  # choices share their prompt
+        prompt, answers = sum(prompts.values()), sum(len(task.answer.tokens) for task in self.tasks)
+        rounds = [each for task in self.tasks for each in task.answer.rounds]
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answers,
+            "total_tokens": prompt + answers,
+            "tau": round(mean_accepted_length(rounds), 4),
+            "drafted_tokens": sum(each.drafted for each in rounds),
+            "accepted_tokens": sum(each.accepted for each in rounds),
+        }
+
+
+@dataclass
+class Form:
+    """How a response is written: a chat's, or a completion's.
+
+    Args:
+        seed: of the answers, so that a text can be made again.
+        fingerprint: of the weights and their precision, on which texts depend as well.
+    """
+
+    chat: bool
+    model: str
+    seed: int
+    fingerprint: str
+    text: Text
+    id: str = field(init=False)
+    created: int = field(default_factory=lambda: int(time()))
+
+    def __post_init__(self) -> None:
+        self.id = ("chatcmpl-" if self.chat else "cmpl-") + uuid4().hex
+
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        """A response that is no stream."""
+        return self._object("chat.completion", choices) | {"usage": usage}
+
+    def event(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """An event of a stream."""
+        return self._object("chat.completion.chunk", choices) | more
+
+    def _object(self, chat: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        made = {"id": self.id, "object": chat if self.chat else "text_completion", "created": self.created}
+        rest = {"model": self.model, "choices": choices, "seed": self.seed}
+        return made | rest | {"system_fingerprint": self.fingerprint}
+
+    def choice(
+        self, index: int, text: str, likely: dict[str, Any] | None, finish: str | None, whole: bool
+    ) -> dict[str, Any]:
+        """A text, or a piece of it."""
+        made: dict[str, Any] = {"index": index}
+        if not self.chat:
+            made["text"] = text
+        elif whole:
+            made["message"] = {"role": "assistant", "content": text}
+        else:
+            made["delta"] = {"content": text}
+        return made | {"logprobs": likely, "finish_reason": FINISH.get(finish or "")}
+
+    def likely(self, tokens: Sequence[Likely], offset: int) -> dict[str, Any]:
+        """Log-probabilities of tokens, whose text begins `offset` characters after the answer."""
+        if self.chat:
+            content = []
+            for each in tokens:
+                beside = [self._entry(token, logprob) for token, logprob in each.top]
+                content.append(self._entry(each.token, each.logprob) | {"top_logprobs": beside})
+            return {"content": content, "refusal": None}
+        texts, offsets = [self.text.decode([each.token], special=True) for each in tokens], []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        tops = []
+        for each in tokens:
+            top = [*each.top, (each.token, each.logprob)]
+            tops.append({self.text.decode([token], special=True): logprob for token, logprob in top})
+        logprobs = [each.logprob for each in tokens]
+        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        """A token alone. One that is a part of a character has no text of its own, and so no bytes."""
+        text = self.text.decode([token], special=True)
+        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else [*text.encode()]}
+
+
+class Reply(Response):
+    """Waits for texts, and for the client to leave: then it lets go of the texts.
+
+    Args:
+        seconds: the reply may take, its reader included.
+    """
+
+    def __init__(self, ticket: Ticket, form: Form, seconds: float) -> None:
+        super().__init__()
+        self.ticket, self.form, self.seconds = ticket, form, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, as ASGI wants it."""
+        note = scope.setdefault("slipstream", {})
+        gone, work = asyncio.ensure_future(_gone(receive)), asyncio.ensure_future(self._work(send, note))
+        try:
+            await asyncio.wait({gone, work}, timeout=self.seconds, return_when=asyncio.FIRST_COMPLETED)
+            late = not gone.done() and not work.done()
+            if not work.done():
+                note["ended"] = "it took too long" if late else "the client left"
+        finally:
+            self.ticket.close()
+            for task in (gone, work):
+                task.cancel()
+            await asyncio.gather(gone, work, return_exceptions=True)
+            note |= _figures(self.ticket)
+        if late:
+            with suppress(TimeoutError):  # a reader so slow that not even this can be sent
+                fault = f"it took longer than {self.seconds:g} s, which is this server's limit"
+                await asyncio.wait_for(self._fail(send, Refused(fault, 504, "timeout")), 1)
+        if not work.cancelled():
+            work.result()
+
+    async def _work(self, send: Send, note: MutableMapping[str, Any]) -> None:
+        try:
+            await self._answer(send)
+        except Refused as refused:
+            note["ended"] = str(refused)
+            await self._fail(send, refused)
+
+    @abstractmethod
+    async def _answer(self, send: Send) -> None:
+        """Send the response."""
+
+    @abstractmethod
+    async def _fail(self, send: Send, refused: Refused) -> None:
+        """Send an error, also behind what was sent already."""
+
+
+class Whole(Reply):
+    """One JSON object, once all texts have ended."""
+
+    async def _answer(self, send: Send) -> None:
+        made: dict[int, list[News]] = {}
+        async for batch in self.ticket.news():
+            for i, news in batch:
+                made.setdefault(i, []).append(news)
+        choices = []
+        for i, all_news in sorted(made.items()):
+            text = "".join(news.text for news in all_news)
+            asked = all_news[-1].task.most_likely is not None
+            likely = [each for news in all_news for each in news.likely]
+            shown = self.form.likely(likely, 0) if asked else None
+            choices.append(self.form.choice(i, text, shown, all_news[-1].finish, True))
+        await _send(send, 200, self.form.whole(choices, self.ticket.usage))
+
+    async def _fail(self, send: Send, refused: Refused) -> None:
+        await _send(send, refused.status, refused.body)
+
+
+class Events(Reply):
+    """Server-sent events. The response starts with the first token, so that what fails before has a status.
+
+    Args:
+        usage: the last event holds it.
+    """
+
+    def __init__(self, ticket: Ticket, form: Form, seconds: float, usage: bool) -> None:
+        super().__init__(ticket, form, seconds)
+        self.usage, self._offsets, self._started = usage, dict[int, int](), False
+
+    async def _answer(self, send: Send) -> None:
+        async for batch in self.ticket.news():
+            events = [event for i, news in batch for event in self._events(i, news)]
+            if events or not self._started:
+                await self._write(send, events)
+        if self.usage:
+            await self._write(send, [self.form.event([], usage=self.ticket.usage)])
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    def _events(self, i: int, news: News) -> list[dict[str, Any]]:
+        """Of the i-th text: its role first, and then what it says."""
+        made, form = [], self.form
+        more = {"usage": None} if self.usage else {}
+        if i not in self._offsets:
+            self._offsets[i] = 0
+            if form.chat:
+                opening = {"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                made.append(form.event([opening], **more))
+        if news.text or news.likely or news.finish:
+            asked = news.task.most_likely is not None
+            likely = form.likely(news.likely, self._offsets[i]) if asked else None
+            if likely and not form.chat:
+                self._offsets[i] += sum(map(len, likely["tokens"]))
+            made.append(form.event([form.choice(i, news.text, likely, news.finish, False)], **more))
+        return made
+
+    async def _write(self, send: Send, events: list[dict[str, Any]]) -> None:
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        body = "".join(f"data: {json.dumps(event, separators=(',', ':'))}\n\n" for event in events)
+        await send({"type": "http.response.body", "body": body.encode(), "more_body": True})
+
+    async def _fail(self, send: Send, refused: Refused) -> None:
+        if not self._started:
+            await _send(send, refused.status, refused.body)
+            return
+        body = f"data: {json.dumps(refused.body)}\n\n".encode()
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _send(send: Send, status: int, body: dict[str, Any]) -> None:
+    data = json.dumps(body).encode()
+    headers = [JSON, (b"content-length", str(len(data)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data})
+
+
+async def _gone(receive: Receive) -> None:
+    """Until the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _figures(ticket: Ticket) -> dict[str, Any]:
+    """What a log says of a request."""
+    made, now = ticket.usage, perf_counter()
+    began = [task.began - task.arrived for task in ticket.tasks if task.began]
+    finish = sorted({task.answer.finish for task in ticket.tasks if task.answer.finish})
+    waited = round(max(began), 4) if began else round(now - ticket.tasks[0].arrived, 4)
+    return made | {"choices": len(ticket.tasks), "queued": waited, "finish": ",".join(finish)}

@@ -1,0 +1,197 @@
+"""What a request may ask for: OpenAI's fields and this server's own, as pydantic models."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
+from typing_extensions import TypeAliasType
+
+MOST_LIKELY = 20  # alternatives that may be asked for with each token
+STOPS, STOP_CHARACTERS = 16, 1024  # stop strings of a request, at most, and their characters in all
+ANY = object()
+
+# Fields that are not honoured, and the values with which they ask for nothing. `ANY`: they never change text.
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "metadata": (ANY,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (ANY,),
+    "prediction": (),
+    "prompt_cache_key": (ANY,),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "safety_identifier": (ANY,),
+    "service_tier": (ANY,),
+    "store": (ANY,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "user": (ANY,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+# Lists end at their first fault: a long one may hold thousands.
+Ids = TypeAliasType("Ids", Annotated[list[int], FailFast()])
+IdsOfSeveral = TypeAliasType("IdsOfSeveral", Annotated[list[Ids], FailFast()])
+Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class Part(BaseModel):
+    """A model that takes no other fields, and no value of another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Part):
+    """`include_usage`: the last event before the end holds the usage."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None  # pads events against eavesdroppers; none is needed here
+
+
+class TextPart(Part):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+TextParts = TypeAliasType("TextParts", Annotated[list[TextPart], FailFast()])
+
+
+class Message(Part):
+    """One turn. Fields about tools must be empty."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | TextParts
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        empty = ("refusal", "annotations", "audio", "function_call", "tool_calls")
+        return {key: value for key, value in given.items() if value or key not in empty}
+
+
+class Asked(Part):
+    """What both kinds of requests may hold. What is not given comes from the target, as in `generate`.
+
+    Attributes:
+        drafter: "vanilla" decodes this request plainly; the text is the same.
+    """
+
+    model: str
+    n: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, Bias] | None = None
+    seed: int | None = None
+    stop: str | Texts | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    drafter: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_harmless(cls, given: Any) -> Any:
+        """Drop fields that ask for nothing. The others are refused as unknown."""
+        if not isinstance(given, Mapping):
+            return given
+        return {key: value for key, value in given.items() if not _harmless(key, value)}
+
+    @field_validator("stop")
+    @classmethod
+    def _bounded(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        strings = [stop] if isinstance(stop, str) else stop or []
+        if len(strings) > STOPS or sum(map(len, strings)) > STOP_CHARACTERS:
+            raise ValueError(f"at most {STOPS} stop strings, of {STOP_CHARACTERS} characters in all")
+        return stop
+
+    @model_validator(mode="after")
+    def _streams(self) -> "Asked":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream to be true")
+        return self
+
+    @property
+    def tokens(self) -> int | None:
+        """The most tokens that an answer may have."""
+        return self.max_tokens
+
+    @property
+    def most_likely(self) -> int | None:
+        """Alternatives wanted with each token; None: no probabilities are wanted at all."""
+        raise NotImplementedError
+
+    def sampling(self) -> dict[str, Any]:
+        """Arguments of `generate`."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        given = {name: getattr(self, name) for name in (*names, "stop")}
+        for name in ("presence_penalty", "frequency_penalty"):
+            given[name] = getattr(self, name) or 0.0
+        return given
+
+
+class Completion(Asked):
+    """The body of /v1/completions: text as it stands, without a chat template."""
+
+    prompt: str | Ids | Texts | IdsOfSeveral
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELY)] | None = None
+
+    @property
+    def most_likely(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """One or several prompts, as a list."""
+        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt
+
+
+class ChatCompletion(Asked):
+    """The body of /v1/chat/completions: messages, through the target's chat template."""
+
+    messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELY)] | None = None
+
+    @model_validator(mode="after")
+    def _asks_for_probabilities(self) -> "ChatCompletion":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
+
+    @property
+    def tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def most_likely(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def turns(self) -> list[dict[str, Any]]:
+        """The messages as `generate` takes them."""
+        return [message.model_dump(exclude_none=True) for message in self.messages]
+
+
+def _harmless(field: str, value: Any) -> bool:
+    allowed = HARMLESS.get(field)
+    return allowed is not None and (value is None or ANY in allowed or value in allowed)
