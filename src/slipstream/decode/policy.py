@@ -110,7 +110,8 @@ class Policy:
         """The tree for a round of these texts, which show these signs."""
         self._rows = list(zip(texts, signs, strict=True))
         self._seen = {key: seen for key, seen in self._seen.items() if key[0] in texts}
-        speeds = [self._tokens(rung) / cost for rung, cost in enumerate(self.ledger.costs(len(texts)))]
+        factors = [self._of(*row).factor for row in self._rows]
+        speeds = [self._tokens(i, factors) / cost for i, cost in enumerate(self.ledger.costs(len(texts)))]
         best = max(range(len(speeds)), key=lambda rung: speeds[rung])
         gain = speeds[best] / speeds[0]
         self._since = 0 if gain < WORTH or (gain < SURE and self._since >= OFTEN) else self._since + 1
@@ -118,21 +119,25 @@ class Policy:
         self.ledger.chosen[self._rung] += 1
         return self.ledger.rungs[self._rung]
 
-    def _tokens(self, rung: int) -> float:
-        """What a round would bring, over all texts."""
+    def _tokens(self, rung: int, factors: Sequence[float]) -> float:
+        """What a round would bring, over all texts, whose guesses are better than the average by factors."""
         most = self.ledger.rungs[rung].nodes - 1.0
-        means = (self._of(text, sign).factor * self.ledger.of(rung, sign).hoped for text, sign in self._rows)
+        hoped = {sign: self.ledger.of(rung, sign).hoped for sign in {sign for _, sign in self._rows}}
+        means = (factor * hoped[sign] for factor, (_, sign) in zip(factors, self._rows, strict=True))
         return sum((1.0 + min(most, mean) for mean in means), 0.0)
 
     def _of(self, text: int, sign: int) -> Evidence:
-        return self._seen.setdefault((text, sign > 0), Evidence())
+        if (key := (text, sign > 0)) not in self._seen:
+            self._seen[key] = Evidence()
+        return self._seen[key]
 
     def learn(self, tokens: Sequence[int], seconds: float, guessed: Sequence[bool]) -> None:
         """What the chosen round brought each text, the target's own token included, and its time. A text
         whose head could not guess yet, for lack of masks in the round before, was decoded plainly."""
         shape = self.ledger.rungs[self._rung]
         for average in self.ledger.accepted.values():
-            average.fade()
+            if average.rounds > GUESS:
+                average.fade()
         for (text, sign), made, drafted in zip(self._rows, tokens, guessed, strict=True):
             average = self.ledger.of(self._rung, sign)
             if not shape.depth or (shape.children and not drafted):
