@@ -18,7 +18,8 @@ FADES = 0.95  # of the evidence on a text this much is left after a round
 FADES_UNUSED = 0.995  # the same after a round that adds none
 WORTH = 1.05  # a tree is grown if it promises so many times plain decoding's speed
 SURE, OFTEN = 1.3, 32  # below this gain, every so many rounds a plain one tells again what it costs
-LEARNS = 0.05  # weight of a round's time in its rung's cost, at least
+MINUTE = 0.3  # weight of a plain round's time in all costs: the text grows longer, or something else runs
+LEARNS = 0.05  # weight of another round's time in its rung's cost, at least; half of it holds for all trees
 LAGS = 4  # rounds without the head after which its next one reads much, and does not tell what rounds cost
 KEEPS = 200.0  # rounds that an average of accepted tokens remembers
 GROWN, MATCHED = 0.18, (0.05, 0.2, 0.5, 0.9)  # guesses: accepted tokens over log2(nodes), and by sign
@@ -155,8 +156,13 @@ class Policy:
         if not usual:
             return
         costs = self.ledger.costs(len(tokens))
+        off = min(2.0, max(0.5, seconds / costs[self._rung]))
         share = max(LEARNS, 1 / (GUESS + self.ledger.chosen[self._rung]))
-        costs[self._rung] *= min(2.0, max(0.5, seconds / costs[self._rung])) ** share
+        if not shape.depth:
+            costs[:] = [cost * off**MINUTE for cost in costs]
+            return
+        costs[1:] = [cost * off ** (share / 2) for cost in costs[1:]]
+        costs[self._rung] *= off ** (share / 2)
 
 
 class Trial(Policy):
