@@ -6,9 +6,9 @@
 A cell is a precision, passes that are compiled or not, a number of texts, of tokens before them, and a
 temperature. In each, plain decoding, auto and the two quickest of auto's trees, always grown, decode the
 same texts in turn, a few rounds each, again and again. A first lap over all trees, in a session of its own,
-says which two. Speeds are compared turn by turn; the interval is over turns. Prompts are read once for all
-arms and temperatures, whose first token is the likeliest. The result is written after every cell, and cells
-that it holds are not made again.
+says which two. Speeds are compared turn by turn: a ratio is the median over turns, with the 95 % of the
+bootstrap. Prompts are read once for all arms and temperatures, whose first token is the likeliest. The result
+is written after every cell, and cells that it holds are not made again.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ from slipstream.measure.paired import SAMPLES, interval
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, load_target
 
-TURN = 4  # rounds
-FEWEST, PATIENCE = 5, 20.0  # turns of every arm, at least; seconds after which they are enough
+TURN = 8  # rounds
+FEWEST, PATIENCE = 7, 12.0  # turns of every arm, at least; seconds after which they are enough
 FIXED = 2  # trees that are always grown
 ROOM = 600  # tokens behind the prompts
 AXES = ("precision", "compiled", "context", "batch", "temperature")
@@ -122,12 +122,11 @@ def cell(
 
 
 def ratio(ours: Sequence[Turn], theirs: Sequence[Turn]) -> list[float]:
-    """The ratio of two speeds, and the ends of the bootstrap's 95 % of it over turns."""
-    a, b = (torch.tensor(some, dtype=torch.float64) for some in (ours, theirs))
+    """The ratio of two speeds, the median over turns, and the ends of the bootstrap's 95 % of it."""
+    a, b = (torch.tensor([n / s for n, s in some], dtype=torch.float64) for some in (ours, theirs))
     drawn = torch.randint(len(a), (SAMPLES, len(a)), generator=torch.Generator().manual_seed(0))
-    ratios = [x.sum(-2)[..., 0] / x.sum(-2)[..., 1] for x in (a, b, a[drawn], b[drawn])]
-    low, high = interval(ratios[2] / ratios[3])
-    return [round(float(each), 3) for each in (ratios[0] / ratios[1], low, high)]
+    low, high = interval((a / b)[drawn].quantile(0.5, 1))
+    return [round(float(each), 3) for each in ((a / b).quantile(0.5), low, high)]
 
 
 def texts(prompts: list[list[int]], batch: int, context: int) -> list[list[int]]:
@@ -184,7 +183,7 @@ def main(
     batch: Annotated[list[int], cli.option("texts; repeat it", "N")] = [1, 2, 4, 8],  # noqa: B006
     context: Annotated[list[int], cli.option("tokens; repeat it", "N")] = [64, 512, 2048],  # noqa: B006
     temperature: Annotated[list[float], cli.option("repeat it", "T")] = [0.0, 1.0],  # noqa: B006
-    turns: Annotated[int, cli.option("of every arm, four rounds each", "N")] = 10,
+    turns: Annotated[int, cli.option("of every arm, eight rounds each", "N")] = 10,
 ) -> None:
     """Decode, compare, print."""
     check_writable(json, reads=questions)

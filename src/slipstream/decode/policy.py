@@ -18,7 +18,8 @@ FADES = 0.95  # of the evidence on a text this much is left after a round
 FADES_UNUSED = 0.995  # the same after a round that adds none
 WORTH = 1.05  # a tree is grown if it promises so many times plain decoding's speed
 SURE, OFTEN = 1.3, 32  # below this gain, every so many rounds a plain one tells again what it costs
-LEARNS = 0.05  # weight of a round's time in its rung's cost, at least
+MINUTE = 0.3  # weight of a plain round's time in all costs: the text grows longer, or something else runs
+LEARNS = 0.05  # weight of another round's time in its rung's cost, at least; half of it holds for all trees
 LAGS = 4  # rounds without the head after which its next one reads much, and does not tell what rounds cost
 KEEPS = 200.0  # rounds that an average of accepted tokens remembers
 GROWN, MATCHED = 0.18, (0.05, 0.2, 0.5, 0.9)  # guesses: accepted tokens over log2(nodes), and by sign
@@ -111,7 +112,8 @@ class Policy:
         """The tree for a round of these texts, which show these signs."""
         self._rows = list(zip(texts, signs, strict=True))
         self._seen = {key: seen for key, seen in self._seen.items() if key[0] in texts}
-        speeds = [self._tokens(rung) / cost for rung, cost in enumerate(self.ledger.costs(len(texts)))]
+        factors = [self._of(*row).factor for row in self._rows]
+        speeds = [self._tokens(i, factors) / cost for i, cost in enumerate(self.ledger.costs(len(texts)))]
         best = max(range(len(speeds)), key=lambda rung: speeds[rung])
         gain = speeds[best] / speeds[0]
         self._since = 0 if gain < WORTH or (gain < SURE and self._since >= OFTEN) else self._since + 1
@@ -119,22 +121,26 @@ class Policy:
         self.ledger.chosen[self._rung] += 1
         return self.ledger.rungs[self._rung]
 
-    def _tokens(self, rung: int) -> float:
-        """What a round would bring, over all texts."""
+    def _tokens(self, rung: int, factors: Sequence[float]) -> float:
+        """What a round would bring, over all texts, whose guesses are better than the average by factors."""
         most = self.ledger.rungs[rung].nodes - 1.0
-        guessed = [row for row in self._rows if row[1] != NO_GUESSES]
-        means = (self._of(text, sign).factor * self.ledger.of(rung, sign).hoped for text, sign in guessed)
-        return len(self._rows) + sum(min(most, mean) for mean in means)
+        signs = {sign for _, sign in self._rows} - {NO_GUESSES}
+        hoped = {sign: self.ledger.of(rung, sign).hoped for sign in signs}
+        means = (factor * hoped.get(sign, 0.0) for factor, (_, sign) in zip(factors, self._rows, strict=True))
+        return sum((1.0 + min(most, mean) for mean in means), 0.0)
 
     def _of(self, text: int, sign: int) -> Evidence:
-        return self._seen.setdefault((text, sign > 0), Evidence())
+        if (key := (text, sign > 0)) not in self._seen:
+            self._seen[key] = Evidence()
+        return self._seen[key]
 
     def learn(self, tokens: Sequence[int], seconds: float, guessed: Sequence[bool]) -> None:
         """What the chosen round brought each text, the target's own token included, and its time. A text
         whose head could not guess yet, for lack of masks in the round before, was decoded plainly."""
         shape = self.ledger.rungs[self._rung]
         for average in self.ledger.accepted.values():
-            average.fade()
+            if average.rounds > GUESS:
+                average.fade()
         for (text, sign), made, drafted in zip(self._rows, tokens, guessed, strict=True):
             if sign == NO_GUESSES:
                 continue
@@ -154,8 +160,13 @@ class Policy:
         if not usual:
             return
         costs = self.ledger.costs(len(tokens))
+        off = min(2.0, max(0.5, seconds / costs[self._rung]))
         share = max(LEARNS, 1 / (GUESS + self.ledger.chosen[self._rung]))
-        costs[self._rung] *= min(2.0, max(0.5, seconds / costs[self._rung])) ** share
+        if not shape.depth:
+            costs[:] = [cost * off**MINUTE for cost in costs]
+            return
+        costs[1:] = [cost * off ** (share / 2) for cost in costs[1:]]
+        costs[self._rung] *= off ** (share / 2)
 
 
 class Trial(Policy):

@@ -34,10 +34,11 @@ BEHIND = 256  # tokens that a head may lag behind the text: a text that it never
 
 @dataclass
 class AutoState(HybridState):
-    """`head` has yet to read the spans `missed`."""
+    """`head` has yet to read the spans `missed`, which have so many columns."""
 
     drafter: "Auto"
     missed: list[Span] = field(default_factory=list)
+    columns: int = 0
 
     def select(self, order: list[int]) -> None:
         self.drafter.catch_up(self)
@@ -130,12 +131,9 @@ class Auto(Drafter):
         state.root = span.root
         if self.hybrid is not None:
             state.missed.append(replace(span, tree=None, path=None, logits=None))
+            state.columns += span.tokens.shape[1]
             waits = look.may_look(span.root)  # what is captured cannot wait, nor can what masks have guessed
-            if (
-                not waits
-                or self.probes is not None
-                or sum(each.tokens.shape[1] for each in state.missed) >= BEHIND
-            ):
+            if not waits or self.probes is not None or state.columns >= BEHIND:
                 self.catch_up(state)
 
     @torch.inference_mode()
@@ -143,7 +141,7 @@ class Auto(Drafter):
         """Let the head read what it missed."""
         if state.missed and self.hybrid is not None:
             self.hybrid.head.absorb(merged(state.missed), state.head)
-        state.missed = []
+        state.missed, state.columns = [], 0
 
     def signs(self, state: AutoState) -> list[int]:
         """How long a match there is: none, short, long, very long."""

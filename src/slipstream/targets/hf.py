@@ -4,10 +4,10 @@ All that makes a tree pass possible is outside the model: our cache in the place
 what each row sees (sliding windows included), explicit positions, and probe rows through `inputs_embeds`.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from functools import cached_property, partial
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from time import perf_counter
@@ -96,6 +96,7 @@ class HFTarget(Target):
         self.width = self._head.in_features
         self.compiles, self.captures = compile, compile and self.device.type == "cuda"
         self._ours = False
+        self._states, self._tapped = dict[str, Tensor](), set[str]()  # at taps, of the last pass; those taps
         self._calls: AbstractContextManager[Any] = nullcontext()
         if self.device.type == "cpu" or exact:
             self._take_ours()
@@ -210,6 +211,7 @@ class HFTarget(Target):
         self, blocks: Sequence[int], own: bool = False, vocab: Int[Tensor, " Vd"] | None = None
     ) -> "HFTarget":
         made = copy(self)
+        made._states, made._tapped = {}, set()
         made._twin, made.blocks, fresh = part(self.twin, self.blocks, blocks, own, vocab)
         made._head = made.twin.get_output_embeddings()
         for module, layer in fresh if self.compiles else ():
@@ -295,7 +297,10 @@ class HFTarget(Target):
         taps: tuple[str, ...],
     ) -> tuple[Float[Tensor, "B K V"], Float[Tensor, "B R F"] | None]:
         """The logits of the rows to keep, and the features of all rows."""
-        with self._recording(taps) as states, self._calls:
+        for tap in taps:
+            if tap not in self._tapped:
+                self._tap(tap)
+        with self._calls:
             out = self.twin(
                 **inputs,
                 position_ids=positions,
@@ -304,33 +309,30 @@ class HFTarget(Target):
                 use_cache=True,
                 logits_to_keep=keep,
             )
-        states |= {tap: cache.written(self._index(tap)) for tap in taps if tap.startswith(CACHE)}
+        states = {
+            tap: cache.written(self._index(tap)) for tap in taps if tap.startswith(CACHE)
+        } | self._states
+        self._states.clear()
         logits = out.logits if out.logits.dtype == torch.float64 else out.logits.float()
         return logits, torch.cat([states[tap] for tap in taps], -1) if taps else None
 
-    @contextmanager
-    def _recording(self, taps: tuple[str, ...]) -> Iterator[dict[str, Float[Tensor, "B R H"]]]:
-        """Record the states at the taps while a pass runs inside. Hugging Face's own recorder keeps the
-        states of all layers, by hooks inside them, which cannot be compiled."""
-        states: dict[str, Tensor] = {}
+    def _tap(self, tap: str) -> None:
+        """Let passes leave their states at a tap in `_states`. Hugging Face's own recorder keeps those of all
+        layers, by hooks inside them, which cannot be compiled."""
+        states = self._states
 
         def after(module: nn.Module, args: Any, out: Any) -> None:
             states[FINAL] = out.last_hidden_state
 
-        def before(module: nn.Module, args: Any, kwargs: Any, tap: str) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             states[tap] = args[0] if args else kwargs["hidden_states"]
 
-        with ExitStack() as hooks:
-            for tap in taps:
-                if tap == FINAL:
-                    hook = self.twin.get_decoder().register_forward_hook(after)
-                else:
-                    block = self.blocks[self._index(tap)]
-                    if tap.startswith(CACHE):
-                        continue  # it is read from the cache after the pass
-                    hook = block.register_forward_pre_hook(partial(before, tap=tap), with_kwargs=True)
-                hooks.callback(hook.remove)
-            yield states
+        block = self.blocks[self._index(tap)] if tap != FINAL else None
+        if block is None:
+            self.twin.get_decoder().register_forward_hook(after)
+        elif not tap.startswith(CACHE):  # the cache is read after the pass
+            block.register_forward_pre_hook(before, with_kwargs=True)
+        self._tapped.add(tap)
 
     @cached_property
     def blocks(self) -> nn.ModuleList:
