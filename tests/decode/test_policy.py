@@ -5,7 +5,7 @@ import random
 import pytest
 
 from slipstream.core.shape import PLAIN, Shape
-from slipstream.decode.policy import Ledger, Policy
+from slipstream.decode.policy import NO_GUESSES, Ledger, Policy
 
 MATCH = Shape("matches-3", (), 3, 4, 0, 0)
 SMALL, LARGE = Shape.parse("best-first-2x4"), Shape.parse("best-first-3x16")
@@ -104,3 +104,15 @@ def test_texts_in_a_batch_decide_together_and_are_forgotten_when_they_leave():
     assert {text for text, _ in policy._seen} == {0, 1, 2, 3}
     policy.choose([1], [0])
     assert {text for text, _ in policy._seen} == {1}
+
+
+def test_a_text_without_guesses_is_no_evidence_against_them():
+    """It brings one token whatever the tree, which says nothing of what the others' guesses are worth."""
+    policy = Policy(Ledger(RUNGS, {2: list(COSTS)}))
+    for _ in range(40):
+        shape = policy.choose([0, 1], [0, NO_GUESSES])
+        policy.learn([3 if shape.depth else 1, 1], 21.0, [bool(shape.depth), False])
+    assert policy._of(0, 0).factor > 1
+    assert policy._of(1, 0).factor == 1
+    assert {sign for _, sign in policy.ledger.accepted} == {0}
+    assert not policy.choose([0, 1], [NO_GUESSES, NO_GUESSES]).depth
