@@ -180,10 +180,10 @@ class Server:
         self, asked: Asked, chat: bool, seed: int, prompts: Callable[[], list[list[int]]], ticket: Ticket
     ) -> list[Task]:
         """The texts of a request, as `generate` would make them: `n` of each prompt. Raises ValueError."""
-        each, most = asked.n or 1, self.limits.rows + self.limits.queue
-        rows = [prompt for prompt in prompts() for _ in range(each)] if each <= most else [[0]] * each
-        if len(rows) > most:
-            raise ValueError(f"{len(rows)} texts are asked for; this server takes at most {most} at once")
+        each, most = prompts(), self.limits.rows + self.limits.queue
+        if (count := len(each) * (asked.n or 1)) > most:
+            raise ValueError(f"{count} texts are asked for; this server takes at most {most} at once")
+        rows = [prompt for prompt in each for _ in range(asked.n or 1)]
         new = asked.tokens or (None if chat else COMPLETION_TOKENS)
         bias = [Bias.of(asked.logit_bias, self.target.vocab)] if asked.logit_bias else []
         settings = Settings.of(self.target, new, seed=seed, processors=bias, **asked.sampling())

@@ -1,0 +1,185 @@
+"""What OpenAI's own client gets from a running server is what `generate` says alone."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+import torch
+
+from slipstream import generate
+from slipstream.core.tree import chain
+from slipstream.targets.prompts import encode
+
+ASKED = [{"role": "user", "content": "What is gravity?"}]
+NEW = 10
+
+
+@pytest.fixture(scope="module")
+def chat(smollm2):
+    with openai.OpenAI(api_key="none", base_url=f"{smollm2[1]}/v1", max_retries=0) as client:
+
+        def ask(messages=ASKED, **how):
+            how = {"model": "smollm2", "max_tokens": NEW} | how
+            return client.chat.completions.create(messages=messages, **how)
+
+        ask.client = client
+        yield ask
+
+
+@pytest.fixture(scope="module")
+def complete(chat):
+    def ask(prompt, **how):
+        how = {"model": "smollm2", "max_tokens": NEW} | how
+        return chat.client.completions.create(prompt=prompt, **how)
+
+    return ask
+
+
+def test_a_chat_says_what_generate_says(smollm2, chat):
+    made = chat()
+    alone = generate(smollm2[0].target, ASKED, "vanilla", max_new_tokens=NEW)
+    assert made.choices[0].message.content == alone.text
+    assert made.choices[0].finish_reason == "length"
+    assert made.usage.prompt_tokens == len(alone.prompt)
+    assert made.usage.completion_tokens == NEW
+    assert made.usage.tau >= 1
+    assert made.usage.accepted_tokens <= made.usage.drafted_tokens
+
+
+def test_a_stream_says_it_piece_by_piece_and_ends_with_the_usage(chat):
+    events = list(chat(stream=True, stream_options={"include_usage": True}))
+    pieces = [event.choices[0].delta.content or "" for event in events[:-1]]
+    assert "".join(pieces) == chat().choices[0].message.content
+    assert sum(map(bool, pieces)) > 2
+    assert events[0].choices[0].delta.role == "assistant"
+    assert [event.choices[0].finish_reason for event in events[:-1]] == [None] * (len(events) - 2) + [
+        "length"
+    ]
+    assert events[-1].choices == []
+    assert events[-1].usage.completion_tokens == NEW
+    assert all(event.usage is None for event in events[:-1])
+
+
+def test_mixed_requests_at_once_say_what_each_says_alone(smollm2, complete):
+    """Rows that trade places, a history or a seed of another request, guesses in a text decoded plainly."""
+    prompts = ["The capital of France is", "def add(a, b):", "One, two, three,", "Water is"] * 2
+    how = [
+        {"seed": 3},
+        {"seed": 4, "temperature": 1.0, "top_p": 0.9},
+        {"seed": 5, "temperature": 0.7, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+        {"seed": 6, "temperature": 1.2, "extra_body": {"top_k": 40, "min_p": 0.02, "drafter": "vanilla"}},
+        {"seed": 7, "temperature": 1.0, "extra_body": {"drafter": "auto", "repetition_penalty": 1.3}},
+        {"seed": 8, "extra_body": {"drafter": "vanilla"}},
+        {"seed": 9, "temperature": 1.0, "n": 2},
+        {"seed": 10, "stop": [" the", "\n"]},
+    ]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda pair: complete(pair[0], **pair[1]), zip(prompts, how, strict=True)))
+    target = smollm2[0].target
+    for prompt, answer, asked in zip(prompts, answers, how, strict=True):
+        settings = {**asked, **asked.pop("extra_body", {})}
+        plain = [settings.pop("extra_body", None), settings.pop("drafter", None)][1] == "vanilla"
+        ids = [target.text.ids(prompt, special=True)] * settings.pop("n", 1)
+        alone = generate(target, ids, "vanilla", max_new_tokens=NEW, **settings)
+        assert [each.text for each in answer.choices] == [each.text for each in alone]
+        assert answer.usage.completion_tokens == sum(len(each.tokens) for each in alone)
+        assert answer.seed == asked["seed"]
+        assert not (plain and answer.usage.drafted_tokens)
+
+
+def test_several_prompts_and_token_ids(smollm2, complete):
+    target = smollm2[0].target
+    ids = [target.text.ids(prompt) for prompt in ("Red and", "Up and")]
+    alone = [each.text for each in generate(target, ids, "vanilla", max_new_tokens=4)]
+    assert [each.text for each in complete(["Red and", "Up and"], max_tokens=4).choices] == alone
+    assert [each.text for each in complete(ids, max_tokens=4).choices] == alone
+    assert complete(ids[0], max_tokens=4).choices[0].text == alone[0]
+
+
+def test_log_probabilities_are_the_targets_own(smollm2, chat, complete):
+    """Those of another node of the tree, or of the penalised scores."""
+    target = smollm2[0].target
+    alone = generate(target, ASKED, "vanilla", max_new_tokens=NEW)
+    cache = target.new_cache(1)
+    tree = chain(torch.tensor([[*alone.prompt, *alone.tokens]]))
+    with torch.inference_mode():
+        logits = target(tree, cache).logits[0, len(alone.prompt) - 1 : -1].double()
+    wanted = logits.log_softmax(-1)
+    given = chat(logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    assert len(given) == NEW
+    for entry, row, token in zip(given, wanted, alone.tokens, strict=True):
+        assert math.isclose(entry.logprob, float(row[token]), abs_tol=1e-9)
+        assert [e.logprob for e in entry.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=1e-9)
+        assert entry.token == target.text.decode([token])
+        assert bytes(entry.bytes).decode() == entry.token
+    streamed = chat(stream=True, logprobs=True, top_logprobs=3, frequency_penalty=1e-9)
+    parts = [e.choices[0].logprobs.content for e in streamed if e.choices[0].logprobs]
+    assert [entry.logprob for part in parts for entry in part] == [entry.logprob for entry in given]
+    legacy = complete(alone.prompt, logprobs=2).choices[0]
+    assert legacy.logprobs.token_logprobs == [entry.logprob for entry in given]
+    assert "".join(legacy.logprobs.tokens) == legacy.text
+    assert legacy.logprobs.text_offset[3] == len("".join(legacy.logprobs.tokens[:3]))
+
+
+def test_a_seed_makes_a_text_again_and_none_makes_another(chat):
+    first, other = chat(temperature=1.5), chat(temperature=1.5)
+    assert other.choices[0].message.content != first.choices[0].message.content
+    assert (
+        chat(temperature=1.5, seed=first.seed).choices[0].message.content == first.choices[0].message.content
+    )
+
+
+def test_a_bias_forbids_a_token(smollm2, chat):
+    first = encode(smollm2[0].target, ASKED)
+    token = generate(smollm2[0].target, first, "vanilla", max_new_tokens=1).tokens[0]
+    said = chat(logit_bias={str(token): -100}).choices[0].message.content
+    assert said != chat().choices[0].message.content
+    assert said
+
+
+def test_models(chat):
+    assert [model.id for model in chat.client.models.list()] == ["smollm2"]
+    assert chat.client.models.retrieve("smollm2").exactness in ("bits", "audited")
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
+        chat.client.models.retrieve("gpt")
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "says"),
+    [
+        ({"model": "gpt"}, openai.NotFoundError, "there is no model 'gpt'"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature is -1.0; it must be 0"),
+        ({"max_tokens": 5000}, openai.BadRequestError, "at most 4096 tokens of prompt and answer"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens: Input should be greater than"),
+        ({"n": 1000}, openai.BadRequestError, "1000 texts are asked for; this server takes at most 43"),
+        (
+            {"response_format": {"type": "json_object"}},
+            openai.BadRequestError,
+            "response_format: this server",
+        ),
+        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools: this server does not know it"),
+        (
+            {"extra_body": {"drafter": "eagle"}},
+            openai.BadRequestError,
+            "this server has 'vanilla' and 'auto'",
+        ),
+        ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs needs logprobs"),
+        ({"stop": ""}, openai.BadRequestError, "a stop string is empty"),
+        ({"logit_bias": {"a": 1}}, openai.BadRequestError, "'a', which is no token id"),
+        ({"logit_bias": {"99999": 1}}, openai.BadRequestError, "vocabulary has 0 to 49151"),
+        ({"messages": []}, openai.BadRequestError, "messages: List should have at least 1 item"),
+        ({"messages": [{"role": "bard", "content": "x"}]}, openai.BadRequestError, "messages.0.role: "),
+    ],
+)
+def test_a_mistake_is_one_clear_line(chat, asked, error, says):
+    with pytest.raises(error) as raised:
+        chat(**asked)
+    assert says in raised.value.body["message"]
+    assert "\n" not in raised.value.body["message"]
+    assert raised.value.body["type"] == "invalid_request_error"
+
+
+def test_what_changes_nothing_is_taken(chat):
+    harmless = {"user": "me", "metadata": {"a": "b"}, "tools": [], "response_format": {"type": "text"}}
+    assert chat(**harmless, n=None, stop=None).choices[0].message.content == chat().choices[0].message.content

@@ -1,0 +1,110 @@
+"""Thousands of malformed requests: none breaks the server, none leaves a row, each gets OpenAI's error."""
+
+import asyncio
+import json
+import random
+from copy import deepcopy
+
+CHAT = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "abc"}],
+    "max_tokens": 2,
+    "temperature": 0.5,
+    "stop": ["zz"],
+    "logprobs": True,
+    "top_logprobs": 1,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+COMPLETION = {"model": "tiny", "prompt": "abc", "max_tokens": 2, "n": 2, "seed": 1, "logit_bias": {"3": 1.0}}
+FIELDS = [*CHAT, *COMPLETION, "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "drafter"]
+FIELDS += ["frequency_penalty", "max_completion_tokens", "echo", "tools", "response_format", "bogus", "user"]
+
+
+def nested(depth: int) -> list:
+    made: list = []
+    for _ in range(depth):
+        made = [made]
+    return made
+
+
+JUNK = [None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 10**400, 0.0, -0.5, 1e308, 1e-320, "", " ", "a"]
+JUNK += [
+    "\ud800",
+    "\x00",
+    "𝔘" * 50,
+    "x" * 3000,
+    [],
+    [[]],
+    [None],
+    [1, "a"],
+    [63],
+    [64],
+    [[1], [2]],
+    ["a", "b"],
+]
+JUNK += [{}, {"a": 1}, {"3": "x"}, {"3": 1e9}, {"-1": 1}, {"٣": 1}, [{}], [{"role": "user"}], nested(50)]
+JUNK += [{"include_usage": 1}, [{"role": "user", "content": [{"type": "text"}]}], list(range(300)), "vanilla"]
+JUNK += [[{"role": "user", "content": "a", "tool_calls": [{}]}], [{"role": "user", "content": "\udfff"}]]
+RAW = [b"", b"{", b"null", b"[]", b'"a"', b"NaN", b"\xff\xfe{}", b"{" * 5000, b"[" * 100_000, b"\x00" * 100]
+RAW += [b'{"model":"tiny","prompt":"a","temperature":NaN}', b'{"model":"tiny","seed":' + b"9" * 5000 + b"}"]
+RAW += [b'{"model": "tiny", "prompt": ' + b"[" * 2000 + b"]" * 2000 + b"}", json.dumps(CHAT).encode("utf-16")]
+HEADERS = [(b"content-type", b"text/plain"), (b"content-type", b""), (b"content-length", b"x"), (b"", b"")]
+HEADERS += [(b"content-length", b"9" * 30), (b"authorization", b"\xff"), (b"content-encoding", b"gzip")]
+HEADERS += [(b"content-type", b"application/json; charset=utf-99"), (b"transfer-encoding", b"chunked")]
+PATHS = ["/v1/chat/completions", "/v1/completions"]
+
+
+def malformed(chance: random.Random) -> tuple[str, str, bytes, list]:
+    """Method, path, body and headers."""
+    at = chance.randrange(2)
+    path, body = PATHS[at], deepcopy((CHAT, COMPLETION)[at])
+    for _ in range(chance.randint(1, 3)):
+        if chance.random() < 0.15:
+            body.pop(chance.choice([*body]), None)
+        else:
+            body[chance.choice(FIELDS)] = deepcopy(chance.choice(JUNK))
+    data, headers, method = json.dumps(body).encode(), [], "POST"
+    kind = chance.random()
+    if kind < 0.1:
+        data = chance.choice(RAW)
+    elif kind < 0.2:
+        data = data[: chance.randrange(len(data))]
+    elif kind < 0.25:
+        place = chance.randrange(len(data))
+        data = data[:place] + bytes([chance.randrange(256)]) + data[place + 1 :]
+    elif kind < 0.3:
+        headers = [chance.choice(HEADERS)]
+    elif kind < 0.35:
+        method = chance.choice(["GET", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "BREW"])
+    elif kind < 0.4:
+        path = chance.choice(["/", "/v1", "/v1/models/?", "/v1/models/../x", "//v1/completions", "/docs"])
+    return method, path, data, headers
+
+
+def test_malformed_requests_break_nothing(client):
+    """2,400 of them, twelve at once; good ones among them are answered as before."""
+    ask, chance, counts = client(context=24, queue=1000), random.Random(0), {}
+    good = {"model": "tiny", "prompt": "abc", "max_tokens": 6}
+    before = ask.post("/v1/completions", good)
+
+    async def all_of(requests):
+        sent = (ask.send(path, body, method, headers) for method, path, body, headers in requests)
+        return await asyncio.gather(*sent)
+
+    for _ in range(200):
+        requests = [malformed(chance) for _ in range(12)]
+        answers = ask.loop.run_until_complete(all_of(requests))
+        for request, (status, headers, body) in zip(requests, answers, strict=True):
+            counts[status] = counts.get(status, 0) + 1
+            assert status < 500, request
+            if status >= 400 and request[0] != "HEAD":
+                message = json.loads(body)["error"]["message"]
+                assert message, request
+                assert "\n" not in message, request
+                assert headers[b"content-type"] == b"application/json"
+    assert ask.idle()
+    assert counts[400] > 1200
+    assert counts[200] > 100
+    after = ask.post("/v1/completions", good)
+    assert after[1]["choices"] == before[1]["choices"]
