@@ -42,8 +42,14 @@ def serve(chatting):
     return made
 
 
+@pytest.fixture(scope="session")
+def listening():
+    """A context manager: serves, and yields the address."""
+    return _listening
+
+
 @contextmanager
-def listening(server: Server, grace: int = 5) -> Iterator[str]:
+def _listening(server: Server, grace: int = 5) -> Iterator[str]:
     """Serves on the loopback while the context lasts, in a thread of its own; yields the address."""
     listener = socket.create_server(("127.0.0.1", 0))
     http: uvicorn.Server = made(server, grace)
@@ -65,7 +71,7 @@ def smollm2() -> Iterator[tuple[Server, str]]:
         restless = lambda target, drafter, texts: tiny.Restless(drafter)  # noqa: E731
         patch.setattr("slipstream.serve.engine.policy", restless)
         server = Server(target, load_drafter("auto", target, 1.0), "auto", Limits(rows=3, queue=40))
-        with listening(server) as url:
+        with _listening(server) as url:
             yield server, url
 
 

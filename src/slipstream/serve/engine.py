@@ -121,6 +121,7 @@ class Engine:
         self.capacity = capacity
         self._waiting = deque[Task]()
         self._running: dict[int, Task] = {}  # by number of the text
+        self._joining = list[Task]()
         self._gone = set[Task]()
         self._closing = False
         self._changed = threading.Condition()
@@ -131,7 +132,7 @@ class Engine:
 
     @property
     def running(self) -> int:
-        return len(self._running)
+        return len(self._joining) + len(self._running)
 
     @property
     def waiting(self) -> int:
@@ -157,7 +158,7 @@ class Engine:
     def submit(self, tasks: Sequence[Task]) -> None:
         """Queue texts. Raises Busy, and queues none, if they do not all fit."""
         with self._changed:
-            free = self.rows - len(self._running) + self.queue - len(self._waiting)
+            free = self.rows - self.running + self.queue - self.waiting
             if len(tasks) > free:
                 raise Busy(f"{len(self._waiting)} texts wait for {self.rows} rows")
             for task in tasks:
@@ -197,19 +198,21 @@ class Engine:
         """Free the rows of texts that nobody waits for any more."""
         with self._changed:
             gone, self._gone = self._gone, set()
-        self._retire([text for text, task in self._running.items() if task in gone])
+        self._session.retire(self._forget(gone))
 
-    def _retire(self, texts: Sequence[int]) -> None:
-        self._session.retire(texts)
+    def _forget(self, tasks: set[Task]) -> list[int]:
+        """Count tasks as under way no more. Returns the numbers of their texts."""
+        texts = [text for text, task in self._running.items() if task in tasks]
         for text in texts:
             del self._running[text]
+        return texts
 
     def _tell(self, made: Callable[[], list[News]]) -> None:
         """Post the news of a pass, and free the rows of texts that have ended."""
         if news := made():
+            ended = self._forget({each.task for each in news if each.last})
             self.post(news)
-            running = {id(task): text for text, task in self._running.items()}
-            self._retire([running[id(each.task)] for each in news if each.last and id(each.task) in running])
+            self._session.retire(ended)
 
     def _join(self) -> list[News]:
         """Read the prompts of texts that wait."""
@@ -224,6 +227,7 @@ class Engine:
         except Exception as error:
             return self._failed(tasks, error)
         self._running |= {each.text: task for each, task in zip(made, tasks, strict=True)}
+        self._joining = []
         return [self._take(each, i) for i, each in enumerate(made)]
 
     def _next(self) -> list[Task]:
@@ -241,6 +245,7 @@ class Engine:
                 if tasks and padded > min(TOGETHER, 2 * sum(lengths)):
                     break
                 tasks.append(self._waiting.popleft())
+            self._joining = tasks
         return tasks
 
     def _step(self) -> list[News]:
@@ -292,6 +297,7 @@ class Engine:
         under_way = list(self._running.values())
         suspects = joining or under_way
         self._running.clear()
+        self._joining = []
         self._session = self._new_session()
         again, news = [*under_way, *joining], list[News]()
         if len(suspects) == 1:
@@ -301,7 +307,7 @@ class Engine:
             task.again = len(task.answer.tokens)
             task.alone = task.alone or task in suspects
         with self._changed:
-            self._waiting.extendleft(reversed(again))
+            self._waiting.extendleft(task for task in reversed(again) if task not in self._gone)
         return news
 
     def _new_session(self) -> Session:

@@ -58,6 +58,8 @@ class Guard:
                 await refused.response()(scope, receive, watched)
             else:
                 await self.app(scope, self._limited(receive), watched)
+        except asyncio.CancelledError:  # the time to end in is over
+            note["ended"] = "the server ended"
         finally:
             self.metrics.responses.labels(str(status)).inc()
             if self.log is not None and scope["path"] not in QUIET:

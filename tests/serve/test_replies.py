@@ -1,0 +1,149 @@
+"""Replies: clients that leave, read slowly or wait too long; what is streamed stays."""
+
+import asyncio
+import json
+import socket
+from time import perf_counter
+
+import tiny
+from slipstream import generate
+from slipstream.serve.replies import Form
+
+LONG = {"model": "tiny", "prompt": "abc", "max_tokens": 120}
+SHORT = LONG | {"max_tokens": 10}
+
+
+def test_a_client_that_leaves_frees_its_rows(client):
+    """In the midst of a stream, and while it waits for the whole, in rows and in the queue."""
+    here = client()
+    for body, leaves in [(LONG | {"stream": True}, 3), (LONG, 0), (LONG | {"n": 12}, 0)]:
+        data = json.dumps(body).encode()
+        here.loop.run_until_complete(here.send("/v1/completions", data, leaves=leaves))
+        line = json.loads(here.server.lines[-1])
+        assert line["ended"] == "the client left"
+        assert line["completion_tokens"] < 120
+        assert here.idle()
+    assert here.post("/v1/completions", SHORT)[0] == 200
+
+
+def test_a_connection_that_breaks_frees_its_row(serve, listening):
+    server = serve()
+    with listening(server) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            body = json.dumps(LONG | {"stream": True})
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            assert b"200 OK" in connection.recv(2000)
+        until = perf_counter() + 5
+        while server.engine.running and perf_counter() < until:
+            pass
+        assert not server.engine.running
+
+
+def test_a_slow_reader_slows_nobody(client):
+    """One takes 0.2 s for each piece, and gets together what waited. The other's answer comes at once."""
+    here = client(rows=2)
+    data = json.dumps(LONG | {"stream": True}).encode()
+    times = []
+
+    async def slowly(message):
+        await asyncio.sleep(0.2)
+
+    async def both():
+        slow = asyncio.ensure_future(here.send("/v1/completions", data, reads=slowly))
+        await asyncio.sleep(0.1)
+        began = perf_counter()
+        quick = await here.send("/v1/completions", data)
+        times.append(perf_counter() - began)
+        assert not slow.done()
+        while here.server.engine.running:
+            await asyncio.sleep(0.01)
+        assert not slow.done()
+        return await slow, quick
+
+    slow, quick = here.loop.run_until_complete(both())
+    texts = [said(body) for _, _, body in (slow, quick)]
+    assert texts[0] == texts[1] == generate(here.server.target, tiny_ids("abc"), max_new_tokens=120).text
+
+
+def test_a_request_may_take_so_long(client):
+    """Without a reader, too: one that never reads holds nothing for ever."""
+    here = client(seconds=0.05)
+    status, made = here.post("/v1/completions", LONG)
+    assert (status, made["error"]["type"]) == (504, "timeout")
+    assert here.idle()
+
+    async def never(message):
+        await asyncio.sleep(60)
+
+    began = perf_counter()
+    data = json.dumps(LONG | {"stream": True}).encode()
+    here.loop.run_until_complete(here.send("/v1/completions", data, reads=never))
+    assert perf_counter() - began < 5
+    assert here.idle()
+
+
+def test_a_full_server_says_when_to_come_again(client):
+    here = client(rows=1, queue=1)
+
+    async def three():
+        data = json.dumps(LONG).encode()
+        return await asyncio.gather(*(here.send("/v1/completions", data) for _ in range(3)))
+
+    answers = here.loop.run_until_complete(three())
+    assert sorted(status for status, _, _ in answers) == [200, 200, 429]
+    [(_, headers, body)] = [each for each in answers if each[0] == 429]
+    assert int(headers[b"retry-after"]) >= 1
+    assert json.loads(body)["error"]["type"] == "rate_limit_error"
+
+
+def test_no_piece_is_taken_back(client):
+    """A stop string that begins in one round and ends in another, and one that begins and does not end."""
+    here = client(drafter="vanilla")
+    text = generate(here.server.target, tiny_ids("abc"), max_new_tokens=40).text
+    stop = text[20:23]
+    cut = text[: text.index(stop)]
+    body = LONG | {"stream": True, "max_tokens": 40, "stop": [stop, text[5:8] + "#"], "logprobs": 0}
+    _, _, data = here.loop.run_until_complete(here.send("/v1/completions", json.dumps(body).encode()))
+    assert said(data) == cut
+    choices = [choice for event in events(data) for choice in event["choices"]]
+    assert choices[-1]["finish_reason"] == "stop"
+    assert "".join(token for choice in choices for token in choice["logprobs"]["tokens"]) == cut
+
+
+def test_a_failure_in_the_midst_of_a_stream_is_an_event(client, monkeypatch):
+    here, calls = client(), []
+    step = here.server.engine._session.step
+
+    def fails():
+        calls.append(1)
+        if len(calls) > 3:
+            raise RuntimeError("no more")
+        return step()
+
+    monkeypatch.setattr(here.server.engine._session, "step", fails)
+    data = json.dumps(LONG | {"stream": True}).encode()
+    status, _, body = here.loop.run_until_complete(here.send("/v1/completions", data))
+    assert status == 200
+    assert json.loads(body.decode().strip().rsplit("data: ", 1)[1])["error"]["message"].endswith("no more")
+    assert here.post("/v1/completions", SHORT)[0] == 200
+
+
+def test_a_part_of_a_character_has_no_bytes(chatting):
+    form = Form(True, "tiny", 0, "", chatting.text)
+    assert form._entry(0, -1.0) == {"token": "a", "logprob": -1.0, "bytes": [97]}
+
+
+def events(data: bytes) -> list:
+    parts = data.decode().strip().split("\n\n")
+    assert parts.pop() == "data: [DONE]"
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+def said(data: bytes) -> str:
+    return "".join(choice["text"] for event in events(data) for choice in event["choices"])
+
+
+def tiny_ids(text: str) -> list[int]:
+    return [tiny.LETTERS.index(letter) for letter in text]
