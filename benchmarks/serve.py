@@ -82,18 +82,19 @@ def compare(
     session = Session(target, drafter, rows=1, capacity=max(map(len, prompts)) + 4, shapes=drafter.rungs)
     speeds: dict[str, list[float]] = {"generate": [], "engine": [], "server": []}
     prefill, first = list[float](), list[float]()
+    engine = WithoutHTTP(target, drafter, len(asked))
     with served(target, drafter, len(asked)) as ask:
         for turn in range(turns + 1):  # the first one warms up
             began = perf_counter()
             texts = generate(target, prompts, drafter, max_new_tokens=new, temperature=0.0)
             took = perf_counter() - began
             answers = ask(bodies)
-            engine, said = without_http(target, drafter, prompts, new)
+            seconds, said = engine.answers(prompts, new)
             if not answers["texts"] == said == [each.text for each in texts]:
                 raise ValueError("the server says something else than generate")
             tokens = sum(len(each.tokens) for each in texts)
-            for arm, seconds in zip(speeds.values(), (took, engine, answers["seconds"]), strict=True):
-                arm += [tokens / seconds] if turn else []
+            for arm, spent in zip(speeds.values(), (took, seconds, answers["seconds"]), strict=True):
+                arm += [tokens / spent] if turn else []
         for turn in range(alone):
             i = turn % len(asked)
             began = perf_counter()
@@ -101,6 +102,7 @@ def compare(
             prefill.append(perf_counter() - began)
             session.retire([one.text])
             first += ask([bodies[i] | {"max_tokens": 4}])["first"]
+    engine.engine.close()
     above = [1000 * (a - b) for a, b in zip(first, prefill, strict=True)]
     return {
         "clients": len(asked),
@@ -120,31 +122,32 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return round(median(a / b for a, b in zip(ours, theirs, strict=True)), 3)
 
 
-def without_http(
-    target: HFTarget, drafter: Drafter, prompts: Sequence[list[int]], new: int
-) -> tuple[float, list[str]]:
-    """Seconds and texts of the server's engine alone."""
-    left, done = len(prompts), threading.Event()
+class WithoutHTTP:
+    """The server's engine alone."""
 
-    def post(news: list[News]) -> None:
-        nonlocal left
-        left -= sum(each.last for each in news)
-        if not left:
-            done.set()
+    def __init__(self, target: HFTarget, drafter: Drafter, rows: int) -> None:
+        self.target, self.left, self.done = target, 0, threading.Event()
+        self.engine = Engine(target, drafter, rows, 4096, 0, self.post)
+        self.engine.start()
 
-    engine = Engine(target, drafter, len(prompts), 4096, 0, post)
-    settings = Settings.of(target, new, temperature=0.0)
-    tasks = []
-    for prompt in prompts:
-        answer = Answer(target, new, settings.eos, settings.stop, read=True)
-        tasks.append(Task(prompt, settings.row(0, prompt), answer, lambda news: None))
-    engine.start()
-    began = perf_counter()
-    engine.submit(tasks)
-    done.wait()
-    seconds = perf_counter() - began
-    engine.close()
-    return seconds, [task.answer.text for task in tasks]
+    def post(self, news: list[News]) -> None:
+        """Count texts that have ended."""
+        self.left -= sum(each.last for each in news)
+        if not self.left:
+            self.done.set()
+
+    def answers(self, prompts: Sequence[list[int]], new: int) -> tuple[float, list[str]]:
+        """Seconds, and the texts."""
+        settings, tasks = Settings.of(self.target, new, temperature=0.0), []
+        for prompt in prompts:
+            answer = Answer(self.target, new, settings.eos, settings.stop, read=True)
+            tasks.append(Task(prompt, settings.row(0, prompt), answer, lambda news: None))
+        self.left = len(tasks)
+        self.done.clear()
+        began = perf_counter()
+        self.engine.submit(tasks)
+        self.done.wait()
+        return perf_counter() - began, [task.answer.text for task in tasks]
 
 
 def main(

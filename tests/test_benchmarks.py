@@ -2,6 +2,7 @@
 
 import json
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import perplexity
 import policy
 import proposals
 import race
+import serve
 import table
 import tiny
 import training
@@ -24,6 +26,7 @@ from slipstream.drafters import load_drafter
 from slipstream.drafters.store import save_drafter
 from slipstream.measure.questions import Question
 from slipstream.measure.report import BenchReport
+from slipstream.targets import HFTarget
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -301,3 +304,15 @@ def test_cells_that_are_there_are_not_made_again(tmp_path):
             policy.known(str(path))
     path.write_text(json.dumps({"cells": [dict.fromkeys(policy.AXES)]}))
     assert policy.known(str(path)) == [dict.fromkeys(policy.AXES)]
+
+
+def test_a_server_beside_its_engine_and_generate(tmp_path):
+    """The clients' process, and texts that must be the same three ways."""
+    tokenizer = deepcopy(tiny.tokenizer())
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    chatting = HFTarget(deepcopy(tiny.reference("llama")), tokenizer, "tiny")
+    asked = ["abcabc", "one", "two words"]
+    found = serve.compare(chatting, load_drafter("ngram"), asked, 6, turns=1, alone=2)
+    assert (found["clients"], found["new_tokens"], found["prompt_tokens"]) == (3, 18, 6)
+    assert all(found["server_over"].values())
+    assert found["first_token_ms"] > 0
