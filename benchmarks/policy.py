@@ -4,11 +4,11 @@
         --json benchmarks/results/policy.json
 
 A cell is a precision, passes that are compiled or not, a number of texts, of tokens before them, and a
-temperature. In each, plain decoding, auto and the two quickest of auto's trees, always grown, decode the
-same texts in turn, a few rounds each, again and again. A first lap over all trees, in a session of its own,
-says which two. Speeds are compared turn by turn: a ratio is the median over turns, with the 95 % of the
-bootstrap. Prompts are read once for all arms and temperatures, whose first token is the likeliest. The result
-is written after every cell, and cells that it holds are not made again.
+temperature. Eight texts are decoded in each, in groups that share rounds. In every group plain decoding, auto
+and the quickest of auto's trees, always grown, take turns of a few rounds. A first lap over all trees, in a
+session of its own, says which tree. A ratio is that of tokens per second over all turns, with the 95 % of the
+bootstrap over turns. Prompts are read once for all arms and temperatures, whose first token is the likeliest.
+The result is written after every cell, and cells that it holds are not made again.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,7 @@ from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, load_target
 
 TURN = 8  # rounds
-FEWEST, PATIENCE = 7, 12.0  # turns of every arm, at least; seconds after which they are enough
-FIXED = 2  # trees that are always grown
+TEXTS = 8  # of a cell
 ROOM = 600  # tokens behind the prompts
 AXES = ("precision", "compiled", "context", "batch", "temperature")
 Turn = tuple[int, float]  # tokens and seconds
@@ -84,31 +83,23 @@ def forked(
 
 
 def cell(
-    target: HFTarget, session: Session, prompts: list[list[int]], temperature: float, turns: int
+    target: HFTarget, groups: Sequence[tuple[Session, list[list[int]]]], temperature: float
 ) -> dict[str, Any]:
     """Tokens per second of every arm, and auto's speed over plain decoding's and over the best arm's."""
     auto = load_drafter("auto", target, temperature)
-    chooses = policy(target, auto, len(prompts))
-    trial, first = Arm(forked(session, prompts, temperature, auto)), dict[Shape, float]()
-    for trial.shape in auto.rungs[1:]:
-        trial.turn(1)
-        tokens, seconds = trial.turn()
-        first[trial.shape] = tokens / seconds
-    del trial
-    arms = {"plain": Arm(forked(session, prompts, temperature, None))}
-    arms["auto"] = Arm(forked(session, prompts, temperature, auto))
-    arms["auto"].session.policy = chooses
-    for shape in sorted(first, key=lambda shape: -first[shape])[:FIXED]:
-        arms[shape.name] = Arm(forked(session, prompts, temperature, auto), shape)
-    spent: dict[str, list[Turn]] = {name: [] for name in arms}
-    began = perf_counter()
-    for turn in range(1 + turns):
-        for name, arm in arms.items():
-            taken = arm.turn()
-            if turn:  # the first one warms up
-                spent[name].append(taken)
-        if turn >= FEWEST and perf_counter() - began > PATIENCE:
-            break
+    fixed, spent = quickest(auto, *groups[0], temperature), dict[str, list[Turn]]()
+    for session, prompts in groups:
+        arms = {
+            "plain": Arm(forked(session, prompts, temperature, None)),
+            "auto": Arm(forked(session, prompts, temperature, auto)),
+            fixed.name: Arm(forked(session, prompts, temperature, auto), fixed),
+        }
+        arms["auto"].session.policy = policy(target, auto, len(prompts))
+        for turn in range(3 + len(prompts)):
+            for name, arm in arms.items():
+                taken = arm.turn()
+                if turn:  # the first one warms up
+                    spent.setdefault(name, []).append(taken)
     keep(target, auto)  # as `generate` does
     speeds = {name: sum(n for n, _ in some) / sum(s for _, s in some) for name, some in spent.items()}
     best = max((name for name in speeds if name != "auto"), key=lambda name: speeds[name])
@@ -121,18 +112,29 @@ def cell(
     }
 
 
+def quickest(auto: Drafter, session: Session, prompts: list[list[int]], temperature: float) -> Shape:
+    """The tree that decodes most tokens a second in one turn."""
+    trial, speeds = Arm(forked(session, prompts, temperature, auto)), dict[Shape, float]()
+    for trial.shape in auto.rungs[1:]:
+        trial.turn(1)
+        tokens, seconds = trial.turn()
+        speeds[trial.shape] = tokens / seconds
+    return max(speeds, key=lambda shape: speeds[shape])
+
+
 def ratio(ours: Sequence[Turn], theirs: Sequence[Turn]) -> list[float]:
-    """The ratio of two speeds, the median over turns, and the ends of the bootstrap's 95 % of it."""
-    a, b = (torch.tensor([n / s for n, s in some], dtype=torch.float64) for some in (ours, theirs))
+    """The ratio of two speeds, and the ends of the bootstrap's 95 % of it over turns."""
+    a, b = (torch.tensor(some, dtype=torch.float64) for some in (ours, theirs))
     drawn = torch.randint(len(a), (SAMPLES, len(a)), generator=torch.Generator().manual_seed(0))
-    low, high = interval((a / b)[drawn].quantile(0.5, 1))
-    return [round(float(each), 3) for each in ((a / b).quantile(0.5), low, high)]
+    ratios = [x.sum(-2)[..., 0] / x.sum(-2)[..., 1] for x in (a, b, a[drawn], b[drawn])]
+    low, high = interval(ratios[2] / ratios[3])
+    return [round(float(each), 3) for each in (ratios[0] / ratios[1], low, high)]
 
 
-def texts(prompts: list[list[int]], batch: int, context: int) -> list[list[int]]:
-    """`batch` prompts of `context` tokens each: a question behind as much of the others as is needed."""
+def texts(prompts: list[list[int]], count: int, context: int) -> list[list[int]]:
+    """`count` prompts of `context` tokens each: a question behind as much of the others as is needed."""
     lines = []
-    for i in range(batch):
+    for i in range(count):
         others = [token for other in prompts[i + 1 :] + prompts[:i] for token in other]
         filler = (others * (1 + context // len(others)))[-context:]
         lines.append([*filler, *prompts[i % len(prompts)]][-context:])
@@ -183,7 +185,6 @@ def main(
     batch: Annotated[list[int], cli.option("texts; repeat it", "N")] = [1, 2, 4, 8],  # noqa: B006
     context: Annotated[list[int], cli.option("tokens; repeat it", "N")] = [64, 512, 2048],  # noqa: B006
     temperature: Annotated[list[float], cli.option("repeat it", "T")] = [0.0, 1.0],  # noqa: B006
-    turns: Annotated[int, cli.option("of every arm, eight rounds each", "N")] = 10,
 ) -> None:
     """Decode, compare, print."""
     check_writable(json, reads=questions)
@@ -205,11 +206,12 @@ def main(
             asked = [prompt for some in prompts_by_file(model, questions, 4).values() for prompt in some]
             for n, rows, heats in wanted:
                 shown.update(task, note=f"{kind}, {how}, {n} tokens, {rows} texts")
-                lines = texts(asked, rows, n)
-                session = read(model, load_drafter("auto", model), lines) if heats else None
-                for heat in heats if session else ():
+                lines = texts(asked, max(TEXTS, rows), n) if heats else []
+                parts = [lines[i : i + rows] for i in range(0, len(lines), rows)]
+                groups = [(read(model, load_drafter("auto", model), some), some) for some in parts]
+                for heat in heats:
                     place = dict(zip(AXES, (kind, how == "compiled", n, rows, heat), strict=True))
-                    cells.append(place | cell(model, session, lines, heat, turns))
+                    cells.append(place | cell(model, groups, heat))
                     axes = ("dtype", "compiled")
                     about = {name: each for name, each in heading(model).items() if name not in axes}
                     write_json(json, about | {"cells": cells})

@@ -269,11 +269,12 @@ def test_auto_is_compared_turn_by_turn(target, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(policy, "TURN", 2)
     asked = policy.texts(tiny.prompts(9, 7), 2, 8)
-    session = policy.read(target, load_drafter("auto", target), asked)
+    groups = [(policy.read(target, load_drafter("auto", target), asked), asked)] * 2
     for heat in (0.0, 1.0):
-        found = policy.cell(target, session, asked, heat, 2)
+        found = policy.cell(target, groups, heat)
         assert {"plain", "auto"} < set(found["tokens_per_second"])
-        assert len(found["tokens_per_second"]) == 2 + policy.FIXED
+        assert len(found["tokens_per_second"]) == 3
+        assert found["turns"] == 2 * (2 + len(asked))
         assert found["best"] != "auto"
 
 
