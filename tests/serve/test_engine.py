@@ -93,6 +93,16 @@ def test_a_text_that_fails_takes_no_other_with_it(listen, chatting, at):
     assert here.text(after) == alone(chatting, PROMPTS[0])
 
 
+def test_a_text_whose_tokens_cannot_be_read_takes_no_other_with_it(listen, chatting, monkeypatch):
+    here = listen()
+    bad, good = here.task([30, 31, 32]), here.task(PROMPTS[0])
+    monkeypatch.setattr(bad.answer, "extend", lambda tokens: 1 / 0)
+    here.engine.submit([bad, good])
+    here.wait(bad, good)
+    assert here.heard[bad][-1].error == "ZeroDivisionError: division by zero"
+    assert here.text(good) == alone(chatting, PROMPTS[0])
+
+
 def test_numbers_that_are_not_finite_end_one_text(listen, chatting, monkeypatch):
     here = listen()
     bad, good = here.task([30, 31, 32], fails=999), here.task(PROMPTS[0])
@@ -155,6 +165,8 @@ def test_an_engine_that_ends_says_so_to_all(chatting, monkeypatch):
     assert "the engine has ended: division by zero" in here.heard[tasks[1]][-1].error
     here.engine._thread.join()
     assert not here.engine.alive
+    with pytest.raises(RuntimeError, match="the engine has ended"):
+        here.engine.submit([here.task([3])])
 
 
 def test_probabilities_sum_to_one():

@@ -156,9 +156,11 @@ class Engine:
         keep(self.target, self.drafter)
 
     def submit(self, tasks: Sequence[Task]) -> None:
-        """Queue texts. Raises Busy, and queues none, if they do not all fit."""
+        """Queue texts. Raises Busy, and queues none, if they do not all fit; RuntimeError if it has ended."""
         with self._changed:
             free = self.rows - self.running + self.queue - self.waiting
+            if self._closing:
+                raise RuntimeError("the engine has ended")
             if len(tasks) > free:
                 raise Busy(f"{len(self._waiting)} texts wait for {self.rows} rows")
             for task in tasks:
@@ -184,7 +186,7 @@ class Engine:
             log.exception("the engine has ended")
             with self._changed:
                 self._closing = True
-                tasks = [*self._running.values(), *self._waiting]
+                tasks = [*self._joining, *self._running.values(), *self._waiting]
             self.post([News(task, error=f"the engine has ended: {error}") for task in tasks])
 
     def _wait(self) -> bool:
@@ -228,7 +230,7 @@ class Engine:
             return self._failed(tasks, error)
         self._running |= {each.text: task for each, task in zip(made, tasks, strict=True)}
         self._joining = []
-        return [self._take(each, i) for i, each in enumerate(made)]
+        return [self._taken(each, i) for i, each in enumerate(made)]
 
     def _next(self) -> list[Task]:
         """Texts to join now, the oldest first: as many as there are rows, while their prompts together, each
@@ -256,7 +258,15 @@ class Engine:
             made = self._session.step()
         except Exception as error:
             return self._failed([], error)
-        return [self._take(each, i) for i, each in enumerate(made)]
+        return [self._taken(each, i) for i, each in enumerate(made)]
+
+    def _taken(self, made: Committed, row: int) -> News:
+        """`_take`, whose failure is that of the text alone."""
+        try:
+            return self._take(made, row)
+        except Exception as error:
+            log.error("a text failed", exc_info=error)
+            return News(self._running[made.text], error=f"{type(error).__name__}: {error}")
 
     def _take(self, made: Committed, row: int) -> News:
         """Let a text's answer take what a pass brought; `row`: its row in that pass."""
