@@ -71,8 +71,8 @@ def smollm2() -> Iterator[tuple[Server, str]]:
         restless = lambda target, drafter, texts: tiny.Restless(drafter)  # noqa: E731
         patch.setattr("slipstream.serve.engine.policy", restless)
         server = Server(target, load_drafter("auto", target, 1.0), "auto", Limits(rows=3, queue=40))
-        with _listening(server) as url:
-            yield server, url
+    with _listening(server) as url:
+        yield server, url
 
 
 class Client:
