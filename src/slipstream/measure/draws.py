@@ -10,7 +10,8 @@ test counts them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,10 +57,7 @@ class Drawn(Part):
 
 def drawn(drafter: str, temperature: float, law: str, answers: int, classes: Sequence[int]) -> Drawn:
     """The test of tokens that were counted by class."""
-    tokens = sum(classes)
-    expected = tokens / len(classes)
-    statistic = sum((count - expected) ** 2 for count in classes) / expected
-    freedom = len(classes) - 1
+    tokens, freedom = sum(classes), len(classes) - 1
     return Drawn(
         drafter=drafter,
         temperature=temperature,
@@ -67,7 +65,7 @@ def drawn(drafter: str, temperature: float, law: str, answers: int, classes: Seq
         answers=answers,
         tokens=tokens,
         classes=list(classes),
-        p_value=above(statistic, freedom),
+        p_value=p_value(classes),
         detectable=round(detectable(tokens, freedom), 4),
         powers={f"{distance:g}": round(power(distance, tokens, freedom), 4) for distance in DISTANCES},
     )
@@ -112,6 +110,12 @@ def places(target: Target, made: Generation, borders: torch.Generator) -> list[f
     return found
 
 
+def p_value(classes: Sequence[int]) -> float:
+    """Pearson's: the chance that exact draws are spread over the classes at least as unevenly."""
+    expected = sum(classes) / len(classes)
+    return above(sum((count - expected) ** 2 for count in classes) / expected, len(classes) - 1)
+
+
 def above(statistic: float, freedom: int) -> float:
     """The chance that χ² exceeds a statistic."""
     half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
@@ -124,13 +128,18 @@ def power(distance: float, tokens: int, freedom: int) -> float:
     The statistic's law is then the noncentral χ². Of all frequencies at one distance, those that are all off
     by as much are the hardest to find; their noncentrality is 4 · tokens · distance².
     """
-    critical = _root(lambda x: SIGNIFICANCE - above(x, freedom), 1e4)
     half = 2 * tokens * distance**2
     last = int(half + 12 * math.sqrt(half) + 60)
     k = torch.arange(last, dtype=torch.float64)
     weights = (k * math.log(max(half, 1e-300)) - half - torch.lgamma(k + 1)).exp()
-    tails = torch.special.gammaincc(freedom / 2 + k, torch.full_like(k, critical / 2))
+    tails = torch.special.gammaincc(freedom / 2 + k, torch.full_like(k, critical(freedom) / 2))
     return min(1.0, float(weights @ tails))
+
+
+@cache
+def critical(freedom: int) -> float:
+    """The statistic above which draws fail."""
+    return _root(lambda x: SIGNIFICANCE - above(x, freedom), 1e4)
 
 
 def detectable(tokens: int, freedom: int) -> float:
@@ -138,7 +147,7 @@ def detectable(tokens: int, freedom: int) -> float:
     return _root(lambda distance: power(distance, tokens, freedom) - POWER, 1.0)
 
 
-def _root(rising: Any, high: float) -> float:
+def _root(rising: Callable[[float], float], high: float) -> float:
     """Where a rising function crosses 0 between 0 and `high`."""
     low = 0.0
     for _ in range(60):
