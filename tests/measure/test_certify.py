@@ -213,7 +213,7 @@ def test_a_drafter_of_another_law_is_tested_where_it_keeps_the_distribution_alon
 def test_a_failed_test_certifies_nothing(monkeypatch):
     monkeypatch.setattr(verify, "acceptance", lambda p, q, x: torch.ones(len(x), dtype=torch.float64))
     target = tiny.target("llama")
-    made = certify(target, sampled(target), [QUESTION], **{**HOW, "max_new_tokens": 32, "draws": 64})
+    made = certify(target, sampled(target), [QUESTION], temperatures=[1.0], max_new_tokens=32)
     assert [row.kept for row in made.distribution] == [True, False]
     assert not any(row.unexplained for row in made.results)
     assert not made.certified

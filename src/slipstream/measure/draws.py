@@ -24,8 +24,8 @@ from slipstream.decode.generate import Generation, generate
 from slipstream.results import Part
 
 CLASSES = 16
-SIGNIFICANCE = 1e-3  # the chance that exact draws fail
-POWER = 0.95  # the chance with which `detectable` is found
+SIGNIFICANCE = 1e-3
+POWER = 0.95
 DISTANCES = (0.01, 0.02, 0.05, 0.1, 0.2)
 BATCH = 8  # answers that are drawn at once, and kept at once
 LENGTH = 32  # tokens of an answer, at most
@@ -46,13 +46,15 @@ class Drawn(Part):
     tokens: int
     classes: list[int]  # tokens in each, the likeliest first
     p_value: float
-    detectable: float  # the least distance that is found with probability POWER
+    significance: float  # the chance that exact draws fail: their p is less
+    power: float
+    detectable: float  # the least distance that is found with a chance of `power`
     powers: dict[str, float]  # the chance with which a distance is found, at least
 
     @property
     def kept(self) -> bool:
         """Whether the draws pass."""
-        return self.p_value >= SIGNIFICANCE
+        return self.p_value >= self.significance
 
 
 def drawn(drafter: str, temperature: float, law: str, answers: int, classes: Sequence[int]) -> Drawn:
@@ -66,6 +68,8 @@ def drawn(drafter: str, temperature: float, law: str, answers: int, classes: Seq
         tokens=tokens,
         classes=list(classes),
         p_value=p_value(classes),
+        significance=SIGNIFICANCE,
+        power=POWER,
         detectable=round(detectable(tokens, freedom), 4),
         powers={f"{distance:g}": round(power(distance, tokens, freedom), 4) for distance in DISTANCES},
     )
