@@ -237,7 +237,7 @@ def test_a_browser_sorts_compares_and_draws_trees(opened):
 def test_a_browser_says_what_was_certified(opened):
     shown, noise = opened()
     part = shown.locator("main section").nth(3)
-    assert "NOT certified. 1 token without explanation, and 1 failed distribution test." in part.inner_text()
+    assert "Not certified. 1 token without explanation, and 1 failed distribution test." in part.inner_text()
     assert part.locator("figure rect").count() == 16
     assert noise() == []
     shown.close()

@@ -17,7 +17,7 @@ function certificateSection(made, title) {
 }
 
 function verdict(made) {
-  const says = made.stopped ? `Not certified: stopped early (${made.stopped}).` : made.certified ? "Certified." : "NOT certified.";
+  const says = made.stopped ? `Not certified: stopped early (${made.stopped}).` : made.certified ? "Certified." : "Not certified.";
   const kept = made.exactness === "bits" ? "every answer is plain decoding's, token for token" : "every token is plain decoding's, near-ties within the margin aside";
   const wrong = sum(made.results.map((row) => row.unexplained));
   const failed = (made.distribution ?? []).filter((row) => row.p_value < row.significance).length;
