@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 RUN    := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)
 
-.PHONY: demo test test-browser test-compiled check bench exactness vllm clean
+.PHONY: demo docs figures test test-browser test-compiled check bench exactness vllm clean
 
 demo: $(READY)  ## SmolLM2 answers plainly and with a drafter: the same text, sooner
 	@$(RUN)/slipstream demo
@@ -35,6 +35,14 @@ bench: $(READY)  ## ngram beside both baselines on the project's questions, bf16
 exactness: $(READY)  ## the audit at full size: 20 prompts of 128 tokens, T = 0 and 1, fp32
 	$(RUN)/slipstream certify --drafter ngram --limit 20 --max-new-tokens 128 \
 		--temperature 0 --temperature 1 --dtype float32 --json benchmarks/results/exactness.json
+
+figures: $(READY)  ## what follows from stored results, made anew: derived figures and all pictures; then the tests
+	$(BIN)/python benchmarks/figures.py
+	$(RUN)/python -m pytest tests/test_figures.py
+
+docs: $(READY)  ## the documentation as a site in site/, which asks no network for anything
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/mkdocs build --strict
 
 # torch first and alone, from its CPU wheel: a range would let pip take gigabytes of CUDA
 $(READY): pyproject.toml constraints.txt

@@ -160,10 +160,13 @@ class HeadsReport(Report):
         with picture(path, 1 + (len(sized) > 1)) as axes:
             for name, head in self.heads.items():
                 trees = [row for row in head.trees if row.temperature == temperature]
-                chains = [row for row in trees if row.tree.startswith("chain") and row.kept_by_depth]
+                chains = [row for row in trees if row.tree.startswith("chain")]
                 if chains:
                     longest = max(chains, key=lambda row: len(row.acceptance_by_depth))
-                    kept, ends = longest.kept_by_depth or [], longest.kept_intervals or []
+                    reached = longest.acceptance_by_depth
+                    ratios = [after / max(before, 1e-9) for before, after in pairwise([1.0, *reached])]
+                    kept = longest.kept_by_depth or ratios  # older results have no intervals either
+                    ends = longest.kept_intervals or [(each, each) for each in kept]
                     off = [[abs(k - end[side]) for k, end in zip(kept, ends, strict=True)] for side in (0, 1)]
                     depths = range(1, len(kept) + 1)
                     axes[0].errorbar(depths, kept, yerr=off, marker="o", capsize=3, label=name)

@@ -102,7 +102,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[str | int, str]]] = {
         (*ASKING, "--json"),
         {"--questions": f"{{questions_jsonl}} : {{long_jsonl}} {NO_ROWS}"},
     ),
-    f"certify {ASKED}": ((*ASKING, "--json"), {}),
+    f"certify {ASKED}": ((*ASKING, "--json"), {"--draws": "1 : 0 x"}),
     f"demo {ASKED}": (ASKING, {}),
     f"report {RUN} --out {{out}}/x.html": (
         (),

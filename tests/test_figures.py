@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import derive
+import figures as picturing
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -186,6 +187,21 @@ def test_derived_figures_follow_from_their_results():
     for name, formula in derive.FORMULAS.items():
         result = json.loads((RESULTS / name).read_text("utf-8"))
         assert derive.digits(formula(result)) == result["derived"], f"{name}: run benchmarks/derive.py"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name)
+def test_pictures_are_drawn_from_their_results(path, tmp_path):
+    """A result that was measured anew, beside the picture of before. `make figures` draws all."""
+    shown = any(path.name in page.read_text("utf-8") for page in [*PAGES, ROOT / "docs" / "log.md"])
+    assert shown, "no page shows it"
+    assert "http://www.w3.org" in (text := path.read_text("utf-8"))
+    assert "url(" not in text.replace("url(#", ""), "it asks a network"
+    if path.name in picturing.BY_HAND:
+        return
+    result, draw = picturing.PICTURES[path.name]
+    draw(RESULTS / result, str(tmp_path / "now.svg"))
+    assert (tmp_path / "now.svg").read_text("utf-8") == text, "make figures"
+    assert len(text) < 60_000
 
 
 def test_a_wrong_digit_is_found():

@@ -14,7 +14,8 @@ from slipstream.measure.report import BenchReport
 from slipstream.measure.tuned import TuneReport
 
 STORED = Path(__file__).parent.parent / "benchmarks" / "results"
-KINDS = {"bench": BenchReport, "drafters": BenchReport, "exactness": Certificate, "tune": TuneReport}
+KINDS = {"bench": BenchReport, "drafters": BenchReport, "tune": TuneReport}
+KINDS |= {"exactness": Certificate, "certificate": Certificate}
 FILES = {
     path.name: kind
     for name, kind in {**KINDS, "vllm_parity": ParityReport}.items()

@@ -3,10 +3,12 @@
 import json
 from functools import partial
 
+import pytest
 import torch
 
 from slipstream.decode.generate import LAWS
 from slipstream.measure import burdens, cost
+from slipstream.measure.certify import Certificate
 from slipstream.measure.patient import Patient
 
 
@@ -61,6 +63,45 @@ def test_bench_and_certify_write_json_and_print_a_table(run, tiny_options, quest
     assert code == 0
     assert "certified" in out
     assert json.loads(path.read_text())["certified"] is True
+
+
+def test_a_killed_certify_goes_on(run, tiny_options, questions, tmp_path, monkeypatch):
+    """kill -9 lets nothing be written at the end: each piece is in the file before the next begins."""
+    path = tmp_path / "certificate.json"
+    how = ["certify", *tiny_options, "--questions", questions, "--drafter", "ngram", "--draws", "16"]
+    how += ["--json", str(path)]
+    stored = []
+    write = Certificate.write
+    monkeypatch.setattr(Certificate, "write", lambda self, to: (write(self, to), stored.append(self)))
+    assert run(*how, "--resume")[0] == 0  # there is no file yet: it begins
+    assert [each.stopped for each in stored] == ["not finished"] * 4 + [None]
+    write(stored[1], str(path))
+    stored.clear()
+    code, out, _ = run(*how, "--resume")
+    assert (code, "certified" in out, len(stored)) == (0, True, 3)
+    assert Certificate.read(path).certified
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "says"),
+    [
+        (None, (), "--resume goes on with the run in --json: give --json FILE"),
+        ('{"schema": 2}', (), "it has schema 2"),
+        ('{"results": []}', (), "this JSON is no Certificate"),
+        ("", ("--seed", "1"), "seed was 0, and is 1"),
+        ("", ("--drafter", "suffix"), "drafters are others"),
+    ],
+)
+def test_what_certify_cannot_go_on_with(run, tiny_options, questions, tmp_path, text, more, says):
+    path = tmp_path / "certificate.json"
+    how = ["certify", *tiny_options, "--questions", questions, "--drafter", "ngram", "--draws", "8"]
+    if text == "":
+        assert run(*how, "--json", str(path))[0] == 0
+    elif text:
+        path.write_text(text)
+    code, _, err = run(*how, *more, "--resume", *(["--json", str(path)] if text is not None else []))
+    assert (code, err.count("\n")) == (2, 1), err
+    assert says in err
 
 
 def test_certify_fails_where_a_token_is_not_explained(run, tiny_options, questions, monkeypatch):

@@ -9,7 +9,9 @@ import torch
 from rich.console import Console
 
 import tiny
+from slipstream.core import verify
 from slipstream.core.tree import PAD, chain
+from slipstream.drafters.ngram import NGram
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.measure.certify import Certificate, certify
 from slipstream.measure.demo import demo
@@ -183,3 +185,83 @@ def test_hugging_face_is_not_held_to_a_quantised_target():
     assert [result.drafter for result in report.results] == ["ngram", "tree-oracle"]
     assert report.certified
     assert HF not in str(report)
+
+
+def sampled(target):
+    return {"mine": tiny.eagle(target, proposal="sampled"), "ngram": NGram()}
+
+
+HOW = {"temperatures": [0.0, 1.0], "max_new_tokens": 8, "draws": 16}
+
+
+def test_a_drafter_of_another_law_is_tested_where_it_keeps_the_distribution_alone():
+    """It was refused at T > 0."""
+    target = tiny.target("llama")
+    made = certify(target, sampled(target), [QUESTION], **HOW)
+    assert {(row.drafter, row.temperature) for row in made.results if row.temperature} == {
+        ("ngram", 1.0),
+        ("tree-oracle", 1.0),
+    }
+    assert ("mine", 0.0) in {(row.drafter, row.temperature) for row in made.results}
+    tests = [(row.drafter, row.temperature, row.law, row.answers) for row in made.distribution]
+    assert tests == [("vanilla", 1.0, "coupled", 16), ("mine", 1.0, "multi-round", 16)]
+    assert made.certified
+    assert "finds with 95%" in str(made)
+    assert f"distance {made.distribution[0].detectable:.3f}" in str(made)
+
+
+def test_a_failed_test_certifies_nothing(monkeypatch):
+    monkeypatch.setattr(verify, "acceptance", lambda p, q, x: torch.ones(len(x), dtype=torch.float64))
+    target = tiny.target("llama")
+    made = certify(target, sampled(target), [QUESTION], temperatures=[1.0], max_new_tokens=32)
+    assert [row.kept for row in made.distribution] == [True, False]
+    assert not any(row.unexplained for row in made.results)
+    assert not made.certified
+    assert "NOT certified: draws do not follow" in str(made)
+
+
+QUESTIONS = [Question("f", str(i), "chat", (text,)) for i, text in enumerate(("a b c", "d e", "c c a"))]
+
+
+@pytest.mark.parametrize("pieces", [1, 4, 6, 7])
+def test_a_run_that_was_killed_goes_on(pieces):
+    """After any piece, and from what the file says alone; the certificate is the one of a whole run."""
+    target, kept = tiny.target("llama"), []
+    whole = certify(target, sampled(target), QUESTIONS, **HOW, keep=kept.append)
+    assert len(kept) == 2 * len(QUESTIONS) + 2 * 2
+    assert all(each.stopped and not each.certified for each in kept)
+    begun = Certificate.from_json(kept[pieces - 1].to_json())
+    more = []
+    again = certify(target, sampled(target), QUESTIONS, **HOW, begun=begun, keep=more.append)
+    assert len(more) == len(kept) - pieces
+    assert (again.results, again.distribution, again.certified) == (whole.results, whole.distribution, True)
+    assert again.stopped is None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"max_new_tokens": 9}, "max_new_tokens was 8, and is 9"),
+        ({"temperatures": [0.0, 0.7]}, "temperatures are others"),
+        ({"draws": 8}, "draws was 16, and is 8"),
+        ({"seed": 1}, "seed was 0, and is 1"),
+    ],
+)
+def test_a_run_under_other_settings_does_not_go_on(change, says):
+    target = tiny.target("llama")
+    begun = certify(target, "ngram", [QUESTION], **HOW)
+    with pytest.raises(ValueError, match=says):
+        certify(target, "ngram", [QUESTION], **{**HOW, **change}, begun=begun)
+
+
+def test_a_run_of_other_questions_or_drafters_does_not_go_on():
+    target = tiny.target("llama")
+    begun = certify(target, "ngram", [QUESTION], **HOW)
+    other = replace(QUESTION, turns=("another text",))
+    with pytest.raises(ValueError, match="fingerprint was"):
+        certify(target, "ngram", [other], **HOW, begun=begun)
+    with pytest.raises(ValueError, match="drafters are others"):
+        certify(target, "suffix", [QUESTION], **HOW, begun=begun)
+    old = begun.model_copy(update={"settings": None})
+    with pytest.raises(ValueError, match="does not say what was asked"):
+        certify(target, "ngram", [QUESTION], **HOW, begun=old)

@@ -11,12 +11,17 @@ from pathlib import Path
 
 import pytest
 
+import tiny
+from slipstream.measure.certify import certify
+from slipstream.measure.draws import drawn
 from slipstream.measure.page import page
+from slipstream.measure.questions import Question
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RUNS = [
     str(RESULTS / name) for name in ("bench_auto.json", "bench_fp32.json")
 ]  # of now, and of an old version
+CERTIFICATE = str(RESULTS / "exactness.json")
 EVIL = "</script><script>document.title = 'evil'</script><img src=https://example.com/x>"
 OPENING = {
     "schema": 1,
@@ -80,6 +85,16 @@ def test_the_page_holds_runs_and_traces(tmp_path):
     ]
 
 
+def test_the_page_holds_certificates(tmp_path):
+    """Of now, and of an old version, which tested no draws."""
+    made = certify(tiny.target("llama"), "ngram", [Question("f", "1", "chat", ("a b",))], max_new_tokens=8)
+    now = tmp_path / "now.json"
+    made.write(str(now))
+    old, new = held(page([CERTIFICATE, str(now)]))["certificates"]
+    assert old == {"name": "exactness.json", **json.loads(Path(CERTIFICATE).read_text())}
+    assert new["distribution"][0]["detectable"] == made.distribution[0].detectable
+
+
 def test_nodes_that_are_no_guesses_are_left_out(tmp_path):
     odd = line(0)
     odd |= {
@@ -117,10 +132,10 @@ def test_no_text_becomes_markup(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "is neither a run of bench nor a trace"),
-        ("[1]", "is neither"),
+        ("", "is no run of bench, certificate or trace"),
+        ("[1]", "is no run"),
         ('{"schema": 2}', "schema 2"),
-        ('{"schema": 1, "certified": true}', "is neither"),
+        ('{"schema": 1, "certified": true}', "no Certificate: hardware"),
         ('{"row": 0}', "line 1: round: Field required"),
     ],
 )
@@ -147,11 +162,22 @@ def browser():
         yield driver.chromium.launch(executable_path=found)
 
 
+def certificate(home: Path) -> str:
+    """One with a failed test and a token without explanation."""
+    stored = json.loads(Path(CERTIFICATE).read_text())
+    stored["distribution"] = [vars(drawn("vanilla", 1.0, "coupled", 64, [100] * 15 + [200]))]
+    stored["results"][0] |= {"unexplained": 1, "largest_margin": 0.25}
+    path = home / "certificate.json"
+    path.write_text(json.dumps(stored | {"certified": False}))
+    return str(path)
+
+
 @pytest.fixture(scope="module")
 def opened(browser, tmp_path_factory):
-    """Opens a page with two runs and a trace. Nothing is logged and nothing is asked of a network."""
+    """Opens a page with runs, a certificate and a trace. Nothing is logged or asked of a network."""
     home = tmp_path_factory.mktemp("page")
-    (home / "report.html").write_text(page([*RUNS, trace(home / "answer.jsonl", 30, nodes=16)]))
+    files = [*RUNS, certificate(home), trace(home / "answer.jsonl", 30, nodes=16)]
+    (home / "report.html").write_text(page(files))
 
     def call(**how):
         shown, noise = browser.new_page(**how), []
@@ -171,7 +197,7 @@ def test_a_browser_shows_it_without_errors_requests_or_violations(opened, scheme
     from axe_playwright_python.sync_playwright import Axe
 
     shown, noise = opened(color_scheme=scheme, viewport={"width": width, "height": 900})
-    assert shown.locator("main section").count() == 4
+    assert shown.locator("main section").count() == 5
     assert shown.title() != "evil"
     assert shown.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than the screen"
     shown.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
@@ -204,5 +230,14 @@ def test_a_browser_sorts_compares_and_draws_trees(opened):
     assert shown.evaluate("document.activeElement.getAttribute('aria-label')").startswith("Round 3")
     shown.locator("[data-round='9'] span").first.click()
     assert "Round 10 of 30" in panel.inner_text()
+    assert noise() == []
+    shown.close()
+
+
+def test_a_browser_says_what_was_certified(opened):
+    shown, noise = opened()
+    part = shown.locator("main section").nth(3)
+    assert "Not certified. 1 token without explanation, and 1 failed distribution test." in part.inner_text()
+    assert part.locator("figure rect").count() == 16
     assert noise() == []
     shown.close()

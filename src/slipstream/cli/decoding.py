@@ -1,5 +1,6 @@
 """demo, generate, bench, certify, tune, doctor: answer, measure, prove, choose trees, and find faults."""
 
+import os
 import sys
 from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any
@@ -206,9 +207,14 @@ def bench(
         keep(run(loaded, drafter, asked, **how, progress=progress, keep=keep))
 
 
+DRAWS = "answers of each distribution test, at T > 0"
+GO_ON = "go on with the unfinished run in --json"
+
+
 @command(
     "certify --limit 4",
     "certify --target ./my-model --drafter ngram --temperature 0 --temperature 0.7 --json certificate.json",
+    "certify --drafter auto --drafter eagle:proposal=sampled,tree=chain-3 --json certificate.json --resume",
     lists=DRAFTERS,
 )
 def certify(
@@ -218,12 +224,14 @@ def certify(
     limit: Limit = 20,
     max_new_tokens: MaxNewTokens = 128,
     temperatures: Temperatures = [0.0, 1.0],
+    draws: Annotated[int, on_sampling(DRAWS, "N", min=1)] = 64,
     seed: Seed = 0,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     compile: Compile = False,
     quantize: Quantize = None,
     json_path: JsonPath = None,
+    resume: Annotated[bool, on_results(GO_ON, None, "--resume")] = False,
 ) -> None:
     """Prove losslessness on your own model: every token of every answer is audited against plain decoding.
 
@@ -232,17 +240,30 @@ def certify(
     rounding turned them: within 0.001 logits in float32, 0.5 in bfloat16, and in float64 never.
 
     A tree oracle always runs beside the drafters, and at T = 0 Hugging Face generate is
-    audited too, except with --quantize: its own attention rounds otherwise. Exit code 1 if a
-    token is not explained.
-    """
-    from slipstream.measure.certify import certify as run
+    audited too, except with --quantize: its own attention rounds otherwise. At T > 0 draws are
+    tested against the target's law: plain decoding's, and those of drafters that keep the
+    distribution and not the text. Exit code 1 if a token is not explained or a test fails.
 
+    slipstream report shows the JSON as a page.
+    """
+    from slipstream.measure.certify import UNFINISHED, Certificate, certify as run
+
+    if resume and (json_path is None or json_path in STANDARD):
+        raise ValueError("--resume goes on with the run in --json: give --json FILE")
     check_writable(json_path, reads=inputs(target, drafter, questions))
     asked = load_questions(questions, limit)
-    how: Any = {"temperatures": temperatures, "max_new_tokens": max_new_tokens, "seed": seed}
+    begun = Certificate.read(json_path) if resume and json_path and os.path.exists(json_path) else None
+    how: Any = {"temperatures": temperatures, "max_new_tokens": max_new_tokens, "seed": seed, "draws": draws}
+
+    def store(found: Certificate) -> None:
+        if found.stopped != UNFINISHED:
+            keep(found)
+        elif json_path is not None and json_path not in STANDARD:
+            found.write(json_path)
+
     with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(None) as progress:
         loaded = load(target, dtype, device, compile, quantize)
-        report = run(loaded, drafter, asked, **how, progress=progress, keep=keep)
+        report = run(loaded, drafter, asked, **how, begun=begun, progress=progress, keep=store)
         keep(report)
     if not report.certified:
         raise typer.Exit(1)

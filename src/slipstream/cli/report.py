@@ -1,4 +1,4 @@
-"""report: runs and traces as a page."""
+"""report: runs, certificates and traces as a page."""
 
 from typing import Annotated
 
@@ -7,7 +7,7 @@ import typer
 from slipstream.cli.common import command, err, option
 from slipstream.files import STANDARD, check_writable, replacing
 
-GIVEN = "what bench --json and generate --trace wrote"
+GIVEN = "what bench or certify --json and generate --trace wrote"
 OUT = "the page; - is standard output"
 
 
@@ -15,6 +15,7 @@ OUT = "the page; - is standard output"
     "report bench.json",
     "report before.json after.json --out both.html",
     "report bench.json answer.jsonl",
+    "report certificate.json --out certificate.html",
 )
 def report(
     files: Annotated[
@@ -22,7 +23,7 @@ def report(
     ],
     out: Annotated[str, option(OUT, "FILE")] = "report.html",
 ) -> None:
-    """Make one HTML page of runs and traces: tables, pictures, and answers round by round.
+    """Make one HTML page of runs, certificates and traces: tables, pictures, and answers round by round.
 
     The page needs no other file and no network. Several runs are compared, two at a time. Each
     round of an answer shows the tree that was drafted, and what the target made of it.

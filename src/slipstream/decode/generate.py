@@ -129,8 +129,9 @@ def generate(
         drafter: a name, a directory or a `Drafter`. "auto" takes what is quickest here, round by round. Its
             first use measures rounds for a few seconds, and keeps the result in the user's cache.
         max_new_tokens: tokens per answer, at most; default: the target's limit, or 256.
-        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed,
-            processors: see `Sampling`. `top_k` is off unless this or the target sets it.
+        temperature, top_k, top_p, min_p, seed, processors: see `Sampling`. `top_k` is off unless this or the
+            target sets it.
+        repetition_penalty, presence_penalty, frequency_penalty: see `Sampling`.
         eos_token_ids: ids that end an answer; default: the target's.
         stop: strings that end an answer and are no part of its text; default: the target's.
         law: "coupled" (same seed, same text) or "multi-round" (exact in distribution); default: the drafter's

@@ -1,8 +1,11 @@
-"""certify: proof that drafting changes nothing on this target. Every token of every answer is audited."""
+"""certify: proof that drafting changes nothing on this target. Every token of every answer is audited, and
+what is drawn is tested against plain decoding's law."""
 
+import hashlib
+import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from rich.console import Group
 from rich.text import Text
@@ -13,12 +16,18 @@ from slipstream.decode.settings import resolve_sampling
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_counts
+from slipstream.measure.draws import BATCH, CLASSES, LENGTH, POWER, SIGNIFICANCE, Drawn, draw, drawn
 from slipstream.measure.questions import Asking, Question, load_questions
 from slipstream.measure.report import Difference, promise
 from slipstream.measure.run import HF, Contest, Drafters, drafters_of, first_prompts
-from slipstream.measure.tally import Answered, Tally
+from slipstream.measure.tally import Answered
 from slipstream.results import Figures, Part, Report, heading
+from slipstream.targets import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
+
+ORACLE = "tree-oracle"
+UNFINISHED = "not finished"
+Pairs = list[tuple[Question, list[int]]]  # questions and their prompts
 
 
 class Certified(Part):
@@ -34,6 +43,35 @@ class Certified(Part):
     divergences: list[Difference]
 
 
+class Settings(Part):
+    """What was asked: a run goes on only under the same settings."""
+
+    drafters: list[str]
+    temperatures: list[float]
+    questions: list[str]
+    fingerprint: str  # of the target, and of the prompts' tokens
+    draws: int  # answers of each distribution test
+
+    @classmethod
+    def of(
+        cls,
+        target: HFTarget,
+        drafters: dict[str, Drafter],
+        temperatures: Sequence[float],
+        asked: Pairs,
+        draws: int,
+    ) -> "Settings":
+        """What a call of `certify` asks."""
+        prompts = [prompt for _, prompt in asked]
+        return cls(
+            drafters=[*drafters],
+            temperatures=[float(heat) for heat in dict.fromkeys(temperatures)],
+            questions=[question.name for question, _ in asked],
+            fingerprint=hashlib.sha256(json.dumps([target.fingerprint, prompts]).encode()).hexdigest()[:16],
+            draws=draws,
+        )
+
+
 class Certificate(Report):
     """What `certify` found.
 
@@ -41,7 +79,9 @@ class Certificate(Report):
         exactness: the promise that was checked. "bits": every token is plain decoding's; "audited": a
             near-tie within the margin may turn. Hugging Face's generate is always audited.
         margin: the precision's, in logits: rounding may turn a near-tie within it.
-        certified: no token is unexplained, and the run was complete.
+        certified: no token is unexplained, no distribution test failed, and the run was complete.
+        settings: what was asked; older certificates do not say.
+        distribution: the tests at T > 0; older certificates have none.
     """
 
     exactness: str = "audited"
@@ -49,7 +89,9 @@ class Certificate(Report):
     max_new_tokens: int
     seed: int
     certified: bool
+    settings: Settings | None = None
     results: list[Certified]
+    distribution: list[Drawn] = []
 
     def __rich__(self) -> Group:
         """One line per drafter and temperature, and the verdict."""
@@ -65,7 +107,17 @@ class Certificate(Report):
             largest = f"{margin:.2g}" if isinstance(margin, float) else margin
             verdict = Text(str(wrong), "bold red" if wrong else "green")
             table.add_row(row.drafter, f"{row.temperature:g}", *counts, largest, verdict)
-        return Group(table, self._verdict())
+        return Group(table, *self._tests(), self._verdict())
+
+    def _tests(self) -> Iterator[Figures]:
+        if self.distribution:
+            title = f"draws against plain decoding's law, at the {SIGNIFICANCE:.1%} level"
+            table = Figures(title, "drafter", "T", "law", "tokens", "p", f"finds with {POWER:.0%}")
+            for row in self.distribution:
+                verdict = Text(f"{row.p_value:.3f}", "green" if row.kept else "bold red")
+                least = f"distance {row.detectable:.3f}"
+                table.add_row(row.drafter, f"{row.temperature:g}", row.law, row.tokens, verdict, least)
+            yield table
 
     def _verdict(self) -> Text:
         if self.stopped is not None:
@@ -75,11 +127,106 @@ class Certificate(Report):
             if self.exactness == "bits":
                 same = "every answer is plain decoding's, token for token"
             return Text(f"certified: {same}", "bold green")
-        wrong = "some tokens are not plain decoding's; please report this with the JSON"
-        return Text(f"NOT certified: {wrong}", "bold red")
+        wrong = "some tokens are not plain decoding's"
+        if not any(row.unexplained for row in self.results):
+            wrong = "draws do not follow plain decoding's law"
+        return Text(f"NOT certified: {wrong}; please report this with the JSON", "bold red")
 
 
-Answers = dict[tuple[str, float], list[Answered]]  # by drafter and temperature
+@dataclass
+class _Run:
+    """A run under way: what is asked of whom, and what was found so far."""
+
+    contest: Contest
+    drafters: dict[str, Drafter]
+    settings: Settings
+    asked: Pairs
+    results: dict[tuple[str, float], Certified] = field(default_factory=dict)
+    distribution: dict[tuple[str, float], Drawn] = field(default_factory=dict)
+
+    def go_on(self, begun: Certificate) -> None:
+        """Take over what an earlier run found. Raises ValueError where it was another run."""
+        ours = self.report(None)
+        parts = ("target", "dtype", "compiled", "exactness", "max_new_tokens", "seed", "hardware", "versions")
+        pairs = {part: (getattr(begun, part), getattr(ours, part)) for part in parts}
+        if begun.settings is None:
+            raise ValueError("this certificate cannot be gone on with: it does not say what was asked")
+        pairs |= {name: (was, getattr(self.settings, name)) for name, was in begun.settings}
+        for name, (was, now) in pairs.items():
+            if was != now:
+                told = "are others" if isinstance(now, list | dict) else f"was {was}, and is {now}"
+                raise ValueError(f"this certificate cannot be gone on with: {name} {told}")
+        self.results = {(row.drafter, row.temperature): row for row in begun.results}
+        self.distribution = {(row.drafter, row.temperature): row for row in begun.distribution}
+
+    def pieces(self, progress: Callable[[str], None]) -> Iterator[None]:
+        """Do what is left, piece by piece."""
+        for heat in self.settings.temperatures:
+            contest = self.contest = replace(self.contest, temperature=heat)
+            done = self.results[ORACLE, heat].questions if (ORACLE, heat) in self.results else 0
+            for question, prompt in self.asked[done:]:
+                answers = _audit(contest, self.coupled(heat), question, prompt, progress)
+                self.results |= {(name, heat): self._with(name, answer) for name, answer in answers.items()}
+                yield
+            for name, drafter in self.tested.items() if heat else ():
+                before = self.distribution.get((name, heat))
+                for first in range(before.answers if before else 0, self.settings.draws, BATCH):
+                    progress(f"T={heat:g} drawing {name}")
+                    self._draw(name, drafter, first)
+                    yield
+
+    def coupled(self, heat: float) -> dict[str, Drafter]:
+        """Drafters whose text must be plain decoding's: greedy text does not depend on the law."""
+        return {name: each for name, each in self.drafters.items() if not heat or each.law == "coupled"}
+
+    @property
+    def tested(self) -> dict[str, Drafter]:
+        """Whose draws are tested: plain decoding's stand for those of every drafter with the same text."""
+        others = {name: each for name, each in self.drafters.items() if each.law != "coupled"}
+        return {"vanilla": Vanilla(), **others}
+
+    def _with(self, name: str, answer: Answered) -> Certified:
+        """A drafter's row with one more answer."""
+        heat = self.contest.temperature
+        row = self.results.get((name, heat))
+        found = [*(row.divergences if row else ()), *answer.differences]
+        margins = [each.margin for each in found]
+        return Certified(
+            drafter=name,
+            temperature=heat,
+            questions=(row.questions if row else 0) + 1,
+            tokens=(row.tokens if row else 0) + len(answer.tokens),
+            identical=(row.identical if row else 0) + answer.identical,
+            unexplained=(row.unexplained if row else 0) + answer.unexplained,
+            largest_margin=max(margins, default=0.0) if math.inf not in margins else "outside the support",
+            divergences=found,
+        )
+
+    def _draw(self, name: str, drafter: Drafter, first: int) -> None:
+        contest, heat = self.contest, self.contest.temperature
+        row = self.distribution.get((name, heat))
+        count = min(BATCH, self.settings.draws - first)
+        how = {**contest.settings, "max_new_tokens": min(LENGTH, contest.max_new_tokens)}
+        prompts = [prompt for _, prompt in self.asked]
+        more = draw(contest.target, drafter, prompts, first, count, **how)
+        classes = [a + b for a, b in zip(row.classes if row else [0] * CLASSES, more, strict=True)]
+        self.distribution[name, heat] = drawn(name, heat, drafter.law, first + count, classes)
+
+    def report(self, stopped: str | None) -> Certificate:
+        results, distribution = [*self.results.values()], [*self.distribution.values()]
+        right = all(row.unexplained == 0 for row in results) and all(row.kept for row in distribution)
+        made = Certificate(
+            **heading(self.contest.target),
+            exactness=self.contest.exactness,
+            margin=self.contest.target.margin,
+            max_new_tokens=self.contest.max_new_tokens,
+            seed=self.contest.seed,
+            certified=stopped is None and right,
+            settings=self.settings,
+            results=results,
+            distribution=distribution,
+        )
+        return made if stopped is None else made.model_copy(update={"stopped": stopped})
 
 
 @public
@@ -92,14 +239,17 @@ def certify(
     limit: int | None = None,
     max_new_tokens: int = 128,
     seed: int = 0,
+    draws: int = 64,
+    begun: Certificate | None = None,
     progress: Callable[[str], None] = lambda _: None,
     keep: Callable[[Certificate], None] = lambda _: None,
 ) -> Certificate:
     """Prove on a target that drafting changes nothing: audit every answer of every drafter, and Hugging
-    Face's own at T = 0, unless the target is quantised.
+    Face's own at T = 0, unless the target is quantised. At T > 0 test that draws follow the target's law.
 
     Where the target's `exactness` is "bits", a drafter's answer must be plain decoding's, token for token.
-    Elsewhere, and in Hugging Face's answers, near-ties within the precision's margin may turn.
+    Elsewhere, and in Hugging Face's answers, near-ties within the precision's margin may turn. A drafter of
+    another law than the coupled one keeps the distribution and not the text: at T > 0 its draws are tested.
 
     A tree oracle that knows plain decoding's answers always runs too. Its drafts are right for every number
     of tokens in turn, among wrong siblings, so that trees and compaction are tested whatever the drafters do.
@@ -107,40 +257,38 @@ def certify(
     Args:
         target, drafters, questions, limit, max_new_tokens, progress: as `bench` takes them. Only the first
             turn of a question is asked.
-        keep: called where an error or Ctrl-C ends the run, with what was audited; it certifies nothing.
+        draws: answers of each distribution test, of 32 tokens at most. `Drawn` says what so many would find.
+        begun: the certificate of a run that did not end, which is gone on with.
+        keep: called after each piece of work, and where an error or Ctrl-C ends the run, with what was found
+            until then; it certifies nothing.
 
     Returns:
-        One result per drafter and temperature; `certified` is true if no token is unexplained.
+        One result per drafter and temperature, and one test. `certified` is true if no token is unexplained
+        and no test failed.
 
     Raises:
-        ValueError: a drafter, a file or a setting is unknown or out of range, or a question leaves no room
-            for an answer.
+        ValueError: a drafter, a file or a setting is unknown or out of range, a question leaves no room for
+            an answer, or `begun` was begun under other settings, by another version or on another machine.
     """
-    check_counts(temperatures=len(temperatures))
+    check_counts(temperatures=len(temperatures), draws=draws)
     asked = load_questions(questions, limit)
     target = loaded(target)
     for temperature in temperatures:
         resolve_sampling(target, temperature=temperature, seed=seed)
     contestants = drafters_of(drafters, target)
-    for name, drafter in contestants.items():
-        if drafter.law != "coupled" and any(temperatures):
-            raise ValueError(
-                f"drafter {name!r} follows the {drafter.law} law, which keeps the distribution and not the "
-                "text: certify another proposal (top-k, noise), or at --temperature 0"
-            )
-    prompts = first_prompts(target, asked, max_new_tokens)
-    contest = Contest.of(target, {}, max_new_tokens, 0.0, seed)
-    answers: Answers = {}
+    pairs = [*zip(asked, first_prompts(target, asked, max_new_tokens), strict=True)]
+    settings = Settings.of(target, contestants, temperatures, pairs, draws)
+    run = _Run(Contest.of(target, {}, max_new_tokens, 0.0, seed), contestants, settings, pairs)
+    if begun is not None:
+        run.go_on(begun)
     try:
-        for temperature in dict.fromkeys(temperatures):
-            contest = replace(contest, temperature=temperature)
-            for question, prompt in zip(asked, prompts, strict=True):
-                _audit(contest, contestants, question, prompt, answers, progress)
+        for _ in run.pieces(progress):
+            keep(run.report(UNFINISHED))
     except BaseException as error:
-        if answers:
-            keep(_report(contest, answers, ended=True).ended_by(error))
+        if run.results:
+            keep(run.report(UNFINISHED).ended_by(error))
         raise
-    return _report(contest, answers)
+    return run.report(None)
 
 
 def _audit(
@@ -148,47 +296,17 @@ def _audit(
     drafters: dict[str, Drafter],
     question: Question,
     prompt: list[int],
-    answers: Answers,
     progress: Callable[[str], None],
-) -> None:
-    """Let everybody answer a question, and add the answers, audited, to `answers`."""
+) -> dict[str, Answered]:
+    """Let everybody answer a question. Returns the answers, audited."""
     heat, target = contest.temperature, contest.target
     plain = replace(contest, drafters={"vanilla": Vanilla()}).ask("vanilla", prompt)
     oracle = TreeOracle([prompt + plain.tokens], target.vocab)
-    contest = replace(contest, drafters={**drafters, "tree-oracle": oracle})
+    contest = replace(contest, drafters={**drafters, ORACLE: oracle})
     given = {}
     # Rounding inputs to 8 bits turns a difference in the last bit into one of a step, beyond any margin.
     theirs = [] if heat or target.quantize is not None else [HF]
     for name in [*contest.drafters, *theirs]:
         progress(f"T={heat:g} {question.name} {name}")
         given[name] = contest.ask(name, prompt)
-    for name, answer in given.items():
-        audited = contest.audited(name, answer, plain, question, prompt)
-        answers.setdefault((name, heat), []).append(audited)
-
-
-def _report(contest: Contest, answers: Answers, ended: bool = False) -> Certificate:
-    results = []
-    for (name, temperature), some in answers.items():
-        tally = Tally(some)
-        margins = [each.margin for each in tally.differences]
-        row = Certified(
-            drafter=name,
-            temperature=temperature,
-            questions=len(some),
-            tokens=tally.new_tokens,
-            identical=sum(answer.identical for answer in some),
-            unexplained=tally.unexplained,
-            largest_margin=max(margins, default=0.0) if math.inf not in margins else "outside the support",
-            divergences=tally.differences,
-        )
-        results.append(row)
-    return Certificate(
-        **heading(contest.target),
-        exactness=contest.exactness,
-        margin=contest.target.margin,
-        max_new_tokens=contest.max_new_tokens,
-        seed=contest.seed,
-        certified=not ended and all(result.unexplained == 0 for result in results),
-        results=results,
-    )
+    return {name: contest.audited(name, answer, plain, question, prompt) for name, answer in given.items()}

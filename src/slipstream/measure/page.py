@@ -1,4 +1,4 @@
-"""report: runs of `bench` and traces of answers as one HTML page, which needs nothing else.
+"""report: runs of `bench`, certificates and traces of answers as one HTML page, which needs nothing else.
 
 This module reads and condenses; the page's own script, `page/*.js`, draws.
 """
@@ -14,31 +14,36 @@ from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.decode.trace import Round, read_trace
 from slipstream.files import parsed, read_text
+from slipstream.measure.certify import Certificate
 from slipstream.measure.paired import paired
 from slipstream.measure.report import BenchReport, DrafterResult
 
-SCRIPTS = ("dom", "charts", "runs", "answers", "page")  # in the order in which they need one another
+R = TypeVar("R", BenchReport, Certificate)
+SCRIPTS = ("dom", "charts", "runs", "certificates", "answers", "page")  # each needs those before
 SHARES = 10_000  # probabilities are whole numbers of these parts on the page
 
 
 def page(paths: Sequence[str]) -> str:
-    """The HTML page of runs and traces, in the order given. Raises ValueError, which names the file, for one
-    that cannot be read or is neither."""
-    runs, traces = list[dict[str, Any]](), list[dict[str, Any]]()
+    """The HTML page of runs, certificates and traces, in the order given. Raises ValueError, which names the
+    file, for one that cannot be read or is none of them."""
+    runs, certificates, traces = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
     for path, name in zip(paths, _names(paths), strict=True):
         text = read_text(path, "run or trace")
         if _is_trace(text):
             traces.append({"name": name, **_trace(read_trace(path, text))})
+        elif _is_certificate(text):
+            certificates.append({"name": name, **_read(path, text, Certificate).stored()})
         else:
-            runs.append({"name": name, **_run(_read_run(path, text))})
+            runs.append({"name": name, **_run(_read(path, text, BenchReport))})
     sources = files("slipstream.measure") / "page"
     script = "".join((sources / f"{part}.js").read_text("utf-8") for part in SCRIPTS)
     style = (sources / "page.css").read_text("utf-8")
-    data = json.dumps(_finite({"runs": runs, "traces": traces}), ensure_ascii=False, separators=(",", ":"))
+    held = _finite({"runs": runs, "certificates": certificates, "traces": traces})
+    data = json.dumps(held, ensure_ascii=False, separators=(",", ":"))
     return Template((sources / "page.html").read_text("utf-8")).substitute(
         title=escape(", ".join(_names(paths))),
         style=style,
@@ -64,11 +69,18 @@ def _is_trace(text: str) -> bool:
     return isinstance(first, dict) and "row" in first
 
 
-def _read_run(path: str, text: str) -> BenchReport:
+def _is_certificate(text: str) -> bool:
     try:
-        return BenchReport.from_json(text)
+        return "certified" in parsed(text)
+    except (ValueError, TypeError):
+        return False
+
+
+def _read(path: str, text: str, kind: type[R]) -> R:
+    try:
+        return kind.from_json(text)
     except ValueError as error:
-        raise ValueError(f"{path} is neither a run of bench nor a trace: {error}") from error
+        raise ValueError(f"{path} is no run of bench, certificate or trace: {error}") from error
 
 
 def _hash(text: str) -> str:

@@ -1,0 +1,51 @@
+"""Everything in README and docs that follows from stored results, made anew from them.
+
+    python benchmarks/figures.py
+
+That is what is `derived` in the results themselves and each picture in `PICTURES`. Figures in the text are
+written by hand; `tests/test_figures.py` finds each of them in a stored result, and holds the pictures to what
+is drawn here.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import derive
+from heads import HeadsReport
+from peers import PeersReport
+from slipstream.measure.tuned import TuneReport
+from slipstream.training.progress import Evaluation
+from slipstream.training.run import draw
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def curve(result: Path, path: str) -> None:
+    """Draw a training run's predictions of τ."""
+    history = json.loads(result.read_text("utf-8"))["history"]
+    draw([Evaluation(**entry) for entry in history], path)
+
+
+PICTURES: dict[str, tuple[str, Callable[[Path, str], None]]] = {
+    "eagle_training.svg": ("eagle_training.json", curve),
+    "heads.svg": ("heads.json", lambda result, path: HeadsReport.read(result).draw(path)),
+    "heads_sizes.svg": ("heads_sizes.json", lambda result, path: HeadsReport.read(result).draw(path)),
+    "peers.svg": ("peers.json", lambda result, path: PeersReport.read(result).draw(path)),
+    "tuned.svg": ("tune_fp32.json", lambda result, path: TuneReport.read(result).draw(path)),
+}
+BY_HAND = {
+    "round.svg": "drawn by hand; it has no measured figure",
+    "demo.svg": "a real run of benchmarks/picture.py, which needs the model",
+}
+
+
+def main() -> None:
+    """Write what is derived, and all pictures."""
+    derive.main()
+    for name, (result, make) in PICTURES.items():
+        make(derive.RESULTS / result, str(DOCS / name))
+
+
+if __name__ == "__main__":
+    main()
