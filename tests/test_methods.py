@@ -50,6 +50,7 @@ def test_a_line_of_help_fits_beside_its_name():
         assert len(method.name) <= 16
         assert len(method.help + suffix) <= 57, method.name
     assert METHODS["eagle"].shipped == ["smollm2"]
+    assert METHODS["medusa"].shipped == METHODS["bita"].shipped == ["smollm2"]
     assert not METHODS["eagle3"].shipped
 
 

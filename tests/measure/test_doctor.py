@@ -136,12 +136,23 @@ def test_a_fault_of_the_framing_is_named(target, recorded, monkeypatch, template
     assert found(examined(target, recorded), framed) == [fault]
 
 
-def test_heat_and_length_are_named(target, recorded):
-    """The head that ships was trained on greedy answers in texts of 384 tokens."""
+def test_heat_and_length_are_named(target, recorded, monkeypatch):
+    """The head that ships was trained on greedy answers in texts of 384 tokens. It bears longer ones, so what
+    it reads behind 384 tokens is made worthless: each state stands where another one stood."""
     used = [check for check in OF_HEADS if check.examine in (faults.context, faults.temperature)]
     hot = examined(target, recorded, temperature=1.0)
     assert found(hot, used) == ["temperature above training"]
     long = examined(target, recorded, context=1200)
+    assert found(long, used) == []
+    record = Patient.record
+
+    def lost(patient: Patient, *texts):
+        made = record(patient, *texts)
+        states = made.tapped(("final",)).clone()
+        states[:, 384:] = states[:, 384:].roll(7, dims=1)
+        return made.with_states("final", states)
+
+    monkeypatch.setattr(Patient, "record", lost)
     assert found(long, used) == ["context past training length"]
 
 

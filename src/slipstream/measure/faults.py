@@ -1,5 +1,6 @@
 """Checks of a head and of the texts that it drafts for: does it still see what it was trained on?"""
 
+from math import hypot
 from statistics import mean
 
 import torch
@@ -18,6 +19,7 @@ FITS = 0.25  # of the acceptance in training: other questions may take half of i
 HEATED = 0.75  # of the acceptance at T = 0
 LONGER = 0.6  # of the right guesses in texts as long as those of training
 LONG_TEXTS = 4
+DOUBTED = 3.0  # standard errors: shares of so few guesses that differ by less may be the same
 
 
 def template(patient: Patient) -> Seen:
@@ -193,10 +195,11 @@ def context(patient: Patient) -> Seen:
     whole = fit(patient.head, recorded)
     end = fit(patient.head, recorded.without(int(recorded.prompts.min()) - most // 2))
     gain, short = Gain.of(end.right, whole.right), patient.fit.hits
+    error = hypot(whole.error, patient.fit.error)
     return Seen(
-        found=gain.sure or whole.hits < LONGER * short,
+        found=gain.sure or whole.hits < min(LONGER * short, short - DOUBTED * error),
         measured=f"{longest} tokens: right {whole.hits:.0%}; their end {end.hits:.0%}; short {short:.0%}",
-        normal=f"above {LONGER:.0%} of short texts, the end no better",
+        normal=f"above {LONGER:.0%} of short texts, or too few guesses to tell; the end no better",
         cause=f"the head was trained on texts of {most} tokens, and behind {longest} it is right "
         f"{whole.hits:.0%} of the time: {short:.0%} in short texts, {end.hits:.0%} if it sees the end alone",
         remedy=f"train it on longer texts: slipstream train … data.max_length={longest}; until then "

@@ -51,7 +51,16 @@ class Fit:
     @property
     def hits(self) -> float:
         """The share of first guesses that are right, of tokens that the draft vocabulary holds."""
-        return float(self.likeliest[~self.right.isnan()].mean())
+        return float(self._known.mean())
+
+    @property
+    def error(self) -> float:
+        """The standard error of that share."""
+        return sqrt(self.hits * (1 - self.hits) / max(1, len(self._known)))
+
+    @property
+    def _known(self) -> Float[Tensor, " m"]:
+        return self.likeliest[~self.right.isnan()]
 
 
 @dataclass(frozen=True)
