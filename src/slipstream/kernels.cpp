@@ -198,6 +198,16 @@ void tiles(int64_t n, F f, int64_t first = 0) {
     if (first < n) tiles<R - 1>(n, f, first);
 }
 
+// The same with as few tiles as can be, of nearly the same size: a small one waits for its own sums.
+template <int R, class F>
+void even_tiles(int64_t n, F f) {
+  for (int64_t first = 0, parts = (n + R - 1) / R; parts > 0; parts--) {
+    const int64_t size = (n - first + parts - 1) / parts;
+    tiles<R>(first + size, f, first);
+    first += size;
+  }
+}
+
 // e^x for x <= 0, within 2 units in the last place; below -87.5 it is that of -87.5, and of NaN it is NaN.
 Vec exponential(Vec x) {
   x = max(Vec::set(-87.5f), x);
@@ -330,22 +340,90 @@ struct Head {
   int64_t key_stride, value_stride;
 };
 
-// Scores of the keys [begin, end), which are the same for R rows.
+// Scores of the keys [begin, end), which are the same for R rows. Rows lie `apart`, with zeros behind.
 template <int R, class T, class Slot>
 void score(
-    const float* q, int64_t D, const Head<T>& head, int64_t begin, int64_t end, Slot slot, float* s,
-    int64_t stride) {
+    const float* q, int64_t apart, int64_t D, const Head<T>& head, int64_t begin, int64_t end, Slot slot,
+    float* s, int64_t stride) {
   for (int64_t j = begin; j < end; j += FOUR) {
     const T* keys[FOUR];
     for (int i = 0; i < FOUR; i++) keys[i] = head.keys + slot(std::min(j + i, end - 1)) * head.key_stride;
     float made[R][FOUR];
-    multiply<R, T>(q, D, keys, D, nullptr, nullptr, made);
+    multiply<R, T>(q, apart, keys, D, nullptr, nullptr, made);
     for (int r = 0; r < R; r++) {
       if (j + FOUR <= end) std::memcpy(s + r * stride + j, made[r], sizeof made[r]);
       else std::copy(made[r], made[r] + (end - j), s + r * stride + j);
     }
   }
 }
+
+// What rows are scored in, and how many together.
+template <class T>
+struct Scored {
+  using Number = float;
+  static constexpr int ROWS = Vec::ROWS;
+};
+
+#if defined(__AVX512BF16__)
+
+template <>
+struct Scored<bf16> {
+  using Number = bf16;
+  static constexpr int ROWS = 12;
+};
+
+// Rows of 16 words to columns.
+inline void transpose(__m512i (&x)[16]) {
+  __m512i y[16];
+  each<4>([&](auto i) {
+    const __m512i a = _mm512_unpacklo_epi32(x[4 * i], x[4 * i + 1]),
+                  b = _mm512_unpackhi_epi32(x[4 * i], x[4 * i + 1]),
+                  c = _mm512_unpacklo_epi32(x[4 * i + 2], x[4 * i + 3]),
+                  d = _mm512_unpackhi_epi32(x[4 * i + 2], x[4 * i + 3]);
+    y[4 * i] = _mm512_unpacklo_epi64(a, c), y[4 * i + 1] = _mm512_unpackhi_epi64(a, c);
+    y[4 * i + 2] = _mm512_unpacklo_epi64(b, d), y[4 * i + 3] = _mm512_unpackhi_epi64(b, d);
+  });
+  each<4>([&](auto i) {
+    const __m512i a = _mm512_shuffle_i32x4(y[i], y[i + 4], 0x88),
+                  b = _mm512_shuffle_i32x4(y[i], y[i + 4], 0xdd),
+                  c = _mm512_shuffle_i32x4(y[i + 8], y[i + 12], 0x88),
+                  d = _mm512_shuffle_i32x4(y[i + 8], y[i + 12], 0xdd);
+    x[i] = _mm512_shuffle_i32x4(a, c, 0x88), x[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
+    x[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), x[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
+  });
+}
+
+// The same of bf16, 16 keys at once: pairs of numbers are added up in their order.
+template <int R, class Slot>
+void score(
+    const bf16* q, int64_t apart, int64_t D, const Head<bf16>& head, int64_t begin, int64_t end, Slot slot,
+    float* s, int64_t stride) {
+  for (int64_t j = begin; j < end; j += 16) {
+    __m512 sum[R];
+    each<R>([&](auto r) { sum[r] = _mm512_setzero_ps(); });
+    for (int64_t d = 0; d < D; d += 32) {
+      const __mmask32 there = D - d < 32 ? (1u << (D - d)) - 1 : ~0u;
+      __m512i keys[16];
+      each<16>([&](auto i) {
+        const bf16* key = head.keys + slot(std::min<int64_t>(j + i, end - 1)) * head.key_stride;
+        _mm_prefetch(key + d + 32 * head.key_stride, _MM_HINT_T0);
+        keys[i] = _mm512_maskz_loadu_epi16(there, key + d);
+      });
+      transpose(keys);
+      each<16>([&](auto i) {
+        each<R>([&](auto r) {
+          int32_t pair;
+          std::memcpy(&pair, q + r * apart + d + 2 * i, 4);
+          sum[r] = _mm512_dpbf16_ps(sum[r], (__m512bh)keys[i], (__m512bh)_mm512_set1_epi32(pair));
+        });
+      });
+    }
+    const __mmask16 there = end - j < 16 ? (1u << (end - j)) - 1 : 0xffff;
+    each<R>([&](auto r) { _mm512_mask_storeu_ps(s + r * stride + j, there, sum[r]); });
+  }
+}
+
+#endif
 
 // Adds the values of the keys [begin, end), which are the same for R rows, to PARTS vectors of each row.
 template <int R, int PARTS, bool WHOLE, class T, class Slot>
@@ -417,7 +495,7 @@ float weigh(float* s, int64_t n, float scale, float cap, const float* sink) {
   return total[0];
 }
 
-constexpr int TILE = 8;   // rows of one text that share the reading of keys
+constexpr int TILE = 4;   // rows of one text that share the reading of keys
 constexpr int NEAR = 64;  // keys that stay in the first cache while all these rows read them
 
 template <class T>
@@ -427,11 +505,14 @@ void attend(
   const int64_t B = q.size(0), heads = q.size(1), R = q.size(2), D = q.size(3), KV = k.size(1),
                 Dv = v.size(3);
   const int64_t G = heads / KV, width = padded(Dv), L = keys.size(-1), tilesof = (R + TILE - 1) / TILE;
-  const Tensor rows = q.to(at::kFloat).contiguous();
+  using Number = typename Scored<T>::Number;
+  const int64_t apart = (D + 31) / 32 * 32;
+  const Tensor rows = q.to(c10::CppTypeToScalarType<Number>::value).contiguous();
   const int32_t* lists = keys.const_data_ptr<int32_t>();
   float* made = out.data_ptr<float>();  // [B, R, heads, Dv]
   at::parallel_for(0, B * KV * tilesof, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> scores, sum, query, total;
+    std::vector<float> scores, sum, total;
+    std::vector<Number> query;
     for (int64_t task = begin; task < end; task++) {
       const int64_t b = task / (KV * tilesof), h = task / tilesof % KV, top = task % tilesof * TILE;
       const int64_t n = std::min<int64_t>(TILE, R - top);
@@ -452,41 +533,46 @@ void attend(
       }
       if (!alike || low >= high) low = high = 0;
       const int64_t count = n * G;
-      scores.resize(count * stride), query.resize(count * D), sum.assign(count * width, 0);
+      scores.resize(count * stride), query.assign(count * apart, Number(0)), sum.assign(count * width, 0);
       for (int64_t i = 0; i < count; i++) {
-        const float* from =
-            rows.const_data_ptr<float>() + ((b * heads + h * G + i % G) * R + top + i / G) * D;
-        std::copy(from, from + D, &query[i * D]);
+        const Number* from =
+            rows.const_data_ptr<Number>() + ((b * heads + h * G + i % G) * R + top + i / G) * D;
+        std::copy(from, from + D, &query[i * apart]);
       }
       const Head<T> head{
           k.const_data_ptr<T>() + b * k.stride(0) + h * k.stride(1),
           v.const_data_ptr<T>() + b * v.stride(0) + h * v.stride(1), k.stride(2), v.stride(2)};
-      // Calls f(first row and head, their number, begin, end, where) for all keys, in each row's own order.
-      auto parts = [&](auto f) {
+      // Calls f(first row and head, their number, begin, end, where) for all keys, in each row's own order,
+      // at most `most` rows at once.
+      auto parts = [&](auto most, auto f) {
         auto alone = [&](int64_t from, int64_t to) {
           for (int64_t r = 0; r < n; r++)
             read[r].parts(from, to, [&](int64_t begin, int64_t end, auto slot) {
-              tiles(G, [&](int64_t g, auto size) { f(r * G + g, size, begin, end, slot); });
+              even_tiles<most>(G, [&](int64_t g, auto size) { f(r * G + g, size, begin, end, slot); });
             });
         };
         alone(0, low);
         for (int64_t from = low; from < high; from += NEAR)
           read[0].parts(from, std::min(high, from + NEAR), [&](int64_t begin, int64_t end, auto slot) {
-            tiles(count, [&](int64_t i, auto size) { f(i, size, begin, end, slot); });
+            even_tiles<most>(count, [&](int64_t i, auto size) { f(i, size, begin, end, slot); });
           });
         alone(high, stride);
       };
-      parts([&](int64_t i, auto size, int64_t begin, int64_t end, auto slot) {
-        score<size>(&query[i * D], D, head, begin, end, slot, &scores[i * stride], stride);
-      });
+      parts(
+          std::integral_constant<int, Scored<T>::ROWS>(),
+          [&](int64_t i, auto size, int64_t begin, int64_t end, auto slot) {
+            score<size>(&query[i * apart], apart, D, head, begin, end, slot, &scores[i * stride], stride);
+          });
       total.resize(count);
       for (int64_t i = 0; i < count; i++)
         total[i] = weigh(
             &scores[i * stride + read[i / G].begin], read[i / G].size, scale, cap,
             sinks ? sinks + h * G + i % G : nullptr);
-      parts([&](int64_t i, auto size, int64_t begin, int64_t end, auto slot) {
-        add_values<size>(&scores[i * stride], stride, head, Dv, begin, end, slot, &sum[i * width], width);
-      });
+      parts(
+          std::integral_constant<int, ROWS>(),
+          [&](int64_t i, auto size, int64_t begin, int64_t end, auto slot) {
+            add_values<size>(&scores[i * stride], stride, head, Dv, begin, end, slot, &sum[i * width], width);
+          });
       for (int64_t i = 0; i < count; i++)
         for (int64_t d = 0; d < Dv; d++)
           made[((b * R + top + i / G) * heads + h * G + i % G) * Dv + d] = sum[i * width + d] / total[i];

@@ -48,8 +48,8 @@ template <int R>
   for (int64_t k = 0; k < steps; k++, x += BYTES / 2, words += WIDE * BYTES)
     for (int64_t i = 0; i < 16; i++) {
       const char *left = words + i * 64, *right = left + WIDE / 2 * BYTES;
-      _mm_prefetch(left + WIDE * BYTES, _MM_HINT_T0);
-      _mm_prefetch(right + WIDE * BYTES, _MM_HINT_T0);
+      _mm_prefetch(left + AHEAD, _MM_HINT_T0);
+      _mm_prefetch(right + AHEAD, _MM_HINT_T0);
       const __m512bh columns[2] = {(__m512bh)_mm512_loadu_si512(left), (__m512bh)_mm512_loadu_si512(right)};
       each<R>([&](auto r) {
         int32_t pair;

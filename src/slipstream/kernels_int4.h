@@ -69,7 +69,9 @@ template <int R>
     __m512i sum[R][2];
     each<R>([&](auto r) { sum[r][0] = sum[r][1] = _mm512_setzero_si512(); });
     each<4>([&](auto v) {
-      const __m512i left = _mm512_loadu_si512(w + v * VECTOR), right = _mm512_loadu_si512(w + (v + 4) * VECTOR);
+      const uint8_t *low_columns = w + v * VECTOR, *high_columns = w + (v + 4) * VECTOR;
+      _mm_prefetch(low_columns + AHEAD, _MM_HINT_T0), _mm_prefetch(high_columns + AHEAD, _MM_HINT_T0);
+      const __m512i left = _mm512_loadu_si512(low_columns), right = _mm512_loadu_si512(high_columns);
       const __m512i columns[2][2] = {
           {_mm512_and_si512(left, low), _mm512_and_si512(right, low)},
           {_mm512_and_si512(_mm512_srli_epi16(left, 4), low),
@@ -274,7 +276,7 @@ inline void multiply(
     return n > amx::SIDE ? by_tiles<true>(x, stride, n, w, groups, out)
                          : by_tiles<false>(x, stride, n, w, groups, out);
 #endif
-  tiles(n, [&](int64_t r, auto rows) {
+  even_tiles<ROWS>(n, [&](int64_t r, auto rows) {
     add_up<rows>(x + r * stride, stride, w, groups, out + r * WIDE);
   });
 }

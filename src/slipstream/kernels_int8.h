@@ -63,8 +63,8 @@ template <int R>
   more[0] = more[1] = _mm512_setzero_si512();
   for (int64_t k = 0; k < steps; k++, x += DEEP, w += STEP)
     for (int64_t i = 0; i < 16; i++) {
-      _mm_prefetch(reinterpret_cast<const char*>(w) + STEP + i * 64, _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(w) + STEP + STEP / 2 + i * 64, _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(w) + AHEAD + i * 64, _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(w) + AHEAD + STEP / 2 + i * 64, _MM_HINT_T0);
       const __m512i left = _mm512_loadu_si512(w + i * 64), right = _mm512_loadu_si512(w + STEP / 2 + i * 64);
       more[0] = _mm512_dpbusd_epi32(more[0], high, left), more[1] = _mm512_dpbusd_epi32(more[1], high, right);
       each<R>([&](auto r) {

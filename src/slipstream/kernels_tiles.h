@@ -23,8 +23,19 @@ at::Tensor attention(
 
 namespace tiled {
 
-constexpr int64_t WIDE = 32, BYTES = 64;  // columns of a panel; bytes of a row that a step multiplies
-constexpr int64_t MOST = 32;              // rows that are multiplied at once
+constexpr int64_t WIDE = 32, BYTES = 64;     // columns of a panel; bytes of a row that a step multiplies
+constexpr int64_t MOST = 32;                 // rows that are multiplied at once
+constexpr int64_t AHEAD = 4 * WIDE * BYTES;  // bytes of a panel that vectors ask for before they multiply them
+
+// Rows of which the registers hold the sums with a panel.
+template <class Number>
+constexpr int TOGETHER = ROWS;
+#if defined(__AVX512F__)
+template <>
+constexpr int TOGETHER<bf16> = 12;
+template <>
+constexpr int TOGETHER<int8_t> = 10;
+#endif
 
 }  // namespace tiled
 }  // namespace
@@ -59,7 +70,7 @@ void release() { _tile_release(); }
 
 template <bool FIRST, class Number, class Sum>
 void multiply(const Number* x, int64_t n, int64_t stride, const Number* panel, int64_t steps, Sum* sums) {
-  tiles(n, [&](int64_t r, auto rows) {
+  even_tiles<TOGETHER<Number>>(n, [&](int64_t r, auto rows) {
     add_up<rows>(x + r * stride, stride, panel, steps, sums + r * WIDE);
   });
 }
