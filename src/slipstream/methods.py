@@ -94,7 +94,7 @@ TABLE = (
     _head(
         "eagle3",
         "Eagle3",
-        "guesses from three of the target's states",
+        "guesses from three target states",
         {"eagle3": "Eagle3Layout", "speculators": "SpeculatorsLayout"},
     ),
     _head("fasteagle", "FastEagle", "guesses several states in one pass"),
