@@ -50,7 +50,7 @@ def test_a_line_of_help_fits_beside_its_name():
         assert len(method.name) <= 16
         assert len(method.help + suffix) <= 57, method.name
     assert METHODS["eagle"].shipped == ["smollm2"]
-    assert all(METHODS[name].shipped == ["smollm2"] for name in ("eagle3", "medusa", "bita"))
+    assert all(METHODS[name].shipped == ["smollm2"] for name in ("eagle3", "medusa", "bita", "glide"))
     assert not METHODS["draft-model"].shipped
 
 
