@@ -105,7 +105,7 @@ TABLE = (
         {"medusa": "MedusaLayout", "medusa-vllm": "VLLMMedusaLayout"},
     ),
     _head("bita", "Bita", "mask tokens in the target's own passes", room="bita"),
-    _head("glide", "Glide", "a decoder that reads the target's cache"),
+    _head("glide", "Glide", "a decoder over the target's cache"),
     Method(
         "draft-model",
         "a small LM (draft-model:model=DIR) or part of the target",
