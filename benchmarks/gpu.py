@@ -7,8 +7,8 @@
 Proves first, in float64: texts of every drafter, captured, are those of eager plain decoding. Then measures
 in the given precision the cost curve, plain decoding, and the share of the memory's speed at which weights
 are read; then the same of an exact target, what it finds out about its rows, whether its drafters' texts are
-plain decoding's, token for token, and our attention and products beside torch's. On a CPU nothing is
-captured: the compiled rounds stand in the captured ones' place.
+plain decoding's, token for token; of targets of 8 and 4 bits; and our attention and products beside torch's.
+On a CPU nothing is captured: the compiled rounds stand in the captured ones' place.
 """
 
 import gc
@@ -40,6 +40,7 @@ from slipstream.measure.cost import ROWS, pass_seconds, read_bandwidth
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
 from slipstream.targets.prompts import encode
+from slipstream.targets.quantised import KINDS
 
 MODES = ("eager", "compiled", "captured")
 UNTRAINED = ("vanilla", "ngram")
@@ -91,7 +92,7 @@ class GPUReport(Report):
 
     Attributes:
         bandwidth_gb_s: of the device's memory.
-        results: of each mode and, where a target can be exact, of exact ones.
+        results: of each mode and, where a target can be exact or quantised, of such ones.
         exactness: what exact targets found out about their rows, by mode.
         proved_exact: of the last exact target, in the report's precision, against its own plain decoding.
         attention, products: of this target's sizes, of ours and torch's.
@@ -151,11 +152,11 @@ def in_mode(target: HFTarget, mode: str) -> HFTarget:
     return made
 
 
-def exact_in(target: HFTarget, mode: str) -> HFTarget | None:
-    """An exact target over the same weights in one of `MODES`, if there can be one."""
+def another_in(target: HFTarget, mode: str, **how: Any) -> HFTarget | None:
+    """A target of the same model, made `exact` or to `quantize`, in one of `MODES`, if there can be one."""
     tokenizer = target.text and target.text.tokenizer
     try:
-        made = HFTarget(target.model, tokenizer, target.name, compile=mode != "eager", exact=True)
+        made = HFTarget(target.model, tokenizer, target.name, compile=mode != "eager", **how)
     except ValueError:
         return None
     made.captures = made.captures and mode == "captured"
@@ -199,7 +200,8 @@ def measure(
     proved: Sequence[Proof] = (),
     drafters: Sequence[str] = UNTRAINED,
 ) -> GPUReport:
-    """The cost curve and plain decoding of each mode, of the first and the last mode also exact.
+    """The cost curve and plain decoding of each mode, of the first and the last mode also exact, of the last
+    also quantised.
 
     Args:
         target: an eager one.
@@ -215,11 +217,16 @@ def measure(
         _free(target.device)
     exactness, texts = dict[str, str](), list[Proof]()
     for mode in dict.fromkeys((modes[0], modes[-1])):
-        if (exact := exact_in(target, mode)) is not None:
+        if (exact := another_in(target, mode, exact=True)) is not None:
             name = f"exact, {mode}"
             exactness[name] = exact.exactness
             results.append(_costs(exact, name, bandwidth, contexts, max_new_tokens, rows))
             texts = prove(exact, drafters, "eager", min(48, max_new_tokens))
+        _free(target.device)
+    for kind in KINDS:
+        if (small := another_in(target, modes[-1], quantize=kind)) is not None:
+            name = f"{kind}, {modes[-1]}"
+            results.append(_costs(small, name, bandwidth, contexts, max_new_tokens, rows))
         _free(target.device)
     return GPUReport(
         **heading(target),

@@ -158,7 +158,7 @@ def test_an_exact_target_is_measured_beside_another():
     """A mode that is not exact under its name; a drafter's text in an exact target that nobody compares."""
     target = gpu.random_llama("tiny", "float32", "cpu")
     report = gpu.measure(target, ("eager",), (8,), max_new_tokens=4, rows=(1, 4), mib=1)
-    assert [costs.mode for costs in report.results] == ["eager", "exact, eager"]
+    assert [costs.mode for costs in report.results] == ["eager", "exact, eager", "int8, eager", "int4, eager"]
     assert report.exactness.keys() == {"exact, eager"}
     assert [(proof.drafter, proof.same) for proof in report.proved_exact] == [
         ("vanilla", True),

@@ -1,11 +1,16 @@
 """Targets of 8 or 4 bits: rows keep their bits, Hugging Face says the same, and nothing else changes."""
 
+import sys
+from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from jaxtyping import config
+from torchao.quantization import IntxWeightOnlyConfig, PerGroup
+from transformers.pytorch_utils import Conv1D
 
 import tiny
 from slipstream import kernels
@@ -14,7 +19,16 @@ from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.targets import HFTarget, load_target
-from slipstream.targets.quantised import KINDS, Quantised, QuantisedLinear, is_quantised, stored_bytes
+from slipstream.targets.inside import twin
+from slipstream.targets.quantised import (
+    KINDS,
+    Quantised,
+    QuantisedLinear,
+    by_torchao,
+    dense,
+    is_quantised,
+    stored_bytes,
+)
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -211,6 +225,58 @@ def test_what_cannot_be_quantised_is_refused(unchecked):
         HFTarget(model, quantize="int8")
     with pytest.raises(ValueError, match="quantised already"):
         HFTarget(target_of("llama", torch.float32).model, quantize="int8")
+
+
+@each_kind
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_on_a_gpu_weights_are_torchaos(unchecked, family, kind, monkeypatch):
+    """A model that is changed; a layer that is left out; texts of a drafter, or of Hugging Face, that are not
+    plain decoding's. torchao's layout of 4 bits needs a GPU, so another one of it stands in."""
+
+    def four_bits(group_size: int, **_: Any) -> IntxWeightOnlyConfig:
+        return IntxWeightOnlyConfig(torch.int4, PerGroup(group_size))
+
+    monkeypatch.setattr("slipstream.targets.quantised.GROUP", 16)
+    monkeypatch.setattr("torchao.quantization.Int4WeightOnlyConfig", four_bits)
+    monkeypatch.setattr("slipstream.targets.hf.quantised", lambda model, *how: by_torchao(twin(model), *how))
+    model = deepcopy(tiny.reference(family)).to(torch.float32)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    target = HFTarget(model, tiny.tokenizer(), quantize=kind)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+    assert not is_quantised(model)
+    assert is_quantised(target.model)
+    linear = {name: part for name, part in target.model.named_modules() if isinstance(part, torch.nn.Linear)}
+    assert len(linear) == 1 + sum(isinstance(part, (torch.nn.Linear, Conv1D)) for part in layers(model))
+    assert all(hasattr(part.weight, "__tensor_flatten__") for part in linear.values())
+    narrow = [part for part in linear.values() if "Intx" in type(part.weight).__name__]
+    divided = [
+        part for part in linear.values() if part.in_features % 16 == 0 and part.out_features != tiny.VOCAB
+    ]
+    assert len(narrow) == (kind == "int4") * len(divided)
+    assert kind == "int4" or stored_bytes(target.model) < stored_bytes(model)
+    assert target.exactness == "audited"
+    assert target.fingerprint == HFTarget(model).fingerprint
+    head = target.lm_head(torch.tensor([1, 5]))
+    assert torch.equal(head.weight, dense(target.model.get_output_embeddings().weight)[[1, 5]])
+    answer = generate(target, PROMPT, "vanilla", max_new_tokens=8, temperature=0.0).tokens
+    assert generate(target, PROMPT, "ngram", max_new_tokens=8, temperature=0.0).tokens == answer
+    how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    theirs = target.model.generate(torch.tensor([PROMPT]), **how)[0, len(PROMPT) :].tolist()
+    assert theirs[: len(answer)] == answer
+
+
+def layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """All modules but the LM head."""
+    return (part for part in model.modules() if part is not model.get_output_embeddings())
+
+
+def test_without_torchao_it_says_so(monkeypatch):
+    """A traceback of an import."""
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(
+        ValueError, match=r"cannot be int8 on cpu without torchao: pip install 'slipstream\[gpu\]'"
+    ):
+        by_torchao(twin(tiny.reference("llama")), "int8", "tiny")
 
 
 @each_kind

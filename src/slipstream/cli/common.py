@@ -47,7 +47,7 @@ Dtype = Annotated[str, on_machine("float32, bfloat16, float16, float64 or auto",
 Device = Annotated[str, on_machine("cpu, cuda, cuda:1, …", "NAME")]
 COMPILED = "compile all passes: a minute the first time, then seconds"
 Compile = Annotated[bool, on_machine(COMPILED, None, "--compile")]
-Quantize = Annotated[str | None, on_machine("int8 or int4: weights of 8 or 4 bits, on a CPU", "TYPE")]
+Quantize = Annotated[str | None, on_machine("int8 or int4: weights of 8 or 4 bits", "TYPE")]
 DIRECTORY = ("DIR", "a directory that slipstream train or import wrote")
 
 

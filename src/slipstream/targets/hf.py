@@ -32,7 +32,7 @@ from slipstream.targets.inside import Behind, View, compile_forward, twin
 from slipstream.targets.masks import Masks, additive, dense, key_lists
 from slipstream.targets.part import between, part, rows_of_head
 from slipstream.targets.prompts import HFText
-from slipstream.targets.quantised import QuantisedLinear, quantised, stored_bytes
+from slipstream.targets.quantised import QuantisedLinear, of_torchao, quantised, stored_bytes
 
 
 @final
@@ -53,8 +53,8 @@ class HFTarget(Target):
             CUDA graphs (`decode.capture`).
         exact: on a GPU, too, no row's bits depend on its neighbours (docs/exactness.md). There it may
             cost time; on a CPU it costs none, and is so wherever it can be.
-        quantize: "int8" or "int4": on a CPU, decode a copy of the model whose linear layers, embedding and LM
-            head have weights of 8 bits, or of 4 and 8 (docs/quantised.md). The model itself stays as it is.
+        quantize: "int8" or "int4": decode a copy of the model whose linear layers, LM head and, on a CPU,
+            embedding have weights of 8 bits, or of 4 and 8 (docs/quantised.md). The model stays as it is.
 
     Raises:
         ValueError: the model is no Hugging Face model, cannot be decoded exactly (`check_supported`,
@@ -111,7 +111,7 @@ class HFTarget(Target):
         theirs = self.config._attn_implementation
         settable = self.twin._can_set_attn_implementation()
         known = settable or self.config.model_type in ours.OWN_SDPA
-        self._ours = known and kernels.serve(self.device, self.dtype)
+        self._ours = known and kernels.serve(self.device, self.dtype) and not of_torchao(self.twin)
         if settable and (self._ours or theirs == "sdpa"):
             self.twin.set_attn_implementation(ours.OURS)
         if self._ours:

@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from slipstream.targets.quantised import QuantisedLinear
+from slipstream.targets.quantised import QuantisedLinear, dense
 
 
 def part(
@@ -46,7 +46,7 @@ def part(
 
 def rows_of_head(head: Any, vocab: Int[Tensor, " Vd"]) -> nn.Linear:
     """An LM head over some tokens, as a linear layer; a quantised one's in the precision of the states."""
-    rows = head.rows(vocab) if isinstance(head, QuantisedLinear) else head.weight[vocab]
+    rows = head.rows(vocab) if isinstance(head, QuantisedLinear) else dense(head.weight[vocab])
     narrow = nn.Linear(1, 1, head.bias is not None, device="meta")
     narrow.weight = nn.Parameter(rows.contiguous(), requires_grad=False)
     if head.bias is not None:

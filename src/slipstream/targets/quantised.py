@@ -1,5 +1,5 @@
-"""A model whose linear layers, embedding and LM head have weights of 8 or 4 bits, by
-`kernels.tiled_linear`."""
+"""A model whose linear layers, embedding and LM head have weights of 8 or 4 bits: on a CPU by
+`kernels.tiled_linear`, on a GPU by torchao."""
 
 from typing import Any
 
@@ -15,6 +15,10 @@ from slipstream.targets.inside import twin
 
 KINDS = ("int8", "int4")
 NEEDS = "float32 or bfloat16 on a CPU, and a C++ compiler"
+INT4_LAYOUT, GROUP = (
+    "tile_packed_to_4d",
+    32,
+)  # torchao's: how a GPU reads 4 bits, and weights that share a scale
 
 
 class Quantised(nn.Module):
@@ -95,12 +99,31 @@ def is_quantised(model: nn.Module) -> bool:
     """Whether a model's weights are quantised already, by us or by anyone else."""
     config = getattr(model, "config", None)
     ours = any(isinstance(module, Quantised) for module in model.modules())
-    return ours or getattr(config, "quantization_config", None) is not None
+    return ours or of_torchao(model) or getattr(config, "quantization_config", None) is not None
+
+
+def of_torchao(model: nn.Module) -> bool:
+    """Whether some weights are of torchao's types, which hold several tensors each."""
+    return any(map(_parts, model.parameters()))
+
+
+def dense(weight: Any) -> Tensor:
+    """A weight of torchao's as numbers of the model's precision; others as they are."""
+    return weight.dequantize() if _parts(weight) else weight
+
+
+def _parts(weight: Any) -> list[Tensor]:
+    """The tensors that make up a weight of torchao's; none of an ordinary one."""
+    if not hasattr(weight, "__tensor_flatten__"):
+        return []
+    return [getattr(weight, part) for part in weight.__tensor_flatten__()[0]]
 
 
 def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
     """A copy of a model with weights of 8 bits, or with linear layers of 4 bits, but embedding and LM head of
     8. What no linear layer holds, such as experts, is shared with the model, which stays as it is.
+
+    On a GPU the embedding stays as it is, too, and states are not rounded.
 
     Raises:
         ValueError: the kind is unknown, the model is quantised already, or there are no kernels for it.
@@ -109,7 +132,9 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
         raise ValueError(f"Unknown quantisation: {kind!r}. Available: {', '.join(KINDS)}")
     if is_quantised(model):
         raise ValueError(f"target {name} is quantised already: leave quantize={kind!r} out")
-    if model.device.type != "cpu" or not kernels.serve(model.device, model.dtype):
+    if model.device.type != "cpu":
+        return by_torchao(twin(model), kind, name)
+    if not kernels.serve(model.device, model.dtype):
         found = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
         raise ValueError(f"target {name} cannot be {kind} in {found}: that takes {NEEDS}")
     copy = twin(model)
@@ -138,6 +163,40 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
     return copy
 
 
+def by_torchao(copy: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
+    """Replace the weights of a copy's linear layers by torchao's, in place: of 8 bits with a scale for each
+    row, or of 4 bits with a scale for each `GROUP`. The LM head has 8, and so has what groups do not divide.
+    Raises ValueError without torchao."""
+    try:
+        from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+    except ImportError as error:
+        raise ValueError(
+            f"target {name} cannot be {kind} on {copy.device} without torchao: pip install 'slipstream[gpu]'"
+        ) from error
+    for module in list(copy.modules()):
+        for child, part in module.named_children():
+            if isinstance(part, Conv1D):
+                setattr(module, child, _turned(part))
+    head = copy.get_output_embeddings()
+
+    def narrow(module: Any, _: str) -> bool:
+        linear = isinstance(module, nn.Linear) and module is not head
+        return kind == "int4" and linear and module.in_features % GROUP == 0
+
+    four = Int4WeightOnlyConfig(GROUP, set_inductor_config=False, int4_packing_format=INT4_LAYOUT)
+    quantize_(copy, four, narrow)
+    eight = Int8WeightOnlyConfig(set_inductor_config=False)
+    quantize_(copy, eight, lambda module, _: isinstance(module, nn.Linear) and not _parts(module.weight))
+    return copy
+
+
+def _turned(module: Any) -> nn.Linear:
+    """GPT-2's linear layer, whose weight lies [K, N], as one of torch's."""
+    made = nn.Linear(1, 1, module.bias is not None, device="meta")
+    made.weight, made.bias = nn.Parameter(module.weight.t().contiguous(), requires_grad=False), module.bias
+    return made
+
+
 @torch.no_grad()
 def rounded(weight: Float[Tensor, "N K"]) -> tuple[Tensor, Float[Tensor, " N"]]:
     """A weight as whole numbers from -127 to 127, in the order of `kernels.int8_tiles`, and the rows'
@@ -151,4 +210,8 @@ def rounded(weight: Float[Tensor, "N K"]) -> tuple[Tensor, Float[Tensor, " N"]]:
 def stored_bytes(model: nn.Module) -> int:
     """Bytes of a model's weights."""
     own = [x for module in model.modules() if isinstance(module, Quantised) for x in module.buffers(False)]
-    return sum(x.nbytes for x in {id(x): x for x in (*model.parameters(), *own)}.values())
+    return sum(map(_bytes, {id(x): x for x in (*model.parameters(), *own)}.values()))
+
+
+def _bytes(weight: Tensor) -> int:
+    return sum(map(_bytes, parts)) if (parts := _parts(weight)) else weight.nbytes

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.core.target import Sizes
+from slipstream.targets.quantised import dense
 
 ROPE_REFUSED = ("dynamic", "longrope", "su")
 LAYERS_KNOWN = ("full_attention", "sliding_attention")
@@ -83,7 +84,7 @@ def check_causal(model: Any) -> None:
 def fingerprint_of(model: Any) -> str:
     """The model's type and a hash of the signs of each weight's first values: no precision changes it."""
     kind = model.config.get_text_config(decoder=True).model_type
-    parts = [bytes(torch.signbit(p.flatten()[:256]).tolist()) for p in model.parameters()]
+    parts = [bytes(torch.signbit(dense(p).flatten()[:256]).tolist()) for p in model.parameters()]
     return f"{kind}-{hashlib.sha256(b'|'.join(sorted(parts))).hexdigest()[:12]}"
 
 
