@@ -29,8 +29,8 @@ from slipstream.decode.predict import record
 from slipstream.drafters import load_drafter
 from slipstream.drafters.proposer import Proposer
 from slipstream.files import check_writable
+from slipstream.measure.contest import first_prompts
 from slipstream.measure.questions import Asking, load_questions
-from slipstream.measure.run import first_prompts
 from slipstream.measure.tune import ranks
 from slipstream.picture import picture
 from slipstream.results import Figures, Part, Report, heading

@@ -37,9 +37,9 @@ from slipstream.drafters.spec import Named, Spec
 from slipstream.drafters.store import save_tuned, tuned_file
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_counts, evenly, read_results
+from slipstream.measure.contest import first_prompts
 from slipstream.measure.cost import PARTS, ROWS, Rounds, pass_seconds
 from slipstream.measure.questions import Asking, load_questions
-from slipstream.measure.run import first_prompts
 from slipstream.measure.skip import skippable
 from slipstream.measure.tuned import Held, Proposed, Raced, Size, Skipped, Timing, Tuned, TuneReport
 from slipstream.methods import named
