@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from slipstream.measure.doctor import DoctorReport as DoctorReport, doctor as doctor
     from slipstream.measure.questions import Question as Question
     from slipstream.measure.report import BenchReport as BenchReport
+    from slipstream.measure.reproduce import reproduce as reproduce
+    from slipstream.measure.reproduced import ReproduceReport as ReproduceReport
     from slipstream.measure.run import bench as bench
     from slipstream.measure.sweep import Sweep as Sweep, sweep as sweep
     from slipstream.measure.tune import tune as tune

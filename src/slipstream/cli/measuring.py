@@ -21,11 +21,15 @@ from slipstream.cli.common import (
     TargetNames,
     command,
     deliver,
+    err,
     inputs,
     kept,
     load,
     on_questions,
+    on_results,
     on_sampling,
+    option,
+    out,
     progress_bar,
     storing,
     unfinished,
@@ -138,3 +142,67 @@ def certify(
         keep(report)
     if not report.certified:
         raise typer.Exit(1)
+
+
+TABLES = "such as eagle-table-1 (default: all); --list shows them"
+SETS = "questions of a set, as xsum=FILE; repeatable (default: the project's own)"
+HEADS = "a head's directory, as eagle=runs/eagle; repeatable"
+LISTING = "show all tables and figures, and which stand in the file of --json"
+UNTIMED = "leave out what takes time: τ and acceptance alone"
+
+
+@command(
+    "reproduce --list",
+    "reproduce eagle-table-1 eagle-table-2 --set gsm8k=gsm8k.jsonl --json tables.json",
+    "reproduce --no-speed --set mt_bench=mt_bench.jsonl --json tables.json --resume",
+    "reproduce fasteagle-table-2 --head parallel=runs/parallel --head nofeature=runs/nofeature",
+)
+def reproduce(
+    names: Annotated[list[str], typer.Argument(help=TABLES, metavar="NAME…", show_default=False)] = [],
+    target: TargetName = "smollm2",
+    sets: Annotated[list[str], on_questions(SETS, "NAME=FILE", "--set")] = [],
+    heads: Annotated[list[str], option(HEADS, "NAME=DIR", "--head")] = [],
+    limit: Limit = 20,
+    max_new_tokens: MaxNewTokens = 64,
+    speed: Annotated[bool, on_results(UNTIMED, None, "--speed/--no-speed")] = True,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    compile: Compile = False,
+    quantize: Quantize = None,
+    json_path: JsonPath = None,
+    resume: Resume = False,
+    listing: Annotated[bool, on_results(LISTING, None, "--list")] = False,
+) -> None:
+    """Measure the papers' tables and figures on your target, beside the papers' own figures.
+
+    Each relation that a table shows holds, does not hold, or is undecided, by intervals over
+    questions. Fewer than 20 questions of 64 tokens are marked as smoke.
+    """
+    from slipstream.measure.papers import entry_of
+    from slipstream.measure.reproduce import listed, questions_of, reproduce as run
+    from slipstream.measure.reproduced import ReproduceReport
+
+    if listing:
+        out.print(listed(unfinished(json_path is not None, json_path, ReproduceReport)))
+        return
+    own, where = _pairs(sets, "--set"), _pairs(heads, "--head")
+    check_writable(json_path, reads=[*inputs(target), *own.values(), *where.values()])
+    questions_of([entry_of(name) for name in names], own, limit)
+    begun = unfinished(resume, json_path, ReproduceReport)
+    how: dict[str, Any] = {"limit": limit, "max_new_tokens": max_new_tokens, "speed": speed, "seed": seed}
+    with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(None) as progress:
+        loaded = load(target, dtype, device, compile, quantize)
+        how |= {"sets": own, "heads": where, "begun": begun, "progress": progress}
+        how |= {"announce": lambda told: err.print(told), "keep": storing(keep, json_path)}
+        keep(run(loaded, names, **how))
+
+
+def _pairs(given: list[str], option: str) -> dict[str, str]:
+    pairs = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not (name and equals and value):
+            raise ValueError(f"{option} {each}: give NAME=PATH, such as gsm8k=gsm8k.jsonl")
+        pairs[name] = value
+    return pairs

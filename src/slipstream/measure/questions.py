@@ -62,7 +62,7 @@ def _read(path: str, name: str) -> list[Question]:
 
 def _names(paths: Sequence[str]) -> list[str]:
     """The files' names; where two are the same, with their directories, as in mt_bench/question.jsonl."""
-    bare = [path.removeprefix(HUB).replace(":", "/") if path.startswith(HUB) else path for path in paths]
+    bare = [path.split(":")[1] if path.startswith(HUB) else path for path in paths]
     times = Counter(Path(path).name for path in bare)
     return ["/".join(Path(path).parts[-1 - (times[Path(path).name] > 1) :]) for path in bare]
 
