@@ -60,7 +60,7 @@ def test_intervals_decide(left, within, times, verdict):
     """Over the same questions: both sides are drawn together."""
     right = BASE if len(left) > 1 else BASE[:1]
     both = evidence(cell("left", *left), cell("right", *right))
-    claim = Claim("…", Figure("left", ("a",)), Figure("right", ("a",)), within, times)
+    claim = Claim("…", Figure("left", ("a",)), Figure("right", ("a",)), within, float(times))
     assert both.verdict(claim)[0] == verdict
 
 
