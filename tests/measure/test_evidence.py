@@ -8,9 +8,9 @@ from slipstream.measure.papers.entry import Claim, Figure
 COLUMNS = ["tokens", "rounds", "1", "2"]
 
 
-def cell(drafter, *rows, asked="a", timed=False, columns=COLUMNS):
+def cell(drafter, *rows, asked="a", how="prediction", columns=COLUMNS):
     questions = {f"{asked}:{i}": list(map(float, row)) for i, row in enumerate(rows)}
-    where = {"asked": asked, "temperature": 0.0, "batch": 1, "timed": timed}
+    where = {"asked": asked, "temperature": 0.0, "batch": 1, "how": how}
     return Cell(drafter=drafter, **where, columns=columns, questions=questions)
 
 
@@ -35,7 +35,7 @@ def test_figures_are_ratios_of_sums():
 
 def test_speeds_are_over_the_same_race():
     columns = ["tokens", "seconds", "plain tokens", "plain seconds"]
-    raced = evidence(cell("x", (10, 1, 10, 2), (30, 2, 20, 3), timed=True, columns=columns))
+    raced = evidence(cell("x", (10, 1, 10, 2), (30, 2, 20, 3), how="race", columns=columns))
     assert raced.value(Figure("x", ("a",), "× plain"))[0] == round((40 / 3) / (30 / 5), 4)
     assert raced.value(Figure("x", ("a",), "tokens/s"))[0] == round(40 / 3, 4)
 

@@ -13,7 +13,7 @@ from slipstream.measure.contest import first_prompts
 from slipstream.measure.evidence import FORMULAS
 from slipstream.measure.papers import ARMS, ENTRIES, entry_of
 from slipstream.measure.papers.entry import PREDICTED, TIMED
-from slipstream.measure.questions import Question
+from slipstream.measure.questions import Question, load_questions
 from slipstream.measure.reproduce import OWN, listed, reproduce
 from slipstream.measure.reproduced import ReproduceReport
 from slipstream.methods import METHODS
@@ -30,7 +30,8 @@ def target():
 
 @pytest.fixture
 def heads(monkeypatch, target):
-    """Random heads in the place of those that ship; GLIDE and EAGLE-3 are not there."""
+    """Random heads in the place of those that ship; GLIDE and EAGLE-3 are not there. Our own questions are
+    longer than the window: each set has three short ones."""
 
     def load(name, of, temperature=0.0, texts=1):
         spec = Spec.parse(name)
@@ -42,6 +43,12 @@ def heads(monkeypatch, target):
         return MADE[spec.name](of, spec.options["tree"], "top-k", **how)
 
     monkeypatch.setattr(module, "load_drafter", load)
+    short = [
+        Question("own", str(i), kind, (f"abc {i}",))
+        for kind in dict.fromkeys(kind for kinds in OWN.values() for kind in kinds)
+        for i in range(3)
+    ]
+    monkeypatch.setattr(module, "load_questions", lambda *given: load_questions(*given) if given else short)
 
 
 def test_every_entry_can_be_measured():

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from slipstream.targets import HFTarget
 
 R = TypeVar("R", bound="Report | Sweep")
-B = TypeVar("B", bound="Result")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 app = typer.Typer(
@@ -173,20 +172,17 @@ def kept(show: Callable[[R], None]) -> Iterator[Callable[[R], None]]:
                 err.print("stopped early: these are the figures of what was done until then", style="yellow")
 
 
-def unfinished(resume: bool, json_path: str | None, *kinds: type[B]) -> B | None:
+def unfinished(resume: bool, json_path: str | None, kind: Any) -> Any:
     """The run in --json that --resume goes on with, if there is one. Raises ValueError for a file that holds
-    none of these kinds."""
+    another kind of result."""
     if not resume:
         return None
     if json_path is None or json_path in STANDARD:
         raise ValueError("--resume goes on with the run in --json: give --json FILE")
     if not os.path.exists(json_path):
         return None
-    for kind in kinds[:-1]:
-        with suppress(ValueError):
-            return kind.read(json_path)
     try:
-        return kinds[-1].read(json_path)
+        return kind.read(json_path)
     except ValueError as error:
         raise ValueError(f"--resume: {json_path}: {error}") from error
 

@@ -38,6 +38,7 @@ from slipstream.files import check_writable
 from slipstream.measure.questions import load_questions
 
 SEVERAL = "0 is greedy; repeatable"
+PLOT = "draw it, as SVG or PNG: by task and round, or of several runs by texts at once"
 BATCHES = "questions that are asked at once; repeatable"
 Temperatures = Annotated[list[float], on_sampling(SEVERAL, "T", "--temperature", min=0)]
 
@@ -62,6 +63,7 @@ def bench(
     device: Device = "cpu",
     compile: Compile = False,
     quantize: Quantize = None,
+    plot: Annotated[str | None, on_results(PLOT, "FILE")] = None,
     json_path: JsonPath = None,
     resume: Resume = False,
 ) -> None:
@@ -70,18 +72,23 @@ def bench(
 
     Several targets, temperatures or numbers of texts make one run each, and one file in all.
     """
+    from slipstream.measure.pictures import draw_run, draw_sweep
     from slipstream.measure.report import BenchReport
     from slipstream.measure.run import bench as run, steps
     from slipstream.measure.sweep import Sweep, sweep
 
-    check_writable(json_path, reads=[*inputs(target[0], drafter, questions), *target])
+    check_writable(plot, json_path, reads=[*inputs(target[0], drafter, questions), *target])
     asked, others = load_questions(questions, limit), len(set(drafter) - {"vanilla"})
     several = len(target) * len(temperatures) * len(batch) > 1
     begun: Any = unfinished(resume, json_path, Sweep if several else BenchReport)
     each = sum(steps(asked, others, texts) for texts in batch) * len(temperatures)
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "begun": begun}
     each *= len(target)
-    with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(each) as progress:
+
+    def show(report: Any) -> None:
+        deliver(report, json_path, plot, lambda path: (draw_sweep if several else draw_run)(report, path))
+
+    with kept(show) as keep, progress_bar(each) as progress:
         how |= {"progress": progress, "keep": storing(keep, json_path)}
         targets = (load(name, dtype, device, compile, quantize) for name in target)
         if several:

@@ -8,13 +8,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from slipstream.measure.confidence import BINS
 from slipstream.measure.paired import SAMPLES, interval
 from slipstream.measure.papers.entry import Claim, Figure
 from slipstream.results import Part
 
 Sums = dict[str, Float[Tensor, " draws"]]  # by column; the first of all questions, the others drawn anew
 Interval = tuple[float, float]
-Place = tuple[str, str, float, int, bool]
+Place = tuple[str, str, float, int, str]
 HOLDS, FAILS, OPEN, ABSENT = "holds", "does not hold", "undecided", "not measured"
 
 
@@ -23,6 +24,7 @@ class Cell(Part):
 
     Attributes:
         asked: the set's name.
+        how: it was measured, as `Figure.how` has it.
         columns: what is counted of each question, by its name in `questions`.
     """
 
@@ -30,18 +32,18 @@ class Cell(Part):
     asked: str
     temperature: float
     batch: int
-    timed: bool
+    how: str
     columns: list[str]
     questions: dict[str, list[float]]
 
     @property
     def place(self) -> Place:
-        return self.drafter, self.asked, self.temperature, self.batch, self.timed
+        return self.drafter, self.asked, self.temperature, self.batch, self.how
 
 
 def place(figure: Figure, asked: str) -> Place:
     """The cell that a figure needs of a set; `mt_bench/coding` is a category of `mt_bench`."""
-    return figure.drafter, asked.partition("/")[0], figure.temperature, figure.batch, figure.timed
+    return figure.drafter, asked.partition("/")[0], figure.temperature, figure.batch, figure.how
 
 
 class Evidence:
@@ -134,6 +136,17 @@ def _over(base: str, sums: Sums) -> Tensor:
     return sums["tokens"] / sums["seconds"] / theirs
 
 
+def _accepted(bins: range, sums: Sums) -> Tensor:
+    counts = (torch.stack([sums[f"{name} {b}"] for b in bins]).sum(0) for name in ("accepted", "judged"))
+    accepted, judged = counts
+    return accepted / judged
+
+
+def _calibration(sums: Sums) -> Tensor:
+    off = torch.stack([(sums[f"confidence {b}"] - sums[f"accepted {b}"]).abs() for b in range(BINS)])
+    return off.sum(0) / torch.stack([sums[f"judged {b}"] for b in range(BINS)]).sum(0)
+
+
 def _cost(sums: Sums) -> Tensor:
     return sums["draft seconds"] / sums["levels"] / (sums["plain verify"] / sums["plain rounds"])
 
@@ -147,4 +160,7 @@ FORMULAS: dict[str, Callable[[Sums], Tensor]] = {
     "tokens/s": lambda sums: sums["tokens"] / sums["seconds"],
     "draft ms": lambda sums: 1e3 * sums["draft seconds"] / sums["rounds"],
     "c": _cost,
+    "sure": partial(_accepted, range(BINS // 2, BINS)),
+    "unsure": partial(_accepted, range(BINS // 2)),
+    "calibration error": _calibration,
 }

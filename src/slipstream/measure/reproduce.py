@@ -13,14 +13,16 @@ import torch
 
 from slipstream.command import public
 from slipstream.core.drafter import Drafter
-from slipstream.decode.predict import Prediction, decoded, predict, record
+from slipstream.decode.predict import decoded, predict, record
 from slipstream.drafters import load_drafter
+from slipstream.drafters.proposer import Proposer
 from slipstream.files import check_counts, evenly
+from slipstream.measure.confidence import by_question
 from slipstream.measure.contest import first_prompts
 from slipstream.measure.cost import pass_seconds
 from slipstream.measure.evidence import Cell, Evidence, Place, place
 from slipstream.measure.papers import ARMS, ENTRIES, entry_of
-from slipstream.measure.papers.entry import HF, VANILLA, Entry
+from slipstream.measure.papers.entry import CONFIDENCE, HF, RACE, VANILLA, Entry
 from slipstream.measure.questions import Asking, Question, load_questions
 from slipstream.measure.report import BenchReport, Counted
 from slipstream.measure.reproduced import Asked, ReproduceReport, Settings, Table
@@ -136,7 +138,7 @@ def listed(found: ReproduceReport | None = None) -> Figures:
     table = Figures(None, "name", *columns)
     for name, entry in ENTRIES.items():
         places = {place(figure, asked) for figure in entry.figures for asked in figure.sets}
-        timed = sum(timed for *_, timed in places)
+        timed = sum(how == RACE for *_, how in places)
         cells = [name, entry.shows, str(len(places) - timed), str(timed)]
         if found:
             values = tables[name].values if name in tables else []
@@ -195,7 +197,7 @@ class _Run:
                     self._load(figure.drafter, figure.temperature)
                 except ValueError as error:
                     self.missing[figure.drafter] = self._remedy(figure.head, error)
-            if figure.drafter not in self.missing and (speed or not figure.timed):
+            if figure.drafter not in self.missing and (speed or figure.how != RACE):
                 self.wanted += [place(figure, name) for name in figure.sets]
         self.wanted = [each for each in dict.fromkeys(self.wanted) if each not in self.cells]
         self.estimate = self._estimated()
@@ -214,9 +216,9 @@ class _Run:
         """Seconds of what is wanted, from a pass of one row."""
         one = pass_seconds(self.target, (1,))[1] if self.wanted else 0.0
         passes = 0.0
-        for (name, _, _, timed), drafters in self._steps().items():
+        for (name, _, _, how), drafters in self._steps().items():
             tokens = len(self.asked[name]) * self.new
-            if timed:
+            if how == RACE:
                 passes += tokens * (THEIRS + OURS * (1 + len({*drafters} - {*BASELINES})))
             else:
                 held = sum(DECODED if self._decodes(drafter) else HELD for drafter in drafters)
@@ -226,25 +228,25 @@ class _Run:
     def _decodes(self, drafter: str) -> bool:
         return self._load(drafter, 0.0).probes is not None
 
-    def _steps(self) -> dict[tuple[str, float, int, bool], list[str]]:
-        """The drafters that are still wanted, by set, temperature, batch, and whether they are timed."""
-        steps: dict[tuple[str, float, int, bool], list[str]] = {}
-        for drafter, name, heat, batch, timed in sorted(self.wanted, key=lambda each: each[4]):
-            steps.setdefault((name, heat, batch, timed), []).append(drafter)
+    def _steps(self) -> dict[tuple[str, float, int, str], list[str]]:
+        """The drafters that are still wanted, by set, temperature, batch and how; races come last."""
+        steps: dict[tuple[str, float, int, str], list[str]] = {}
+        for drafter, name, heat, batch, how in sorted(self.wanted, key=lambda each: each[4] == RACE):
+            steps.setdefault((name, heat, batch, how), []).append(drafter)
         return steps
 
     @property
     def told(self) -> str:
         """What will be done, for people."""
-        held = sum(not timed for *_, timed in self.wanted)
+        held = sum(how != RACE for *_, how in self.wanted)
         minutes = f"about {self.estimate / 60:.1f} minutes"
         sizes = f"{self.settings.limit or 'all'} questions of each set, {self.new} tokens an answer"
         return f"{minutes}: {held} predictions and {len(self.wanted) - held} timed figures; {sizes}"
 
     def pieces(self, progress: Callable[[str], None]) -> Iterator[None]:
         """Measure what is wanted, step by step."""
-        for (name, heat, batch, timed), drafters in self._steps().items():
-            if timed:
+        for (name, heat, batch, how), drafters in self._steps().items():
+            if how == RACE:
                 self._time(name, heat, batch, drafters, progress)
                 yield
                 continue
@@ -255,20 +257,19 @@ class _Run:
             recorded = record(self.target, prompts, self.new, taps, batch=20, temperature=heat)
             names = _rows(self.asked[name], prompts, recorded)
             for drafter, each in made.items():
-                progress(f"{name}, T = {heat:g}: {drafter}")
-                known = each.probes is None and not (heat and each.law == "multi-round")
-                found = (predict if known else decoded)(each, recorded)
-                self._add(drafter, name, heat, 1, False, *_counted(found, names))
+                progress(f"{name}, T = {heat:g}: {how} of {drafter}")
+                counted = _judged if how == CONFIDENCE else _predicted
+                self._add(drafter, name, heat, 1, how, *counted(each, recorded, names))
                 yield
 
     def _add(self, drafter: str, *where: Any) -> None:
-        asked, heat, batch, timed, columns, questions = where
+        asked, heat, batch, how, columns, questions = where
         cell = Cell(
             drafter=drafter,
             asked=asked,
             temperature=heat,
             batch=batch,
-            timed=timed,
+            how=how,
             columns=columns,
             questions=questions,
         )
@@ -288,7 +289,7 @@ class _Run:
         turns = reports[-1].turns  # of all questions
         for method in (*BASELINES, *made):
             rows = {turn.question: _timed(turn.given, method) for turn in turns}
-            self._add(method, name, heat, batch, True, [*TIMED], rows)
+            self._add(method, name, heat, batch, RACE, [*TIMED], rows)
 
     def report(self, stopped: str | None) -> ReproduceReport:
         categories = {name: asked.categories for name, asked in self.settings.sets.items()}
@@ -315,8 +316,21 @@ def _rows(asked: Sequence[Question], prompts: Sequence[list[int]], recorded: Rec
     return [names[tuple(tokens[:length])].pop(0) for tokens, length in lines]
 
 
-def _counted(found: Prediction, names: Sequence[str]) -> tuple[list[str], dict[str, list[float]]]:
-    """Tokens, rounds, and rounds that accepted d guesses or more, of each question."""
+Counts = tuple[list[str], dict[str, list[float]]]  # columns, and of each question their values
+
+
+def _judged(drafter: Drafter, recorded: RecordedTarget, names: Sequence[str]) -> Counts:
+    """Guesses and their acceptance by confidence."""
+    assert isinstance(drafter, Proposer)
+    columns, rows = by_question(drafter, recorded)
+    return columns, dict(zip(names, rows, strict=True))
+
+
+def _predicted(drafter: Drafter, recorded: RecordedTarget, names: Sequence[str]) -> Counts:
+    """Tokens, rounds, and rounds that accepted d guesses or more."""
+    heat = recorded.sampling[0].temperature
+    known = drafter.probes is None and not (heat and drafter.law == "multi-round")
+    found = (predict if known else decoded)(drafter, recorded)
     depths = range(1, found.depth + 1)
     per = [found.committed.sum(0), *((found.committed > d).sum(0) for d in (0, *depths))]
     rows = torch.stack(per).T.tolist()

@@ -15,6 +15,12 @@ TIMED = {  # in a race of `bench`
     "draft ms": "milliseconds of drafting a round",
     "c": "one draft step over a plain pass",
 }
+JUDGED = {  # of the guesses behind right ones, by the drafter's own confidence
+    "sure": "share accepted where the confidence is 0.5 or more",
+    "unsure": "share accepted where it is less",
+    "calibration error": "mean distance of confidence and acceptance over ten bins",
+}
+PREDICTION, RACE, CONFIDENCE = "prediction", "race", "confidence"  # how figures are measured
 VANILLA, HF = "vanilla", "hf_generate"
 
 
@@ -25,7 +31,7 @@ class Figure:
     Attributes:
         drafter: as `load_drafter` takes it. Its name may stand for a directory that the user names.
         sets: of questions, whose figures are averaged.
-        kind: of `PREDICTED` or `TIMED`.
+        kind: of `PREDICTED`, `TIMED` or `JUDGED`.
         batch: questions that are answered at once.
     """
 
@@ -36,8 +42,9 @@ class Figure:
     batch: int = 1
 
     @property
-    def timed(self) -> bool:
-        return self.kind in TIMED
+    def how(self) -> str:
+        """How it is measured."""
+        return RACE if self.kind in TIMED else CONFIDENCE if self.kind in JUDGED else PREDICTION
 
     @property
     def head(self) -> str:

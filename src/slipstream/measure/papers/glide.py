@@ -9,6 +9,7 @@ BEAMS = {"beam 4": "glide:tree=beam-5x4", "beam 8": "glide:tree=beam-5x8"}
 MEDUSA = "medusa:tree=best-first-3x16"
 TREES = {"Medusa": MEDUSA, "GLIDE": CHAIN, **BEAMS, "fixed": FIXED, "CAPE": CAPE}
 DATA = "Finance-Alpaca stands for instructions and Code-Python for code; Spider is left out."
+CONFIDENT = {"GLIDE": CHAIN, "EAGLE": "eagle:tree=chain-5", "FastEagle": "fasteagle:tree=chain-3"}
 ARMS = {  # name: what it is
     "blind": "without glimpses",
     "glide_low": "a lower block's cache",
@@ -98,7 +99,20 @@ ENTRIES = (
         "glide-figure-1b",
         "acceptance by the drafter's confidence",
         "Vicuna 7B",
-        note="`python benchmarks/confidence.py glide` draws it, with the calibration error.",
+        tuple(
+            Line(row, kind, Figure(drafter, MT, kind))
+            for row, drafter in CONFIDENT.items()
+            for kind in ("sure", "unsure", "calibration error")
+        ),
+        tuple(
+            over(
+                f"{row}: sure guesses are accepted more often",
+                Figure(drafter, MT, "sure"),
+                Figure(drafter, MT, "unsure"),
+            )
+            for row, drafter in CONFIDENT.items()
+        ),
+        "Sure: a confidence of 0.5 or more. `python benchmarks/confidence.py glide --plot` draws it.",
     ),
     Entry(
         "glide-figure-4",
