@@ -11,7 +11,7 @@ from slipstream.drafters.spec import Spec
 from slipstream.measure import reproduce as module
 from slipstream.measure.contest import first_prompts
 from slipstream.measure.evidence import FORMULAS
-from slipstream.measure.papers import ARMS, ENTRIES, entry_of
+from slipstream.measure.papers import ARMS, ENTRIES
 from slipstream.measure.papers.entry import PREDICTED, TIMED
 from slipstream.measure.questions import Question, load_questions
 from slipstream.measure.reproduce import OWN, listed, reproduce
@@ -72,7 +72,7 @@ def test_a_table_says_what_is_measured_and_what_follows(target, heads):
     second, third, glide = made.tables
     assert second.smoke
     values = {value.column: value for value in second.values}
-    prompts = first_prompts(target, module.questions_of([entry_of(names[0])], {}, 3)["mt_bench"])
+    prompts = first_prompts(target, module.wanted(names[:1], {}, {}, 3)[1]["mt_bench"])
     head = tiny.eagle(target, "fig9")
     found = predict(head, record(target, prompts, 10, head.taps))
     assert values["τ"].ours == round(found.tau, 4)

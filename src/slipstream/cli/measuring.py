@@ -186,8 +186,7 @@ def reproduce(
     Each relation that a table shows holds, does not hold, or is undecided, by intervals over
     questions. Fewer than 20 questions of 64 tokens are marked as smoke.
     """
-    from slipstream.measure.papers import entry_of
-    from slipstream.measure.reproduce import listed, questions_of, reproduce as run
+    from slipstream.measure.reproduce import listed, reproduce as run, wanted
     from slipstream.measure.reproduced import ReproduceReport
 
     if listing:
@@ -195,7 +194,7 @@ def reproduce(
         return
     own, where = _pairs(sets, "--set"), _pairs(heads, "--head")
     check_writable(json_path, reads=[*inputs(target), *own.values(), *where.values()])
-    questions_of([entry_of(name) for name in names], own, limit)
+    wanted(names, own, where, limit)
     begun = unfinished(resume, json_path, ReproduceReport)
     how: dict[str, Any] = {"limit": limit, "max_new_tokens": max_new_tokens, "speed": speed, "seed": seed}
     with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(None) as progress:

@@ -77,7 +77,8 @@ def reproduce(
         speed: whether what takes time is measured, too. Otherwise these figures are left out.
         begun: a run of the same settings, whose cells are not measured again.
         announce: told how long it will take, before the work.
-        keep: called after each step, and where an error or Ctrl-C ends the run, with what was found.
+        keep: called after each step with what was measured, and where an error or Ctrl-C ends the run, with
+            its tables.
 
     Returns:
         A table for each name, whose relations hold, do not hold, or are undecided.
@@ -86,9 +87,7 @@ def reproduce(
         ValueError: a table, a set or a head is unknown, a file cannot be read, or `begun` is another run.
     """
     check_counts(max_new_tokens=max_new_tokens)
-    entries = [entry_of(name) for name in dict.fromkeys(names or ENTRIES)]
-    asked = questions_of(entries, sets or {}, limit)
-    _check_heads(heads or {})
+    entries, asked = wanted(names, sets or {}, heads or {}, limit)
     target = loaded(target)
     settings = Settings(
         limit=limit,
@@ -106,15 +105,20 @@ def reproduce(
             keep(run.report(UNFINISHED))
     except BaseException as error:
         if run.cells:
-            keep(run.report(UNFINISHED).ended_by(error))
+            keep(run.report().ended_by(error))
         raise
-    return run.report(None)
+    return run.report()
 
 
-def questions_of(
-    entries: Sequence[Entry], given: Mapping[str, Asking], limit: int | None
-) -> dict[str, list[Question]]:
-    """The questions that entries ask, by set; the first turn of each. Raises ValueError."""
+def wanted(
+    names: Sequence[str], given: Mapping[str, Asking], heads: Mapping[str, str], limit: int | None
+) -> tuple[list[Entry], dict[str, list[Question]]]:
+    """The entries of these names, default all, and the questions that they ask, by set; the first turn of
+    each. Raises ValueError as `reproduce` does."""
+    entries = [entry_of(name) for name in dict.fromkeys(names or ENTRIES)]
+    known = {figure.head for entry in ENTRIES.values() for figure in entry.figures} - {*BASELINES}
+    if others := [name for name in heads if name not in known]:
+        raise ValueError(f"Unknown head: {others[0]!r}. Heads: {', '.join(sorted(known))}")
     if unknown := [name for name in given if name not in OWN]:
         raise ValueError(f"Unknown set: {unknown[0]!r}. Sets: {', '.join(OWN)}")
     needed = dict.fromkeys(
@@ -128,7 +132,7 @@ def questions_of(
         else:
             found = evenly([q for q in load_questions() if not kinds or q.category in kinds], limit)
         made[name] = [replace(question, turns=question.turns[:1]) for question in found]
-    return made
+    return entries, made
 
 
 def listed(found: ReproduceReport | None = None) -> Figures:
@@ -152,12 +156,6 @@ def _asked(questions: Sequence[Question]) -> Asked:
     own = {question.name: question.category for question in questions}
     texts = fingerprint([question.turns for question in questions])
     return Asked(source=questions[0].file, categories=own, fingerprint=texts)
-
-
-def _check_heads(heads: Mapping[str, str]) -> None:
-    used = {figure.head for entry in ENTRIES.values() for figure in entry.figures}
-    if unknown := [name for name in heads if name not in used]:
-        raise ValueError(f"Unknown head: {unknown[0]!r}. Heads: {', '.join(sorted(used - {*BASELINES}))}")
 
 
 @dataclass
@@ -291,9 +289,10 @@ class _Run:
             rows = {turn.question: _timed(turn.given, method) for turn in turns}
             self._add(method, name, heat, batch, RACE, [*TIMED], rows)
 
-    def report(self, stopped: str | None) -> ReproduceReport:
+    def report(self, stopped: str | None = None) -> ReproduceReport:
+        """What was found; with its tables, unless more is to come."""
         categories = {name: asked.categories for name, asked in self.settings.sets.items()}
-        evidence = Evidence(self.cells, categories)
+        evidence, entries = Evidence(self.cells, categories), [] if stopped else self.entries
         made = ReproduceReport(
             **heading(self.target),
             max_new_tokens=self.new,
@@ -302,7 +301,7 @@ class _Run:
             estimate_seconds=round(self.estimate, 1),
             seconds=round(perf_counter() - self.began, 1),
             cells=[*self.cells.values()],
-            tables=[Table.of(entry, evidence, self.new, self.missing) for entry in self.entries],
+            tables=[Table.of(entry, evidence, self.new, self.missing) for entry in entries],
         )
         return made if stopped is None else made.model_copy(update={"stopped": stopped})
 
