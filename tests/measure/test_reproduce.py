@@ -12,7 +12,7 @@ from slipstream.measure import reproduce as module
 from slipstream.measure.contest import first_prompts
 from slipstream.measure.evidence import FORMULAS
 from slipstream.measure.papers import ARMS, ENTRIES
-from slipstream.measure.papers.entry import PREDICTED, TIMED
+from slipstream.measure.papers.entry import JUDGED, PREDICTED, TIMED
 from slipstream.measure.questions import Question, load_questions
 from slipstream.measure.reproduce import OWN, listed, reproduce
 from slipstream.measure.reproduced import ReproduceReport
@@ -54,7 +54,7 @@ def heads(monkeypatch, target):
 def test_every_entry_can_be_measured():
     """Names are the papers', kinds and sets are known, and every head ships, or is told how to train."""
     assert len(ENTRIES) == 13 + 4 + 11 + 11
-    assert set(FORMULAS) == PREDICTED.keys() | TIMED.keys()
+    assert set(FORMULAS) == PREDICTED.keys() | TIMED.keys() | JUDGED.keys()
     for entry in ENTRIES.values():
         assert entry.lines or entry.note, entry.name
         for figure in entry.figures:
@@ -65,11 +65,11 @@ def test_every_entry_can_be_measured():
 
 def test_a_table_says_what_is_measured_and_what_follows(target, heads):
     told, kept = [], []
-    names = ["eagle-table-2", "fasteagle-figure-3", "glide-table-2"]
+    names = ["eagle-table-2", "fasteagle-figure-3", "glide-table-2", "glide-figure-1b"]
     made = reproduce(target, names, **HOW, announce=told.append, keep=kept.append)
     assert "minutes" in told[0]
     assert [table.name for table in made.tables] == names
-    second, third, glide = made.tables
+    second, third, glide, sure = made.tables
     assert second.smoke
     values = {value.column: value for value in second.values}
     prompts = first_prompts(target, module.wanted(names[:1], {}, {}, 3)[1]["mt_bench"])
@@ -84,6 +84,9 @@ def test_a_table_says_what_is_measured_and_what_follows(target, heads):
     assert [each.verdict for each in third.relations].count("not measured") == 1
     assert all(value.ours is None for value in glide.values)
     assert any(ARMS["glide_hard"] in line for line in glide.missing)
+    known = {(value.row, value.column): value.ours for value in sure.values}
+    assert known["GLIDE", "sure"] is None
+    assert 0 <= known["EAGLE", "calibration error"] <= 1
     shown = str(made)
     assert all(word in shown for word in ("SMOKE", "3.94", "not measured", "relations:"))
     assert ReproduceReport.from_json(made.to_json()) == made

@@ -332,7 +332,7 @@ def _predicted(drafter: Drafter, recorded: RecordedTarget, names: Sequence[str])
     found = (predict if known else decoded)(drafter, recorded)
     depths = range(1, found.depth + 1)
     per = [found.committed.sum(0), *((found.committed > d).sum(0) for d in (0, *depths))]
-    rows = torch.stack(per).T.tolist()
+    rows = torch.stack(per).double().T.tolist()
     columns = ["tokens", "rounds", *map(str, depths)]
     return columns, {name: row for name, row in zip(names, rows, strict=True) if row[1]}
 
@@ -349,4 +349,4 @@ def _timed(given: Mapping[str, Counted], method: str) -> list[float]:
         sum(times for *_, times in plain.rounds),
         plain.seconds.verify,
     )
-    return [round(figure, 5) for figure in sums]
+    return [round(float(figure), 5) for figure in sums]

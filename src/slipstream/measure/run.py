@@ -179,7 +179,9 @@ class _Run:
 
     def report(self, stopped: str | None) -> BenchReport:
         made = _report(self.contest, self.settings, self.turns, self.groups)
-        return made if stopped is None else made.model_copy(update={"stopped": stopped, "turns": self.turns})
+        return (
+            made if stopped is None else made.model_copy(update={"stopped": stopped, "turns": [*self.turns]})
+        )
 
 
 Turns = list[tuple[Question, int, Counted]]  # of one method, with the number of the group
