@@ -1,6 +1,7 @@
 """Pictures of figures, as SVG or PNG."""
 
 import io
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,7 @@ def picture(path: str, columns: int, otherwise: str = "") -> Iterator[Any]:
     # Texts stay texts, which is smaller; the same figures give the same file.
     lines = cycler(color=COLOURS, linestyle=STYLES)
     pyplot.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "slipstream", "axes.prop_cycle": lines}
+    pyplot.rcParams["font.sans-serif"] = ["DejaVu Sans", "sans-serif"]
     size = (4.5 * columns, 3.2)
     figure, axes = pyplot.subplots(1, columns, figsize=size, layout="constrained", squeeze=False)
     try:
@@ -38,8 +40,16 @@ def picture(path: str, columns: int, otherwise: str = "") -> Iterator[Any]:
                     figure.savefig(drawn := io.BytesIO(), format="png", dpi=160)
                     file.buffer.write(drawn.getvalue())
                 else:
-                    figure.savefig(file, format="svg", metadata={"Date": None})
+                    figure.savefig(text := io.StringIO(), format="svg", metadata={"Date": None})
+                    file.write(_slim(text.getvalue()))
         except ValueError as error:
             raise ValueError(f"picture: {error}{otherwise}") from error
     finally:
         pyplot.close(figure)
+
+
+def _slim(svg: str) -> str:
+    """The same picture without indentation and comments, and with two digits behind the points of places."""
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.S)
+    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]).replace(" \n", " "), svg)
+    return re.sub(r"\n\s*", "\n", svg)

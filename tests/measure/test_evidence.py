@@ -27,7 +27,9 @@ def test_figures_are_ratios_of_sums():
     assert known.value(Figure("x", ("a",), "0-α"))[0] == 7 / 20
     assert known.value(Figure("x", ("a",), "1-α"))[0] == round(3 / 7, 4)
     assert known.value(Figure("x", ("a",), "α"))[0] == round((7 + 3) / (20 + 7), 4)
-    assert known.value(Figure("y", ("a",))) is None
+    assert known.value(Figure("y", ("a",))) == (None, None)
+    nothing = evidence(cell("x", (4, 4, 0, 0), (5, 5, 0, 0)))
+    assert nothing.value(Figure("x", ("a",), "1-α")) == (None, None)  # no guess stands behind an accepted one
     assert known.questions(Figure("x", ("a", "b"))) == 2
     some = evidence(cell("x", (10, 4, 4, 2), (20, 16, 3, 1)), categories={"a": {"a:0": "c", "a:1": "d"}})
     assert some.value(Figure("x", ("a/d",))) == (20 / 16, None)  # of one question there is no interval

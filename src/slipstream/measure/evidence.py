@@ -88,9 +88,9 @@ class Evidence:
         sums = torch.cat([counts.sum(0, keepdim=True), drawn])
         return dict(zip(self._cells[place(figure, asked)].columns, sums.T, strict=True))
 
-    def value(self, figure: Figure) -> tuple[float, Interval | None] | None:
-        """The figure and its interval over questions."""
-        return None if (draws := self.draws(figure)) is None else measured(draws)
+    def value(self, figure: Figure) -> tuple[float | None, Interval | None]:
+        """The figure and its interval over questions; None where it was not measured."""
+        return (None, None) if (draws := self.draws(figure)) is None else measured(draws)
 
     def verdict(self, claim: Claim) -> tuple[str, float | None, Interval | None]:
         """Whether the claim holds, and by how much the left figure exceeds the right one, or what it is told
@@ -108,11 +108,14 @@ class Evidence:
         return (HOLDS if inside else FAILS if outside else OPEN), value, between
 
 
-def measured(draws: Float[Tensor, " draws"]) -> tuple[float, Interval | None]:
-    """A figure and its interval, rounded to four digits; no interval where some draw has no value."""
-    value, known = round(float(draws[0]), 4), bool(draws.isfinite().all())
-    low, high = interval(draws[1:]) if known else (0.0, 0.0)
-    return value, (round(low, 4), round(high, 4)) if known else None
+def measured(draws: Float[Tensor, " draws"]) -> tuple[float | None, Interval | None]:
+    """A figure and its interval, rounded to four digits; None where it, or some draw, has no value: a share
+    of nothing."""
+    value = round(float(draws[0]), 4) if draws[0].isfinite() else None
+    if not draws.isfinite().all():
+        return value, None
+    low, high = interval(draws[1:])
+    return value, (round(low, 4), round(high, 4))
 
 
 def levels(sums: Mapping[str, Tensor]) -> list[Tensor]:

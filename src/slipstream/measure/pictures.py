@@ -10,7 +10,7 @@ from slipstream.picture import picture
 
 MARKED: dict[str, Any] = {"marker": "o", "markersize": 4}
 PARTS = ("draft", "verify", "host")
-HATCHES = ("", "///", "...")  # so that parts can be told apart without colour
+SHADES = ("#0072B2", "#E69F00", "#999999")  # dark, light and grey, also without colour
 
 
 def draw_run(run: BenchReport, path: str) -> None:
@@ -45,7 +45,7 @@ def _tasks(axes: Any, plain: DrafterResult, drafters: list[DrafterResult]) -> No
         ends = [each.interval or (each.mean, each.mean) for each in found]
         means = [each.mean for each in found]
         off = [[abs(mean - end[side]) for mean, end in zip(means, ends, strict=True)] for side in (0, 1)]
-        axes.errorbar(means, at, xerr=off, linestyle="", capsize=2, label=row.drafter, **MARKED)
+        axes.errorbar(means, at, xerr=off, linestyle="", label=row.drafter, **MARKED)
     axes.axvline(1.0, color="gray", linestyle="--", linewidth=1)
     axes.set(title="Speed-up by task, 95 % over questions", xlabel="× plain decoding")
     axes.set_yticks(range(len(names)), names, fontsize="x-small")
@@ -59,9 +59,9 @@ def _over(row: DrafterResult, plain: DrafterResult, part: str, name: str) -> Any
 
 def _times(axes: Any, rows: list[DrafterResult]) -> None:
     left = [0.0] * len(rows)
-    for part, hatch in zip(PARTS, HATCHES, strict=True):
+    for part, shade in zip(PARTS, SHADES, strict=True):
         ms = [1e3 * getattr(row.seconds, part) / max(row.target_passes, 1) for row in rows]
-        axes.barh(range(len(rows)), ms, left=left, label=part, hatch=hatch, edgecolor="white")
+        axes.barh(range(len(rows)), ms, left=left, label=part, color=shade)
         left = [start + more for start, more in zip(left, ms, strict=True)]
     axes.set(title="Time split of a round", xlabel="milliseconds")
     axes.set_yticks(range(len(rows)), [row.drafter for row in rows], fontsize="x-small")
@@ -85,7 +85,7 @@ def draw_sweep(sweep: Sweep, path: str) -> None:
             known = [row.intervals.get("vanilla") for _, row in rows]
             ends = [each or (mean, mean) for mean, each in zip(means, known, strict=True)]
             off = [[abs(mean - end[side]) for mean, end in zip(means, ends, strict=True)] for side in (0, 1)]
-            ratios.errorbar(batches, means, yerr=off, capsize=2, **MARKED)
+            ratios.errorbar(batches, means, yerr=off, **MARKED)
         speeds.set(title="Throughput", xlabel="texts at once", ylabel="tokens/s", ylim=(0, None))
         ratios.set(title="Speed-up, 95 % over questions", xlabel="texts at once", ylabel="× plain decoding")
         for axes in (speeds, ratios):

@@ -79,7 +79,7 @@ class Table(Part):
         """What the evidence says of an entry."""
         values = []
         for line in entry.lines:
-            ours, interval = evidence.value(line.figure) or (None, None)
+            ours, interval = evidence.value(line.figure)
             paper, row = line.paper, {"row": line.row, "column": line.column}
             values.append(Value(**row, ours=ours, interval=interval, paper=paper))
         relations = []
