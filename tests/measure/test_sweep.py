@@ -18,6 +18,20 @@ def target():
     return HFTarget(deepcopy(tiny.reference("llama")), tiny.tokenizer(), "first")
 
 
+def test_what_ends_a_sweep_between_runs_loses_none(target):
+    """As Ctrl-C while the next target is loaded: without a file the first run's figures were gone."""
+    kept = []
+
+    def targets():
+        yield target
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(targets(), "ngram", ASKED, max_new_tokens=4, keep=kept.append)
+    assert [each.stopped for each in kept] == ["not finished"] * 3 + ["KeyboardInterrupt"]
+    assert [run.stopped for run in kept[-1].runs] == [None]
+
+
 def test_each_pair_is_a_run_and_a_sweep_goes_on(target):
     kept = []
 

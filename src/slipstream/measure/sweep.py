@@ -1,6 +1,6 @@
 """sweep: `bench` for several targets, temperatures and numbers of texts, one after the other."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -9,8 +9,9 @@ from slipstream.files import check_counts
 from slipstream.measure.contest import Drafters
 from slipstream.measure.questions import Asking, load_questions
 from slipstream.measure.report import BenchReport
+from slipstream.measure.resume import UNFINISHED
 from slipstream.measure.run import bench
-from slipstream.results import Figures, Result, made
+from slipstream.results import Figures, Result, made, reason
 from slipstream.targets.load import AnyTarget, loaded
 
 
@@ -71,22 +72,29 @@ def sweep(
     runs = {_place(run): run for run in begun.runs} if begun else {}
 
     def store(run: BenchReport) -> None:
-        keep(_sweep([*(runs | {_place(run): run}).values()], run.stopped))
+        runs[_place(run)] = run
+        if run.stopped == UNFINISHED:
+            keep(_sweep(runs, UNFINISHED))
 
-    for each in targets:
-        target = loaded(each)
-        for heat, batch in product(dict.fromkeys(temperatures), dict.fromkeys(batches)):
-            how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "progress": progress}
-            place = (target.name, target.precision, float(heat), batch)
-            how |= {"temperature": heat, "batch": batch, "begun": runs.get(place), "keep": store}
-            runs[place] = bench(target, drafters, asked, **how)
-        del each, target  # their memory is the next one's
-    return _sweep([*runs.values()], None)
+    try:
+        for each in targets:
+            target = loaded(each)
+            for heat, batch in product(dict.fromkeys(temperatures), dict.fromkeys(batches)):
+                how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "progress": progress}
+                place = (target.name, target.precision, float(heat), batch)
+                how |= {"temperature": heat, "batch": batch, "begun": runs.get(place), "keep": store}
+                runs[place] = bench(target, drafters, asked, **how)
+            del each, target  # their memory is the next one's
+    except BaseException as error:
+        if runs:
+            keep(_sweep(runs, reason(error)))
+        raise
+    return _sweep(runs, None)
 
 
 def _place(run: BenchReport) -> tuple[str, str, float, int]:
     return run.target, run.dtype, run.temperature, run.batch
 
 
-def _sweep(runs: list[BenchReport], stopped: str | None) -> Sweep:
-    return Sweep(**made(), stopped=stopped, runs=runs)
+def _sweep(runs: Mapping[Any, BenchReport], stopped: str | None) -> Sweep:
+    return Sweep(**made(), stopped=stopped, runs=[*runs.values()])
