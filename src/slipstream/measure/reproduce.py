@@ -171,6 +171,7 @@ class _Run:
     cells: dict[Place, Cell] = field(default_factory=dict)
     wanted: list[Place] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)  # by drafter: what to do about it
+    decodes: set[str] = field(default_factory=set)  # drafters that a record cannot judge
     estimate: float = 0.0
     began: float = field(default_factory=perf_counter)
 
@@ -188,13 +189,14 @@ class _Run:
 
     def plan(self, speed: bool) -> None:
         """Find what is to be measured, what is not here, and how long it will take."""
-        figures = [figure for entry in self.entries for figure in entry.figures]
-        for figure in dict.fromkeys(figures):
-            if figure.head not in BASELINES and figure.drafter not in self.missing:
-                try:
-                    self._load(figure.drafter, figure.temperature)
-                except ValueError as error:
-                    self.missing[figure.drafter] = self._remedy(figure.head, error)
+        figures = dict.fromkeys(figure for entry in self.entries for figure in entry.figures)
+        for drafter, head in {figure.drafter: figure.head for figure in figures}.items():
+            try:
+                if head not in BASELINES and self._load(drafter, 0.0).probes is not None:
+                    self.decodes.add(drafter)
+            except ValueError as error:
+                self.missing[drafter] = self._remedy(head, error)
+        for figure in figures:
             if figure.drafter not in self.missing and (speed or figure.how != RACE):
                 self.wanted += [place(figure, name) for name in figure.sets]
         self.wanted = [each for each in dict.fromkeys(self.wanted) if each not in self.cells]
@@ -214,23 +216,21 @@ class _Run:
         """Seconds of what is wanted, from a pass of one row."""
         one = pass_seconds(self.target, (1,))[1] if self.wanted else 0.0
         passes = 0.0
-        for (name, _, _, how), drafters in self._steps().items():
+        for (name, _, _, raced), drafters in self._steps().items():
             tokens = len(self.asked[name]) * self.new
-            if how == RACE:
-                passes += tokens * (THEIRS + OURS * (1 + len({*drafters} - {*BASELINES})))
+            if raced:
+                passes += tokens * (THEIRS + OURS * (1 + len({each for each, _ in drafters} - {*BASELINES})))
             else:
-                held = sum(DECODED if self._decodes(drafter) else HELD for drafter in drafters)
+                held = sum(DECODED if drafter in self.decodes else HELD for drafter, _ in drafters)
                 passes += tokens * (RECORDED + held)
         return one * passes
 
-    def _decodes(self, drafter: str) -> bool:
-        return self._load(drafter, 0.0).probes is not None
-
-    def _steps(self) -> dict[tuple[str, float, int, str], list[str]]:
-        """The drafters that are still wanted, by set, temperature, batch and how; races come last."""
-        steps: dict[tuple[str, float, int, str], list[str]] = {}
+    def _steps(self) -> dict[tuple[str, float, int, bool], list[tuple[str, str]]]:
+        """Drafters that are still wanted, and how, by set, temperature, batch, and whether they race; races
+        come last."""
+        steps: dict[tuple[str, float, int, bool], list[tuple[str, str]]] = {}
         for drafter, name, heat, batch, how in sorted(self.wanted, key=lambda each: each[4] == RACE):
-            steps.setdefault((name, heat, batch, how), []).append(drafter)
+            steps.setdefault((name, heat, batch, how == RACE), []).append((drafter, how))
         return steps
 
     @property
@@ -243,21 +243,21 @@ class _Run:
 
     def pieces(self, progress: Callable[[str], None]) -> Iterator[None]:
         """Measure what is wanted, step by step."""
-        for (name, heat, batch, how), drafters in self._steps().items():
-            if how == RACE:
-                self._time(name, heat, batch, drafters, progress)
+        for (name, heat, batch, raced), drafters in self._steps().items():
+            if raced:
+                self._time(name, heat, batch, [drafter for drafter, _ in drafters], progress)
                 yield
                 continue
             progress(f"{name}, T = {heat:g}: the target answers")
-            made = {drafter: self._load(drafter, heat) for drafter in drafters}
+            made = {drafter: self._load(drafter, heat) for drafter, _ in drafters}
             taps = tuple(dict.fromkeys(tap for drafter in made.values() for tap in drafter.taps))
             prompts = first_prompts(self.target, self.asked[name], self.new)
             recorded = record(self.target, prompts, self.new, taps, batch=20, temperature=heat)
             names = _rows(self.asked[name], prompts, recorded)
-            for drafter, each in made.items():
+            for drafter, how in drafters:
                 progress(f"{name}, T = {heat:g}: {how} of {drafter}")
                 counted = _judged if how == CONFIDENCE else _predicted
-                self._add(drafter, name, heat, 1, how, *counted(each, recorded, names))
+                self._add(drafter, name, heat, 1, how, *counted(made[drafter], recorded, names))
                 yield
 
     def _add(self, drafter: str, *where: Any) -> None:
