@@ -102,7 +102,7 @@ class Table(Part):
 
     def __rich__(self) -> Group:
         smoke = "; SMOKE: too few questions or tokens to say much" if self.smoke else ""
-        title = f"{self.name}: {self.shows}; in brackets the paper's, {self.model}{smoke}"
+        title = f"{self.name}: {self.shows}; in parentheses the paper's, {self.model}{smoke}"
         columns = list(dict.fromkeys(value.column for value in self.values))
         parts: list[Figures | Text] = [Text(title, "bold")]
         if columns:
