@@ -123,7 +123,7 @@ def measure(target: HFTarget, drafter: str, home: Path) -> None:
     )
     print(wide, [run.temperature for run in wide.runs])
     tables: slipstream.ReproduceReport = slipstream.reproduce(
-        target, ["eagle-table-5"], sets={"mt_bench": asked[1]}, heads={"eagle": drafter}, announce=print
+        target, ["eagle-table-5"], sets={"mt_bench": asked[1]}, heads={"eagle": drafter}, progress=print
     )
     print(tables, [relation.verdict for relation in tables.tables[0].relations])
     own = slipstream.bench(target, {"mine": Stutter()}, asked, max_new_tokens=16)

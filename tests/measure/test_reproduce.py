@@ -64,10 +64,13 @@ def test_every_entry_can_be_measured():
 
 
 def test_a_table_says_what_is_measured_and_what_follows(target, heads):
-    told, kept = [], []
+    told, kept, steps = [], [], []
     names = ["eagle-table-2", "fasteagle-figure-3", "glide-table-2", "glide-figure-1b"]
-    made = reproduce(target, names, **HOW, announce=told.append, keep=kept.append)
+    made = reproduce(
+        target, names, **HOW, announce=lambda *all: told.extend(all), progress=steps.append, keep=kept.append
+    )
     assert "minutes" in told[0]
+    assert told[1] == len(steps)
     assert [table.name for table in made.tables] == names
     second, third, glide, sure = made.tables
     assert second.smoke

@@ -203,10 +203,15 @@ def storing(keep: Callable[[Any], None], json_path: str | None) -> Callable[[Any
 
 @contextmanager
 def progress_bar(steps: int | None) -> Iterator[Callable[..., None]]:
-    """A bar on standard error. Each call names the step under way and advances the bar, by one or by `n`."""
+    """A bar on standard error. Each call names the step under way and advances the bar, by one or by `n`;
+    `of`: steps in all, where they were not known before."""
     with bars(err, transient=True) as bar:
         task = bar.add_task("", total=steps, note="loading")
-        yield lambda what, n=1: bar.update(task, note=what, advance=n)
+
+        def step(what: str, n: int = 1, of: int | None = None) -> None:
+            bar.update(task, note=what, advance=n, total=of)
+
+        yield step
 
 
 @contextmanager

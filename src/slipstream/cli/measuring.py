@@ -200,7 +200,12 @@ def reproduce(
     with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(None) as progress:
         loaded = load(target, dtype, device, compile, quantize)
         how |= {"sets": own, "heads": where, "begun": begun, "progress": progress}
-        how |= {"announce": lambda told: err.print(told), "keep": storing(keep, json_path)}
+
+        def announce(told: str, steps: int) -> None:
+            err.print(told, soft_wrap=True)
+            progress("", 0, of=steps)
+
+        how |= {"announce": announce, "keep": storing(keep, json_path)}
         keep(run(loaded, names, **how))
 
 

@@ -27,7 +27,7 @@ from slipstream.measure.questions import Asking, Question, load_questions
 from slipstream.measure.report import BenchReport, Counted
 from slipstream.measure.reproduced import Asked, ReproduceReport, Settings, Table
 from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint
-from slipstream.measure.run import bench
+from slipstream.measure.run import bench, steps
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, RecordedTarget
 from slipstream.targets.load import AnyTarget, loaded
@@ -61,7 +61,7 @@ def reproduce(
     speed: bool = True,
     seed: int = 0,
     begun: ReproduceReport | None = None,
-    announce: Callable[[str], None] = lambda _: None,
+    announce: Callable[[str, int], None] = lambda _, steps: None,
     progress: Callable[[str], None] = lambda _: None,
     keep: Callable[[ReproduceReport], None] = lambda _: None,
 ) -> ReproduceReport:
@@ -76,7 +76,7 @@ def reproduce(
         limit: questions of each set, of which the first turn is asked.
         speed: whether what takes time is measured, too. Otherwise these figures are left out.
         begun: a run of the same settings, whose cells are not measured again.
-        announce: told how long it will take, before the work.
+        announce: told before the work how long it will take, and how often `progress` will be called.
         keep: called after each step with what was measured, and where an error or Ctrl-C ends the run, with
             its tables.
 
@@ -99,7 +99,7 @@ def reproduce(
     if begun is not None:
         run.go_on(begun)
     run.plan(speed)
-    announce(run.told)
+    announce(run.told, run.steps)
     try:
         for _ in run.pieces(progress):
             keep(run.report(UNFINISHED))
@@ -232,6 +232,15 @@ class _Run:
         for drafter, name, heat, batch, how in sorted(self.wanted, key=lambda each: each[4] == RACE):
             steps.setdefault((name, heat, batch, how == RACE), []).append((drafter, how))
         return steps
+
+    @property
+    def steps(self) -> int:
+        """Calls of `progress` that are to come."""
+        count = 0
+        for (name, _, batch, raced), drafters in self._steps().items():
+            others = len({drafter for drafter, _ in drafters} - {*BASELINES})
+            count += steps(self.asked[name], others, batch) if raced else 1 + len(drafters)
+        return count
 
     @property
     def told(self) -> str:
