@@ -1,7 +1,6 @@
 """Progress bars that can be read at any width of the terminal."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from rich import progress
 from rich.console import Console, RenderableType
@@ -25,5 +24,11 @@ def bars(console: Console, transient: bool = False) -> Bars:
     times = (progress.TimeElapsedColumn(), progress.TextColumn("<"), progress.TimeRemainingColumn())
     columns = (bar, progress.MofNCompleteColumn(), *times)
     quiet = not console.is_terminal  # no bars in a log
-    slow: dict[str, Any] = {"speed_estimate_period": 600.0}  # seconds: a step may take a minute
-    return Bars(*columns, console=console, transient=transient, expand=True, disable=quiet, **slow)
+    return Bars(
+        *columns,
+        console=console,
+        speed_estimate_period=600,  # seconds: a step may take a minute
+        transient=transient,
+        expand=True,
+        disable=quiet,
+    )
