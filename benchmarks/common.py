@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from slipstream.cli import common as cli
 from slipstream.command import commanded
 from slipstream.decode.predict import Prediction, record
+from slipstream.measure.contest import first_prompts
 from slipstream.measure.questions import Asking, load_questions
-from slipstream.measure.run import first_prompts
 from slipstream.targets import HFTarget, RecordedTarget
 
 Prompts = dict[str, list[list[int]]]  # by file of questions

@@ -9,162 +9,17 @@ judged where all before it were right. The calibration error is the mean distanc
 over bins, by their size.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from common import Plot, digits, run
+from common import Plot, run
 from slipstream.cli import common as cli
-from slipstream.command import public
-from slipstream.core.grow import Expand
-from slipstream.core.shape import Shape
-from slipstream.core.tree import Tree
-from slipstream.decode.predict import record
 from slipstream.drafters import load_drafter
 from slipstream.drafters.proposer import Proposer
 from slipstream.files import check_writable
-from slipstream.measure.questions import Asking, load_questions
-from slipstream.measure.run import first_prompts
-from slipstream.measure.tune import ranks
-from slipstream.picture import picture
-from slipstream.results import Figures, Part, Report, heading
-from slipstream.targets import HFTarget, RecordedTarget
-
-BINS, RANKS = 10, (1, 3, 5, 7)  # CAPE takes 1, 3, 5 or 7 candidates
-
-
-class Bin(Part):
-    """Drafted tokens of about the same confidence: their mean confidence, and how often the right token was
-    among the first candidates."""
-
-    tokens: int
-    confidence: float
-    top_1: float
-    top_3: float
-    top_5: float
-    top_7: float
-
-
-class Calibration(Part):
-    """One drafter's confidence and acceptance, over drafts of `depth` tokens."""
-
-    tokens: int
-    depth: int
-    calibration_error: float
-    bins: list[Bin]
-
-    def mean(self, figure: str) -> float:
-        """A figure of the bins, over all tokens."""
-        return sum(getattr(part, figure) * part.tokens for part in self.bins) / self.tokens
-
-
-class ConfidenceReport(Report):
-    """What `confidence` found. `limit`: questions of each file."""
-
-    max_new_tokens: int
-    questions: list[str]
-    limit: int | None
-    drafters: dict[str, Calibration]
-
-    def __rich__(self) -> Figures:
-        columns = ("confidence", *(f"top_{k}" for k in RANKS))
-        table = Figures(None, "drafter", "tokens", *columns, "calibration error")
-        for name, found in self.drafters.items():
-            means = (f"{found.mean(figure):.3f}" for figure in columns)
-            table.add_row(name, str(found.tokens), *means, f"{found.calibration_error:.3f}")
-        return table
-
-    def draw(self, path: str) -> None:
-        """Acceptance by confidence, of every drafter, and the first one's candidates. Raises ValueError."""
-        with picture(path, 2) as (left, right):
-            left.plot([0, 1], [0, 1], color="0.8", linewidth=1)
-            for name, found in self.drafters.items():
-                left.plot(*_curve(found, 1), label=f"{name} (error {found.calibration_error:.3f})", **MARKED)
-            left.set(xlabel="confidence", ylabel="accepted", title="Accepted, by confidence", **UNIT)
-            name, found = next(iter(self.drafters.items()))
-            for k in RANKS:
-                right.plot(*_curve(found, k), label=f"among the first {k}", **MARKED)
-            right.set(xlabel="confidence", title=f"The right token among the candidates ({name})", **UNIT)
-            for axes in (left, right):
-                axes.legend(frameon=False, fontsize=8)
-
-
-MARKED, UNIT = {"marker": "o", "markersize": 3}, {"xlim": (0, 1), "ylim": (0, 1)}
-
-
-def _curve(found: Calibration, k: int) -> tuple[list[float], list[float]]:
-    return [part.confidence for part in found.bins], [getattr(part, f"top_{k}") for part in found.bins]
-
-
-@dataclass(frozen=True)
-class Watched(Shape):
-    """A backbone that notes how sure the drafter is of the first candidate at each depth."""
-
-    sure: list[Float[Tensor, "B depth"]] = field(default_factory=list)
-
-    def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
-        levels: list[Tensor] = []
-
-        def watched(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            ids, log_q = expand(tokens, origin)
-            levels.append(log_q[:, 0, 0].exp())
-            return ids, log_q
-
-        tree = super().grow(root, watched)
-        self.sure.append(torch.stack(levels, 1))
-        return tree
-
-
-@public
-def calibrate(
-    target: HFTarget,
-    drafters: Mapping[str, Proposer],
-    questions: Sequence[Asking] = (),
-    *,
-    depth: int = 3,
-    limit: int | None = 10,
-    max_new_tokens: int = 128,
-) -> ConfidenceReport:
-    """Confidence and acceptance of drafters, by their names.
-
-    Args:
-        depth: tokens drafted ahead, where the drafter can.
-        limit: questions of each file.
-
-    Raises:
-        ValueError: a file cannot be read, or the target answers nothing.
-    """
-    asked = load_questions(questions, limit)
-    taps = tuple(dict.fromkeys(tap for drafter in drafters.values() for tap in drafter.taps))
-    recorded = record(target, first_prompts(target, asked), max_new_tokens, taps, batch=20)
-    return ConfidenceReport(
-        **heading(target),
-        max_new_tokens=max_new_tokens,
-        questions=list(dict.fromkeys(question.file for question in asked)),
-        limit=limit,
-        drafters={name: _calibration(drafter, recorded, depth) for name, drafter in drafters.items()},
-    )
-
-
-def _calibration(drafter: Proposer, recorded: RecordedTarget, depth: int) -> Calibration:
-    depth = min(depth, drafter.deepest or depth)
-    shape = Watched(**vars(Shape.parse(f"backbone-{depth}x{max(RANKS)}")))
-    rank = ranks(drafter, recorded, shape)
-    confidence = torch.cat(shape.sure).double()[rank >= 0]
-    rank, bins = rank[rank >= 0], []
-    for b in range(BINS):
-        inside = (confidence >= b / BINS) & ((confidence < (b + 1) / BINS) | (b == BINS - 1))
-        if n := int(inside.sum()):
-            hits = {f"top_{k}": digits((rank[inside] < k).double().mean()) for k in RANKS}
-            bins.append(Bin(tokens=n, confidence=digits(confidence[inside].mean()), **hits))
-    error = sum(part.tokens * abs(part.confidence - part.top_1) for part in bins) / len(rank)
-    return Calibration(tokens=len(rank), depth=depth, calibration_error=digits(error), bins=bins)
+from slipstream.measure.confidence import calibrate
 
 
 def main(

@@ -34,9 +34,9 @@ import slipstream
 from common import Plot, run
 from slipstream.cli import common as cli
 from slipstream.files import cache_home, check_counts, check_writable
+from slipstream.measure.contest import first_prompts
 from slipstream.measure.paired import Asked, Paired, paired
 from slipstream.measure.questions import Asking, Question, alternated, load_questions
-from slipstream.measure.run import first_prompts
 from slipstream.picture import picture
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget

@@ -118,6 +118,14 @@ def measure(target: HFTarget, drafter: str, home: Path) -> None:
     report: slipstream.BenchReport = slipstream.bench(target, ["ngram", drafter], asked, max_new_tokens=16)
     report.write(str(home / "bench.json"))
     print(slipstream.BenchReport.read(home / "bench.json"))
+    wide: slipstream.Sweep = slipstream.sweep(
+        [target], ["ngram"], asked, temperatures=[0.0, 1.0], batches=[2], max_new_tokens=16
+    )
+    print(wide, [run.temperature for run in wide.runs])
+    tables: slipstream.ReproduceReport = slipstream.reproduce(
+        target, ["eagle-table-5"], sets={"mt_bench": asked[1]}, heads={"eagle": drafter}, progress=print
+    )
+    print(tables, [relation.verdict for relation in tables.tables[0].relations])
     own = slipstream.bench(target, {"mine": Stutter()}, asked, max_new_tokens=16)
     print(f"mine: {own.results[1].speedup.vanilla:.2f} × plain decoding, by {own.command}")
     certificate: slipstream.Certificate = slipstream.certify(

@@ -100,7 +100,18 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[str | int, str]]] = {
     ),
     f"bench {ASKED}": (
         (*ASKING, "--json"),
-        {"--questions": f"{{questions_jsonl}} : {{long_jsonl}} {NO_ROWS}"},
+        {
+            "--questions": f"{{questions_jsonl}} : {{long_jsonl}} {NO_ROWS} hf: hf:a:b:c:d",
+            "--batch": "1 2 : 0 -1 x",
+        },
+    ),
+    f"reproduce bita-table-2 {HERE} --set mt_bench={{questions_jsonl}} --max-new-tokens 5": (
+        ("--target", "--dtype", "--device", "--seed", "--max-new-tokens", "--limit", "--json"),
+        {
+            1: "glide-figure-9 : '' table-1 eagle",
+            "--set": ": '' x x= =x mtbench={questions_jsonl} mt_bench=missing.jsonl",
+            "--head": ": '' bita bita= x=y",
+        },
     ),
     f"certify {ASKED}": ((*ASKING, "--json"), {"--draws": "1 : 0 x"}),
     f"demo {ASKED}": (ASKING, {}),

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import confidence
 import gpu
 import heads
 import matches
@@ -25,6 +24,7 @@ import trees
 from slipstream import kernels
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import save_drafter
+from slipstream.measure.confidence import calibrate
 from slipstream.measure.questions import Question
 from slipstream.measure.report import BenchReport
 from slipstream.targets import HFTarget
@@ -115,7 +115,7 @@ def test_the_history_of_a_run_leaves_its_data_files_out(tmp_path):
 
 
 def test_the_calibration_error_is_the_mean_distance_over_bins(target, tmp_path):
-    report = confidence.calibrate(target, {"eagle": tiny.eagle(target)}, ASKED, **SMALL)
+    report = calibrate(target, {"eagle": tiny.eagle(target)}, ASKED, **SMALL)
     found = report.drafters["eagle"]
     assert sum(part.tokens for part in found.bins) == found.tokens > 10
     assert all(part.top_1 <= part.top_3 <= part.top_5 <= part.top_7 for part in found.bins)

@@ -110,7 +110,8 @@ def test_public_surface():
     drafting += " Vanilla chain register"
     using = "Generation Sampling Stream generate load_drafter stream"
     using += " HFTarget RecordedTarget Target load_target"
-    measuring = "BenchReport Certificate DoctorReport Question TuneReport bench certify doctor tune"
+    measuring = "BenchReport Certificate DoctorReport Question ReproduceReport Sweep TuneReport"
+    measuring += " bench certify doctor reproduce sweep tune"
     making = "Answers Conversion export import_checkpoint TrainingRun regenerate synthesize train"
     assert sorted(slipstream.__all__) == sorted(" ".join((drafting, using, measuring, making)).split())
     for name in slipstream.__all__:

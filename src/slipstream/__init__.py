@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from slipstream.measure.doctor import DoctorReport as DoctorReport, doctor as doctor
     from slipstream.measure.questions import Question as Question
     from slipstream.measure.report import BenchReport as BenchReport
+    from slipstream.measure.reproduce import reproduce as reproduce
+    from slipstream.measure.reproduced import ReproduceReport as ReproduceReport
     from slipstream.measure.run import bench as bench
+    from slipstream.measure.sweep import Sweep as Sweep, sweep as sweep
     from slipstream.measure.tune import tune as tune
     from slipstream.measure.tuned import TuneReport as TuneReport
     from slipstream.methods import METHODS as METHODS, Method as Method, register as register

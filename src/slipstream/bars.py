@@ -24,4 +24,11 @@ def bars(console: Console, transient: bool = False) -> Bars:
     times = (progress.TimeElapsedColumn(), progress.TextColumn("<"), progress.TimeRemainingColumn())
     columns = (bar, progress.MofNCompleteColumn(), *times)
     quiet = not console.is_terminal  # no bars in a log
-    return Bars(*columns, console=console, transient=transient, expand=True, disable=quiet)
+    return Bars(
+        *columns,
+        console=console,
+        speed_estimate_period=600,  # seconds: a step may take a minute
+        transient=transient,
+        expand=True,
+        disable=quiet,
+    )

@@ -3,6 +3,9 @@
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,31 @@ def available_memory() -> float:
         return 1024.0 * int(lines["MemAvailable"].split()[0])
     except (OSError, KeyError, ValueError):
         return float("inf")
+
+
+@dataclass
+class Memory:
+    """The most memory held for a while, in MiB; None where the system does not say."""
+
+    mib: float | None = None
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[Memory]:
+    """Finds the most memory that this process holds in this context: on the device, or on a CPU in all,
+    mapped weights included."""
+    found, own = Memory(), Path("/proc/self")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield found
+        found.mib = round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+        return
+    with suppress(OSError):
+        (own / "clear_refs").write_text("5")  # Linux forgets the peak of before
+    yield found
+    with suppress(OSError, KeyError, ValueError):
+        lines = dict(line.split(":", 1) for line in (own / "status").read_text().splitlines())
+        found.mib = round(int(lines["VmHWM"].split()[0]) / 1024, 1)
 
 
 def where(device: torch.device) -> str:

@@ -1,23 +1,32 @@
-"""Pictures of figures, as SVG."""
+"""Pictures of figures, as SVG or PNG."""
 
+import io
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from slipstream.files import replacing
 
+# Okabe and Ito's colours, which colour-blind readers tell apart; in print the lines' styles do.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+STYLES = ("-", "--", "-.", ":", "-", "--", "-.")
+
 
 @contextmanager
 def picture(path: str, columns: int, otherwise: str = "") -> Iterator[Any]:
-    """Axes side by side, saved as an SVG afterwards. Where the file cannot be written, raises ValueError with
-    `otherwise` at its end."""
+    """Axes side by side on white, saved afterwards: as a PNG where the path ends in .png, else as an SVG.
+    Where the file cannot be written, raises ValueError with `otherwise` at its end."""
     import matplotlib
+    from cycler import cycler
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
     # Texts stay texts, which is smaller; the same figures give the same file.
-    pyplot.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "slipstream"}
+    lines = cycler(color=COLOURS, linestyle=STYLES)
+    pyplot.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "slipstream", "axes.prop_cycle": lines}
+    pyplot.rcParams["font.sans-serif"] = ["DejaVu Sans", "sans-serif"]
     size = (4.5 * columns, 3.2)
     figure, axes = pyplot.subplots(1, columns, figsize=size, layout="constrained", squeeze=False)
     try:
@@ -27,8 +36,20 @@ def picture(path: str, columns: int, otherwise: str = "") -> Iterator[Any]:
             ax.spines[["top", "right"]].set_visible(False)
         try:
             with replacing(path) as file:
-                figure.savefig(file, format="svg", metadata={"Date": None})
+                if path.lower().endswith(".png"):
+                    figure.savefig(drawn := io.BytesIO(), format="png", dpi=160)
+                    file.buffer.write(drawn.getvalue())
+                else:
+                    figure.savefig(text := io.StringIO(), format="svg", metadata={"Date": None})
+                    file.write(_slim(text.getvalue()))
         except ValueError as error:
             raise ValueError(f"picture: {error}{otherwise}") from error
     finally:
         pyplot.close(figure)
+
+
+def _slim(svg: str) -> str:
+    """The same picture without indentation and comments, and with two digits behind the points of places."""
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.S)
+    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]).replace(" \n", " "), svg)
+    return re.sub(r"\n\s*", "\n", svg)

@@ -103,7 +103,12 @@ class Report(Result):
 
     def ended_by(self: R, error: BaseException) -> R:
         """The same report, of a run that an error ended."""
-        return self.model_copy(update={"stopped": str(error).split("\n")[0] or type(error).__name__})
+        return self.model_copy(update={"stopped": reason(error)})
+
+
+def reason(error: BaseException) -> str:
+    """Why an error ended a run, in a line."""
+    return str(error).split("\n")[0] or type(error).__name__
 
 
 def check_schema(number: Any) -> None:

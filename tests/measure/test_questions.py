@@ -4,7 +4,7 @@ import gzip
 
 import pytest
 
-from slipstream.measure.questions import Question, alternated, load_questions
+from slipstream.measure.questions import Question, alternated, batches, load_questions
 
 CATEGORIES = {"chat", "two-turn", "math", "code", "summarization", "extraction", "translation", "editing"}
 
@@ -78,3 +78,20 @@ def test_marks_packing_and_odd_separators_are_read(tmp_path):
     file = tmp_path / "questions.jsonl"
     file.write_bytes(gzip.compress('\ufeff{"turns": ["a\u2028b"]}\r\n{"turns": ["c"]}\n'.encode()))
     assert [question.turns for question in load_questions([str(file)])] == [("a\u2028b",), ("c",)]
+
+
+def test_files_of_one_name_and_questions_of_one_number_are_told_apart(tmp_path):
+    """FastChat keeps each set as question.jsonl in a directory of its own."""
+    paths = []
+    for name in ("mt_bench", "gsm8k"):
+        (tmp_path / name).mkdir()
+        paths.append(str(tmp_path / name / "question.jsonl"))
+        (tmp_path / name / "question.jsonl").write_text('{"question_id": 1, "turns": ["a"]}\n' * 2)
+    names = [question.name for question in load_questions(paths)]
+    assert names == [f"{name}/question.jsonl:{i}" for name in ("mt_bench", "gsm8k") for i in ("1", "1 (2)")]
+
+
+def test_questions_of_a_file_are_asked_together():
+    asked = [Question(file, str(i), "c", ("q",)) for file, n in (("a", 3), ("b", 2)) for i in range(n)]
+    names = [[question.name for question in group] for group in batches(asked, 2)]
+    assert names == [["a:0", "a:1"], ["b:0", "b:1"], ["a:2"]]

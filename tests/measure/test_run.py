@@ -24,7 +24,7 @@ def target():
 
 
 def tally(rounds, seconds=None):
-    return Tally([Answered([], 0.0, rounds, seconds or Seconds())])
+    return Tally([Answered([], 0.0, rounds, seconds or Seconds()).counted])
 
 
 def test_tau_and_acceptance_by_depth():
@@ -56,14 +56,15 @@ def test_what_ends_a_run_leaves_the_figures_of_whole_turns(target, monkeypatch, 
     stop, kept = 3 + 2 * 3 + 2, []  # after the warm-up and two turns, in the midst of the third
     with pytest.raises(type(error)):
         bench(target, ["ngram"], questions, max_new_tokens=8, keep=kept.append)
-    (report,) = kept
+    unfinished, report = kept  # after the first question, and at the end
+    assert unfinished.stopped == "not finished"
     assert (report.prompts, report.stopped) == (["a:1"], str(error) or "KeyboardInterrupt")
     assert {result.questions for result in report.results} == {2}
     assert "ngram" in str(report)
     stop = len(asks) + 3 + 2
     with pytest.raises(type(error)):
         bench(target, ["ngram"], questions, max_new_tokens=8, keep=kept.append)
-    assert len(kept) == 1  # of no whole turn there is nothing to say
+    assert len(kept) == 2  # of no whole turn there is nothing to say
 
 
 def test_expected_speedup_is_the_papers_formula():
@@ -147,3 +148,87 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path):
     for path in (tmp_path, tmp_path / "file" / "out.json"):
         with pytest.raises(ValueError, match="cannot be written"):
             check_writable(str(path))
+
+
+TURNS = (("a b",), ("a c", "d e"), ("a d",))
+LONG = [Question("f", str(i), "ab"[i % 2], turns) for i, turns in enumerate(TURNS)]
+
+
+def test_a_run_goes_on_where_it_was_ended(target, monkeypatch):
+    """Turns that were answered are not asked again, and the figures are those of one run."""
+    how = {"max_new_tokens": 8, "temperature": 1.0}
+    kept, ask, asks = [], Contest.ask, []
+
+    def ending(self, method, prompt, show=None):
+        asks.append(method)
+        if len(asks) == stop:
+            raise KeyboardInterrupt
+        return ask(self, method, prompt, show)
+
+    monkeypatch.setattr(Contest, "ask", ending)
+    stop = 3 + 3 + 3 + 2  # the warm-up, the first question, and in the midst of the second
+    with pytest.raises(KeyboardInterrupt):
+        bench(target, "ngram", LONG, **how, keep=kept.append)
+    begun = BenchReport.from_json(kept[-1].to_json())
+    assert (begun.stopped, begun.prompts) == ("KeyboardInterrupt", ["f:0", "f:1"])
+    asks.clear()
+    steps, stop = [], 0
+    made = bench(target, "ngram", LONG, **how, begun=begun, progress=steps.append)
+    assert len(asks) == 3 + 3 * 3  # the second question from its first turn
+    assert len(steps) == 1 + 3 * 4
+    assert (made.stopped, made.turns, made.prompts) == (None, [], ["f:0", "f:1", "f:2"])
+    whole = bench(target, "ngram", LONG, **how)
+    for ours, theirs in zip(made.results, whole.results, strict=True):
+        for figure in ("tau", "new_tokens", "target_passes", "acceptance_by_depth", "identical"):
+            assert getattr(ours, figure) == getattr(theirs, figure)
+    assert bench(target, "ngram", LONG, **how, begun=made) is made
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"temperature": 0.5}, "temperature was 1.0, and is 0.5"),
+        ({"batch": 2}, "batch was 1, and is 2"),
+        ({"drafters": ["ngram", "suffix"]}, "drafters are others"),
+        ({"questions": [*LONG[:2], Question("f", "2", "a", ("another",))]}, "fingerprint was"),
+        ({"max_new_tokens": 9}, "max_new_tokens was 8, and is 9"),
+    ],
+)
+def test_another_run_is_not_gone_on_with(target, changed, told):
+    how = {"drafters": ["ngram"], "questions": LONG, "max_new_tokens": 8, "temperature": 1.0}
+    begun = bench(target, **how)
+    with pytest.raises(ValueError, match=told):
+        bench(target, **how | changed, begun=begun)
+
+
+def test_texts_at_once_are_the_texts_of_one_at_a_time(target):
+    """Greedy answers do not depend on the batch; Hugging Face's rows are padded on the left."""
+    one, two = (bench(target, "ngram", LONG, max_new_tokens=8, batch=batch) for batch in (1, 2))
+    assert two.batch == two.settings.batch == 2
+    assert two.hf_generate.new_tokens == one.hf_generate.new_tokens
+    for row, other in zip(two.results, one.results, strict=True):
+        assert row.identical
+        assert row.questions == 4
+        assert (row.new_tokens, row.tau) == (other.new_tokens, other.tau)
+        assert [each.group for each in row.by_question.values()] == [0, 0, 1]
+        times = [each.seconds / (2 if name == "f:1" else 1) for name, each in row.by_question.items()]
+        assert times[0] < row.by_question["f:1"].seconds  # its second turn was asked alone
+    assert two.results[0].intervals["vanilla"] == pytest.approx((1, 1))
+
+
+def test_memory_is_what_the_process_held(target):
+    report = bench(target, "ngram", LONG[:1], max_new_tokens=4)
+    held = [row.memory_mib for row in (*report.results, report.hf_generate)]
+    assert held == [None] * 3 or all(100 < mib < 100_000 for mib in held)
+
+
+def test_every_speed_has_an_interval(report):
+    """Over all turns, by category and by file; of one question there is none."""
+    ngram = report.results[1]
+    low, high = ngram.intervals["vanilla"]
+    assert low <= ngram.speedup.vanilla * 1.01
+    assert high >= ngram.speedup.vanilla * 0.99
+    assert set(ngram.by_file["f"].intervals) == {"vanilla", "hf_generate"}
+    assert ngram.by_category["math"].intervals == {"vanilla": None, "hf_generate": None}
+    assert f"[{low:.2f}, {high:.2f}]" in str(report)
+    assert ngram.by_question["f:1"].category == "chat"

@@ -333,8 +333,8 @@ def test_a_pass_costs_what_the_target_takes_and_leaves_the_cache_alone(target):
 
 def test_a_speed_up_is_the_product_of_its_factors():
     """7 tokens a prompt and 6 a second, against 3: every factor by hand."""
-    plain = Tally([Answered([0] * 3, 1.0, [Round(0, 0, 1)] * 2, Seconds(0.2, 0.0, 0.6, 0.2))])
-    drafted = Tally([Answered([0] * 7, 1.2, [Round(3, 2, 3)] * 2, Seconds(0.2, 0.2, 0.7, 0.1))])
+    plain = Tally([Answered([0] * 3, 1.0, [Round(0, 0, 1)] * 2, Seconds(0.2, 0.0, 0.6, 0.2)).counted])
+    drafted = Tally([Answered([0] * 7, 1.2, [Round(3, 2, 3)] * 2, Seconds(0.2, 0.2, 0.7, 0.1)).counted])
     factors = ledger(drafted, plain)
     assert factors.tau == 3
     assert factors.rows == pytest.approx(0.6 / 0.7, abs=1e-4)

@@ -1,5 +1,6 @@
 """The application, its consoles, and the options and helpers that commands share."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,10 +15,11 @@ from slipstream.files import STANDARD
 from slipstream.methods import Method, named
 
 if TYPE_CHECKING:
+    from slipstream.measure.sweep import Sweep
     from slipstream.results import Report, Result
     from slipstream.targets import HFTarget
 
-R = TypeVar("R", bound="Report")
+R = TypeVar("R", bound="Report | Sweep")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 app = typer.Typer(
@@ -42,6 +44,8 @@ def flag(help: str, name: str) -> Any:
 
 
 NAMED = "alias (smollm2), directory, hub id or GGUF file"
+REPEATED = f"{NAMED}; repeatable"
+TargetNames = Annotated[list[str], on_machine(REPEATED, "NAME", "--target")]
 TargetName = Annotated[str, on_machine(NAMED, "NAME", "--target")]
 Dtype = Annotated[str, on_machine("float32, bfloat16, float16, float64 or auto", "TYPE")]
 Device = Annotated[str, on_machine("cpu, cuda, cuda:1, …", "NAME")]
@@ -67,7 +71,7 @@ DRAFTERS = listed(
 )
 DrafterName = Annotated[str, option("one of the drafters below", "NAME", "--drafter")]
 DrafterNames = Annotated[list[str], option("one of those below; repeatable", "NAME", "--drafter")]
-QUESTIONS = "question.jsonl; repeatable (default: the project's own)"
+QUESTIONS = "question.jsonl or hf:REPOSITORY:SPLIT; repeatable (default: the project's own)"
 Files = Annotated[list[str], on_questions(QUESTIONS, "FILE", "--questions")]
 Limit = Annotated[int | None, on_questions("questions of each file, evenly over it", "N", min=1)]
 MaxNewTokens = Annotated[int, on_questions("tokens per answer, at most", "N", min=1, max=2**20)]
@@ -105,6 +109,7 @@ SAME = (
 Seed = Annotated[int, on_sampling(SAME, "N", min=0, callback=in_64_bits)]
 JSON = "write the results here; - is standard output"
 JsonPath = Annotated[str | None, on_results(JSON, "FILE", "--json")]
+Resume = Annotated[bool, on_results("go on with the unfinished run in --json", None, "--resume")]
 Force = Annotated[bool, flag("write into --out whatever it holds", "--force")]
 
 
@@ -167,12 +172,46 @@ def kept(show: Callable[[R], None]) -> Iterator[Callable[[R], None]]:
                 err.print("stopped early: these are the figures of what was done until then", style="yellow")
 
 
+def unfinished(resume: bool, json_path: str | None, kind: Any) -> Any:
+    """The run in --json that --resume goes on with, if there is one. Raises ValueError for a file that holds
+    another kind of result."""
+    if not resume:
+        return None
+    if json_path is None or json_path in STANDARD:
+        raise ValueError("--resume goes on with the run in --json: give --json FILE")
+    if not os.path.exists(json_path):
+        return None
+    try:
+        return kind.read(json_path)
+    except ValueError as error:
+        raise ValueError(f"--resume: {json_path}: {error}") from error
+
+
+def storing(keep: Callable[[Any], None], json_path: str | None) -> Callable[[Any], None]:
+    """Takes the reports of a run under way: one that has not ended is written, and any other is kept to be
+    shown at the end."""
+    from slipstream.measure.resume import UNFINISHED
+
+    def store(found: Any) -> None:
+        if found.stopped != UNFINISHED:
+            keep(found)
+        elif json_path is not None and json_path not in STANDARD:
+            found.write(json_path)
+
+    return store
+
+
 @contextmanager
 def progress_bar(steps: int | None) -> Iterator[Callable[..., None]]:
-    """A bar on standard error. Each call names the step under way and advances the bar, by one or by `n`."""
+    """A bar on standard error. Each call names the step under way and advances the bar, by one or by `n`;
+    `of`: steps in all, where they were not known before."""
     with bars(err, transient=True) as bar:
         task = bar.add_task("", total=steps, note="loading")
-        yield lambda what, n=1: bar.update(task, note=what, advance=n)
+
+        def step(what: str, n: int = 1, of: int | None = None) -> None:
+            bar.update(task, note=what, advance=n, total=of)
+
+        yield step
 
 
 @contextmanager

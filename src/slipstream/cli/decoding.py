@@ -1,6 +1,5 @@
-"""demo, generate, bench, certify, tune, doctor: answer, measure, prove, choose trees, and find faults."""
+"""demo, generate, tune, doctor: answer, choose trees, and find faults."""
 
-import os
 import sys
 from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,6 @@ from slipstream.cli.common import (
     Compile,
     Device,
     DrafterName,
-    DrafterNames,
     Dtype,
     Files,
     JsonPath,
@@ -54,8 +52,6 @@ AnswerPenalty = Annotated[float, on_sampling("counts the answer", "X")]
 TRACE = "write one JSON line per round here, for slipstream report"
 EXPLAIN = "show which trees auto chose, and why"
 LAW = "coupled or multi-round (default: the drafter's own); lossy-typical, Medusa's, changes the text"
-SEVERAL = "0 is greedy; repeatable"
-Temperatures = Annotated[list[float], on_sampling(SEVERAL, "T", "--temperature", min=0)]
 
 
 @command("demo", "demo --limit 8 --temperature 1", "demo --target ./my-model --dtype float32", lists=DRAFTERS)
@@ -77,8 +73,8 @@ def demo(
     Where passes over several rows round differently, as on a GPU, a near-tie may turn; the
     demo then says so.
     """
+    from slipstream.measure.contest import Contest
     from slipstream.measure.demo import demo as run
-    from slipstream.measure.run import Contest
 
     asked = load_questions(questions, limit)
     contest = Contest.of(
@@ -172,101 +168,6 @@ def _figures(made: "Generation | None", law: str, idle: list[str], json_path: st
         fields = {name: getattr(made, name) for name in ("text", "tokens", "finish", "tau")}
         passes = {"law": law, "target_passes": len(made.rounds), "seconds": vars(made.seconds)}
         write_json(json_path, fields | passes)
-
-
-@command(
-    "bench --drafter ngram --limit 2",
-    "bench --questions mt_bench.jsonl --questions gsm8k.jsonl --limit 20 --drafter ngram --json out.json",
-    "bench --drafter ngram --temperature 1 --dtype float32",
-    lists=DRAFTERS,
-)
-def bench(
-    target: TargetName = "smollm2",
-    drafter: DrafterNames = ["auto"],
-    questions: Files = [],
-    limit: Limit = None,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    compile: Compile = False,
-    quantize: Quantize = None,
-    json_path: JsonPath = None,
-) -> None:
-    """Measure drafters beside plain decoding and Hugging Face generate, in alternation on the same
-    prompts."""
-    from slipstream.measure.run import bench as run
-
-    check_writable(json_path, reads=inputs(target, drafter, questions))
-    asked = load_questions(questions, limit)
-    steps = 1 + sum(len(question.turns) for question in asked) * (2 + len(set(drafter) - {"vanilla"}))
-    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(steps) as progress:
-        loaded = load(target, dtype, device, compile, quantize)
-        keep(run(loaded, drafter, asked, **how, progress=progress, keep=keep))
-
-
-DRAWS = "answers of each distribution test, at T > 0"
-GO_ON = "go on with the unfinished run in --json"
-
-
-@command(
-    "certify --limit 4",
-    "certify --target ./my-model --drafter ngram --temperature 0 --temperature 0.7 --json certificate.json",
-    "certify --drafter auto --drafter eagle:proposal=sampled,tree=chain-3 --json certificate.json --resume",
-    lists=DRAFTERS,
-)
-def certify(
-    target: TargetName = "smollm2",
-    drafter: DrafterNames = ["auto"],
-    questions: Files = [],
-    limit: Limit = 20,
-    max_new_tokens: MaxNewTokens = 128,
-    temperatures: Temperatures = [0.0, 1.0],
-    draws: Annotated[int, on_sampling(DRAWS, "N", min=1)] = 64,
-    seed: Seed = 0,
-    dtype: Dtype = "float32",
-    device: Device = "cpu",
-    compile: Compile = False,
-    quantize: Quantize = None,
-    json_path: JsonPath = None,
-    resume: Annotated[bool, on_results(GO_ON, None, "--resume")] = False,
-) -> None:
-    """Prove losslessness on your own model: every token of every answer is audited against plain decoding.
-
-    On a CPU in float32 and bfloat16 no token may differ, because a row of a pass has the same
-    bits whatever rows stand beside it. Elsewhere one may where two are nearly tied and
-    rounding turned them: within 0.001 logits in float32, 0.5 in bfloat16, and in float64 never.
-
-    A tree oracle always runs beside the drafters, and at T = 0 Hugging Face generate is
-    audited too, except with --quantize: its own attention rounds otherwise. At T > 0 draws are
-    tested against the target's law: plain decoding's, and those of drafters that keep the
-    distribution and not the text. Exit code 1 if a token is not explained or a test fails.
-
-    slipstream report shows the JSON as a page.
-    """
-    from slipstream.measure.certify import UNFINISHED, Certificate, certify as run
-
-    if resume and (json_path is None or json_path in STANDARD):
-        raise ValueError("--resume goes on with the run in --json: give --json FILE")
-    check_writable(json_path, reads=inputs(target, drafter, questions))
-    asked = load_questions(questions, limit)
-    begun = Certificate.read(json_path) if resume and json_path and os.path.exists(json_path) else None
-    how: Any = {"temperatures": temperatures, "max_new_tokens": max_new_tokens, "seed": seed, "draws": draws}
-
-    def store(found: Certificate) -> None:
-        if found.stopped != UNFINISHED:
-            keep(found)
-        elif json_path is not None and json_path not in STANDARD:
-            found.write(json_path)
-
-    with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(None) as progress:
-        loaded = load(target, dtype, device, compile, quantize)
-        report = run(loaded, drafter, asked, **how, begun=begun, progress=progress, keep=store)
-        keep(report)
-    if not report.certified:
-        raise typer.Exit(1)
 
 
 TUNED = [method for method in named() if method.tunes]

@@ -1,8 +1,6 @@
 """certify: proof that drafting changes nothing on this target. Every token of every answer is audited, and
 what is drawn is tested against plain decoding's law."""
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,17 +14,17 @@ from slipstream.decode.settings import resolve_sampling
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_counts
+from slipstream.measure.contest import HF, Contest, Drafters, drafters_of, first_prompts
 from slipstream.measure.draws import BATCH, CLASSES, LENGTH, POWER, SIGNIFICANCE, Drawn, draw, drawn
 from slipstream.measure.questions import Asking, Question, load_questions
 from slipstream.measure.report import Difference, promise
-from slipstream.measure.run import HF, Contest, Drafters, drafters_of, first_prompts
+from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint
 from slipstream.measure.tally import Answered
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
 
 ORACLE = "tree-oracle"
-UNFINISHED = "not finished"
 Pairs = list[tuple[Question, list[int]]]  # questions and their prompts
 
 
@@ -67,7 +65,7 @@ class Settings(Part):
             drafters=[*drafters],
             temperatures=[float(heat) for heat in dict.fromkeys(temperatures)],
             questions=[question.name for question, _ in asked],
-            fingerprint=hashlib.sha256(json.dumps([target.fingerprint, prompts]).encode()).hexdigest()[:16],
+            fingerprint=fingerprint(target.fingerprint, prompts),
             draws=draws,
         )
 
@@ -146,16 +144,7 @@ class _Run:
 
     def go_on(self, begun: Certificate) -> None:
         """Take over what an earlier run found. Raises ValueError where it was another run."""
-        ours = self.report(None)
-        parts = ("target", "dtype", "compiled", "exactness", "max_new_tokens", "seed", "hardware", "versions")
-        pairs = {part: (getattr(begun, part), getattr(ours, part)) for part in parts}
-        if begun.settings is None:
-            raise ValueError("this certificate cannot be gone on with: it does not say what was asked")
-        pairs |= {name: (was, getattr(self.settings, name)) for name, was in begun.settings}
-        for name, (was, now) in pairs.items():
-            if was != now:
-                told = "are others" if isinstance(now, list | dict) else f"was {was}, and is {now}"
-                raise ValueError(f"this certificate cannot be gone on with: {name} {told}")
+        check_goes_on("certificate", begun, self.report(None).stored(), self.settings)
         self.results = {(row.drafter, row.temperature): row for row in begun.results}
         self.distribution = {(row.drafter, row.temperature): row for row in begun.distribution}
 

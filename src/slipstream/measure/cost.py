@@ -21,8 +21,10 @@ from slipstream.decode.capture import recorder
 from slipstream.decode.generate import LAWS
 from slipstream.decode.session import Seconds, Session
 from slipstream.files import cache_home, update_json
+from slipstream.measure.experts import experts_read, own_texts
 from slipstream.picture import picture
 from slipstream.results import Figures, Part, Report, heading
+from slipstream.targets import HFTarget
 
 
 class PassCost(Part):
@@ -40,8 +42,11 @@ class CostReport(Report):
     """What passes of a target cost on this machine."""
 
     bandwidth_gb_s: float  # of the memory
-    weights_gb: float  # what a pass must read
+    weights_gb: float  # what a pass must read; of a mixture of experts, if it reads all of them
     passes: list[PassCost]
+    experts: dict[
+        int, float
+    ] = {}  # of a mixture of experts: distinct ones a layer that a pass reads, by rows
 
     @property
     def limit_ms(self) -> float:
@@ -60,7 +65,11 @@ class CostReport(Report):
             table.add_row(rows, *(f"{ms[rows, *setting]:.1f}" for setting in settings))
         one = self.passes[0]
         reads = f"one row reads weights at {one.gb_s:.1f} GB/s, {one.share:.0%} of {self.bandwidth_gb_s:.1f}"
-        return Group(table, Text(f"{reads}: at least {self.limit_ms:.1f} ms"))
+        lines = [Text(f"{reads}: at least {self.limit_ms:.1f} ms")]
+        if self.experts:
+            counts = ", ".join(f"{count:.1f} by {rows}" for rows, count in self.experts.items())
+            lines.append(Text(f"experts of a layer that a pass reads: {counts} rows"))
+        return Group(table, *lines)
 
     def draw(self, path: str) -> None:
         """An SVG: a pass against its rows, for every context and batch, and the time that reading the weights
@@ -182,7 +191,8 @@ def cost_curve(
     batches: Sequence[int] = (1, 4),
     progress: Callable[[str], None] = lambda _: None,
 ) -> CostReport:
-    """Costs of a target pass over 1 to 64 rows, and the time that reading the weights takes."""
+    """Costs of a target pass over 1 to 64 rows, the time that reading the weights takes, and how many experts
+    are read."""
     progress("reading memory")
     bandwidth, weights = read_bandwidth(target.device), target.read_bytes / 1e9
     passes = []
@@ -194,6 +204,8 @@ def cost_curve(
                 rates = {"gb_s": round(speed, 2), "share": round(speed / bandwidth, 3)}
                 passes.append(PassCost(rows=rows, context=context, batch=batch, ms=ms, **rates))
     sizes: dict[str, Any] = {"bandwidth_gb_s": round(bandwidth, 1), "weights_gb": round(weights, 3)}
+    if isinstance(target, HFTarget) and (experts := experts_read(target, own_texts(target), ROWS)):
+        sizes["experts"] = experts
     return CostReport(**heading(target), **sizes, passes=passes)
 
 

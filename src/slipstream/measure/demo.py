@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.decode.costs import explained
+from slipstream.measure.contest import HF, Contest, first_prompts
 from slipstream.measure.questions import Question
 from slipstream.measure.report import promise
-from slipstream.measure.run import HF, Contest, first_prompts
 from slipstream.measure.tally import Answered, Tally
 from slipstream.targets.prompts import encode
 
@@ -91,7 +91,7 @@ def _verdict(
 
 
 def _figures(answers: dict[str, list[Answered]], drafter: str) -> Text:
-    tallies = {method: Tally(some) for method, some in answers.items()}
+    tallies = {method: Tally(each.counted for each in some) for method, some in answers.items()}
     speed = {method: tally.tokens_per_second for method, tally in tallies.items()}
     ours = speed[drafter]
     ratios = (f"{ours / speed[base]:.2f}× {name} ({speed[base]:.1f})" for base, name in SHOWN.items())

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
-from itertools import groupby
 from pathlib import Path
 from string import Template
 from typing import Any, TypeVar
@@ -19,10 +18,11 @@ from typing import Any, TypeVar
 from slipstream.decode.trace import Round, read_trace
 from slipstream.files import parsed, read_text
 from slipstream.measure.certify import Certificate
-from slipstream.measure.paired import paired
+from slipstream.measure.paired import Asked, paired
 from slipstream.measure.report import BenchReport, DrafterResult
+from slipstream.measure.sweep import Sweep
 
-R = TypeVar("R", BenchReport, Certificate)
+R = TypeVar("R", BenchReport, Certificate, Sweep)
 SCRIPTS = ("dom", "charts", "runs", "certificates", "answers", "page")  # each needs those before
 SHARES = 10_000  # probabilities are whole numbers of these parts on the page
 
@@ -35,8 +35,12 @@ def page(paths: Sequence[str]) -> str:
         text = read_text(path, "run or trace")
         if _is_trace(text):
             traces.append({"name": name, **_trace(read_trace(path, text))})
-        elif _is_certificate(text):
+        elif _holds("certified", text):
             certificates.append({"name": name, **_read(path, text, Certificate).stored()})
+        elif _holds("runs", text):
+            for run in _read(path, text, Sweep).runs:
+                place = f"{run.target}, T = {run.temperature:g}, {run.batch} at once"
+                runs.append({"name": f"{name}: {place}", **_run(run)})
         else:
             runs.append({"name": name, **_run(_read(path, text, BenchReport))})
     sources = files("slipstream.measure") / "page"
@@ -69,9 +73,9 @@ def _is_trace(text: str) -> bool:
     return isinstance(first, dict) and "row" in first
 
 
-def _is_certificate(text: str) -> bool:
+def _holds(key: str, text: str) -> bool:
     try:
-        return "certified" in parsed(text)
+        return key in parsed(text)
     except (ValueError, TypeError):
         return False
 
@@ -100,19 +104,23 @@ def _finite(value: Any) -> Any:
 def _run(report: BenchReport) -> dict[str, Any]:
     """The run as it is stored, and the speed-up by file with its interval where questions are known."""
     plain = next((row for row in report.results if row.drafter == "vanilla"), None)
-    stored = report.stored()
+    stored = report.stored() | {"turns": []}  # which only a run that goes on needs
     for row, line in zip(report.results, stored["results"], strict=True):
         line["tasks"] = {} if plain is None else _tasks(row, plain)
     return stored
 
 
 def _tasks(row: DrafterResult, plain: DrafterResult) -> dict[str, Any]:
-    def by_file(result: DrafterResult) -> dict[str, dict[str, Any]]:
-        asked = sorted(result.by_question.items(), key=lambda item: item[1].file)
-        return {file: dict(some) for file, some in groupby(asked, lambda item: item[1].file)}
+    """By file, and by category where questions have one."""
 
-    theirs = by_file(plain)
-    return {file: vars(paired(asked, theirs[file])) for file, asked in by_file(row).items()}
+    def by(part: str, result: DrafterResult) -> dict[str, dict[str, Asked]]:
+        parts: dict[str, dict[str, Asked]] = {}
+        for name, asked in result.by_question.items():
+            parts.setdefault(getattr(asked, part), {})[name] = asked
+        return {key: some for key, some in parts.items() if key}
+
+    ours, theirs = (by("file", each) | by("category", each) for each in (row, plain))
+    return {key: vars(paired(asked, theirs[key])) for key, asked in ours.items()}
 
 
 def _trace(answers: list[list[Round]]) -> dict[str, Any]:

@@ -22,11 +22,11 @@ from slipstream.drafters.kept import home_of
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.spec import Spec
 from slipstream.files import read_json
+from slipstream.measure.contest import first_prompts
 from slipstream.measure.cost import pass_seconds
 from slipstream.measure.fits import Change, Fit, Gain, changes, fit, shifted
 from slipstream.measure.frames import Framing, framing
 from slipstream.measure.questions import Question
-from slipstream.measure.run import first_prompts
 from slipstream.measure.tune import Costs, acceptance, proposing
 from slipstream.targets import HFTarget
 from slipstream.targets.prompts import encode

@@ -1,15 +1,16 @@
 """Questions in FastChat's question.jsonl form: question_id, category, turns."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
-from itertools import count
-from os import PathLike
+from itertools import chain, zip_longest
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 from slipstream.files import check_counts, evenly, parsed, read_text
+from slipstream.measure.hub import HUB, hub_rows
 
 OWN = files("slipstream.measure") / "questions.jsonl"
 
@@ -28,11 +29,14 @@ class Question:
         return f"{self.file}:{self.id}"
 
 
-Asking = Question | str | PathLike[str]  # a question, or a file of them
+Asking = Question | str | PathLike[str]  # a question, a file of them, or a data set by name
 
 
 def load_questions(given: Sequence[Asking] = (), limit: int | None = None) -> list[Question]:
-    """Questions, and those of files; the project's own where none is given.
+    """Questions, those of files, and those of data sets; the project's own where none is given.
+
+    Files are in FastChat's form, as those of MT-bench and Spec-Bench are. `hf:openai/gsm8k:test` is a split
+    of a data set, `hf:openai/gsm8k:socratic:test` one of a configuration (`measure.hub`).
 
     Args:
         limit: questions of each file, and of those given as they are, taken evenly, so that a small limit
@@ -43,10 +47,35 @@ def load_questions(given: Sequence[Asking] = (), limit: int | None = None) -> li
     """
     check_counts(limit=limit)
     chosen = evenly([question for question in given if isinstance(question, Question)], limit)
-    for path in given:
-        if not isinstance(path, Question):
-            chosen += evenly(_parsed(Path(path).name, read_text(path, "question file")), limit)
+    paths = [fspath(path) for path in given if not isinstance(path, Question)]
+    for path, name in zip(paths, _names(paths), strict=True):
+        chosen += evenly(_distinct(_read(path, name)), limit)
     return chosen if given else evenly(_parsed("questions.jsonl", OWN.read_text("utf-8")), limit)
+
+
+def _read(path: str, name: str) -> list[Question]:
+    if path.startswith(HUB):
+        rows = enumerate(hub_rows(path), 1)
+        return [Question(name, str(i), category or name, turns) for i, (category, turns) in rows]
+    return _parsed(name, read_text(path, "question file"))
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """The files' names; where two are the same, with their directories, as in mt_bench/question.jsonl."""
+    bare = [path.split(":")[1] if path.startswith(HUB) else path for path in paths]
+    times = Counter(Path(path).name for path in bare)
+    return ["/".join(Path(path).parts[-1 - (times[Path(path).name] > 1) :]) for path in bare]
+
+
+def _distinct(questions: list[Question]) -> list[Question]:
+    """Questions of one number are told apart, as where files were joined."""
+    seen = Counter[str]()
+    told = []
+    for question in questions:
+        seen[question.id] += 1
+        times = seen[question.id]
+        told.append(question if times == 1 else replace(question, id=f"{question.id} ({times})"))
+    return told
 
 
 def _parsed(name: str, text: str) -> list[Question]:
@@ -58,8 +87,16 @@ def _parsed(name: str, text: str) -> list[Question]:
 
 def alternated(questions: Sequence[Question]) -> list[Question]:
     """The first of every file, then the second of every file, and so on."""
-    counters = defaultdict[str, Iterator[int]](count)
-    return sorted(questions, key=lambda question: next(counters[question.file]))
+    return [question for (question,) in batches(questions, 1)]
+
+
+def batches(questions: Sequence[Question], size: int) -> list[list[Question]]:
+    """The first `size` of every file, then the next of every file, and so on."""
+    files: dict[str, list[Question]] = {}
+    for question in questions:
+        files.setdefault(question.file, []).append(question)
+    groups = ([own[i : i + size] for i in range(0, len(own), size)] for own in files.values())
+    return [group for group in chain.from_iterable(zip_longest(*groups)) if group]
 
 
 def _question(file: str, number: int, line: str) -> Question:

@@ -23,14 +23,29 @@ class Speedup(Part):
     hf_generate: float
 
 
+Interval = tuple[float, float]  # 95 % over the questions
+
+
 class Speed(Part):
-    """τ and tokens per second over some of the turns. `questions` counts turns."""
+    """τ and tokens per second over some of the turns.
+
+    Attributes:
+        questions: turns.
+        intervals: of the speed-up over each baseline; None where a file has one question only.
+    """
 
     questions: int
     new_tokens: int
     tau: float
     tokens_per_second: float
     speedup: Speedup
+    intervals: dict[str, Interval | None] = {}
+
+    def over(self, baseline: str) -> str:
+        """The speed-up over a baseline, for people."""
+        interval = self.intervals.get(baseline)
+        sure = " [{:.2f}, {:.2f}]".format(*interval) if interval else ""
+        return f"{getattr(self.speedup, baseline):.2f}{sure}"
 
 
 class Difference(Part):
@@ -43,6 +58,53 @@ class Difference(Part):
     token: int
     plain: int
     margin: float
+
+
+class Counted(Part):
+    """What figures are made of, of one answer.
+
+    Attributes:
+        wall: seconds, the prompt's pass included.
+        rounds: depth drafted, tokens accepted, tokens kept, and the number of rounds that were so.
+    """
+
+    new_tokens: int
+    wall: float
+    rounds: list[tuple[int, int, int, int]] = []
+    seconds: Seconds = Seconds()
+    identical: bool = True
+    differences: list[Difference] = []
+    unexplained: int = 0
+    memory_mib: float | None = None
+
+
+class Turn(Part):
+    """One turn of a question as all methods answered it, which a run that goes on needs.
+
+    Attributes:
+        question: its name.
+        group: turns of one number were asked at once.
+        given: by method.
+    """
+
+    question: str
+    turn: int
+    group: int
+    given: dict[str, Counted]
+
+
+class Settings(Part):
+    """What was asked: a run goes on only under the same settings.
+
+    Attributes:
+        fingerprint: of the target and of the questions' texts.
+    """
+
+    drafters: list[str]
+    questions: list[str]
+    temperature: float
+    batch: int
+    fingerprint: str
 
 
 class Expected(Part):
@@ -85,6 +147,7 @@ class DrafterResult(Speed):
     divergences: list[Difference]
     seconds: Seconds
     host_share: float  # of the time behind the prompts
+    memory_mib: float | None = None  # the most that the process held, the target included
     expected: Expected | None = None
     ledger: Ledger | None = None
     by_category: dict[str, Speed]
@@ -92,12 +155,22 @@ class DrafterResult(Speed):
     by_question: dict[str, Asked] = {}
     of_files: dict[str, Paired] = {}  # over each baseline, as means of files
 
+    @property
+    def sameness(self) -> Text:
+        """Whether every answer is plain decoding's, for people."""
+        if self.unexplained:
+            return Text(f"NO: {self.unexplained} unexplained", "bold red")
+        if self.identical is None:
+            return Text("in law", "cyan")
+        return Text("yes", "green") if self.identical else Text(f"{len(self.divergences)} ties", "yellow")
+
 
 class HFResult(Part):
     """Hugging Face generate's figures."""
 
     tokens_per_second: float
     new_tokens: int
+    memory_mib: float | None = None
     by_question: dict[str, Asked] = {}
 
 
@@ -107,8 +180,11 @@ class BenchReport(Report):
     Attributes:
         exactness: the promise that drafters were held to, as in `Certificate`.
         margin: the precision's, in logits.
+        batch: prompts that were answered at once.
         prompts: names of the questions that all methods answered.
+        settings: what was asked; older reports do not say.
         results: plain decoding first, then the drafters.
+        turns: of a run that has not ended, what was answered until then.
     """
 
     exactness: str = "audited"
@@ -116,21 +192,24 @@ class BenchReport(Report):
     temperature: float
     seed: int
     max_new_tokens: int
+    batch: int = 1
     prompts: list[str]
+    settings: Settings | None = None
     hf_generate: HFResult
     results: list[DrafterResult]
+    turns: list[Turn] = []
 
     def __rich__(self) -> Group:
         """One line per drafter, one per category and drafter, and where the time went."""
         title = f"{self.target}, {self.dtype}, T = {self.temperature:g}, {self.hardware['cpu']}"
+        title += f", {self.batch} texts at once" if self.batch > 1 else ""
         title += f"; held to plain decoding {promise(self.exactness, self.margin)}"
         main = Figures(title, "drafter", "τ", "tok/s", "× plain", "× HF", "draft", "verify", "host", "same")
         for row in self.results:
-            speed, over = f"{row.tokens_per_second:.1f}", row.speedup
-            ratios = (f"{over.vanilla:.2f}", f"{over.hf_generate:.2f}")
+            speed, ratios = f"{row.tokens_per_second:.1f}", (row.over("vanilla"), row.over("hf_generate"))
             parts = (row.seconds.draft, row.seconds.verify, row.seconds.host)
             shares = (f"{part / max(sum(parts), 1e-9):.1%}" for part in parts)
-            main.add_row(row.drafter, f"{row.tau:.2f}", speed, *ratios, *shares, _sameness(row))
+            main.add_row(row.drafter, f"{row.tau:.2f}", speed, *ratios, *shares, row.sameness)
         hf = f"{self.hf_generate.tokens_per_second:.1f}"
         main.add_row("HF generate", "1.00", hf, "", "1.00", "", "", "", "", style="dim")
         return Group(main, _by_part(self.results), *_notes(self.results))
@@ -146,7 +225,7 @@ def _by_part(results: list[DrafterResult]) -> Figures:
     table = Figures(title, "questions", "turns", *names)
     for parts in ([row.by_category for row in drafters], [row.by_file for row in drafters]):
         for key, first in parts[0].items():
-            cells = (f"{part[key].tau:.2f}  {part[key].speedup.vanilla:.2f}×" for part in parts)
+            cells = (f"{part[key].tau:.2f}  {part[key].over('vanilla')}×" for part in parts)
             table.add_row(key, first.questions, *cells)
         table.add_section()
     means = [row.of_files["vanilla"] for row in drafters if row.of_files]
@@ -174,11 +253,3 @@ def _notes(results: list[DrafterResult]) -> list[Text]:
             measured = f"measured {made.measured:.2f}, {made.remainder:+.1%} unexplained"
             ledgers.append(f"{row.drafter}: {factors} = {made.predicted:.2f}; {measured}")
     return [Text(line) for line in depths + ledgers]
-
-
-def _sameness(row: DrafterResult) -> Text:
-    if row.unexplained:
-        return Text(f"NO: {row.unexplained} unexplained", "bold red")
-    if row.identical is None:
-        return Text("in law", "cyan")
-    return Text("yes", "green") if row.identical else Text(f"{len(row.divergences)} ties", "yellow")

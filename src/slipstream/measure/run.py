@@ -1,136 +1,33 @@
 """bench: drafters beside both baselines, in alternation, on the same prompts."""
 
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 from slipstream.command import public
-from slipstream.core.drafter import Drafter
-from slipstream.core.target import Target
-from slipstream.core.tree import PAD
-from slipstream.decode.audit import Divergence, audit
-from slipstream.decode.generate import Generation, generate, stream
 from slipstream.decode.session import Seconds
-from slipstream.decode.settings import Settings
-from slipstream.drafters import load_drafter
 from slipstream.drafters.proposer import Proposer
-from slipstream.drafters.vanilla import Vanilla
-from slipstream.measure.baseline import hf_answer
-from slipstream.measure.paired import Asked, paired
-from slipstream.measure.questions import Asking, Question, alternated, load_questions
-from slipstream.measure.report import BenchReport, Difference, DrafterResult, HFResult, Speed, Speedup
+from slipstream.files import check_counts
+from slipstream.measure.contest import BASELINES, HF, Contest, Drafters, first_prompts
+from slipstream.measure.paired import Asked, paired, together
+from slipstream.measure.questions import Asking, Question, batches, load_questions
+from slipstream.measure.report import (
+    BenchReport,
+    Counted,
+    DrafterResult,
+    HFResult,
+    Settings,
+    Speed,
+    Speedup,
+    Turn,
+)
+from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint
 from slipstream.measure.tally import TINY, Answered, Tally, expected, ledger
 from slipstream.results import heading
-from slipstream.targets import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.targets.prompts import encode
-
-HF = "hf_generate"
-BASELINES = ("vanilla", HF)
-Drafters = str | Sequence[str] | Mapping[str, Drafter]  # drafters to load, or drafters by a name
-
-
-@dataclass(frozen=True)
-class Contest:
-    """Methods that answer the same prompts under the same settings: Hugging Face's generate, and drafters.
-
-    Attributes:
-        exactness: the target's, which it finds out before anything is timed.
-    """
-
-    target: HFTarget
-    drafters: dict[str, Drafter]
-    exactness: str
-    max_new_tokens: int
-    temperature: float
-    seed: int
-
-    @classmethod
-    def of(
-        cls, target: HFTarget, drafters: Drafters, max_new_tokens: int, temperature: float, seed: int
-    ) -> "Contest":
-        """Both baselines and the drafters. Raises ValueError for a name that is not known."""
-        contestants = {"vanilla": Vanilla(), **drafters_of(drafters, target, temperature)}
-        return cls(target, contestants, target.exactness, max_new_tokens, temperature, seed)
-
-    @property
-    def methods(self) -> list[str]:
-        return [HF, *self.drafters]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"temperature": self.temperature, "seed": self.seed, "max_new_tokens": self.max_new_tokens}
-
-    def warm_up(self, prompt: list[int]) -> None:
-        """Ask each method once, untimed: first calls allocate and choose kernels. Raises ValueError for
-        settings out of range."""
-        Settings.of(self.target, self.max_new_tokens).limit(prompt)
-        short = replace(self, max_new_tokens=4)
-        for method in self.methods:
-            short.ask(method, prompt)
-
-    def ask(
-        self, method: str, prompt: list[int], show: Callable[[list[str]], None] | None = None
-    ) -> Answered:
-        """One answer, timed with its prompt's pass. `show` is called after each round, with the text of each
-        of its tokens."""
-        began = time.perf_counter()
-        if method == HF:
-            tokens = hf_answer(self.target, prompt, **self.settings)
-            return Answered(tokens, time.perf_counter() - began)
-        drafter = self.drafters[method]
-        if show is None:
-            done: Generation = generate(self.target, prompt, drafter, **self.settings)
-        else:
-            pieces = stream(self.target, prompt, drafter, **self.settings)
-            for texts in pieces.rounds:
-                show(texts)
-            assert pieces.generation is not None
-            done = pieces.generation
-        return Answered(done.tokens, time.perf_counter() - began, done.rounds, done.seconds, done.sampling)
-
-    def promises_bits(self, method: str) -> bool:
-        """Whether every token must be plain decoding's. Hugging Face's generate has attention and products of
-        its own, which round otherwise, and so do trees where the target is only audited: there a near-tie
-        within the precision's margin may turn."""
-        return self.exactness == "bits" and method != HF
-
-    def audited(
-        self,
-        method: str,
-        answer: Answered,
-        plain: Answered,
-        question: Question,
-        prompt: list[int],
-        turn: int = 0,
-    ) -> Answered:
-        """The answer with what the audit found, where it is not plain decoding's."""
-        if answer.tokens == plain.tokens:
-            return answer
-        found = audit(self.target, prompt, answer.tokens, plain.sampling) or [_parting(answer, plain)]
-        strict, margin = self.promises_bits(method), self.target.margin
-        return replace(
-            answer,
-            identical=False,
-            differences=[Difference(question=question.name, turn=turn, **vars(each)) for each in found],
-            unexplained=sum(strict or each.margin > margin for each in found),
-        )
-
-
-def _parting(answer: Answered, plain: Answered) -> Divergence:
-    """Where an answer leaves plain decoding's, though each of its tokens is what the audit chooses, too. No
-    rounding makes it end elsewhere."""
-    pairs = enumerate(zip_longest(answer.tokens, plain.tokens, fillvalue=PAD))
-    at, (token, other) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
-    return Divergence(at, token, other, math.inf if PAD in (token, other) else 0.0)
-
-
-Turns = list[tuple[Question, Answered]]
-Answers = dict[str, Turns]  # by method
 
 
 @public
@@ -142,12 +39,14 @@ def bench(
     limit: int | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
+    batch: int = 1,
     seed: int = 0,
+    begun: BenchReport | None = None,
     progress: Callable[[str], None] = lambda _: None,
     keep: Callable[[BenchReport], None] = lambda _: None,
 ) -> BenchReport:
     """Answer every turn of every question with plain decoding, Hugging Face generate and drafters, and
-    compare.
+    compare. `sweep` does so for several targets, temperatures and batches.
 
     All methods answer a turn before the next turn is asked, in an order that rotates, so that a machine that
     slows down slows all of them. A later turn continues plain decoding's conversation, so that all methods
@@ -157,105 +56,181 @@ def bench(
     Args:
         target: a target, or the name of one, which is loaded with `load_target`'s defaults.
         drafters: names or directories with options, as `load_drafter` takes them, or drafters by a name.
-        questions: questions, or files of them; default: the project's own.
+        questions: questions, files, or data sets (`hf:openai/gsm8k:test`); default: the project's own.
         limit: questions of each file, taken evenly over it.
         max_new_tokens: tokens per answer, at most.
+        batch: questions of a file that are asked at once. They share time equally, and intervals draw them
+            together. Figures of passes are one text's.
+        begun: the report of a run that did not end, which is gone on with.
         progress: called with the name of each step.
-        keep: called where an error or Ctrl-C ends the run, with a report over the turns that all methods
-            answered. Its `stopped` names the error.
+        keep: called with a report over what all methods answered, whose `stopped` says why it is no whole
+            one: after each group of questions, and where an error or Ctrl-C ends the run.
 
     Returns:
         Figures over all turns and by category, file and question.
 
     Raises:
-        ValueError: a drafter, a file or a setting is unknown or out of range, or a question leaves no room
-            for an answer.
+        ValueError: a drafter, a file or a setting is unknown or out of range, a question leaves no room for
+            an answer, or `begun` was begun under other settings, by another version or on another machine.
     """
+    check_counts(batch=batch)
     asked = load_questions(questions, limit)
     target = loaded(target)
-    contest = Contest.of(target, drafters, max_new_tokens, temperature, seed)
+    contest = Contest.of(target, drafters, max_new_tokens, temperature, seed, batch)
+    run = _Run(contest, batches(asked, batch), settings_of(contest, asked))
+    if begun is not None:
+        run.go_on(begun, progress)
+        if begun.stopped is None:
+            return begun
     progress("warming up")
     contest.warm_up(first_prompts(target, asked, max_new_tokens)[0])
-    answers: Answers = {name: [] for name in contest.methods}
-    try:
-        for question in alternated(asked):
-            _ask(contest, question, answers, progress)
-    except BaseException as error:
-        if answers[HF]:
-            keep(_report(contest, answers).ended_by(error))
-        raise
-    return _report(contest, answers)
+    return run.through(progress, keep)
 
 
-def _ask(contest: Contest, question: Question, answers: Answers, progress: Callable[[str], None]) -> None:
-    """Ask all methods every turn of a question. A turn counts once all of them have answered it."""
-    methods, text = contest.methods, contest.target.text
-    assert text is not None  # the first prompts were text
-    messages: list[dict[str, str]] = []
-    for number, turn in enumerate(question.turns):
-        messages.append({"role": "user", "content": turn})
-        prompt = encode(contest.target, messages if text.has_chat else turn)
-        given: dict[str, Answered] = {}
-        first = len(answers[HF]) % len(methods)
-        for name in methods[first:] + methods[:first]:
-            progress(f"{question.name} {name}")
-            given[name] = contest.ask(name, prompt)
-        plain = given["vanilla"]
-        for name, drafter in contest.drafters.items():
-            if drafter.law == "coupled":
-                given[name] = contest.audited(name, given[name], plain, question, prompt, number)
-        for name in methods:
-            answers[name].append((question, given[name]))
-        messages.append({"role": "assistant", "content": text.decode(plain.tokens)})
+def steps(questions: Sequence[Question], drafters: int, batch: int = 1) -> int:
+    """How often `bench` calls `progress`; `drafters`: beside plain decoding."""
+    turns = sum(max(len(question.turns) for question in group) for group in batches(questions, batch))
+    return 1 + turns * (2 + drafters)
 
 
-def drafters_of(given: Drafters, target: HFTarget, temperature: float = 0.0) -> dict[str, Drafter]:
-    """Drafters by name, loaded where they are only named. Raises ValueError for an unknown one."""
-    if isinstance(given, Mapping):
-        return dict(given)
-    names = dict.fromkeys([given] if isinstance(given, str) else given)
-    return {name: load_drafter(name, target, temperature) for name in names}
+def settings_of(contest: Contest, asked: Sequence[Question]) -> Settings:
+    """What a call of `bench` asks."""
+    return Settings(
+        drafters=[*contest.drafters],
+        questions=[question.name for question in asked],
+        temperature=contest.temperature,
+        batch=contest.batch,
+        fingerprint=fingerprint(contest.target.fingerprint, [question.turns for question in asked]),
+    )
 
 
-def first_prompts(target: Target, questions: Sequence[Question], max_new_tokens: int = 1) -> list[list[int]]:
-    """The first turn of every question, as tokens. Raises ValueError, by name, for one that leaves no room
-    for an answer."""
-    if not questions:
-        raise ValueError("no questions: give one at least")
-    prompts = []
-    for question in questions:
+@dataclass
+class _Run:
+    """A run under way: questions in groups that are asked at once, and the turns answered so far."""
+
+    contest: Contest
+    groups: list[list[Question]]
+    settings: Settings
+    turns: list[Turn] = field(default_factory=list)
+    done: int = 0  # groups
+
+    def go_on(self, begun: BenchReport, progress: Callable[[str], None]) -> None:
+        """Take over the whole groups of an earlier run. Raises ValueError where it was another run."""
+        check_goes_on("run", begun, _heading(self.contest), self.settings)
+        for number, group in enumerate(self.groups):
+            found = [turn for turn in begun.turns if turn.group == number]
+            if len(found) < sum(len(question.turns) for question in group):
+                break
+            self.turns += found
+            self.done = number + 1
+            for _ in range(max(len(question.turns) for question in group) * len(self.contest.methods)):
+                progress("known from the unfinished run")
+
+    def through(self, progress: Callable[[str], None], keep: Callable[[BenchReport], None]) -> BenchReport:
+        """Ask what is left, group by group."""
         try:
-            prompts.append(encode(target, question.turns[0]))
-            Settings.of(target, max_new_tokens).limit(prompts[-1])
-        except ValueError as error:
-            raise ValueError(f"question {question.name}: {error}") from error
-    return prompts
+            for number, group in enumerate(self.groups[self.done :], self.done):
+                self._ask(number, group, progress)
+                keep(self.report(UNFINISHED))
+        except BaseException as error:
+            if self.turns:
+                keep(self.report(UNFINISHED).ended_by(error))
+            raise
+        return self.report(None)
+
+    def _ask(self, number: int, group: list[Question], progress: Callable[[str], None]) -> None:
+        """Ask all methods every turn of a group. A turn counts once all of them have answered it."""
+        contest, text = self.contest, self.contest.target.text
+        assert text is not None  # the first prompts were text
+        talks: dict[str, list[dict[str, str]]] = {question.name: [] for question in group}
+        for turn in range(max(len(question.turns) for question in group)):
+            asked = [question for question in group if turn < len(question.turns)]
+            prompts = []
+            for question in asked:
+                talks[question.name].append({"role": "user", "content": question.turns[turn]})
+                told = talks[question.name] if text.has_chat else question.turns[turn]
+                prompts.append(encode(contest.target, told))
+            for place, given in enumerate(self._answers(asked, prompts, turn, progress)):
+                question = asked[place]
+                counted = {name: answer.counted for name, answer in given.items()}
+                self.turns.append(Turn(question=question.name, turn=turn, group=number, given=counted))
+                said = text.decode(given["vanilla"].tokens)
+                talks[question.name].append({"role": "assistant", "content": said})
+
+    def _answers(
+        self, asked: list[Question], prompts: list[list[int]], turn: int, progress: Callable[[str], None]
+    ) -> list[dict[str, Answered]]:
+        """Each question's answers, by method."""
+        contest, methods = self.contest, self.contest.methods
+        first = len(self.turns) % len(methods)
+        given: dict[str, list[Answered]] = {}
+        for name in methods[first:] + methods[:first]:
+            progress(f"{asked[0].name} {name}")
+            given[name] = contest.ask_all(name, prompts)
+        answers = []
+        for place, (question, prompt) in enumerate(zip(asked, prompts, strict=True)):
+            own = {name: given[name][place] for name in methods}
+            for name, drafter in contest.drafters.items():
+                if drafter.law == "coupled":
+                    plain = own["vanilla"]
+                    own[name] = contest.audited(name, own[name], plain, question, prompt, turn)
+            answers.append(own)
+        return answers
+
+    def report(self, stopped: str | None) -> BenchReport:
+        made = _report(self.contest, self.settings, self.turns, self.groups)
+        return (
+            made if stopped is None else made.model_copy(update={"stopped": stopped, "turns": [*self.turns]})
+        )
 
 
-def _report(contest: Contest, answers: Answers) -> BenchReport:
-    hf = _all(answers[HF])
-    speed = round(hf.tokens_per_second, 2)
-    asked = {name: _by_question(turns) for name, turns in answers.items()}
-    return BenchReport(
+Turns = list[tuple[Question, int, Counted]]  # of one method, with the number of the group
+
+
+def _heading(contest: Contest) -> dict[str, Any]:
+    return {
         **heading(contest.target),
-        exactness=contest.exactness,
-        margin=contest.target.margin,
+        "exactness": contest.exactness,
+        "margin": contest.target.margin,
         **contest.settings,
+        "batch": contest.batch,
+    }
+
+
+def _report(
+    contest: Contest, settings: Settings, turns: Sequence[Turn], groups: Sequence[list[Question]]
+) -> BenchReport:
+    questions = {question.name: question for group in groups for question in group}
+    answers = {
+        method: [(questions[turn.question], turn.group, turn.given[method]) for turn in turns]
+        for method in contest.methods
+    }
+    hf = _all(answers[HF])
+    asked = {name: _by_question(turns, contest.batch) for name, turns in answers.items()}
+    return BenchReport(
+        **_heading(contest),
         prompts=list(asked[HF]),
-        hf_generate=HFResult(tokens_per_second=speed, new_tokens=hf.new_tokens, by_question=asked[HF]),
+        settings=settings,
+        hf_generate=HFResult(
+            tokens_per_second=round(hf.tokens_per_second, 2),
+            new_tokens=hf.new_tokens,
+            memory_mib=hf.memory_mib,
+            by_question=asked[HF],
+        ),
         results=[_result(contest, name, answers, asked) for name in contest.drafters],
     )
 
 
 def _result(
-    contest: Contest, name: str, answers: Answers, asked: dict[str, dict[str, Asked]]
+    contest: Contest, name: str, answers: dict[str, Turns], asked: dict[str, dict[str, Asked]]
 ) -> DrafterResult:
     drafter, methods = contest.drafters[name], [answers[method] for method in (name, *BASELINES)]
-    tally, plain, hf = map(_all, methods)
+    tally, plain = _all(methods[0]), _all(methods[1])
+    figures = _Speeds(methods, [asked[method] for method in (name, *BASELINES)])
     decoding = tally.seconds.total - tally.seconds.prefill
     return DrafterResult(
         drafter=name,
-        **dict(_speed(tally, plain, hf)),
+        **dict(figures.of(lambda _: True)),
         tree=drafter.shape.name if isinstance(drafter, Proposer) else None,
         rows=drafter.rows,
         target_passes=len(tally.rounds),
@@ -267,48 +242,65 @@ def _result(
         divergences=tally.differences,
         seconds=Seconds(**{part: round(seconds, 3) for part, seconds in vars(tally.seconds).items()}),
         host_share=round(tally.seconds.host / decoding, 4) if decoding else 0.0,
+        memory_mib=tally.memory_mib,
         expected=expected(tally, plain),
         ledger=ledger(tally, plain),
-        by_category=_speeds(methods, attrgetter("category")),
-        by_file=_speeds(methods, attrgetter("file")),
+        by_category=figures.by(attrgetter("category")),
+        by_file=figures.by(attrgetter("file")),
         by_question=asked[name],
         of_files={baseline: paired(asked[name], asked[baseline]) for baseline in BASELINES},
     )
 
 
 def _all(turns: Turns) -> Tally:
-    return Tally(answer for _, answer in turns)
+    return Tally(answer for *_, answer in turns)
 
 
-def _by_part(turns: Turns, part: Callable[[Question], str]) -> dict[str, Tally]:
-    answers: dict[str, list[Answered]] = {}
-    for question, answer in turns:
-        answers.setdefault(part(question), []).append(answer)
-    return {key: Tally(some) for key, some in answers.items()}
+def _by_question(turns: Turns, batch: int) -> dict[str, Asked]:
+    """One method's answers, all turns of a question together."""
+    answers: dict[str, list[Counted]] = {}
+    for question, _, answer in turns:
+        answers.setdefault(question.name, []).append(answer)
+    made = {}
+    for question, group, _ in turns:
+        tally = Tally(answers[question.name])
+        own: dict[str, Any] = {"new_tokens": tally.new_tokens, "seconds": round(tally.wall, 4)}
+        if question.category != question.file:
+            own["category"] = question.category
+        if batch > 1:
+            own["group"] = group
+        made[question.name] = Asked(file=question.file, **own)
+    return made
 
 
-def _by_question(turns: Turns) -> dict[str, Asked]:
-    files = {question.name: question.file for question, _ in turns}
-    return {
-        name: Asked(file=files[name], new_tokens=tally.new_tokens, seconds=round(tally.wall, 4))
-        for name, tally in _by_part(turns, attrgetter("name")).items()
-    }
+def _is(part: Callable[[Question], str], key: str, question: Question) -> bool:
+    return part(question) == key
 
 
-def _speeds(methods: Sequence[Turns], part: Callable[[Question], str]) -> dict[str, Speed]:
-    """By part of the questions. The methods are a drafter and both baselines."""
-    ours, plain, hf = (_by_part(turns, part) for turns in methods)
-    return {key: _speed(tally, plain[key], hf[key]) for key, tally in ours.items()}
+@dataclass(frozen=True)
+class _Speeds:
+    """Speeds over some of the questions. `methods`, `asked`: of a drafter and both baselines."""
 
+    methods: list[Turns]
+    asked: list[dict[str, Asked]]
 
-def _speed(tally: Tally, plain: Tally, hf: Tally) -> Speed:
-    """τ, speed, and ratios of tokens per second, so that answers of different length compare."""
-    speed = tally.tokens_per_second
-    over = (round(speed / max(base.tokens_per_second, TINY), 3) for base in (plain, hf))
-    return Speed(
-        questions=len(tally.answers),
-        new_tokens=tally.new_tokens,
-        tau=round(tally.tau, 4),
-        tokens_per_second=round(speed, 2),
-        speedup=Speedup(**dict(zip(BASELINES, over, strict=True))),
-    )
+    def by(self, part: Callable[[Question], str]) -> dict[str, Speed]:
+        """By part of the questions."""
+        parts = dict.fromkeys(part(question) for question, *_ in self.methods[0])
+        return {key: self.of(partial(_is, part, key)) for key in parts}
+
+    def of(self, chosen: Callable[[Question], bool]) -> Speed:
+        """τ, speed, and ratios of tokens per second, so that answers of different length compare."""
+        tally, *bases = (_all([turn for turn in turns if chosen(turn[0])]) for turns in self.methods)
+        names = {question.name for question, *_ in self.methods[0] if chosen(question)}
+        ours, *theirs = ({name: asked[name] for name in names} for asked in self.asked)
+        speed = tally.tokens_per_second
+        over = (round(speed / max(base.tokens_per_second, TINY), 3) for base in bases)
+        return Speed(
+            questions=len(tally.answers),
+            new_tokens=tally.new_tokens,
+            tau=round(tally.tau, 4),
+            tokens_per_second=round(speed, 2),
+            speedup=Speedup(**dict(zip(BASELINES, over, strict=True))),
+            intervals={name: together(ours, base) for name, base in zip(BASELINES, theirs, strict=True)},
+        )

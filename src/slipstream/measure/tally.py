@@ -1,5 +1,6 @@
 """Figures of one method's answers: τ, acceptance by depth, and the factors of a speed-up."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
@@ -8,7 +9,7 @@ from slipstream.core.sampling import Sampling
 from slipstream.decode.answer import Round, mean_accepted_length
 from slipstream.decode.session import Seconds
 from slipstream.measure.cost import promised
-from slipstream.measure.report import Difference, Expected, Ledger
+from slipstream.measure.report import Counted, Difference, Expected, Ledger
 
 TINY = 1e-9  # what is divided by is at least this
 
@@ -25,21 +26,40 @@ class Answered:
     identical: bool = True  # to plain decoding's
     differences: list[Difference] = field(default_factory=list)
     unexplained: int = 0  # of the differences: no promise allows them
+    memory_mib: float | None = None  # the most that the process held
+
+    @property
+    def counted(self) -> Counted:
+        """What figures are made of."""
+        rounds = Counter((r.drafted, r.accepted, r.kept) for r in self.rounds)
+        return Counted(
+            new_tokens=len(self.tokens),
+            wall=self.wall,
+            rounds=[(*kind, times) for kind, times in sorted(rounds.items())],
+            seconds=self.seconds,
+            identical=self.identical,
+            differences=self.differences,
+            unexplained=self.unexplained,
+            memory_mib=self.memory_mib,
+        )
 
 
 class Tally:
     """Answers of one method, to all of the questions or to a part of them."""
 
-    def __init__(self, answers: Iterable[Answered]) -> None:
+    def __init__(self, answers: Iterable[Counted]) -> None:
         self.answers = list(answers)
-        self.new_tokens = sum(len(answer.tokens) for answer in self.answers)
+        self.new_tokens = sum(answer.new_tokens for answer in self.answers)
         self.wall = sum(answer.wall for answer in self.answers)
-        self.rounds = [r for answer in self.answers for r in answer.rounds]
+        kinds = [kind for answer in self.answers for kind in answer.rounds]
+        self.rounds = [Round(*kind) for *kind, times in kinds for _ in range(times)]
         self.seconds = sum((answer.seconds for answer in self.answers), Seconds())
         self.differences = [each for answer in self.answers for each in answer.differences]
         self.unexplained = sum(answer.unexplained for answer in self.answers)
         self.tokens_per_second = self.new_tokens / self.wall if self.wall else 0.0
         self.tau = mean_accepted_length(self.rounds)
+        held = [answer.memory_mib for answer in self.answers if answer.memory_mib is not None]
+        self.memory_mib = max(held, default=None)
 
     def acceptance(self, conditional: bool) -> list[float]:
         """By depth d: the share of passes that accepted d drafted tokens or more; conditional: of those that

@@ -37,9 +37,9 @@ from slipstream.drafters.spec import Named, Spec
 from slipstream.drafters.store import save_tuned, tuned_file
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_counts, evenly, read_results
+from slipstream.measure.contest import first_prompts
 from slipstream.measure.cost import PARTS, ROWS, Rounds, pass_seconds
 from slipstream.measure.questions import Asking, load_questions
-from slipstream.measure.run import first_prompts
 from slipstream.measure.skip import skippable
 from slipstream.measure.tuned import Held, Proposed, Raced, Size, Skipped, Timing, Tuned, TuneReport
 from slipstream.methods import named
@@ -289,9 +289,16 @@ def ranks(drafter: Proposer, recorded: RecordedTarget, shape: Shape) -> Int[Tens
     """The ranks of the right candidates of drafts that begin at every token of the recorded answers. The
     shape is a backbone. Its width stands for a position where no candidate is right; −1 for one behind a
     wrong first candidate or past the end of the text."""
+    return ranked(drafter, recorded, shape)[1]
+
+
+def ranked(
+    drafter: Proposer, recorded: RecordedTarget, shape: Shape
+) -> tuple[Int[Tensor, " n"], Int[Tensor, "n depth"]]:
+    """The texts that drafts begin in, and their `ranks`."""
     depth, width = shape.depth, shape.children
     last = recorded.tokens.shape[1] - 1
-    parts = []
+    texts, parts = [], []
     for session, _ in rounds(drafter, recorded, one_by_one, shape):
         span = session.span
         assert span is not None and span.tree is not None
@@ -301,7 +308,8 @@ def ranks(drafter: Proposer, recorded: RecordedTarget, shape: Shape) -> Int[Tens
         rank = torch.where(hits.any(2), hits.int().argmax(2), width)
         behind = F.pad((rank == 0).cumprod(1), (1, -1), value=1).bool()
         parts.append(torch.where(behind & (right >= 0), rank, -1))
-    return torch.cat(parts)
+        texts.append(session.cache.texts.clone())
+    return torch.cat(texts), torch.cat(parts)
 
 
 def _held(drafter: Proposer, recorded: RecordedTarget, proposal: str, tree: str, costs: Costs) -> Held:

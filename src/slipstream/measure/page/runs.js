@@ -121,7 +121,9 @@ function drafterPart(run, row) {
   ];
   const parts = [
     ...Object.entries(row.by_file ?? {}).map(([name, part]) => ({ kind: "set", name, ...part, interval: row.tasks[name]?.interval })),
-    ...Object.entries(row.by_category).map(([name, part]) => ({ kind: "category", name, ...part })),
+    ...Object.entries(row.by_category).map(([name, part]) => ({
+      kind: "category", name, ...part, interval: part.intervals?.vanilla,
+    })),
   ];
   const columns = [
     { head: "task", value: (part) => part.name },
@@ -132,7 +134,7 @@ function drafterPart(run, row) {
     { head: "tokens/s", value: (part) => part.tokens_per_second, show: (part) => fixed(part.tokens_per_second, 1) },
     { head: "× plain", value: (part) => part.speedup.vanilla,
       show: (part) => sure({ value: part.speedup.vanilla, interval: part.interval }) },
-    { head: "× Hugging Face", value: (part) => part.speedup.hf_generate, show: (part) => fixed(part.speedup.hf_generate) },
+    { head: "× Hugging Face", value: (part) => part.speedup.hf_generate, show: (part) => sure({ value: part.speedup.hf_generate, interval: part.intervals?.hf_generate }) },
   ];
   return [
     el("p", {}, el("code", {}, row.drafter), row.tree ? ` grows ${row.tree}` : "", ` (law: ${row.law ?? "coupled"}). `, made(row)),

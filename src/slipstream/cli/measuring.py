@@ -1,0 +1,219 @@
+"""bench, certify, reproduce: measure, prove, and hold the papers' tables against what is found here."""
+
+from typing import Annotated, Any
+
+import typer
+
+from slipstream.cli.common import (
+    DRAFTERS,
+    Compile,
+    Device,
+    DrafterNames,
+    Dtype,
+    Files,
+    JsonPath,
+    Limit,
+    MaxNewTokens,
+    Quantize,
+    Resume,
+    Seed,
+    TargetName,
+    TargetNames,
+    command,
+    deliver,
+    err,
+    inputs,
+    kept,
+    load,
+    on_questions,
+    on_results,
+    on_sampling,
+    option,
+    out,
+    progress_bar,
+    storing,
+    unfinished,
+)
+from slipstream.files import check_writable
+from slipstream.measure.questions import load_questions
+
+SEVERAL = "0 is greedy; repeatable"
+PLOT = "draw it, as SVG or PNG: by task and round, or of several runs by texts at once"
+BATCHES = "questions that are asked at once; repeatable"
+Temperatures = Annotated[list[float], on_sampling(SEVERAL, "T", "--temperature", min=0)]
+
+
+@command(
+    "bench --drafter ngram --limit 2",
+    "bench --questions mt_bench.jsonl --questions gsm8k.jsonl --limit 20 --drafter ngram --json out.json",
+    "bench --drafter auto --questions hf:openai/gsm8k:test --limit 20 --json out.json --resume",
+    "bench --drafter ngram --temperature 0 --temperature 1 --batch 1 --batch 4 --json out.json",
+    lists=DRAFTERS,
+)
+def bench(
+    target: TargetNames = ["smollm2"],
+    drafter: DrafterNames = ["auto"],
+    questions: Files = [],
+    limit: Limit = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperatures: Temperatures = [0.0],
+    batch: Annotated[list[int], on_questions(BATCHES, "N", "--batch", min=1)] = [1],
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    compile: Compile = False,
+    quantize: Quantize = None,
+    plot: Annotated[str | None, on_results(PLOT, "FILE")] = None,
+    json_path: JsonPath = None,
+    resume: Resume = False,
+) -> None:
+    """Measure drafters beside plain decoding and Hugging Face generate, in alternation on the same
+    prompts.
+
+    Several targets, temperatures or numbers of texts make one run each, and one file in all.
+    """
+    from slipstream.measure.pictures import draw_run, draw_sweep
+    from slipstream.measure.report import BenchReport
+    from slipstream.measure.run import bench as run, steps
+    from slipstream.measure.sweep import Sweep, sweep
+
+    check_writable(plot, json_path, reads=[*inputs(target[0], drafter, questions), *target])
+    asked, others = load_questions(questions, limit), len(set(drafter) - {"vanilla"})
+    several = len(target) * len(temperatures) * len(batch) > 1
+    begun: Any = unfinished(resume, json_path, Sweep if several else BenchReport)
+    each = sum(steps(asked, others, texts) for texts in batch) * len(temperatures)
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "begun": begun}
+    each *= len(target)
+
+    def show(report: Any) -> None:
+        deliver(report, json_path, plot, lambda path: (draw_sweep if several else draw_run)(report, path))
+
+    with kept(show) as keep, progress_bar(each) as progress:
+        how |= {"progress": progress, "keep": storing(keep, json_path)}
+        targets = (load(name, dtype, device, compile, quantize) for name in target)
+        if several:
+            keep(sweep(targets, drafter, asked, temperatures=temperatures, batches=batch, **how))
+        else:
+            keep(run(next(targets), drafter, asked, temperature=temperatures[0], batch=batch[0], **how))
+
+
+DRAWS = "answers of each distribution test, at T > 0"
+
+
+@command(
+    "certify --limit 4",
+    "certify --target ./my-model --drafter ngram --temperature 0 --temperature 0.7 --json certificate.json",
+    "certify --drafter auto --drafter eagle:proposal=sampled,tree=chain-3 --json certificate.json --resume",
+    lists=DRAFTERS,
+)
+def certify(
+    target: TargetName = "smollm2",
+    drafter: DrafterNames = ["auto"],
+    questions: Files = [],
+    limit: Limit = 20,
+    max_new_tokens: MaxNewTokens = 128,
+    temperatures: Temperatures = [0.0, 1.0],
+    draws: Annotated[int, on_sampling(DRAWS, "N", min=1)] = 64,
+    seed: Seed = 0,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    compile: Compile = False,
+    quantize: Quantize = None,
+    json_path: JsonPath = None,
+    resume: Resume = False,
+) -> None:
+    """Prove losslessness on your own model: every token of every answer is audited against plain decoding.
+
+    On a CPU in float32 and bfloat16 no token may differ, because a row of a pass has the same
+    bits whatever rows stand beside it. Elsewhere one may where two are nearly tied and
+    rounding turned them: within 0.001 logits in float32, 0.5 in bfloat16, and in float64 never.
+
+    A tree oracle always runs beside the drafters, and at T = 0 Hugging Face generate is
+    audited too, except with --quantize: its own attention rounds otherwise. At T > 0 draws are
+    tested against the target's law: plain decoding's, and those of drafters that keep the
+    distribution and not the text. Exit code 1 if a token is not explained or a test fails.
+
+    slipstream report shows the JSON as a page.
+    """
+    from slipstream.measure.certify import Certificate, certify as run
+
+    check_writable(json_path, reads=inputs(target, drafter, questions))
+    asked = load_questions(questions, limit)
+    begun = unfinished(resume, json_path, Certificate)
+    how: Any = {"temperatures": temperatures, "max_new_tokens": max_new_tokens, "seed": seed, "draws": draws}
+
+    with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(None) as progress:
+        loaded = load(target, dtype, device, compile, quantize)
+        how |= {"begun": begun, "progress": progress, "keep": storing(keep, json_path)}
+        report = run(loaded, drafter, asked, **how)
+        keep(report)
+    if not report.certified:
+        raise typer.Exit(1)
+
+
+TABLES = "such as eagle-table-1 (default: all); --list shows them"
+SETS = "questions of a set, as xsum=FILE; repeatable (default: the project's own)"
+HEADS = "a head's directory, as eagle=runs/eagle; repeatable"
+LISTING = "show all tables and figures, and which stand in the file of --json"
+UNTIMED = "leave out what takes time: τ and acceptance alone"
+
+
+@command(
+    "reproduce --list",
+    "reproduce eagle-table-1 eagle-table-2 --set gsm8k=gsm8k.jsonl --json tables.json",
+    "reproduce --no-speed --set mt_bench=mt_bench.jsonl --json tables.json --resume",
+    "reproduce fasteagle-table-2 --head parallel=runs/parallel --head nofeature=runs/nofeature",
+)
+def reproduce(
+    names: Annotated[list[str], typer.Argument(help=TABLES, metavar="NAME…", show_default=False)] = [],
+    target: TargetName = "smollm2",
+    sets: Annotated[list[str], on_questions(SETS, "NAME=FILE", "--set")] = [],
+    heads: Annotated[list[str], option(HEADS, "NAME=DIR", "--head")] = [],
+    limit: Limit = 20,
+    max_new_tokens: MaxNewTokens = 64,
+    speed: Annotated[bool, on_results(UNTIMED, None, "--speed/--no-speed")] = True,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    compile: Compile = False,
+    quantize: Quantize = None,
+    json_path: JsonPath = None,
+    resume: Resume = False,
+    listing: Annotated[bool, on_results(LISTING, None, "--list")] = False,
+) -> None:
+    """Measure the papers' tables and figures on your target, beside the papers' own figures.
+
+    Each relation that a table shows holds, does not hold, or is undecided, by intervals over
+    questions. Fewer than 20 questions of 64 tokens are marked as smoke.
+    """
+    from slipstream.measure.reproduce import listed, reproduce as run, wanted
+    from slipstream.measure.reproduced import ReproduceReport
+
+    if listing:
+        out.print(listed(unfinished(json_path is not None, json_path, ReproduceReport)))
+        return
+    own, where = _pairs(sets, "--set"), _pairs(heads, "--head")
+    check_writable(json_path, reads=[*inputs(target), *own.values(), *where.values()])
+    wanted(names, own, where, limit)
+    begun = unfinished(resume, json_path, ReproduceReport)
+    how: dict[str, Any] = {"limit": limit, "max_new_tokens": max_new_tokens, "speed": speed, "seed": seed}
+    with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(None) as progress:
+        loaded = load(target, dtype, device, compile, quantize)
+        how |= {"sets": own, "heads": where, "begun": begun, "progress": progress}
+
+        def announce(told: str, steps: int) -> None:
+            err.print(told, soft_wrap=True)
+            progress("", 0, of=steps)
+
+        how |= {"announce": announce, "keep": storing(keep, json_path)}
+        keep(run(loaded, names, **how))
+
+
+def _pairs(given: list[str], option: str) -> dict[str, str]:
+    pairs = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not (name and equals and value):
+            raise ValueError(f"{option} {each}: give NAME=PATH, such as gsm8k=gsm8k.jsonl")
+        pairs[name] = value
+    return pairs

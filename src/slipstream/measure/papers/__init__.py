@@ -1,0 +1,33 @@
+"""The papers' tables and figures, one entry each: what is measured, and which relations they show."""
+
+from difflib import get_close_matches
+
+from slipstream.measure.papers import bita, eagle, fasteagle, glide
+from slipstream.measure.papers.entry import Entry
+
+ENTRIES: dict[str, Entry] = {
+    entry.name: entry for paper in (eagle, fasteagle, bita, glide) for entry in paper.ENTRIES
+}
+EQUAL = "--recipe recipes/equal_data.yaml --data answers.jsonl.gz"
+ARMS = {  # heads that no weights ship for, and how to train them
+    "fixed": "slipstream train eagle --data ready_made_answers.jsonl --out runs/fixed",
+    "parallel": f"slipstream train fasteagle {EQUAL} --out runs/parallel head.depth=3 head.cascade=false",
+    "nofeature": f"slipstream train fasteagle {EQUAL} --out runs/nofeature head.depth=3 loss.feature=0",
+    "masks_only": "slipstream train bita --data answers.jsonl.gz --out runs/masks_only head.prompts=0",
+    "shallow": "slipstream train bita --data answers.jsonl.gz --out runs/shallow head.deep=false",
+    "deep": "slipstream train bita --data answers.jsonl.gz --out runs/deep",
+    "distilled": f"slipstream train draft-model {EQUAL} --out runs/distilled",
+    "blind": f"slipstream train glide {EQUAL} --out runs/blind head.glimpses=false",
+    "glide_low": f'slipstream train glide {EQUAL} --out runs/glide_low "head.taps=[cache of block 10]"',
+    "glide_hard": f"slipstream train glide {EQUAL} --out runs/glide_hard loss.hard=true",
+    "glide_two": f"slipstream train glide {EQUAL} --out runs/glide_two head.depth=2",
+}
+
+
+def entry_of(name: str) -> Entry:
+    """The entry of this name. Raises ValueError, with the nearest name, where there is none."""
+    if name in ENTRIES:
+        return ENTRIES[name]
+    near = get_close_matches(name.lower().replace("_", "-").replace(" ", "-"), ENTRIES, 1, 0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"Unknown table or figure: {name!r}.{hint} slipstream reproduce --list shows all")

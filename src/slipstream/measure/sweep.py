@@ -1,0 +1,100 @@
+"""sweep: `bench` for several targets, temperatures and numbers of texts, one after the other."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from slipstream.command import public
+from slipstream.files import check_counts
+from slipstream.measure.contest import Drafters
+from slipstream.measure.questions import Asking, load_questions
+from slipstream.measure.report import BenchReport
+from slipstream.measure.resume import UNFINISHED
+from slipstream.measure.run import bench
+from slipstream.results import Figures, Result, made, reason
+from slipstream.targets.load import AnyTarget, loaded
+
+
+class Sweep(Result):
+    """What `sweep` found: one run of `bench` for each target, temperature and number of texts.
+
+    Attributes:
+        stopped: the error that ended the sweep early; the runs are those until then.
+    """
+
+    stopped: str | None = None
+    runs: list[BenchReport]
+
+    def __rich__(self) -> Figures:
+        """A line for each drafter of each run."""
+        columns = ("texts", "drafter", "τ", "tok/s", "× plain", "× HF", "MiB", "same")
+        table = Figures("slipstream report shows each run", "target", "T", *columns)
+        for run in self.runs:
+            place = (f"{run.temperature:g}", str(run.batch))
+            for row in run.results:
+                speeds = (f"{row.tokens_per_second:.1f}", row.over("vanilla"), row.over("hf_generate"))
+                held = "" if row.memory_mib is None else f"{row.memory_mib:.0f}"
+                figures = (f"{row.tau:.2f}", *speeds, held, row.sameness)
+                table.add_row(f"{run.target}, {run.dtype}", *place, row.drafter, *figures)
+            table.add_section()
+        return table
+
+
+@public
+def sweep(
+    targets: Iterable[AnyTarget],
+    drafters: Drafters = "auto",
+    questions: Sequence[Asking] = (),
+    *,
+    temperatures: Sequence[float] = (0.0,),
+    batches: Sequence[int] = (1,),
+    limit: int | None = None,
+    max_new_tokens: int = 128,
+    seed: int = 0,
+    begun: Sweep | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+    keep: Callable[[Sweep], None] = lambda _: None,
+) -> Sweep:
+    """Measure drafters with several targets, at several temperatures, and for several texts at once.
+
+    Args:
+        targets: loaded one after the other. Speeds compare within a run of `bench`; runs follow each other.
+        temperatures, batches: each pair of them is a run.
+        begun: a sweep that is gone on with. Its runs that are not asked now stay in it.
+        keep: as `bench` calls it, with all runs until then.
+        others: as `bench` takes them.
+
+    Raises:
+        ValueError: as `bench` does.
+    """
+    check_counts(temperatures=len(temperatures), batches=len(batches))
+    asked = load_questions(questions, limit)
+    runs = {_place(run): run for run in begun.runs} if begun else {}
+
+    def store(run: BenchReport) -> None:
+        runs[_place(run)] = run
+        if run.stopped == UNFINISHED:
+            keep(_sweep(runs, UNFINISHED))
+
+    try:
+        for each in targets:
+            target = loaded(each)
+            for heat, batch in product(dict.fromkeys(temperatures), dict.fromkeys(batches)):
+                how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "progress": progress}
+                place = (target.name, target.precision, float(heat), batch)
+                how |= {"temperature": heat, "batch": batch, "begun": runs.get(place), "keep": store}
+                runs[place] = bench(target, drafters, asked, **how)
+            del each, target  # their memory is the next one's
+    except BaseException as error:
+        if runs:
+            keep(_sweep(runs, reason(error)))
+        raise
+    return _sweep(runs, None)
+
+
+def _place(run: BenchReport) -> tuple[str, str, float, int]:
+    return run.target, run.dtype, run.temperature, run.batch
+
+
+def _sweep(runs: Mapping[Any, BenchReport], stopped: str | None) -> Sweep:
+    return Sweep(**made(), stopped=stopped, runs=[*runs.values()])

@@ -1,0 +1,105 @@
+"""bench and reproduce: several runs, runs that go on, and what cannot be gone on with."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.measure.report import BenchReport
+from slipstream.measure.sweep import Sweep
+
+
+@pytest.fixture
+def asked(tmp_path) -> str:
+    """Spec-Bench's and MT-bench's form: categories, several turns, and keys that are not read."""
+    path = tmp_path / "question.jsonl"
+    lines = [
+        {"question_id": i, "category": "ab"[i % 2], "turns": ["abc " * i], "reference": []} for i in (1, 2, 3)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_several_runs_make_one_file_and_a_page(run, tiny_options, asked, tmp_path):
+    path, page = str(tmp_path / "sweep.json"), str(tmp_path / "page.html")
+    how = ["bench", *tiny_options, "--questions", asked, "--drafter", "ngram", "--json", path]
+    code, out, _ = run(*how, "--temperature", "0", "--temperature", "1", "--batch", "1", "--batch", "2")
+    assert code == 0
+    assert out.count("ngram") == 4
+    made = Sweep.read(path)
+    assert [(each.temperature, each.batch) for each in made.runs] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert made.command.startswith("slipstream bench")
+    assert run("report", path, "--out", page)[0] == 0
+    text = Path(page).read_text()
+    assert "T = 1, 2 at once" in text
+    assert '"tasks":{"question.jsonl":' in text
+    assert '"a":{"mean"' in text
+
+
+def test_a_killed_bench_goes_on(run, tiny_options, asked, tmp_path, monkeypatch):
+    path = str(tmp_path / "bench.json")
+    how = ["bench", *tiny_options, "--questions", asked, "--drafter", "ngram", "--json", path]
+    stored, write = [], BenchReport.write
+    monkeypatch.setattr(BenchReport, "write", lambda self, to: (write(self, to), stored.append(self)))
+    assert run(*how, "--resume")[0] == 0
+    assert [each.stopped for each in stored] == ["not finished"] * 3 + [None]
+    assert not stored[-1].turns
+    write(stored[0], path)  # as after kill -9
+    stored.clear()
+    code, out, _ = run(*how, "--resume")
+    assert (code, "ngram" in out, len(stored)) == (0, True, 3)
+    assert BenchReport.read(path).prompts == [f"question.jsonl:{i}" for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "says"),
+    [
+        (None, (), "--resume goes on with the run in --json: give --json FILE"),
+        ('{"schema": 2}', (), "it has schema 2"),
+        ('{"runs": []}', (), "this JSON is no BenchReport"),
+        ('{"results": []}', ("--batch", "1", "--batch", "2"), "this JSON is no Sweep"),
+        ("", ("--seed", "1"), "seed was 0, and is 1"),
+    ],
+)
+def test_what_bench_cannot_go_on_with(run, tiny_options, asked, tmp_path, text, more, says):
+    path = tmp_path / "bench.json"
+    how = ["bench", *tiny_options, "--questions", asked, "--limit", "1", "--drafter", "ngram"]
+    if text == "":
+        assert run(*how, "--json", str(path))[0] == 0
+    elif text:
+        path.write_text(text)
+    code, _, err = run(*how, *more, "--resume", *(["--json", str(path)] if text is not None else []))
+    assert (code, err.count("\n")) == (2, 1), err
+    assert says in err
+
+
+def test_reproduce_prints_writes_and_lists(run, tiny_options, asked, tmp_path):
+    path = str(tmp_path / "tables.json")
+    how = ["reproduce", "bita-table-2", *tiny_options, "--set", f"mt_bench={asked}", "--json", path]
+    code, out, err = run(*how)
+    assert code == 0, err
+    assert "about" in err
+    assert "Lookahead" in out
+    assert "bita is not here" in out
+    assert "not measured: BiTA is faster than Lookahead" in out.replace("\n", " ")
+    code, out, _ = run("reproduce", "--list", "--json", path)
+    assert code == 0
+    assert "1 of 2 figures" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["eagle-table-9"], "Unknown table or figure: 'eagle-table-9'. Did you mean 'eagle-table-"),
+        (["--set", "gsm8k"], "--set gsm8k: give NAME=PATH"),
+        (["--set", "gsm=x.jsonl"], "Unknown set: 'gsm'"),
+        (["eagle-table-1", "--set", "gsm8k=missing.jsonl"], "missing.jsonl cannot be read"),
+        (["--head", "egle=runs/x"], "Unknown head: 'egle'"),
+        (["--resume"], "give --json FILE"),
+        (["--limit", "0"], "--limit"),
+    ],
+)
+def test_bad_words_of_reproduce(run, words, says):
+    code, _, err = run("reproduce", *words)
+    assert (code, err.count("\n")) == (2, 1), err
+    assert says in err

@@ -1,0 +1,71 @@
+"""Figures from sums over questions, and what intervals decide."""
+
+import pytest
+
+from slipstream.measure.evidence import ABSENT, FAILS, HOLDS, OPEN, Cell, Evidence
+from slipstream.measure.papers.entry import Claim, Figure
+
+COLUMNS = ["tokens", "rounds", "1", "2"]
+
+
+def cell(drafter, *rows, asked="a", how="prediction", columns=COLUMNS):
+    questions = {f"{asked}:{i}": list(map(float, row)) for i, row in enumerate(rows)}
+    where = {"asked": asked, "temperature": 0.0, "batch": 1, "how": how}
+    return Cell(drafter=drafter, **where, columns=columns, questions=questions)
+
+
+def evidence(*cells, categories=None):
+    return Evidence({each.place: each for each in cells}, categories or {"a": {}, "b": {}})
+
+
+def test_figures_are_ratios_of_sums():
+    known = evidence(
+        cell("x", (10, 4, 4, 2), (20, 16, 3, 1)), cell("x", (3, 1, 1, 1), (3, 1, 1, 1), asked="b")
+    )
+    assert known.value(Figure("x", ("a",)))[0] == 30 / 20
+    assert known.value(Figure("x", ("a", "b")))[0] == (30 / 20 + 3) / 2  # each set counts the same
+    assert known.value(Figure("x", ("a",), "0-α"))[0] == 7 / 20
+    assert known.value(Figure("x", ("a",), "1-α"))[0] == round(3 / 7, 4)
+    assert known.value(Figure("x", ("a",), "α"))[0] == round((7 + 3) / (20 + 7), 4)
+    assert known.value(Figure("y", ("a",))) == (None, None)
+    nothing = evidence(cell("x", (4, 4, 0, 0), (5, 5, 0, 0)))
+    assert nothing.value(Figure("x", ("a",), "1-α")) == (None, None)  # no guess stands behind an accepted one
+    assert known.questions(Figure("x", ("a", "b"))) == 2
+    some = evidence(cell("x", (10, 4, 4, 2), (20, 16, 3, 1)), categories={"a": {"a:0": "c", "a:1": "d"}})
+    assert some.value(Figure("x", ("a/d",))) == (20 / 16, None)  # of one question there is no interval
+
+
+def test_speeds_are_over_the_same_race():
+    columns = ["tokens", "seconds", "plain tokens", "plain seconds"]
+    raced = evidence(cell("x", (10, 1, 10, 2), (30, 2, 20, 3), how="race", columns=columns))
+    assert raced.value(Figure("x", ("a",), "× plain"))[0] == round((40 / 3) / (30 / 5), 4)
+    assert raced.value(Figure("x", ("a",), "tokens/s"))[0] == round(40 / 3, 4)
+
+
+BASE = [(10 + i, 10, 4, 2) for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("left", "within", "times", "verdict"),
+    [
+        ([(row[0] + 3, *row[1:]) for row in BASE], None, 1, HOLDS),
+        ([(row[0] - 3, *row[1:]) for row in BASE], None, 1, FAILS),
+        ([(row[0] + (-1) ** i, *row[1:]) for i, row in enumerate(BASE)], None, 1, OPEN),
+        ([(row[0] + 3, *row[1:]) for row in BASE], None, 1.5, FAILS),
+        ([(row[0] + 0.5, *row[1:]) for row in BASE], 0.1, 1, HOLDS),
+        ([(row[0] + 3, *row[1:]) for row in BASE], 0.1, 1, FAILS),
+        ([(row[0] + (-3) ** (i % 2), *row[1:]) for i, row in enumerate(BASE)], 0.1, 1, OPEN),
+        ([BASE[0]], None, 1, OPEN),
+    ],
+)
+def test_intervals_decide(left, within, times, verdict):
+    """Over the same questions: both sides are drawn together."""
+    right = BASE if len(left) > 1 else BASE[:1]
+    both = evidence(cell("left", *left), cell("right", *right))
+    claim = Claim("…", Figure("left", ("a",)), Figure("right", ("a",)), within, float(times))
+    assert both.verdict(claim)[0] == verdict
+
+
+def test_what_was_not_measured_decides_nothing():
+    claim = Claim("…", Figure("left", ("a",)), Figure("right", ("a",)))
+    assert evidence(cell("left", *BASE)).verdict(claim) == (ABSENT, None, None)

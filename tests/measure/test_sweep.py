@@ -1,0 +1,55 @@
+"""Runs of bench for several targets, temperatures and numbers of texts."""
+
+from copy import deepcopy
+
+import pytest
+
+import tiny
+from slipstream.measure.questions import Question
+from slipstream.measure.sweep import Sweep, sweep
+from slipstream.targets import HFTarget
+
+ASKED = [Question("f", str(i), "c", (f"a b {i}",)) for i in range(3)]
+HOW = {"temperatures": [0.0, 1.0], "batches": [1, 2], "max_new_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return HFTarget(deepcopy(tiny.reference("llama")), tiny.tokenizer(), "first")
+
+
+def test_what_ends_a_sweep_between_runs_loses_none(target):
+    """As Ctrl-C while the next target is loaded: without a file the first run's figures were gone."""
+    kept = []
+
+    def targets():
+        yield target
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(targets(), "ngram", ASKED, max_new_tokens=4, keep=kept.append)
+    assert [each.stopped for each in kept] == ["not finished"] * 3 + ["KeyboardInterrupt"]
+    assert [run.stopped for run in kept[-1].runs] == [None]
+
+
+def test_each_pair_is_a_run_and_a_sweep_goes_on(target):
+    kept = []
+
+    def stop(found):
+        kept.append(found)
+        if len(found.runs) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep([target], "ngram", ASKED, **HOW, keep=stop)
+    begun = Sweep.from_json(kept[-1].to_json())
+    assert [run.stopped for run in begun.runs] == [None, None, "KeyboardInterrupt"]
+    other = HFTarget(deepcopy(tiny.reference("qwen2")), tiny.tokenizer(), "second")
+    made = sweep([target, other], "ngram", ASKED, **HOW, begun=begun)
+    places = [(run.target, run.temperature, run.batch) for run in made.runs]
+    assert places == [(name, heat, n) for name in ("first", "second") for heat in (0, 1) for n in (1, 2)]
+    assert made.stopped is None
+    assert made.runs[:2] == begun.runs[:2]
+    assert all(row.identical for run in made.runs for row in run.results)
+    assert str(made).count("ngram") == 8
+    assert Sweep.from_json(made.to_json()) == made
