@@ -291,7 +291,7 @@ class VLLMMedusaLayout(MedusaLayout):
 
     def sizes(self, config: Config, tensors: Tensors) -> MedusaConfig:
         theirs = tensors.pop("lm_heads.0.weight") if config.get("original_lm_head") else None
-        if theirs is not None and not close(theirs, self._lm_head(tensors)):
+        if theirs is not None and not close(theirs, lm_head_rows(self.target, tensors.get(VOCAB))):
             raise ValueError(
                 "original_lm_head=True, and lm_heads.0.weight is not this target's LM head: import it for "
                 "the target it was made for"
@@ -320,16 +320,17 @@ class VLLMMedusaLayout(MedusaLayout):
     def give(self, tensors: Tensors) -> Tensors:
         given = {re.sub(r"(blocks\.\d+)\.", r"\1.layers.", name): tensor for name, tensor in tensors.items()}
         if "lm_heads.0.weight" not in given:
-            given["lm_heads.0.weight"] = self._lm_head(tensors).to(tensors["blocks.0.0.weight"].dtype)
+            own = lm_head_rows(self.target, tensors.get(VOCAB))
+            given["lm_heads.0.weight"] = own.to(tensors["blocks.0.0.weight"].dtype)
         if (vocab := given.pop(VOCAB, None)) is not None:
             given["token_map"] = vocab.long()
         return given
 
-    def _lm_head(self, tensors: Tensors) -> Tensor:
-        """The rows of the target's LM head that say the draft vocabulary."""
-        lm_head = self.target.lm_head(tensors[VOCAB].long() if VOCAB in tensors else None)
-        token = torch.zeros(1, dtype=torch.long, device=self.target.device)
-        return rows_of(lm_head, self.target.embed(token)).cpu()
+
+def lm_head_rows(target: Target, vocab: Tensor | None) -> Tensor:
+    """The rows of the target's LM head that say a draft vocabulary, by default all."""
+    lm_head = target.lm_head(None if vocab is None else vocab.long())
+    return rows_of(lm_head, target.embed(torch.zeros(1, dtype=torch.long, device=target.device))).cpu()
 
 
 def layouts(target: Target) -> dict[str, tuple[str, Layout]]:
