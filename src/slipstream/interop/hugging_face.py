@@ -67,7 +67,7 @@ def custom_generate(
         ValueError: an argument cannot be honoured, or it is not Hugging Face's `generate` that calls.
     """
     asked = _asked()
-    _check(asked, generation_config, [name for name in ("drafter", "seed", "compile")])
+    _check(asked, generation_config, ("drafter", "seed", "compile"))
     width = input_ids.shape[1]
     prompts = _unpadded(input_ids, prepared.get("attention_mask"))
     with _LOCK:

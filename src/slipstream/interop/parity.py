@@ -22,8 +22,8 @@ from slipstream.decode.audit import audit
 from slipstream.decode.generate import Generation, generate
 from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
-from slipstream.drafters.layers import attend_cache
 from slipstream.drafters.heads import HeadDrafter
+from slipstream.drafters.layers import attend_cache
 from slipstream.files import check_counts
 from slipstream.interop.public import export
 from slipstream.results import Figures, Part, Report, heading

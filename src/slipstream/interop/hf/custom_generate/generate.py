@@ -1,4 +1,4 @@
-"""For Hugging Face's `generate(custom_generate=DIRECTORY, trust_remote_code=True)`, which copies this file."""
+"""For `generate(custom_generate=DIRECTORY, trust_remote_code=True)` of Hugging Face, which copies this file."""
 
 from typing import Any
 
