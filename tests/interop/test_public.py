@@ -207,13 +207,11 @@ def test_a_pickle_of_other_things_is_refused_in_our_words(target, tmp_path):
 
 
 def test_a_method_without_a_public_layout_says_so(tmp_path):
-    """It was said to have "layout none, not 'fasteagle'"."""
+    """It was said to have "layout none, not 'bita'"."""
     target = tiny.target("llama")
-    config, tensors = tiny.fasteagle(target).pack()
-    save_drafter(tmp_path / "d", "fasteagle", target, config, tensors, {})
-    with pytest.raises(
-        ValueError, match="no public layout exists for fasteagle drafters, only for eagle, eagle3, medusa"
-    ):
+    config, tensors = tiny.bita(target).pack()
+    save_drafter(tmp_path / "d", "bita", target, config, tensors, {})
+    with pytest.raises(ValueError, match="for bita drafters, only for eagle, eagle3, fasteagle, medusa"):
         export(target, str(tmp_path / "d"), str(tmp_path / "p"))
     config, tensors = tiny.eagle(target).pack()
     save_drafter(tmp_path / "d", "eagle", target, config, tensors, {})

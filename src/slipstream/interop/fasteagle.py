@@ -38,7 +38,7 @@ class FastEagleLayout(Layout):
         ids = config.get(IDS) or []
         if not (isinstance(depth, int) and depth > 0 and ids and all(0 <= i <= blocks for i in ids)):
             raise ValueError(f"num_hidden_layers={depth!r} and {IDS}={ids!r} name no layers of this target")
-        own = {name: bool(config.get(name)) for name in ("cascade", "input_norm")}
+        own: Any = {name: bool(config.get(name)) for name in ("cascade", "input_norm")}
         taps = tuple(FINAL if i == blocks else f"{INPUT}{i}" for i in ids)
         sizes: Any = layer(config | {"num_hidden_layers": 1}, tensors, self.target)
         return FastEagleConfig(**sizes, taps=taps, depth=depth, **own)

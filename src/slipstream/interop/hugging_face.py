@@ -67,35 +67,42 @@ def custom_generate(
         ValueError: an argument cannot be honoured, or it is not Hugging Face's `generate` that calls.
     """
     asked = _asked()
-    _check(asked, generation_config, ("drafter", "seed", "compile"))
-    width = input_ids.shape[1]
-    prompts = _unpadded(input_ids, prepared.get("attention_mask"))
+    _check(asked, generation_config)
     with _LOCK:
         target = _target(model, compile)
-        limit = int(stopping_criteria.max_length or target.window) - width
-        if max(map(len, prompts)) + limit > target.window:
-            raise ValueError(
-                f"the prompt has {max(map(len, prompts))} tokens and the answer may have {limit}, and "
-                f"{target.name} has a window of {target.window} for both: give a smaller max_new_tokens"
-            )
         target.model.generation_config = _plain(generation_config)
-        guide = drafter or _assistant(asked["assistant_model"], target) or "auto"
         if seed is None:
             seed = int(torch.randint(2**62, ())) if generation_config.do_sample else 0
-        ends = {int(i) for each in stopping_criteria for i in getattr(each, "eos_token_id", ())}
-        how: Any = {"max_new_tokens": limit, "eos_token_ids": sorted(i for i in ends if i < target.vocab)}
-        processors = list(asked["logits_processor"] or ())
-        job = Job.of(target, prompts, guide, processors=processors, seed=seed, **how)
-        others = [x for x in stopping_criteria if not isinstance(x, (EosTokenCriteria, MaxLengthCriteria))]
-        for answer, row in zip(job.answers, input_ids.tolist(), strict=True):
-            answer.ended = _criterion(others, row, input_ids.device) if others else None
+        guide = drafter or _assistant(asked["assistant_model"], target) or "auto"
+        how = {"drafter": guide, "seed": seed, "processors": list(asked["logits_processor"] or ())}
+        job = _job(target, input_ids, prepared.get("attention_mask"), stopping_criteria, how)
         made = Rows(job.answers, generation_config._pad_token_tensor, asked["streamer"])
         for _ in job.rounds():
             made.tell()
-    ids = torch.cat([input_ids, made.padded().to(input_ids.device)], 1)
+    ids: Any = torch.cat([input_ids, made.padded().to(input_ids.device)], 1)
     if asked["streamer"] is not None:
         asked["streamer"].end()
     return GenerateDecoderOnlyOutput(sequences=ids) if generation_config.return_dict_in_generate else ids
+
+
+def _job(
+    target: HFTarget, ids: Int[Tensor, "B T"], mask: Tensor | None, stopping: StoppingCriteriaList, how: Any
+) -> Job:
+    """What `generate` would do. Raises ValueError."""
+    prompts, criteria = _unpadded(ids, mask), list[Any](stopping)
+    longest, limit = max(map(len, prompts)), int(stopping.max_length or target.window) - ids.shape[1]
+    if longest + limit > target.window:
+        raise ValueError(
+            f"the prompt has {longest} tokens and the answer may have {limit}, and {target.name} has a window "
+            f"of {target.window} for both: give a smaller max_new_tokens"
+        )
+    ends = {int(i) for each in criteria for i in getattr(each, "eos_token_id", ())}
+    how |= {"max_new_tokens": limit, "eos_token_ids": sorted(i for i in ends if i < target.vocab)}
+    job = Job.of(target, prompts, **how)
+    called = [each for each in criteria if not isinstance(each, (EosTokenCriteria, MaxLengthCriteria))]
+    for answer, row in zip(job.answers, ids.tolist(), strict=True):
+        answer.ended = _criterion(called, row, ids.device) if called else None
+    return job
 
 
 @dataclass
@@ -156,14 +163,14 @@ def _asked() -> Mapping[str, Any]:
     return frame.f_locals
 
 
-def _check(asked: Mapping[str, Any], config: Any, own: Sequence[str]) -> None:
+def _check(asked: Mapping[str, Any], config: Any) -> None:
     """Raises ValueError for what cannot be honoured. `Settings` checks the fields of generation_config."""
     unknown = [
         name
         for name, value in asked["kwargs"].items()
         if value is not None and not hasattr(config, name) and name not in ("input_ids", "attention_mask")
     ]
-    names = [name for name in REFUSED if asked[name]] + sorted(set(unknown) - set(own))
+    names = [name for name in REFUSED if asked[name]] + sorted(unknown)
     if config.return_dict_in_generate:
         names += [name for name in OUTPUTS if getattr(config, name, False)]
     if asked["model_input_name"] != "input_ids":

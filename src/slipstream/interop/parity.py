@@ -145,7 +145,7 @@ def parity(
         "new": max_new_tokens,
         "draft": draft_tokens,
     }
-    plain, drafted, tensors = _served(target, drafter, {**job, "dtype": target.dtype_name}, python)
+    plain, drafted, tensors = _served(target, drafter, ours.method, job, python)
     texts = {"vLLM with the head": drafted["tokens"], "ours": [answer.tokens for answer in answers]}
     divergences = _deviations(target, prompts, plain["tokens"], texts)
     apart = [round(a - b, 4) for a, b in zip(acceptance, drafted["acceptance"], strict=True)]
@@ -196,15 +196,14 @@ def _deviations(
 
 
 def _served(
-    target: HFTarget, drafter: str, job: dict[str, Any], python: str
+    target: HFTarget, drafter: str, method: str, job: dict[str, Any], python: str
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
     """What the worker wrote: plain answers, answers with the head, and tensors of the first prompt. Raises
     ValueError where it fails."""
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         target.save(home / "target")
-        layout = LAYOUTS.get(load_drafter(drafter, target).method)
-        export(target, drafter, home / "head", layout=layout)
+        export(target, drafter, home / "head", layout=LAYOUTS.get(method))
         job |= {name: str(home / name) for name in ("target", "head")}
         job |= {name: str(home / f"{name}.json") for name in ("plain", "drafted")}
         (home / "job.json").write_text(json.dumps({**job, "tensors": str(home / "seen.safetensors")}))

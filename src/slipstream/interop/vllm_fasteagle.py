@@ -91,7 +91,8 @@ class FastEagle(Eagle3LlamaForCausalLM):
         ids = nn.Parameter(torch.zeros(draft, dtype=torch.long), requires_grad=False)
         self.draft_id_to_target_id = None if draft == vocab else ids
         self.use_parallel_drafting = False
-        self.call, self.kept = 0, None  # of this round; the first one's states
+        self.call = 0  # of this round
+        self.kept: Any = None  # the first call's states
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
         """A round begins."""

@@ -1,14 +1,14 @@
-"""For `generate(custom_generate=DIRECTORY, trust_remote_code=True)` of Hugging Face, which copies this file."""
+"""For Hugging Face's `generate(custom_generate=DIRECTORY, trust_remote_code=True)`. It copies this file."""
 
 from typing import Any
 
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 from transformers.generation import StopStringCriteria
 
 import slipstream
 
 
-def generate(model: PreTrainedModel, **given: Any) -> Any:
+def generate(model: Any, **given: Any) -> Any:
     """Hugging Face's `generate` with Slipstream inside. It gets all arguments, `tokenizer` among them."""
     tokenizer, stops = given.pop("tokenizer", None), given.pop("stop_strings", None)
     if stops is not None:
