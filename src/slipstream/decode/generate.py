@@ -271,14 +271,16 @@ class Job:
         session = Session(self.target, self.drafter, self.law, rows, capacity=longest, policy=chooses)
         told = (self.target, prompts, self.sampling, answers)
         tracer = None if self.trace is None else Tracer(self.trace, *told)
-        waiting = deque(range(len(prompts)))
-        while waiting or session.texts:
-            joining = [waiting.popleft() for _ in range(min(len(waiting), rows - len(session.texts)))]
+        waiting, rounds, spent = deque(range(len(prompts))), 1, Seconds()
+        while waiting or session.reading or session.texts:
             before = replace(session.seconds)
-            if joining:
-                news = session.admit([prompts[i] for i in joining], [self.sampling[i] for i in joining])
-            else:
-                news = session.step()
+            if session.reading is None and (free := min(len(waiting), rows - len(session.texts))):
+                joining = [waiting.popleft() for _ in range(free)]
+                session.begin([prompts[i] for i in joining], [self.sampling[i] for i in joining])
+            # A chunk of prompts, and then a round for those that wait for it.
+            reads = session.reading is not None and (rounds > 0 or not session.texts)
+            rounds = 0 if reads else rounds + 1
+            news = session.read() if reads else session.step()
             began = perf_counter()
             for each in news:
                 answer = answers[each.text]
@@ -288,8 +290,11 @@ class Job:
                 if each.drafted is not None:
                     answer.rounds.append(Round(each.drafted, len(each.tokens) - 1, kept))
             session.seconds.host += perf_counter() - began
-            if tracer is not None:
-                tracer.take(session, session.seconds - before, [each.text for each in news if joining])
+            spent += session.seconds - before
+            if news and tracer is not None:
+                tracer.take(session, spent, [each.text for each in news if reads])
+            if news:
+                spent = Seconds()
             yield session.seconds
             session.retire(each.text for each in news if answers[each.text].finish is not None)
         keep(self.target, self.drafter)

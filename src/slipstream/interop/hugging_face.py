@@ -93,7 +93,7 @@ def _job(
     longest, limit = max(map(len, prompts)), int(stopping.max_length or target.window) - ids.shape[1]
     if longest + limit > target.window:
         raise ValueError(
-            f"the prompt has {longest} tokens and the answer may have {limit}, and {target.name} has a window "
+            f"the prompt has {longest} tokens and the answer may have {limit}; {target.name} has a window "
             f"of {target.window} for both: give a smaller max_new_tokens"
         )
     ends = {int(i) for each in criteria for i in getattr(each, "eos_token_id", ())}
