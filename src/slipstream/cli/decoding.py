@@ -52,7 +52,7 @@ LIKELY = "keep tokens this fraction as likely as the likeliest"
 BOTH = "counts prompt and answer"
 AnswerPenalty = Annotated[float, on_sampling("counts the answer", "X")]
 TRACE = "write one JSON line per round here, for slipstream report"
-EXPLAIN = "show which trees auto chose, and why"
+EXPLAIN = "show which trees auto chose, and why, and what keys and values take"
 LAW = "coupled or multi-round (default: the drafter's own); lossy-typical, Medusa's, changes the text"
 SEVERAL = "0 is greedy; repeatable"
 Temperatures = Annotated[list[float], on_sampling(SEVERAL, "T", "--temperature", min=0)]
@@ -124,6 +124,7 @@ def generate(
     """
     from slipstream.decode.costs import explained, policy
     from slipstream.decode.generate import stream
+    from slipstream.decode.memory import GIB, memory
     from slipstream.decode.settings import resolve_sampling
     from slipstream.drafters import load_drafter
 
@@ -152,8 +153,10 @@ def generate(
         print()
     idle = [f"--{name.replace('_', '-')}" for name, value in cuts.items() if value is not None and not heat]
     _figures(pieces.generation, law or guide.law, idle, json_path)
-    if explain:
+    if explain and (made := pieces.generation):
         err.print(explained(loaded, guide))
+        held = memory(loaded, guide, len(made.prompt) + max_new_tokens)
+        err.print(f"{held}; 1 GiB holds {int(GIB // held.text)} such texts", style="dim", soft_wrap=True)
 
 
 def _figures(made: "Generation | None", law: str, idle: list[str], json_path: str | None) -> None:

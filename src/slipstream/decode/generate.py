@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from os import PathLike
 from time import perf_counter
 from typing import Any, Protocol, TypedDict, Unpack, overload, runtime_checkable
@@ -16,6 +17,7 @@ from slipstream.core.target import Target
 from slipstream.core.verify import Law, coupled, lossy_typical, multi_round
 from slipstream.decode.answer import Answer, Finish, Round, mean_accepted_length
 from slipstream.decode.costs import keep, policy
+from slipstream.decode.memory import memory
 from slipstream.decode.session import Seconds, Session
 from slipstream.decode.settings import Settings, check_kind
 from slipstream.decode.trace import Tracer
@@ -91,6 +93,7 @@ class BatchOptions(Options, total=False):
     """Those of `generate` alone."""
 
     batch: int | None
+    memory: float | None
     attention_mask: Any
     streamer: Streamer | None
 
@@ -138,6 +141,7 @@ def generate(
             own. "lossy-typical" is Medusa's typical acceptance, which changes the distribution at T > 0.
         trace: receives one JSON line per text and round, which `slipstream report` shows.
         batch: answers under way at once, default all. Waiting prompts take the place of ended answers.
+        memory: GiB that keys and values may take: fewer answers are under way where not all fit.
         attention_mask: 0 where `prompts`, then token ids, are padding.
         streamer: gets one prompt, then its tokens as they come. With stop strings it gets only tokens that
             are certain to belong to the text; `stream` gives every character.
@@ -223,6 +227,7 @@ class Job:
         law: str | None = None,
         trace: Writer | None = None,
         batch: int | None = None,
+        memory: float | None = None,
         read: bool = False,
         **given: Any,
     ) -> "Job":
@@ -253,6 +258,8 @@ class Job:
             raise ValueError(f"target {target.name} has no tokenizer: call generate, and read its token ids")
         read |= trace is not None and target.text is not None
         answers = [Answer(target, settings.limit(each), settings.eos, settings.stop, read) for each in ids]
+        if memory is not None:
+            batch = min(batch or len(ids), _fitting(target, drafter, memory, ids, answers))
         rows = [settings.row(i, prompt) for i, prompt in enumerate(ids)]
         return cls(target, drafter, ids, rows, answers, LAWS[law], trace, batch, single)
 
@@ -266,7 +273,7 @@ class Job:
         time went so far."""
         prompts, answers = self.prompts, self.answers
         rows = min(self.batch or len(prompts), len(prompts))
-        longest = max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))
+        longest = _longest(prompts, answers)
         chooses = policy(self.target, self.drafter, rows)
         session = Session(self.target, self.drafter, self.law, rows, capacity=longest, policy=chooses)
         told = (self.target, prompts, self.sampling, answers)
@@ -316,3 +323,20 @@ class Job:
             Generation(prompt, a.tokens, a.text, a.finish or "length", a.rounds, seconds, s)
             for prompt, a, s in zip(self.prompts, self.answers, self.sampling, strict=True)
         ]
+
+
+def _longest(prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> int:
+    """Tokens of the longest text."""
+    return max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))
+
+
+def _fitting(
+    target: Target,
+    drafter: Drafter,
+    gib: float,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Answer],
+) -> int:
+    """The most answers that may be under way at once in so much memory. Raises ValueError."""
+    check_kind("memory", gib, Real, "give GiB")
+    return memory(target, drafter, _longest(prompts, answers)).batch(gib)
