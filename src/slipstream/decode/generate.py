@@ -44,6 +44,14 @@ class Writer(Protocol):
     def write(self, text: str, /) -> Any: ...
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with what was finished before: `finished` holds the answers, and None for the others."""
+
+    def __init__(self, finished: "list[Generation | None]") -> None:
+        super().__init__()
+        self.finished = finished
+
+
 @dataclass(frozen=True)
 class Generation:
     """One answer.
@@ -149,6 +157,7 @@ def generate(
     Raises:
         ValueError: an argument of another type or outside its range, a field of generation_config that cannot
             be honoured, an empty prompt, or one that fills the target's window.
+        KeyboardInterrupt: its `finished` holds the answers that had ended, and None for the others.
     """
     if (mask := options.pop("attention_mask", None)) is not None:
         prompts = {"input_ids": prompts, "attention_mask": mask}
@@ -157,7 +166,12 @@ def generate(
     if streamer is not None:
         job.check_single("a streamer", "generate")
         check_kind("streamer", streamer, Streamer, "give an object with put and end, such as a TextStreamer")
-    made = job.generations(job.run(streamer))
+    try:
+        made = job.generations(job.run(streamer))
+    except KeyboardInterrupt as stopped:
+        made, ends = job.generations(Seconds()), [answer.finish for answer in job.answers]
+        finished = [each if end else None for each, end in zip(made, ends, strict=True)]
+        raise Interrupted(finished) from stopped
     return made[0] if job.single else made
 
 
