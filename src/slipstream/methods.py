@@ -90,7 +90,12 @@ TABLE = (
         "a head and matches in one tree: hybrid:head=fasteagle",
         make="slipstream.drafters.hybrid:Hybrid.named",
     ),
-    _head("eagle", "Eagle", "guesses the target's next state", {"eagle": "layouts:EagleLayout"}),
+    _head(
+        "eagle",
+        "Eagle",
+        "guesses the target's next state",
+        {"eagle": "layouts:EagleLayout", "eagle-sglang": "layouts:SGLangEagleLayout"},
+    ),
     _head(
         "eagle3",
         "Eagle3",

@@ -80,7 +80,6 @@ class Layout(ABC):
         return tensors
 
 
-@final
 class EagleLayout(Layout):
     """EAGLE-1/2: config.json is the target's with one layer; beside the head's tensors a copy of the target's
     embedding."""
@@ -111,6 +110,25 @@ class EagleLayout(Layout):
                 "use it"
             )
         return tensors
+
+
+@final
+class SGLangEagleLayout(EagleLayout):
+    """The same as SGLang reads it, whose fc always has a bias, and whose class has a name of its own."""
+
+    name = "LlamaForCausalLMEagle"
+
+    def knows(self, config: Config, tensors: Tensors) -> bool:
+        return self.name in (config.get("architectures") or [])
+
+    def config(self, head: EagleConfig, name: str) -> Config:
+        made = super().config(head, name) | {"architectures": [self.name]}
+        made.pop("bias", None)  # one of attention's there
+        return made
+
+    def give(self, tensors: Tensors) -> Tensors:
+        weight = tensors["fc.weight"]
+        return {"fc.bias": torch.zeros(len(weight), dtype=weight.dtype), **tensors}
 
 
 class Eagle3Layout(Layout):
@@ -324,6 +342,11 @@ class VLLMMedusaLayout(MedusaLayout):
             given["lm_heads.0.weight"] = own.to(tensors["blocks.0.0.weight"].dtype)
         if (vocab := given.pop(VOCAB, None)) is not None:
             given["token_map"] = vocab.long()
+            if "lm_heads.1.weight" in given:
+                self.notes.append(
+                    "token_map: vLLM 0.32 takes one beside the target's LM head alone, not beside LM heads of "
+                    "its own: for vLLM train one with head.draft_vocab=0"
+                )
         return given
 
 

@@ -173,6 +173,11 @@ def _chain(target: HFTarget, drafter: str, draft_tokens: int) -> HeadDrafter:
     depth = getattr(trained.head.config, "depth", draft_tokens)
     if draft_tokens > depth or (trained.method == "medusa" and draft_tokens < depth):
         raise ValueError(f"draft_tokens is {draft_tokens}; this {trained.method} head drafts {depth} tokens")
+    if trained.method == "medusa" and trained.head.own_lm_head and len(trained.vocab) < target.vocab:
+        raise ValueError(
+            f"this medusa head has LM heads of {len(trained.vocab)} tokens, and vLLM loads those of all "
+            f"{target.vocab} alone: train one with head.draft_vocab=0"
+        )
     vocab = None if trained.method == "eagle" else trained.vocab
     return type(trained)(trained.head, target, vocab, f"chain-{draft_tokens}")
 
