@@ -1,9 +1,11 @@
 """Slipstream inside Hugging Face's own `generate`: the same text, its arguments, and the model as it was."""
 
 import gc
+import re
 import shutil
 import weakref
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
@@ -264,3 +266,18 @@ def test_changed_weights_are_seen(inputs):
     assert torch.equal(
         model.generate(**inputs, max_new_tokens=8, **OURS), model.generate(**inputs, max_new_tokens=8)
     )
+
+
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
+    """With `auto`, whose first use measures rounds."""
+    tokenizer = deepcopy(tiny.tokenizer())
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path / "DIR")
+    tiny.reference("llama").save_pretrained(tmp_path / "DIR")
+    page = (Path(__file__).parents[2] / "docs" / "hugging_face.md").read_text("utf-8")
+    first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    known = {}
+    exec(compile(first, "hugging_face.md", "exec"), known)
+    assert "['" in capsys.readouterr().out
+    exec(compile(second, "hugging_face.md", "exec"), known)

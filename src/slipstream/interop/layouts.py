@@ -344,8 +344,8 @@ class VLLMMedusaLayout(MedusaLayout):
             given["token_map"] = vocab.long()
             if "lm_heads.1.weight" in given:
                 self.notes.append(
-                    "token_map: vLLM 0.32 takes one beside the target's LM head alone, not beside LM heads of "
-                    "its own: for vLLM train one with head.draft_vocab=0"
+                    "token_map: vLLM 0.32 takes one beside the target's LM head alone, not beside LM heads "
+                    "of its own: for vLLM train one with head.draft_vocab=0"
                 )
         return given
 
