@@ -124,7 +124,6 @@ def generate(
     """
     from slipstream.decode.costs import explained, policy
     from slipstream.decode.generate import stream
-    from slipstream.decode.memory import GIB, memory
     from slipstream.decode.settings import resolve_sampling
     from slipstream.drafters import load_drafter
 
@@ -153,10 +152,8 @@ def generate(
         print()
     idle = [f"--{name.replace('_', '-')}" for name, value in cuts.items() if value is not None and not heat]
     _figures(pieces.generation, law or guide.law, idle, json_path)
-    if explain and (made := pieces.generation):
-        err.print(explained(loaded, guide))
-        held = memory(loaded, guide, len(made.prompt) + max_new_tokens)
-        err.print(f"{held}; 1 GiB holds {int(GIB // held.text)} such texts", style="dim", soft_wrap=True)
+    if explain:
+        err.print(explained(loaded, guide, pieces.tokens))
 
 
 def _figures(made: "Generation | None", law: str, idle: list[str], json_path: str | None) -> None:

@@ -195,11 +195,13 @@ class Stream(Iterator[str]):
 
     Attributes:
         rounds: the same, round by round: what each of its tokens made certain.
+        tokens: of prompt and answer, at most.
         generation: the whole answer, once the last piece has been taken.
     """
 
     def __init__(self, job: "Job") -> None:
         self.generation: Generation | None = None
+        self.tokens = _longest(job.prompts, job.answers)
         self.rounds = self._rounds(job)
 
     def __next__(self) -> str:

@@ -22,7 +22,7 @@ class Memory:
 
     def __str__(self) -> str:
         parts = f"{self.target / 2**20:.1f} MiB in the target, {self.drafter / 2**20:.1f} MiB in the drafter"
-        return f"keys and values of a text of {self.tokens:,} tokens: {parts}"
+        return f"Keys and values of a text of {self.tokens:,} tokens: {parts}"
 
     @property
     def text(self) -> int:
@@ -32,7 +32,7 @@ class Memory:
     def batch(self, gib: float) -> int:
         """The most texts that so much memory holds at once. Raises ValueError where it holds none."""
         if not gib > 0 or (batch := int(gib * GIB // self.text)) < 1:
-            raise ValueError(f"memory is {gib:g} GiB; {self}: give at least {self.text / GIB:.2g} GiB")
+            raise ValueError(f"memory is {gib:g} GiB. {self}: give at least {self.text / GIB:.2g} GiB")
         return batch
 
 
