@@ -310,12 +310,12 @@ class Engine:
         for itself fails. Otherwise these texts begin again, each alone, so that one cannot take others with
         it. Texts that took no part begin again, too, in a new session: this one may be half changed."""
         log.error("a pass failed", exc_info=error)
-        under_way, suspects = list(self._running.values()), joining or list(self._running.values())
-        joining = self._joining
+        under_way, read = list(self._running.values()), self._joining
+        suspects = joining or under_way
         self._running.clear()
         self._joining = []
         self._session = self._new_session()
-        again, news = [*under_way, *joining], list[News]()
+        again, news = [*under_way, *read], list[News]()
         if len(suspects) == 1:
             again.remove(suspects[0])
             news = [News(suspects[0], error=f"{type(error).__name__}: {error}")]
