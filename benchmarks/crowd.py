@@ -1,6 +1,6 @@
 """Many texts through one session: does each say what it says alone, and does memory stay level?
 
-    python benchmarks/crowd.py smollm2 --questions mt_bench.jsonl --questions gsm8k.jsonl --dtype bfloat16 \
+    python benchmarks/crowd.py smollm2 --questions mt_bench.jsonl --questions alpaca.jsonl --no-compile \
         --json benchmarks/results/crowd.json
 
 Texts have prompts, lengths and settings of their own (greedy; sampled with top-p, min-p or top-k; penalties).
@@ -30,7 +30,7 @@ from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, load_target
 
 ROWS = 16  # texts under way at once
-SHORTEST, LONGEST = 4, 40  # tokens of an answer
+SHORTEST, LONGEST = 4, 24  # tokens of an answer
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.7, "top_p": 0.9},
