@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import crowd
 import gpu
 import heads
 import matches
@@ -322,3 +323,16 @@ def test_a_server_beside_its_engine_and_generate(tmp_path):
     assert (found["clients"], found["new_tokens"], found["prompt_tokens"]) == (3, 18, 6)
     assert all(found["server_over"].values())
     assert found["first_token_ms"] > 0
+
+
+def test_a_crowd_says_what_each_says_alone(target):
+    """An arm that compares texts with themselves, or a session that nobody joins late."""
+    wanted = crowd.texts(tiny.prompts(5, 9, 30, 12), 20)
+    plain = [crowd.alone(target, each) for each in wanted]
+    assert len({each.sampling.temperature for each in wanted}) > 2
+    assert [len(tokens) for tokens in plain] == [each.new for each in wanted]
+    for name in ("fasteagle", "auto"):
+        assert crowd.together(target, tiny.DRAFTERS[name](target, []), wanted, rows=5) == plain
+    seen = crowd.level(target, tiny.prompts(5, 9), "ngram", 200)
+    assert seen["whole"] == 200
+    assert len(seen["mib_by_hundred"]) == 2

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from slipstream.drafters.spec import Spec as Spec
     from slipstream.drafters.tree_oracle import TreeOracle as TreeOracle
     from slipstream.drafters.vanilla import Vanilla as Vanilla
+    from slipstream.interop.hugging_face import custom_generate as custom_generate
     from slipstream.interop.public import (
         Conversion as Conversion,
         export as export,

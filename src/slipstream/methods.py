@@ -61,7 +61,7 @@ def _head(
         drafter=f"slipstream.drafters.{name}:{prefix}",
         objective=f"slipstream.training.{room}:{prefix}Objective",
         recipe=f"slipstream.training.recipes:{prefix}Recipe",
-        layouts={layout: f"slipstream.interop.layouts:{home}" for layout, home in (layouts or {}).items()},
+        layouts={layout: f"slipstream.interop.{home}" for layout, home in (layouts or {}).items()},
         tunes=True,
     )
 
@@ -90,19 +90,29 @@ TABLE = (
         "a head and matches in one tree: hybrid:head=fasteagle",
         make="slipstream.drafters.hybrid:Hybrid.named",
     ),
-    _head("eagle", "Eagle", "guesses the target's next state", {"eagle": "EagleLayout"}),
+    _head(
+        "eagle",
+        "Eagle",
+        "guesses the target's next state",
+        {"eagle": "layouts:EagleLayout", "eagle-sglang": "layouts:SGLangEagleLayout"},
+    ),
     _head(
         "eagle3",
         "Eagle3",
         "guesses from three target states",
-        {"eagle3": "Eagle3Layout", "speculators": "SpeculatorsLayout"},
+        {"eagle3": "layouts:Eagle3Layout", "speculators": "layouts:SpeculatorsLayout"},
     ),
-    _head("fasteagle", "FastEagle", "guesses several states in one pass"),
+    _head(
+        "fasteagle",
+        "FastEagle",
+        "guesses several states in one pass",
+        {"fasteagle-vllm": "fasteagle:FastEagleLayout"},
+    ),
     _head(
         "medusa",
         "Medusa",
         "a small head for each token ahead",
-        {"medusa": "MedusaLayout", "medusa-vllm": "VLLMMedusaLayout"},
+        {"medusa": "layouts:MedusaLayout", "medusa-vllm": "layouts:VLLMMedusaLayout"},
     ),
     _head("bita", "Bita", "mask tokens in the target's own passes", room="bita"),
     _head("glide", "Glide", "a decoder over the target's cache"),

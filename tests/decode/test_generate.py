@@ -494,3 +494,28 @@ def test_text_needs_a_tokenizer():
     with pytest.raises(ValueError, match="target mute has no tokenizer: give the prompt as token ids"):
         generate(mute, "hello")
     assert generate(mute, PROMPT, max_new_tokens=3).text == ""
+
+
+def test_ctrl_c_keeps_what_was_finished(target, monkeypatch):
+    """An hour of answers that a keystroke loses."""
+    ended, step = [], Session.step
+
+    def stops(session, *args):
+        if len(ended) == 2:
+            raise KeyboardInterrupt
+        return step(session, *args)
+
+    retire = Session.retire
+    monkeypatch.setattr(Session, "step", stops)
+    monkeypatch.setattr(
+        Session, "retire", lambda self, texts: retire(self, [ended.append(t) or t for t in texts])
+    )
+    whole = {"max_new_tokens": 4, "temperature": 0.0, **ENDLESS}
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        generate(target, PROMPTS, "vanilla", batch=1, **whole)
+    monkeypatch.undo()
+    plain = [generate(target, prompt, "vanilla", **whole) for prompt in PROMPTS[:2]]
+    assert [each and each.tokens for each in stopped.value.finished] == [
+        *(each.tokens for each in plain),
+        *[None] * (len(PROMPTS) - 2),
+    ]

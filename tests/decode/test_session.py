@@ -10,6 +10,7 @@ import tiny
 from slipstream.core import cache as caches
 from slipstream.core.sampling import Sampling
 from slipstream.core.shape import PLAIN, Shape
+from slipstream.decode import session as sessions
 from slipstream.decode.session import Session
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.vanilla import Vanilla
@@ -47,17 +48,22 @@ def drafter_of(name: str, kind: str):
 
 def play(session: Session, kind: str, seed: int, step=Session.step, bare=frozenset()) -> None:
     """Texts join when there is room, some early and some late, and leave at any length; each must be the
-    beginning of plain decoding's. `bare` texts get no guesses."""
+    beginning of plain decoding's. Some prompts are read between rounds. `bare` texts get no guesses."""
     chance, waiting = random.Random(seed), list(range(len(PROMPTS)))
     answers: dict[int, list[int]] = {}
     ends = [chance.randint(2, NEW) for _ in PROMPTS]
     joined_late = left_early = 0
-    while waiting or session.texts:
-        free = session.rows - len(session.texts)
-        if waiting and free and (not session.texts or chance.random() < 0.5):
+    while waiting or session.texts or session.reading:
+        free = 0 if session.reading else session.rows - len(session.texts)
+        if session.reading and (not session.texts or chance.random() < 0.5):
+            news = session.read()
+        elif waiting and free and (not session.texts or chance.random() < 0.5):
             some = [waiting.pop(0) for _ in range(chance.randint(1, min(free, len(waiting))))]
             joined_late += bool(session.texts)
             joining = [PROMPTS[i] for i in some], [KINDS[kind][i] for i in some], [i in bare for i in some]
+            if chance.random() < 0.5:
+                session.begin(*joining)
+                continue
             news = session.admit(*joining)
             assert [each.text for each in news] == some
         else:
@@ -81,8 +87,9 @@ def play(session: Session, kind: str, seed: int, step=Session.step, bare=frozens
 
 @pytest.mark.parametrize(("kind", "seed"), [("T=0", 0), ("T=1", 1), ("mixed", 0), ("mixed", 1)])
 @pytest.mark.parametrize("name", tiny.DRAFTERS)
-def test_a_text_does_not_depend_on_the_others(name, kind, seed):
+def test_a_text_does_not_depend_on_the_others(name, kind, seed, monkeypatch):
     """A state, a history, a cache row or a noise key that goes to another text when one joins or leaves."""
+    monkeypatch.setattr(sessions, "CHUNK", 5)
     play(Session(tiny.target(FAMILY), drafter_of(name, kind), rows=3), kind, seed)
 
 
@@ -195,6 +202,24 @@ def test_a_tree_that_cannot_be_grown_is_refused():
         session.admit(PROMPTS[:1], ROWS[:1])
         with pytest.raises(ValueError, match=message):
             session.step(shape=Shape.parse(tree))
+
+
+def test_no_text_waits_longer_than_a_chunk(monkeypatch):
+    """A long prompt that is read to its end, or chunks of several that are read as if each stood alone."""
+    monkeypatch.setattr(sessions, "CHUNK", 8)
+    session = Session(tiny.target(FAMILY), Vanilla(), rows=3)
+    session.admit(PROMPTS[:1], ROWS[:1])
+    session.begin(PROMPTS[2:4], ROWS[2:4])
+    with pytest.raises(ValueError, match="read to their end"):
+        session.begin(PROMPTS[4:5], ROWS[4:5])
+    before, chunks = max(session.reading.cache.lengths.tolist()), 0
+    new, news = session.reading, session.read()
+    while not news:
+        assert len(session.step()) == 1
+        assert max(new.cache.lengths.tolist()) - before <= 8 // 2
+        before, chunks, news = max(new.cache.lengths.tolist()), chunks + 1, session.read()
+    assert chunks == len(PROMPTS[3]) // 4
+    assert [each.text for each in news] == [1, 2]
 
 
 def test_rows_that_are_free_are_counted():

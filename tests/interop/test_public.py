@@ -96,6 +96,27 @@ def test_our_own_head_comes_back_with_its_draft_vocabulary_and_its_tree(target, 
     assert (tmp_path / "b" / "config.json").read_text() == (tmp_path / "p" / "config.json").read_text()
 
 
+def test_sglang_gets_a_bias_and_a_class_of_its_own(target, tmp_path):
+    """Its fc has a bias whether the file has one or not, and then one that nobody initialised."""
+    drafter = tiny.eagle(target, "chain-3")
+    save_drafter(tmp_path / "d", "eagle", target, *drafter.pack(), {}, dtype=None)
+    export(target, str(tmp_path / "d"), str(tmp_path / "p"), layout="eagle-sglang")
+    config = json.loads((tmp_path / "p" / "config.json").read_text())
+    tensors = load_file(tmp_path / "p" / "model.safetensors")
+    assert config["architectures"] == ["LlamaForCausalLMEagle"]
+    assert "bias" not in config
+    if not drafter.head.config.bias:
+        assert not tensors["fc.bias"].any()
+    import_checkpoint(target, str(tmp_path / "p"), str(tmp_path / "again"))
+    ids, f = torch.tensor([tiny.prompts(7)[0]]), tiny.noise(1, 7, H)
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
+    said = [
+        each.head(target.embed(ids), f, torch.arange(7)[None], lambda k, v: (k, v, mask))
+        for each in (drafter, load_drafter(str(tmp_path / "again"), target))
+    ]
+    assert torch.equal(*said)
+
+
 def test_a_draft_vocabulary_of_another_target_is_refused(target, tmp_path):
     config, tensors = public(target, KINDS["MHA"])
     path = write(tmp_path / "a", config | {"slipstream": {"draft_vocab": "1 2 64"}}, tensors)
@@ -207,13 +228,11 @@ def test_a_pickle_of_other_things_is_refused_in_our_words(target, tmp_path):
 
 
 def test_a_method_without_a_public_layout_says_so(tmp_path):
-    """It was said to have "layout none, not 'fasteagle'"."""
+    """It was said to have "layout none, not 'bita'"."""
     target = tiny.target("llama")
-    config, tensors = tiny.fasteagle(target).pack()
-    save_drafter(tmp_path / "d", "fasteagle", target, config, tensors, {})
-    with pytest.raises(
-        ValueError, match="no public layout exists for fasteagle drafters, only for eagle, eagle3, medusa"
-    ):
+    config, tensors = tiny.bita(target).pack()
+    save_drafter(tmp_path / "d", "bita", target, config, tensors, {})
+    with pytest.raises(ValueError, match="for bita drafters, only for eagle, eagle3, fasteagle, medusa"):
         export(target, str(tmp_path / "d"), str(tmp_path / "p"))
     config, tensors = tiny.eagle(target).pack()
     save_drafter(tmp_path / "d", "eagle", target, config, tensors, {})

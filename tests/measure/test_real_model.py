@@ -10,7 +10,9 @@ import pytest
 
 import slipstream
 from slipstream import generate, load_drafter, load_target
+from slipstream.core.sampling import Sampling
 from slipstream.decode.answer import mean_accepted_length
+from slipstream.decode.audit import audit
 from slipstream.decode.predict import predict, record
 from slipstream.drafters.store import find_drafter
 from slipstream.measure.certify import certify
@@ -33,6 +35,21 @@ def test_certify_finds_no_unexplained_token(target):
     assert set(rows) == {(name, T) for name in names for T in (0, 1)} | {("hf_generate", 0)}
     assert all(row.unexplained == 0 and row.questions == 3 for row in rows.values())
     assert report.certified
+
+
+def test_inside_hugging_face_generate_no_token_is_unexplained(target):
+    """Two prompts in a batch, padded on the left, with the head that ships."""
+    tokenizer = target.text.tokenizer
+    prompts = [encode(target, question.turns[0]) for question in load_questions(limit=2)]
+    inputs = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+    how = {"max_new_tokens": 24, "do_sample": False}
+    theirs = target.model.generate(**inputs, **how)
+    ours = target.model.generate(**inputs, **how, custom_generate=slipstream.custom_generate, drafter="eagle")
+    assert ours.shape == theirs.shape
+    width = inputs["input_ids"].shape[1]
+    for prompt, row, other in zip(prompts, ours[:, width:].tolist(), theirs[:, width:].tolist(), strict=True):
+        margins = [each.margin for each in audit(target, prompt, row, Sampling())]
+        assert row == other or max(margins) <= target.margin
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slipstream import generate
+from slipstream.decode import session
 from slipstream.decode.answer import Answer
 from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
@@ -126,6 +127,26 @@ def test_a_text_that_is_cancelled_frees_its_row_within_a_round(listen, chatting)
     assert len(here.heard[long]) <= told + 1
     assert waits not in here.heard
     assert here.text(other) == alone(chatting, PROMPTS[0])
+
+
+def test_texts_go_on_while_a_long_prompt_is_read(listen, chatting, monkeypatch):
+    """Rounds between its chunks; one that is cancelled meanwhile says nothing."""
+    monkeypatch.setattr(session, "CHUNK", 2)
+    here = listen(rows=3)
+    first, long, gone = here.task([1], new=40), here.task(PROMPTS[0] * 8), here.task(PROMPTS[1] * 8)
+    here.engine.submit([first])
+    with here.ended:
+        assert here.ended.wait_for(lambda: first in here.heard, 20)
+    here.engine.submit([long])
+    here.engine.submit([gone])
+    here.engine.cancel([gone])
+    here.wait(first, long)
+    began = here.heard[long][0].at
+    between = [news for news in here.heard[first] if long.began < news.at < began]
+    assert len(between) > 5
+    assert gone not in here.heard
+    assert here.text(long) == alone(chatting, PROMPTS[0] * 8)
+    assert here.engine.running == 0
 
 
 def test_a_full_queue_takes_no_part_of_a_request(listen):

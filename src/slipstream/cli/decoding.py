@@ -50,7 +50,7 @@ LIKELY = "keep tokens this fraction as likely as the likeliest"
 BOTH = "counts prompt and answer"
 AnswerPenalty = Annotated[float, on_sampling("counts the answer", "X")]
 TRACE = "write one JSON line per round here, for slipstream report"
-EXPLAIN = "show which trees auto chose, and why"
+EXPLAIN = "show which trees auto chose, and why, and what keys and values take"
 LAW = "coupled or multi-round (default: the drafter's own); lossy-typical, Medusa's, changes the text"
 
 
@@ -149,7 +149,7 @@ def generate(
     idle = [f"--{name.replace('_', '-')}" for name, value in cuts.items() if value is not None and not heat]
     _figures(pieces.generation, law or guide.law, idle, json_path)
     if explain:
-        err.print(explained(loaded, guide))
+        err.print(explained(loaded, guide, pieces.tokens))
 
 
 def _figures(made: "Generation | None", law: str, idle: list[str], json_path: str | None) -> None:

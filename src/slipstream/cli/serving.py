@@ -1,6 +1,7 @@
 """serve: answer requests of OpenAI's clients."""
 
 import socket
+from dataclasses import replace
 from typing import Annotated
 
 from slipstream.cli.common import (
@@ -21,6 +22,7 @@ PANEL = "Limits"
 HOST = "address to listen at; 0.0.0.0 lets other machines in"
 KEY = "key that requests must give; better in the environment, where ps does not show it"
 CONTEXT = "tokens of prompt and answer together (default: the target's window, 4096 at most)"
+MEMORY = "for keys and values: fewer rows where they do not fit"
 SECONDS = "a request may take, its reader included"
 GRACE = "what is under way may take after Ctrl-C or SIGTERM"
 
@@ -38,6 +40,7 @@ def serve(
     port: Annotated[int, option("0 takes a free one", "N", min=0, max=65535)] = 8000,
     api_key: Annotated[str | None, option(KEY, "KEY", "--api-key", envvar="SLIPSTREAM_API_KEY")] = None,
     rows: Annotated[int, option("texts under way at once", "N", panel=PANEL, min=1, max=1024)] = 16,
+    memory: Annotated[float | None, option(MEMORY, "GIB", panel=PANEL, min=0)] = None,
     queue: Annotated[int, option("texts that may wait for a row", "N", panel=PANEL, min=0, max=2**20)] = 64,
     max_context: Annotated[int | None, option(CONTEXT, "N", panel=PANEL, min=2)] = None,
     max_body: Annotated[int, option("bytes of a request", "N", panel=PANEL, min=1)] = 2**20,
@@ -59,6 +62,7 @@ def serve(
         raise ValueError(
             f"the server needs {error.name}, which is not installed: pip install 'slipstream[serve]'"
         ) from error
+    from slipstream.decode import memory as needed
     from slipstream.drafters import load_drafter
     from slipstream.serve.app import Limits
 
@@ -66,6 +70,12 @@ def serve(
     with _listening(host, port) as listener:
         loaded = load(target, dtype, device, compile, quantize)
         guide = load_drafter(drafter, loaded, temperature=1.0, texts=rows)
+        held = needed.memory(loaded, guide, limits.tokens(loaded))
+        if memory is not None:
+            limits = replace(limits, rows=min(rows, held.batch(memory)))
+        err.print(
+            f"{limits.rows} rows, {limits.rows * held.text / needed.GIB:.2f} GiB: {held}", soft_wrap=True
+        )
         run(loaded, guide, drafter, limits, api_key or None, grace, listener, err.print)
 
 

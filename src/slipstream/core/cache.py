@@ -144,8 +144,16 @@ class KVCache:
         return made
 
     def join(self, other: "KVCache") -> None:
-        """Take in a window behind these rows."""
-        assert other.storage is self.storage and other.first == self.first + len(self.lengths)
+        """Take in a window behind these rows. Where rows between them have gone, it moves down."""
+        first = self.first + len(self.lengths)
+        assert other.storage is self.storage and other.first >= first
+        if other.first > first:
+            rows = torch.arange(len(other.lengths), device=self.lengths.device)
+            used = slice(self.prefix, self.prefix + other.bound)
+            for stored in self.storage.stored:  # the right side is a copy: rows may be among the goals
+                stored[:, first + rows, :, used] = stored[:, other.first + rows, :, used]
+            other.first = first
+            other.stored = other._stored()
         self.lengths = torch.cat([self.lengths, other.lengths])
         self.texts = torch.cat([self.texts, other.texts])
         self.bound = max(self.bound, other.bound)

@@ -1,6 +1,6 @@
 """Answer: one row's text as it grows, and where it ends."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -35,6 +35,7 @@ class Answer:
         tokens: token ids, a closing EOS included.
         pieces: if text is wanted as it grows: what became certain with each token.
         rounds: one entry per target pass after the prompt's.
+        ended: says of its tokens so far whether the last of them ends it.
     """
 
     target: Target
@@ -46,6 +47,7 @@ class Answer:
     pieces: list[str] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     finish: Finish | None = None
+    ended: Callable[[list[int]], bool] | None = None
 
     def __post_init__(self) -> None:
         text = self.target.text if self.read or self.stop else None
@@ -64,6 +66,8 @@ class Answer:
                 self.finish = "eos"
             elif len(self.tokens) == self.limit:
                 self.finish = "length"
+            elif self.ended is not None and self.ended(self.tokens):
+                self.finish = "stop"
             if self._reader is not None:
                 self.pieces.append(self._reader.push(token))
                 self._ends.append(self._reader.read)

@@ -20,6 +20,7 @@ from slipstream.core.shape import PLAIN, Shape
 from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree, chain
+from slipstream.decode.memory import GIB, memory
 from slipstream.decode.policy import Accepted, Ledger, Policy, Trial
 from slipstream.decode.session import Session
 from slipstream.files import cache_home, read_results, update_json
@@ -199,8 +200,8 @@ class Full(Drafter):
         return tree if shape is None or shape.children else chain(state.root[:, None].repeat(1, shape.nodes))
 
 
-def explained(target: Target, drafter: Drafter) -> Group:
-    """What was chosen in this process, and why: a row for every rung."""
+def explained(target: Target, drafter: Drafter, tokens: int | None = None) -> Group:
+    """What was chosen in this process, and why: a row for every rung; and what a text of `tokens` holds."""
     known = ledger(target, drafter)
     texts = min(known.seconds)
     costs = known.costs(texts)
@@ -218,7 +219,11 @@ def explained(target: Target, drafter: Drafter) -> Group:
         f"again now and then. Kept in {cache_home() / FILE}."
     )
     found = ", ".join(map(_short, drafter.tuned))
-    return Group(table, Text(f"{f'Found by tune: {found}. ' if found else ''}{note}", "dim"))
+    text = f"{f'Found by tune: {found}. ' if found else ''}{note}"
+    if tokens is not None:
+        held = memory(target, drafter, tokens)
+        text += f"\n{held}; 1 GiB holds {int(GIB // held.text)} such texts."
+    return Group(table, Text(text, "dim"))
 
 
 def _short(rung: Shape) -> str:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from os import PathLike
 from time import perf_counter
 from typing import Any, Protocol, TypedDict, Unpack, overload, runtime_checkable
@@ -16,6 +17,7 @@ from slipstream.core.target import Target
 from slipstream.core.verify import Law, coupled, lossy_typical, multi_round
 from slipstream.decode.answer import Answer, Finish, Round, mean_accepted_length
 from slipstream.decode.costs import keep, policy
+from slipstream.decode.memory import memory
 from slipstream.decode.session import Seconds, Session
 from slipstream.decode.settings import Settings, check_kind
 from slipstream.decode.trace import Tracer
@@ -40,6 +42,14 @@ class Writer(Protocol):
     """Anything with `write`, such as an open file."""
 
     def write(self, text: str, /) -> Any: ...
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with what was finished before: `finished` holds the answers, and None for the others."""
+
+    def __init__(self, finished: "list[Generation | None]") -> None:
+        super().__init__()
+        self.finished = finished
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,7 @@ class BatchOptions(Options, total=False):
     """Those of `generate` alone."""
 
     batch: int | None
+    memory: float | None
     attention_mask: Any
     streamer: Streamer | None
 
@@ -138,6 +149,7 @@ def generate(
             own. "lossy-typical" is Medusa's typical acceptance, which changes the distribution at T > 0.
         trace: receives one JSON line per text and round, which `slipstream report` shows.
         batch: answers under way at once, default all. Waiting prompts take the place of ended answers.
+        memory: GiB that keys and values may take: fewer answers are under way where not all fit.
         attention_mask: 0 where `prompts`, then token ids, are padding.
         streamer: gets one prompt, then its tokens as they come. With stop strings it gets only tokens that
             are certain to belong to the text; `stream` gives every character.
@@ -145,6 +157,7 @@ def generate(
     Raises:
         ValueError: an argument of another type or outside its range, a field of generation_config that cannot
             be honoured, an empty prompt, or one that fills the target's window.
+        KeyboardInterrupt: its `finished` holds the answers that had ended, and None for the others.
     """
     if (mask := options.pop("attention_mask", None)) is not None:
         prompts = {"input_ids": prompts, "attention_mask": mask}
@@ -153,7 +166,12 @@ def generate(
     if streamer is not None:
         job.check_single("a streamer", "generate")
         check_kind("streamer", streamer, Streamer, "give an object with put and end, such as a TextStreamer")
-    made = job.generations(job.run(streamer))
+    try:
+        made = job.generations(job.run(streamer))
+    except KeyboardInterrupt as stopped:
+        made, ends = job.generations(Seconds()), [answer.finish for answer in job.answers]
+        finished = [each if end else None for each, end in zip(made, ends, strict=True)]
+        raise Interrupted(finished) from stopped
     return made[0] if job.single else made
 
 
@@ -177,11 +195,13 @@ class Stream(Iterator[str]):
 
     Attributes:
         rounds: the same, round by round: what each of its tokens made certain.
+        tokens: of prompt and answer, at most.
         generation: the whole answer, once the last piece has been taken.
     """
 
     def __init__(self, job: "Job") -> None:
         self.generation: Generation | None = None
+        self.tokens = _longest(job.prompts, job.answers)
         self.rounds = self._rounds(job)
 
     def __next__(self) -> str:
@@ -223,6 +243,7 @@ class Job:
         law: str | None = None,
         trace: Writer | None = None,
         batch: int | None = None,
+        memory: float | None = None,
         read: bool = False,
         **given: Any,
     ) -> "Job":
@@ -253,6 +274,8 @@ class Job:
             raise ValueError(f"target {target.name} has no tokenizer: call generate, and read its token ids")
         read |= trace is not None and target.text is not None
         answers = [Answer(target, settings.limit(each), settings.eos, settings.stop, read) for each in ids]
+        if memory is not None:
+            batch = min(batch or len(ids), _fitting(target, drafter, memory, ids, answers))
         rows = [settings.row(i, prompt) for i, prompt in enumerate(ids)]
         return cls(target, drafter, ids, rows, answers, LAWS[law], trace, batch, single)
 
@@ -266,19 +289,21 @@ class Job:
         time went so far."""
         prompts, answers = self.prompts, self.answers
         rows = min(self.batch or len(prompts), len(prompts))
-        longest = max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))
+        longest = _longest(prompts, answers)
         chooses = policy(self.target, self.drafter, rows)
         session = Session(self.target, self.drafter, self.law, rows, capacity=longest, policy=chooses)
         told = (self.target, prompts, self.sampling, answers)
         tracer = None if self.trace is None else Tracer(self.trace, *told)
-        waiting = deque(range(len(prompts)))
-        while waiting or session.texts:
-            joining = [waiting.popleft() for _ in range(min(len(waiting), rows - len(session.texts)))]
+        waiting, rounds, spent = deque(range(len(prompts))), 1, Seconds()
+        while waiting or session.reading or session.texts:
             before = replace(session.seconds)
-            if joining:
-                news = session.admit([prompts[i] for i in joining], [self.sampling[i] for i in joining])
-            else:
-                news = session.step()
+            if session.reading is None and (free := min(len(waiting), rows - len(session.texts))):
+                joining = [waiting.popleft() for _ in range(free)]
+                session.begin([prompts[i] for i in joining], [self.sampling[i] for i in joining])
+            # A chunk of prompts, and then a round for those that wait for it.
+            reads = session.reading is not None and (rounds > 0 or not session.texts)
+            rounds = 0 if reads else rounds + 1
+            news = session.read() if reads else session.step()
             began = perf_counter()
             for each in news:
                 answer = answers[each.text]
@@ -288,8 +313,11 @@ class Job:
                 if each.drafted is not None:
                     answer.rounds.append(Round(each.drafted, len(each.tokens) - 1, kept))
             session.seconds.host += perf_counter() - began
-            if tracer is not None:
-                tracer.take(session, session.seconds - before, [each.text for each in news if joining])
+            spent += session.seconds - before
+            if news and tracer is not None:
+                tracer.take(session, spent, [each.text for each in news if reads])
+            if news:
+                spent = Seconds()
             yield session.seconds
             session.retire(each.text for each in news if answers[each.text].finish is not None)
         keep(self.target, self.drafter)
@@ -311,3 +339,20 @@ class Job:
             Generation(prompt, a.tokens, a.text, a.finish or "length", a.rounds, seconds, s)
             for prompt, a, s in zip(self.prompts, self.answers, self.sampling, strict=True)
         ]
+
+
+def _longest(prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> int:
+    """Tokens of the longest text."""
+    return max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))
+
+
+def _fitting(
+    target: Target,
+    drafter: Drafter,
+    gib: float,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Answer],
+) -> int:
+    """The most answers that may be under way at once in so much memory. Raises ValueError."""
+    check_kind("memory", gib, Real, "give GiB")
+    return memory(target, drafter, _longest(prompts, answers)).batch(gib)

@@ -21,7 +21,7 @@ from slipstream.core.verify import Law, Verdict, coupled, verify
 from slipstream.decode.capture import Captured, Record, recorder, rounded
 from slipstream.decode.policy import NO_GUESSES, Policy
 
-CHUNK = 512  # prompt tokens per prefill pass: bounds the mask and the activations
+CHUNK = 512  # prompt tokens per prefill pass: bounds the mask, the activations and how long texts wait
 
 
 @dataclass
@@ -61,8 +61,24 @@ class Committed:
     sound: bool
 
 
+Chunk = tuple[Int[Tensor, "B T"], Int[Tensor, " B"], Int[Tensor, " B"], bool]
+
+
+@dataclass
+class Reading:
+    """Texts whose prompts are being read, in rows behind those under way; `first`: the first one's number."""
+
+    first: int
+    prompts: Sequence[Sequence[int]]
+    plain: list[bool]
+    cache: KVCache
+    state: State
+    sampler: Sampler
+    chunks: Iterator[Chunk]
+
+
 class Session:
-    """Texts under way that share passes of the target: `admit`, `step` and `retire`.
+    """Texts under way that share passes of the target: `admit` (or `begin` and `read`), `step`, `retire`.
 
     A text depends on its prompt and its sampling alone, not on the texts beside it. It takes a free row of
     caches that are allocated once. No pass reads free rows.
@@ -77,7 +93,8 @@ class Session:
         texts, lengths: of each row, the number of its text and the tokens that the target has read of it.
         plain: of each row, whether it is decoded without guesses, beside others that may have some.
         seconds: where the time went so far.
-        span: what the last pass read.
+        span: what the last round read, or the last chunk of prompts.
+        reading: texts that join, while their prompts are read.
     """
 
     def __init__(
@@ -96,6 +113,7 @@ class Session:
         self._mark([])
         self.seconds = Seconds()
         self.span: Span | None = None
+        self.reading: Reading | None = None
         self._record = recorder(target) if law is coupled else None  # other laws look at what they drew
         self._captured: dict[Shape | None, Captured] = {}
         self.sampler = Sampler([], [], target.vocab, target.device)
@@ -106,54 +124,90 @@ class Session:
         self.cache.select([])
         self.state.select([])
 
-    @torch.inference_mode()
+    @property
+    def capacities(self) -> list[int]:
+        """Slots for a text in each of the caches."""
+        return [cache.storage.capacity for cache in (self.cache, *self.state.caches)]
+
     def admit(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling], plain: Sequence[bool] = ()
     ) -> list[Committed]:
-        """Read prompts and draw the first token of each, its first root. `plain` texts, default none, get no
-        guesses. Raises ValueError if there are fewer free rows than prompts."""
+        """`begin`, and `read` to the end."""
+        self.begin(prompts, sampling, plain)
+        while not (made := self.read()):
+            pass
+        return made
+
+    @torch.inference_mode()
+    def begin(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling], plain: Sequence[bool] = ()
+    ) -> None:
+        """Let texts join: `read` reads their prompts, chunk by chunk, between which there may be rounds.
+        `plain` texts, default none, get no guesses. Raises ValueError if there are fewer free rows than
+        prompts, or others are being read."""
+        if self.reading is not None:
+            raise ValueError("other prompts are being read, of one group at a time: read to their end first")
         if len(self.texts) + len(prompts) > self.rows:
             raise ValueError(
                 f"{len(prompts)} texts cannot join {len(self.texts)}: this session has {self.rows} rows; "
                 "retire others first"
             )
-        lap = _stopwatch()
-        cache, state = self.cache.window(len(prompts)), self.drafter.start(len(prompts), self.target.device)
+        lap, count, device = _stopwatch(), len(prompts), self.target.device
+        cache, state = self.cache.window(count), self.drafter.start(count, device)
         cache.texts += self._admitted
         state.place_behind(self.state)
-        sampler = Sampler(sampling, prompts, self.target.vocab, self.target.device)
-        self.span = span = self._prefill(prompts, cache, state, sampler)
-        self.cache.join(cache)
-        self.state.join(state)
-        self.sampler = self.sampler.join(sampler)
-        self._captured.clear()
-        self.texts += range(self._admitted, self._admitted + len(prompts))
-        self.lengths += map(len, prompts)
-        self._mark([*self.plain, *(plain or [False] * len(prompts))])
-        self._admitted += len(prompts)
+        sampler = Sampler(sampling, prompts, self.target.vocab, device)
+        # With texts under way a chunk is one of all prompts together.
+        chunks = _chunks(prompts, device, max(1, CHUNK // count) if self.texts else CHUNK)
+        marks = list(plain) or [False] * count
+        self.reading = Reading(self._admitted, prompts, marks, cache, state, sampler, chunks)
+        self._admitted += count
         self.seconds.prefill += lap()
-        firsts = torch.stack([span.root, sampler.sound], 1).tolist()
-        self.seconds.host += lap()
-        news = zip(self.texts[-len(prompts) :], firsts, strict=True)
-        return [Committed(text, [first], None, bool(sound)) for text, (first, sound) in news]
 
-    def _prefill(
-        self, prompts: Sequence[Sequence[int]], cache: KVCache, state: State, sampler: Sampler
-    ) -> Span:
-        """Read prompts in chunks. Returns the last chunk's span, with the tokens that the law drew."""
-        for tokens, nexts, count, last in _chunks(prompts, self.target.device):
-            rows = (count - 1)[:, None]
-            vectors = self.drafter.probes if last else None
-            probes = None if vectors is None else Probes(vectors, rows)
-            tree = Tree(tokens, None, tokens.shape[1] - 1, probes=probes)
-            start = cache.lengths
-            out = self.target(tree, cache, self.drafter.taps, rows=rows if last else rows[:, :0])
-            path = torch.minimum(torch.arange(tree.nodes, device=rows.device), rows.clamp(min=0))
-            if last:
-                bare = chain(tokens.gather(1, rows))
-                _, nexts = self.law(bare, 0 * count, out.logits[:, 0], start + count, sampler)
-            span = commit(tree, out, Verdict(path, count, nexts), cache)
-            self.drafter.absorb(span, state)
+    @torch.inference_mode()
+    def read(self) -> list[Committed]:
+        """Read a chunk of the prompts under way. Returns nothing before the last, and then the first token of
+        each text, its first root."""
+        assert self.reading is not None, "no prompts are being read: begin comes first"
+        lap, before, new = _stopwatch(), self.capacities, self.reading
+        tokens, nexts, count, last = next(new.chunks)
+        span = self._chunk(new, tokens, nexts, count, last)
+        if self.capacities != before:  # rounds were captured over memory that is given up
+            self._captured.clear()
+        if not last:
+            self.seconds.prefill += lap()
+            return []
+        self.span, self.reading = span, None
+        self.cache.join(new.cache)
+        self.state.join(new.state)
+        self.sampler = self.sampler.join(new.sampler)
+        self._captured.clear()
+        numbers = range(new.first, new.first + len(new.prompts))
+        self.texts += numbers
+        self.lengths += map(len, new.prompts)
+        self._mark([*self.plain, *new.plain])
+        self.seconds.prefill += lap()
+        firsts = torch.stack([span.root, new.sampler.sound], 1).tolist()
+        self.seconds.host += lap()
+        return [
+            Committed(text, [first], None, bool(sound))
+            for text, (first, sound) in zip(numbers, firsts, strict=True)
+        ]
+
+    def _chunk(self, new: "Reading", tokens: Tensor, nexts: Tensor, count: Tensor, last: bool) -> Span:
+        """Read a chunk. The last one's span has the tokens that the law drew."""
+        rows = (count - 1)[:, None]
+        vectors = self.drafter.probes if last else None
+        probes = None if vectors is None else Probes(vectors, rows)
+        tree = Tree(tokens, None, tokens.shape[1] - 1, probes=probes)
+        start = new.cache.lengths
+        out = self.target(tree, new.cache, self.drafter.taps, rows=rows if last else rows[:, :0])
+        path = torch.minimum(torch.arange(tree.nodes, device=rows.device), rows.clamp(min=0))
+        if last:
+            bare = chain(tokens.gather(1, rows))
+            _, nexts = self.law(bare, 0 * count, out.logits[:, 0], start + count, new.sampler)
+        span = commit(tree, out, Verdict(path, count, nexts), new.cache)
+        self.drafter.absorb(span, new.state)
         return span
 
     @torch.inference_mode()
@@ -266,17 +320,15 @@ def _stopwatch() -> Callable[[], float]:
     return lap
 
 
-def _chunks(
-    prompts: Sequence[Sequence[int]], device: torch.device
-) -> Iterator[tuple[Int[Tensor, "B T"], Int[Tensor, " B"], Int[Tensor, " B"], bool]]:
+def _chunks(prompts: Sequence[Sequence[int]], device: torch.device, width: int) -> Iterator[Chunk]:
     """(tokens, next token, count, last?) per chunk. Chunks are cut from the end: all rows end in the last,
     and a shorter prompt has no tokens in the first ones."""
     longest = max(map(len, prompts))
-    for end in range(longest % CHUNK or CHUNK, longest + 1, CHUNK):
+    for end in range(longest % width or width, longest + 1, width):
         stops = [max(0, end - longest + len(prompt)) for prompt in prompts]
-        rows = [list(prompt[max(0, s - CHUNK) : s]) for prompt, s in zip(prompts, stops, strict=True)]
-        width = max(map(len, rows))
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+        rows = [list(prompt[max(0, s - width) : s]) for prompt, s in zip(prompts, stops, strict=True)]
+        filled = max(map(len, rows))
+        tokens = torch.tensor([row + [0] * (filled - len(row)) for row in rows], device=device)
         nexts = [prompt[s] if end < longest else 0 for prompt, s in zip(prompts, stops, strict=True)]
         counts = torch.tensor(list(map(len, rows)), device=device)
         yield tokens, torch.tensor(nexts, device=device), counts, end == longest

@@ -80,7 +80,6 @@ class Layout(ABC):
         return tensors
 
 
-@final
 class EagleLayout(Layout):
     """EAGLE-1/2: config.json is the target's with one layer; beside the head's tensors a copy of the target's
     embedding."""
@@ -111,6 +110,25 @@ class EagleLayout(Layout):
                 "use it"
             )
         return tensors
+
+
+@final
+class SGLangEagleLayout(EagleLayout):
+    """The same as SGLang reads it, whose fc always has a bias, and whose class has a name of its own."""
+
+    name = "LlamaForCausalLMEagle"
+
+    def knows(self, config: Config, tensors: Tensors) -> bool:
+        return self.name in (config.get("architectures") or [])
+
+    def config(self, head: EagleConfig, name: str) -> Config:
+        made = super().config(head, name) | {"architectures": [self.name]}
+        made.pop("bias", None)  # one of attention's there
+        return made
+
+    def give(self, tensors: Tensors) -> Tensors:
+        weight = tensors["fc.weight"]
+        return {"fc.bias": torch.zeros(len(weight), dtype=weight.dtype), **tensors}
 
 
 class Eagle3Layout(Layout):
@@ -291,7 +309,7 @@ class VLLMMedusaLayout(MedusaLayout):
 
     def sizes(self, config: Config, tensors: Tensors) -> MedusaConfig:
         theirs = tensors.pop("lm_heads.0.weight") if config.get("original_lm_head") else None
-        if theirs is not None and not close(theirs, self._lm_head(tensors)):
+        if theirs is not None and not close(theirs, lm_head_rows(self.target, tensors.get(VOCAB))):
             raise ValueError(
                 "original_lm_head=True, and lm_heads.0.weight is not this target's LM head: import it for "
                 "the target it was made for"
@@ -320,16 +338,22 @@ class VLLMMedusaLayout(MedusaLayout):
     def give(self, tensors: Tensors) -> Tensors:
         given = {re.sub(r"(blocks\.\d+)\.", r"\1.layers.", name): tensor for name, tensor in tensors.items()}
         if "lm_heads.0.weight" not in given:
-            given["lm_heads.0.weight"] = self._lm_head(tensors).to(tensors["blocks.0.0.weight"].dtype)
+            own = lm_head_rows(self.target, tensors.get(VOCAB))
+            given["lm_heads.0.weight"] = own.to(tensors["blocks.0.0.weight"].dtype)
         if (vocab := given.pop(VOCAB, None)) is not None:
             given["token_map"] = vocab.long()
+            if "lm_heads.1.weight" in given:
+                self.notes.append(
+                    "token_map: vLLM 0.32 takes one beside the target's LM head alone, not beside LM heads "
+                    "of its own: for vLLM train one with head.draft_vocab=0"
+                )
         return given
 
-    def _lm_head(self, tensors: Tensors) -> Tensor:
-        """The rows of the target's LM head that say the draft vocabulary."""
-        lm_head = self.target.lm_head(tensors[VOCAB].long() if VOCAB in tensors else None)
-        token = torch.zeros(1, dtype=torch.long, device=self.target.device)
-        return rows_of(lm_head, self.target.embed(token)).cpu()
+
+def lm_head_rows(target: Target, vocab: Tensor | None) -> Tensor:
+    """The rows of the target's LM head that say a draft vocabulary, by default all."""
+    lm_head = target.lm_head(None if vocab is None else vocab.long())
+    return rows_of(lm_head, target.embed(torch.zeros(1, dtype=torch.long, device=target.device))).cpu()
 
 
 def layouts(target: Target) -> dict[str, tuple[str, Layout]]:

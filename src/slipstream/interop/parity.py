@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -21,9 +22,8 @@ from slipstream.decode.audit import audit
 from slipstream.decode.generate import Generation, generate
 from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
-from slipstream.drafters.eagle import Eagle
+from slipstream.drafters.heads import HeadDrafter
 from slipstream.drafters.layers import attend_cache
-from slipstream.drafters.recursive import RecursiveDrafter
 from slipstream.files import check_counts
 from slipstream.interop.public import export
 from slipstream.results import Figures, Part, Report, heading
@@ -32,6 +32,13 @@ from slipstream.targets import HFTarget
 WORKER = Path(__file__).with_name("vllm_worker.py")
 POINTS = 0.02  # acceptance per position may differ by this much
 LOOSE = 2e-2  # relative difference of two tensors that are the same but for rounding
+METHODS = {"eagle": "eagle", "eagle3": "eagle3", "fasteagle": "eagle3", "medusa": "medusa"}  # in vLLM
+LAYOUTS = {"medusa": "medusa-vllm"}  # that vLLM reads, where it is not the method's first
+PARTS = {
+    "attention": "self_attn.o_proj",
+    "the norm after it": "post_attention_layernorm",
+    "mlp": "mlp",
+}  # of a layer
 
 
 class Acceptance(Part):
@@ -108,12 +115,13 @@ def parity(
     """Compare acceptance and text of an exported head in vLLM with our chain decoding, at T = 0.
 
     Args:
-        drafter: an eagle or eagle3 drafter directory, or a name whose weights ship.
+        drafter: an eagle, eagle3, fasteagle or medusa drafter directory, or a name whose weights ship.
         python: the interpreter of the environment that vLLM is installed in (`make vllm`).
-        draft_tokens: drafted a round.
+        draft_tokens: drafted a round. A medusa head drafts one with each of its heads in vLLM.
 
     Raises:
-        ValueError: vLLM cannot be run, the drafter cannot be exported, or there is nothing to ask.
+        ValueError: vLLM cannot be run or cannot draft so many tokens, the drafter cannot be exported, or
+            there is nothing to ask.
     """
     if not Path(python).is_file():
         raise ValueError(
@@ -131,8 +139,13 @@ def parity(
     rounds = [each for answer in answers for each in answer.rounds]
     acceptance = [sum(r.accepted >= d for r in rounds) / len(rounds) for d in range(1, draft_tokens + 1)]
     progress("vLLM, plainly and with the head (minutes)")
-    job = {"method": ours.method, "prompts": list(prompts), "new": max_new_tokens, "draft": draft_tokens}
-    plain, drafted, tensors = _served(target, drafter, {**job, "dtype": target.dtype_name}, python)
+    job = {
+        "method": METHODS[ours.method],
+        "prompts": list(prompts),
+        "new": max_new_tokens,
+        "draft": draft_tokens,
+    }
+    plain, drafted, tensors = _served(target, drafter, ours.method, job, python)
     texts = {"vLLM with the head": drafted["tokens"], "ours": [answer.tokens for answer in answers]}
     divergences = _deviations(target, prompts, plain["tokens"], texts)
     apart = [round(a - b, 4) for a, b in zip(acceptance, drafted["acceptance"], strict=True)]
@@ -152,12 +165,20 @@ def parity(
     )
 
 
-def _chain(target: HFTarget, drafter: str, draft_tokens: int) -> RecursiveDrafter:
-    """The head as the engine runs it: a chain, over all tokens unless it has an LM head of its own."""
+def _chain(target: HFTarget, drafter: str, draft_tokens: int) -> HeadDrafter:
+    """The head as the engine runs it: a chain, whose candidates are those of the exported LM head."""
     trained = load_drafter(drafter, target)
-    if not isinstance(trained, RecursiveDrafter):
-        raise ValueError(f"drafter {drafter!r} is no eagle or eagle3 head: vLLM is given one of those")
-    vocab = trained.vocab if trained.head.own_lm_head else None
+    if not isinstance(trained, HeadDrafter) or trained.method not in METHODS:
+        raise ValueError(f"drafter {drafter!r} is no {', '.join(METHODS)} head: vLLM is given one of those")
+    depth = getattr(trained.head.config, "depth", draft_tokens)
+    if draft_tokens > depth or (trained.method == "medusa" and draft_tokens < depth):
+        raise ValueError(f"draft_tokens is {draft_tokens}; this {trained.method} head drafts {depth} tokens")
+    if trained.method == "medusa" and trained.head.own_lm_head and len(trained.vocab) < target.vocab:
+        raise ValueError(
+            f"this medusa head has LM heads of {len(trained.vocab)} tokens, and vLLM loads those of all "
+            f"{target.vocab} alone: train one with head.draft_vocab=0"
+        )
+    vocab = None if trained.method == "eagle" else trained.vocab
     return type(trained)(trained.head, target, vocab, f"chain-{draft_tokens}")
 
 
@@ -180,20 +201,22 @@ def _deviations(
 
 
 def _served(
-    target: HFTarget, drafter: str, job: dict[str, Any], python: str
+    target: HFTarget, drafter: str, method: str, job: dict[str, Any], python: str
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
     """What the worker wrote: plain answers, answers with the head, and tensors of the first prompt. Raises
     ValueError where it fails."""
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         target.save(home / "target")
-        export(target, drafter, home / "head")
+        export(target, drafter, home / "head", layout=LAYOUTS.get(method))
         job |= {name: str(home / name) for name in ("target", "head")}
         job |= {name: str(home / f"{name}.json") for name in ("plain", "drafted")}
         (home / "job.json").write_text(json.dumps({**job, "tensors": str(home / "seen.safetensors")}))
         try:
             worker = [python, str(WORKER), str(home / "job.json")]
-            done = subprocess.run(worker, capture_output=True, text=True)
+            path = os.pathsep.join(filter(None, (str(WORKER.parents[2]), os.environ.get("PYTHONPATH"))))
+            environment = os.environ | {"PYTHONPATH": path}
+            done = subprocess.run(worker, capture_output=True, text=True, env=environment)
         except OSError as error:
             raise ValueError(
                 f"--python {python} cannot be run: {error.strerror}: `make vllm` makes an environment"
@@ -210,43 +233,75 @@ def _served(
 
 
 def first_difference(
-    target: HFTarget, drafter: RecursiveDrafter, tensors: dict[str, Tensor], prompt: list[int]
+    target: HFTarget, drafter: HeadDrafter, tensors: dict[str, Tensor], prompt: list[int]
 ) -> str | None:
     """The first tensor, in order of computation, in which vLLM's head differs from ours over the first
     prompt: its inputs from what ours would read, its parts from ours on its own inputs. None if all agree."""
-    head, T, fused = drafter.head, len(prompt), tensors["in.model.fc.0"].to(target.dtype)
-    if isinstance(drafter, Eagle):
-        layer, (embedded, features) = "layers.0", fused.split(head.config.hidden_size, 1)
-    else:
-        layer, embedded, features = "midlayer", tensors["in.model.layers.0.1"].to(target.dtype), fused
-    positions = tensors["in.model.layers.0.0"][None]
-    if positions[0].tolist() != list(range(T)):
-        return "positions"
     ours: dict[str, Tensor] = {}
-
-    for name, module in head.named_modules():
+    for name, module in drafter.head.named_modules():
         module.register_forward_hook(lambda module, args, out, name=name: ours.update({name: out[0]}))
     with torch.inference_mode():
-        [attend], _ = attend_cache(KVCache(1, 1), T)
-        states = head(embedded[None], head.fuse(features[None]), positions, attend)[0]
-        logits = drafter.logits(states[-1:])
-        qkv = torch.cat([ours[f"{layer}.self_attn.{x}_proj"] for x in "qkv"], 1)
-        pairs = {
-            "the tokens that it reads": (target.embed(torch.tensor(prompt[1:])), embedded[:-1]),
-            "the target's features": (target.features([prompt], head.config.taps)[0], features),
-            "fc": (ours["fc"], tensors["out.model.fc"]),
-            "q, k, v": (qkv, tensors["out.model.layers.0.self_attn.qkv_proj"]),
-        }
-        names = {
-            "attention": "self_attn.o_proj",
-            "the norm after it": "post_attention_layernorm",
-            "mlp": "mlp",
-        }
-        for part, name in names.items():
-            pairs[part] = (ours[f"{layer}.{name}"], tensors[f"out.model.layers.0.{name}"])
-        pairs["logits"] = (logits, tensors["out.logits_processor"])
+        pairs = (_medusa if drafter.method == "medusa" else _layers)(target, drafter, tensors, prompt, ours)
     for name, (mine, served) in pairs.items():
+        if not mine.is_floating_point() and not torch.equal(mine, served.to(mine)):
+            return name
         off = float((mine.float() - served.float()).norm() / mine.float().norm().clamp(min=1e-9))
         if off > LOOSE:
             return f"{name} (relative difference {off:.1e})"
     return None
+
+
+Pairs = dict[str, tuple[Tensor, Tensor]]  # ours and vLLM's, in order of computation
+
+
+def _layers(
+    target: HFTarget,
+    drafter: HeadDrafter,
+    seen: dict[str, Tensor],
+    prompt: list[int],
+    ours: dict[str, Tensor],
+) -> Pairs:
+    """Of a head with decoder layers. `ours` gets what our modules put out."""
+    head, T, fused = drafter.head, len(prompt), seen["in.model.fc.0"].to(target.dtype)
+    layers, H = ["layers.0"], head.config.hidden_size
+    if drafter.method == "eagle":
+        embedded, features = fused.split(H, 1)
+    elif drafter.method == "eagle3":
+        layers, embedded, features = ["midlayer"], seen["in.model.layers.0.1"].to(target.dtype), fused
+    else:
+        layers = [f"layers.{i}" for i in range(len(head.layers))]
+        embedded, features = fused[:, H:], seen["in.model.fuse.0"].to(target.dtype)
+    positions = seen["in.model.layers.0.0"][None]
+    attends, own = attend_cache(KVCache(len(layers), 1), T)
+    if drafter.method == "fasteagle":
+        states = head(embedded[None], features[None], positions, attends)[0, :, 0]
+    else:
+        states = head(embedded[None], head.fuse(features[None]), positions, attends[0])[0]
+    pairs = {
+        "positions": (own[0], positions[0]),
+        "the tokens that it reads": (target.embed(torch.tensor(prompt[1:])), embedded[:-1]),
+        "the target's features": (target.features([prompt], head.config.taps)[0], features),
+        "fc": (ours["fc"], seen["out.model.fc"]),
+    }
+    for i, name in enumerate(layers):
+        qkv = torch.cat([ours[f"{name}.self_attn.{x}_proj"] for x in "qkv"], 1)
+        pairs[f"q, k, v of layer {i}"] = (qkv, seen[f"out.model.layers.{i}.self_attn.qkv_proj"])
+        for part, module in PARTS.items():
+            pairs[f"{part} of layer {i}"] = (ours[f"{name}.{module}"], seen[f"out.model.layers.{i}.{module}"])
+    return pairs | {"logits": (drafter.logits(states[-1:]), seen["out.logits_processor"])}
+
+
+def _medusa(
+    target: HFTarget,
+    drafter: HeadDrafter,
+    seen: dict[str, Tensor],
+    prompt: list[int],
+    ours: dict[str, Tensor],
+) -> Pairs:
+    """Of Medusa's heads, which read the prompt's last state alone."""
+    features = seen["in.blocks.0.0"].to(target.dtype)
+    states = drafter.head(features[None])[0, -1]
+    pairs = {"the target's features": (target.features([prompt], drafter.taps)[0][-1:], features)}
+    for i, state in enumerate(states):
+        pairs[f"block {i}"] = (state[None], seen[f"out.blocks.{i}"])
+    return pairs | {"logits": (drafter.logits(states)[:1], seen["out.logits_processor"])}

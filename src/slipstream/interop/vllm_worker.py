@@ -1,4 +1,4 @@
-"""Answers prompts in vLLM, plainly and with a head. vLLM's own Python runs it, without Slipstream installed.
+"""Answers prompts in vLLM, plainly and with a head. vLLM's own Python runs it, with this package on its path.
 
     python vllm_worker.py JOB.json
 
@@ -20,6 +20,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 def engine(job: dict, head: bool) -> Any:
     from vllm import LLM
 
+    from slipstream.interop.vllm_plugin import register
+
+    register()  # as vLLM does itself where Slipstream is installed
     drafting = {"method": job["method"], "model": job["head"], "num_speculative_tokens": job["draft"]}
     return LLM(
         job["target"],

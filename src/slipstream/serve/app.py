@@ -53,6 +53,10 @@ class Limits:
     body: int = 2**20
     seconds: float = 600.0
 
+    def tokens(self, target: Target) -> int:
+        """Of prompt and answer, at most."""
+        return min(target.window, self.context or 4096)
+
 
 class Server:
     """One target, one session, and the requests to it.
@@ -77,7 +81,7 @@ class Server:
         if target.text is None:
             raise ValueError(f"target {target.name} has no tokenizer: a server cannot read text with it")
         self.target, self.spec, self.limits, self.text = target, spec, limits, target.text
-        self.context = min(target.window, limits.context or 4096)
+        self.context = limits.tokens(target)
         self.engine = Engine(target, drafter, limits.rows, self.context, limits.queue, self._post)
         self.metrics = Metrics(lambda: self.engine.running, lambda: self.engine.waiting)
         self.fingerprint = f"{target.fingerprint}, {target.precision}"

@@ -20,7 +20,7 @@ from slipstream.decode.costs import keep, policy
 from slipstream.decode.generate import LAWS
 from slipstream.decode.session import Committed, Session
 
-TOGETHER = 1024  # tokens of prompts that are read at once: texts under way wait for them
+TOGETHER = 1024  # tokens of prompts, padding included, that join as one group
 LADDER = (1, 4)  # texts for which the cost of rounds is measured, beside all rows
 log = logging.getLogger(__name__)
 
@@ -192,14 +192,14 @@ class Engine:
     def _wait(self) -> bool:
         """Until there is work; False: the engine closes."""
         with self._changed:
-            while not (self._closing or self._waiting or self._running):
+            while not (self._closing or self._waiting or self._joining or self._running):
                 self._changed.wait()
             return not self._closing
 
     def _leave(self) -> None:
         """Free the rows of texts that nobody waits for any more."""
-        with self._changed:
-            gone, self._gone = self._gone, set()
+        with self._changed:  # those that join leave once they have
+            gone, self._gone = self._gone - {*self._joining}, self._gone & {*self._joining}
         self._session.retire(self._forget(gone))
 
     def _forget(self, tasks: set[Task]) -> list[int]:
@@ -217,20 +217,26 @@ class Engine:
             self._session.retire(ended)
 
     def _join(self) -> list[News]:
-        """Read the prompts of texts that wait."""
-        if not (tasks := self._next()):
-            return []
-        began = perf_counter()
-        for task in tasks:
-            task.began = task.began or began
-        plain = [task.plain for task in tasks]
+        """Read a chunk of the prompts of texts that join, of those that wait where none do."""
         try:
-            made = self._session.admit([t.prompt for t in tasks], [t.sampling for t in tasks], plain)
+            if not self._joining:
+                self._begin(self._next())
+            made = self._session.read() if self._joining else []
         except Exception as error:
-            return self._failed(tasks, error)
-        self._running |= {each.text: task for each, task in zip(made, tasks, strict=True)}
-        self._joining = []
+            return self._failed(self._joining, error)
+        if made:
+            self._running |= {each.text: task for each, task in zip(made, self._joining, strict=True)}
+            self._joining = []
         return [self._taken(each, i) for i, each in enumerate(made)]
+
+    def _begin(self, tasks: list[Task]) -> None:
+        """Let texts join."""
+        if tasks:
+            began = perf_counter()
+            for task in tasks:
+                task.began = task.began or began
+            marks = [task.plain for task in tasks]
+            self._session.begin([t.prompt for t in tasks], [t.sampling for t in tasks], marks)
 
     def _next(self) -> list[Task]:
         """Texts to join now, the oldest first: as many as there are rows, while their prompts together, each
@@ -304,12 +310,12 @@ class Engine:
         for itself fails. Otherwise these texts begin again, each alone, so that one cannot take others with
         it. Texts that took no part begin again, too, in a new session: this one may be half changed."""
         log.error("a pass failed", exc_info=error)
-        under_way = list(self._running.values())
+        under_way, read = list(self._running.values()), self._joining
         suspects = joining or under_way
         self._running.clear()
         self._joining = []
         self._session = self._new_session()
-        again, news = [*under_way, *joining], list[News]()
+        again, news = [*under_way, *read], list[News]()
         if len(suspects) == 1:
             again.remove(suspects[0])
             news = [News(suspects[0], error=f"{type(error).__name__}: {error}")]

@@ -1,0 +1,50 @@
+"""Memory that keys and values of texts take, in the target's cache and the drafter's, and how many fit."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from slipstream.core.cache import KVCache
+from slipstream.core.drafter import Drafter
+from slipstream.core.sampling import Sampling
+from slipstream.core.target import Target
+from slipstream.decode.session import Session
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the keys and values of one text of so many tokens, the rows of a round included."""
+
+    tokens: int
+    target: int
+    drafter: int
+
+    def __str__(self) -> str:
+        parts = f"{self.target / 2**20:.1f} MiB in the target, {self.drafter / 2**20:.1f} MiB in the drafter"
+        return f"Keys and values of a text of {self.tokens:,} tokens: {parts}"
+
+    @property
+    def text(self) -> int:
+        """Bytes in all."""
+        return self.target + self.drafter
+
+    def batch(self, gib: float) -> int:
+        """The most texts that so much memory holds at once. Raises ValueError where it holds none."""
+        if not gib > 0 or (batch := int(gib * GIB // self.text)) < 1:
+            raise ValueError(f"memory is {gib:g} GiB. {self}: give at least {self.text / GIB:.2g} GiB")
+        return batch
+
+
+def memory(target: Target, drafter: Drafter, tokens: int) -> Memory:
+    """What a text of `tokens` tokens takes, answer included, as the caches of a small session show."""
+    session = Session(target, drafter, shapes=drafter.rungs)
+    session.admit([[0]], [Sampling()])
+    session.step(shape=drafter.rungs[-1] if drafter.rungs else None)
+    room = max(drafter.room(shape) for shape in (None, *drafter.rungs))
+
+    def held(caches: Iterable[KVCache]) -> int:
+        stored = [(x, cache.prefix) for cache in caches for x in cache.storage.stored]
+        return sum(x.nbytes // x.shape[3] * (prefix + tokens + room + 1) for x, prefix in stored)
+
+    return Memory(tokens, held([session.cache]), held(session.state.caches))

@@ -1,0 +1,216 @@
+"""Slipstream inside Hugging Face's own `generate`, through its `custom_generate`."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import RLock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
+
+from slipstream.core.drafter import Drafter
+from slipstream.decode.answer import Answer
+from slipstream.decode.generate import Job, Streamer
+from slipstream.drafters.draft_model import DraftModel
+from slipstream.drafters.spec import Named
+from slipstream.targets import HFTarget
+from slipstream.targets.inside import twin
+
+DIRECTORY = str(Path(__file__).with_name("hf"))  # for those who give `custom_generate` a directory
+GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+# Arguments of `generate` that ask for what is not done here, beside those of generation_config.
+REFUSED = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask", "synced_gpus")
+OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+def custom_generate(
+    model: PreTrainedModel,
+    input_ids: Int[Tensor, "B T"],
+    generation_config: Any,
+    stopping_criteria: StoppingCriteriaList,
+    drafter: Named | Drafter | None = None,
+    seed: int | None = None,
+    compile: bool = False,
+    **prepared: Any,
+) -> Any:
+    """Answer inside Hugging Face's `generate`, which calls this with what it has prepared.
+
+        model.generate(**inputs, max_new_tokens=64, custom_generate=slipstream.custom_generate)
+
+    Its arguments hold as they do there, padding on the left, streamers and stopping criteria included, or are
+    refused by name. Each row's answer is that to its prompt alone. The model stays as it is, and changes of
+    its weights are seen.
+
+    Args:
+        model, input_ids, generation_config, stopping_criteria, prepared: from Hugging Face.
+        drafter: as in `slipstream.generate`. Default: the `assistant_model` if one is given, or else "auto".
+        seed: of the noise where `do_sample` is set; default: drawn from torch's generator, which
+            `torch.manual_seed` sets.
+        compile: see `HFTarget`; the first call then compiles.
+
+    Returns:
+        ids [B, T + new], padded on the right, or with `return_dict_in_generate` an output that holds them.
+
+    Raises:
+        ValueError: an argument cannot be honoured, or it is not Hugging Face's `generate` that calls.
+    """
+    asked = _asked()
+    _check(asked, generation_config)
+    with _LOCK:
+        target = _target(model, compile)
+        target.model.generation_config = _plain(generation_config)
+        if seed is None:
+            seed = int(torch.randint(2**62, ())) if generation_config.do_sample else 0
+        guide = drafter or _assistant(asked["assistant_model"], target) or "auto"
+        how = {"drafter": guide, "seed": seed, "processors": list(asked["logits_processor"] or ())}
+        job = _job(target, input_ids, prepared.get("attention_mask"), stopping_criteria, how)
+        made = Rows(job.answers, generation_config._pad_token_tensor, asked["streamer"])
+        for _ in job.rounds():
+            made.tell()
+    ids: Any = torch.cat([input_ids, made.padded().to(input_ids.device)], 1)
+    if asked["streamer"] is not None:
+        asked["streamer"].end()
+    return GenerateDecoderOnlyOutput(sequences=ids) if generation_config.return_dict_in_generate else ids
+
+
+def _job(
+    target: HFTarget, ids: Int[Tensor, "B T"], mask: Tensor | None, stopping: StoppingCriteriaList, how: Any
+) -> Job:
+    """What `generate` would do. Raises ValueError."""
+    prompts, criteria = _unpadded(ids, mask), list[Any](stopping)
+    longest, limit = max(map(len, prompts)), int(stopping.max_length or target.window) - ids.shape[1]
+    if longest + limit > target.window:
+        raise ValueError(
+            f"the prompt has {longest} tokens and the answer may have {limit}; {target.name} has a window "
+            f"of {target.window} for both: give a smaller max_new_tokens"
+        )
+    ends = {int(i) for each in criteria for i in getattr(each, "eos_token_id", ())}
+    how |= {"max_new_tokens": limit, "eos_token_ids": sorted(i for i in ends if i < target.vocab)}
+    job = Job.of(target, prompts, **how)
+    called = [each for each in criteria if not isinstance(each, (EosTokenCriteria, MaxLengthCriteria))]
+    for answer, row in zip(job.answers, ids.tolist(), strict=True):
+        answer.ended = _criterion(called, row, ids.device) if called else None
+    return job
+
+
+@dataclass
+class Rows:
+    """Answers as Hugging Face gives them: a column for each token, padded where a row has ended."""
+
+    answers: Sequence[Answer]
+    pad: Tensor | None
+    streamer: Streamer | None
+    told: int = field(default=0)
+
+    def tell(self) -> None:
+        """Give the streamer the columns that no row still lacks, one by one."""
+        if self.streamer is None:
+            return
+        under_way = [len(each.tokens) for each in self.answers if each.finish is None]
+        end = min(under_way) if under_way else max(len(each.tokens) for each in self.answers)
+        for column in self.padded(end)[:, self.told :].T:
+            self.streamer.put(column)
+        self.told = max(self.told, end)
+
+    def padded(self, end: int | None = None) -> Int[Tensor, "B T2"]:
+        """The first columns, default all. Raises ValueError where there is no padding token."""
+        rows = [each.tokens[:end] for each in self.answers]
+        longest = max(map(len, rows))
+        if self.pad is None and any(len(row) < longest for row in rows):
+            raise ValueError("answers have different lengths, and there is no pad_token_id: give one")
+        filler = 0 if self.pad is None else int(self.pad)
+        return torch.tensor([row + [filler] * (longest - len(row)) for row in rows])
+
+
+_LOCK = RLock()  # a target's passes are not made for several threads
+_targets: WeakKeyDictionary[PreTrainedModel, tuple[Any, dict[bool, HFTarget]]] = WeakKeyDictionary()
+
+
+def _target(model: PreTrainedModel, compile: bool) -> HFTarget:
+    """A target over the model's weights, made again once they have changed. It holds a twin, so it ends with
+    the model, whose generation_config also stays its own."""
+    weights = [*model.named_parameters(), *model.named_buffers()]
+    stamp = [(name, x.data_ptr(), x.dtype, 0 if x.is_inference() else x._version) for name, x in weights]
+    known, made = _targets.get(model, (None, {}))
+    if known != stamp:
+        made = {}
+        _targets[model] = stamp, made
+    if compile not in made:
+        made[compile] = HFTarget(twin(model), compile=compile)
+    return made[compile]
+
+
+def _asked() -> Mapping[str, Any]:
+    """The arguments that Hugging Face's `generate` was called with. Up to 5.23 at least it does not hand a
+    callable its streamer, assistant and processors, so they are read where it runs. Raises ValueError."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not GENERATE:
+        frame = frame.f_back
+    if frame is None:
+        raise ValueError("call model.generate(…, custom_generate=slipstream.custom_generate)")
+    return frame.f_locals
+
+
+def _check(asked: Mapping[str, Any], config: Any) -> None:
+    """Raises ValueError for what cannot be honoured. `Settings` checks the fields of generation_config."""
+    unknown = [
+        name
+        for name, value in asked["kwargs"].items()
+        if value is not None and not hasattr(config, name) and name not in ("input_ids", "attention_mask")
+    ]
+    names = [name for name in REFUSED if asked[name]] + sorted(unknown)
+    if config.return_dict_in_generate:
+        names += [name for name in OUTPUTS if getattr(config, name, False)]
+    if asked["model_input_name"] != "input_ids":
+        names.append(asked["model_input_name"])
+    if names:
+        raise ValueError(f"slipstream.custom_generate cannot honour {', '.join(names)}: leave it out")
+
+
+def _unpadded(ids: Int[Tensor, "B T"], mask: Tensor | None) -> list[list[int]]:
+    """Prompts without the padding on their left. Raises ValueError for other masks."""
+    if mask is None:
+        return list(ids.tolist())
+    real = mask.bool()
+    if not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
+        raise ValueError(
+            "attention_mask masks tokens behind others: pad on the left (tokenizer.padding_side = 'left')"
+        )
+    return [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
+
+
+def _plain(config: Any) -> Any:
+    """generation_config without what is done outside: rows are repeated already, criteria are called."""
+    config = copy(config)
+    config.num_return_sequences = 1
+    config.max_time = config.stop_strings = None
+    return config
+
+
+def _assistant(model: PreTrainedModel | None, target: HFTarget) -> Drafter | None:
+    """A draft model of Hugging Face's `assistant_model`."""
+    return None if model is None else DraftModel(_target(model, target.compiles), target)
+
+
+def _criterion(
+    criteria: Sequence[Any], prompt: list[int], device: torch.device
+) -> Callable[[list[int]], bool]:
+    """Whether any of Hugging Face's stopping criteria ends a row. They see its padding, as there."""
+
+    def ended(tokens: list[int]) -> bool:
+        ids = torch.tensor([prompt + tokens], device=device)
+        return any(bool(torch.as_tensor(each(ids, None)).any()) for each in criteria)
+
+    return ended

@@ -1,0 +1,46 @@
+"""Memory of keys and values: what is predicted is what a session allocates."""
+
+import pytest
+
+import tiny
+from slipstream import generate
+from slipstream.core.sampling import Sampling
+from slipstream.decode.memory import GIB, memory
+from slipstream.decode.session import Session
+from slipstream.drafters.vanilla import Vanilla
+
+PROMPTS = tiny.prompts(7, 13)
+NAMES = ["vanilla", "ngram", "eagle", "fasteagle", "medusa", "glide", "draft model", "bita", "auto"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_what_a_session_allocates(name):
+    """A cache that is not counted: a draft model's own, a copy of the target's, what only probes read."""
+    target = tiny.target("llama")
+    drafter = Vanilla() if name == "vanilla" else tiny.DRAFTERS[name](target, PROMPTS)
+    session = Session(target, drafter, rows=2, capacity=50, shapes=drafter.rungs)
+    session.admit(PROMPTS, [Sampling()] * 2)
+    session.step(shape=drafter.rungs[-1] if drafter.rungs else None)
+    found = memory(target, drafter, 50)
+    held = [sum(x.nbytes for x in cache.storage.stored) for cache in (session.cache, *session.state.caches)]
+    assert (2 * found.target, 2 * found.drafter) == (held[0], sum(held[1:]))
+    assert found.batch(2.5 * found.text / GIB) == 2
+
+
+def test_generate_takes_as_many_texts_at_once_as_fit(monkeypatch):
+    target, rows = tiny.target("llama"), []
+    spied = Session.__init__
+    monkeypatch.setattr(
+        Session, "__init__", lambda self, *a, **how: rows.append(how.get("rows")) or spied(self, *a, **how)
+    )
+    prompts = tiny.prompts(5, 9, 7, 12, 6)
+    room = memory(target, Vanilla(), 12 + 8)
+    rows.clear()
+    made = generate(target, prompts, Vanilla(), max_new_tokens=8, memory=3.2 * room.text / GIB)
+    assert rows[-1] == 3
+    plain = generate(target, prompts, Vanilla(), max_new_tokens=8, batch=1)
+    assert [each.tokens for each in made] == [each.tokens for each in plain]
+    with pytest.raises(ValueError, match="give at least"):
+        generate(target, prompts, Vanilla(), max_new_tokens=8, memory=0.5 * room.text / GIB)
+    with pytest.raises(ValueError, match="memory is a str"):
+        generate(target, prompts, Vanilla(), memory="much")
