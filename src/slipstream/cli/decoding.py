@@ -38,7 +38,7 @@ from slipstream.cli.common import (
     out,
     progress_bar,
 )
-from slipstream.files import STANDARD, check_writable, evenly, read_results, replacing, write_json
+from slipstream.files import STANDARD, check_writable, evenly, read_results, read_text, replacing, write_json
 from slipstream.measure.questions import load_questions
 from slipstream.methods import named
 
@@ -53,6 +53,10 @@ BOTH = "counts prompt and answer"
 AnswerPenalty = Annotated[float, on_sampling("counts the answer", "X")]
 TRACE = "write one JSON line per round here, for slipstream report"
 EXPLAIN = "show which trees auto chose, and why"
+SCHEMA = "the answer is JSON of the schema in this file"
+REGEX = "the answer is a match"
+GRAMMAR = "the answer is a text of the grammar in this file, in Lark's or llama.cpp's form"
+CHOICE = "the answer is one of the texts given so; repeatable"
 LAW = "coupled or multi-round (default: the drafter's own); lossy-typical, Medusa's, changes the text"
 SEVERAL = "0 is greedy; repeatable"
 Temperatures = Annotated[list[float], on_sampling(SEVERAL, "T", "--temperature", min=0)]
@@ -91,6 +95,7 @@ def demo(
     'generate "What is gravity?"',
     'generate "What is gravity?" --compile --explain',
     'generate "Write a haiku." --temperature 0.8 --top-p 0.95 --seed 7',
+    'generate "Who wrote Faust?" --json-schema person.json',
     "generate - --drafter ngram --json answer.json < long_prompt.txt",
     lists=DRAFTERS,
 )
@@ -108,6 +113,10 @@ def generate(
     frequency_penalty: AnswerPenalty = 0.0,
     seed: Seed = 0,
     stop: Annotated[list[str], on_sampling("ends the answer; repeatable", "TEXT")] = [],
+    json_schema: Annotated[str | None, on_sampling(SCHEMA, "FILE")] = None,
+    regex: Annotated[str | None, on_sampling(REGEX, "REGEX")] = None,
+    grammar: Annotated[str | None, on_sampling(GRAMMAR, "FILE")] = None,
+    choice: Annotated[list[str], on_sampling(CHOICE, "TEXT")] = [],
     law: Annotated[str | None, on_sampling(LAW, "NAME")] = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
@@ -127,7 +136,11 @@ def generate(
     from slipstream.decode.settings import resolve_sampling
     from slipstream.drafters import load_drafter
 
-    check_writable(trace, json_path, reads=inputs(target, [drafter]))
+    files = [each for each in (json_schema, grammar) if each is not None]
+    check_writable(trace, json_path, reads=inputs(target, [drafter], files))
+    bounds: dict[str, Any] = {"regex": regex, "choice": choice or None}
+    bounds |= {"json_schema": json_schema and read_text(json_schema, "schema")}
+    bounds |= {"grammar": grammar and read_text(grammar, "grammar")}
     aside = redirect_stdout(sys.stderr) if {trace, json_path} & {*STANDARD} else nullcontext()
     text = sys.stdin.read() if prompt == "-" else prompt
     loaded = load(target, dtype, device, compile, quantize)
@@ -143,10 +156,10 @@ def generate(
             list(stream(loaded, text, guide, max_new_tokens=4))
     cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     penalties = {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty}
-    how: dict[str, Any] = {**cuts, **penalties, "repetition_penalty": repetition_penalty, "law": law}
-    how |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "stop": stop or None}
+    how: dict[str, Any] = {**cuts, **penalties, **bounds, "repetition_penalty": repetition_penalty}
+    how |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "law": law}
     with replacing(trace) if trace is not None else nullcontext() as trace_file, aside:
-        pieces = stream(loaded, text, guide, **how, trace=trace_file)
+        pieces = stream(loaded, text, guide, **how, stop=stop or None, trace=trace_file)
         for piece in pieces:
             print(piece, end="", flush=True)
         print()

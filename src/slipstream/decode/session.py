@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream.core.cache import KVCache
 from slipstream.core.drafter import Drafter, State
+from slipstream.core.grammar import guided
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span, commit
@@ -96,6 +97,7 @@ class Session:
         self._mark([])
         self.seconds = Seconds()
         self.span: Span | None = None
+        self._forced = False  # in the last round a grammar added tokens
         self._record = recorder(target) if law is coupled else None  # other laws look at what they drew
         self._captured: dict[Shape | None, Captured] = {}
         self.sampler = Sampler([], [], target.vocab, target.device)
@@ -167,7 +169,8 @@ class Session:
             told = [NO_GUESSES if plain else sign for sign, plain in zip(signs, self.plain, strict=True)]
             made = self.step(limit, self.policy.choose(self.texts, told))
             drafted = [bool(each.drafted) for each in made]
-            self.policy.learn([len(each.tokens) for each in made], whole(), drafted)
+            if not self._forced:  # else it was not the drafter's doing
+                self.policy.learn([len(each.tokens) for each in made], whole(), drafted)
             return made
         lap = _stopwatch()
         room = self.target.window - 1 - max(self.lengths)
@@ -193,11 +196,14 @@ class Session:
 
     def _propose(self, shape: Shape | None) -> Tree:
         if all(self.plain) or (shape is not None and shape.depth == 0):
-            return chain(self.state.root[:, None])
-        tree = self.drafter.propose(self.state, self.sampler, shape)
-        if any(self.plain):
-            guesses = torch.arange(tree.nodes, device=tree.tokens.device) > 0
-            tree = replace(tree, tokens=tree.tokens.masked_fill(self._plain & guesses, PAD))
+            tree = chain(self.state.root[:, None])
+        else:
+            tree = self.drafter.propose(self.state, self.sampler, shape)
+            if any(self.plain):
+                guesses = torch.arange(tree.nodes, device=tree.tokens.device) > 0
+                tree = replace(tree, tokens=tree.tokens.masked_fill(self._plain & guesses, PAD))
+        forces = [self.drafter.depth > 0 and not plain for plain in self.plain]  # plain decoding stays plain
+        tree, self._forced = guided(tree, self.sampler.walks, forces)
         return tree
 
     def _check(self, tree: Tree) -> Span:

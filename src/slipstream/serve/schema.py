@@ -23,7 +23,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "prompt_cache_key": (ANY,),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "safety_identifier": (ANY,),
     "service_tier": (ANY,),
     "store": (ANY,),
@@ -81,6 +80,44 @@ class Message(Part):
         return {key: value for key, value in given.items() if value or key not in empty}
 
 
+class JSONSchema(Part):
+    """A schema as OpenAI has it. It is kept to in any case."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Part):
+    """What an answer may be: OpenAI's "text", "json_object" and "json_schema", and this server's own "regex",
+    "grammar" and "choice", each with a field of its name."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar", "choice"]
+    json_schema: JSONSchema | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Texts | None = None
+
+    @model_validator(mode="after")
+    def _has_its_field(self) -> "ResponseFormat":
+        fields = ("json_schema", "regex", "grammar", "choice")
+        given = [name for name in fields if getattr(self, name) is not None]
+        if given != [name for name in fields if name == self.type]:
+            needs = f"the field {self.type}" if self.type in fields else "no other field"
+            raise ValueError(f"type {self.type!r} needs {needs}")
+        return self
+
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """Arguments of `generate`."""
+        if self.type == "json_object":
+            return {"json_schema": {"type": "object"}}
+        if self.json_schema is not None:
+            return {"json_schema": self.json_schema.json_schema}
+        return {} if self.type == "text" else {self.type: getattr(self, self.type)}
+
+
 class Asked(Part):
     """What both kinds of requests may hold. What is not given comes from the target, as in `generate`.
 
@@ -103,6 +140,7 @@ class Asked(Part):
     stop: str | Texts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     drafter: str | None = None
 
     @model_validator(mode="before")
@@ -143,7 +181,7 @@ class Asked(Part):
         given = {name: getattr(self, name) for name in (*names, "stop")}
         for name in ("presence_penalty", "frequency_penalty"):
             given[name] = getattr(self, name) or 0.0
-        return given
+        return given | (self.response_format.bounds if self.response_format else {})
 
 
 class Completion(Asked):
