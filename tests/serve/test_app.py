@@ -1,5 +1,6 @@
 """What OpenAI's own client gets from a running server is what `generate` says alone."""
 
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -138,6 +139,63 @@ def test_a_bias_forbids_a_token(smollm2, chat):
     assert said
 
 
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "kind": {"enum": ["natural", "légal"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_keep_to_what_the_response_format_says(smollm2, chat, complete):
+    """All kinds at once in one session, and in a stream."""
+    formats = [
+        (
+            {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
+            {"json_schema": PERSON},
+        ),
+        ({"type": "regex", "regex": "[A-Z][a-z]{2,9}!"}, {"regex": "[A-Z][a-z]{2,9}!"}),
+        ({"type": "choice", "choice": ["yes", "no, never"]}, {"choice": ["yes", "no, never"]}),
+        (
+            {"type": "grammar", "grammar": 'start: "(" start ")" | "o"'},
+            {"grammar": 'start: "(" start ")" | "o"'},
+        ),
+        ({"type": "text"}, {}),
+    ]
+    how = {"max_tokens": 40, "temperature": 1.0, "seed": 5}
+    with ThreadPoolExecutor(5) as pool:
+        answers = list(pool.map(lambda pair: chat(response_format=pair[0], **how), formats))
+    for (_, bounds), answer in zip(formats, answers, strict=True):
+        options = {"max_new_tokens": 40, "temperature": 1.0, "seed": 5, **bounds}
+        assert (
+            answer.choices[0].message.content == generate(smollm2[0].target, ASKED, "vanilla", **options).text
+        )
+    assert sorted(json.loads(answers[0].choices[0].message.content)) == ["kind", "name"]
+    assert answers[0].choices[0].finish_reason == "stop"
+    assert answers[0].usage.tau > 1.5  # names of fields are drafted for nothing
+    stream = chat(stream=True, response_format=formats[0][0], **how)
+    pieces = [event.choices[0].delta.content or "" for event in stream]
+    assert "".join(pieces) == answers[0].choices[0].message.content
+    some = chat(response_format={"type": "json_object"}, **how).choices[0].message.content
+    assert some.startswith("{")
+    legacy = complete("Is it?", extra_body={"response_format": formats[2][0]})
+    assert legacy.choices[0].text in formats[2][0]["choice"]
+
+
+def test_a_conversation_goes_on_without_reading_its_past_again(smollm2, chat):
+    """And says what it says alone."""
+    target, turns = smollm2[0].target, [{"role": "user", "content": "Name two rivers of Asia."}]
+    first = chat(turns)
+    turns += [{"role": "assistant", "content": first.choices[0].message.content}]
+    turns += [{"role": "user", "content": "And one of Africa?"}]
+    second = chat(turns)
+    known, asked = second.usage.prompt_tokens_details.cached_tokens, second.usage.prompt_tokens
+    assert known >= first.usage.prompt_tokens + NEW - 2
+    assert 0 < asked - known < 30
+    alone = generate(target, turns, "vanilla", max_new_tokens=NEW)
+    assert second.choices[0].message.content == alone.text
+
+
 def test_models(chat):
     assert [model.id for model in chat.client.models.list()] == ["smollm2"]
     assert chat.client.models.retrieve("smollm2").exactness in ("bits", "audited")
@@ -153,10 +211,12 @@ def test_models(chat):
         ({"max_tokens": 5000}, openai.BadRequestError, "at most 4096 tokens of prompt and answer"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens: Input should be greater than"),
         ({"n": 1000}, openai.BadRequestError, "1000 texts are asked for; this server takes at most 43"),
+        ({"response_format": {"type": "json_schema"}}, openai.BadRequestError, "needs the field json_schema"),
+        ({"response_format": {"type": "xml"}}, openai.BadRequestError, "response_format.type: Input should"),
         (
-            {"response_format": {"type": "json_object"}},
+            {"response_format": {"type": "regex", "regex": "[a"}},
             openai.BadRequestError,
-            "response_format: this server",
+            "regex cannot be read",
         ),
         ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools: this server does not know it"),
         (

@@ -21,6 +21,7 @@ from slipstream.core.tree import PAD, Probes, Tree, chain
 from slipstream.core.verify import Law, Verdict, coupled, verify
 from slipstream.decode.capture import Captured, Record, recorder, rounded
 from slipstream.decode.policy import NO_GUESSES, Policy
+from slipstream.decode.prefixes import Prefixes
 
 CHUNK = 512  # prompt tokens per prefill pass: bounds the mask and the activations
 
@@ -54,12 +55,14 @@ class Committed:
         tokens: the accepted ones, then the target's own.
         drafted: depth of the deepest guess; None for the pass of the prompt.
         sound: all scores that decided were finite; otherwise the tokens mean nothing.
+        shared: tokens of its prompt that were known from another text, and not read.
     """
 
     text: int
     tokens: list[int]
     drafted: int | None
     sound: bool
+    shared: int = 0
 
 
 class Session:
@@ -73,6 +76,7 @@ class Session:
         capacity: tokens of the longest text, if known; caches that are too small grow by blocks.
         shapes: trees that steps may ask for beside the drafter's own; the largest one has room.
         policy: chooses the tree of a step that asks for none.
+        keep: tokens of texts whose caches are kept, for prompts that begin as they did.
 
     Attributes:
         texts, lengths: of each row, the number of its text and the tokens that the target has read of it.
@@ -90,10 +94,15 @@ class Session:
         capacity: int = 0,
         shapes: Sequence[Shape] = (),
         policy: Policy | None = None,
+        keep: int = 0,
     ) -> None:
         self.target, self.drafter, self.law, self.rows = target, drafter, law, rows
         self.policy = policy
         self.texts, self.lengths, self._admitted = list[int](), list[int](), 0
+        self._said, self._prefixes = (
+            list[list[int]](),
+            Prefixes(keep),
+        )  # of each row its tokens, root included
         self._mark([])
         self.seconds = Seconds()
         self.span: Span | None = None
@@ -124,7 +133,11 @@ class Session:
         cache.texts += self._admitted
         state.place_behind(self.state)
         sampler = Sampler(sampling, prompts, self.target.vocab, self.target.device)
-        self.span = span = self._prefill(prompts, cache, state, sampler)
+        taken = [self._prefixes.take(prompt, cache, state, i) for i, prompt in enumerate(prompts)]
+        rest = [prompt[n:] for n, prompt in zip(taken, prompts, strict=True)]
+        self.span = span = self._prefill(rest, cache, state, sampler)
+        for i, prompt in enumerate(prompts):
+            self._prefixes.put(list(prompt), cache, state, i)
         self.cache.join(cache)
         self.state.join(state)
         self.sampler = self.sampler.join(sampler)
@@ -136,8 +149,9 @@ class Session:
         self.seconds.prefill += lap()
         firsts = torch.stack([span.root, sampler.sound], 1).tolist()
         self.seconds.host += lap()
-        news = zip(self.texts[-len(prompts) :], firsts, strict=True)
-        return [Committed(text, [first], None, bool(sound)) for text, (first, sound) in news]
+        self._said += [[*prompt, first] for prompt, (first, _) in zip(prompts, firsts, strict=True)]
+        news = zip(self.texts[-len(prompts) :], firsts, taken, strict=True)
+        return [Committed(text, [first], None, bool(sound), n) for text, (first, sound), n in news]
 
     def _prefill(
         self, prompts: Sequence[Sequence[int]], cache: KVCache, state: State, sampler: Sampler
@@ -237,6 +251,7 @@ class Session:
         made = []
         for row, (count, deepest, sound, *tokens) in enumerate(torch.cat([figures, span.nexts], 1).tolist()):
             self.lengths[row] += count
+            self._said[row] += tokens[:count]
             made.append(Committed(self.texts[row], tokens[:count], deepest, bool(sound)))
         return made
 
@@ -251,11 +266,14 @@ class Session:
         movers = iter([row for row in range(left, len(self.texts)) if row not in gone])
         order = [next(movers) if row in gone else row for row in range(left)]
         self.cache.settle(self.lengths)
+        for row in sorted(gone):
+            self._prefixes.put(self._said[row][: self.lengths[row]], self.cache, self.state, row)
         self.cache.select(order)
         self.state.select(order)
         self.sampler = self.sampler.select(order)
         self._captured.clear()
         self.texts, self.lengths = ([each[row] for row in order] for each in (self.texts, self.lengths))
+        self._said = [self._said[row] for row in order]
         self._mark([self.plain[row] for row in order])
         self.seconds.host += lap()
 

@@ -43,6 +43,7 @@ class Limits:
         rows: texts under way at once.
         queue: texts that may wait for a row.
         context: tokens of prompt and answer together; None: the target's window, 4096 at most.
+        keep: tokens of ended texts whose caches are kept, for prompts that begin as they did.
         body: bytes of a request.
         seconds: a request may take, its reader included.
     """
@@ -50,6 +51,7 @@ class Limits:
     rows: int = 16
     queue: int = 64
     context: int | None = None
+    keep: int = 8192
     body: int = 2**20
     seconds: float = 600.0
 
@@ -78,7 +80,7 @@ class Server:
             raise ValueError(f"target {target.name} has no tokenizer: a server cannot read text with it")
         self.target, self.spec, self.limits, self.text = target, spec, limits, target.text
         self.context = min(target.window, limits.context or 4096)
-        self.engine = Engine(target, drafter, limits.rows, self.context, limits.queue, self._post)
+        self.engine = Engine(target, drafter, limits.rows, self.context, limits.queue, self._post, limits.keep)
         self.metrics = Metrics(lambda: self.engine.running, lambda: self.engine.waiting)
         self.fingerprint = f"{target.fingerprint}, {target.precision}"
         self.created = int(time())

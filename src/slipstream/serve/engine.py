@@ -48,6 +48,7 @@ class Task:
         most_likely: alternatives wanted with each token; None: no probabilities are wanted.
         arrived, began: when it was submitted, and when its prompt was read.
         text: its number in the session.
+        shared: tokens of its prompt that were known from another text, and not read.
         again: tokens that it has already, and makes again after a failure of another text.
         alone: a round failed in which it took part, so it gets the session for itself.
     """
@@ -61,6 +62,7 @@ class Task:
     arrived: float = 0.0
     began: float = 0.0
     text: int | None = None
+    shared: int = 0
     again: int = 0
     alone: bool = False
     likely: list[Likely] = field(default_factory=list)
@@ -102,6 +104,7 @@ class Engine:
     Args:
         capacity: tokens of the longest prompt and answer together.
         queue: texts that may wait, at most.
+        keep: tokens of texts whose caches are kept, for prompts that begin as they did.
         post: takes a round's news, and passes them on to `Task.tell`. It must not wait.
 
     Attributes:
@@ -116,9 +119,10 @@ class Engine:
         capacity: int,
         queue: int,
         post: Callable[[list[News]], Any],
+        keep: int = 0,
     ) -> None:
         self.target, self.drafter, self.rows, self.queue, self.post = target, drafter, rows, queue, post
-        self.capacity = capacity
+        self.capacity, self.keep = capacity, keep
         self._waiting = deque[Task]()
         self._running: dict[int, Task] = {}  # by number of the text
         self._joining = list[Task]()
@@ -275,6 +279,7 @@ class Engine:
         if not made.sound:
             return News(task, error=self.target.unsound([*task.prompt, *answer.tokens]))
         task.again -= start
+        task.shared += made.shared
         taken = answer.extend(tokens[start:])
         round = None
         if made.drafted is not None and taken:
@@ -322,7 +327,7 @@ class Engine:
 
     def _new_session(self) -> Session:
         chooses = policy(self.target, self.drafter, self.rows)
-        how: Any = {"rows": self.rows, "capacity": self.capacity, "policy": chooses}
+        how: Any = {"rows": self.rows, "capacity": self.capacity, "policy": chooses, "keep": self.keep}
         return Session(self.target, self.drafter, LAWS[self.drafter.law], **how)
 
 

@@ -92,12 +92,14 @@ class Ticket:
     def usage(self) -> dict[str, Any]:
         """Tokens, and what guessing brought."""
         prompts = {id(task.prompt): len(task.prompt) for task in self.tasks}  # choices share their prompt
+        shared = {id(task.prompt): task.shared for task in reversed(self.tasks)}  # of their first
         prompt, answers = sum(prompts.values()), sum(len(task.answer.tokens) for task in self.tasks)
         rounds = [each for task in self.tasks for each in task.answer.rounds]
         return {
             "prompt_tokens": prompt,
             "completion_tokens": answers,
             "total_tokens": prompt + answers,
+            "prompt_tokens_details": {"cached_tokens": sum(shared.values())},
             "tau": round(mean_accepted_length(rounds), 4),
             "drafted_tokens": sum(each.drafted for each in rounds),
             "accepted_tokens": sum(each.accepted for each in rounds),

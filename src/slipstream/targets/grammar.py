@@ -101,7 +101,7 @@ def read_grammar(target: Target, kind: str, source: Any, eos: Iterable[int]) -> 
     eos = sorted(token for token in eos if token < target.vocab)
     if not eos:
         raise ValueError(f"{kind} needs a token that ends an answer: give eos_token_ids")
-    matcher = llguidance.LLMatcher(_words(target, eos), text, log_level=0)
+    matcher = llguidance.LLMatcher(words(target, eos), text, log_level=0)
     if matcher.is_error():
         raise ValueError(f"{kind} cannot be read: {_line(matcher.get_error())}")
     return LLGrammar(matcher, target.vocab)
@@ -148,7 +148,7 @@ def _line(message: str) -> str:
     return (lines or ["no reason is given"])[0][:200]
 
 
-def _words(target: Target, eos: Sequence[int]) -> llguidance.LLTokenizer:
+def words(target: Target, eos: Sequence[int]) -> llguidance.LLTokenizer:
     """The target's tokens, read once and kept with it. Raises ValueError."""
     kept: dict[Any, llguidance.LLTokenizer] = vars(target).setdefault(WORDS, {})
     key = target.vocab, tuple(eos)
