@@ -15,7 +15,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import HTMLResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -27,6 +27,7 @@ from slipstream.serve.bias import Bias
 from slipstream.serve.engine import Busy, Engine, News, Task
 from slipstream.serve.guard import Guard
 from slipstream.serve.metrics import Metrics
+from slipstream.serve.page import page
 from slipstream.serve.replies import Events, Form, Refused, Reply, Ticket, Whole
 from slipstream.serve.schema import Asked, ChatCompletion, Completion
 from slipstream.targets.prompts import check_readable, checked_ids, encode
@@ -80,7 +81,9 @@ class Server:
             raise ValueError(f"target {target.name} has no tokenizer: a server cannot read text with it")
         self.target, self.spec, self.limits, self.text = target, spec, limits, target.text
         self.context = min(target.window, limits.context or 4096)
-        self.engine = Engine(target, drafter, limits.rows, self.context, limits.queue, self._post, limits.keep)
+        self.engine = Engine(
+            target, drafter, limits.rows, self.context, limits.queue, self._post, limits.keep
+        )
         self.metrics = Metrics(lambda: self.engine.running, lambda: self.engine.waiting)
         self.fingerprint = f"{target.fingerprint}, {target.precision}"
         self.created = int(time())
@@ -88,6 +91,7 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         app = FastAPI(title="Slipstream", version=version("slipstream"), docs_url=None, redoc_url=None)
         app.router.lifespan_context = self._lifespan
+        app.get("/", include_in_schema=False)(self.playground)
         app.get("/health")(self.health)
         app.get("/metrics")(self.figures)
         app.get("/v1/models")(self.models)
@@ -112,6 +116,10 @@ class Server:
         """Pass news from the engine's thread to the server's."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(_tell, news)
+
+    async def playground(self) -> Response:
+        """A chat in the browser, which shows what was drafted."""
+        return HTMLResponse(page(self.target.name, self.spec))
 
     async def health(self) -> Response:
         """200 while texts are made."""
@@ -194,7 +202,8 @@ class Server:
         for i, prompt in enumerate(rows):
             limit = self._limit(settings, prompt, asked.tokens)
             answer = Answer(self.target, limit, settings.eos, settings.stop, read=True)
-            made.append(Task(prompt, settings.row(i, prompt), answer, ticket.hear, plain, asked.most_likely))
+            row = settings.row(i, prompt)
+            made.append(Task(prompt, row, answer, ticket.hear, plain, asked.most_likely, bool(asked.trace)))
         return made
 
     def _limit(self, settings: Settings, prompt: list[int], wanted: int | None) -> int:

@@ -270,13 +270,15 @@ class Events(Reply):
     def _events(self, i: int, news: News) -> list[dict[str, Any]]:
         """Of the i-th text: its role first, and then what it says."""
         made, form = [], self.form
-        more = {"usage": None} if self.usage else {}
+        more: dict[str, Any] = {"usage": None} if self.usage else {}
         if i not in self._offsets:
             self._offsets[i] = 0
             if form.chat:
                 opening = {"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
                 made.append(form.event([opening], **more))
-        if news.text or news.likely or news.finish:
+        if news.tree is not None:
+            more = more | {"trace": news.tree}
+        if news.text or news.likely or news.finish or news.tree:
             asked = news.task.most_likely is not None
             likely = form.likely(news.likely, self._offsets[i]) if asked else None
             if likely and not form.chat:

@@ -123,6 +123,7 @@ class Asked(Part):
 
     Attributes:
         drafter: "vanilla" decodes this request plainly; the text is the same.
+        trace: each event of a stream holds the tree of its round.
     """
 
     model: str
@@ -142,6 +143,7 @@ class Asked(Part):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     drafter: str | None = None
+    trace: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -161,8 +163,9 @@ class Asked(Part):
 
     @model_validator(mode="after")
     def _streams(self) -> "Asked":
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream to be true")
+        for name in ("stream_options", "trace"):
+            if getattr(self, name) and not self.stream:
+                raise ValueError(f"{name} needs stream to be true")
         return self
 
     @property

@@ -24,10 +24,10 @@ LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 
 @final
 class LLWalk(Walk):
-    """A walk of llguidance's; `matcher` is None where the text has ended."""
+    """A walk of llguidance's; `matcher` is None where the text has ended, as tokens of `eos` do."""
 
-    def __init__(self, matcher: llguidance.LLMatcher | None, vocab: int) -> None:
-        self._matcher, self._vocab = matcher, vocab
+    def __init__(self, matcher: llguidance.LLMatcher | None, vocab: int, eos: frozenset[int]) -> None:
+        self._matcher, self._vocab, self._eos = matcher, vocab, eos
         self._behind: dict[int, Walk | None] = {}  # drafts and the walk of verification ask for the same
 
     @cached_property
@@ -56,14 +56,16 @@ class LLWalk(Walk):
 
     def _step(self, token: int) -> Walk | None:
         assert self._matcher is not None
-        matcher = self._matcher.deep_copy()
-        if not matcher.validate_tokens([token]):
-            self._check(matcher)
+        if token in self._eos:
+            ends = self.allowed is not None and bool(self.allowed[token])
+            return LLWalk(None, self._vocab, self._eos) if ends else None
+        if not self._matcher.validate_tokens([token]):
+            self._check(self._matcher)
             return None
+        matcher = self._matcher.deep_copy()
         matcher.consume_token(token)
         self._check(matcher)
-        ended = matcher.stop_reason() == "EndOfSentence"
-        return LLWalk(None if ended else matcher, self._vocab)
+        return LLWalk(matcher, self._vocab, self._eos)
 
     def _check(self, matcher: llguidance.LLMatcher) -> None:
         if matcher.is_error():
@@ -74,11 +76,11 @@ class LLWalk(Walk):
 class LLGrammar(Grammar):
     """A grammar that llguidance has read."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab: int) -> None:
-        self._matcher, self._vocab = matcher, vocab
+    def __init__(self, matcher: llguidance.LLMatcher, vocab: int, eos: frozenset[int]) -> None:
+        self._matcher, self._vocab, self._eos = matcher, vocab, eos
 
     def begin(self) -> Walk:
-        return LLWalk(self._matcher.deep_copy(), self._vocab)
+        return LLWalk(self._matcher.deep_copy(), self._vocab, self._eos)
 
 
 def read_grammar(target: Target, kind: str, source: Any, eos: Iterable[int]) -> Grammar:
@@ -104,7 +106,7 @@ def read_grammar(target: Target, kind: str, source: Any, eos: Iterable[int]) -> 
     matcher = llguidance.LLMatcher(words(target, eos), text, log_level=0)
     if matcher.is_error():
         raise ValueError(f"{kind} cannot be read: {_line(matcher.get_error())}")
-    return LLGrammar(matcher, target.vocab)
+    return LLGrammar(matcher, target.vocab, frozenset(eos))
 
 
 def _written(kind: str, source: Any) -> str:
