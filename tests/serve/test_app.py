@@ -98,6 +98,34 @@ def test_several_prompts_and_token_ids(smollm2, complete):
     assert complete(ids[0], max_tokens=4).choices[0].text == alone[0]
 
 
+def test_a_completion_may_echo_its_prompt(smollm2, complete):
+    said = complete(["Red and", "Up and"], max_tokens=4, n=2, temperature=1.0, seed=1)
+    echoed = complete(["Red and", "Up and"], max_tokens=4, n=2, temperature=1.0, seed=1, echo=True)
+    prompts = ["Red and", "Red and", "Up and", "Up and"]
+    assert [each.text for each in echoed.choices] == [
+        prompt + each.text for prompt, each in zip(prompts, said.choices, strict=True)
+    ]
+    ids = smollm2[0].target.text.ids("Red and")
+    events = complete(ids, max_tokens=4, echo=True, stream=True)
+    assert "".join(event.choices[0].text for event in events).startswith("Red and")
+    with pytest.raises(openai.BadRequestError, match="echo cannot be had with logprobs"):
+        complete("Red and", echo=True, logprobs=1)
+
+
+def test_a_stream_holds_the_tree_of_each_round_where_asked(chat):
+    events = list(chat(stream=True, extra_body={"trace": True}))
+    trees = [event.trace for event in events if getattr(event, "trace", None)]
+    pieces = "".join(piece for tree in trees for piece in tree["pieces"])
+    text = "".join(event.choices[0].delta.content or "" for event in events)
+    assert text.endswith(pieces)
+    assert sum(len(tree["pieces"]) for tree in trees) == NEW - 1  # the first is the prompt's
+    for tree in trees:
+        assert tree["path"][0] == 0
+        assert len(tree["parents"]) == len(tree["texts"]) == len(tree["p"])
+        assert max(*tree["texts"], tree["own"]) < len(tree["words"])
+    assert not any(getattr(event, "trace", None) for event in chat(stream=True))
+
+
 def test_log_probabilities_are_the_targets_own(smollm2, chat, complete):
     """Those of another node of the tree, or of the penalised scores."""
     target = smollm2[0].target
@@ -218,7 +246,8 @@ def test_models(chat):
             openai.BadRequestError,
             "regex cannot be read",
         ),
-        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools: this server does not know it"),
+        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools.0.function: Field required"),
+        ({"extra_body": {"trace": True}}, openai.BadRequestError, "trace needs stream"),
         (
             {"extra_body": {"drafter": "eagle"}},
             openai.BadRequestError,

@@ -151,7 +151,12 @@ class Server:
         """Answer messages, through the target's chat template."""
         if not self.text.has_chat:
             raise Refused(f"{self.target.name} has no chat template: ask /v1/completions")
-        return await self._reply(asked, True, lambda: [encode(self.target, asked.turns)])
+        if asked.offered and not self.text.calls_tools:
+            fault = (
+                f"the chat template of {self.target.name} has no tools, or not as <tool_call>: leave them out"
+            )
+            raise Refused(fault, param="tools")
+        return await self._reply(asked, True, lambda: [encode(self.target, asked.turns, asked.offered)])
 
     def _completion_prompts(self, asked: Completion) -> list[list[int]]:
         prompts = []
@@ -181,6 +186,11 @@ class Server:
             wait = str(max(1, ceil(self.metrics.typical_seconds)))
             raise Refused(str(error), 429, "rate_limit_error", Retry_After=wait) from error
         form = Form(chat, self.target.name, seed, self.fingerprint, self.text)
+        if isinstance(asked, ChatCompletion):
+            form.calls = bool(asked.offered)
+        elif isinstance(asked, Completion) and asked.echo:
+            said = [self.text.decode(each) if isinstance(each, list) else each for each in asked.prompts]
+            form.echoes = [each for each in said for _ in range(asked.n or 1)]
         if not asked.stream:
             return Whole(ticket, form, self.limits.seconds)
         usage = asked.stream_options is not None and asked.stream_options.include_usage

@@ -1,5 +1,6 @@
 """What a request may ask for: OpenAI's fields and this server's own, as pydantic models."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,6 @@ ANY = object()
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "metadata": (ANY,),
@@ -27,7 +27,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "service_tier": (ANY,),
     "store": (ANY,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
+    "tool_choice": ("auto",),
     "tools": ([],),
     "user": (ANY,),
     "verbosity": (),
@@ -64,12 +64,49 @@ class TextPart(Part):
 TextParts = TypeAliasType("TextParts", Annotated[list[TextPart], FailFast()])
 
 
+class Called(Part):
+    """The function of a call; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Part):
+    """A call that the assistant made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: Called
+
+
+class Function(Part):
+    """A function that may be called."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Part):
+    """A tool that may be called."""
+
+    type: Literal["function"]
+    function: Function
+
+
+ToolCalls = TypeAliasType("ToolCalls", Annotated[list[ToolCall], FailFast()])
+Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast()])
+
+
 class Message(Part):
-    """One turn. Fields about tools must be empty."""
+    """One turn."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | TextParts
+    content: str | TextParts | None = None
     name: str | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -78,6 +115,27 @@ class Message(Part):
             return given
         empty = ("refusal", "annotations", "audio", "function_call", "tool_calls")
         return {key: value for key, value in given.items() if value or key not in empty}
+
+    @model_validator(mode="after")
+    def _says_or_calls(self) -> "Message":
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("a message needs content")
+        return self
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """As a chat template takes it: arguments as values, and content that may be empty."""
+        made = {"content": "", **self.model_dump(exclude_none=True)}
+        for call in made.get("tool_calls", ()):
+            call["function"]["arguments"] = _value(call["function"]["arguments"])
+        return made
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the arguments of a call are no JSON: {error}") from error
 
 
 class JSONSchema(Part):
@@ -192,6 +250,13 @@ class Completion(Asked):
 
     prompt: str | Ids | Texts | IdsOfSeveral
     logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELY)] | None = None
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _echoes(self) -> "Completion":
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo cannot be had with logprobs: this server has none of prompts")
+        return self
 
     @property
     def most_likely(self) -> int | None:
@@ -210,6 +275,8 @@ class ChatCompletion(Asked):
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELY)] | None = None
 
@@ -230,7 +297,14 @@ class ChatCompletion(Asked):
     @property
     def turns(self) -> list[dict[str, Any]]:
         """The messages as `generate` takes them."""
-        return [message.model_dump(exclude_none=True) for message in self.messages]
+        return [message.turn for message in self.messages]
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that may be called, as a chat template takes them."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
 
 def _harmless(field: str, value: Any) -> bool:
