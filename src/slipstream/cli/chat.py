@@ -1,8 +1,9 @@
 """chat: a conversation in the terminal."""
 
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.text import Text
@@ -90,6 +91,7 @@ class Chat:
 
     def run(self) -> None:
         """Until /quit or the end of the input. An answer that is stopped stays, as far as it came."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which ends commands as Ctrl-C does
         err.print(f"{self.talk.target.name}, {self.talk.target.precision}; /help lists commands", style="dim")
         while True:
             try:
@@ -126,24 +128,21 @@ class Chat:
             raise
 
     def answer(self) -> None:
-        """Print the answer to the last turn as it is made, and its figures."""
-        said = ""
-        pieces = self.talk.answer(self.turns, seed=self.seed)
-        try:
+        """Print the answer to the last turn as it is made, and its figures. Ctrl-C stops it, behind the round
+        under way."""
+        said, pieces = "", self.talk.answer(self.turns, seed=self.seed)
+        with interrupted() as stopped, closing(pieces):
             for round in pieces:
                 said += "".join(round)
                 rounds = self.talk.made.rounds if self.talk.made else []
                 guessed = rounds[-1].accepted if rounds else 0
                 painted = Text("".join(round[:guessed]), ACCEPTED) + Text("".join(round[guessed:]))
                 out.print(painted, end="", soft_wrap=True)
-        except KeyboardInterrupt:
-            said += " …"
-            out.print(Text(" …", "dim"), end="")
-        finally:
-            with suppress(ValueError):  # it ran at the time
-                pieces.close()
+                if stopped:
+                    out.print(Text(" …", "dim"), end="")
+                    break
         out.print()
-        self.turns.append({"role": "assistant", "content": said.removesuffix(" …")})
+        self.turns.append({"role": "assistant", "content": said})
         self.figures()
 
     def figures(self) -> None:
@@ -226,6 +225,17 @@ def drawn(round: "Round", number: int, of: int) -> Tree:
     )
     branches[round.accepted[-1]].add(own)
     return tree
+
+
+@contextmanager
+def interrupted() -> Iterator[list[int]]:
+    """A list that is not empty once Ctrl-C was pressed, which then does nothing else."""
+    signals = list[int]()
+    before = signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
+    try:
+        yield signals
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def asked(text: str = "") -> str:

@@ -136,8 +136,7 @@ class Session:
         taken = [self._prefixes.take(prompt, cache, state, i) for i, prompt in enumerate(prompts)]
         rest = [prompt[n:] for n, prompt in zip(taken, prompts, strict=True)]
         self.span = span = self._prefill(rest, cache, state, sampler)
-        for i, prompt in enumerate(prompts):
-            self._prefixes.put(list(prompt), cache, state, i)
+        self._keep(prompts, range(len(prompts)), sampler, cache, state)
         self.cache.join(cache)
         self.state.join(state)
         self.sampler = self.sampler.join(sampler)
@@ -152,6 +151,20 @@ class Session:
         self._said += [[*prompt, first] for prompt, (first, _) in zip(prompts, firsts, strict=True)]
         news = zip(self.texts[-len(prompts) :], firsts, taken, strict=True)
         return [Committed(text, [first], None, bool(sound), n) for text, (first, sound), n in news]
+
+    def _keep(
+        self,
+        read: Sequence[Sequence[int]],
+        rows: Iterable[int],
+        sampler: Sampler,
+        cache: KVCache,
+        state: State,
+    ) -> None:
+        """Keep what was `read` in some of the rows, unless it has numbers that are not finite."""
+        sound = sampler.sound.tolist()
+        for row in rows:
+            if sound[row]:
+                self._prefixes.put(list(read[row]), cache, state, row)
 
     def _prefill(
         self, prompts: Sequence[Sequence[int]], cache: KVCache, state: State, sampler: Sampler
@@ -266,8 +279,8 @@ class Session:
         movers = iter([row for row in range(left, len(self.texts)) if row not in gone])
         order = [next(movers) if row in gone else row for row in range(left)]
         self.cache.settle(self.lengths)
-        for row in sorted(gone):
-            self._prefixes.put(self._said[row][: self.lengths[row]], self.cache, self.state, row)
+        read = [said[:length] for said, length in zip(self._said, self.lengths, strict=True)]
+        self._keep(read, sorted(gone), self.sampler, self.cache, self.state)
         self.cache.select(order)
         self.state.select(order)
         self.sampler = self.sampler.select(order)

@@ -50,8 +50,7 @@ class Talk:
         chooses = policy(self.target, made, 1)
         law = LAWS[made.law]
         self._session = Session(self.target, made, law, policy=chooses, keep=min(KEEP, self.target.window))
-        self.drafter, self._prompts = made, list[list[int]]()
-        self._rows, self._answers = list[Any](), list[Answer]()
+        self.drafter = made
 
     @property
     def rounds(self) -> list[Traced]:
@@ -63,19 +62,17 @@ class Talk:
 
     def answer(self, messages: Messages, **options: Any) -> Generator[list[str], None, None]:
         """Answer messages, round by round: what each token of a round made certain. All but a round's last
-        token were guesses, unless the answer ended among them. To close it gives up the rest. `options`
-        replace those of the conversation. Raises ValueError as `generate` does."""
+        token were guesses, unless the answer ended among them. To close it gives up the rest; to interrupt it
+        in the midst of a round spoils the session. `options` replace those of the conversation. Raises
+        ValueError as `generate` does."""
         settings, prompt = Settings.of(self.target, **self.options | options), encode(self.target, messages)
         answer = Answer(self.target, settings.limit(prompt), settings.eos, settings.stop, read=True)
         session, self._lines = self._session, []
         began, shown = replace(session.seconds), 0
-        before = began
-        self._prompts.append(prompt)
-        self._rows.append(settings.row(0, prompt))
-        self._answers.append(answer)
-        tracer = Tracer(self, self.target, self._prompts, self._rows, self._answers)
-        news = session.admit([prompt], self._rows[-1:], [self.plain])
+        before, sampling = began, settings.row(0, prompt)
+        news = session.admit([prompt], [sampling], [self.plain])
         self.shared, text = news[0].shared, news[0].text
+        tracer = Tracer(self, self.target, {text: prompt}, {text: sampling}, {text: answer})
         tracer.take(session, session.seconds - began, [text])
         try:
             while True:

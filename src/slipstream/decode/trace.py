@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -91,16 +91,25 @@ class Round(Part):
         return self
 
 
+T = TypeVar("T")
+ByText = list[T] | dict[int, T]
+
+
 class Tracer:
     """Writes a trace.
 
     Args:
         file: anything with `write`.
-        answers: of the texts, by number. They grow while the trace is written.
+        prompts, rows, answers: of the texts, by number. Answers grow while the trace is written.
     """
 
     def __init__(
-        self, file: Any, target: Target, prompts: list[list[int]], rows: list[Sampling], answers: list[Answer]
+        self,
+        file: Any,
+        target: Target,
+        prompts: ByText[list[int]],
+        rows: ByText[Sampling],
+        answers: ByText[Answer],
     ) -> None:
         self.file, self.target, self.prompts, self.rows, self.answers = file, target, prompts, rows, answers
         self._heading = heading(target)
