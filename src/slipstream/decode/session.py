@@ -99,10 +99,8 @@ class Session:
         self.target, self.drafter, self.law, self.rows = target, drafter, law, rows
         self.policy = policy
         self.texts, self.lengths, self._admitted = list[int](), list[int](), 0
-        self._said, self._prefixes = (
-            list[list[int]](),
-            Prefixes(keep),
-        )  # of each row its tokens, root included
+        self._said = list[list[int]]()  # of each row its tokens, the root included
+        self._prefixes = Prefixes(keep)
         self._mark([])
         self.seconds = Seconds()
         self.span: Span | None = None
@@ -161,9 +159,9 @@ class Session:
         state: State,
     ) -> None:
         """Keep what was `read` in some of the rows, unless it has numbers that are not finite."""
-        sound = sampler.sound.tolist()
+        sound = sampler.sound.tolist() if self._prefixes.most else []
         for row in rows:
-            if sound[row]:
+            if sound and sound[row]:
                 self._prefixes.put(list(read[row]), cache, state, row)
 
     def _prefill(
