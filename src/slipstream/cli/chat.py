@@ -15,6 +15,7 @@ from slipstream.cli.common import (
     Device,
     DrafterName,
     Dtype,
+    OwnTemperature,
     Quantize,
     Seed,
     TargetName,
@@ -22,7 +23,6 @@ from slipstream.cli.common import (
     err,
     load,
     on_questions,
-    on_sampling,
     out,
 )
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from slipstream.decode.trace import Round
 
 ACCEPTED, ASKS = "green", "› "
-OWN = "0 is greedy (default: the target's own)"
 HELP = """\
 /retry         answer once more, with another seed
 /edit          change what you said last, and have it answered
@@ -51,7 +50,7 @@ def chat(
     drafter: DrafterName = "auto",
     system: Annotated[str | None, on_questions("what the system says first", "TEXT")] = None,
     max_new_tokens: Annotated[int, on_questions("tokens per answer, at most", "N", min=1)] = 512,
-    temperature: Annotated[float | None, on_sampling(OWN, "T")] = None,
+    temperature: OwnTemperature = None,
     seed: Seed = 0,
     dtype: Dtype = "auto",
     device: Device = "cpu",
