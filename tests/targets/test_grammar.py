@@ -142,3 +142,15 @@ def test_smollm2_writes_json_as_json_dumps_does():
         assert walk.allowed[token]
         walk = walk.behind(token)
     assert walk.allowed.nonzero().tolist() == [[2]]
+
+
+def test_forced_tokens_that_cost_other_texts_more_are_left_out():
+    """A pass as wide as one text's forced tokens, in which fifteen others stand idle."""
+    made = grammar("regex", "a" + "b" * 40)
+    one, _ = guided(chain(torch.tensor([ids("a")])), [made.begin()], [True])
+    assert one.nodes == 41
+    many = chain(torch.tensor([ids("a")] * 16))
+    alone, added = guided(many, [made.begin(), *[None] * 15], [True] * 16)
+    assert (alone.nodes, added) == (1, False)
+    every, added = guided(many, [made.begin()] * 16, [True] * 16)
+    assert (every.nodes, added) == (41, True)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from slipstream.core.tree import PAD, Tree
 
-FORCED = 64  # tokens that a grammar adds to a tree, at most, over all texts of a pass
-FORCED_EACH = 8  # the same of each text, however many there are
+FORCED = 64  # tokens that a grammar adds to a tree, at most
+ROWS = 64  # of a pass that cost as much as the pass itself, about: what a forced token must be worth
 
 
 class Walk(ABC):
@@ -78,15 +78,38 @@ def guided(tree: Tree, walks: Sequence[Walk | None], forces: Sequence[bool]) -> 
     if tree.law is not None or all(walk is None for walk in walks):
         return tree, False
     parents = tree.parent_slots().expand_as(tree.tokens).tolist()
-    most = max(FORCED_EACH, FORCED // len(parents))
-    rows = []
-    for tokens, above, walk, forced in zip(tree.tokens.tolist(), parents, walks, forces, strict=True):
-        rows.append(_kept(tokens, above, walk, most if forced else 0))
+    lines = zip(tree.tokens.tolist(), parents, walks, strict=True)
+    rows = [_kept(*line) for line in lines]
+    must = must_follow(walks, tree.tokens[:, 0].tolist())
+    must = [tokens if wanted else [] for tokens, wanted in zip(must, forces, strict=True)]
+    most = _worth([len(row.slots) for row in rows], [len(tokens) for tokens in must])
+    for row, tokens in zip(rows, must, strict=True):
+        at = 0
+        for token in tokens[:most]:
+            known = row.child(at, token)
+            at = row.add(PAD, token, at) if known is None else known
     return _made(tree, rows), any(PAD in row.slots for row in rows)
 
 
-def _kept(tokens: Sequence[int], above: Sequence[int], walk: Walk | None, most: int) -> Nodes:
-    """What a grammar leaves of one row, and the forced tokens, `most` at most."""
+def must_follow(walks: Sequence[Walk | None], roots: Sequence[int]) -> list[list[int]]:
+    """The tokens that must follow each root."""
+    steps = [None if walk is None else walk.behind(root) for walk, root in zip(walks, roots, strict=True)]
+    return [[] if step is None else step.forced[:FORCED] for step in steps]
+
+
+def _worth(kept: Sequence[int], forced: Sequence[int]) -> int:
+    """How many forced tokens each text may have: all rows of a pass are as wide as the widest, so that those
+    of one text cost rows of all others."""
+
+    def tokens_by_cost(most: int) -> float:
+        width = max(n + min(must, most) for n, must in zip(kept, forced, strict=True))
+        return sum(1 + min(must, most) for must in forced) / (ROWS + len(kept) * width)
+
+    return max(range(max(forced) + 1), key=tokens_by_cost)
+
+
+def _kept(tokens: Sequence[int], above: Sequence[int], walk: Walk | None) -> Nodes:
+    """What a grammar leaves of one row."""
     nodes = Nodes([0], [0], [tokens[0]], [0], [0])
     root = None if walk is None else walk.behind(tokens[0])
     walks, places = {0: root}, {0: 0}
@@ -99,10 +122,6 @@ def _kept(tokens: Sequence[int], above: Sequence[int], walk: Walk | None, most: 
             if walks[slot] is None:
                 continue
         places[slot] = nodes.add(slot, tokens[slot], places[above[slot]])
-    at = 0
-    for token in root.forced[:most] if root is not None and most else ():
-        known = nodes.child(at, token)
-        at = nodes.add(PAD, token, at) if known is None else known
     return nodes
 
 

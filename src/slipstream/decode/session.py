@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.core.cache import KVCache
 from slipstream.core.drafter import Drafter, State
-from slipstream.core.grammar import guided
+from slipstream.core.grammar import guided, must_follow
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span, commit
@@ -191,10 +191,11 @@ class Session:
         if shape is None and self.policy is not None:
             whole = _stopwatch()
             signs = self.drafter.signs(self.state)
-            told = [NO_GUESSES if plain else sign for sign, plain in zip(signs, self.plain, strict=True)]
+            quiet = [plain or forced for plain, forced in zip(self.plain, self._must_follow(), strict=True)]
+            told = [NO_GUESSES if each else sign for sign, each in zip(signs, quiet, strict=True)]
             made = self.step(limit, self.policy.choose(self.texts, told))
             drafted = [bool(each.drafted) for each in made]
-            if not self._forced:  # else it was not the drafter's doing
+            if not self._forced or len(made) > 1:  # else it was not the drafter's doing
                 self.policy.learn([len(each.tokens) for each in made], whole(), drafted)
             return made
         lap = _stopwatch()
@@ -213,6 +214,13 @@ class Session:
         made = self._read(self.span)
         self.seconds.host += lap()
         return made
+
+    def _must_follow(self) -> list[bool]:
+        """Which of several texts go on as their grammars say, whatever is guessed. Guesses for a single text
+        may reach further than that."""
+        if len(self.texts) == 1 or not any(self.sampler.walks):
+            return [False] * len(self.texts)
+        return [bool(tokens) for tokens in must_follow(self.sampler.walks, self.state.root.tolist())]
 
     def _mark(self, plain: list[bool]) -> None:
         """Rounds read the marks as a tensor, which must be there before they are captured."""
