@@ -11,12 +11,10 @@ EVIL = '</script><img src="https://example.com/x">'
 
 
 def test_the_page_asks_nothing_of_a_network():
-    made = page(EVIL, "auto")
-    assert EVIL not in made
-    assert set(re.findall(r"https?://[\w./]+", made)) <= {
-        "http://www.w3.org/1999/xhtml",
-        "http://www.w3.org/2000/svg",
-    }
+    assert EVIL not in page(EVIL, "auto")
+    made = page("smollm2", "auto")
+    names = {"http://www.w3.org/1999/xhtml", "http://www.w3.org/2000/svg"}  # of kinds of elements
+    assert set(re.findall(r"https?://[\w./]+", made)) == names
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', made)[1]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
@@ -49,9 +47,10 @@ def opened(browser, smollm2):
 
 
 def answered(shown, count: int) -> None:
-    shown.wait_for_function(
-        f"document.querySelectorAll('.live').length === {count} && document.getElementById('stop').disabled"
-    )
+    """Wait until so many answers stand there and none is under way. The page's policy forbids conditions that
+    are given as text."""
+    shown.locator(".live").nth(count - 1).wait_for()
+    shown.locator("#stop[disabled]").wait_for()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -93,7 +92,7 @@ def test_a_browser_chats_compares_and_draws_trees(opened):
     shown.get_by_label("Most tokens").fill("2000")
     shown.get_by_label("Say something").fill("Tell me a very long story.")
     shown.keyboard.press("Enter")
-    shown.wait_for_function("document.querySelectorAll('.answer')[2]?.textContent.length > 20")
+    shown.locator(".answer").nth(2).locator("[data-round]").nth(3).wait_for()
     shown.keyboard.press("Escape")
     answered(shown, 3)
     assert shown.locator("#status").inner_text() == "Stopped."
