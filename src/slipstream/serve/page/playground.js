@@ -44,7 +44,7 @@ async function* asked(body, signal) {
 // One answer: its text, its figures and clock, and the tree of any of its rounds.
 function side(name) {
   const told = el("p", { class: "answer", tabindex: -1 });
-  const live = el("p", { class: "live" }, name);
+  const live = el("h3", { class: "live" }, name);
   const panel = el("div", { class: "panel", hidden: "" });
   const rounds = [];
   let tokens = 0;
@@ -117,13 +117,14 @@ async function answer(section) {
   lastBody = body;
   const first = await run(body, plain ? "Plain decoding" : drafter, sides);
   if (!first) return null;
-  const beside = el("button", { type: "button", click: () => compare() }, "Plain decoding beside it");
+  const steps = el("p", { class: "steps" }, el("button", { type: "button", click: () => compare() }, "Plain decoding beside it"));
   const compare = async () => {
-    beside.remove();
+    if (!at("stop").disabled) return; // another answer is under way
+    steps.remove();
     await run({ ...body, drafter: "vanilla" }, "Plain decoding", sides);
   };
   if (!plain) {
-    section.append(el("p", { class: "steps" }, beside));
+    section.append(steps);
     if (at("beside").checked && !first.stopped) await compare();
   }
   return first.text;
@@ -157,7 +158,7 @@ async function run(body, name, sides) {
 
 async function say(content) {
   turns.push({ role: "user", content });
-  const section = el("section", {}, el("p", { class: "asked" }, content));
+  const section = el("section", {}, el("h2", { class: "asked" }, content));
   at("talk").append(section);
   section.scrollIntoView({ block: "start" });
   const said = await answer(section);
