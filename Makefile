@@ -17,11 +17,11 @@ test: check  ## every check and every test, on all cores; what CI runs
 test-compiled: $(READY)  ## the exactness suite with every pass compiled: minutes of compilation
 	TEST_COMPILED=1 $(RUN)/python -m pytest -n auto -W ignore::DeprecationWarning tests/targets/test_compiled.py tests/targets/test_quantised.py tests/decode/test_exactness.py
 
-test-browser: $(READY)  ## the report in headless Chromium, held to axe-core's checks
+test-browser: $(READY)  ## the report and the playground in headless Chromium, held to axe-core's checks
 	@command -v chromium-headless-shell chromium google-chrome > /dev/null || \
 		{ echo "no Chromium: apt-get install chromium-headless-shell, or what your system calls it"; exit 1; }
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
-	$(RUN)/python -m pytest tests/measure/test_page.py
+	$(RUN)/python -m pytest tests/measure/test_page.py tests/serve/test_page.py
 
 check: $(READY)  ## style, types, import rules, public surface
 	$(BIN)/ruff check

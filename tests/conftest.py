@@ -5,6 +5,7 @@ With TEST_COMPILED=1 (`make test-compiled`) all targets are compiled; the checks
 """
 
 import os
+import shutil
 import sys
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -69,3 +70,19 @@ def run(monkeypatch, capsys):
         return int(exit_.value.code or 0), shown.out, shown.err
 
     return call
+
+
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Headless Chromium; `make test-browser` installs what drives it."""
+    reason = "needs playwright, axe-core and Chromium: make test-browser"
+    playwright = pytest.importorskip("playwright.sync_api", reason=reason)
+    pytest.importorskip("axe_playwright_python.sync_playwright", reason=reason)
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None and not os.environ.get("PLAYWRIGHT_BROWSERS_PATH"):
+        pytest.skip(reason)
+    with playwright.sync_playwright() as driver:
+        yield driver.chromium.launch(executable_path=found)

@@ -94,6 +94,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[str | int, str]]] = {
             "--presence-penalty": "0.5 : nan inf x",
             "--frequency-penalty": "0.5 : nan inf x",
             "--stop": "b zz : ''",
+            "--regex": "'[a-c]+' : '[a' ''",
+            "--choice": "b : ''",
             "--law": "coupled multi-round : '' copuled",
             "--trace": f"{{out}}/trace.jsonl : {NO_OUTPUT}",
         },
@@ -330,6 +332,10 @@ def library(world: World) -> Iterator[Call]:
         "drafter": ["", "x", 3, None],
         "processors": [[3], [lambda ids, scores: scores[:, :3]], [lambda ids, scores: scores * torch.nan]],
         "streamer": [3],
+        "json_schema": [3, "{", {"type": "objekt"}, []],
+        "regex": [3, "[a", "", b"a"],
+        "grammar": [3, "start: a", "root ::= ("],
+        "choice": [3, "yes", [], [""], [3]],
     }
     for name, values in settings.items():
         for value in values:

@@ -6,18 +6,22 @@ import sys
 from copy import deepcopy
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 
 import crowd
 import gpu
+import grammars
 import heads
 import matches
 import perplexity
 import policy
 import proposals
 import race
+import schemas
 import serve
+import structured
 import table
 import tiny
 import training
@@ -28,7 +32,7 @@ from slipstream.drafters.store import save_drafter
 from slipstream.measure.confidence import calibrate
 from slipstream.measure.questions import Question
 from slipstream.measure.report import BenchReport
-from slipstream.targets import HFTarget
+from slipstream.targets import HFTarget, load_target
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -336,3 +340,31 @@ def test_a_crowd_says_what_each_says_alone(target):
     seen = crowd.level(target, tiny.prompts(5, 9), "ngram", 200)
     assert seen["whole"] == 200
     assert len(seen["mib_by_hundred"]) == 2
+
+
+def test_schemas_and_prompts_are_the_same_again():
+    """And each schema is one, of every kind that the docs name."""
+    made = schemas.pairs(40)
+    assert made == schemas.pairs(60)[:40]
+    assert made != schemas.pairs(40, seed=1)
+    assert {pair.kind for pair in made} == set(schemas.KINDS)
+    for pair in made:
+        jsonschema.Draft202012Validator.check_schema(pair.schema)
+    text = json.dumps([pair.schema for pair in made], ensure_ascii=False)
+    assert all(word in text for word in ("$ref", "anyOf", "enum", "prefixItems", "名前", "maxItems"))
+
+
+def test_answers_within_schemas_are_counted():
+    """SmolLM2, as no tiny model has the letters of JSON. A wrong answer would count as one."""
+    smollm2 = load_target("smollm2", "bfloat16")
+    pair = schemas.Pair("mine", schemas.record({"a": {"enum": ["b"]}, "cd": {"type": "boolean"}}), "Say a.")
+    plain, drafted = structured.compare(smollm2, [pair, pair], ["suffix"], 1.0, 24, 2)
+    for row in (plain, drafted):
+        assert (row["answers"], row["finished"], row["valid"], row["identical"]) == (2, 2, 2, 2)
+    assert drafted["tau"] > 2 > plain["tau"] == 1
+    assert structured.compare(smollm2, [pair], [], 0.0, 24, 1)[1]["finished"] == 0  # without the grammar
+    assert "is not" in structured.fault(pair, '{"a": "c", "cd": true}')
+    assert structured.fault(pair, '{"a": "b", "cd": true}') is None
+    assert structured.fault(pair, "{") is not None
+    kept = grammars.keeps(smollm2, grammars.Guidance(smollm2, 2))
+    assert set(kept.values()) <= {"kept", "refused"}  # nothing goes wrong in silence

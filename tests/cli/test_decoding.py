@@ -32,6 +32,31 @@ def test_generate_prints_nothing_of_a_stop_string(run, tiny_options, tmp_path):
     assert "(stop)" in err
 
 
+def test_generate_keeps_to_a_grammar(run, tiny_options, tmp_path):
+    """Of all four kinds, and what is wrong with one is a line."""
+    schema, lark, wrong = tmp_path / "schema.json", tmp_path / "sum.lark", tmp_path / "wrong.json"
+    schema.write_text('{"enum": [12, 345]}')
+    lark.write_text('start: "x" start "y" | "z"')
+    wrong.write_text('{"type": "objekt"}')
+    for option, value, allowed in (
+        ("--json-schema", str(schema), ("12", "345")),
+        ("--grammar", str(lark), tuple("x" * n + "z" + "y" * n for n in range(4))),
+        ("--regex", "(ab|cd)e?", ("ab", "cd", "abe", "cde")),
+        ("--choice", "no", ("no", "maybe")),
+    ):
+        more = ["--choice", "maybe"] if option == "--choice" else []
+        code, out, err = run("generate", "abc abc", *tiny_options, option, value, *more)
+        assert code == 0, err
+        assert any(text.startswith(out.strip()) for text in allowed), out
+    for words, says in (
+        (["--json-schema", str(wrong)], "json_schema cannot be read"),
+        (["--json-schema", str(tmp_path / "none.json")], "none.json cannot be read"),
+        (["--regex", "a", "--choice", "b"], "regex and choice are given"),
+    ):
+        code, _, err = run("generate", "abc abc", *tiny_options, *words)
+        assert (code, says in err) == (2, True), err
+
+
 def test_sampling_without_a_temperature_is_said(run, tiny_options):
     """Options that change nothing, in silence."""
     _, _, err = run("generate", "abc abc", *tiny_options, "--top-p", "0.5")

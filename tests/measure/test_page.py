@@ -4,9 +4,7 @@
 """
 
 import json
-import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -145,21 +143,6 @@ def test_other_files_are_refused_by_name(text, says, tmp_path):
     with pytest.raises(ValueError, match=says) as refused:
         page([RUNS[0], str(path)])
     assert "odd.json" in str(refused.value)
-
-
-BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    reason = "needs playwright, axe-core and Chromium: make test-browser"
-    playwright = pytest.importorskip("playwright.sync_api", reason=reason)
-    pytest.importorskip("axe_playwright_python.sync_playwright", reason=reason)
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None and not os.environ.get("PLAYWRIGHT_BROWSERS_PATH"):
-        pytest.skip(reason)
-    with playwright.sync_playwright() as driver:
-        yield driver.chromium.launch(executable_path=found)
 
 
 def certificate(home: Path) -> str:

@@ -1,5 +1,6 @@
 """What OpenAI's own client gets from a running server is what `generate` says alone."""
 
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -97,6 +98,34 @@ def test_several_prompts_and_token_ids(smollm2, complete):
     assert complete(ids[0], max_tokens=4).choices[0].text == alone[0]
 
 
+def test_a_completion_may_echo_its_prompt(smollm2, complete):
+    said = complete(["Red and", "Up and"], max_tokens=4, n=2, temperature=1.0, seed=1)
+    echoed = complete(["Red and", "Up and"], max_tokens=4, n=2, temperature=1.0, seed=1, echo=True)
+    prompts = ["Red and", "Red and", "Up and", "Up and"]
+    assert [each.text for each in echoed.choices] == [
+        prompt + each.text for prompt, each in zip(prompts, said.choices, strict=True)
+    ]
+    ids = smollm2[0].target.text.ids("Red and")
+    events = complete(ids, max_tokens=4, echo=True, stream=True)
+    assert "".join(event.choices[0].text for event in events).startswith("Red and")
+    with pytest.raises(openai.BadRequestError, match="echo cannot be had with logprobs"):
+        complete("Red and", echo=True, logprobs=1)
+
+
+def test_a_stream_holds_the_tree_of_each_round_where_asked(chat):
+    events = list(chat(stream=True, extra_body={"trace": True}))
+    trees = [event.trace for event in events if getattr(event, "trace", None)]
+    pieces = "".join(piece for tree in trees for piece in tree["pieces"])
+    text = "".join(event.choices[0].delta.content or "" for event in events)
+    assert text.endswith(pieces)
+    assert sum(len(tree["pieces"]) for tree in trees) == NEW - 1  # the first is the prompt's
+    for tree in trees:
+        assert tree["path"][0] == 0
+        assert len(tree["parents"]) == len(tree["texts"]) == len(tree["p"])
+        assert max(*tree["texts"], tree["own"]) < len(tree["words"])
+    assert not any(getattr(event, "trace", None) for event in chat(stream=True))
+
+
 def test_log_probabilities_are_the_targets_own(smollm2, chat, complete):
     """Those of another node of the tree, or of the penalised scores."""
     target = smollm2[0].target
@@ -138,6 +167,63 @@ def test_a_bias_forbids_a_token(smollm2, chat):
     assert said
 
 
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "kind": {"enum": ["natural", "légal"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_keep_to_what_the_response_format_says(smollm2, chat, complete):
+    """All kinds at once in one session, and in a stream."""
+    formats = [
+        (
+            {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
+            {"json_schema": PERSON},
+        ),
+        ({"type": "regex", "regex": "[A-Z][a-z]{2,9}!"}, {"regex": "[A-Z][a-z]{2,9}!"}),
+        ({"type": "choice", "choice": ["yes", "no, never"]}, {"choice": ["yes", "no, never"]}),
+        (
+            {"type": "grammar", "grammar": 'start: "(" start ")" | "o"'},
+            {"grammar": 'start: "(" start ")" | "o"'},
+        ),
+        ({"type": "text"}, {}),
+    ]
+    how = {"max_tokens": 40, "temperature": 1.0, "seed": 5}
+    with ThreadPoolExecutor(5) as pool:
+        answers = list(pool.map(lambda pair: chat(response_format=pair[0], **how), formats))
+    for (_, bounds), answer in zip(formats, answers, strict=True):
+        options = {"max_new_tokens": 40, "temperature": 1.0, "seed": 5, **bounds}
+        assert (
+            answer.choices[0].message.content == generate(smollm2[0].target, ASKED, "vanilla", **options).text
+        )
+    assert sorted(json.loads(answers[0].choices[0].message.content)) == ["kind", "name"]
+    assert answers[0].choices[0].finish_reason == "stop"
+    assert answers[0].usage.tau > 1.5  # names of fields are drafted for nothing
+    stream = chat(stream=True, response_format=formats[0][0], **how)
+    pieces = [event.choices[0].delta.content or "" for event in stream]
+    assert "".join(pieces) == answers[0].choices[0].message.content
+    some = chat(response_format={"type": "json_object"}, **how).choices[0].message.content
+    assert some.startswith("{")
+    legacy = complete("Is it?", extra_body={"response_format": formats[2][0]})
+    assert legacy.choices[0].text in formats[2][0]["choice"]
+
+
+def test_a_conversation_goes_on_without_reading_its_past_again(smollm2, chat):
+    """And says what it says alone."""
+    target, turns = smollm2[0].target, [{"role": "user", "content": "Name two rivers of Asia."}]
+    first = chat(turns)
+    turns += [{"role": "assistant", "content": first.choices[0].message.content}]
+    turns += [{"role": "user", "content": "And one of Africa?"}]
+    second = chat(turns)
+    known, asked = second.usage.prompt_tokens_details.cached_tokens, second.usage.prompt_tokens
+    assert known > first.usage.prompt_tokens  # the answer was cut: its last tokens are others in a text
+    assert 0 < asked - known < 30
+    alone = generate(target, turns, "vanilla", max_new_tokens=NEW)
+    assert second.choices[0].message.content == alone.text
+
+
 def test_models(chat):
     assert [model.id for model in chat.client.models.list()] == ["smollm2"]
     assert chat.client.models.retrieve("smollm2").exactness in ("bits", "audited")
@@ -153,12 +239,15 @@ def test_models(chat):
         ({"max_tokens": 5000}, openai.BadRequestError, "at most 4096 tokens of prompt and answer"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens: Input should be greater than"),
         ({"n": 1000}, openai.BadRequestError, "1000 texts are asked for; this server takes at most 43"),
+        ({"response_format": {"type": "json_schema"}}, openai.BadRequestError, "needs the field json_schema"),
+        ({"response_format": {"type": "xml"}}, openai.BadRequestError, "response_format.type: Input should"),
         (
-            {"response_format": {"type": "json_object"}},
+            {"response_format": {"type": "regex", "regex": "[a"}},
             openai.BadRequestError,
-            "response_format: this server",
+            "regex cannot be read",
         ),
-        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools: this server does not know it"),
+        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools.0.function: Field required"),
+        ({"extra_body": {"trace": True}}, openai.BadRequestError, "trace needs stream"),
         (
             {"extra_body": {"drafter": "eagle"}},
             openai.BadRequestError,

@@ -19,6 +19,7 @@ CHAT = {
 COMPLETION = {"model": "tiny", "prompt": "abc", "max_tokens": 2, "n": 2, "seed": 1, "logit_bias": {"3": 1.0}}
 FIELDS = [*CHAT, *COMPLETION, "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "drafter"]
 FIELDS += ["frequency_penalty", "max_completion_tokens", "echo", "tools", "response_format", "bogus", "user"]
+FIELDS += ["tool_choice", "trace"]
 
 
 def nested(depth: int) -> list:
@@ -46,6 +47,12 @@ JUNK += [
 JUNK += [{}, {"a": 1}, {"3": "x"}, {"3": 1e9}, {"-1": 1}, {"٣": 1}, [{}], [{"role": "user"}], nested(50)]
 JUNK += [{"include_usage": 1}, [{"role": "user", "content": [{"type": "text"}]}], list(range(300)), "vanilla"]
 JUNK += [[{"role": "user", "content": "a", "tool_calls": [{}]}], [{"role": "user", "content": "\udfff"}]]
+JUNK += [{"type": "regex", "regex": r} for r in ("a{1,9}", "(", "\ud800", "(a*)*" * 30)]
+JUNK += [
+    {"type": "json_schema", "json_schema": {"schema": s}} for s in ({}, {"$ref": "#"}, {"type": "\udfff"})
+]
+JUNK += [{"type": "choice", "choice": ["a", ""]}, {"type": "grammar", "grammar": "start: start"}]
+JUNK += [[{"type": "function", "function": {"name": "f", "parameters": nested(9)}}]]
 RAW = [b"", b"{", b"null", b"[]", b'"a"', b"NaN", b"\xff\xfe{}", b"{" * 5000, b"[" * 100_000, b"\x00" * 100]
 RAW += [b'{"model":"tiny","prompt":"a","temperature":NaN}', b'{"model":"tiny","seed":' + b"9" * 5000 + b"}"]
 RAW += [b'{"model": "tiny", "prompt": ' + b"[" * 2000 + b"]" * 2000 + b"}", json.dumps(CHAT).encode("utf-16")]

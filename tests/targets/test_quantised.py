@@ -232,7 +232,6 @@ def test_what_cannot_be_quantised_is_refused(unchecked):
 def test_on_a_gpu_weights_are_torchaos(unchecked, family, kind, monkeypatch):
     """A model that is changed; a layer that is left out; texts of a drafter, or of Hugging Face, that are not
     plain decoding's. torchao's layout of 4 bits needs a GPU, so another one of it stands in."""
-
     monkeypatch.syspath_prepend(Path(sys.prefix) / "aside")
     torchao = pytest.importorskip("torchao.quantization")
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from io import TextIOWrapper
 from typing import Any
 
-from slipstream.cli import cache, decoding, measuring, report, serving, training  # noqa: F401  each registers its commands
+from slipstream.cli import cache, chat, decoding, generating, measuring, report, serving, training  # noqa: F401  each registers its commands
 from slipstream.cli.common import app, err
 from slipstream.command import commanded
 

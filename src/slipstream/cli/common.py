@@ -76,6 +76,7 @@ Files = Annotated[list[str], on_questions(QUESTIONS, "FILE", "--questions")]
 Limit = Annotated[int | None, on_questions("questions of each file, evenly over it", "N", min=1)]
 MaxNewTokens = Annotated[int, on_questions("tokens per answer, at most", "N", min=1, max=2**20)]
 Temperature = Annotated[float, on_sampling("0 is greedy", "T", min=0)]
+OwnTemperature = Annotated[float | None, on_sampling("0 is greedy (default: the target's own)", "T")]
 
 
 def _version(wanted: bool) -> bool:

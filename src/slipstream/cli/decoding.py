@@ -1,7 +1,5 @@
-"""demo, generate, tune, doctor: answer, choose trees, and find faults."""
+"""demo, tune, doctor: show, choose trees, and find faults."""
 
-import sys
-from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,27 +29,16 @@ from slipstream.cli.common import (
     load,
     on_questions,
     on_results,
-    on_sampling,
     option,
     out,
     progress_bar,
 )
-from slipstream.files import STANDARD, check_writable, evenly, read_results, replacing, write_json
+from slipstream.files import check_writable, evenly, read_results
 from slipstream.measure.questions import load_questions
 from slipstream.methods import named
 
 if TYPE_CHECKING:
-    from slipstream.decode.generate import Generation
     from slipstream.targets import HFTarget
-
-OWN = "0 is greedy (default: the target's own)"
-MASS = "keep the likeliest tokens with this mass"
-LIKELY = "keep tokens this fraction as likely as the likeliest"
-BOTH = "counts prompt and answer"
-AnswerPenalty = Annotated[float, on_sampling("counts the answer", "X")]
-TRACE = "write one JSON line per round here, for slipstream report"
-EXPLAIN = "show which trees auto chose, and why, and what keys and values take"
-LAW = "coupled or multi-round (default: the drafter's own); lossy-typical, Medusa's, changes the text"
 
 
 @command("demo", "demo --limit 8 --temperature 1", "demo --target ./my-model --dtype float32", lists=DRAFTERS)
@@ -81,93 +68,6 @@ def demo(
         load(target, dtype, device, compile, quantize), [drafter], max_new_tokens, temperature, seed
     )
     run(contest, drafter, asked, out)
-
-
-@command(
-    'generate "What is gravity?"',
-    'generate "What is gravity?" --compile --explain',
-    'generate "Write a haiku." --temperature 0.8 --top-p 0.95 --seed 7',
-    "generate - --drafter ngram --json answer.json < long_prompt.txt",
-    lists=DRAFTERS,
-)
-def generate(
-    prompt: Annotated[str, typer.Argument(help="the user's message; - reads it from standard input")],
-    target: TargetName = "smollm2",
-    drafter: DrafterName = "auto",
-    max_new_tokens: MaxNewTokens = 256,
-    temperature: Annotated[float | None, on_sampling(OWN, "T")] = None,
-    top_k: Annotated[int | None, on_sampling("keep the K likeliest tokens", "K")] = None,
-    top_p: Annotated[float | None, on_sampling(MASS, "P")] = None,
-    min_p: Annotated[float | None, on_sampling(LIKELY, "P")] = None,
-    repetition_penalty: Annotated[float | None, on_sampling(BOTH, "X")] = None,
-    presence_penalty: AnswerPenalty = 0.0,
-    frequency_penalty: AnswerPenalty = 0.0,
-    seed: Seed = 0,
-    stop: Annotated[list[str], on_sampling("ends the answer; repeatable", "TEXT")] = [],
-    law: Annotated[str | None, on_sampling(LAW, "NAME")] = None,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    compile: Compile = False,
-    quantize: Quantize = None,
-    explain: Annotated[bool, on_results(EXPLAIN, None, "--explain")] = False,
-    trace: Annotated[str | None, on_results(TRACE, "FILE")] = None,
-    json_path: JsonPath = None,
-) -> None:
-    """Answer one prompt, printed as it is made; figures go to standard error.
-
-    The text is the same whatever the drafter: token for token in float32 and bfloat16
-    on a CPU with a C++ compiler, and elsewhere up to near-ties, which rounding may turn.
-    """
-    from slipstream.decode.costs import explained, policy
-    from slipstream.decode.generate import stream
-    from slipstream.decode.settings import resolve_sampling
-    from slipstream.drafters import load_drafter
-
-    check_writable(trace, json_path, reads=inputs(target, [drafter]))
-    aside = redirect_stdout(sys.stderr) if {trace, json_path} & {*STANDARD} else nullcontext()
-    text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = load(target, dtype, device, compile, quantize)
-    heat = resolve_sampling(loaded, temperature=temperature).temperature
-    guide = load_drafter(drafter, loaded, heat)
-    if explain and not guide.rungs:
-        raise ValueError(f"drafter {drafter!r} always grows the same tree: --explain is for auto")
-    if guide.rungs:
-        with err.status("measuring rounds: a few seconds, once"):
-            policy(loaded, guide, 1)
-    if compile:
-        with err.status("warming up"):
-            list(stream(loaded, text, guide, max_new_tokens=4))
-    cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    penalties = {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty}
-    how: dict[str, Any] = {**cuts, **penalties, "repetition_penalty": repetition_penalty, "law": law}
-    how |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "stop": stop or None}
-    with replacing(trace) if trace is not None else nullcontext() as trace_file, aside:
-        pieces = stream(loaded, text, guide, **how, trace=trace_file)
-        for piece in pieces:
-            print(piece, end="", flush=True)
-        print()
-    idle = [f"--{name.replace('_', '-')}" for name, value in cuts.items() if value is not None and not heat]
-    _figures(pieces.generation, law or guide.law, idle, json_path)
-    if explain:
-        err.print(explained(loaded, guide, pieces.tokens))
-
-
-def _figures(made: "Generation | None", law: str, idle: list[str], json_path: str | None) -> None:
-    """Print an answer's figures, and the options that had no effect."""
-    from slipstream.decode.generate import LOSSY
-
-    assert made is not None
-    speed = f"τ {made.tau:.2f}   {len(made.tokens) / made.seconds.total:.1f} tokens/s"
-    err.print(f"{len(made.tokens)} tokens ({made.finish})   {speed}", style="dim")
-    if idle:
-        err.print(f"at temperature 0 nothing is sampled: {', '.join(idle)} without effect", style="yellow")
-    if law == LOSSY:
-        warning = "lossy: typical acceptance keeps tokens that the target would not have drawn"
-        err.print(warning, style="yellow")
-    if json_path is not None:
-        fields = {name: getattr(made, name) for name in ("text", "tokens", "finish", "tau")}
-        passes = {"law": law, "target_passes": len(made.rounds), "seconds": vars(made.seconds)}
-        write_json(json_path, fields | passes)
 
 
 TUNED = [method for method in named() if method.tunes]

@@ -23,6 +23,7 @@ HOST = "address to listen at; 0.0.0.0 lets other machines in"
 KEY = "key that requests must give; better in the environment, where ps does not show it"
 CONTEXT = "tokens of prompt and answer together (default: the target's window, 4096 at most)"
 MEMORY = "for keys and values: fewer rows where they do not fit"
+KEEP = "tokens of ended texts whose caches are kept for prompts that begin alike; 0 keeps none"
 SECONDS = "a request may take, its reader included"
 GRACE = "what is under way may take after Ctrl-C or SIGTERM"
 
@@ -43,6 +44,7 @@ def serve(
     memory: Annotated[float | None, option(MEMORY, "GIB", panel=PANEL, min=0)] = None,
     queue: Annotated[int, option("texts that may wait for a row", "N", panel=PANEL, min=0, max=2**20)] = 64,
     max_context: Annotated[int | None, option(CONTEXT, "N", panel=PANEL, min=2)] = None,
+    keep: Annotated[int, option(KEEP, "N", panel=PANEL, min=0)] = 8192,
     max_body: Annotated[int, option("bytes of a request", "N", panel=PANEL, min=1)] = 2**20,
     max_seconds: Annotated[float, option(SECONDS, "S", panel=PANEL, min=0.001)] = 600.0,
     grace: Annotated[int, option(GRACE, "S", panel=PANEL, min=0)] = 30,
@@ -66,7 +68,7 @@ def serve(
     from slipstream.drafters import load_drafter
     from slipstream.serve.app import Limits
 
-    limits = Limits(rows, queue, max_context, max_body, max_seconds)
+    limits = Limits(rows, queue, max_context, keep, max_body, max_seconds)
     with _listening(host, port) as listener:
         loaded = load(target, dtype, device, compile, quantize)
         guide = load_drafter(drafter, loaded, temperature=1.0, texts=rows)

@@ -172,6 +172,25 @@ class KVCache:
         self.lengths, self.texts = self.lengths[index], self.texts[index]
         self.stored = self._stored()
 
+    def row(self, row: int) -> list[Float[Tensor, "L heads T _"]]:
+        """A copy of one text's keys and values; none where nothing is allocated."""
+        used = slice(self.prefix, self.prefix + int(self.lengths[row]))
+        return [stored[:, row, :, used].clone() for stored in self._stored()]
+
+    def fill(self, row: int, stored: list[Float[Tensor, "L heads T _"]], count: int) -> None:
+        """Let a text that has read nothing go on behind the first `count` tokens of another's `row`."""
+        if not stored or not count:
+            return
+        if count > self.storage.capacity:
+            self.storage.hold(-(-count // BLOCK) * BLOCK)
+        if not self.storage.stored:
+            self.storage.allocate(*stored)
+        self.stored = self._stored()
+        for own, other in zip(self.stored, stored, strict=True):
+            own[:, row, :, self.prefix : self.prefix + count] = other[:, :, :count]
+        self.lengths[row] = count
+        self.bound = max(self.bound, count)
+
     def _stored(self) -> list[Float[Tensor, "L B heads S _"]]:
         B = len(self.lengths)
         return [x if x.shape[1] == B else x[:, self.first : self.first + B] for x in self.storage.stored]

@@ -36,6 +36,9 @@ class State:
     def caches(self) -> list[KVCache]:
         return [value for _, _, value in self.held() if isinstance(value, KVCache)]
 
+    def settle(self) -> None:
+        """Read what was put off, so that every row holds what it has been told."""
+
     def place_behind(self, other: "State") -> None:
         """Let the caches, which are still empty, be windows behind another state's."""
         for (part, name, _), (_, _, value) in zip(self.held(), other.held(), strict=True):

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from slipstream.core import look
+from slipstream.core.grammar import Grammar, Walk
 from slipstream.core.noise import Stream, gumbel, uniform
 
 RECENT = 8  # positions of each row whose noise is held
@@ -24,8 +25,8 @@ Processor = Callable[[Int[Tensor, "1 T"], Float[Tensor, "1 V"]], Float[Tensor, "
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one row is sampled, in Hugging Face's order: penalties, processors, temperature, top-k, top-p,
-    min-p, warpers. Raises ValueError for a value of another type or outside its range.
+    """How one row is sampled: grammar, then in Hugging Face's order penalties, processors, temperature,
+    top-k, top-p, min-p, warpers. Raises ValueError for a value of another type or outside its range.
 
     Attributes:
         temperature: 0 is greedy.
@@ -38,6 +39,7 @@ class Sampling:
         seed, row: the key of this row's noise. The rows of a batch share a seed.
         processors: further Hugging Face `LogitsProcessor`s, called with the node's own history.
         warpers: the same after the cuts, for greedy rows too.
+        grammar: the texts that the answer may be.
     """
 
     temperature: float = 0.0
@@ -51,6 +53,7 @@ class Sampling:
     row: int = 0
     processors: tuple[Processor, ...] = ()
     warpers: tuple[Processor, ...] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name, (kind, ok, allowed) in ALLOWED.items():
@@ -61,6 +64,8 @@ class Sampling:
             wrong = [each for each in getattr(self, name) if not callable(each)]
             if wrong:
                 raise ValueError(f"{name} holds {wrong[0]!r}; it must hold Hugging Face LogitsProcessors")
+        if not isinstance(self.grammar, Grammar | None):
+            raise ValueError(f"grammar is {self.grammar!r}; it must be a Grammar")
 
 
 Allowed = tuple[type, Callable[[Any], bool], str]  # type, range, and the words in which an error gives both
@@ -101,6 +106,7 @@ class Sampler:
         sound: false once a draw of the row had no finite best score.
         temperature: of each row, 0 for a greedy one.
         greedy: all rows have temperature 0.
+        walks: of each row, where its history stands in its grammar; None: it has none, or has left it.
         remembers: some row's scores depend on its history.
         tempers_only: no row cuts, penalises or processes its scores: its law is a softmax at its temperature.
     """
@@ -122,6 +128,10 @@ class Sampler:
         self._cuts = any(row.top_k or row.top_p < 1 or row.min_p for row in self.rows if row.temperature)
         self._processed = any(row.processors or row.warpers for row in self.rows)
         self._warped = any(row.warpers for row in self.rows)
+        self.walks: list[Walk | None] = [
+            None if row.grammar is None else row.grammar.begin() for row in self.rows
+        ]
+        self._guided = any(row.grammar for row in self.rows)
         # [B, V]: which tokens stand in prompt or answer, and how often each stands in the answer
         self._seen: tuple[Bool[Tensor, "B V"], Int[Tensor, "B V"]] | None = None
         if any(r.repetition_penalty != 1 or r.presence_penalty or r.frequency_penalty for r in self.rows):
@@ -131,7 +141,7 @@ class Sampler:
             for line, prompt in zip(seen, self.history, strict=True):
                 line[torch.tensor(prompt, dtype=torch.long, device=self.device)] = True
         self._recent: list[dict[int, Float[Tensor, "1 V"]]] = [{} for _ in self.rows]  # noise, by position
-        self.remembers = self._seen is not None or self._processed
+        self.remembers = self._seen is not None or self._processed or self._guided
         self.tempers_only = not (self._cuts or self.remembers)
 
     def _column(self, name: str, kind: type) -> Tensor:
@@ -152,12 +162,22 @@ class Sampler:
             for history, token, alive in zip(self.history, tokens.tolist(), live.tolist(), strict=True):
                 if alive:
                     history.append(token)
+        if self._guided:
+            for row, (token, alive) in enumerate(zip(tokens.tolist(), live.tolist(), strict=True)):
+                walk = self.walks[row]
+                if alive and walk is not None:
+                    self.walks[row] = walk.behind(token)
 
-    def scores(self, logits: Float[Tensor, "B V"], slack: float = 0.0) -> Float[Tensor, "B V"]:
+    def scores(
+        self, logits: Float[Tensor, "B V"], slack: float = 0.0, walks: Sequence[Walk | None] | None = None
+    ) -> Float[Tensor, "B V"]:
         """Log weights of the next token up to a constant, −inf outside the support. For greedy rows they are
         the penalised and processed logits. A positive `slack` adds all tokens to the support that an error so
-        large may have cut; a negative one removes those that it may have added."""
+        large may have cut; a negative one removes those that it may have added. `walks`: where the rows stand
+        in their grammars, if not behind their histories."""
         x = logits.double()
+        if self._guided:
+            x = within(x, self.walks if walks is None else walks)
         if self._seen is not None:
             (seen, count), penalty = self._seen, self._columns["repetition_penalty"]
             x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
@@ -271,7 +291,18 @@ class Sampler:
             if made._seen is not None and sampler._seen is not None:
                 for new, old in zip(made._seen, sampler._seen, strict=True):
                     new[i] = old[b]
+            made.walks[i] = sampler.walks[b]
         return made
+
+
+def within(x: Float[Tensor, "n V"], walks: Sequence[Walk | None]) -> Float[Tensor, "n V"]:
+    """Scores of n places, −inf where the grammar of a place forbids a token."""
+    rows = list(x.split(1))
+    for i, walk in enumerate(walks):
+        allowed = None if walk is None else walk.allowed
+        if allowed is not None:
+            rows[i] = rows[i].masked_fill(~allowed.to(x.device), -torch.inf)
+    return torch.cat(rows)
 
 
 def _judged(processor: Processor, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:

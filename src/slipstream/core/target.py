@@ -52,9 +52,15 @@ class Text(ABC):
     def vocabulary(self) -> dict[str, int]:
         """The id of each token, as the tokenizer writes it."""
 
+    @property
     @abstractmethod
-    def encode(self, prompt: str | Messages) -> list[int]:
-        """Token ids of a prompt, through the chat template where there is one. Raises ValueError."""
+    def calls_tools(self) -> bool:
+        """Whether the chat template takes tools, and has them called as <tool_call>{…}</tool_call>."""
+
+    @abstractmethod
+    def encode(self, prompt: str | Messages, tools: Messages = ()) -> list[int]:
+        """Token ids of a prompt, through the chat template where there is one, which may be given tools.
+        Raises ValueError."""
 
     @abstractmethod
     def ids(self, text: str, special: bool = False) -> list[int]:

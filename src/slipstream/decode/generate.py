@@ -91,6 +91,10 @@ class Options(TypedDict, total=False):
     frequency_penalty: float
     seed: int
     processors: Sequence[Any]
+    json_schema: Mapping[str, Any] | str | None
+    regex: str | None
+    grammar: str | None
+    choice: Sequence[str] | None
     eos_token_ids: int | Iterable[int] | None
     stop: str | Sequence[str] | None
     law: str | None
@@ -143,6 +147,9 @@ def generate(
         temperature, top_k, top_p, min_p, seed, processors: see `Sampling`. `top_k` is off unless this or the
             target sets it.
         repetition_penalty, presence_penalty, frequency_penalty: see `Sampling`.
+        json_schema, regex, grammar, choice: what an answer may be, at most one of them: JSON of a schema, a
+            match of a regular expression, a text of a grammar in Lark's or llama.cpp's form, one of several
+            texts. An answer that its limit or a stop string ends may be a beginning of one.
         eos_token_ids: ids that end an answer; default: the target's.
         stop: strings that end an answer and are no part of its text; default: the target's.
         law: "coupled" (same seed, same text) or "multi-round" (exact in distribution); default: the drafter's

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream.core.cache import KVCache
 from slipstream.core.drafter import Drafter, State
+from slipstream.core.grammar import guided, must_follow
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span, commit
@@ -20,6 +21,7 @@ from slipstream.core.tree import PAD, Probes, Tree, chain
 from slipstream.core.verify import Law, Verdict, coupled, verify
 from slipstream.decode.capture import Captured, Record, recorder, rounded
 from slipstream.decode.policy import NO_GUESSES, Policy
+from slipstream.decode.prefixes import Prefixes
 
 CHUNK = 512  # prompt tokens per prefill pass: bounds the mask, the activations and how long texts wait
 
@@ -53,12 +55,14 @@ class Committed:
         tokens: the accepted ones, then the target's own.
         drafted: depth of the deepest guess; None for the pass of the prompt.
         sound: all scores that decided were finite; otherwise the tokens mean nothing.
+        shared: tokens of its prompt that were known from another text, and not read.
     """
 
     text: int
     tokens: list[int]
     drafted: int | None
     sound: bool
+    shared: int = 0
 
 
 Chunk = tuple[Int[Tensor, "B T"], Int[Tensor, " B"], Int[Tensor, " B"], bool]
@@ -66,10 +70,16 @@ Chunk = tuple[Int[Tensor, "B T"], Int[Tensor, " B"], Int[Tensor, " B"], bool]
 
 @dataclass
 class Reading:
-    """Texts whose prompts are being read, in rows behind those under way; `first`: the first one's number."""
+    """Texts whose prompts are being read, in rows behind those under way.
+
+    Attributes:
+        first: the first one's number.
+        taken: tokens of each prompt that were known from another text.
+    """
 
     first: int
     prompts: Sequence[Sequence[int]]
+    taken: list[int]
     plain: list[bool]
     cache: KVCache
     state: State
@@ -88,6 +98,7 @@ class Session:
         capacity: tokens of the longest text, if known; caches that are too small grow by blocks.
         shapes: trees that steps may ask for beside the drafter's own; the largest one has room.
         policy: chooses the tree of a step that asks for none.
+        keep: tokens of texts whose caches are kept, for prompts that begin as they did.
 
     Attributes:
         texts, lengths: of each row, the number of its text and the tokens that the target has read of it.
@@ -106,14 +117,18 @@ class Session:
         capacity: int = 0,
         shapes: Sequence[Shape] = (),
         policy: Policy | None = None,
+        keep: int = 0,
     ) -> None:
         self.target, self.drafter, self.law, self.rows = target, drafter, law, rows
         self.policy = policy
         self.texts, self.lengths, self._admitted = list[int](), list[int](), 0
+        self._said = list[list[int]]()  # of each row its tokens, the root included
+        self._prefixes = Prefixes(keep)
         self._mark([])
         self.seconds = Seconds()
         self.span: Span | None = None
         self.reading: Reading | None = None
+        self._forced = False  # in the last round a grammar added tokens
         self._record = recorder(target) if law is coupled else None  # other laws look at what they drew
         self._captured: dict[Shape | None, Captured] = {}
         self.sampler = Sampler([], [], target.vocab, target.device)
@@ -157,12 +172,31 @@ class Session:
         cache.texts += self._admitted
         state.place_behind(self.state)
         sampler = Sampler(sampling, prompts, self.target.vocab, device)
+        held = self.capacities
+        taken = [self._prefixes.take(prompt, cache, state, i) for i, prompt in enumerate(prompts)]
+        if self.capacities != held:
+            self._captured.clear()
+        rest = [prompt[n:] for n, prompt in zip(taken, prompts, strict=True)]
         # With texts under way a chunk is one of all prompts together.
-        chunks = _chunks(prompts, device, max(1, CHUNK // count) if self.texts else CHUNK)
+        chunks = _chunks(rest, device, max(1, CHUNK // count) if self.texts else CHUNK)
         marks = list(plain) or [False] * count
-        self.reading = Reading(self._admitted, prompts, marks, cache, state, sampler, chunks)
+        self.reading = Reading(self._admitted, prompts, taken, marks, cache, state, sampler, chunks)
         self._admitted += count
         self.seconds.prefill += lap()
+
+    def _keep(
+        self,
+        read: Sequence[Sequence[int]],
+        rows: Iterable[int],
+        sampler: Sampler,
+        cache: KVCache,
+        state: State,
+    ) -> None:
+        """Keep what was `read` in some of the rows, unless it has numbers that are not finite."""
+        sound = sampler.sound.tolist() if self._prefixes.most else []
+        for row in rows:
+            if sound and sound[row]:
+                self._prefixes.put(list(read[row]), cache, state, row)
 
     @torch.inference_mode()
     def read(self) -> list[Committed]:
@@ -178,6 +212,7 @@ class Session:
             self.seconds.prefill += lap()
             return []
         self.span, self.reading = span, None
+        self._keep(new.prompts, range(len(new.prompts)), new.sampler, new.cache, new.state)
         self.cache.join(new.cache)
         self.state.join(new.state)
         self.sampler = self.sampler.join(new.sampler)
@@ -189,10 +224,9 @@ class Session:
         self.seconds.prefill += lap()
         firsts = torch.stack([span.root, new.sampler.sound], 1).tolist()
         self.seconds.host += lap()
-        return [
-            Committed(text, [first], None, bool(sound))
-            for text, (first, sound) in zip(numbers, firsts, strict=True)
-        ]
+        self._said += [[*prompt, first] for prompt, (first, _) in zip(new.prompts, firsts, strict=True)]
+        news = zip(numbers, firsts, new.taken, strict=True)
+        return [Committed(text, [first], None, bool(sound), n) for text, (first, sound), n in news]
 
     def _chunk(self, new: "Reading", tokens: Tensor, nexts: Tensor, count: Tensor, last: bool) -> Span:
         """Read a chunk. The last one's span has the tokens that the law drew."""
@@ -218,10 +252,12 @@ class Session:
         if shape is None and self.policy is not None:
             whole = _stopwatch()
             signs = self.drafter.signs(self.state)
-            told = [NO_GUESSES if plain else sign for sign, plain in zip(signs, self.plain, strict=True)]
+            quiet = [plain or forced for plain, forced in zip(self.plain, self._must_follow(), strict=True)]
+            told = [NO_GUESSES if each else sign for sign, each in zip(signs, quiet, strict=True)]
             made = self.step(limit, self.policy.choose(self.texts, told))
             drafted = [bool(each.drafted) for each in made]
-            self.policy.learn([len(each.tokens) for each in made], whole(), drafted)
+            if not self._forced or len(made) > 1:  # else it was not the drafter's doing
+                self.policy.learn([len(each.tokens) for each in made], whole(), drafted)
             return made
         lap = _stopwatch()
         room = self.target.window - 1 - max(self.lengths)
@@ -240,6 +276,13 @@ class Session:
         self.seconds.host += lap()
         return made
 
+    def _must_follow(self) -> list[bool]:
+        """Which of several texts go on as their grammars say, whatever is guessed. Guesses for a single text
+        may reach further than that."""
+        if len(self.texts) == 1 or not any(self.sampler.walks):
+            return [False] * len(self.texts)
+        return [bool(tokens) for tokens in must_follow(self.sampler.walks, self.state.root.tolist())]
+
     def _mark(self, plain: list[bool]) -> None:
         """Rounds read the marks as a tensor, which must be there before they are captured."""
         self.plain = plain
@@ -247,11 +290,14 @@ class Session:
 
     def _propose(self, shape: Shape | None) -> Tree:
         if all(self.plain) or (shape is not None and shape.depth == 0):
-            return chain(self.state.root[:, None])
-        tree = self.drafter.propose(self.state, self.sampler, shape)
-        if any(self.plain):
-            guesses = torch.arange(tree.nodes, device=tree.tokens.device) > 0
-            tree = replace(tree, tokens=tree.tokens.masked_fill(self._plain & guesses, PAD))
+            tree = chain(self.state.root[:, None])
+        else:
+            tree = self.drafter.propose(self.state, self.sampler, shape)
+            if any(self.plain):
+                guesses = torch.arange(tree.nodes, device=tree.tokens.device) > 0
+                tree = replace(tree, tokens=tree.tokens.masked_fill(self._plain & guesses, PAD))
+        forces = [self.drafter.depth > 0 and not plain for plain in self.plain]  # plain decoding stays plain
+        tree, self._forced = guided(tree, self.sampler.walks, forces)
         return tree
 
     def _check(self, tree: Tree) -> Span:
@@ -285,6 +331,7 @@ class Session:
         made = []
         for row, (count, deepest, sound, *tokens) in enumerate(torch.cat([figures, span.nexts], 1).tolist()):
             self.lengths[row] += count
+            self._said[row] += tokens[:count]
             made.append(Committed(self.texts[row], tokens[:count], deepest, bool(sound)))
         return made
 
@@ -299,11 +346,14 @@ class Session:
         movers = iter([row for row in range(left, len(self.texts)) if row not in gone])
         order = [next(movers) if row in gone else row for row in range(left)]
         self.cache.settle(self.lengths)
+        read = [said[:length] for said, length in zip(self._said, self.lengths, strict=True)]
+        self._keep(read, sorted(gone), self.sampler, self.cache, self.state)
         self.cache.select(order)
         self.state.select(order)
         self.sampler = self.sampler.select(order)
         self._captured.clear()
         self.texts, self.lengths = ([each[row] for row in order] for each in (self.texts, self.lengths))
+        self._said = [self._said[row] for row in order]
         self._mark([self.plain[row] for row in order])
         self.seconds.host += lap()
 

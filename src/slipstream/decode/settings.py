@@ -1,7 +1,7 @@
 """Settings: all that an answer depends on beside its prompt, from the caller and generation_config. Fields of
 the latter that change the text are honoured by Hugging Face's own processors, in their order, or refused."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,10 +11,12 @@ import transformers as hf
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from slipstream.core.grammar import Grammar
 from slipstream.core.sampling import Processor, Sampling
 from slipstream.core.target import Target
 from slipstream.targets.prompts import check_readable, checked_ids, is_whole
 
+GRAMMARS = ("json_schema", "regex", "grammar", "choice")  # arguments of `generate`, of which one may be given
 NEW_TOKENS = 256  # of an answer, where neither the caller nor the target gives a limit
 
 
@@ -161,7 +163,9 @@ class Settings:
             raise ValueError(f"max_new_tokens is {new!r}; it must be at least 1, a whole number")
         eos = _eos(target, eos_token_ids)
         stops = _stops(target, config.stop_strings if stop is None else stop)
-        return cls(target, resolve_sampling(target, **sampling), new, eos, stops)
+        asked = {name: sampling.pop(name, None) for name in GRAMMARS}
+        grammar = _grammar(target, {name: it for name, it in asked.items() if it is not None}, eos)
+        return cls(target, resolve_sampling(target, **sampling, grammar=grammar), new, eos, stops)
 
     def limit(self, prompt: Sequence[int]) -> int:
         """The most tokens that an answer to the prompt may have. Raises ValueError if it has no room."""
@@ -255,6 +259,18 @@ def _merged(made: list[Processor], given: Sequence[Processor]) -> list[Processor
     """Both lists of processors. A given one replaces one of its type, as in Hugging Face."""
     merged = [next((own for own in given if type(own) is type(each)), each) for each in made]
     return [*merged, *(own for own in given if not any(own is each for each in merged))]
+
+
+def _grammar(target: Target, asked: Mapping[str, Any], eos: frozenset[int]) -> Grammar | None:
+    """The grammar that is asked for, if one is. Raises ValueError."""
+    if len(asked) > 1:
+        raise ValueError(f"{' and '.join(asked)} are given: an answer has one grammar")
+    if not asked:
+        return None
+    from slipstream.targets.grammar import read_grammar
+
+    ((kind, source),) = asked.items()
+    return read_grammar(target, kind, source, eos)
 
 
 def _eos(target: Target, given: Any) -> frozenset[int]:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -18,6 +18,8 @@ from slipstream.decode.answer import Answer
 from slipstream.decode.session import Seconds, Session
 from slipstream.files import parsed, read_text
 from slipstream.results import Part, check_schema, heading
+
+SHARES = 10_000  # probabilities are whole numbers of these parts on a page
 
 
 class Opening(Part):
@@ -89,21 +91,29 @@ class Round(Part):
         return self
 
 
+T = TypeVar("T")
+ByText = list[T] | dict[int, T]
+
+
 class Tracer:
     """Writes a trace.
 
     Args:
         file: anything with `write`.
-        answers: of the texts, by number. They grow while the trace is written.
+        prompts, rows, answers: of the texts, by number. Answers grow while the trace is written.
     """
 
     def __init__(
-        self, file: Any, target: Target, prompts: list[list[int]], rows: list[Sampling], answers: list[Answer]
+        self,
+        file: Any,
+        target: Target,
+        prompts: ByText[list[int]],
+        rows: ByText[Sampling],
+        answers: ByText[Answer],
     ) -> None:
         self.file, self.target, self.prompts, self.rows, self.answers = file, target, prompts, rows, answers
         self._heading = heading(target)
         self._prefill: dict[int, float] = {}
-        self._texts: dict[int, str] = {}
 
     def take(self, session: Session, seconds: Seconds, joined: Sequence[int]) -> None:
         """Write the lines of a round, once the answers have taken its tokens. Of a pass over the prompts of
@@ -114,23 +124,14 @@ class Tracer:
             self._write(session, seconds)
 
     def _write(self, session: Session, seconds: Seconds) -> None:
-        span = session.span
-        assert span is not None and span.tree is not None and span.path is not None
-        p, own, q = probabilities(span)
-        tokens, path, count = span.tree.tokens.tolist(), span.path.tolist(), span.count.tolist()
-        parents = span.tree.parent_slots().expand_as(span.tree.tokens).tolist()
-        took = {part: round(getattr(seconds, part), 6) for part in ("draft", "verify", "host")}
+        look = Looked(self.target, session)
         for i, text in enumerate(session.texts):
-            answer, last = self.answers[text], int(span.root[i])
-            kept = answer.rounds[-1].kept
-            line = {"row": text, "round": len(answer.rounds) - 1, "tokens": tokens[i]}
-            line |= {"parents": parents[i], "accepted": path[i][: count[i]], "next": last}
-            line |= {"texts": [self._text(token) for token in tokens[i]], "p": _known(p[i], tokens[i])}
-            line |= {"q": _known(q[i], tokens[i]) if q is not None else [None] * len(tokens[i])}
-            line |= {"next_text": self._text(last), "next_p": _short(own[i])}
-            line |= {"pieces": self._pieces(answer, len(answer.tokens) - kept), "seconds": took}
+            answer = self.answers[text]
+            start = len(answer.tokens) - answer.rounds[-1].kept
+            line: dict[str, Any] = {"row": text, "round": len(answer.rounds) - 1}
+            line |= look.row(i, self._pieces(answer, start), seconds)
             if len(answer.rounds) == 1:
-                line |= {"opening": self._opening(text, len(answer.tokens) - kept)}
+                line |= {"opening": self._opening(text, start)}
             self.file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
 
     def _opening(self, row: int, tokens: int) -> dict[str, Any]:
@@ -142,16 +143,42 @@ class Tracer:
 
     def _pieces(self, answer: Answer, start: int) -> list[str]:
         """What each token from `start` on made certain, or the tokens one by one where no text is read."""
-        return answer.pieces[start:] or [self._text(token) for token in answer.tokens[start:]]
+        return answer.pieces[start:] or [written(self.target, token) for token in answer.tokens[start:]]
 
-    def _text(self, token: int) -> str:
-        """One token as text; empty for no token."""
-        if token < 0:
-            return ""
-        if token not in self._texts:
-            text = self.target.text
-            self._texts[token] = str(token) if text is None else text.decode([token], special=True)
-        return self._texts[token]
+
+class Looked:
+    """What the last pass of a session drafted and accepted, for all rows."""
+
+    def __init__(self, target: Target, session: Session) -> None:
+        span = session.span
+        assert span is not None and span.tree is not None and span.path is not None
+        p, own, q = probabilities(span)
+        self.target, self._span, self._p, self._own, self._q = target, span, p, own, q
+        self._tokens, self._path = span.tree.tokens.tolist(), span.path.tolist()
+        self._parents = span.tree.parent_slots().expand_as(span.tree.tokens).tolist()
+
+    def row(self, i: int, pieces: list[str], seconds: Seconds) -> dict[str, Any]:
+        """The fields of a `Round` that speak of the i-th row, whose answer got these pieces."""
+        tokens, count, last = self._tokens[i], int(self._span.count[i]), int(self._span.root[i])
+        texts = [written(self.target, token) for token in tokens]
+        made = {
+            "tokens": tokens,
+            "parents": self._parents[i],
+            "accepted": self._path[i][:count],
+            "next": last,
+        }
+        made |= {"texts": texts, "p": _known(self._p[i], tokens)}
+        made |= {"q": [None] * len(tokens) if self._q is None else _known(self._q[i], tokens)}
+        made |= {"next_text": written(self.target, last), "next_p": _short(self._own[i]), "pieces": pieces}
+        took = {part: round(getattr(seconds, part), 6) for part in ("draft", "verify", "host")}
+        return made | {"seconds": took}
+
+
+def written(target: Target, token: int) -> str:
+    """One token as text; empty for no token."""
+    if token < 0:
+        return ""
+    return str(token) if target.text is None else target.text.decode([token], special=True)
 
 
 def probabilities(
@@ -212,3 +239,36 @@ def read_trace(path: str | PathLike[str], text: str | None = None) -> list[list[
     if not rows:
         raise ValueError(f"trace {path} is empty: its answer took no rounds")
     return [rows[row] for row in sorted(rows)]
+
+
+def drawn(made: Round, places: dict[str, int]) -> dict[str, Any]:
+    """A round as pages draw it. Texts of tokens stand in one list, in which `places` counts."""
+    slots = [slot for slot, token in enumerate(made.tokens) if token >= 0]  # of guesses, and of the root
+    place = {slot: i for i, slot in enumerate(slots)}
+    p, q = ([_share(values[slot]) for slot in slots] for values in (made.p, made.q))
+    return {
+        "texts": [places.setdefault(made.texts[slot], len(places)) for slot in slots],
+        "parents": [place.get(made.parents[slot], 0) for slot in slots],
+        "p": p,
+        "q": q if any(value is not None for value in q) else None,
+        "path": [place[slot] for slot in made.accepted],
+        "own": places.setdefault(made.next_text, len(places)),
+        "own_p": _share(made.next_p),
+        "kind": _kind(made),
+        "pieces": made.pieces,
+        "ms": [round(1000 * made.seconds[part], 2) for part in ("draft", "verify", "host")],
+    }
+
+
+def _share(value: float | None) -> int | None:
+    return None if value is None else round(SHARES * value)
+
+
+def _kind(made: Round) -> str:
+    """What the target's own token is: it corrects a guess, follows guesses that were all right, or stands
+    where nothing was guessed."""
+    end = made.accepted[-1]
+    nodes = enumerate(zip(made.tokens, made.parents, strict=True))
+    if any(slot and token >= 0 and above == end for slot, (token, above) in nodes):
+        return "corrected"
+    return "bonus" if end else "plain"

@@ -40,14 +40,16 @@ class AutoState(HybridState):
     missed: list[Span] = field(default_factory=list)
     columns: int = 0
 
-    def select(self, order: list[int]) -> None:
+    def settle(self) -> None:
         self.drafter.catch_up(self)
+
+    def select(self, order: list[int]) -> None:
+        self.settle()
         super().select(order)
 
     def join(self, other: State) -> None:
-        self.drafter.catch_up(self)
-        if isinstance(other, AutoState):
-            self.drafter.catch_up(other)
+        self.settle()
+        other.settle()
         super().join(other)
 
 

@@ -45,8 +45,10 @@ class ParallelDrafter(HeadDrafter):
         def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal level
             level += 1
-            ids, log_q = draft.children(scores[:, level - 1 : level], state.length + level)
-            width = tokens.shape[1]
+            width, law = tokens.shape[1], scores[:, level - 1 : level]
+            if draft.walks:  # what a grammar forbids depends on the node
+                law = law.expand(-1, width, -1)
+            ids, log_q = draft.children(law, state.length + level)
             draft.laws[level - 1 :] = [law.expand(-1, width, -1) for law in draft.laws[level - 1 :]]
             return ids.expand(-1, width, -1), log_q.expand(-1, width, -1)
 

@@ -9,9 +9,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from slipstream.core.drafter import Drafter
+from slipstream.core.grammar import Walk
 from slipstream.core.grow import Expand
 from slipstream.core.noise import Stream
-from slipstream.core.sampling import Sampler
+from slipstream.core.sampling import Sampler, within
 from slipstream.core.shape import Shape
 from slipstream.core.tree import PAD, Tree
 from slipstream.drafters.layers import descended
@@ -101,16 +102,30 @@ class Proposer(Drafter):
 
 @dataclass
 class Draft:
-    """A tree that is being grown; `laws` are those that children were sampled from, level by level."""
+    """A tree that is being grown.
+
+    Attributes:
+        laws: those that children were sampled from, level by level.
+        walks: where the nodes of the frontier stand in the grammars of their rows; none without grammars.
+    """
 
     drafter: Proposer
     shape: Shape
     sampler: Sampler
     laws: list[Float[Tensor, "B F Vd"]] = field(default_factory=list)
+    walks: list[list[Walk | None]] = field(default_factory=list)
 
     def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
         """The tree, with the laws that its children were sampled from, if they were."""
-        tree = self.shape.grow(root, expand)
+        if any(walk is not None for walk in self.sampler.walks):
+            self.walks = [[walk] for walk in self.sampler.walks]
+
+        def walked(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            if self.walks:
+                self._walk(tokens.tolist(), origin.tolist())
+            return expand(tokens, origin)
+
+        tree = self.shape.grow(root, walked)
         if not self.laws:
             return tree
         size = len(tree.tokens), tree.nodes, self.drafter.width
@@ -136,6 +151,15 @@ class Draft:
 
         return self.grow(root, expand)
 
+    def _walk(self, tokens: list[list[int]], origin: list[list[int]]) -> None:
+        """Go on to the next frontier. Behind a forbidden token there is nothing to forbid: it is dropped."""
+        before = self.walks
+        self.walks = []
+        for walks, line, above in zip(before, tokens, origin, strict=True):
+            parents = [walks[i] for i in above]
+            pairs = zip(parents, line, strict=True)
+            self.walks.append([walk and walk.behind(token) for walk, token in pairs])
+
     def children(
         self, scores: Float[Tensor, "B F Vd"], position: Int[Tensor, " B"]
     ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
@@ -147,8 +171,26 @@ class Draft:
             noise = sampler.noise(position)
             whole = noise if len(drafter.vocab) == drafter.width else noise[:, drafter.vocab]
             scores = self._tempered(scores) + whole[:, None]
-        log_q, index = scores.log_softmax(-1).topk(self.shape.children)
-        return drafter.vocab[index], log_q
+        if not self.walks:
+            log_q, index = scores.log_softmax(-1).topk(self.shape.children)
+            return drafter.vocab[index], log_q
+        log_q, index = self._within(scores).log_softmax(-1).topk(self.shape.children)
+        log_q = log_q.nan_to_num(-torch.inf, neginf=-torch.inf)  # where nothing is allowed
+        return drafter.vocab[index].masked_fill(log_q == -torch.inf, PAD), log_q
+
+    def _within(self, scores: Float[Tensor, "B F Vd"]) -> Float[Tensor, "B F Vd"]:
+        """Scores, −inf where a grammar forbids a token."""
+        wide = self._widened(scores)
+        made = within(wide.flatten(0, 1), [walk for row in self.walks for walk in row]).view_as(wide)
+        return made if wide is scores else made[..., self.drafter.vocab]
+
+    def _widened(self, scores: Float[Tensor, "B F Vd"]) -> Float[Tensor, "B F V"]:
+        """Over the target's vocabulary, −inf for tokens that are not drafted."""
+        if scores.shape[-1] == self.drafter.width:
+            return scores
+        every = scores.new_full((*scores.shape[:2], self.drafter.width), -torch.inf)
+        every[..., self.drafter.vocab] = scores
+        return every
 
     def _tempered(self, scores: Float[Tensor, "B F Vd"]) -> Float[Tensor, "B F Vd"]:
         """Scores over each row's temperature; those of greedy rows as they are."""
@@ -160,9 +202,13 @@ class Draft:
         for the history up to the root. A draft that these exclude is never accepted."""
         if self.sampler.tempers_only:
             return self._tempered(scores)
-        every = scores.new_full((*scores.shape[:2], self.drafter.width), -torch.inf)
-        every[..., self.drafter.vocab] = scores
-        return torch.stack([self.sampler.scores(one) for one in every.unbind(1)], 1)[..., self.drafter.vocab]
+        columns = zip(self._widened(scores).unbind(1), self._columns(scores.shape[1]), strict=True)
+        found = [self.sampler.scores(one, walks=walks) for one, walks in columns]
+        return torch.stack(found, 1)[..., self.drafter.vocab]
+
+    def _columns(self, n: int) -> list[list[Walk | None]]:
+        """The walks of each of the n nodes of the frontier, over all rows."""
+        return [list(column) for column in zip(*self.walks, strict=True)] or [[]] * n
 
     def _sample(
         self, scores: Float[Tensor, "B F Vd"], position: Int[Tensor, " B"]
@@ -172,6 +218,8 @@ class Draft:
         hot = (self.sampler.temperature > 0)[..., None]
         u = self.sampler.uniform(Stream.DRAFT, position, scores.shape[1] * scores.shape[2])
         log_q = scores.double().log_softmax(-1)
+        if self.walks:
+            log_q = log_q.nan_to_num(-torch.inf, neginf=-torch.inf)  # where nothing is allowed
         drawn = torch.where(hot, log_q - (-u.view(scores.shape).log()).log(), log_q)
         index = drawn.topk(self.shape.children).indices
         best = torch.zeros_like(log_q).scatter_(2, index[..., :1], 1.0)

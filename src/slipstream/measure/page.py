@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, TypeVar
 
-from slipstream.decode.trace import Round, read_trace
+from slipstream.decode.trace import Round, drawn, read_trace
 from slipstream.files import parsed, read_text
 from slipstream.measure.certify import Certificate
 from slipstream.measure.paired import Asked, paired
@@ -23,8 +23,7 @@ from slipstream.measure.report import BenchReport, DrafterResult
 from slipstream.measure.sweep import Sweep
 
 R = TypeVar("R", BenchReport, Certificate, Sweep)
-SCRIPTS = ("dom", "charts", "runs", "certificates", "answers", "page")  # each needs those before
-SHARES = 10_000  # probabilities are whole numbers of these parts on the page
+SCRIPTS = ("dom", "charts", "runs", "certificates", "tree", "answers", "page")  # each needs those before
 
 
 def page(paths: Sequence[str]) -> str:
@@ -129,40 +128,8 @@ def _trace(answers: list[list[Round]]) -> dict[str, Any]:
     told = [
         {
             "opening": rounds[0].opening.stored() if rounds[0].opening else None,
-            "rounds": [_round(each, places) for each in rounds],
+            "rounds": [drawn(each, places) for each in rounds],
         }
         for rounds in answers
     ]
     return {"answers": told, "texts": list(places)}
-
-
-def _round(made: Round, places: dict[str, int]) -> dict[str, Any]:
-    slots = [slot for slot, token in enumerate(made.tokens) if token >= 0]  # of guesses, and of the root
-    place = {slot: i for i, slot in enumerate(slots)}
-    p, q = ([_share(values[slot]) for slot in slots] for values in (made.p, made.q))
-    return {
-        "texts": [places.setdefault(made.texts[slot], len(places)) for slot in slots],
-        "parents": [place.get(made.parents[slot], 0) for slot in slots],
-        "p": p,
-        "q": q if any(value is not None for value in q) else None,
-        "path": [place[slot] for slot in made.accepted],
-        "own": places.setdefault(made.next_text, len(places)),
-        "own_p": _share(made.next_p),
-        "kind": _kind(made),
-        "pieces": made.pieces,
-        "ms": [round(1000 * made.seconds[part], 2) for part in ("draft", "verify", "host")],
-    }
-
-
-def _share(value: float | None) -> int | None:
-    return None if value is None else round(SHARES * value)
-
-
-def _kind(made: Round) -> str:
-    """What the target's own token is: it corrects a guess, follows guesses that were all right, or stands
-    where nothing was guessed."""
-    end = made.accepted[-1]
-    nodes = enumerate(zip(made.tokens, made.parents, strict=True))
-    if any(slot and token >= 0 and above == end for slot, (token, above) in nodes):
-        return "corrected"
-    return "bonus" if end else "plain"

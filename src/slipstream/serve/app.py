@@ -15,7 +15,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import HTMLResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -27,6 +27,7 @@ from slipstream.serve.bias import Bias
 from slipstream.serve.engine import Busy, Engine, News, Task
 from slipstream.serve.guard import Guard
 from slipstream.serve.metrics import Metrics
+from slipstream.serve.page import page
 from slipstream.serve.replies import Events, Form, Refused, Reply, Ticket, Whole
 from slipstream.serve.schema import Asked, ChatCompletion, Completion
 from slipstream.targets.prompts import check_readable, checked_ids, encode
@@ -43,6 +44,7 @@ class Limits:
         rows: texts under way at once.
         queue: texts that may wait for a row.
         context: tokens of prompt and answer together; None: the target's window, 4096 at most.
+        keep: tokens of ended texts whose caches are kept, for prompts that begin as they did.
         body: bytes of a request.
         seconds: a request may take, its reader included.
     """
@@ -50,6 +52,7 @@ class Limits:
     rows: int = 16
     queue: int = 64
     context: int | None = None
+    keep: int = 8192
     body: int = 2**20
     seconds: float = 600.0
 
@@ -82,7 +85,9 @@ class Server:
             raise ValueError(f"target {target.name} has no tokenizer: a server cannot read text with it")
         self.target, self.spec, self.limits, self.text = target, spec, limits, target.text
         self.context = limits.tokens(target)
-        self.engine = Engine(target, drafter, limits.rows, self.context, limits.queue, self._post)
+        self.engine = Engine(
+            target, drafter, limits.rows, self.context, limits.queue, self._post, limits.keep
+        )
         self.metrics = Metrics(lambda: self.engine.running, lambda: self.engine.waiting)
         self.fingerprint = f"{target.fingerprint}, {target.precision}"
         self.created = int(time())
@@ -90,6 +95,7 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         app = FastAPI(title="Slipstream", version=version("slipstream"), docs_url=None, redoc_url=None)
         app.router.lifespan_context = self._lifespan
+        app.get("/", include_in_schema=False)(self.playground)
         app.get("/health")(self.health)
         app.get("/metrics")(self.figures)
         app.get("/v1/models")(self.models)
@@ -114,6 +120,10 @@ class Server:
         """Pass news from the engine's thread to the server's."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(_tell, news)
+
+    async def playground(self) -> Response:
+        """A chat in the browser, which shows what was drafted."""
+        return HTMLResponse(page(self.target.name, self.spec))
 
     async def health(self) -> Response:
         """200 while texts are made."""
@@ -145,7 +155,12 @@ class Server:
         """Answer messages, through the target's chat template."""
         if not self.text.has_chat:
             raise Refused(f"{self.target.name} has no chat template: ask /v1/completions")
-        return await self._reply(asked, True, lambda: [encode(self.target, asked.turns)])
+        if asked.offered and not self.text.calls_tools:
+            fault = (
+                f"the chat template of {self.target.name} has no tools, or not as <tool_call>: leave them out"
+            )
+            raise Refused(fault, param="tools")
+        return await self._reply(asked, True, lambda: [encode(self.target, asked.turns, asked.offered)])
 
     def _completion_prompts(self, asked: Completion) -> list[list[int]]:
         prompts = []
@@ -175,6 +190,11 @@ class Server:
             wait = str(max(1, ceil(self.metrics.typical_seconds)))
             raise Refused(str(error), 429, "rate_limit_error", Retry_After=wait) from error
         form = Form(chat, self.target.name, seed, self.fingerprint, self.text)
+        if isinstance(asked, ChatCompletion):
+            form.calls = bool(asked.offered)
+        elif isinstance(asked, Completion) and asked.echo:
+            said = [self.text.decode(each) if isinstance(each, list) else each for each in asked.prompts]
+            form.echoes = [each for each in said for _ in range(asked.n or 1)]
         if not asked.stream:
             return Whole(ticket, form, self.limits.seconds)
         usage = asked.stream_options is not None and asked.stream_options.include_usage
@@ -196,7 +216,8 @@ class Server:
         for i, prompt in enumerate(rows):
             limit = self._limit(settings, prompt, asked.tokens)
             answer = Answer(self.target, limit, settings.eos, settings.stop, read=True)
-            made.append(Task(prompt, settings.row(i, prompt), answer, ticket.hear, plain, asked.most_likely))
+            row = settings.row(i, prompt)
+            made.append(Task(prompt, row, answer, ticket.hear, plain, asked.most_likely, bool(asked.trace)))
         return made
 
     def _limit(self, settings: Settings, prompt: list[int], wanted: int | None) -> int:

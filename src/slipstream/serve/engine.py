@@ -4,7 +4,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -18,7 +18,8 @@ from slipstream.core.target import Target
 from slipstream.decode.answer import Answer, Finish, Round
 from slipstream.decode.costs import keep, policy
 from slipstream.decode.generate import LAWS
-from slipstream.decode.session import Committed, Session
+from slipstream.decode.session import Committed, Seconds, Session
+from slipstream.decode.trace import Looked, Round as Traced, drawn
 
 TOGETHER = 1024  # tokens of prompts, padding included, that join as one group
 LADDER = (1, 4)  # texts for which the cost of rounds is measured, beside all rows
@@ -46,8 +47,10 @@ class Task:
         tell: gets the news of it, in the thread that the engine's `post` chooses.
         plain: it is decoded without guesses.
         most_likely: alternatives wanted with each token; None: no probabilities are wanted.
+        traced: news hold the trees of its rounds.
         arrived, began: when it was submitted, and when its prompt was read.
         text: its number in the session.
+        shared: tokens of its prompt that were known from another text, and not read.
         again: tokens that it has already, and makes again after a failure of another text.
         alone: a round failed in which it took part, so it gets the session for itself.
     """
@@ -58,9 +61,11 @@ class Task:
     tell: Callable[["News"], None]
     plain: bool = False
     most_likely: int | None = None
+    traced: bool = False
     arrived: float = 0.0
     began: float = 0.0
     text: int | None = None
+    shared: int = 0
     again: int = 0
     alone: bool = False
     likely: list[Likely] = field(default_factory=list)
@@ -76,6 +81,7 @@ class News:
         tokens: those that it took, of which `text` may lack some.
         likely: of the tokens that became certain.
         round: what was guessed and accepted; None for the prompt's pass.
+        tree: of a round that is traced, as pages draw it.
         at: the time.
         finish: why it ended, if it did.
         error: why it failed, if it did.
@@ -86,6 +92,7 @@ class News:
     tokens: int = 0
     likely: Sequence[Likely] = ()
     round: Round | None = None
+    tree: dict[str, Any] | None = None
     at: float = field(default_factory=perf_counter)
     finish: Finish | None = None
     error: str | None = None
@@ -102,6 +109,7 @@ class Engine:
     Args:
         capacity: tokens of the longest prompt and answer together.
         queue: texts that may wait, at most.
+        keep: tokens of texts whose caches are kept, for prompts that begin as they did.
         post: takes a round's news, and passes them on to `Task.tell`. It must not wait.
 
     Attributes:
@@ -116,15 +124,18 @@ class Engine:
         capacity: int,
         queue: int,
         post: Callable[[list[News]], Any],
+        keep: int = 0,
     ) -> None:
         self.target, self.drafter, self.rows, self.queue, self.post = target, drafter, rows, queue, post
-        self.capacity = capacity
+        self.capacity, self.keep = capacity, keep
         self._waiting = deque[Task]()
         self._running: dict[int, Task] = {}  # by number of the text
         self._joining = list[Task]()
         self._gone = set[Task]()
         self._closing = False
         self._changed = threading.Condition()
+        self._spent = Seconds()  # of the last round
+        self._looked: Looked | None = None
         for texts in {1, *(n for n in LADDER if n < rows), rows}:
             policy(target, drafter, texts)  # measures what rounds cost, unless it is known
         self._session = self._new_session()
@@ -260,10 +271,13 @@ class Engine:
         """One round."""
         if not self._running:
             return []
+        before = replace(self._session.seconds)
         try:
             made = self._session.step()
         except Exception as error:
             return self._failed([], error)
+        self._spent = self._session.seconds - before
+        self._looked = None
         return [self._taken(each, i) for i, each in enumerate(made)]
 
     def _taken(self, made: Committed, row: int) -> News:
@@ -281,6 +295,7 @@ class Engine:
         if not made.sound:
             return News(task, error=self.target.unsound([*task.prompt, *answer.tokens]))
         task.again -= start
+        task.shared += made.shared
         taken = answer.extend(tokens[start:])
         round = None
         if made.drafted is not None and taken:
@@ -296,7 +311,16 @@ class Engine:
         pieces, task.told = answer.pieces[task.told :], len(answer.pieces)
         if answer.finish == "eos":
             sure = sure[:-1]  # the closing token is no text
-        return News(task, "".join(pieces), len(taken), sure, round, finish=answer.finish)
+        tree = self._tree(row, pieces) if task.traced and round is not None else None
+        return News(task, "".join(pieces), len(taken), sure, round, tree, finish=answer.finish)
+
+    def _tree(self, row: int, pieces: list[str]) -> dict[str, Any]:
+        """What a row's round guessed and accepted. Its texts stand beside it, the target's own token too."""
+        self._looked = self._looked or Looked(self.target, self._session)
+        made = self._looked.row(row, pieces, self._spent)
+        places: dict[str, int] = {}
+        tree = drawn(Traced.model_validate({"row": row, "round": 0, **made}), places)
+        return tree | {"words": list(places)}
 
     def _scores(self, row: int, made: Committed) -> Float[Tensor, "T V"]:
         """The logits from which the tokens of a row were chosen."""
@@ -328,7 +352,7 @@ class Engine:
 
     def _new_session(self) -> Session:
         chooses = policy(self.target, self.drafter, self.rows)
-        how: Any = {"rows": self.rows, "capacity": self.capacity, "policy": chooses}
+        how: Any = {"rows": self.rows, "capacity": self.capacity, "policy": chooses, "keep": self.keep}
         return Session(self.target, self.drafter, LAWS[self.drafter.law], **how)
 
 

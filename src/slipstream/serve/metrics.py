@@ -23,6 +23,7 @@ class Metrics:
         self._gauge("num_requests_waiting", "texts in the queue", waiting)
         self._gauge("mean_accepted_length", "τ: tokens per target pass after the prompt's", self._tau)
         self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts")
+        self.shared = self._counter("prompt_tokens_cached", "tokens of prompts that were not read again")
         self.tokens = self._counter("generation_tokens", "tokens of answers")
         self.passes = self._counter("spec_decode_num_drafts", "rounds, counted for each text")
         self.drafted = self._counter("spec_decode_num_draft_tokens", "depth of the guesses of these rounds")
@@ -42,6 +43,7 @@ class Metrics:
         self.tokens.inc(news.tokens)
         if news.round is None and news.tokens:  # the prompt's pass
             self.prompt_tokens.inc(len(task.prompt))
+            self.shared.inc(task.shared)
             self.queued.observe(task.began - task.arrived)
             self.first.observe(news.at - task.arrived)
         if news.round is not None:

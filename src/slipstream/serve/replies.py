@@ -17,6 +17,7 @@ from slipstream.core.target import Text
 from slipstream.decode.answer import mean_accepted_length
 from slipstream.serve.engine import Engine, Likely, News, Task
 from slipstream.serve.metrics import Metrics
+from slipstream.serve.tools import Calls
 
 JSON = (b"content-type", b"application/json")
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -92,12 +93,14 @@ class Ticket:
     def usage(self) -> dict[str, Any]:
         """Tokens, and what guessing brought."""
         prompts = {id(task.prompt): len(task.prompt) for task in self.tasks}  # choices share their prompt
+        shared = {id(task.prompt): task.shared for task in reversed(self.tasks)}  # of their first
         prompt, answers = sum(prompts.values()), sum(len(task.answer.tokens) for task in self.tasks)
         rounds = [each for task in self.tasks for each in task.answer.rounds]
         return {
             "prompt_tokens": prompt,
             "completion_tokens": answers,
             "total_tokens": prompt + answers,
+            "prompt_tokens_details": {"cached_tokens": sum(shared.values())},
             "tau": round(mean_accepted_length(rounds), 4),
             "drafted_tokens": sum(each.drafted for each in rounds),
             "accepted_tokens": sum(each.accepted for each in rounds),
@@ -111,6 +114,10 @@ class Form:
     Args:
         seed: of the answers, so that a text can be made again.
         fingerprint: of the weights and their precision, on which texts depend as well.
+
+    Attributes:
+        calls: answers may call tools.
+        echoes: the prompts that stand before the texts, if they are wanted.
     """
 
     chat: bool
@@ -118,6 +125,8 @@ class Form:
     seed: int
     fingerprint: str
     text: Text
+    calls: bool = False
+    echoes: list[str] = field(default_factory=list)
     id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time()))
 
@@ -138,17 +147,28 @@ class Form:
         return made | rest | {"system_fingerprint": self.fingerprint}
 
     def choice(
-        self, index: int, text: str, likely: dict[str, Any] | None, finish: str | None, whole: bool
+        self,
+        index: int,
+        text: str,
+        likely: dict[str, Any] | None,
+        finish: str | None,
+        whole: bool,
+        calls: Sequence[dict[str, Any]] = (),
     ) -> dict[str, Any]:
-        """A text, or a piece of it."""
+        """A text, or a piece of it, and the tools that it calls."""
         made: dict[str, Any] = {"index": index}
+        called: dict[str, Any] = {}
+        if calls:
+            numbered = [{"index": i, **call} for i, call in enumerate(calls)]
+            called = {"tool_calls": [*calls] if whole else numbered}
         if not self.chat:
             made["text"] = text
         elif whole:
-            made["message"] = {"role": "assistant", "content": text}
+            made["message"] = {"role": "assistant", "content": text or None if calls else text} | called
         else:
-            made["delta"] = {"content": text}
-        return made | {"logprobs": likely, "finish_reason": FINISH.get(finish or "")}
+            made["delta"] = {"content": text} | called
+        reason = FINISH.get(finish or "")
+        return made | {"logprobs": likely, "finish_reason": "tool_calls" if calls and reason else reason}
 
     def likely(self, tokens: Sequence[Likely], offset: int) -> dict[str, Any]:
         """Log-probabilities of tokens, whose text begins `offset` characters after the answer."""
@@ -238,7 +258,14 @@ class Whole(Reply):
             asked = all_news[-1].task.most_likely is not None
             likely = [each for news in all_news for each in news.likely]
             shown = self.form.likely(likely, 0) if asked else None
-            choices.append(self.form.choice(i, text, shown, all_news[-1].finish, True))
+            calls = list[dict[str, Any]]()
+            if self.form.calls:
+                parts = Calls()
+                text, (rest, calls) = parts.push(text), parts.end()
+                text += rest
+            elif self.form.echoes:
+                text = self.form.echoes[i] + text
+            choices.append(self.form.choice(i, text, shown, all_news[-1].finish, True, calls))
         await _send(send, 200, self.form.whole(choices, self.ticket.usage))
 
     async def _fail(self, send: Send, refused: Refused) -> None:
@@ -255,6 +282,7 @@ class Events(Reply):
     def __init__(self, ticket: Ticket, form: Form, seconds: float, usage: bool) -> None:
         super().__init__(ticket, form, seconds)
         self.usage, self._offsets, self._started = usage, dict[int, int](), False
+        self._calls: dict[int, Calls] = {}
 
     async def _answer(self, send: Send) -> None:
         async for batch in self.ticket.news():
@@ -268,19 +296,33 @@ class Events(Reply):
     def _events(self, i: int, news: News) -> list[dict[str, Any]]:
         """Of the i-th text: its role first, and then what it says."""
         made, form = [], self.form
-        more = {"usage": None} if self.usage else {}
+        more: dict[str, Any] = {"usage": None} if self.usage else {}
         if i not in self._offsets:
             self._offsets[i] = 0
             if form.chat:
                 opening = {"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
                 made.append(form.event([opening], **more))
-        if news.text or news.likely or news.finish:
+            elif form.echoes:
+                made.append(form.event([form.choice(i, form.echoes[i], None, None, False)], **more))
+        text, calls = self._parted(i, news) if form.calls else (news.text, [])
+        if news.tree is not None:
+            more = more | {"trace": news.tree}
+        if text or news.likely or news.finish or news.tree:
             asked = news.task.most_likely is not None
             likely = form.likely(news.likely, self._offsets[i]) if asked else None
             if likely and not form.chat:
                 self._offsets[i] += sum(map(len, likely["tokens"]))
-            made.append(form.event([form.choice(i, news.text, likely, news.finish, False)], **more))
+            made.append(form.event([form.choice(i, text, likely, news.finish, False, calls)], **more))
         return made
+
+    def _parted(self, i: int, news: News) -> tuple[str, list[dict[str, Any]]]:
+        """What a text has said for certain, and at its end what it calls."""
+        parts = self._calls.setdefault(i, Calls())
+        text = parts.push(news.text)
+        if not news.finish:
+            return text, []
+        rest, calls = parts.end()
+        return text + rest, calls
 
     async def _write(self, send: Send, events: list[dict[str, Any]]) -> None:
         if not self._started:

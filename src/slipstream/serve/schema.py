@@ -1,5 +1,6 @@
 """What a request may ask for: OpenAI's fields and this server's own, as pydantic models."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,6 @@ ANY = object()
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "metadata": (ANY,),
@@ -23,12 +23,11 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "prompt_cache_key": (ANY,),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "safety_identifier": (ANY,),
     "service_tier": (ANY,),
     "store": (ANY,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
+    "tool_choice": ("auto",),
     "tools": ([],),
     "user": (ANY,),
     "verbosity": (),
@@ -65,12 +64,49 @@ class TextPart(Part):
 TextParts = TypeAliasType("TextParts", Annotated[list[TextPart], FailFast()])
 
 
+class Called(Part):
+    """The function of a call; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Part):
+    """A call that the assistant made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: Called
+
+
+class Function(Part):
+    """A function that may be called."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Part):
+    """A tool that may be called."""
+
+    type: Literal["function"]
+    function: Function
+
+
+ToolCalls = TypeAliasType("ToolCalls", Annotated[list[ToolCall], FailFast()])
+Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast()])
+
+
 class Message(Part):
-    """One turn. Fields about tools must be empty."""
+    """One turn."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | TextParts
+    content: str | TextParts | None = None
     name: str | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -80,12 +116,72 @@ class Message(Part):
         empty = ("refusal", "annotations", "audio", "function_call", "tool_calls")
         return {key: value for key, value in given.items() if value or key not in empty}
 
+    @model_validator(mode="after")
+    def _says_or_calls(self) -> "Message":
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("a message needs content")
+        return self
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """As a chat template takes it: arguments as values, and content that may be empty."""
+        made = {"content": "", **self.model_dump(exclude_none=True)}
+        for call in made.get("tool_calls", ()):
+            call["function"]["arguments"] = _value(call["function"]["arguments"])
+        return made
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the arguments of a call are no JSON: {error}") from error
+
+
+class JSONSchema(Part):
+    """A schema as OpenAI has it. It is kept to in any case."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Part):
+    """What an answer may be: OpenAI's "text", "json_object" and "json_schema", and this server's own "regex",
+    "grammar" and "choice", each with a field of its name."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar", "choice"]
+    json_schema: JSONSchema | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Texts | None = None
+
+    @model_validator(mode="after")
+    def _has_its_field(self) -> "ResponseFormat":
+        fields = ("json_schema", "regex", "grammar", "choice")
+        given = [name for name in fields if getattr(self, name) is not None]
+        if given != [name for name in fields if name == self.type]:
+            needs = f"the field {self.type}" if self.type in fields else "no other field"
+            raise ValueError(f"type {self.type!r} needs {needs}")
+        return self
+
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """Arguments of `generate`."""
+        if self.type == "json_object":
+            return {"json_schema": {"type": "object"}}
+        if self.json_schema is not None:
+            return {"json_schema": self.json_schema.json_schema}
+        return {} if self.type == "text" else {self.type: getattr(self, self.type)}
+
 
 class Asked(Part):
     """What both kinds of requests may hold. What is not given comes from the target, as in `generate`.
 
     Attributes:
         drafter: "vanilla" decodes this request plainly; the text is the same.
+        trace: each event of a stream holds the tree of its round.
     """
 
     model: str
@@ -103,7 +199,9 @@ class Asked(Part):
     stop: str | Texts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     drafter: str | None = None
+    trace: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -123,8 +221,9 @@ class Asked(Part):
 
     @model_validator(mode="after")
     def _streams(self) -> "Asked":
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream to be true")
+        for name in ("stream_options", "trace"):
+            if getattr(self, name) and not self.stream:
+                raise ValueError(f"{name} needs stream to be true")
         return self
 
     @property
@@ -143,7 +242,7 @@ class Asked(Part):
         given = {name: getattr(self, name) for name in (*names, "stop")}
         for name in ("presence_penalty", "frequency_penalty"):
             given[name] = getattr(self, name) or 0.0
-        return given
+        return given | (self.response_format.bounds if self.response_format else {})
 
 
 class Completion(Asked):
@@ -151,6 +250,13 @@ class Completion(Asked):
 
     prompt: str | Ids | Texts | IdsOfSeveral
     logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELY)] | None = None
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _echoes(self) -> "Completion":
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo cannot be had with logprobs: this server has none of prompts")
+        return self
 
     @property
     def most_likely(self) -> int | None:
@@ -169,6 +275,8 @@ class ChatCompletion(Asked):
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELY)] | None = None
 
@@ -189,7 +297,14 @@ class ChatCompletion(Asked):
     @property
     def turns(self) -> list[dict[str, Any]]:
         """The messages as `generate` takes them."""
-        return [message.model_dump(exclude_none=True) for message in self.messages]
+        return [message.turn for message in self.messages]
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that may be called, as a chat template takes them."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
 
 def _harmless(field: str, value: Any) -> bool:

@@ -38,13 +38,18 @@ class HFText(Text):
     def vocabulary(self) -> dict[str, int]:
         return self.tokenizer.get_vocab()
 
-    def encode(self, prompt: str | Messages) -> list[int]:
+    @property
+    def calls_tools(self) -> bool:
+        template = str(self.tokenizer.chat_template)
+        return "tools" in template and "<tool_call>" in template
+
+    def encode(self, prompt: str | Messages, tools: Messages = ()) -> list[int]:
         if not self.has_chat:
             if isinstance(prompt, str):
                 return self.ids(prompt, special=True)
             raise ValueError(f"target {self.name} has no chat template: give the prompt as text")
         messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        how: Any = {"add_generation_prompt": True, "return_dict": True}
+        how: Any = {"add_generation_prompt": True, "return_dict": True, "tools": list(tools) or None}
         try:
             encoded: Any = self.tokenizer.apply_chat_template(messages, **how)
             return list(encoded["input_ids"])
@@ -86,9 +91,9 @@ def read_prompts(target: Target, prompts: Prompt | Sequence[Prompt]) -> tuple[li
     return [encode(target, prompt) for prompt in ([given] if single else given)], single
 
 
-def encode(target: Target, prompt: Prompt) -> list[int]:
+def encode(target: Target, prompt: Prompt, tools: Messages = ()) -> list[int]:
     """Token ids of one prompt. Ids lose the padding that an attention mask names. Messages, and text if there
-    is a chat template, pass through the template.
+    is a chat template, pass through the template, as do the tools that an answer to messages may call.
 
     Raises:
         ValueError: the prompt is empty or no prompt, an id is outside the vocabulary, the chat template
@@ -104,7 +109,7 @@ def encode(target: Target, prompt: Prompt) -> list[int]:
     if len(given) == 0 or (isinstance(given, str) and not given.strip()):
         raise ValueError("the prompt is empty: give at least one token")
     is_text = isinstance(given, str) or all(map(_is_message, given))
-    tokens = checked_ids(_tokenized(target, given) if is_text else given, target.vocab)
+    tokens = checked_ids(_tokenized(target, given, tools) if is_text else given, target.vocab)
     if not tokens:
         raise ValueError("the prompt is empty: its text has no tokens")
     return tokens
@@ -158,14 +163,14 @@ def _unpadded(ids: Any, mask: Any) -> Any:
         ) from error
 
 
-def _tokenized(target: Target, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+def _tokenized(target: Target, prompt: str | Sequence[Mapping[str, Any]], tools: Messages) -> list[int]:
     """Token ids of text or messages."""
-    check_readable(prompt, "the prompt")
+    check_readable([prompt, list(tools)], "the prompt")
     if target.text is None:
         raise ValueError(f"target {target.name} has no tokenizer: give the prompt as token ids")
     if isinstance(prompt, str) or not target.text.has_chat:
         return target.text.encode(prompt)
-    return target.text.encode(list(map(_message, prompt)))
+    return target.text.encode(list(map(_message, prompt)), tools)
 
 
 def _is_message(given: Any) -> bool:

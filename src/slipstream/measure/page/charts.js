@@ -13,11 +13,8 @@ function drawing(height, label, ...children) {
   return svg("svg", box, ...children);
 }
 
-const text = (x, y, content, kind = "", anchor = "start") =>
-  svg("text", { x, y, class: kind, "text-anchor": anchor }, content);
 const line = (x1, y1, x2, y2, kind) => svg("line", { x1, y1, x2, y2, class: kind });
 const cut = (name, longest = 66) => (name.length > longest ? `${name.slice(0, longest - 1)}…` : name);
-const titled = (node, title) => (node.append(svg("title", {}, title)), node);
 
 function ticks(low, high, count = 5) {
   const rough = (high - low) / count || 1;
@@ -150,7 +147,6 @@ function againstNodes(rows, shown) {
   return figure("τ and speed against nodes.", note, drawing(250, `τ and speed against rows: ${spoken.join("; ")}`, nodes));
 }
 
-const PARTS = ["draft", "verify", "host"];
 const msPerRound = (row) => PARTS.map((part) => (1000 * row.seconds[part]) / Math.max(row.target_passes, 1));
 
 function timeSplit(rows) {

@@ -18,6 +18,11 @@ function maker(space) {
 const el = maker("http://www.w3.org/1999/xhtml");
 const svg = maker("http://www.w3.org/2000/svg");
 
+const text = (x, y, content, kind = "", anchor = "start") =>
+  svg("text", { x, y, class: kind, "text-anchor": anchor }, content);
+const titled = (node, title) => (node.append(svg("title", {}, title)), node);
+
+const PARTS = ["draft", "verify", "host"]; // of a round's time
 const NONE = "–";
 const fixed = (value, digits = 2) => (Number.isFinite(value) ? value.toFixed(digits) : NONE);
 const times = (value) => (Number.isFinite(value) ? `${value.toFixed(2)} ×` : NONE);

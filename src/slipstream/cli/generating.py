@@ -1,0 +1,150 @@
+"""generate: answer one prompt."""
+
+import sys
+from contextlib import nullcontext, redirect_stdout
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.cli.common import (
+    DRAFTERS,
+    Compile,
+    Device,
+    DrafterName,
+    Dtype,
+    JsonPath,
+    MaxNewTokens,
+    OwnTemperature,
+    Quantize,
+    Seed,
+    TargetName,
+    command,
+    err,
+    inputs,
+    load,
+    on_results,
+    on_sampling,
+)
+from slipstream.files import STANDARD, check_writable, read_text, replacing, write_json
+
+if TYPE_CHECKING:
+    from slipstream.core.drafter import Drafter
+    from slipstream.decode.generate import Generation
+    from slipstream.targets import HFTarget
+
+MASS = "keep the likeliest tokens with this mass"
+LIKELY = "keep tokens this fraction as likely as the likeliest"
+BOTH = "counts prompt and answer"
+AnswerPenalty = Annotated[float, on_sampling("counts the answer", "X")]
+TRACE = "write one JSON line per round here, for slipstream report"
+EXPLAIN = "show which trees auto chose, and why, and what keys and values take"
+SCHEMA = "the answer is JSON of the schema in this file"
+REGEX = "the answer is a match"
+GRAMMAR = "the answer is a text of the grammar in this file, in Lark's or llama.cpp's form"
+CHOICE = "the answer is one of the texts given so; repeatable"
+LAW = "coupled or multi-round (default: the drafter's own); lossy-typical, Medusa's, changes the text"
+
+
+@command(
+    'generate "What is gravity?"',
+    'generate "What is gravity?" --compile --explain',
+    'generate "Write a haiku." --temperature 0.8 --top-p 0.95 --seed 7',
+    'generate "Who wrote Faust?" --json-schema person.json',
+    "generate - --drafter ngram --json answer.json < long_prompt.txt",
+    lists=DRAFTERS,
+)
+def generate(
+    prompt: Annotated[str, typer.Argument(help="the user's message; - reads it from standard input")],
+    target: TargetName = "smollm2",
+    drafter: DrafterName = "auto",
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: OwnTemperature = None,
+    top_k: Annotated[int | None, on_sampling("keep the K likeliest tokens", "K")] = None,
+    top_p: Annotated[float | None, on_sampling(MASS, "P")] = None,
+    min_p: Annotated[float | None, on_sampling(LIKELY, "P")] = None,
+    repetition_penalty: Annotated[float | None, on_sampling(BOTH, "X")] = None,
+    presence_penalty: AnswerPenalty = 0.0,
+    frequency_penalty: AnswerPenalty = 0.0,
+    seed: Seed = 0,
+    stop: Annotated[list[str], on_sampling("ends the answer; repeatable", "TEXT")] = [],
+    json_schema: Annotated[str | None, on_sampling(SCHEMA, "FILE")] = None,
+    regex: Annotated[str | None, on_sampling(REGEX, "REGEX")] = None,
+    grammar: Annotated[str | None, on_sampling(GRAMMAR, "FILE")] = None,
+    choice: Annotated[list[str], on_sampling(CHOICE, "TEXT")] = [],
+    law: Annotated[str | None, on_sampling(LAW, "NAME")] = None,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    compile: Compile = False,
+    quantize: Quantize = None,
+    explain: Annotated[bool, on_results(EXPLAIN, None, "--explain")] = False,
+    trace: Annotated[str | None, on_results(TRACE, "FILE")] = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Answer one prompt, printed as it is made; figures go to standard error.
+
+    The text is the same whatever the drafter: token for token in float32 and bfloat16
+    on a CPU with a C++ compiler, and elsewhere up to near-ties, which rounding may turn.
+    """
+    from slipstream.decode.costs import explained
+    from slipstream.decode.generate import stream
+    from slipstream.decode.settings import resolve_sampling
+
+    files = [each for each in (json_schema, grammar) if each is not None]
+    check_writable(trace, json_path, reads=inputs(target, [drafter], files))
+    bounds = {"json_schema": json_schema and read_text(json_schema, "schema"), "regex": regex}
+    bounds["grammar"] = grammar and read_text(grammar, "grammar")
+    aside = redirect_stdout(sys.stderr) if {trace, json_path} & {*STANDARD} else nullcontext()
+    text = sys.stdin.read() if prompt == "-" else prompt
+    loaded = load(target, dtype, device, compile, quantize)
+    heat = resolve_sampling(loaded, temperature=temperature).temperature
+    guide = _guide(loaded, drafter, heat, explain, text)
+    cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    penalties = {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty}
+    how: dict[str, Any] = {**cuts, **penalties, **bounds, "repetition_penalty": repetition_penalty}
+    how |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "law": law}
+    with replacing(trace) if trace is not None else nullcontext() as trace_file, aside:
+        how |= {"stop": stop or None, "choice": choice or None}
+        pieces = stream(loaded, text, guide, **how, trace=trace_file)
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+    idle = [f"--{name.replace('_', '-')}" for name, value in cuts.items() if value is not None and not heat]
+    _figures(pieces.generation, law or guide.law, idle, json_path)
+    if explain:
+        err.print(explained(loaded, guide, pieces.tokens))
+
+
+def _guide(target: "HFTarget", name: str, temperature: float, explain: bool, text: str) -> "Drafter":
+    """The drafter, ready to go. Raises ValueError."""
+    from slipstream.decode.costs import policy
+    from slipstream.decode.generate import stream
+    from slipstream.drafters import load_drafter
+
+    guide = load_drafter(name, target, temperature)
+    if explain and not guide.rungs:
+        raise ValueError(f"drafter {name!r} always grows the same tree: --explain is for auto")
+    if guide.rungs:
+        with err.status("measuring rounds: a few seconds, once"):
+            policy(target, guide, 1)
+    if target.compiles:
+        with err.status("warming up"):
+            list(stream(target, text, guide, max_new_tokens=4))
+    return guide
+
+
+def _figures(made: "Generation | None", law: str, idle: list[str], json_path: str | None) -> None:
+    """Print an answer's figures, and the options that had no effect."""
+    from slipstream.decode.generate import LOSSY
+
+    assert made is not None
+    speed = f"τ {made.tau:.2f}   {len(made.tokens) / made.seconds.total:.1f} tokens/s"
+    err.print(f"{len(made.tokens)} tokens ({made.finish})   {speed}", style="dim")
+    if idle:
+        err.print(f"at temperature 0 nothing is sampled: {', '.join(idle)} without effect", style="yellow")
+    if law == LOSSY:
+        warning = "lossy: typical acceptance keeps tokens that the target would not have drawn"
+        err.print(warning, style="yellow")
+    if json_path is not None:
+        fields = {name: getattr(made, name) for name in ("text", "tokens", "finish", "tau")}
+        passes = {"law": law, "target_passes": len(made.rounds), "seconds": vars(made.seconds)}
+        write_json(json_path, fields | passes)

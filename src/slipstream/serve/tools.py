@@ -1,0 +1,48 @@
+"""Tool calls in an answer's text, in the form that most chat templates teach: <tool_call>{…}</tool_call>."""
+
+import json
+import re
+from typing import Any
+from uuid import uuid4
+
+OPENS = "<tool_call>"
+CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class Calls:
+    """Parts an answer's text, as it comes, into what is said and what is called."""
+
+    def __init__(self) -> None:
+        self._held = ""  # from the first call on, or what may become one
+
+    def push(self, text: str) -> str:
+        """Take text; returns what is certainly said."""
+        self._held += text
+        if self._held.startswith(OPENS):
+            return ""
+        at = self._held.find(OPENS)
+        if at < 0:
+            partial = (n for n in range(len(OPENS) - 1, 0, -1) if self._held.endswith(OPENS[:n]))
+            at = len(self._held) - next(partial, 0)
+        said, self._held = self._held[:at], self._held[at:]
+        return said
+
+    def end(self) -> tuple[str, list[dict[str, Any]]]:
+        """The rest of what is said, and the calls, once the text has ended. What is no call is said."""
+        calls = [_call(match[1]) for match in CALL.finditer(self._held)]
+        known = [call for call in calls if call is not None]
+        return ("", known) if known and len(known) == len(calls) else (self._held, [])
+
+
+def _call(text: str) -> dict[str, Any] | None:
+    """A call as OpenAI has it, from JSON with a name and arguments."""
+    try:
+        called = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(called, dict) or not isinstance(called.get("name"), str):
+        return None
+    given = called.get("arguments", called.get("parameters", {}))
+    arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    function = {"name": called["name"], "arguments": arguments}
+    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}

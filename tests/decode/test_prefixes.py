@@ -1,0 +1,85 @@
+"""Prompts that begin as another text did: they say the same as alone, and only what is new is read."""
+
+import pytest
+
+import tiny
+from slipstream.core.sampling import Sampling
+from slipstream.core.verify import multi_round
+from slipstream.decode.session import Session
+
+KEEP = 200
+FIRST, OTHER = tiny.prompts(23, 17)
+HOW = Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.1, seed=3)
+MORE = 8
+
+
+def made(session: Session, prompts: list[list[int]], new: int = 12) -> tuple[list[list[int]], list[int]]:
+    """Answers of texts that join at once, and what each took from others."""
+    news = session.admit(prompts, [HOW] * len(prompts))
+    texts = {each.text: list(each.tokens) for each in news}
+    while min(map(len, texts.values())) < new:
+        for each in session.step():
+            texts[each.text] += each.tokens
+    session.retire(texts)
+    return [text[:new] for text in texts.values()], [each.shared for each in news]
+
+
+def session(name: str, keep: int) -> Session:
+    target = tiny.target("llama")
+    drafter = tiny.DRAFTERS[name](target, [FIRST + OTHER] * 40)
+    law = {"law": multi_round} if drafter.law == "multi-round" else {}
+    policy = tiny.Restless(drafter) if drafter.rungs else None
+    return Session(target, drafter, **law, rows=3, policy=policy, keep=keep)
+
+
+@pytest.mark.parametrize("name", tiny.DRAFTERS)
+def test_a_second_turn_reads_what_is_new_and_says_the_same(name):
+    """Keys of another text, a drafter's caches that lag, a position that is one off."""
+    here, fresh = session(name, KEEP), session(name, 0)
+    ((answer,), taken) = made(here, [FIRST])
+    assert taken == [0]
+    turns = [FIRST + answer + OTHER[:MORE], OTHER, FIRST[:15] + OTHER]
+    said, taken = made(here, turns)
+    assert (
+        taken[0] >= len(FIRST) + len(answer) - 2
+    )  # the last token's keys need not be there, nor its drafter's
+    assert taken[1:] == [0, 14]
+    plain = made(fresh, [FIRST])[0]
+    if here.law is multi_round:  # exact in distribution alone
+        return
+    assert plain == [answer]
+    assert said == made(fresh, turns)[0]
+    assert said == [made(session("ngram", 0), [turn])[0][0] for turn in turns]
+
+
+def test_the_second_turns_pass_reads_only_what_is_new(monkeypatch):
+    here = session("ngram", KEEP)
+    (answer,), _ = made(here, [FIRST])
+    read, call = list[int](), type(here.target).__call__
+
+    def counted(self, tree, cache, *args, **kwargs):
+        read.append(tree.nodes)
+        return call(self, tree, cache, *args, **kwargs)
+
+    monkeypatch.setattr(type(here.target), "__call__", counted)
+    prompt = FIRST + answer + OTHER[:MORE]
+    news = here.admit([prompt], [HOW])
+    assert read == [len(prompt) - news[0].shared]
+    assert read[0] <= MORE + 2
+
+
+def test_what_is_kept_is_bounded_and_what_was_used_last_stays():
+    here = session("ngram", 60)
+    made(here, [FIRST])  # 34 tokens
+    made(here, [OTHER])  # 28 more, which do not fit beside them
+    assert here._prefixes.tokens <= 60
+    assert made(here, [FIRST + OTHER])[1] == [0]
+    assert made(here, [FIRST + OTHER])[1] == [len(FIRST + OTHER) - 1]
+    assert made(session("ngram", 0), [FIRST])[1] == [0]
+
+
+def test_texts_under_way_share_what_they_begin_with():
+    """A prompt that many clients have in common, at the same time."""
+    here = session("ngram", KEEP)
+    here.admit([FIRST], [HOW])
+    assert here.admit([FIRST + OTHER], [HOW])[0].shared == len(FIRST) - 1
