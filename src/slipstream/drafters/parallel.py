@@ -44,10 +44,20 @@ class ParallelDrafter(HeadDrafter):
 
         def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal level
-            level += 1
-            ids, log_q = draft.children(scores[:, level - 1 : level], state.length + level)
+            here, level = slice(level, level + 1), level + 1
+            own = (
+                self.behind(tokens, state.hidden[:, here], scores[:, here]) if level > 1 else scores[:, here]
+            )
+            ids, log_q = draft.children(own, state.length + level)
             width = tokens.shape[1]
             draft.laws[level - 1 :] = [law.expand(-1, width, -1) for law in draft.laws[level - 1 :]]
             return ids.expand(-1, width, -1), log_q.expand(-1, width, -1)
 
         return draft.grow(state.root, expand)
+
+    def behind(
+        self, tokens: Int[Tensor, "B F"], hidden: Float[Tensor, "B 1 H"], scores: Float[Tensor, "B 1 Vd"]
+    ) -> Float[Tensor, "B F1 Vd"]:
+        """Scores of what stands behind drafted tokens; one law for all of them where it does not depend on
+        them."""
+        return scores
