@@ -111,12 +111,11 @@ class FastEagleHead(Head):
         """Initialise for training from a trained head of the same sizes: layers that it does not have are
         copies of its last one, and a term that it does not have adds nothing. An EAGLE head reads the final
         state, which must be the last tap."""
-        above = getattr(other, "above", None)
-        if above is not None:
-            self.above.load_state_dict(above.state_dict())
-        elif self.above is not None:
+        if self.above is not None:
             self.above.start(generator)
         if isinstance(other, FastEagleHead):
+            if self.above is not None and other.above is not None:
+                self.above.load_state_dict(other.above.state_dict())
             self.fuse.load_state_dict(other.fuse.state_dict())
             self.fc.load_state_dict(other.fc.state_dict())
         else:

@@ -44,10 +44,10 @@ class ParallelDrafter(HeadDrafter):
 
         def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal level
-            here, level = slice(level, level + 1), level + 1
-            own = (
-                self.behind(tokens, state.hidden[:, here], scores[:, here]) if level > 1 else scores[:, here]
-            )
+            own = scores[:, level : level + 1]
+            if level:
+                own = self.behind(tokens, state.hidden[:, level : level + 1], own)
+            level += 1
             ids, log_q = draft.children(own, state.length + level)
             width = tokens.shape[1]
             draft.laws[level - 1 :] = [law.expand(-1, width, -1) for law in draft.laws[level - 1 :]]

@@ -97,20 +97,18 @@ class FastEagleObjective(Objective):
         config = FastEagleConfig(**sizes, input_norm=norm)
         eagle = EagleConfig(**{**given.sizes, "taps": (FINAL,)}, input_norm=norm, bias=False)
         if isinstance(other, FastEagleHead):
-            own = (
-                other.config
-                if other.config.rank
-                else replace(other.config, rank=config.rank, draft_vocab_size=config.draft_vocab_size)
-            )
-            fits = replace(own, depth=config.depth) == config
+            new = {"depth": config.depth}
+            if not other.config.rank:
+                new |= {"rank": config.rank, "draft_vocab_size": config.draft_vocab_size}
+            fits = replace(other.config, **new) == config
         else:
             fits = isinstance(other, EagleHead) and other.config == eagle and config.taps[-1] == FINAL
         if not fits:
             raise ValueError(
                 f"head.start={recipe.start!r}: a fasteagle head begins as an eagle head without fc.bias, if "
-                f'the last of head.taps is "{FINAL}", or as a fasteagle head of the same taps and cascade, and '
-                "of the same rank if it has one; "
-                "their layers are as wide as its own (head.intermediate_size)"
+                f'the last of head.taps is "{FINAL}", or as a fasteagle head of the same taps and cascade, '
+                "and of the same head.rank if it has one; their layers are as wide as its own "
+                "(head.intermediate_size)"
             )
         head: Any = Start.unscaled(FastEagleHead(config).start_as(other, given.generator), given.gains)
         return head

@@ -159,7 +159,7 @@ class Objective(nn.Module):
     def student(
         self, states: Float[Tensor, "n H"], j: int, above: Int[Tensor, " n"]
     ) -> Float[Tensor, "n Vd"]:
-        """Logits of step j over the draft vocabulary. `above`: the text's token before the one they are of."""
+        """Logits of step j over the draft vocabulary. `above`: the text's tokens before those they are of."""
         return self.lm_head(states)
 
     def forward(self, batch: Batch, settings: Any, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -35,8 +35,8 @@ class LayerHead(Head):
 
 
 class StartedHead(LayerHead):
-    """Of drafters that may begin as a trained head of the same sizes: `start` is its name, if it ships, or its
-    directory. Its draft vocabulary is kept."""
+    """Of drafters that may begin as a trained head of the same sizes. `start` is its name, if it ships, or
+    its directory. Its draft vocabulary is kept."""
 
     start: str | None = None
 
