@@ -1,5 +1,5 @@
 """Parallel heads, which draft all depths in one pass: each depth has one law, independent of the drafted
-tokens (FastEagle, Medusa)."""
+tokens (FastEagle without a rank, Medusa)."""
 
 from dataclasses import dataclass
 
