@@ -193,11 +193,16 @@ def eagle3(target: HFTarget, tree: str = "fig9", proposal: str = "top-k", vocab:
 
 
 def fasteagle(
-    target: HFTarget, tree: str = "backbone-3x4", proposal: str = "top-k", vocab: int | None = None
+    target: HFTarget,
+    tree: str = "backbone-3x4",
+    proposal: str = "top-k",
+    vocab: int | None = None,
+    rank: int = 0,
 ) -> FastEagle:
-    """The same of FastEagle, three layers deep."""
+    """The same of FastEagle, three layers deep; with a rank, laws know the token above them."""
+    sizes = {"depth": 3, "rank": rank, "draft_vocab_size": (vocab or target.vocab) if rank else 0}
     taps = ("input of block 0", "input of block 1", "final")
-    head = scrambled(FastEagleHead(FastEagleConfig(**layer_sizes(target), taps=taps, depth=3)))
+    head = scrambled(FastEagleHead(FastEagleConfig(**layer_sizes(target), taps=taps, **sizes)))
     return FastEagle(head, target, None if vocab is None else torch.arange(vocab), tree, proposal)
 
 
@@ -363,5 +368,11 @@ DRAFTERS: dict[str, Callable[[HFTarget, Texts], Drafter]] = {
     "fasteagle, best-first, noise": lambda target, texts: fasteagle(target, "best-first-3x10", "noise"),
     "fasteagle, sampled": lambda target, texts: fasteagle(
         target, "[[0],[1],[2],[0,0],[1,0],[1,1],[1,0,0]]", "sampled"
+    ),
+    "fasteagle of rank 6, noise": lambda target, texts: fasteagle(
+        target, "best-first-3x10", "noise", vocab=40, rank=6
+    ),
+    "fasteagle of rank 6, sampled": lambda target, texts: fasteagle(
+        target, "[[0],[1],[2],[0,0],[1,0],[1,1],[1,0,0]]", "sampled", rank=6
     ),
 }

@@ -80,6 +80,29 @@ def test_layers_of_a_cascade_are_the_steps_of_a_draft():
                 torch.testing.assert_close(step[0, root - 1 + j], state.hidden[0, j])
 
 
+def test_a_law_is_trained_behind_the_token_that_it_is_drafted_behind():
+    """A term of the token above that learns from another token, or from a scaled one."""
+    target, T = tiny.target("llama"), 6
+    drafter = tiny.fasteagle(target, vocab=40, rank=6)
+    objective = FastEagleObjective(drafter.head, target, drafter.vocab)
+    objective.lm_head.double()
+    text = torch.tensor(tiny.prompts(T + 2))
+    features = target.features(text.tolist(), drafter.taps)[:, :-2]
+    steps = list(objective.steps(text[:, :-1], features, FastEagleRecipe.Loss(), torch.Generator()))
+    count, cache = torch.tensor([3]), target.new_cache(1)
+    cache.keep(None, count)
+    state = drafter.start(1, target.device)
+    drafter.absorb(Span(text[:, :3], text[:, 1:4], 0 * count, count, cache, features[:, :3]), state)
+    scores = drafter.scores(state.hidden)
+    for j, step in enumerate(steps):
+        here, row = slice(j, j + 1), 2 + j  # the root, t_3, is row 2's next token
+        own = scores[:, here]
+        if j:
+            own = drafter.behind(text[:, row + 1 : row + 2], state.hidden[:, here], own)
+        learnt = objective.student(step[:, row], j, text[:, row + 1])
+        torch.testing.assert_close(learnt, own[:, 0], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("decay", [0.8, 1 / 0.9])
 def test_the_loss_of_a_cascade_is_the_papers(decay):
     """FastEagle §2.3, eq. 3 to 6, but for the means over the width: depth j of row i against the state j
@@ -308,7 +331,8 @@ def test_hard_labels_are_the_texts_own_tokens():
     settings = EagleRecipe.Loss(feature=0.0, token=1.0, noise=0.0, hard=True)
     loss, _ = objective(batch, settings, torch.Generator())
     said = next(objective.steps(batch.tokens[:, :-1], f[:, :-2].float(), settings, torch.Generator()))[0]
-    log_q, ids, expected = objective.student(said, 0).log_softmax(-1), vocab.tolist(), 0.0
+    log_q = objective.student(said, 0, batch.tokens[0, 1:-1]).log_softmax(-1)
+    ids, expected = vocab.tolist(), 0.0
     for i, token in enumerate(text[2:]):
         expected -= float(log_q[i, ids.index(token)]) if token in ids else 0.0
     assert float(loss) == pytest.approx(expected, rel=1e-4)

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from slipstream.compiled import backend_for, compiled, freed
 from slipstream.core.cache import KVCache
+from slipstream.core.shape import Shape
 from slipstream.core.span import Span
+from slipstream.core.target import Target
 from slipstream.drafters.eagle import EagleHead
 from slipstream.drafters.heads import Head, HeadConfig, copying, randomise
 from slipstream.drafters.layers import Attend, DecoderLayer, attend_cache
@@ -25,11 +29,41 @@ class FastEagleConfig(HeadConfig):
         depth: N, the number of layers, and of tokens drafted.
         cascade: each layer reads the output of the one before; otherwise all read the same input (Table 2).
         input_norm: a norm stands before attention. Layers that began as EAGLE's have none.
+        rank: of the term by which a law knows the token above it; 0: there is none, as in the paper.
+        draft_vocab_size: Vd, of that term.
     """
 
     depth: int = 7
     cascade: bool = True
     input_norm: bool = True
+    rank: int = 0
+    draft_vocab_size: int = 0
+
+
+class Above(nn.Module):
+    """What a drafted token says of the one behind it: logits of low rank, which are added to those of the
+    depth. They cost a product with r columns of Vd rows, where the LM head has H."""
+
+    def __init__(self, config: FastEagleConfig) -> None:
+        super().__init__()
+        H, r = config.hidden_size, config.rank
+        self.gate_proj = nn.Linear(2 * H, r, bias=False)
+        self.up_proj = nn.Linear(2 * H, r, bias=False)
+        self.lm_head = nn.Linear(r, config.draft_vocab_size, bias=False)
+
+    def forward(
+        self, hidden: Float[Tensor, "*n H"], embedded: Float[Tensor, "*n H"]
+    ) -> Float[Tensor, "*n Vd"]:
+        """Of the depth's state and the embedding of the token above."""
+        x = torch.cat([hidden, embedded], -1)
+        return self.lm_head(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    @torch.no_grad()
+    def start(self, generator: torch.Generator) -> None:
+        """Initialise for training: it adds nothing."""
+        for layer in (self.gate_proj, self.up_proj):
+            layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator) * layer.in_features**-0.5)
+        self.lm_head.weight.zero_()
 
 
 class FastEagleHead(Head):
@@ -43,6 +77,7 @@ class FastEagleHead(Head):
         self.fuse = nn.Linear(len(config.taps) * H, H, bias=False)
         self.fc = nn.Linear(2 * H, H, bias=False)
         self.layers = nn.ModuleList([DecoderLayer(config, config.input_norm) for _ in range(config.depth)])
+        self.above = Above(config) if config.rank else None
 
     def forward(
         self,
@@ -67,13 +102,20 @@ class FastEagleHead(Head):
         H, taps = self.config.hidden_size, len(self.config.taps)
         self.fuse.weight.copy_(copying(H, taps - 1, taps))
         self.fc.weight.copy_(copying(H, of=0, among=2))
+        if self.above is not None:
+            self.above.start(generator)
         return self
 
     @torch.no_grad()
-    def start_as(self, other: "EagleHead | FastEagleHead") -> "FastEagleHead":
+    def start_as(self, other: "EagleHead | FastEagleHead", generator: torch.Generator) -> "FastEagleHead":
         """Initialise for training from a trained head of the same sizes: layers that it does not have are
-        copies of its last one. An EAGLE head reads the final state, which must be the last tap."""
+        copies of its last one, and a term that it does not have adds nothing. An EAGLE head reads the final
+        state, which must be the last tap."""
+        if self.above is not None:
+            self.above.start(generator)
         if isinstance(other, FastEagleHead):
+            if self.above is not None and other.above is not None:
+                self.above.load_state_dict(other.above.state_dict())
             self.fuse.load_state_dict(other.fuse.state_dict())
             self.fc.load_state_dict(other.fc.state_dict())
         else:
@@ -91,6 +133,9 @@ class FastEagleHead(Head):
         H = self.config.hidden_size
         self.fuse.weight *= taps.repeat_interleave(H)
         self.fc.weight[:, H:] *= embedding
+        if self.above is not None:
+            self.above.gate_proj.weight[:, H:] *= embedding
+            self.above.up_proj.weight[:, H:] *= embedding
 
 
 @dataclass
@@ -103,6 +148,19 @@ class FastEagle(ParallelDrafter):
     """Drafts with a `FastEagleHead`, which takes one pass per committed path and none to grow a tree."""
 
     method, module = "fasteagle", FastEagleHead
+
+    def __init__(
+        self,
+        head: FastEagleHead,
+        target: Target,
+        vocab: Int[Tensor, " Vd"] | None = None,
+        tree: str | Shape = "fig9",
+        proposal: str = "top-k",
+    ) -> None:
+        super().__init__(head, target, vocab, tree, proposal)
+        if head.above is not None and target.compiles:
+            kind = backend_for(head, target.embed)
+            self._compiled_above = compiled(self._above, target.device, kind, whole=True)
 
     def start(self, batch: int, device: torch.device) -> FastEagleState:
         cache = KVCache(self.deepest, batch, device)
@@ -121,3 +179,16 @@ class FastEagle(ParallelDrafter):
         self, tokens: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]
     ) -> Float[Tensor, "B T N H"]:
         return self.head(self.target.embed(tokens), features, positions, attends)
+
+    def behind(
+        self, tokens: Int[Tensor, "B F"], hidden: Float[Tensor, "B 1 H"], scores: Float[Tensor, "B 1 Vd"]
+    ) -> Float[Tensor, "B F1 Vd"]:
+        if self.head.above is None:
+            return scores
+        hidden = hidden.repeat(1, tokens.shape[1], 1)
+        if self.target.compiles:
+            return scores + self._compiled_above(freed(tokens), freed(hidden))
+        return scores + self._above(tokens, hidden)
+
+    def _above(self, tokens: Int[Tensor, "B F"], hidden: Float[Tensor, "B F H"]) -> Float[Tensor, "B F Vd"]:
+        return self.head.above(hidden, self.target.embed(tokens))

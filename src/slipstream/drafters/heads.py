@@ -86,6 +86,15 @@ class HeadDrafter(Proposer):
         cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target, **options: Any
     ) -> "HeadDrafter":
         """A drafter from what `pack` gave. Raises ValueError for tensors that do not fit."""
+        head, vocab, tree = cls.unpack(config, tensors)
+        return cls(head, target, vocab, **{"tree": tree, **options})
+
+    @classmethod
+    def unpack(
+        cls, config: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> tuple[Any, Int[Tensor, " Vd"] | None, str]:
+        """Head, draft vocabulary and tree, from what `pack` gave, in the precision of the tensors. Raises
+        ValueError for tensors that do not fit."""
         tensors = dict(tensors)
         try:
             sizes, tree = cls.module.sizes(**config["head"], taps=tuple(config["taps"])), config["tree"]
@@ -98,7 +107,7 @@ class HeadDrafter(Proposer):
         if EMBEDDING not in head.state_dict():
             tensors.pop(EMBEDDING, None)  # kept for export only
         load_weights(head, tensors, f"this {cls.method} head")
-        return cls(head, target, vocab, **{"tree": tree, **options})
+        return head, vocab, tree
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What a drafter directory holds: configuration and tensors, without the target's own."""

@@ -1,5 +1,5 @@
 """Parallel heads, which draft all depths in one pass: each depth has one law, independent of the drafted
-tokens (FastEagle, Medusa)."""
+tokens (FastEagle without a rank, Medusa)."""
 
 from dataclasses import dataclass
 
@@ -44,12 +44,22 @@ class ParallelDrafter(HeadDrafter):
 
         def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal level
+            own = scores[:, level : level + 1]
+            if level:
+                own = self.behind(tokens, state.hidden[:, level : level + 1], own)
             level += 1
-            width, law = tokens.shape[1], scores[:, level - 1 : level]
+            width = tokens.shape[1]
             if draft.walks:  # what a grammar forbids depends on the node
-                law = law.expand(-1, width, -1)
-            ids, log_q = draft.children(law, state.length + level)
+                own = own.expand(-1, width, -1)
+            ids, log_q = draft.children(own, state.length + level)
             draft.laws[level - 1 :] = [law.expand(-1, width, -1) for law in draft.laws[level - 1 :]]
             return ids.expand(-1, width, -1), log_q.expand(-1, width, -1)
 
         return draft.grow(state.root, expand)
+
+    def behind(
+        self, tokens: Int[Tensor, "B F"], hidden: Float[Tensor, "B 1 H"], scores: Float[Tensor, "B 1 Vd"]
+    ) -> Float[Tensor, "B F1 Vd"]:
+        """Scores of what stands behind drafted tokens; one law for all of them where it does not depend on
+        them."""
+        return scores

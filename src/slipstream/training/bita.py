@@ -83,7 +83,7 @@ class BitaObjective(Objective):
         row = torch.arange(B, device=tokens.device)[:, None, None].expand_as(ahead)[learnt]
         assert f is not None
         law = self._law(f[row, at].clone(), tokens[row, (at + 1).clamp(max=S - 1)], settings.hard)
-        log_q = self.student(states, 0).log_softmax(-1)
+        log_q = self.lm_head(states).log_softmax(-1)
         share = batch.counts.sum() / learnt.sum().clamp(min=1)  # not NaN in a batch without groups
         first = learnt.nonzero()[:, 2] == 0
         right = (log_q.argmax(-1) == law.argmax(-1))[first].sum() / first.sum().clamp(min=1)

@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from slipstream.core.drafter import CACHE, FINAL
-from slipstream.drafters import load_drafter
 from slipstream.drafters.draft_model import DraftModel, Part
 from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
 from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
@@ -21,6 +20,7 @@ from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.store import restored, stored
 from slipstream.training.objective import Given, Objective, States, Steps, Tokens, size_of
 from slipstream.training.recipes import EagleRecipe, FastEagleRecipe, GlideRecipe, MedusaRecipe, UnrolledLoss
+from slipstream.training.start import Start
 
 
 class _Recursion(Objective):
@@ -46,7 +46,12 @@ class EagleObjective(_Recursion):
     @classmethod
     def new(cls, given: Given) -> EagleHead:
         recipe: EagleRecipe.Head = given.recipe
-        return EagleHead(EagleConfig(**given.sizes, input_norm=recipe.input_norm)).start(given.generator)
+        config = EagleConfig(**given.sizes, input_norm=recipe.input_norm)
+        if given.start is None:
+            return EagleHead(config).start(given.generator)
+        bias = getattr(given.start.head.config, "bias", False)  # imported heads may have one
+        head: Any = given.start.as_is(replace(config, bias=bias), given.gains)
+        return head
 
 
 @final
@@ -57,13 +62,19 @@ class Eagle3Objective(_Recursion):
 
     @classmethod
     def new(cls, given: Given) -> Eagle3Head:
-        head = Eagle3Head(Eagle3Config(**given.sizes, draft_vocab_size=given.vocab))
+        config = Eagle3Config(**given.sizes, draft_vocab_size=given.vocab)
+        if given.start is not None:
+            begun: Any = given.start.as_is(config, given.gains)
+            return begun
+        head = Eagle3Head(config)
         read, final = given.states[len(given.sizes["taps"]) - 1], given.states[-1]
         normed = F.rms_norm(read, read.shape[-1:])
         scale = final.pow(2).mean(0).sqrt() / normed.pow(2).mean(0).sqrt().clamp(min=1e-6)
         return head.start(given.generator, rows_of(given.lm_head, final), scale)
 
-    def student(self, states: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
+    def student(
+        self, states: Float[Tensor, "n H"], j: int, above: Int[Tensor, " n"]
+    ) -> Float[Tensor, "n Vd"]:
         return self.head.logits(states)
 
 
@@ -77,25 +88,29 @@ class FastEagleObjective(Objective):
     @classmethod
     def new(cls, given: Given) -> FastEagleHead:
         recipe: FastEagleRecipe.Head = given.recipe
-        sizes = {**given.sizes, "depth": recipe.depth, "cascade": recipe.cascade}
-        if recipe.start is None:
+        sizes = {**given.sizes, "depth": recipe.depth, "cascade": recipe.cascade, "rank": recipe.rank}
+        sizes["draft_vocab_size"] = given.vocab if recipe.rank else 0
+        if given.start is None:
             return FastEagleHead(FastEagleConfig(**sizes)).start(given.generator)
-        other: Any = load_drafter(recipe.start, given.target)
-        norm = isinstance(other, Eagle | FastEagle) and other.head.config.input_norm
+        other = given.start.head
+        norm = isinstance(other, EagleHead | FastEagleHead) and other.config.input_norm
         config = FastEagleConfig(**sizes, input_norm=norm)
         eagle = EagleConfig(**{**given.sizes, "taps": (FINAL,)}, input_norm=norm, bias=False)
-        if isinstance(other, FastEagle):
-            fits = replace(other.head.config, depth=config.depth) == config
+        if isinstance(other, FastEagleHead):
+            new = {"depth": config.depth}
+            if not other.config.rank:
+                new |= {"rank": config.rank, "draft_vocab_size": config.draft_vocab_size}
+            fits = replace(other.config, **new) == config
         else:
-            fits = isinstance(other, Eagle) and other.head.config == eagle and config.taps[-1] == FINAL
+            fits = isinstance(other, EagleHead) and other.config == eagle and config.taps[-1] == FINAL
         if not fits:
             raise ValueError(
                 f"head.start={recipe.start!r}: a fasteagle head begins as an eagle head without fc.bias, if "
-                f'the last of head.taps is "{FINAL}", or as a fasteagle head of the same taps and cascade; '
-                "their layers are as wide as its own (head.intermediate_size)"
+                f'the last of head.taps is "{FINAL}", or as a fasteagle head of the same taps and cascade, '
+                "and of the same head.rank if it has one; their layers are as wide as its own "
+                "(head.intermediate_size)"
             )
-        head = FastEagleHead(config).start_as(other.head)
-        head.scale_inputs(1 / given.gains[0], 1 / given.gains[1:])
+        head: Any = Start.unscaled(FastEagleHead(config).start_as(other, given.generator), given.gains)
         return head
 
     def steps(self, tokens: Tokens, features: States, settings: Any, generator: torch.Generator) -> Steps:
@@ -103,6 +118,15 @@ class FastEagleObjective(Objective):
         causal = (at <= at[:, None])[None, None]
         attends = [lambda key, value: (key, value, causal)] * self.head.config.depth
         return deeper(self.head(self.embed(tokens[:, 1:]), features, at[None], attends))
+
+    def student(
+        self, states: Float[Tensor, "n H"], j: int, above: Int[Tensor, " n"]
+    ) -> Float[Tensor, "n Vd"]:
+        """The first law needs no term: its state has read the token above."""
+        logits = super().student(states, j, above)
+        if j == 0 or self.head.above is None:
+            return logits
+        return logits + self.head.above(states, self.embed(above[None])[0])
 
 
 @final
@@ -117,7 +141,9 @@ class MedusaObjective(Objective):
         head = MedusaHead(MedusaConfig(given.target.width, given.vocab, recipe.depth, recipe.layers))
         return head.start(rows_of(given.lm_head, given.states[-1]))
 
-    def student(self, states: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
+    def student(
+        self, states: Float[Tensor, "n H"], j: int, above: Int[Tensor, " n"]
+    ) -> Float[Tensor, "n Vd"]:
         return self.head.lm_heads[j](states)
 
     def steps(self, tokens: Tokens, features: States, settings: Any, generator: torch.Generator) -> Steps:
@@ -151,8 +177,10 @@ class GlideObjective(Objective):
         own = self.head.embed_tokens
         return super().embed(tokens) if own is None else own(tokens)
 
-    def student(self, states: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
-        return self.head.logits(states) if self.head.own_lm_head else super().student(states, j)
+    def student(
+        self, states: Float[Tensor, "n H"], j: int, above: Int[Tensor, " n"]
+    ) -> Float[Tensor, "n Vd"]:
+        return self.head.logits(states) if self.head.own_lm_head else super().student(states, j, above)
 
     def steps(
         self, tokens: Tokens, features: States, settings: GlideRecipe.Loss, generator: torch.Generator

@@ -23,6 +23,7 @@ from slipstream.drafters.store import restored, stored
 from slipstream.targets.recorded import RecordedTarget
 from slipstream.training.data import Example
 from slipstream.training.recipe import Head, Recipe
+from slipstream.training.start import Start
 
 SMALL = 2**27  # weights that a head may have whatever its target
 Tokens = Int[Tensor, "B T1"]
@@ -65,6 +66,7 @@ class Given:
         lm_head: the target's over the draft vocabulary, of `vocab` tokens, float32.
         states: some of each recorded tap, the final ones last.
         gains: see `Objective`.
+        start: of `head.start`.
     """
 
     recipe: Any
@@ -75,6 +77,7 @@ class Given:
     gains: Float[Tensor, " taps1"]
     target: Target
     generator: torch.Generator
+    start: Start | None
 
 
 class Objective(nn.Module):
@@ -114,21 +117,23 @@ class Objective(nn.Module):
         cls, recipe: Recipe, target: Target, examples: Sequence[Example], features: Float[Tensor, "T F"]
     ) -> "Objective":
         """An untrained head for this target. Some features show how large they are."""
-        vocab = frequent(examples, recipe.head.draft_vocab, target.vocab)
+        size, begins_as = recipe.head.draft_vocab, recipe.head.begins_as
+        start = None if begins_as is None else Start.read(begins_as, target, size)
+        vocab = frequent(examples, size, target.vocab) if start is None else start.vocab
         sizes = layer_sizes(target, recipe.head.inner)
         check_size(recipe.head, sizes, target)
         sizes["taps"] = recipe.head.reads(target.sizes.blocks)
         final = features[:, -target.sizes.hidden_size :].float()
         states = [*cls._apart(features.float(), sizes["taps"], final.shape[1]), final]
         tokens = torch.tensor([*chain.from_iterable(example.tokens for example in examples[:64])])
-        embedded, size = target.embed(tokens.to(features.device)).detach().float(), size_of(final)
-        gains = [size / size_of(embedded)]
+        embedded, large = target.embed(tokens.to(features.device)).detach().float(), size_of(final)
+        gains = [large / size_of(embedded)]
         for tap, state in zip(sizes["taps"], states, strict=False):
-            gains.append(size.new_ones(()) if tap.startswith(CACHE) else size / size_of(state))
+            gains.append(large.new_ones(()) if tap.startswith(CACHE) else large / size_of(state))
         lm_head, Vd = deepcopy(target.lm_head(vocab)).float(), target.vocab if vocab is None else len(vocab)
         seeded = torch.Generator().manual_seed(recipe.schedule.seed)
         scale = torch.stack(gains).cpu()
-        head = cls.new(Given(recipe.head, sizes, lm_head, Vd, states, scale, target, seeded))
+        head = cls.new(Given(recipe.head, sizes, lm_head, Vd, states, scale, target, seeded, start))
         return cls(head, target, vocab, scale)
 
     @staticmethod
@@ -151,8 +156,10 @@ class Objective(nn.Module):
         """What the head reads of tokens."""
         return self._target.embed(tokens).detach().to(next(self.head.parameters()).dtype) * self.gains[0]
 
-    def student(self, states: Float[Tensor, "n H"], j: int) -> Float[Tensor, "n Vd"]:
-        """Logits of step j over the draft vocabulary."""
+    def student(
+        self, states: Float[Tensor, "n H"], j: int, above: Int[Tensor, " n"]
+    ) -> Float[Tensor, "n Vd"]:
+        """Logits of step j over the draft vocabulary. `above`: the text's tokens before those they are of."""
         return self.lm_head(states)
 
     def forward(self, batch: Batch, settings: Any, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -171,7 +178,7 @@ class Objective(nn.Module):
             counts = batch.counts.clone()
             counts[:, :j] = False  # no row stands j steps behind the first
             mine, teacher = predicted[counts], law[counts[batch.counts]]
-            logits = self.student(mine, j).float()
+            logits = self.student(mine, j, batch.tokens[:, 1:-1][counts]).float()
             log_q = logits.log_softmax(-1)
             loss = settings.token * -(teacher * log_q).sum()
             if settings.acceptance:

@@ -80,6 +80,11 @@ class Head(Section):
         """Width of the MLPs; None: the target's."""
         return None
 
+    @property
+    def begins_as(self) -> str | None:
+        """Name or directory of a trained head, as which it begins."""
+        return None
+
     def layers_built(self, width: int) -> tuple[int, int]:
         """How many layers the drafter has and how wide they are, for a target of that width."""
         return 1, width

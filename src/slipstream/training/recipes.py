@@ -34,7 +34,18 @@ class LayerHead(Head):
         return self.intermediate_size
 
 
-class StatesHead(LayerHead):
+class StartedHead(LayerHead):
+    """Of drafters that may begin as a trained head of the same sizes. `start` is its name, if it ships, or
+    its directory. Its draft vocabulary is kept."""
+
+    start: str | None = None
+
+    @property
+    def begins_as(self) -> str | None:
+        return self.start
+
+
+class StatesHead(StartedHead):
     """Of drafters that read several states, `taps`; default: the inputs of blocks 2, L//2 and L − 3."""
 
     taps: Taps = None
@@ -108,7 +119,7 @@ class UnrolledLoss(StepsLoss):
 class EagleRecipe(Recipe):
     """EAGLE."""
 
-    class Head(LayerHead):
+    class Head(StartedHead):
         """`input_norm`: a norm before attention, which the public layout does not have."""
 
         input_norm: bool = False
@@ -146,12 +157,13 @@ class FastEagleRecipe(Recipe):
         Attributes:
             depth: N, layers, and tokens that they draft.
             cascade: each layer reads the one before it; false: all read the same, as parallel heads do.
-            start: name or directory of a trained eagle head, as which every layer begins.
+            start: may be an eagle head, too, as which every layer begins.
+            rank: of a term by which a law knows the token above it; 0: none, as in the paper.
         """
 
         depth: Depth = 7
         cascade: bool = True
-        start: str | None = None
+        rank: int = Field(default=0, ge=0, le=1024)
         tree: str = "backbone-7x10"
 
         def layers_built(self, width: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from slipstream.core.drafter import FINAL
 from slipstream.core.target import Target
 from slipstream.decode.predict import Prediction, record
-from slipstream.drafters.store import RUN, RUN_MARK, claimed, save_drafter
+from slipstream.drafters.store import RUN, RUN_MARK, claimed, find_drafter, save_drafter
 from slipstream.files import replacing, understood
 from slipstream.methods import METHODS
 from slipstream.targets.recorded import RecordedTarget
@@ -81,7 +81,9 @@ class Trainer:
             yield
             return
         directory, anything = self._directory, self._resume or self._force
-        with claimed(directory, ("train",), anything, [self.target.source]):
+        start = self.recipe.head.begins_as
+        begun_as = [] if start is None else [find_drafter(start, self.target)]
+        with claimed(directory, ("train",), anything, [self.target.source, *begun_as]):
             begun = (self.home / STATE).exists()
             if self._resume and not begun:
                 raise ValueError(f"{directory} holds no checkpoint to resume: leave --resume out to begin")
@@ -115,6 +117,7 @@ class Trainer:
                 self.objective.load_state_dict(self._saved["objective"])
                 self.progress = Progress.of(self._saved["progress"])
                 self.vocab_coverage = self._saved["coverage"]
+                self.objective._vocab = self._saved.get("vocab", self.objective._vocab)
             self._held = held.pop_all()
 
     def _rehearse(self) -> None:
@@ -291,6 +294,7 @@ class Trainer:
             "optimizer": None if optimizer is None else optimizer.state_dict(),
             "progress": asdict(self.progress),
             "coverage": self.vocab_coverage,
+            "vocab": self.objective._vocab,
             "target": self.target.fingerprint,
             "dtype": self.target.precision,
             "data": None if optimizer is None else self._data_key,
