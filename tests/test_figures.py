@@ -201,7 +201,7 @@ def test_pictures_are_drawn_from_their_results(path, tmp_path):
     result, draw = picturing.PICTURES[path.name]
     draw(RESULTS / result, str(tmp_path / "now.svg"))
     assert (tmp_path / "now.svg").read_text("utf-8") == text, "make figures"
-    assert len(text) < 60_000
+    assert len(text) < 40_000
 
 
 def test_a_wrong_digit_is_found():

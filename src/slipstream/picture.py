@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -49,7 +50,13 @@ def picture(path: str, columns: int, otherwise: str = "") -> Iterator[Any]:
 
 
 def _slim(svg: str) -> str:
-    """The same picture without indentation and comments, and with two digits behind the points of places."""
+    """The same picture without indentation and comments, with two digits behind the points of places, and
+    with each style that comes several times written once."""
     svg = re.sub(r"<!--.*?-->", "", svg, flags=re.S)
     svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]).replace(" \n", " "), svg)
-    return re.sub(r"\n\s*", "\n", svg)
+    times = Counter(re.findall(r'style="([^"]*)"', svg))
+    shared = [style for style, count in times.items() if count > 2]
+    for i, style in enumerate(shared):
+        svg = svg.replace(f'style="{style}"', f'class="s{i}"')
+    rules = "".join(f".s{i}{{{style}}}" for i, style in enumerate(shared))
+    return re.sub(r"\n\s*", "\n", svg.replace("</style>", f"{rules}</style>", 1))
