@@ -29,10 +29,13 @@ def test_it_is_what_a_session_allocates(name):
 
 def test_generate_takes_as_many_texts_at_once_as_fit(monkeypatch):
     target, rows = tiny.target("llama"), []
-    spied = Session.__init__
-    monkeypatch.setattr(
-        Session, "__init__", lambda self, *a, **how: rows.append(how.get("rows")) or spied(self, *a, **how)
-    )
+    made = Session.__init__
+
+    def spied(self, *args, **how):
+        made(self, *args, **how)
+        rows.append(self.rows)
+
+    monkeypatch.setattr(Session, "__init__", spied)
     prompts = tiny.prompts(5, 9, 7, 12, 6)
     room = memory(target, Vanilla(), 12 + 8)
     rows.clear()
