@@ -29,10 +29,10 @@ def test_it_is_what_a_session_allocates(name):
 
 def test_generate_takes_as_many_texts_at_once_as_fit(monkeypatch):
     target, rows = tiny.target("llama"), []
-    made = Session.__init__
+    init = Session.__init__
 
     def spied(self, *args, **how):
-        made(self, *args, **how)
+        init(self, *args, **how)
         rows.append(self.rows)
 
     monkeypatch.setattr(Session, "__init__", spied)
