@@ -45,5 +45,6 @@ def test_generate_takes_as_many_texts_at_once_as_fit(monkeypatch):
     assert [each.tokens for each in made] == [each.tokens for each in plain]
     with pytest.raises(ValueError, match="give at least"):
         generate(target, prompts, Vanilla(), max_new_tokens=8, memory=0.5 * room.text / GIB)
-    with pytest.raises(ValueError, match="memory is a str"):
-        generate(target, prompts, Vanilla(), memory="much")
+    for wrong in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="memory is .* GiB"):
+            generate(target, prompts, Vanilla(), memory=wrong)
