@@ -46,5 +46,5 @@ def test_generate_takes_as_many_texts_at_once_as_fit(monkeypatch):
     with pytest.raises(ValueError, match="give at least"):
         generate(target, prompts, Vanilla(), max_new_tokens=8, memory=0.5 * room.text / GIB)
     for wrong in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="memory is .* GiB"):
+        with pytest.raises(ValueError, match=r"memory is .* GiB"):
             generate(target, prompts, Vanilla(), memory=wrong)
