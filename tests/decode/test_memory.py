@@ -29,10 +29,13 @@ def test_it_is_what_a_session_allocates(name):
 
 def test_generate_takes_as_many_texts_at_once_as_fit(monkeypatch):
     target, rows = tiny.target("llama"), []
-    spied = Session.__init__
-    monkeypatch.setattr(
-        Session, "__init__", lambda self, *a, **how: rows.append(how.get("rows")) or spied(self, *a, **how)
-    )
+    init = Session.__init__
+
+    def spied(self, *args, **how):
+        init(self, *args, **how)
+        rows.append(self.rows)
+
+    monkeypatch.setattr(Session, "__init__", spied)
     prompts = tiny.prompts(5, 9, 7, 12, 6)
     room = memory(target, Vanilla(), 12 + 8)
     rows.clear()
@@ -42,5 +45,6 @@ def test_generate_takes_as_many_texts_at_once_as_fit(monkeypatch):
     assert [each.tokens for each in made] == [each.tokens for each in plain]
     with pytest.raises(ValueError, match="give at least"):
         generate(target, prompts, Vanilla(), max_new_tokens=8, memory=0.5 * room.text / GIB)
-    with pytest.raises(ValueError, match="memory is a str"):
-        generate(target, prompts, Vanilla(), memory="much")
+    for wrong in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"memory is .* GiB"):
+            generate(target, prompts, Vanilla(), memory=wrong)

@@ -1,5 +1,6 @@
 """Memory that keys and values of texts take, in the target's cache and the drafter's, and how many fit."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ class Memory:
 
     def batch(self, gib: float) -> int:
         """The most texts that so much memory holds at once. Raises ValueError where it holds none."""
-        if not gib > 0 or (batch := int(gib * GIB // self.text)) < 1:
+        if not 0 < gib < math.inf or (batch := int(gib * GIB // self.text)) < 1:
             raise ValueError(f"memory is {gib:g} GiB. {self}: give at least {self.text / GIB:.2g} GiB")
         return batch
 
