@@ -17,7 +17,7 @@ def test_no_request_that_the_description_allows_ends_in_a_5xx(serve, listening):
         asked = dict.fromkeys(("positive", "negative"), 0)
         for result in described.get_all_operations():
             operation = result.ok()
-            for mode in schemathesis.GenerationMode.all():
+            for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
 
                 @given(case=operation.as_strategy(generation_mode=mode))
                 @settings(

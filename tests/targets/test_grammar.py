@@ -76,6 +76,7 @@ def test_a_walk_goes_on_from_where_it_stands_and_never_changes():
         ("regex", "", "give it as text"),
         ("regex", 7, "give it as text"),
         ("grammar", "start: missing", "grammar cannot be read"),
+        ("grammar", "start: start", "allows no text|cannot go on"),
         ("grammar", "root ::= (", "grammar cannot be read"),
         ("choice", [], "give a list of texts"),
         ("choice", "yes", "give a list of texts"),

@@ -106,7 +106,11 @@ def read_grammar(target: Target, kind: str, source: Any, eos: Iterable[int]) -> 
     matcher = llguidance.LLMatcher(words(target, eos), text, log_level=0)
     if matcher.is_error():
         raise ValueError(f"{kind} cannot be read: {_line(matcher.get_error())}")
-    return LLGrammar(matcher, target.vocab, frozenset(eos))
+    grammar = LLGrammar(matcher, target.vocab, frozenset(eos))
+    allowed = grammar.begin().allowed
+    if allowed is not None and not allowed.any():
+        raise ValueError(f"{kind} cannot be read: it allows no text")
+    return grammar
 
 
 def _written(kind: str, source: Any) -> str:
