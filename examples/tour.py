@@ -9,6 +9,7 @@ Every public name is used here; the tests run it on a tiny model, and mypy --str
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -77,6 +78,11 @@ def answer(target: Target, prompt: str) -> int:
         print(f"{type(drafter).__name__}: τ {drafted.tau:.2f}")
         assert drafted.sampling == Sampling()
         assert drafted.tokens == plain.tokens
+    assert isinstance(target, HFTarget)
+    ids = torch.tensor([plain.prompt])
+    how: dict[str, Any] = {"custom_generate": slipstream.custom_generate, "drafter": "ngram"}
+    theirs = target.model.generate(input_ids=ids, max_new_tokens=24, do_sample=False, **how)
+    assert theirs[0, ids.shape[1] :].tolist() == plain.tokens
     pieces: slipstream.Stream = slipstream.stream(target, prompt, "ngram", max_new_tokens=24, temperature=0.0)
     print("".join(pieces))
     recorded = slipstream.RecordedTarget(target, [(plain.prompt, plain.tokens)], ("final",))

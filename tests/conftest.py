@@ -75,9 +75,9 @@ def run(monkeypatch, capsys):
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
-    """Headless Chromium; `make test-browser` installs what drives it."""
+    """Headless Chromium; `make test-browser` installs what drives it. No other loop runs beside it."""
     reason = "needs playwright, axe-core and Chromium: make test-browser"
     playwright = pytest.importorskip("playwright.sync_api", reason=reason)
     pytest.importorskip("axe_playwright_python.sync_playwright", reason=reason)

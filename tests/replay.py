@@ -141,7 +141,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[str | int, str]]] = {
     f"export {{drafter}} {HERE} --out {{out}}/x": (
         ("--target",),
         {
-            1: ": '' nothing vanilla eagle ngram {model} {empty} {loop} {fast}",
+            1: "{fast} : '' nothing vanilla eagle ngram {model} {empty} {loop}",
             "--layout": "eagle : '' x eagle3",
             "--out": f"{{out}}/y : {NO_PLACE} {{drafter}}",
         },
@@ -384,7 +384,8 @@ def problem(world: World, call: Call) -> str | None:
         )
     finally:
         signal.alarm(0)
-    said = told.getvalue().strip().splitlines()
+    estimate = "about "  # of how long it takes, before it is known that it cannot be done
+    said = [line for line in told.getvalue().strip().splitlines() if not line.startswith(estimate)]
     if changed := {path for path, _ in world.seen().items() ^ before.items()}:
         return f"changes {', '.join(sorted(changed))}"
     if "Traceback" in told.getvalue() or code not in (0, 2):

@@ -1,5 +1,6 @@
 """chat, by a person at a terminal: what is typed goes through a pty."""
 
+import codecs
 import os
 import pty
 import re
@@ -45,6 +46,7 @@ class Terminal:
         self.process = subprocess.Popen(command, **how)
         os.close(side)
         self.main, self.seen = main, ""
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may come in parts
 
     def until(self, pattern: str, seconds: float = 90) -> str:
         """What was printed since the last time, up to a match."""
@@ -52,7 +54,7 @@ class Terminal:
         while not (found := re.search(pattern, self.seen)):
             assert monotonic() < end, f"no {pattern!r} in {self.seen!r}"
             if select.select([self.main], [], [], 0.1)[0]:
-                self.seen += os.read(self.main, 65536).decode(errors="replace")
+                self.seen += self.decoder.decode(os.read(self.main, 65536))
         text, self.seen = self.seen[: found.end()], self.seen[found.end() :]
         return text
 

@@ -302,7 +302,7 @@ def test_what_stops_a_run_loses_nothing(run, tiny_options, questions, tmp_path, 
     screen.flush()
     assert b"ngram" in screen.buffer.getvalue()
     report = json.loads(kept.read_text())
-    assert report["stopped"] == "KeyboardInterrupt"
+    assert report["stopped"] == "Interrupted"
     assert not report.get("certified")
 
 

@@ -81,8 +81,10 @@ def test_a_table_says_what_is_measured_and_what_follows(target, heads):
     assert values["τ"].ours == round(found.tau, 4)
     assert values["τ"].paper == 3.94
     assert len(values) == 12
-    missing = {value.row for value in third.values if value.ours is None}
-    assert missing == {"EAGLE-3"}
+    there = {
+        value.row for value in third.values if value.ours is not None
+    }  # depths that none reached have none
+    assert {value.row for value in third.values} - there == {"EAGLE-3"}
     assert any("slipstream train eagle3" in line for line in third.missing)
     assert [each.verdict for each in third.relations].count("not measured") == 1
     assert all(value.ours is None for value in glide.values)
