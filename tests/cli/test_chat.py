@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from copy import deepcopy
+from functools import partial
 from time import monotonic
 
 import pytest
@@ -43,7 +44,9 @@ class Terminal:
         }
         command = [sys.executable, "-m", "slipstream", "chat", *words]
         how = {"stdin": side, "stdout": side, "stderr": side, "env": environment, "start_new_session": True}
-        self.process = subprocess.Popen(command, **how)
+        # Tests in the background inherit an ignored one.
+        heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        self.process = subprocess.Popen(command, **how, preexec_fn=heeds)
         os.close(side)
         self.main, self.seen = main, ""
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may come in parts
