@@ -53,31 +53,36 @@ struct Int8 {
 // The sums of R rows with a panel.
 #if defined(__AVX512VNNI__)
 
-// The instruction takes unsigned rows: 128 more, whose products with the columns are subtracted.
+// The instruction takes unsigned numbers on one side: columns with 128 more. What these add, 128 times the sum of
+// a row, is subtracted before.
 template <int R>
 [[gnu::noinline]] void add_up(
     const int8_t* x, int64_t stride, const int8_t* w, int64_t steps, int32_t* sums) {
-  __m512i sum[R][2], more[2];
+  __m512i sum[R][2];
   const __m512i high = _mm512_set1_epi8(char(0x80));
-  each<R>([&](auto i) { sum[i][0] = sum[i][1] = _mm512_setzero_si512(); });
-  more[0] = more[1] = _mm512_setzero_si512();
+  each<R>([&](auto r) {
+    __m512i parts = _mm512_setzero_si512();
+    for (int64_t k = 0; k < steps; k++)
+      parts = _mm512_dpbusd_epi32(parts, high, _mm512_loadu_si512(x + r * stride + k * DEEP));
+    sum[r][0] = sum[r][1] = _mm512_set1_epi32(-_mm512_reduce_add_epi32(parts));
+  });
   for (int64_t k = 0; k < steps; k++, x += DEEP, w += STEP)
     for (int64_t i = 0; i < 16; i++) {
-      _mm_prefetch(reinterpret_cast<const char*>(w) + AHEAD + i * 64, _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(w) + AHEAD + STEP / 2 + i * 64, _MM_HINT_T0);
-      const __m512i left = _mm512_loadu_si512(w + i * 64), right = _mm512_loadu_si512(w + STEP / 2 + i * 64);
-      more[0] = _mm512_dpbusd_epi32(more[0], high, left), more[1] = _mm512_dpbusd_epi32(more[1], high, right);
+      const int8_t *left = w + i * 64, *right = left + STEP / 2;
+      _mm_prefetch(left + AHEAD, _MM_HINT_T0);
+      _mm_prefetch(right + AHEAD, _MM_HINT_T0);
+      const __m512i columns[2] = {
+          _mm512_xor_si512(_mm512_loadu_si512(left), high), _mm512_xor_si512(_mm512_loadu_si512(right), high)};
       each<R>([&](auto r) {
         int32_t four;
         std::memcpy(&four, x + r * stride + i * 4, 4);
-        const __m512i row = _mm512_xor_si512(_mm512_set1_epi32(four), high);
-        sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], row, left);
-        sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], row, right);
+        const __m512i row = _mm512_set1_epi32(four);
+        each<2>([&](auto j) { sum[r][j] = _mm512_dpbusd_epi32(sum[r][j], columns[j], row); });
       });
     }
   each<R>([&](auto r) {
-    _mm512_storeu_si512(sums + r * WIDE, _mm512_sub_epi32(sum[r][0], more[0]));
-    _mm512_storeu_si512(sums + r * WIDE + 16, _mm512_sub_epi32(sum[r][1], more[1]));
+    _mm512_storeu_si512(sums + r * WIDE, sum[r][0]);
+    _mm512_storeu_si512(sums + r * WIDE + 16, sum[r][1]);
   });
 }
 

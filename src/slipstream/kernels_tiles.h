@@ -34,7 +34,7 @@ constexpr int TOGETHER = ROWS;
 template <>
 constexpr int TOGETHER<bf16> = 12;
 template <>
-constexpr int TOGETHER<int8_t> = 8;
+constexpr int TOGETHER<int8_t> = 12;
 #endif
 
 }  // namespace tiled

@@ -28,9 +28,9 @@ from slipstream.core.tree import Layout, Tree, chain
 from slipstream.machine import where
 from slipstream.targets import ours, support
 from slipstream.targets.alike import agrees, rounds_alike
-from slipstream.targets.inside import Behind, View, compile_forward, twin
+from slipstream.targets.inside import Behind, Blocks, View, compile_forward, twin
 from slipstream.targets.masks import Masks, additive, dense, key_lists
-from slipstream.targets.part import between, part, rows_of_head
+from slipstream.targets.part import between, part, put, rows_of_head
 from slipstream.targets.prompts import HFText
 from slipstream.targets.quantised import QuantisedLinear, of_torchao, quantised, stored_bytes
 
@@ -91,6 +91,10 @@ class HFTarget(Target):
         self.source, self.vocab = self.config.name_or_path or "", self.config.vocab_size
         self.window = getattr(self.config, "max_position_embeddings", None) or 2**31
         self.windows, self.sizes = support.attention_windows(self.config), support.sizes_of(self.config)
+        layers, count = nn.ModuleList, self.sizes.blocks
+        found = next(m for m in self.twin.modules() if isinstance(m, layers) and len(m) == count)
+        self.blocks = Blocks(found)
+        put(self.twin, found, self.blocks)
         self.embed: Any = self.twin.get_input_embeddings()
         self._head: Any = self.twin.get_output_embeddings()
         self.width = self._head.in_features
@@ -155,7 +159,8 @@ class HFTarget(Target):
         """Release the weights, with their packed copies, but not the caller's model. `with HFTarget(model) as
         target:` does this at the end."""
         self._twin = self.embed = self._head = None
-        for name in ("plain", "blocks", "drafters"):
+        self.blocks = Blocks(())
+        for name in ("plain", "drafters"):
             vars(self).pop(name, None)
 
     def __enter__(self) -> "HFTarget":
@@ -333,11 +338,6 @@ class HFTarget(Target):
         elif not tap.startswith(CACHE):  # the cache is read after the pass
             block.register_forward_pre_hook(before, with_kwargs=True)
         self._tapped.add(tap)
-
-    @cached_property
-    def blocks(self) -> nn.ModuleList:
-        count = self.sizes.blocks
-        return next(m for m in self.twin.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
 
     def _index(self, tap: str) -> int:
         """The block that a tap names. Raises ValueError."""

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
-from itertools import dropwhile, takewhile
+from dataclasses import dataclass
+from itertools import dropwhile, pairwise, takewhile
 from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,6 +32,26 @@ def twin(model: Model) -> Model:
     return deepcopy(model, {**weights, **{id(buffer): buffer for buffer in model.buffers()}}).eval()
 
 
+class Blocks(nn.ModuleList):
+    """A model's layers, which a pass goes through without those that another layer has spoken for."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__(layers)
+        self.spoken_for: set[nn.Module] = set()
+
+    def __getitem__(self, index: Any) -> Any:
+        """All layers are these layers: Hugging Face slices them in each pass."""
+        every = isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1)
+        return self if every else super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for block in super().__iter__():
+            if block in self.spoken_for:
+                self.spoken_for.remove(block)
+            else:
+                yield block
+
+
 class View(Cache):
     """Gives the model's layers our cache for one pass.
 
@@ -40,13 +61,28 @@ class View(Cache):
     Attributes:
         first: the pass's first call of each kind of compiled layer.
         ahead: what layers that have run already took and say.
+        together: all layers, if they ran in one call and each so far has taken what the one before says.
+        spoken_for: layers that need not be called.
     """
 
-    def __init__(self, cache: KVCache | LayerView, blocks: Iterable[nn.Module] = ()) -> None:
+    def __init__(self, cache: KVCache | LayerView, blocks: Blocks | None = None) -> None:
         super().__init__(layers=[])
-        self._cache, self.blocks = cache, blocks
+        self._cache, self.blocks, self.spoken_for = cache, blocks or (), set[nn.Module]()
         self.first: dict[Backend, First | None] = {}
         self.ahead: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self.together: Together | None = None
+        if blocks is not None:
+            blocks.spoken_for = self.spoken_for
+
+    def pop(self, block: nn.Module, took: Tensor) -> Tensor | None:
+        """What a layer that has run already says, if it took these states then."""
+        states, says = self.ahead.pop(block, (None, None))
+        if states is not took:
+            self.together = None
+            self.spoken_for.clear()
+        elif self.together is not None and not self.ahead:
+            self.together.proven = True
+        return says if states is took else None
 
     @property
     def stored(self) -> bool:
@@ -141,6 +177,20 @@ def _layout(x: Any) -> tuple[Any, ...]:
     return (x.shape, x.stride(), x.dtype) if type(x) is Tensor else ()
 
 
+@dataclass
+class Together:
+    """Layers that run in one call.
+
+    Attributes:
+        proven: in an earlier pass each took what the one before says, with the same other arguments. So the
+            model does nothing between them, and they need not be called.
+    """
+
+    layers: list["StandIn"]
+    run: Layers
+    proven: bool = False
+
+
 class StandIn:
     """Replaces the `forward` of a module by compiled graphs, which all modules of its kind share."""
 
@@ -150,7 +200,7 @@ class StandIn:
         self._compiled = compiled(module.forward, device, self._backend)
         self._layer = layer
         # By graph: the layers that run in one call from this one on.
-        self._together: dict[CodeType, tuple[list[StandIn], Layers]] = {}
+        self._together: dict[CodeType, Together] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         view = next((x for x in (*args, *kwargs.values()) if isinstance(x, View)), None)
@@ -160,8 +210,8 @@ class StandIn:
         given = tuple(View if x is view else x for x in (*args, *kwargs.values(), *kwargs))
         first = None if view is None else view.first.get(self._backend)
         if view is not None and first is not None and (states := first.states(given)) is not None:
-            took, says = view.ahead.pop(self._module, (None, None))
-            return says if took is states else self._run(first.graph, view, args, kwargs)
+            says = view.pop(self._module, states)
+            return self._run(first.graph, view, args, kwargs) if says is None else says
         owned = tuple(map(self._own, args)), {name: self._own(x) for name, x in kwargs.items()}
         graph = graph_of(self.plain, self._backend, *owned)
         says = self._compiled(*owned[0], **owned[1]) if graph is None else None
@@ -180,17 +230,25 @@ class StandIn:
         behind = self._behind(view) if states.shape[:-1].numel() <= TOGETHER else [self]
         with gathering() as calls:
             says = self._alone(graph, view, args, kwargs)
-            if calls and self._together.get(graph.__code__, ([],))[0] != behind:
+            known = self._together.get(graph.__code__)
+            if calls and (known is None or known.layers != behind):
                 for each in behind[1:]:
                     each._alone(graph, view, args, kwargs)
-                self._together[graph.__code__] = behind, Layers(calls)
-        if not calls:
+                known = self._together[graph.__code__] = Together(behind, Layers(calls))
+        if not calls or known is None:
             return says
-        states, stored = calls[0][0], view.stored_of([each._layer for each in behind])
-        for each, says in zip(behind, self._together[graph.__code__][1](calls[0], *stored), strict=True):
-            view.ahead[each._module] = states, says
-            states = says
-        return view.ahead.pop(self._module)[1]
+        said = known.run(calls[0], *view.stored_of([each._layer for each in behind]))
+        view.together = known if len(behind) == len(view.blocks) else None
+        called = [i for i, each in enumerate(behind) if i == 0 or not known.proven or each.hooked]
+        for i, after in pairwise([*called, len(behind)]):
+            view.ahead[behind[i]._module] = said[i - 1] if i else states, said[after - 1]
+            view.spoken_for.update(each._module for each in behind[i + 1 : after])
+        return view.pop(self._module, states)
+
+    @property
+    def hooked(self) -> bool:
+        """Whether someone looks at what the module takes or says."""
+        return bool(self._module._forward_pre_hooks or self._module._forward_hooks)
 
     def _behind(self, view: View) -> list["StandIn"]:
         """This layer and those right behind it that share its graphs."""

@@ -8,16 +8,17 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from slipstream.targets.inside import Blocks
 from slipstream.targets.quantised import QuantisedLinear, dense
 
 
 def part(
     whole: PreTrainedModel,
-    blocks: nn.ModuleList,
+    blocks: Blocks,
     kept: Sequence[int],
     own: bool,
     vocab: Int[Tensor, " Vd"] | None,
-) -> tuple[PreTrainedModel, nn.ModuleList, list[tuple[nn.Module, int]]]:
+) -> tuple[PreTrainedModel, Blocks, list[tuple[nn.Module, int]]]:
     """A model of the `kept` blocks, its blocks, and the modules made for it, with the number of each block:
     see `Target.part`."""
     L = len(blocks)
@@ -27,9 +28,9 @@ def part(
         )
     kept = sorted(set(kept))
     model = _shallow(whole)
-    chosen = nn.ModuleList([_copied(blocks[i]) if own else blocks[i] for i in kept])
+    chosen = Blocks([_copied(blocks[i]) if own else blocks[i] for i in kept])
     fresh = list(zip(chosen, kept, strict=True)) if own else []
-    _put(model, blocks, chosen)
+    put(model, blocks, chosen)
     decoder: Any = model.get_decoder()
     if types := getattr(decoder.config, "layer_types", None):  # a layer's index selects its mask
         decoder.config = copy(decoder.config)
@@ -39,7 +40,7 @@ def part(
     if vocab is not None:
         head: Any = whole.get_output_embeddings()
         narrow = rows_of_head(head, vocab)
-        _put(model, head, narrow)
+        put(model, head, narrow)
         fresh.append((narrow, 0))
     return model, chosen, fresh
 
@@ -61,7 +62,7 @@ def between(model: PreTrainedModel, blocks: nn.ModuleList) -> dict[str, nn.Modul
     return {name: each for name, each in decoder.named_children() if id(each) not in others}
 
 
-def _put(model: PreTrainedModel, old: nn.Module, new: nn.Module) -> None:
+def put(model: PreTrainedModel, old: nn.Module, new: nn.Module) -> None:
     """Replace a module by another. The modules around it are copied, so that they are this model's own."""
     path = next(name for name, module in model.named_modules() if module is old).split(".")
     holder: Any = model
