@@ -176,4 +176,8 @@ def test_layers_that_run_in_one_call_are_those_of_the_pass():
             want = said(alone, **how)
         assert same(got, want)
     assert not same(said(target), said(target, change=doubled))
-    assert any(len(together) > 1 for b in target.blocks for together, _ in b.forward._together.values())
+    assert any(len(each.layers) > 1 for b in target.blocks for each in b.forward._together.values())
+    with patch.object(inside.StandIn, "__call__", autospec=True, side_effect=inside.StandIn.__call__) as call:
+        assert same(said(target), said(target))
+    blocks = [args.args[0]._module for args in call.call_args_list]
+    assert blocks == [target.blocks[0], target.blocks[2]] * (len(blocks) // 2)  # its first, and its tap

@@ -175,6 +175,8 @@ class Sampler:
         the penalised and processed logits. A positive `slack` adds all tokens to the support that an error so
         large may have cut; a negative one removes those that it may have added. `walks`: where the rows stand
         in their grammars, if not behind their histories."""
+        if self.greedy and not self.remembers:
+            return logits  # whose best are the best in any precision
         x = logits.double()
         if self._guided:
             x = within(x, self.walks if walks is None else walks)
@@ -225,7 +227,7 @@ class Sampler:
     def law(self, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
         """The next token's probabilities; all of a greedy row's on its argmax, the lower id in a tie."""
         x = self.scores(logits)
-        greedy = torch.zeros_like(x).scatter_(1, x.argmax(-1, keepdim=True), 1.0)
+        greedy = torch.zeros_like(x, dtype=torch.float64).scatter_(1, x.argmax(-1, keepdim=True), 1.0)
         return greedy if self.greedy else torch.where(self.temperature > 0, x.softmax(-1), greedy)
 
     def draw(self, scores: Float[Tensor, "B V"], positions: Int[Tensor, " B"]) -> Int[Tensor, " B"]:

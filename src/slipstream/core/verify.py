@@ -106,7 +106,17 @@ def _normalised(p: Tensor, otherwise: Tensor) -> Tensor:
 
 def child_with(tree: Tree, node: PerRow, token: PerRow) -> PerRow:
     """Slot of the node's first child that carries the token (−1: none)."""
-    return _first(_children(tree, node) & (tree.tokens == token[:, None]))
+    if not look.may_look(token):
+        return _first(_children(tree, node) & (tree.tokens == token[:, None]))
+    parents = tree.parent_slots().expand_as(tree.tokens)
+    rows = zip(*(x.tolist() for x in (tree.tokens, parents, node, token)), strict=True)
+    return torch.tensor([_find(*row) for row in rows], device=token.device)
+
+
+def _find(tokens: list[int], parents: list[int], node: int, token: int) -> int:
+    """The same of one row, in a tenth of the time that tensors take for so little."""
+    slots = range(1, len(tokens)) if token in tokens else ()
+    return next((i for i in slots if tokens[i] == token and parents[i] == node), -1)
 
 
 def _first(match: Bool[Tensor, "B N"]) -> PerRow:

@@ -137,8 +137,9 @@ class HeadDrafter(Proposer):
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def scores(self, hidden: Float[Tensor, "B F H"]) -> Float[Tensor, "B F Vd"]:
-        """`logits`, compiled where the target is."""
-        return self._compiled_logits(freed(hidden)) if self.target.compiles else self.logits(hidden)
+        """`logits`, compiled where the target is, unless they are one product."""
+        one = self.lm_head is not None or not self.target.compiles
+        return self.logits(hidden) if one else self._compiled_logits(freed(hidden))
 
 
 def layer_sizes(target: Target, intermediate_size: int | None = None) -> dict[str, Any]:

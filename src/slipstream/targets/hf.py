@@ -30,9 +30,9 @@ from slipstream.targets import ours, support
 from slipstream.targets.alike import agrees, rounds_alike
 from slipstream.targets.inside import Behind, Blocks, View, compile_forward, twin
 from slipstream.targets.masks import Masks, additive, dense, key_lists
-from slipstream.targets.part import between, part, put, rows_of_head
+from slipstream.targets.part import between, own_blocks, part, rows_of_head
 from slipstream.targets.prompts import HFText
-from slipstream.targets.quantised import QuantisedLinear, of_torchao, quantised, stored_bytes
+from slipstream.targets.quantised import of_torchao, quantised, stored_bytes
 
 
 @final
@@ -91,10 +91,7 @@ class HFTarget(Target):
         self.source, self.vocab = self.config.name_or_path or "", self.config.vocab_size
         self.window = getattr(self.config, "max_position_embeddings", None) or 2**31
         self.windows, self.sizes = support.attention_windows(self.config), support.sizes_of(self.config)
-        layers, count = nn.ModuleList, self.sizes.blocks
-        found = next(m for m in self.twin.modules() if isinstance(m, layers) and len(m) == count)
-        self.blocks = Blocks(found)
-        put(self.twin, found, self.blocks)
+        self.blocks = own_blocks(self.twin, self.sizes.blocks)
         self.embed: Any = self.twin.get_input_embeddings()
         self._head: Any = self.twin.get_output_embeddings()
         self.width = self._head.in_features
@@ -107,7 +104,8 @@ class HFTarget(Target):
         if exact and not self._ours:
             raise ValueError(f"target {self.name} cannot be exact in {self.precision}: {ours.NEEDS}")
         if compile:
-            for i, each in enumerate([*self.blocks, self._head]):
+            one_call = hasattr(self._head, "product")
+            for i, each in enumerate([*self.blocks, *[self._head] * (not one_call)]):
                 compile_forward(each, self.device, i)
 
     def _take_ours(self) -> None:
@@ -198,12 +196,13 @@ class HFTarget(Target):
         return KVCache(self.sizes.blocks, batch, self.device, memory, self._cached if self.compiles else None)
 
     def lm_head(self, vocab: Int[Tensor, " Vd"] | None = None) -> LMHead:
-        config, head = self.config, self._head if vocab is None else rows_of_head(self._head, vocab)
+        config, head = self.config, self._head
+        if vocab is not None:
+            head = rows_of_head(head, vocab)
+            self.lend_products(head)
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
         cap = getattr(config, "final_logit_softcapping", None)
-        own = self._ours and not ours.in_hardware(self.dtype, self.device)
-        product = head.product if isinstance(head, QuantisedLinear) else ours.own_linear if own else F.linear
-        return LMHead(head.weight, head.bias, scale, cap, product)
+        return LMHead(head.weight, head.bias, scale, cap, getattr(head, "product", F.linear))
 
     def lend_products(self, module: nn.Module) -> None:
         if self._ours:

@@ -78,17 +78,16 @@ def in_hardware(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.bfloat16 and device.type == "cpu" and HAS_BF16
 
 
-def own_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Our product; under autograd torch's own."""
-    return F.linear(x, weight, bias) if torch.is_grad_enabled() else linear(x, weight, bias)
-
-
 class Linear(nn.Linear):
     """A linear layer by our product."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The product."""
-        return own_linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`F.linear`; under autograd torch's own."""
+        return F.linear(x, weight, bias) if torch.is_grad_enabled() else linear(x, weight, bias)
 
 
 def _version(weight: Tensor) -> int:
@@ -120,9 +119,13 @@ class Packed(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The product."""
+        return self.product(x, self.weight, self.bias)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`F.linear` of this layer's own weight and bias."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return super().forward(x)
-        return packed_linear(x, _copy_of(self, packed_weight), self.bias, self.out_features)
+            return F.linear(x, weight, bias)
+        return packed_linear(x, _copy_of(self, packed_weight), bias, len(weight))
 
 
 def own_parts(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

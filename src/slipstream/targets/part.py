@@ -30,7 +30,7 @@ def part(
     model = _shallow(whole)
     chosen = Blocks([_copied(blocks[i]) if own else blocks[i] for i in kept])
     fresh = list(zip(chosen, kept, strict=True)) if own else []
-    put(model, blocks, chosen)
+    _put(model, blocks, chosen)
     decoder: Any = model.get_decoder()
     if types := getattr(decoder.config, "layer_types", None):  # a layer's index selects its mask
         decoder.config = copy(decoder.config)
@@ -40,9 +40,17 @@ def part(
     if vocab is not None:
         head: Any = whole.get_output_embeddings()
         narrow = rows_of_head(head, vocab)
-        put(model, head, narrow)
+        _put(model, head, narrow)
         fresh.append((narrow, 0))
     return model, chosen, fresh
+
+
+def own_blocks(model: PreTrainedModel, count: int) -> Blocks:
+    """A model's layers, of which there are so many, as `Blocks` in their place."""
+    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    made = Blocks(layers)
+    _put(model, layers, made)
+    return made
 
 
 def rows_of_head(head: Any, vocab: Int[Tensor, " Vd"]) -> nn.Linear:
@@ -62,7 +70,7 @@ def between(model: PreTrainedModel, blocks: nn.ModuleList) -> dict[str, nn.Modul
     return {name: each for name, each in decoder.named_children() if id(each) not in others}
 
 
-def put(model: PreTrainedModel, old: nn.Module, new: nn.Module) -> None:
+def _put(model: PreTrainedModel, old: nn.Module, new: nn.Module) -> None:
     """Replace a module by another. The modules around it are copied, so that they are this model's own."""
     path = next(name for name, module in model.named_modules() if module is old).split(".")
     holder: Any = model
