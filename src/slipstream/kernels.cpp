@@ -642,6 +642,7 @@ TORCH_LIBRARY_FRAGMENT(slipstream, m) {
       "sin, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor slots, Tensor lists, int S, float scale, Tensor[] "
       "seconds, float second_eps) -> Tensor[]");
   m.def("kept(Tensor x) -> Tensor");
+  m.def("int8_rows(Tensor tiles, Tensor scales, Tensor which, int K, ScalarType dtype) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
@@ -652,6 +653,7 @@ TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
   m.impl("tiled_layer", &tiled::layer);
   m.impl("tiled_layers", &tiled::layers);
   m.impl("kept", &kept);
+  m.impl("int8_rows", &tiled::int8_rows);
 #if defined(__AVX512BF16__)
   m.impl("tiles", &tiled::bf16_tiles);
   m.impl("packed_linear", &tiled::packed_linear);  // defined in packing.py

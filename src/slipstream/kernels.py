@@ -72,6 +72,7 @@ def available() -> bool:
     torch.library.register_fake("slipstream::tiled_linear", _linear_shapes)
     torch.library.register_fake("slipstream::tiled_gated", _gated_shape)
     torch.library.register_fake("slipstream::tiled_layer", _gated_shape)
+    torch.library.register_fake("slipstream::int8_rows", _rows_shape)
     return True
 
 
@@ -141,11 +142,15 @@ def int8_tiles(weight: Int8[Tensor, "N K"]) -> Int8[Tensor, "panels steps 2 16 1
 
 
 def int8_rows(
-    tiles: Int8[Tensor, "panels steps 2 16 16 4"], which: Int[Tensor, "*n"]
-) -> Int8[Tensor, "*n K"]:
-    """Some rows of a weight that `int8_tiles` packed, with the zeros behind."""
-    rows = tiles[which // 32, :, which // 16 % 2, :, which % 16]
-    return rows.flatten(-3)
+    tiles: Int8[Tensor, "panels steps 2 16 16 4"],
+    scales: Float[Tensor, " N"],
+    which: Int[Tensor, "*n"],
+    K: int,
+    dtype: torch.dtype,
+) -> Float[Tensor, "*n K"]:
+    """Some rows of a weight that `int8_tiles` packed, times their scales."""
+    made: Tensor = torch.ops.slipstream.int8_rows(tiles, scales, which, K, dtype)
+    return made
 
 
 def tiled_linear(
@@ -229,6 +234,10 @@ def _gated_shape(x: Tensor, weights: list[Tensor], scales: list[Tensor], *_: Any
 
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _rows_shape(tiles: Tensor, scales: Tensor, which: Tensor, K: int, dtype: torch.dtype) -> Tensor:
+    return scales.new_empty(*which.shape, K, dtype=dtype)
 
 
 def _attention_shape(

@@ -6,11 +6,16 @@
 
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
 #include <cstring>
 
 namespace {
 namespace tiled {
+
+using at::Tensor;
 
 constexpr int64_t DEEP = 64, STEP = WIDE * DEEP;  // numbers of a row in a step; bytes of a panel in one
 
@@ -47,6 +52,35 @@ struct Int8 {
     return quantise(x, K, to);
   }
 };
+
+// Rows `which` of a weight, times their scales: [*n, K].
+Tensor int8_rows(
+    const Tensor& tiles, const Tensor& scales, const Tensor& which, int64_t K, at::ScalarType dtype) {
+  TORCH_CHECK(
+      tiles.dim() == 6 && tiles.scalar_type() == at::kChar && tiles.is_contiguous() &&
+          K <= tiles.size(1) * DEEP && tiles.size(0) == (scales.numel() + WIDE - 1) / WIDE &&
+          scales.scalar_type() == at::kFloat && which.scalar_type() == at::kLong &&
+          (dtype == at::kFloat || dtype == at::kBFloat16),
+      "int8_rows: tiles, scales and rows do not fit");
+  auto sizes = which.sizes().vec();
+  sizes.push_back(K);
+  const Tensor at = which.contiguous(), by = scales.contiguous(),
+               out = at::empty(sizes, tiles.options().dtype(dtype));
+  const int8_t* from = tiles.const_data_ptr<int8_t>();
+  auto fill = [&](auto* to) {
+    for (int64_t i = 0; i < at.numel(); i++) {
+      const int64_t n = at.const_data_ptr<int64_t>()[i];
+      TORCH_CHECK_INDEX(0 <= n && n < by.numel(), "int8_rows: there is no row ", n);
+      const int8_t* row = from + n / WIDE * tiles.size(1) * STEP + n % WIDE / 16 * (STEP / 2) + n % 16 * 4;
+      const float scale = by.const_data_ptr<float>()[n];
+      for (int64_t k = 0; k < K; k++)
+        to[i * K + k] = float(row[k / DEEP * STEP + k % DEEP / 4 * 64 + k % 4]) * scale;
+    }
+  };
+  if (dtype == at::kFloat) fill(out.data_ptr<float>());
+  else fill(out.data_ptr<bf16>());
+  return out;
+}
 
 #if !defined(__AMX_INT8__)
 

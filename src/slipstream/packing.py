@@ -96,11 +96,12 @@ def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inducto
 
 
 def _one_call(module: fx.GraphModule, graph: fx.Graph) -> Callable[..., Any] | None:
-    """What runs a graph that is one call of a product in tiles, which is nothing to compile; None for
-    any other graph."""
+    """What runs a graph that is one call of a product in tiles, or whole layers in a call each, beside which
+    little is left to compile; None for any other graph."""
     calls = [node for node in graph.nodes if node.op.startswith("call") and node.target is not getitem]
+    layers = [node for node in calls if node.target is torch.ops.slipstream.tiled_layer.default]
     if len(calls) != 1 or not str(calls[0].target).startswith("slipstream.tiled_"):
-        return None
+        return fx.GraphModule(module, graph).forward if layers else None
     call, last = calls[0], next(iter(reversed(graph.nodes)))
     op: Any = call.target
     if op is not torch.ops.slipstream.tiled_layer.default or list(last.args[0]) != [call]:

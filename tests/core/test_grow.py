@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from slipstream.core.grow import dynamic, static
+from slipstream.core.grow import best_first, dynamic, static
 from slipstream.core.shape import Shape
 from slipstream.core.tree import PAD
 
@@ -219,3 +219,21 @@ def test_beams_are_the_best_extensions_of_the_best_paths(seed, D, W):
             beams = sorted(((s + q, (*path, t)) for s, path in beams for t, q in level), reverse=True)[:W]
             expected += [path for _, path in beams]
         assert sorted(paths_of(tree, b)) == sorted(expected)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=200)
+def test_a_heap_grows_the_same_best_first_trees(data):
+    """A tie that falls to the higher slot, a candidate that is not there, siblings in another order."""
+    B, D, N = (data.draw(st.integers(1, most)) for most in (3, 4, 9))
+    shape = Shape.parse(f"best-first-{D}x{N + 1}")
+    assert shape.best_first
+    ids = torch.randint(1, 50, (B, D, N))
+    costs = st.lists(st.sampled_from([0.5, 1.0, 2.0, torch.inf]), min_size=B * D * N, max_size=B * D * N)
+    log_q = -torch.tensor(data.draw(costs)).view(B, D, N).cumsum(2)
+    root = torch.arange(B)
+    want, got = shape.grow(root, independent(ids, log_q)), best_first(root, ids, log_q, N + 1)
+    for b in range(B):  # they order nodes alike, but for those that are not there
+        one, other = ([path for path in paths_of(tree, b) if path[-1] != PAD] for tree in (want, got))
+        assert one == other
+        assert torch.equal(*(tree.scores[b][tree.tokens[b] != PAD] for tree in (want, got)))

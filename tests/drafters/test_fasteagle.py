@@ -27,7 +27,7 @@ def naive(drafter: FastEagle, target, text: list[int], path: list[int] | None = 
     mask = torch.ones(n, n, dtype=torch.bool).tril()[None, None]
     laws = []
     for layer in head.layers:
-        x = layer(x, torch.arange(n)[None], lambda k, v: (k, v, mask))
+        x = layer(x, layer.self_attn.rope(torch.arange(n)[None], x.dtype), lambda k, v: (k, v, mask))
         law = (x[0, -1] @ target.lm_head().weight.T)[drafter.vocab]
         if head.above is not None and 0 < len(laws) <= len(path or ()):
             read = torch.cat([x[0, -1], target.embed(torch.tensor(path[len(laws) - 1]))])

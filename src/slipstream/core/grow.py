@@ -7,6 +7,7 @@ the step before (0 at the root). It returns candidate ids [B, F, K], best first,
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import groupby
 from typing import NamedTuple
 
@@ -125,6 +126,44 @@ def dynamic(
         nodes, above, paths = (each.gather(1, kept) for each in (nodes, above, paths))
         above = torch.searchsorted(kept, above)
     return Tree(nodes, above, depth, scores=paths)
+
+
+def best_first(
+    root: Int[Tensor, " B"], ids: Int[Tensor, "B L K"], log_q: Float[Tensor, "B L K"], nodes: int
+) -> Tree:
+    """The tree that `dynamic` grows of as many candidates as it may have nodes, where all nodes of a level
+    have the same. The host finds it by a heap: tensors take several times as long for so little."""
+    laws = zip(root.tolist(), ids.tolist(), log_q.float().clamp(max=0).tolist(), strict=True)
+    tokens, parents, scores = zip(*(_likeliest(*law, nodes) for law in laws), strict=True)
+    nodes_of, above, paths = (torch.tensor(each, device=root.device) for each in (tokens, parents, scores))
+    return Tree(nodes_of, above, ids.shape[1], scores=paths)
+
+
+def _likeliest(
+    root: int, ids: list[list[int]], log_q: list[list[float]], nodes: int
+) -> tuple[list[int], list[int], list[float]]:
+    """One text's tokens, parents and scores, in the order of `dynamic`."""
+    found: list[tuple[int, int, int, float, int]] = []  # level, parent's place, rank, score, parent
+    places = [0] * len(ids)  # how many of each level were found: the next one's place among them
+    heap: list[tuple[float, int, int, int, int, float]] = []
+
+    def offer(level: int, place: int, rank: int, parent: int, above: float) -> None:
+        if level < len(ids) and rank < len(ids[level]):
+            heappush(heap, (-above - log_q[level][rank], level, place, rank, parent, above))
+
+    offer(0, 0, 0, -1, 0.0)
+    while heap and heap[0][0] < torch.inf and len(found) < nodes - 1:
+        cost, level, place, rank, parent, above = heappop(heap)
+        found.append((level, place, rank, -cost, parent))
+        offer(level, place, rank + 1, parent, above)
+        offer(level + 1, places[level], 0, len(found) - 1, -cost)
+        places[level] += 1
+    order = sorted(range(len(found)), key=lambda i: found[i][:3])
+    slots = {-1: 0} | {i: slot for slot, i in enumerate(order, 1)}
+    left = nodes - 1 - len(found)
+    tokens = [ids[found[i][0]][found[i][2]] for i in order]
+    parents, scores = [slots[found[i][4]] for i in order], [found[i][3] for i in order]
+    return [root, *tokens, *[PAD] * left], [0, *parents, *[0] * left], [0.0, *scores, *[-torch.inf] * left]
 
 
 def cape(

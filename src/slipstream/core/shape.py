@@ -111,6 +111,11 @@ class Shape:
         return self.width * (self.depth - 1)
 
     @property
+    def best_first(self) -> bool:
+        """The best nodes of all: every node may have as many children as there are nodes below the root."""
+        return not self.paths and self.width == self.children == self.nodes - 1 > 0
+
+    @property
     def keeps_first_children(self) -> bool:
         """A static tree whose nodes have their most likely children."""
         return bool(self.paths or not self.depth) and all(

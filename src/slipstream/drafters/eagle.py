@@ -45,7 +45,9 @@ class EagleHead(RecursiveHead):
         attend: Attend,
     ) -> Float[Tensor, "B T H"]:
         """The next features: row i reads (embedding of t_{i+1}, f_i) at position i and predicts f_{i+1}."""
-        return self.layers[0](self.fc(torch.cat([embedded, hidden], -1)), positions, attend)
+        layer: Any = self.layers[0]
+        x = self.fc(torch.cat([embedded, hidden], -1))
+        return layer(x, layer.self_attn.rope(positions, x.dtype), attend)
 
     @torch.no_grad()
     def start(self, generator: torch.Generator) -> "EagleHead":

@@ -3,7 +3,7 @@ leaves open are named here, and docs/fasteagle.md gives figures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -89,9 +89,10 @@ class FastEagleHead(Head):
         """Row i reads (g_i, embedding of t_{i+1}) at position i and predicts f_{i+1} … f_{i+N}, which the
         target's LM head turns into t_{i+2} … t_{i+1+N}."""
         x = first = self.fc(torch.cat([self.fuse(features), embedded], -1))
-        states = []
+        attention: Any = self.layers[0].self_attn
+        states, turns = [], attention.rope(positions, x.dtype)
         for layer, attend in zip(self.layers, attends, strict=True):
-            x = layer(x if self.config.cascade else first, positions, attend)
+            x = layer(x if self.config.cascade else first, turns, attend)
             states.append(x)
         return torch.stack(states, 2)
 
@@ -179,6 +180,10 @@ class FastEagle(ParallelDrafter):
         self, tokens: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]
     ) -> Float[Tensor, "B T N H"]:
         return self.head(self.target.embed(tokens), features, positions, attends)
+
+    @property
+    def one_law(self) -> bool:
+        return self.head.above is None
 
     def behind(
         self, tokens: Int[Tensor, "B F"], hidden: Float[Tensor, "B 1 H"], scores: Float[Tensor, "B 1 Vd"]

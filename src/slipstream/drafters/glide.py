@@ -20,7 +20,7 @@ from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
 from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, randomise
-from slipstream.drafters.layers import MLP, Attend, Attention, Rope, attend_cache, grouped, rotate
+from slipstream.drafters.layers import MLP, Attend, Attention, RMSNorm, Rope, attend_cache, grouped, rotate
 from slipstream.drafters.proposer import Draft
 
 # The target's keys and values of one block, and which of them each row sees.
@@ -84,8 +84,8 @@ class GlideLayer(nn.Module):
     def __init__(self, config: GlideConfig, layer: int) -> None:
         super().__init__()
         d, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(d, eps), nn.RMSNorm(d, eps)
-        self.cross_layernorm: nn.Module = nn.RMSNorm(d, eps) if config.cross_norm else nn.Identity()
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(d, eps), RMSNorm(d, eps)
+        self.cross_layernorm: nn.Module = RMSNorm(d, eps) if config.cross_norm else nn.Identity()
         self.self_attn, self.mlp = Attention(config), MLP(config)
         self.cross_attn: Any = CrossAttention(config, layer) if config.taps else None
 
@@ -93,7 +93,7 @@ class GlideLayer(nn.Module):
         self, x: Tensor, positions: Tensor, attend: Attend, glimpse: Glimpse | None
     ) -> Float[Tensor, "B T d"]:
         """One layer."""
-        x = x + self.self_attn(self.input_layernorm(x), positions, attend)
+        x = x + self.self_attn(self.input_layernorm(x), self.self_attn.rope(positions, x.dtype), attend)
         if glimpse is not None:
             x = x + self.cross_attn(self.cross_layernorm(x), positions, glimpse)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -111,7 +111,7 @@ class GlideHead(Head):
         self.embed_tokens: Any = nn.Embedding(config.vocab_size, d) if own else None
         self.inward: Any = nn.Identity() if own else nn.Linear(config.target_size, d, bias=False)
         self.layers = nn.ModuleList([GlideLayer(config, i) for i in range(config.depth)])
-        self.norm = nn.RMSNorm(d, config.rms_norm_eps)
+        self.norm = RMSNorm(d, config.rms_norm_eps)
         self.outward: Any = nn.Identity() if own else nn.Linear(d, config.target_size, bias=False)
         self.lm_head: Any = nn.Linear(d, config.draft_vocab_size, bias=False) if own else None
 

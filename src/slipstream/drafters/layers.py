@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from slipstream import kernels
 from slipstream.compiled import freed
 from slipstream.core.cache import KVCache, LayerView
 
+# Which keys each row sees: a mask, or lists as `kernels.attention` takes them.
+Seen = Bool[Tensor, "#B 1 T S"] | Int[Tensor, "B 1 T L"]
 # Takes the rows' keys and values; returns all keys and values that are read, and which of them each row sees.
-Attend = Callable[
-    [Tensor, Tensor],
-    tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Bool[Tensor, "#B 1 T S"]],
-]
+Attend = Callable[[Tensor, Tensor], tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Seen]]
+Turns = tuple[Float[Tensor, "#B T D"], Float[Tensor, "#B T D"]]  # cos and sin of rotary positions
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -76,14 +77,12 @@ class Rope:
         )
         return cls(frequencies.tolist(), float(factor))
 
-    def __call__(
-        self, positions: Int[Tensor, "#B T"], dtype: torch.dtype
-    ) -> tuple[Float[Tensor, "#B 1 T D"], Float[Tensor, "#B 1 T D"]]:
+    def __call__(self, positions: Int[Tensor, "#B T"], dtype: torch.dtype) -> Turns:
         """cos and sin, computed in float32 at least."""
         if self.frequencies.device != positions.device:
             self.frequencies = self.frequencies.to(positions.device)
         frequencies = self.frequencies.to(torch.promote_types(dtype, torch.float32))
-        angle = positions[:, None, :, None].to(frequencies.dtype) * frequencies
+        angle = positions[..., None].to(frequencies.dtype) * frequencies
         angle = torch.cat([angle, angle], -1)
         return self.factor * angle.cos().to(dtype), self.factor * angle.sin().to(dtype)
 
@@ -101,18 +100,17 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(inputs * H, config.num_key_value_heads * D, bias)
         self.o_proj = nn.Linear(config.num_attention_heads * D, H, config.output_bias)
 
-    def forward(
-        self, x: Float[Tensor, "B T I"], positions: Int[Tensor, "#B T"], attend: Attend
-    ) -> Float[Tensor, "B T H"]:
-        """Rows of x attend to the keys and values that `attend` returns."""
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        cos, sin = self.rope(positions, x.dtype)
-        key, value, mask = attend(rotate(k, cos, sin), v)
-        out = F.scaled_dot_product_attention(rotate(q, cos, sin), key, value, mask, **grouped(q, key))
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+    def forward(self, x: Float[Tensor, "B T I"], turns: Turns, attend: Attend) -> Float[Tensor, "B T H"]:
+        """Rows of x, turned by their `rope`, attend to the keys and values that `attend` returns."""
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        q, k, v = (proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(q, *turns), rotate(k, *turns)
+        key, value, seen = attend(k, v)
+        if seen.dtype == torch.int32:
+            out = kernels.attention(q, key, value, seen, self.head_dim**-0.5)
+        else:
+            out = F.scaled_dot_product_attention(q, key, value, seen, **grouped(q, key)).transpose(1, 2)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1).contiguous())
 
 
 class MLP(nn.Module):
@@ -131,22 +129,34 @@ class MLP(nn.Module):
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
+class RMSNorm(nn.Module):
+    """Rows over the root of the mean of their squares, in Hugging Face's words, which `fusing` knows."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Float[Tensor, "*n H"]) -> Float[Tensor, "*n H"]:
+        """In float32 at least."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
 class DecoderLayer(nn.Module):
     """x += attention(norm(x)); x += mlp(norm(x)). The first norm may be missing, as in EAGLE."""
 
     def __init__(self, config: LayerConfig, input_norm: bool = True) -> None:
         super().__init__()
         H, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm: nn.Module = nn.RMSNorm(H, eps) if input_norm else nn.Identity()
+        self.input_layernorm: nn.Module = RMSNorm(H, eps) if input_norm else nn.Identity()
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
-        self.post_attention_layernorm = nn.RMSNorm(H, eps)
+        self.post_attention_layernorm = RMSNorm(H, eps)
 
-    def forward(
-        self, x: Float[Tensor, "B T H"], positions: Int[Tensor, "#B T"], attend: Attend
-    ) -> Float[Tensor, "B T H"]:
+    def forward(self, x: Float[Tensor, "B T H"], turns: Turns, attend: Attend) -> Float[Tensor, "B T H"]:
         """One layer."""
-        x = x + self.self_attn(self.input_layernorm(x), positions, attend)
+        x = x + self.self_attn(self.input_layernorm(x), turns, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -157,8 +167,9 @@ def grouped(q: Float[Tensor, "B A T D"], key: Float[Tensor, "B G S D"]) -> dict[
 
 def rotate(x: Float[Tensor, "B heads T D"], cos: Tensor, sin: Tensor) -> Float[Tensor, "B heads T D"]:
     """RoPE on halves, as in Llama."""
-    low, high = x.chunk(2, -1)
-    return x * cos + torch.cat([-high, low], -1) * sin
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -167,11 +178,11 @@ class CacheAttend:
 
     cache: KVCache | LayerView
     layer: int
-    seen: Bool[Tensor, "#B R S"]
+    seen: Seen
 
     def __call__(self, key: Tensor, value: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:
         self.cache.write(self.layer, key, value)
-        return (*self.cache.read(self.layer), self.seen[:, None])
+        return (*self.cache.read(self.layer), self.seen)
 
 
 def attend_cache(
@@ -189,19 +200,38 @@ def attend_cache(
         compiles: attend through the cache's `LayerView`s, once it has storage.
     """
     cache.reserve(rows, after)
-    slots = cache.used
-    new = (slots - cache.lengths[:, None])[:, None]  # [B, 1, S]; negative: kept
-    depths = after + torch.arange(rows, device=slots.device)
-    if among is None:
-        seen = new <= depths[:, None]
-    else:
-        inside = (new >= 0) & (new < after + rows)
-        index = new.clamp(0, after + rows - 1).expand(-1, rows, -1)
-        seen = (new < 0) | (inside & among.gather(2, index))
+    depths = after + torch.arange(rows, device=cache.used.device)
     views = compiles and bool(cache.stored)
-    seen = freed(seen, 0, 1, 2) if views else seen
+    listed = views and not cache.used.is_cuda and kernels.serve(cache.used.device, cache.stored[0].dtype)
+    seen = (_listed if listed else _masked)(cache, depths, among)
+    seen = freed(seen, 0, 2, 3) if views else seen
     attends = [CacheAttend(cache.layer(i) if views else cache, i, seen) for i in range(cache.layers)]
     return attends, cache.lengths[:, None] + depths
+
+
+def _masked(
+    cache: KVCache, depths: Int[Tensor, " R"], among: Bool[Tensor, "B R A"] | None
+) -> Bool[Tensor, "#B 1 R S"]:
+    new = (cache.used - cache.lengths[:, None])[:, None]  # [B, 1, S]; negative: kept
+    if among is None:
+        return (new <= depths[:, None])[:, None]
+    rows, A = among.shape[1:]
+    seen = among.gather(2, new.clamp(0, A - 1).expand(-1, rows, -1))
+    return ((new < 0) | ((new >= 0) & (new < A) & seen))[:, None]
+
+
+def _listed(
+    cache: KVCache, depths: Int[Tensor, " R"], among: Bool[Tensor, "B R A"] | None
+) -> Int[Tensor, "B 1 R L"]:
+    """The same for `kernels.attention`: kept tokens are a run of slots, and scratch slots are listed."""
+    lengths = cache.lengths[:, None]
+    end = (lengths + depths + 1 if among is None else lengths.expand(-1, len(depths)))[..., None]
+    runs = torch.cat([torch.zeros_like(end), torch.zeros_like(end), end], -1)
+    if among is not None:
+        A, most = among.shape[2], int(among.sum(-1).max())
+        slots = torch.where(among, torch.arange(A), A).sort(-1).values[..., :most]
+        runs = torch.cat([runs, torch.where(slots < A, slots + lengths[..., None], -1)], -1)
+    return runs.int()[:, None]
 
 
 def descended(ancestors: Bool[Tensor, "B F0 A"], origin: Int[Tensor, "B F"]) -> Bool[Tensor, "B F A1"]:

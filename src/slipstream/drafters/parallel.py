@@ -7,7 +7,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from slipstream.core import look
 from slipstream.core.drafter import State
+from slipstream.core.grow import best_first
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.tree import Tree
@@ -41,6 +43,8 @@ class ParallelDrafter(HeadDrafter):
     def propose(self, state: ParallelState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         draft, level = Draft(self, self.shaped(shape), sampler), 0
         scores = self.scores(state.hidden[:, : draft.shape.depth])
+        if self.one_law and draft.shape.best_first and not any(sampler.walks) and look.may_look(scores):
+            return best_first(state.root, *self._offered(draft, scores, state.length), draft.shape.nodes)
 
         def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal level
@@ -56,6 +60,22 @@ class ParallelDrafter(HeadDrafter):
             return ids.expand(-1, width, -1), log_q.expand(-1, width, -1)
 
         return draft.grow(state.root, expand)
+
+    @property
+    def one_law(self) -> bool:
+        """All nodes of a depth have the same law."""
+        return True
+
+    @staticmethod
+    def _offered(
+        draft: Draft, scores: Float[Tensor, "B N Vd"], length: Int[Tensor, " B"]
+    ) -> tuple[Int[Tensor, "B N K"], Float[Tensor, "B N K"]]:
+        """Candidates of all depths, and their log probabilities."""
+        if not draft.noisy:
+            return draft.children(scores, length + 1)
+        every = (draft.children(own, length + i) for i, own in enumerate(scores.split(1, 1), 1))
+        ids, log_q = zip(*every, strict=True)
+        return torch.cat(ids, 1), torch.cat(log_q, 1)
 
     def behind(
         self, tokens: Int[Tensor, "B F"], hidden: Float[Tensor, "B 1 H"], scores: Float[Tensor, "B 1 Vd"]

@@ -160,6 +160,11 @@ class Draft:
             pairs = zip(parents, line, strict=True)
             self.walks.append([walk and walk.behind(token) for walk, token in pairs])
 
+    @property
+    def noisy(self) -> bool:
+        """Candidates are drawn with the target's noise at their position."""
+        return self.drafter.proposal == "noise" and not self.sampler.greedy
+
     def children(
         self, scores: Float[Tensor, "B F Vd"], position: Int[Tensor, " B"]
     ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
@@ -167,7 +172,7 @@ class Draft:
         drafter, sampler = self.drafter, self.sampler
         if drafter.proposal == "sampled" and not sampler.greedy:
             return self._sample(self._processed(scores), position)
-        if drafter.proposal == "noise" and not sampler.greedy:
+        if self.noisy:
             noise = sampler.noise(position)
             whole = noise if len(drafter.vocab) == drafter.width else noise[:, drafter.vocab]
             scores = self._tempered(scores) + whole[:, None]

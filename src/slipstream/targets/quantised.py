@@ -41,9 +41,10 @@ class Quantised(nn.Module):
 
     def rows(self, which: Int[Tensor, "*n"]) -> Float[Tensor, "*n K"]:
         """Some rows of the weight, as states are."""
-        taken = kernels.int4_rows if self.weight.dtype == torch.uint8 else kernels.int8_rows
-        whole = taken(self.weight, which)[..., : self.width]
-        return (whole.float() * self.scales[which][..., None]).to(self.dtype)
+        if self.weight.dtype == torch.int8:
+            return kernels.int8_rows(self.weight, self.scales, which, self.width, self.dtype)
+        whole = kernels.int4_rows(self.weight, which)[..., : self.width]
+        return (whole * self.scales[which][..., None]).to(self.dtype)
 
 
 class QuantisedLinear(Quantised):
