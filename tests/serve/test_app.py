@@ -210,6 +210,16 @@ def test_answers_keep_to_what_the_response_format_says(smollm2, chat, complete):
     assert legacy.choices[0].text in formats[2][0]["choice"]
 
 
+def test_a_grammar_without_a_way_on_is_the_requests_own_fault(chat):
+    """Not the server's, and no other's: the one beside it is answered."""
+    dead = {"response_format": {"type": "grammar", "grammar": 'start: "ab" X\nX: /a/ & /b/'}}
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(chat, max_tokens=12)
+        with pytest.raises(openai.BadRequestError, match="the grammar cannot go on"):
+            chat(max_tokens=12, extra_body=dead)
+        assert whole.result().choices[0].message.content
+
+
 def test_a_conversation_goes_on_without_reading_its_past_again(smollm2, chat):
     """And says what it says alone."""
     target, turns = smollm2[0].target, [{"role": "user", "content": "Name two rivers of Asia."}]

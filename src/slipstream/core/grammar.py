@@ -19,14 +19,18 @@ FORCED = 64  # tokens that a grammar adds to a tree, at most
 ROWS = 64  # of a pass that cost as much as the pass itself, about: what a forced token must be worth
 
 
+class DeadEnd(ValueError):
+    """A grammar that was read, and cannot go on behind what it led to."""
+
+
 class Walk(ABC):
-    """Where a text stands in its grammar. It never changes: a token leads to another walk."""
+    """Where a text stands in its grammar. It never changes: a token leads to another walk. Whatever it is
+    asked, it may raise `DeadEnd`."""
 
     @property
     @abstractmethod
     def allowed(self) -> Bool[Tensor, " V"] | None:
-        """Which tokens may come next; None: any, as the text has ended. Raises ValueError where the grammar
-        grows too large to go on."""
+        """Which tokens may come next; None: any, as the text has ended."""
 
     @property
     @abstractmethod

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from slipstream.core.drafter import Drafter
+from slipstream.core.grammar import DeadEnd
 from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
 from slipstream.decode.answer import Answer, Finish, Round
@@ -85,6 +86,7 @@ class News:
         at: the time.
         finish: why it ended, if it did.
         error: why it failed, if it did.
+        asked: it failed by what was asked for.
     """
 
     task: Task
@@ -96,6 +98,7 @@ class News:
     at: float = field(default_factory=perf_counter)
     finish: Finish | None = None
     error: str | None = None
+    asked: bool = False
 
     @property
     def last(self) -> bool:
@@ -286,7 +289,7 @@ class Engine:
             return self._take(made, row)
         except Exception as error:
             log.error("a text failed", exc_info=error)
-            return News(self._running[made.text], error=f"{type(error).__name__}: {error}")
+            return _failure(self._running[made.text], error)
 
     def _take(self, made: Committed, row: int) -> News:
         """Let a text's answer take what a pass brought; `row`: its row in that pass."""
@@ -342,7 +345,7 @@ class Engine:
         again, news = [*under_way, *read], list[News]()
         if len(suspects) == 1:
             again.remove(suspects[0])
-            news = [News(suspects[0], error=f"{type(error).__name__}: {error}")]
+            news = [_failure(suspects[0], error)]
         for task in again:
             task.again = len(task.answer.tokens)
             task.alone = task.alone or task in suspects
@@ -354,6 +357,12 @@ class Engine:
         chooses = policy(self.target, self.drafter, self.rows)
         how: Any = {"rows": self.rows, "capacity": self.capacity, "policy": chooses, "keep": self.keep}
         return Session(self.target, self.drafter, LAWS[self.drafter.law], **how)
+
+
+def _failure(task: Task, error: Exception) -> News:
+    if isinstance(error, DeadEnd):
+        return News(task, error=str(error), asked=True)
+    return News(task, error=f"{type(error).__name__}: {error}")
 
 
 def likely(logits: Float[Tensor, " V"], token: int, most: int) -> Likely:

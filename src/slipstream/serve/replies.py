@@ -81,7 +81,7 @@ class Ticket:
             unread, self._unread = self._unread, []
             for each in unread:
                 if each.error is not None:
-                    raise Refused(each.error, 500, "server_error")
+                    raise Refused(each.error) if each.asked else Refused(each.error, 500, "server_error")
                 left -= each.last
             yield [(self._index[id(each.task)], each) for each in unread]
 

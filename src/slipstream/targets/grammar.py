@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from slipstream.core.grammar import Grammar, Walk
+from slipstream.core.grammar import DeadEnd, Grammar, Walk
 from slipstream.core.target import Target
 from slipstream.targets.prompts import HFText
 
@@ -37,6 +37,8 @@ class LLWalk(Walk):
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check(self._matcher)
         mask = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()
+        if not mask.any():
+            raise DeadEnd("the grammar cannot go on: it allows no token behind what it led to")
         return torch.nn.functional.pad(mask, (0, max(0, self._vocab - len(mask))))[: self._vocab]
 
     @cached_property
@@ -69,7 +71,7 @@ class LLWalk(Walk):
 
     def _check(self, matcher: llguidance.LLMatcher) -> None:
         if matcher.is_error():
-            raise ValueError(f"the grammar cannot go on: {_line(matcher.get_error())}")
+            raise DeadEnd(f"the grammar cannot go on: {_line(matcher.get_error())}")
 
 
 @final
@@ -107,9 +109,10 @@ def read_grammar(target: Target, kind: str, source: Any, eos: Iterable[int]) -> 
     if matcher.is_error():
         raise ValueError(f"{kind} cannot be read: {_line(matcher.get_error())}")
     grammar = LLGrammar(matcher, target.vocab, frozenset(eos))
-    allowed = grammar.begin().allowed
-    if allowed is not None and not allowed.any():
-        raise ValueError(f"{kind} cannot be read: it allows no text")
+    try:
+        _ = grammar.begin().allowed
+    except DeadEnd as error:
+        raise ValueError(f"{kind} cannot be read: it allows no text") from error
     return grammar
 
 
