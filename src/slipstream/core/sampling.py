@@ -125,6 +125,7 @@ class Sampler:
         self.temperature: Float[Tensor, "B 1"] = self._columns["temperature"]
         self.sound: Bool[Tensor, " B"] = torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
         self.greedy = all(row.temperature == 0 for row in self.rows)
+        self._tempered = any(row.temperature not in (0, 1) for row in self.rows)
         self._cuts = any(row.top_k or row.top_p < 1 or row.min_p for row in self.rows if row.temperature)
         self._processed = any(row.processors or row.warpers for row in self.rows)
         self._warped = any(row.warpers for row in self.rows)
@@ -189,7 +190,8 @@ class Sampler:
             x = self._process(x, [row.processors for row in self.rows])
         if not self.greedy:
             sampled = self.temperature > 0
-            x = x / torch.where(sampled, self.temperature, 1.0)
+            if self._tempered:
+                x = x / torch.where(sampled, self.temperature, 1.0)
             if self._cuts:
                 x = x.masked_fill(sampled & (x < self._threshold(x, slack)), -torch.inf)
         return self._process(x, [row.warpers for row in self.rows]) if self._warped else x

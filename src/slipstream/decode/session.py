@@ -1,6 +1,6 @@
 """Session: texts under way. Others join and leave at any round. No drafter is named here."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from operator import add, sub
@@ -185,18 +185,13 @@ class Session:
         self.seconds.prefill += lap()
 
     def _keep(
-        self,
-        read: Sequence[Sequence[int]],
-        rows: Iterable[int],
-        sampler: Sampler,
-        cache: KVCache,
-        state: State,
+        self, read: Mapping[int, Sequence[int]], sampler: Sampler, cache: KVCache, state: State
     ) -> None:
-        """Keep what was `read` in some of the rows, unless it has numbers that are not finite."""
+        """Keep what was `read` in some rows, unless it has numbers that are not finite."""
         sound = sampler.sound.tolist() if self._prefixes.most else []
-        for row in rows:
+        for row, tokens in read.items():
             if sound and sound[row]:
-                self._prefixes.put(list(read[row]), cache, state, row)
+                self._prefixes.put(list(tokens), cache, state, row)
 
     @torch.inference_mode()
     def read(self) -> list[Committed]:
@@ -212,7 +207,7 @@ class Session:
             self.seconds.prefill += lap()
             return []
         self.span, self.reading = span, None
-        self._keep(new.prompts, range(len(new.prompts)), new.sampler, new.cache, new.state)
+        self._keep(dict(enumerate(new.prompts)), new.sampler, new.cache, new.state)
         self.cache.join(new.cache)
         self.state.join(new.state)
         self.sampler = self.sampler.join(new.sampler)
@@ -346,8 +341,8 @@ class Session:
         movers = iter([row for row in range(left, len(self.texts)) if row not in gone])
         order = [next(movers) if row in gone else row for row in range(left)]
         self.cache.settle(self.lengths)
-        read = [said[:length] for said, length in zip(self._said, self.lengths, strict=True)]
-        self._keep(read, sorted(gone), self.sampler, self.cache, self.state)
+        read = {row: self._said[row][: self.lengths[row]] for row in sorted(gone)}
+        self._keep(read, self.sampler, self.cache, self.state)
         self.cache.select(order)
         self.state.select(order)
         self.sampler = self.sampler.select(order)
