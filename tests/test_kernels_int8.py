@@ -36,6 +36,21 @@ def weight_of(generator: torch.Generator, N: int, K: int) -> tuple[Tensor, Tenso
 
 @each_dtype
 @pytest.mark.parametrize(("K", "N"), SIZES)
+def test_rows_are_multiplied_as_they_are_by_panels(K, N, dtype):
+    """A row that is rounded, zeros behind that count, a row whose bits its neighbours change."""
+    generator = torch.Generator().manual_seed(K + N)
+    x, weight = (torch.randn(n, K, generator=generator) for n in (33, N))
+    whole, scales = kernels.whole_numbers(weight)
+    got = kernels.tiled_linear(x.to(dtype), kernels.int8_panels(whole), scales)
+    want = x.to(dtype).double() @ (whole * scales[:, None]).double().T
+    torch.testing.assert_close(got.double(), want, rtol=2 * torch.finfo(dtype).eps, atol=K * 1e-6)
+    for rows in (1, 2, 5, 16):
+        part = kernels.tiled_linear(x[-rows:].to(dtype), kernels.int8_panels(whole), scales)
+        assert torch.equal(part, got[-rows:])
+
+
+@each_dtype
+@pytest.mark.parametrize(("K", "N"), SIZES)
 def test_products_have_the_bits_of_their_proof(K, N, dtype):
     """A row that is rounded by another's scale, a column in another's place, sums that overflow or saturate,
     rows of another tile, block or thread."""

@@ -36,6 +36,10 @@ struct Vec {
     __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
   }
+  static Vec load(const int8_t* p) {
+    __m128i eighth = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(eighth))};
+  }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   __m256 folded() const {
     __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
@@ -64,6 +68,10 @@ struct Vec {
   static Vec load(const bf16* p) {
     __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16))};
+  }
+  static Vec load(const int8_t* p) {
+    __m128i eighth = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eighth))};
   }
   void store(float* p) const { _mm256_storeu_ps(p, v); }
   __m256 folded() const { return v; }

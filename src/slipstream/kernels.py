@@ -133,12 +133,27 @@ def tiles(weight: Float[Tensor, "N K"]) -> Float[Tensor, "panels steps 2 16 32"]
     return torch.ops.slipstream.tiles(weight)
 
 
+def whole_numbers(weight: Float[Tensor, "N K"]) -> tuple[Int8[Tensor, "N K"], Float[Tensor, " N"]]:
+    """A weight as whole numbers from -127 to 127, and the rows' scales."""
+    weight = weight.float()
+    scales = weight.abs().amax(1) / 127
+    whole = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round()
+    return whole.clamp(-127, 127).to(torch.int8), scales
+
+
 def int8_tiles(weight: Int8[Tensor, "N K"]) -> Int8[Tensor, "panels steps 2 16 16 4"]:
     """A weight as `tiled_linear` reads it: panels of 32 columns, steps of 64 numbers; with zeros behind."""
     N, K = weight.shape
     whole = F.pad(weight, (0, -K % 64, 0, -N % 32))
     tiles = whole.view(len(whole) // 32, 2, 16, -1, 16, 4).permute(0, 3, 1, 4, 2, 5)
     return torch.ops.slipstream.kept(tiles.contiguous())
+
+
+def int8_panels(weight: Int8[Tensor, "N K"]) -> Int8[Tensor, "panels K16 32"]:
+    """A weight as `tiled_linear` reads it for rows as they are: panels of 32 columns; with zeros behind."""
+    N, K = weight.shape
+    whole = F.pad(weight, (0, -K % 16, 0, -N % 32))
+    return torch.ops.slipstream.kept(whole.view(-1, 32, whole.shape[1]).transpose(1, 2).contiguous())
 
 
 def int8_rows(
@@ -156,10 +171,12 @@ def int8_rows(
 def tiled_linear(
     x: Float[Tensor, "*n K"], tiles: Tensor, scales: Float[Tensor, " N"]
 ) -> Float[Tensor, "*n N"]:
-    """The product of x with a weight in tiles, by `tiles`, `int8_tiles` or `int4_tiles`; columns have scales.
+    """The product of x with a weight that `tiles`, `int8_tiles`, `int8_panels` or `int4_tiles` packed, whose
+    columns have scales.
 
     A weight of 8 bits is multiplied by rows of 8 bits: each is rounded by a scale of its own, its largest
-    magnitude / 127. Sums are then exact, and multiplied by the row's scale times the column's in fp32. With
+    magnitude / 127. Sums are then exact, and multiplied by the row's scale times the column's in fp32. In
+    panels weights of 8 bits are multiplied by rows as they are, and added up in fp32 in their order. With
     a weight of 4 bits each group of 32 numbers of a row has a scale. Sums of groups are exact, and added up
     in fp32 in their order.
     """

@@ -20,6 +20,7 @@ constexpr bool HAS_BF16 = true;
 
 struct Bf16 {
   using Number = bf16;
+  using Stored = bf16;
   using Sum = float;
 
   static int64_t stride(int64_t K) { return (K + BYTES / 2 - 1) / (BYTES / 2) * (BYTES / 2); }

@@ -22,6 +22,7 @@ namespace tiled {
 
 struct Int4 {
   using Number = uint8_t;
+  using Stored = uint8_t;
   using Sum = float;
   static constexpr int64_t GROUP = 32, VECTOR = 64, STEP = 10 * VECTOR;  // numbers, bytes, bytes of a panel's group
   static constexpr int64_t ROW = GROUP + 8;  // bytes of a row's group: behind all numbers, two factors of each

@@ -40,6 +40,7 @@ float quantise(const T* x, int64_t K, int8_t* to) {
 
 struct Int8 {
   using Number = int8_t;
+  using Stored = int8_t;
   using Sum = int32_t;
 
   static int64_t stride(int64_t K) { return (K + DEEP - 1) / DEEP * DEEP; }
@@ -52,6 +53,44 @@ struct Int8 {
     return quantise(x, K, to);
   }
 };
+
+// Weights of 8 bits by rows as they are, in fp32: for heads, which few rows pass through, so that memory alone
+// counts. A weight lies in panels of 32 columns, number by number.
+struct Plain8 {
+  using Number = float;
+  using Stored = int8_t;
+  using Sum = float;
+
+  static int64_t stride(int64_t K) { return (K + 15) / 16 * 16; }
+  static int64_t panel(int64_t stride) { return stride * WIDE; }
+
+  template <class T>
+  static float row(const T* x, int64_t K, float* to) {
+    std::copy(x, x + K, to);
+    std::fill(to + K, to + stride(K), 0.0f);
+    return 1;
+  }
+};
+
+// The sums of R rows with a panel, in the order of K.
+template <int R>
+[[gnu::noinline]] void add_up(const float* x, int64_t stride, const int8_t* w, int64_t K, float* sums) {
+  constexpr int COLUMNS = WIDE / W;
+  Vec sum[R][COLUMNS];
+  each<R>([&](auto r) { each<COLUMNS>([&](auto j) { sum[r][j] = Vec::set(0); }); });
+  for (int64_t k = 0; k < K; k += 4, w += 4 * WIDE) {
+    __builtin_prefetch(w + AHEAD), __builtin_prefetch(w + AHEAD + 64);
+    each<4>([&](auto i) {
+      Vec column[COLUMNS];
+      each<COLUMNS>([&](auto j) { column[j] = Vec::load(w + i * WIDE + j * W); });
+      each<R>([&](auto r) {
+        const Vec row = Vec::set(x[r * stride + k + i]);
+        each<COLUMNS>([&](auto j) { sum[r][j] = fma(row, column[j], sum[r][j]); });
+      });
+    });
+  }
+  each<R>([&](auto r) { each<COLUMNS>([&](auto j) { sum[r][j].store(sums + r * WIDE + j * W); }); });
+}
 
 // Rows `which` of a weight, times their scales: [*n, K].
 Tensor int8_rows(

@@ -61,7 +61,8 @@ void multiply(const Number* x, int64_t n, int64_t stride, const Number* panel, i
 }
 template <class Kind>
 void configure(int64_t rows) {
-  if constexpr (!std::is_same_v<Kind, Int4>) amx::configure(std::min(rows, amx::SIDE), rows - amx::SIDE);
+  if constexpr (std::is_same_v<Kind, Plain8>) return;
+  else if constexpr (!std::is_same_v<Kind, Int4>) amx::configure(std::min(rows, amx::SIDE), rows - amx::SIDE);
   else if (rows > int4::FEW) int4::configure(rows);
 }
 void release() { _tile_release(); }
@@ -80,6 +81,12 @@ void release() {}
 
 #endif
 
+template <bool FIRST>
+void multiply(const float* x, int64_t n, int64_t stride, const int8_t* panel, int64_t, float* sums) {
+  even_tiles<ROWS>(n, [&](int64_t r, auto rows) {
+    add_up<rows>(x + r * stride, stride, panel, stride, sums + r * WIDE);
+  });
+}
 template <bool FIRST>
 void multiply(const uint8_t* x, int64_t n, int64_t stride, const uint8_t* panel, int64_t, float* sums) {
   int4::multiply(x, n, stride, panel, stride / Int4::ROW, sums);
@@ -127,8 +134,8 @@ struct Weight {
         scales(scales.const_data_ptr<float>()) {}
   Weight(const Tensor& tiles, int64_t N) : tiles(tiles.const_data_ptr()), panels(tiles.size(0)), N(N) {}
   template <class Kind>
-  const typename Kind::Number* panel(int64_t p, int64_t stride) const {
-    return static_cast<const typename Kind::Number*>(tiles) + p * Kind::panel(stride);
+  const typename Kind::Stored* panel(int64_t p, int64_t stride) const {
+    return static_cast<const typename Kind::Stored*>(tiles) + p * Kind::panel(stride);
   }
   // Sums of a row with panel p as numbers: times the row's scale times the columns'; returns how many there are.
   template <class Sum>
@@ -231,12 +238,13 @@ void by_kind(const Tensor& x, const Tensor& weight, F f) {
 #if defined(__AVX512BF16__)
   if (weight.scalar_type() == at::kBFloat16) return go(Bf16());
 #endif
-  weight.scalar_type() == at::kByte ? go(Int4()) : go(Int8());
+  weight.scalar_type() == at::kByte ? go(Int4()) : weight.dim() == 3 ? go(Plain8()) : go(Int8());
 }
 
 // Dimensions of a weight's tiles.
 int64_t dims_of(const Tensor& x, const Tensor& weight) {
   if (weight.scalar_type() == at::kByte) return 4;
+  if (weight.scalar_type() == at::kChar) return weight.dim() == 3 ? 3 : 6;
   return HAS_BF16 && weight.scalar_type() == x.scalar_type() ? 5 : 6;
 }
 
@@ -271,7 +279,8 @@ void check_norm(const Tensor& x, const std::optional<Tensor>& norm) {
 
 void check_width(const Tensor& weight, int64_t K) {
   const int64_t deep = weight.scalar_type() == at::kByte ? Int4::GROUP : BYTES / weight.element_size();
-  TORCH_CHECK(weight.size(1) == (K + deep - 1) / deep, "products in tiles: rows and weights do not fit");
+  const int64_t steps = weight.dim() == 3 ? Plain8::stride(K) : (K + deep - 1) / deep;
+  TORCH_CHECK(weight.size(1) == steps, "products in tiles: rows and weights do not fit");
 }
 
 void check_more(const std::optional<Tensor>& more, const std::vector<Tensor>& out) {

@@ -20,6 +20,7 @@ from slipstream import kernels
 from slipstream.fusing import fuse, in_place
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Any]
+EIGHT = "of_8_bits"  # marks a weight that was stored so: a multiple of whole numbers in each row
 PACKED_FOR = 8  # rows; oneDNN's layout for a few rows serves one row and many as well
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
 X86_BF16 = torch.cpu._is_avx512_bf16_supported() or kernels.HAS_AMX
@@ -217,6 +218,10 @@ def _packed(
     key = *map(id, parts), scaled
     if key not in copies:
         plain = torch.cat([weight.detach() for weight in weights]).to(dtype)
+        if scaled and getattr(weights[0], EIGHT, False):
+            whole, scales = kernels.whole_numbers(plain)
+            copies[key] = ([kernels.int8_panels(whole), scales], parts[1:])
+            return copies[key][0]
         packed = [packed_weight(plain)]
         if any(b is not None for b in biases):
             pairs = zip(weights, biases, strict=True)

@@ -19,6 +19,7 @@ from slipstream.core.shape import Shape
 from slipstream.core.target import Target
 from slipstream.files import LOCK, cache_home, check_regular, locked, read_json, understood, update_json
 from slipstream.methods import METHODS, SHIPPED
+from slipstream.packing import EIGHT
 
 VERSION = 1
 VOCAB = "draft_vocab"  # target ids that a drafter takes its candidates from, sorted
@@ -137,13 +138,13 @@ def stored(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def restored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `stored`: int8 matrices become float32, other tensors keep their type."""
+    """The inverse of `stored`: int8 matrices become float32, marked as `EIGHT`; others keep their type."""
     steps = {name.removesuffix(STEP): tensor for name, tensor in tensors.items() if name.endswith(STEP)}
-    return {
-        name: tensor * steps[name][:, None] if name in steps else tensor
-        for name, tensor in tensors.items()
-        if not name.endswith(STEP)
-    }
+    made = {name: tensor for name, tensor in tensors.items() if not name.endswith(STEP)}
+    for name in steps.keys() & made.keys():
+        made[name] = made[name] * steps[name][:, None]
+        setattr(made[name], EIGHT, True)
+    return made
 
 
 def write_directory(
@@ -309,3 +310,6 @@ def load_weights(module: nn.Module, tensors: dict[str, Tensor], source: str) -> 
     if wrong:
         raise ValueError(f"{source} does not fit: {'; '.join(wrong)}")
     module.load_state_dict(tensors, assign=True)  # they keep their own precision
+    for name, parameter in module.named_parameters():
+        if hasattr(tensors[name], EIGHT):
+            setattr(parameter, EIGHT, True)

@@ -202,10 +202,8 @@ def _turned(module: Any) -> nn.Linear:
 def rounded(weight: Float[Tensor, "N K"]) -> tuple[Tensor, Float[Tensor, " N"]]:
     """A weight as whole numbers from -127 to 127, in the order of `kernels.int8_tiles`, and the rows'
     scales."""
-    weight = weight.float()
-    scales = weight.abs().amax(1) / 127
-    whole = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round()
-    return kernels.int8_tiles(whole.clamp(-127, 127).to(torch.int8)), scales
+    whole, scales = kernels.whole_numbers(weight)
+    return kernels.int8_tiles(whole), scales
 
 
 def stored_bytes(model: nn.Module) -> int:
