@@ -48,7 +48,7 @@ Ask = Any  # requests -> what `serve_clients` says of them
 @contextmanager
 def served(target: HFTarget, drafter: Drafter, rows: int) -> Iterator[Ask]:
     """Yields what asks a server, by clients in a process of their own."""
-    server = Server(target, drafter, "auto", Limits(rows=rows))
+    server = Server(target, drafter, "auto", Limits(rows=rows, keep=0))  # all read their prompts
     listener = socket.create_server(("127.0.0.1", 0))
     http = made(server, 5)
     thread = threading.Thread(target=http.run, args=([listener],))
