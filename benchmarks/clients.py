@@ -29,6 +29,7 @@ from typing import Annotated, Any
 import typer
 
 from common import run
+from serve_clients import request, said
 from slipstream import generate
 from slipstream.cli import common as cli
 from slipstream.files import check_writable, write_json
@@ -81,12 +82,9 @@ class Clients:
     async def _ask(self, which: int, way: str, chance: random.Random) -> int | None:
         """The answer's status; None where nobody waited for it."""
         streams = way != "whole"
-        data = words.dumps(self.bodies[which] | {"stream": streams}).encode()
-        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        sent = request(self.bodies[which] | {"stream": streams})
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
-            sent = head.encode() + data
             early = way == "resets" and chance.random() < 0.5
             writer.write(sent[: len(sent) // 2] if early else sent)
             await writer.drain()
@@ -113,17 +111,14 @@ class Clients:
 
 
 def parsed(answer: bytes, streamed: bool) -> tuple[int, str]:
-    """Status and text of an answer."""
+    """Status and text of an answer; status 0 for one that was cut off."""
     head, _, body = answer.partition(b"\r\n\r\n")
     status = int(head.split()[1]) if head else 0
     if status != 200:
         return status, ""
     if not streamed:
         return status, words.loads(body)["choices"][0]["message"]["content"]
-    events = [line[6:] for line in body.decode().split("\n") if line.startswith("data: {")]
-    choices = [choice for event in events for choice in words.loads(event)["choices"]]
-    assert body.rstrip().endswith(b"data: [DONE]") or b"[DONE]" in body, "a stream was cut off"
-    return status, "".join(choice["delta"].get("content") or "" for choice in choices)
+    return (status, said(body)) if b"data: [DONE]" in body else (0, "")
 
 
 def resident(pid: int) -> int:

@@ -8,22 +8,31 @@ from time import perf_counter
 from typing import Any
 
 
+def request(body: dict[str, Any]) -> bytes:
+    """A request for a chat's answer, as it is sent."""
+    data = json.dumps(body)
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    return f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n{data}".encode()
+
+
+def said(stream: bytes) -> str:
+    """The text of a stream's events."""
+    events = [json.loads(line[6:]) for line in stream.decode().split("\n") if line.startswith("data: {")]
+    return "".join(choice["delta"].get("content") or "" for e in events for choice in e["choices"])
+
+
 async def stream(host: str, port: int, body: dict[str, Any]) -> tuple[float, str]:
     """Seconds to the first token, and the answer."""
-    began, first, data = perf_counter(), 0.0, json.dumps(body)
+    began, first = perf_counter(), 0.0
     reader, writer = await asyncio.open_connection(host, port)
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    writer.write((head + data).encode())
+    writer.write(request(body))
     parts = []
     while part := await reader.read(65536):
         if not first and b'"content":' in part:
             first = perf_counter() - began
         parts.append(part)
     writer.close()
-    lines = b"".join(parts).decode().split("\n")
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    return first, "".join(choice["delta"].get("content", "") for e in events for choice in e["choices"])
+    return first, said(b"".join(parts))
 
 
 async def streams(host: str, port: int, bodies: list[dict[str, Any]]) -> dict[str, Any]:
