@@ -174,7 +174,7 @@ def main(
     with subprocess.Popen(started, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         lines = iter(server.stderr.readline, "")
-        port = next(int(found[1]) for line in lines if (found := re.search(r"127\.0\.0\.1:(\d+)", line)))
+        port = next(int(at[1]) for line in lines if (at := re.search(r"127\.0\.0\.1:(\d+)", line)))
         crowd = Clients(port, server.pid, bodies, clients * requests)
 
         async def all_of_them() -> None:
