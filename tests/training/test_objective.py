@@ -1,5 +1,7 @@
 """Objectives train the very computation that drafting runs."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from slipstream.core.tree import chain
 from slipstream.drafters.heads import layer_sizes
 from slipstream.drafters.layers import attend_cache
 from slipstream.drafters.store import save_drafter
+from slipstream.targets import HFTarget
 from slipstream.training.data import Example
 from slipstream.training.methods import (
     DistillObjective,
@@ -347,3 +350,16 @@ def test_what_is_taught_and_drafted_with_is_the_targets_law(family):
     assert torch.allclose(drafter.logits(out.features), out.logits, atol=1e-9)
     law = EagleObjective(drafter.head, target, None)._law(out.features[0], text[0], False)
     assert torch.allclose(law.double(), out.logits[0].softmax(-1), atol=1e-6)
+
+
+def test_the_labels_of_a_bf16_target_are_its_laws_in_float32():
+    """A packed copy of other rows, or of another precision, that the LM head lends as its own."""
+    target = HFTarget(deepcopy(tiny.reference("llama")).bfloat16(), tiny.tokenizer(), "llama")
+    vocab = torch.arange(20, 60)
+    lm_head, states = (
+        EagleObjective(tiny.eagle(target).head, target, vocab).lm_head,
+        tiny.noise(3, 32).float(),
+    )
+    wanted = states @ target.lm_head().weight[vocab].float().T
+    with torch.no_grad():
+        torch.testing.assert_close(lm_head(states), wanted)

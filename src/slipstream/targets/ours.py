@@ -122,8 +122,8 @@ class Packed(nn.Linear):
         return self.product(x, self.weight, self.bias)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`F.linear` of this layer's own weight and bias."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        """`F.linear`. The packed copy is of this layer's own weight; one that was cast has none."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or weight is not self.weight:
             return F.linear(x, weight, bias)
         return packed_linear(x, _copy_of(self, packed_weight), bias, len(weight))
 
