@@ -160,8 +160,8 @@ def _laps(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) 
         for rung in drafter.rungs:
             if max(session.lengths) + 2 * (deepest + 2) > target.window:
                 session = _session(target, drafter, texts, context)
-            if drafter.probes is not None and rung.children:
-                session.step(shape=rung)  # its masks guess what the timed round checks
+            if rung.children:
+                session.step(shape=rung)  # the timed round reads what this one brings, and its masks guess
             before = perf_counter()
             drafter.signs(session.state)
             session.step(shape=rung)
