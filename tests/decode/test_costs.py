@@ -37,9 +37,12 @@ def test_rounds_are_measured_once_for_each_number_of_texts(auto, monkeypatch):
     assert costs.ledger(target, again).seconds[4] == pytest.approx(seconds[4], abs=1e-6)
 
 
-def test_what_was_accepted_is_kept_for_the_next_process(auto, monkeypatch):
+def test_what_was_learnt_is_kept_for_the_next_process(auto, monkeypatch):
+    """What was accepted, and costs, which may have been measured in a busy second."""
     target, drafter = auto
     monkeypatch.setattr(costs, "NEWS", 10)
+    costs.policy(target, drafter, 1)
+    measured = list(costs.ledger(target, drafter).seconds[1])
     generate.generate(target, PROMPT, drafter, max_new_tokens=60, eos_token_ids=())
     kept = read_results(cache_home() / costs.FILE)[costs.ACCEPTED]
     known = costs.ledger(target, drafter)
@@ -48,6 +51,8 @@ def test_what_was_accepted_is_kept_for_the_next_process(auto, monkeypatch):
     assert again is not known
     assert list(kept) == [f"{target.fingerprint} auto:head=tiny"]
     assert all(again.of(*key).mean == pytest.approx(known.of(*key).mean, abs=1e-3) for key in known.accepted)
+    costs.policy(target, Auto(drafter.hybrid.head, drafter.name), 1)
+    assert again.seconds[1] == pytest.approx(known.seconds[1], abs=1e-6) != measured
 
 
 def test_a_drafter_with_one_tree_has_no_policy(auto):

@@ -59,10 +59,13 @@ def policy(target: Target, drafter: Drafter, texts: int) -> Policy | None:
 
 
 def keep(target: Target, drafter: Drafter) -> None:
-    """Store what was accepted, if there is news of it."""
+    """Store what was accepted and what rounds cost, if there is news of it: a first measurement in a busy
+    second is not for ever."""
     if not drafter.rungs or (known := ledger(target, drafter)).chosen.total() - known.kept < NEWS:
         return
     _store_accepted(target, drafter, known)
+    for texts, seconds in known.seconds.items():
+        _store_seconds(target, drafter, texts, seconds)
     known.kept = known.chosen.total()
 
 
