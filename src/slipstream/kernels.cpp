@@ -6,7 +6,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -242,11 +241,12 @@ Vec capped(Vec x, float cap) {
 
 }  // namespace
 
+#include "kernels_memory.h"
+
 #if defined(__AMX_BF16__)
 #include "kernels_amx.h"
 #endif
 
-#include "kernels_memory.h"
 #include "kernels_tiles.h"
 
 namespace {
@@ -295,7 +295,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   if (bias) b = bias->to(at::kFloat).contiguous();
   auto sizes = x.sizes().vec();
   sizes.back() = N;
-  Tensor out = at::empty(sizes, rows.options());
+  Tensor out = fresh(sizes, at::kFloat);
   const float* added = bias ? b.const_data_ptr<float>() : nullptr;
   if (M == 0) return out.to(x.scalar_type());
   if (w.scalar_type() == at::kFloat)
@@ -517,7 +517,7 @@ void attend(
   const int64_t apart = (D + 31) / 32 * 32;
   const Tensor rows = q.to(c10::CppTypeToScalarType<Number>::value).contiguous();
   const int32_t* lists = keys.const_data_ptr<int32_t>();
-  float* made = out.data_ptr<float>();  // [B, R, heads, Dv]
+  T* made = out.data_ptr<T>();  // [B, R, heads, Dv]
   at::parallel_for(0, B * KV * tilesof, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scores, sum, total;
     std::vector<Number> query;
@@ -583,7 +583,7 @@ void attend(
           });
       for (int64_t i = 0; i < count; i++)
         for (int64_t d = 0; d < Dv; d++)
-          made[((b * R + top + i / G) * heads + h * G + i % G) * Dv + d] = sum[i * width + d] / total[i];
+          made[((b * R + top + i / G) * heads + h * G + i % G) * Dv + d] = T(sum[i * width + d] / total[i]);
     }
   });
 }
@@ -615,10 +615,10 @@ Tensor attention(
   if (k.scalar_type() == at::kBFloat16 && q.size(3) % amx::DEEP == 0 && v.size(3) % amx::DEEP == 0)
     return amx::attention(q, k, v, lists, scale, cap, s);
 #endif
-  Tensor out = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options().dtype(at::kFloat));
+  Tensor out = fresh({q.size(0), q.size(2), q.size(1), v.size(3)}, q.scalar_type());
   if (k.scalar_type() == at::kFloat) attend<float>(q, k, v, lists, scale, cap, s, out);
   else attend<bf16>(q, k, v, lists, scale, cap, s, out);
-  return out.to(q.scalar_type());
+  return out;
 }
 
 int64_t lanes() { return W; }

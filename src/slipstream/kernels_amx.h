@@ -10,7 +10,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/Utils.h>
-#include <ATen/ops/empty.h>
 #include <immintrin.h>
 
 #include <algorithm>
@@ -478,7 +477,7 @@ inline Tensor attention(
   const int64_t per = SIDE / slice, L = keys.size(-1), threads = at::get_num_threads();
   const int64_t one = B * KV * slices * ((R + per - 1) / per);  // jobs of one tile
   const int64_t most = per * (one >= 4 * threads ? 2 : 1), parts = (R + most - 1) / most;
-  const Tensor queries = q.contiguous(), out = at::empty({B, R, heads, Dv}, q.options());
+  const Tensor queries = q.contiguous(), out = fresh({B, R, heads, Dv}, q.scalar_type());
   const int32_t* lists = keys.const_data_ptr<int32_t>();
   at::parallel_for(0, B * KV * slices * parts, 1, [&](int64_t begin, int64_t end) {
     configure(SIDE, SIDE);

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cstring>
@@ -104,7 +103,7 @@ Tensor int8_rows(
   auto sizes = which.sizes().vec();
   sizes.push_back(K);
   const Tensor at = which.contiguous(), by = scales.contiguous(),
-               out = at::empty(sizes, tiles.options().dtype(dtype));
+               out = fresh(sizes, dtype);
   const int8_t* from = tiles.const_data_ptr<int8_t>();
   auto fill = [&](auto* to) {
     for (int64_t i = 0; i < at.numel(); i++) {

@@ -8,7 +8,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cmath>
@@ -157,7 +156,7 @@ Rows<Kind> prepared(const T* x, int64_t M, int64_t K, const Norm<T>& norm) {
   const int64_t stride = Kind::stride(K);
   if constexpr (std::is_same_v<T, Number>)
     if (!norm.weight && K == stride) return {M, stride, x};
-  const Tensor memory = at::empty({M * (stride * int64_t(sizeof(Number)) + 4)}, at::kByte);
+  const Tensor memory = fresh({M * (stride * int64_t(sizeof(Number)) + 4)}, at::kByte);
   Number* numbers = static_cast<Number*>(memory.data_ptr());
   float* scales = reinterpret_cast<float*>(numbers + M * stride);
   at::parallel_for(0, M, std::max<int64_t>(1, 32768 / stride), [&](int64_t begin, int64_t end) {
@@ -323,7 +322,7 @@ struct Flat {
   Tensor wide(int64_t N) const {
     auto sizes = x.sizes().vec();
     sizes.back() = N;
-    return at::empty(sizes, x.options());
+    return fresh(sizes, x.scalar_type());
   }
 };
 
@@ -389,7 +388,7 @@ Tensor gated(
     using T = decltype(like);
     using Kind = decltype(kind);
     const auto read = prepared<Kind>(rows.x.const_data_ptr<T>(), rows.M, rows.K, Norm<T>(norm, eps));
-    const Tensor between = at::empty({rows.M, inner}, at::kFloat);
+    const Tensor between = fresh({rows.M, inner}, at::kFloat);
     float* to = between.data_ptr<float>();
     products<2>(
         read, all[0].panels,
@@ -451,7 +450,7 @@ Tensor attend(
       "tiled_layer: rows, weights, angles and cache do not fit");
   const int64_t heads = made[0].size(2) / D, angles = cos.numel() / D;
   const Tensor c = cos.contiguous(), s = sin.contiguous(), at = slots.contiguous(),
-               q = at::empty({B, heads, R, D}, x.options());
+               q = fresh({B, heads, R, D}, x.scalar_type());
   auto run = [&](auto like) {
     using T = decltype(like);
     const int64_t* slot = at.const_data_ptr<int64_t>();
