@@ -51,6 +51,19 @@ def test_linear_layers_side_by_side(dtype):
         ] * 2
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inductor_takes_packed_weights_of_every_layout(dtype):
+    """Tiles were lowered as oneDNN's layout, so that compiled Medusa in bf16 ended in an error."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Layers(dtype)
+    made = torch.compile(Layers.forward, backend=packing)
+    for x in torch.randn(2, 1, 32), torch.randn(2, 3, 32):
+        for ours, theirs in zip(made(module, freed(x.to(dtype)), 3), module(x.to(dtype), 3), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
+
+
 class Halves(nn.Module):
     """A product, and for two rows another one behind a break of the graph. Adds its own number."""
 

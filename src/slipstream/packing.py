@@ -258,10 +258,15 @@ def _shape(x: Tensor, weight: Tensor, bias: Tensor | None, N: int) -> Tensor:
 
 
 def _lowered(x: Any, weight: Any, bias: Any, N: int) -> Any:
-    """A direct call of oneDNN. Inductor's own lowering of it treats weights as constants."""
+    """A direct call of oneDNN, or of our kernel for tiles. Inductor's own lowering of oneDNN's product treats
+    weights as constants."""
     from torch._inductor.ir import TensorBox
+    from torch._inductor.lowering import fallback_handler
     from torch._inductor.mkldnn_ir import LinearUnary
 
+    if len(weight.get_size()) > 2:
+        op = torch.ops.slipstream.packed_linear.default
+        return fallback_handler(op, add_to_fallback_set=False)(x, weight, bias, N)
     return TensorBox.create(LinearUnary.create(x, weight, bias, "none", [], ""))
 
 
