@@ -52,10 +52,10 @@ def test_linear_layers_side_by_side(dtype):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own
+@torch._inductor.config.patch(fx_graph_cache=False)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_inductor_takes_packed_weights_of_every_layout(dtype, monkeypatch):
+def test_inductor_takes_packed_weights_of_every_layout(dtype):
     """Tiles were lowered as oneDNN's layout, so that compiled Medusa in bf16 ended in an error."""
-    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
     torch._dynamo.reset()
     torch.manual_seed(0)
     module = Layers(dtype)
