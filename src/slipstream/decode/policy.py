@@ -22,8 +22,8 @@ MINUTE = 0.3  # weight of a plain round's time in all costs: the text grows long
 LEARNS = 0.05  # weight of another round's time in its rung's cost, at least; half of it holds for all trees
 LAGS = 4  # rounds without the head after which its next one reads much, and does not tell what rounds cost
 KEEPS = 200.0  # rounds that an average of accepted tokens remembers
-GROWN, MATCHED = 0.18, (0.05, 0.2, 0.5, 0.9)  # guesses: accepted tokens over log2(nodes), and by sign
-FIRST = 0.4  # guess: tokens accepted of a head's tree, whatever its size
+FIRST, GROWN = 0.2, 0.29  # guess: tokens accepted of a head's tree, and more for each doubling of its nodes
+MATCHED = (0.2, 0.6, 0.8, 0.92)  # guess: a match's next token is accepted, by sign
 GUESS = 4.0  # rounds that a guess counts as
 NO_GUESSES = -1  # the sign of a text that gets none: it brings one token, whatever the tree
 HOPE = 0.3  # a mean of n rounds may be higher by this share over √n
@@ -72,8 +72,9 @@ class Ledger:
         """The average, a guess before any was counted."""
         if (rung, sign) not in self.accepted:
             shape = self.rungs[rung]
-            rate, first = (MATCHED[sign] + GROWN, FIRST) if shape.children else (MATCHED[sign], 0.0)
-            self.accepted[rung, sign] = Accepted(min(shape.nodes - 1.0, first + rate * log2(shape.nodes)))
+            grown = FIRST + GROWN * log2(shape.nodes) if shape.children else 0.0
+            matched = sum(MATCHED[sign] ** i for i in range(1, shape.nodes))
+            self.accepted[rung, sign] = Accepted(max(grown, matched))
         return self.accepted[rung, sign]
 
     def costs(self, texts: int) -> list[float]:
