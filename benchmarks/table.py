@@ -1,14 +1,16 @@
-r"""The tables of docs/drafters.md and docs/peers.md, between their markers, from stored results.
+r"""The tables of docs/drafters.md, docs/peers.md and docs/tables.md, from stored results, between markers.
 
     python benchmarks/table.py benchmarks/results/drafters.json docs/drafters.md \
         --pair 'fasteagle over ngram'
     python benchmarks/table.py benchmarks/results/peers.json docs/peers.md
+    python benchmarks/table.py benchmarks/results/tables.json docs/tables.md
 
 Speeds are means over the question sets. The last column of the third table of drafters is a prediction:
 tokens per pass, over a round in which every pass takes as long as a plain one, as on a GPU, and drafting
 takes the share of a plain pass that it took here.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,14 +25,52 @@ from slipstream.cli import common as cli
 from slipstream.files import check_writable, read_text, replacing
 from slipstream.measure.paired import Paired, paired
 from slipstream.measure.report import BenchReport, DrafterResult
+from slipstream.measure.reproduced import ReproduceReport, Table
 from slipstream.results import Report
 
 BEGIN, END = "<!-- made by benchmarks/table.py -->", "<!-- end -->"
 
 
-def tables(report: BenchReport | PeersReport, link: str) -> str:
+Stored = BenchReport | PeersReport | ReproduceReport
+
+
+def tables(report: Stored, link: str) -> str:
     """Those of a report."""
+    if isinstance(report, ReproduceReport):
+        return papers_tables(report, link)
     return peers_table(report, link) if isinstance(report, PeersReport) else drafter_tables(report, link)
+
+
+def papers_tables(report: ReproduceReport, link: str) -> str:
+    """How many relations hold, every table that has a figure of ours, and the names of all others."""
+    measured = [table for table in report.tables if any(value.ours is not None for value in table.values)]
+    verdicts = Counter(relation.verdict for table in measured for relation in table.relations)
+    sizes = [len(asked.categories) for asked in report.settings.sets.values()]
+    about = f"{min(sizes)} to {max(sizes)} questions of each set, {report.max_new_tokens} tokens an answer"
+    told = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+    others = ", ".join(f"`{table.name}`" for table in report.tables if table not in measured)
+    return "\n\n".join(
+        [
+            _settings(report, about, link),
+            f"Relations of the papers here: {told}.",
+            *map(_paper_table, measured),
+            f"Without a figure in this run: {others}.",
+        ]
+    )
+
+
+def _paper_table(table: Table) -> str:
+    columns = list(dict.fromkeys(value.column for value in table.values))
+    rows = []
+    for row in dict.fromkeys(value.row for value in table.values):
+        cells = {value.column: str(value) for value in table.values if value.row == row}
+        rows.append([row, *(cells.get(column, "") for column in columns)])
+    told = [f"- **{relation.verdict}**: {relation.told}" for relation in table.relations]
+    lines = [
+        f"## `{table.name}`",
+        f"{table.shows[0].upper()}{table.shows[1:]}; the paper's is {table.model}.",
+    ]
+    return "\n\n".join([*lines, _table(["", *columns], rows), "\n".join(told)]).strip()
 
 
 def peers_table(report: PeersReport, link: str) -> str:
@@ -43,7 +83,7 @@ def peers_table(report: PeersReport, link: str) -> str:
     sets = [Path(file).stem for file in report.prompts]
     head = ["engine", "tokens/s", *sets, "behind the prompt", "prompt, ms", "× plain [95 %]"]
     about = f"{sum(report.prompts.values())} questions, {report.max_new_tokens} tokens an answer"
-    return f"{_settings(report, 0, about, link)}\n\n{_table(head, rows)}"
+    return f"{_settings(report, f'T = 0, {about}', link)}\n\n{_table(head, rows)}"
 
 
 def drafter_tables(report: BenchReport, link: str) -> str:
@@ -64,7 +104,7 @@ def drafter_tables(report: BenchReport, link: str) -> str:
     )
     return "\n\n".join(
         [
-            _settings(report, report.temperature, about, link),
+            _settings(report, f"T = {report.temperature:g}, {about}", link),
             _table(["drafter", "τ", "rows", "× plain [95 %]", "× Hugging Face [95 %]"], speed),
             "The same speed over plain decoding's, by question set:",
             _table(["drafter", *(Path(each).stem for each in plain.by_file)], by_set),
@@ -90,7 +130,7 @@ def pair(report: BenchReport, ours: str, theirs: str) -> Paired:
     return paired(*asked)
 
 
-def write_tables(results: str, page: str) -> BenchReport | PeersReport:
+def write_tables(results: str, page: str) -> Stored:
     """Put the tables of a result between the markers of a page. Returns the result. Raises ValueError."""
     check_writable(page, reads=[results])
     text, report = read_text(page, "page"), read(results)
@@ -104,17 +144,18 @@ def write_tables(results: str, page: str) -> BenchReport | PeersReport:
     return report
 
 
-def read(results: str) -> BenchReport | PeersReport:
-    """A result of either kind. Raises ValueError."""
-    with suppress(ValueError):
-        return PeersReport.read(results)
+def read(results: str) -> Stored:
+    """A result of any kind. Raises ValueError."""
+    for kind in (PeersReport, ReproduceReport):
+        with suppress(ValueError):
+            return kind.read(results)
     return BenchReport.read(results)
 
 
-def _settings(report: Report, temperature: float, about: str, link: str) -> str:
+def _settings(report: Report, about: str, link: str) -> str:
     settings = (
         f"{report.target}, {report.dtype}{', compiled' if report.compiled else ''}, "
-        f"T = {temperature:g}, {about}, {report.hardware['threads']} cores of "
+        f"{about}, {report.hardware['threads']} cores of "
         f"{report.hardware['cpu']} ([`{Path(link).name}`]({link})):"
     )
     return fill(settings, 110, break_long_words=False, break_on_hyphens=False)
@@ -133,7 +174,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def main(
-    results: Annotated[str, typer.Argument(help="what `slipstream bench` or peers.py stored")],
+    results: Annotated[str, typer.Argument(help="what `slipstream bench`, `reproduce` or peers.py stored")],
     page: Annotated[str, typer.Argument(help="a Markdown page with the markers")],
     pairs: Annotated[
         list[str],
@@ -144,10 +185,11 @@ def main(
     if wrong := [name for name, names in zip(pairs, named, strict=True) if len(names) != 2]:
         raise ValueError(f"--pair takes 'OURS over THEIRS', two drafters of the result, not {wrong[0]!r}")
     report = write_tables(results, page)
-    if named and isinstance(report, PeersReport):
+    if isinstance(report, BenchReport):
+        for ours, theirs in named:
+            cli.out.print(f"{ours} over {theirs}: {pair(report, ours, theirs)}", soft_wrap=True)
+    elif named:
         raise ValueError("--pair takes drafters of what `slipstream bench --json` wrote")
-    for ours, theirs in named:
-        cli.out.print(f"{ours} over {theirs}: {pair(report, ours, theirs)}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,12 @@ class Relation(Part):
     difference: float | None
     interval: Interval | None
 
+    @property
+    def told(self) -> str:
+        """What was claimed, and what decides."""
+        sure = " [{:+.2f}, {:+.2f}]".format(*self.interval) if self.interval else ""
+        return self.claim + ("" if self.difference is None else f" (by {self.difference:+.2f}{sure})")
+
 
 class Table(Part):
     """A table or a figure of a paper.
@@ -112,10 +118,8 @@ class Table(Part):
                 table.add_row(row, *(cells.get(column, "") for column in columns))
             parts.append(table)
         for relation in self.relations:
-            sure = " [{:+.2f}, {:+.2f}]".format(*relation.interval) if relation.interval else ""
-            by = "" if relation.difference is None else f" (by {relation.difference:+.2f}{sure})"
             style = STYLES.get(relation.verdict, "yellow")
-            parts.append(Text.assemble((relation.verdict, style), f": {relation.claim}{by}"))
+            parts.append(Text.assemble((relation.verdict, style), f": {relation.told}"))
         parts += [Text(line, "dim") for line in (*self.missing, self.note) if line]
         return Group(*parts, Text(""))
 
