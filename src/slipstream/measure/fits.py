@@ -54,11 +54,6 @@ class Fit:
         return float(self._known.mean())
 
     @property
-    def error(self) -> float:
-        """The standard error of that share."""
-        return sqrt(self.hits * (1 - self.hits) / max(1, len(self._known)))
-
-    @property
     def _known(self) -> Float[Tensor, " m"]:
         return self.likeliest[~self.right.isnan()]
 

@@ -81,11 +81,12 @@ class RecordedTarget(Target):
         return made
 
     def without(self, start: int) -> "RecordedTarget":
-        """The texts without their first tokens, whose states stay as they were."""
-        made = copy(self)
-        made.tokens, made._features = self.tokens[:, start:], self._features[:, start:]
-        made.prompts, made.lengths = self.prompts - start, self.lengths - start
-        return made
+        """The texts without their first tokens, which the target reads again, not having seen those."""
+        texts = [
+            (row[start:prompt].tolist(), row[prompt:length].tolist())
+            for row, prompt, length in zip(self.tokens, self.prompts, self.lengths, strict=True)
+        ]
+        return RecordedTarget(self.target, texts, self.taps, self.sampling)
 
     def __call__(
         self, tree: Tree, cache: KVCache, taps: Sequence[str] = (), rows: Int[Tensor, "B K"] | None = None
