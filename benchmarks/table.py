@@ -28,6 +28,7 @@ from slipstream.measure.report import BenchReport, DrafterResult
 from slipstream.measure.reproduced import ReproduceReport, Table
 from slipstream.results import Report
 
+MOST_COLUMNS = 5  # that a page is wide enough for
 BEGIN, END = "<!-- made by benchmarks/table.py -->", "<!-- end -->"
 
 
@@ -60,17 +61,17 @@ def papers_tables(report: ReproduceReport, link: str) -> str:
 
 
 def _paper_table(table: Table) -> str:
-    columns = list(dict.fromkeys(value.column for value in table.values))
-    rows = []
-    for row in dict.fromkeys(value.row for value in table.values):
-        cells = {value.column: str(value) for value in table.values if value.row == row}
-        rows.append([row, *(cells.get(column, "") for column in columns)])
-    told = [f"- **{relation.verdict}**: {relation.told}" for relation in table.relations]
-    lines = [
-        f"## `{table.name}`",
-        f"{table.shows[0].upper()}{table.shows[1:]}; the paper's is {table.model}.",
-    ]
-    return "\n\n".join([*lines, _table(["", *columns], rows), "\n".join(told)]).strip()
+    """The longer side goes down the page."""
+    cells = {(value.row, value.column): str(value) for value in table.values}
+    rows, columns = (list(dict.fromkeys(side)) for side in zip(*cells, strict=True))
+    if len(columns) > max(len(rows), MOST_COLUMNS):
+        cells = {(column, row): told for (row, column), told in cells.items()}
+        rows, columns = columns, rows
+    body = [[row, *(cells.get((row, column), "") for column in columns)] for row in rows]
+    verdicts = [f"- **{relation.verdict}**: {relation.told}" for relation in table.relations]
+    about = f"The paper's target is {table.model}. {table.note}".strip()
+    parts = [f"## `{table.name}`: {table.shows}", about, _table(["", *columns], body), "\n".join(verdicts)]
+    return "\n\n".join(parts).strip()
 
 
 def peers_table(report: PeersReport, link: str) -> str:

@@ -98,6 +98,16 @@ def test_a_table_says_what_is_measured_and_what_follows(target, heads):
     assert [found.stopped for found in kept] == ["not finished"] * len(kept)
 
 
+def test_a_table_of_a_mixture_of_experts_says_nothing_of_another_target(target, heads):
+    (dense,) = reproduce(target, ["eagle-table-3"], **HOW, speed=False).tables
+    assert not dense.values
+    assert not dense.relations
+    assert "mixture of experts" in dense.note
+    sparse = HFTarget(deepcopy(tiny.reference("mixtral")), tiny.tokenizer(), "tiny")
+    (mixed,) = reproduce(sparse, ["eagle-table-3"], **HOW, speed=False).tables
+    assert {value.column: value.ours for value in mixed.values}["τ"] >= 1
+
+
 def test_what_tables_share_is_measured_once_and_a_run_goes_on(target, heads, monkeypatch):
     calls, held = [], module.predict
     monkeypatch.setattr(module, "predict", lambda *given: calls.append(1) or held(*given))

@@ -31,7 +31,7 @@ def experts_read(target: HFTarget, texts: Sequence[Sequence[int]], rows: Sequenc
     Returns:
         Nothing for a target without experts, and for a compiled one, whose layers are not looked into.
     """
-    layers = [] if target.compiles else [each for each in target.twin.modules() if _experts(each)]
+    layers = [] if target.compiles else mixtures(target)
     chosen: list[Tensor] = []
     hooks = [layer.register_forward_pre_hook(_noting(chosen)) for layer in layers]
     try:
@@ -42,9 +42,10 @@ def experts_read(target: HFTarget, texts: Sequence[Sequence[int]], rows: Sequenc
     return {n: round(sum(some) / len(some), 3) for n, some in counts.items() if some}
 
 
-def _experts(module: nn.Module) -> bool:
-    """Whether a module holds weights of several experts, stacked."""
-    return any(weight.dim() == 3 for weight in module.parameters(recurse=False))
+def mixtures(target: HFTarget) -> list[nn.Module]:
+    """The modules of a target that hold weights of several experts, stacked."""
+    modules = target.twin.modules()
+    return [each for each in modules if any(weight.dim() == 3 for weight in each.parameters(recurse=False))]
 
 
 def _noting(chosen: list[Tensor]) -> Any:

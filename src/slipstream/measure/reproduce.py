@@ -21,6 +21,7 @@ from slipstream.measure.confidence import by_question
 from slipstream.measure.contest import first_prompts
 from slipstream.measure.cost import pass_seconds
 from slipstream.measure.evidence import Cell, Evidence, Place, place
+from slipstream.measure.experts import mixtures
 from slipstream.measure.papers import ARMS, ENTRIES, entry_of
 from slipstream.measure.papers.entry import CONFIDENCE, HF, RACE, VANILLA, Entry
 from slipstream.measure.questions import Asking, Question, load_questions
@@ -89,6 +90,8 @@ def reproduce(
     check_counts(max_new_tokens=max_new_tokens)
     entries, asked = wanted(names, sets or {}, heads or {}, limit)
     target = loaded(target)
+    if not mixtures(target):
+        entries = [replace(entry, lines=(), claims=()) if entry.experts else entry for entry in entries]
     settings = Settings(
         limit=limit,
         sets={name: _asked(some) for name, some in asked.items()},

@@ -114,7 +114,9 @@ ENTRIES = (
             *n_alpha("EAGLE", CHAIN, "mt_bench", (0.67, 0.62, 0.61, 0.64, 0.63)),
         ),
         (over("0-α exceeds 1-α", Figure(CHAIN, MT, "0-α"), Figure(CHAIN, MT, "1-α")),),
-        "Meant for a mixture of experts; `slipstream tune --measure` says how many experts a pass reads.",
+        "Measured for a mixture of experts, given as --target. `slipstream tune --measure` says how many "
+        "experts a pass reads.",
+        experts=True,
     ),
     Entry(
         "eagle-table-4",

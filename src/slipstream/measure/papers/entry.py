@@ -88,6 +88,7 @@ class Entry:
         model: whose figures are quoted from the paper.
         lines, claims: what is measured, and what must follow.
         note: what stands otherwise here.
+        experts: whether it is of a mixture of experts, and says nothing of another target.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Entry:
     lines: tuple[Line, ...] = ()
     claims: tuple[Claim, ...] = ()
     note: str = ""
+    experts: bool = False
 
     @property
     def figures(self) -> list[Figure]:
