@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 VLLM   ?= .venv-vllm
+RESULTS ?= runs
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 RUN    := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)
@@ -18,7 +19,7 @@ test-compiled: $(READY)  ## the exactness suite with every pass compiled: minute
 	TEST_COMPILED=1 $(RUN)/python -m pytest -n auto -W ignore::DeprecationWarning tests/targets/test_compiled.py tests/targets/test_quantised.py tests/decode/test_exactness.py
 
 test-browser: $(READY)  ## the report and the playground in headless Chromium, held to axe-core's checks
-	@command -v chromium-headless-shell chromium google-chrome > /dev/null || \
+	@for name in chromium-headless-shell chromium google-chrome; do command -v $$name > /dev/null && break; done || \
 		{ echo "no Chromium: apt-get install chromium-headless-shell, or what your system calls it"; exit 1; }
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
 	$(RUN)/python -m pytest tests/measure/test_page.py tests/serve/test_page.py
@@ -30,11 +31,13 @@ check: $(READY)  ## style, types, import rules, public surface
 	$(RUN)/python -m pytest tests/test_structure.py
 
 bench: $(READY)  ## ngram beside both baselines on the project's questions, bf16
-	$(RUN)/slipstream bench --drafter ngram --limit 24 --max-new-tokens 96 --json benchmarks/results/bench.json
+	@mkdir -p $(RESULTS)
+	$(RUN)/slipstream bench --drafter ngram --limit 24 --max-new-tokens 96 --json $(RESULTS)/bench.json
 
 exactness: $(READY)  ## the audit at full size: 20 prompts of 128 tokens, T = 0 and 1, fp32
+	@mkdir -p $(RESULTS)
 	$(RUN)/slipstream certify --drafter ngram --limit 20 --max-new-tokens 128 \
-		--temperature 0 --temperature 1 --dtype float32 --json benchmarks/results/exactness.json
+		--temperature 0 --temperature 1 --dtype float32 --json $(RESULTS)/exactness.json
 
 figures: $(READY)  ## what follows from stored results, made anew: derived figures and all pictures; then the tests
 	$(BIN)/python benchmarks/figures.py

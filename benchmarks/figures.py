@@ -2,9 +2,9 @@
 
     python benchmarks/figures.py
 
-That is what is `derived` in the results themselves and each picture in `PICTURES`. Figures in the text are
-written by hand; `tests/test_figures.py` finds each of them in a stored result, and holds the pictures to what
-is drawn here.
+That is what is `derived` in the results themselves, each picture in `PICTURES`, and the tables of
+docs/tables.md. Other figures in the text are written by hand; `tests/test_figures.py` finds each of them in a
+stored result, and holds pictures and tables to what is made here.
 """
 
 import json
@@ -17,8 +17,10 @@ from peers import PeersReport
 from slipstream.measure.tuned import TuneReport
 from slipstream.training.progress import Evaluation
 from slipstream.training.run import draw
+from table import write_tables
 
 DOCS = Path(__file__).parents[1] / "docs"
+TABLES = ("tables.json", "tables.md")
 
 
 def curve(result: Path, path: str) -> None:
@@ -41,8 +43,9 @@ BY_HAND = {
 
 
 def main() -> None:
-    """Write what is derived, and all pictures."""
+    """Write what is derived, the papers' tables, and all pictures."""
     derive.main()
+    write_tables(str(derive.RESULTS / TABLES[0]), str(DOCS / TABLES[1]))
     for name, (result, make) in PICTURES.items():
         make(derive.RESULTS / result, str(DOCS / name))
 

@@ -40,7 +40,7 @@ from slipstream.measure.questions import Asking, Question, alternated, load_ques
 from slipstream.picture import picture
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
-from slipstream.targets.load import resolve
+from slipstream.targets.load import gguf_of, resolve
 from slipstream.targets.quantised import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -307,8 +307,8 @@ def engines(
 
 def gguf(name: str) -> str | None:
     """The file that a target's name leads to."""
-    path = resolve(name)
-    return next((str(each) for each in (path, *path.glob("*.gguf")) if each.suffix == ".gguf"), None)
+    found = gguf_of(resolve(name))
+    return None if found is None else str(found)
 
 
 def save_assistant(target: HFTarget, directory: str) -> None:

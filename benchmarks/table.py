@@ -29,6 +29,7 @@ from slipstream.measure.reproduced import ReproduceReport, Table
 from slipstream.results import Report
 
 MOST_COLUMNS = 5  # that a page is wide enough for
+MANY = {"holds": "hold", "does not hold": "do not hold"}
 BEGIN, END = "<!-- made by benchmarks/table.py -->", "<!-- end -->"
 
 
@@ -48,7 +49,7 @@ def papers_tables(report: ReproduceReport, link: str) -> str:
     verdicts = Counter(relation.verdict for table in measured for relation in table.relations)
     sizes = [len(asked.categories) for asked in report.settings.sets.values()]
     about = f"{min(sizes)} to {max(sizes)} questions of each set, {report.max_new_tokens} tokens an answer"
-    told = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+    told = ", ".join(f"{count} {MANY.get(verdict, verdict)}" for verdict, count in verdicts.most_common())
     others = ", ".join(f"`{table.name}`" for table in report.tables if table not in measured)
     return "\n\n".join(
         [
@@ -69,7 +70,8 @@ def _paper_table(table: Table) -> str:
         rows, columns = columns, rows
     body = [[row, *(cells.get((row, column), "") for column in columns)] for row in rows]
     verdicts = [f"- **{relation.verdict}**: {relation.told}" for relation in table.relations]
-    about = f"The paper's target is {table.model}. {table.note}".strip()
+    few = "Fewer than 20 questions of a set: smoke." if table.smoke else ""
+    about = " ".join(filter(None, (f"The paper's target is {table.model}.", table.note, few)))
     parts = [f"## `{table.name}`: {table.shows}", about, _table(["", *columns], body), "\n".join(verdicts)]
     return "\n\n".join(parts).strip()
 

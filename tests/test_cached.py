@@ -5,6 +5,7 @@ import os
 import time
 
 import pytest
+import typer
 
 from slipstream.cached import KINDS, clear, entries
 
@@ -22,6 +23,7 @@ def home(tmp_path, monkeypatch):
         "kernels/avx2-0.so": 100,
         "tuned/smollm2/eagle/tuned.json": 30,
         "costs.json": 2,
+        "rounds.json": 2,
         "peers/vllm/.ready": 1,
     }
     kept |= {f"Smol-{'0' * 16}/config.json": 10, f"Smol-{'0' * 16}/model.safetensors": 5000}
@@ -42,11 +44,11 @@ def home(tmp_path, monkeypatch):
 
 def test_every_kind_is_found_and_nothing_else(home):
     found = entries()
-    assert sorted(entry.kind for entry in found) == sorted(KINDS)
+    assert {entry.kind for entry in found} == set(KINDS)
     assert found[0].name == f"Smol-{'0' * 16}"
     assert found[0].bytes >= 5010
     assert [entry.kind for entry in entries(unused_since=time.time() - 30 * DAY)] == ["features"]
-    assert [entry.name for entry in entries(["costs"])] == ["costs.json"]
+    assert {entry.name for entry in entries(["costs"])} == {"costs.json", "rounds.json"}
 
 
 def test_clearing_leaves_what_is_not_ours(home):
@@ -75,6 +77,19 @@ def test_cache_is_shown_and_cleaned(home, run, tmp_path):
     assert entries(["features"])
     code, out, _ = run("cache", "clean", "--older-than", "30", "--yes")
     assert (code, "deleted" in out) == (0, True)
-    assert sorted(entry.kind for entry in entries()) == sorted(set(KINDS) - {"features"})
+    assert {entry.kind for entry in entries()} == set(KINDS) - {"features"}
     code, out, _ = run("cache", "clean", "--features", "--yes")
     assert (code, "0 B in" in out) == (0, True)
+    code, out, err = run("cache", "clean", "--costs", "--yes", "--json", "-")
+    assert (code, len(json.loads(out)["entries"]), "deleted" in err) == (0, 2, True)
+
+
+def test_ctrl_c_at_the_question_deletes_nothing(home, run, monkeypatch):
+    def stopped(_):
+        raise typer.Abort
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr(typer, "confirm", stopped)
+    code, _, err = run("cache", "clean")
+    assert (code, err.strip()) == (130, "slipstream: stopped")
+    assert {entry.kind for entry in entries()} == set(KINDS)

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import SmolLM3Config
 
+import tiny
 from slipstream.compiled import backend_for, freed, graph_of
 from slipstream.drafters.fasteagle import FastEagleConfig, FastEagleHead
 from slipstream.packing import HAS_BF16, packing
@@ -99,6 +101,16 @@ def test_a_graph_without_checks_is_the_one_that_dynamo_takes():
         assert graph_of(modules[0].forward, backend, (freed(x),), {"plus": 2.0}) is None
         assert graph_of(modules[0].forward, backend, (freed(x[:, :2].clone()),), {"plus": 1.0}) is None
     assert graph_of(lambda x: x, backend, (x,), {}) is None
+
+
+def test_layers_that_differ_in_a_number_share_no_graph():
+    """SmolLM3 turns the keys of three layers in four, as a number of each says: the fourth took the graph of
+    the first, and its text was another model's."""
+    shape = tiny.GROUPED | {"num_hidden_layers": 4, "pad_token_id": 0}
+    model = tiny.build(SmolLM3Config(**shape, no_rope_layers=[1, 1, 1, 0]))
+    backends = [backend_for(layer) for layer in model.model.layers]
+    assert backends[0] is backends[1] is backends[2]
+    assert backends[3] is not backends[0]
 
 
 def test_heads_of_one_kind_share_a_backend_and_no_others_do():

@@ -24,10 +24,15 @@ import pytest
 
 import derive
 import figures as picturing
+from table import write_tables
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")]
+MADE = ROOT / "docs" / picturing.TABLES[1]  # the whole page follows from a result
+PAGES = [
+    ROOT / "README.md",
+    *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in ("log.md", MADE.name)),
+]
 
 NUMBER = re.compile(r"(?<![\w.,])(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.\d+)(?:\s?(%|MiB|M\b))?(?!\w|[.,]\d)")
 LINK, RESULT = re.compile(r"benchmarks/results/(\w+)\.json"), re.compile(r"`(\w+)\.json`")
@@ -175,8 +180,16 @@ def test_results_store_their_command_and_a_page_speaks_of_them(path):
     assert path.name in command, "the command writes another file"
     assert not re.search(r"(?<![\w.])/\w", command), "a machine's path"
     assert "+changes" not in result["versions"]["commit"], "made from a tree that no commit holds"
-    pages = [*PAGES, ROOT / "docs" / "log.md"]
+    pages = [*PAGES, MADE, ROOT / "docs" / "log.md"]
     assert any(path.name in page.read_text("utf-8") for page in pages), "no page speaks of it"
+
+
+def test_the_papers_tables_are_those_of_their_result(tmp_path):
+    """A run that was made anew, beside the tables of before. `make figures` writes them."""
+    page = tmp_path / MADE.name
+    page.write_bytes(MADE.read_bytes())
+    write_tables(str(RESULTS / picturing.TABLES[0]), str(page))
+    assert page.read_text("utf-8") == MADE.read_text("utf-8")
 
 
 def test_derived_figures_follow_from_their_results():

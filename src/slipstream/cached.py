@@ -13,7 +13,7 @@ KINDS = {
     "compiled": "compiled passes",
     "kernels": "compiled attention and products",
     "tuned": "trees that tune chose",
-    "costs": "measured costs of passes",
+    "costs": "measured costs of passes, and of the rounds of auto with what they brought",
     "peers": "environments and models of other engines",
 }
 
@@ -62,7 +62,9 @@ def _paths(kind: str) -> list[Path]:
         return [path.parent for path in home.glob(f"*-{'[0-9a-f]' * 16}/config.json")]
     if kind in ("features", "tuned"):
         return [] if (home / kind).is_symlink() else list((home / kind).glob("*"))
-    return [home / ("costs.json" if kind == "costs" else kind)]
+    if kind == "costs":
+        return [home / "costs.json", home / "rounds.json"]
+    return [home / kind]
 
 
 def _entry(kind: str, path: Path) -> Entry:

@@ -103,20 +103,24 @@ def _of_inputs(guards: Sequence[Any]) -> list[bool]:
     return [not (guard.is_global or guard.orig_guard.source.is_unspecialized_nn_module()) for guard in guards]
 
 
+NUMBERS = ("layer_idx", "layer_id")  # of a layer among its like
+
+
 def _kind_of(module: nn.Module) -> Hashable:
-    """What a graph takes as given from a module and its parts. Integers, such as a layer's index, and tensors
-    are inputs of the graph; of these only shape and dtype are given."""
+    """What a graph takes as given from a module and its parts. Tensors are inputs of the graph, of which only
+    shape and dtype are given. A layer's number is left out: in a graph it only names the cache's layer."""
     found: list[Hashable] = []
     for name, part in module.named_modules():
         found.append((name, type(part), part.training))
         tensors = [*part._parameters.items(), *part._buffers.items()]
         found += [(key, tuple(x.shape), x.dtype) for key, x in tensors if x is not None]
-        found += [(key, _fixed(value)) for key, value in vars(part).items() if not key.startswith("_")]
+        own = ((key, value) for key, value in vars(part).items() if key not in NUMBERS)
+        found += [(key, _fixed(value)) for key, value in own if not key.startswith("_")]
     return tuple(found)
 
 
 def _fixed(value: Any) -> Hashable:
-    if isinstance(value, (bool, float, str, torch.dtype, type(None))):
+    if isinstance(value, (bool, int, float, str, torch.dtype, type(None))):
         return value
     if hasattr(value, "to_json_string"):  # a configuration
         return value.to_json_string(), value._attn_implementation

@@ -232,6 +232,11 @@ def understood(what: str) -> Iterator[None]:
         raise ValueError(f"{what} does not fit: {': '.join(reasons)}") from error
 
 
+def printable(text: str) -> str:
+    """A text in which bytes that are no UTF-8, as of a file's name, are question marks: results hold it."""
+    return text.encode(errors="replace").decode()
+
+
 def write_json(path: str, data: dict[str, Any]) -> None:
     """Write results as JSON, atomically. Where `path` cannot be written, ValueError names the file that holds
     the results instead."""

@@ -20,17 +20,17 @@ def picture(path: str, columns: int, otherwise: str = "") -> Iterator[Any]:
     Where the file cannot be written, raises ValueError with `otherwise` at its end."""
     import matplotlib
     from cycler import cycler
+    from matplotlib.figure import Figure
 
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    # Texts stay texts, which is smaller; the same figures give the same file.
-    lines = cycler(color=COLOURS, linestyle=STYLES)
-    pyplot.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "slipstream", "axes.prop_cycle": lines}
-    pyplot.rcParams["font.sans-serif"] = ["DejaVu Sans", "sans-serif"]
-    size = (4.5 * columns, 3.2)
-    figure, axes = pyplot.subplots(1, columns, figsize=size, layout="constrained", squeeze=False)
-    try:
+    style: Any = {
+        "axes.prop_cycle": cycler(color=COLOURS, linestyle=STYLES),
+        "font.sans-serif": ["DejaVu Sans", "sans-serif"],
+        "svg.fonttype": "none",  # texts stay texts, which is smaller
+        "svg.hashsalt": "slipstream",  # the same figures give the same file
+    }
+    with matplotlib.rc_context(style):  # pictures of the caller's own stay as they are
+        figure = Figure(figsize=(4.5 * columns, 3.2), layout="constrained")
+        axes = figure.subplots(1, columns, squeeze=False)
         yield axes[0]
         for ax in axes[0]:
             ax.grid(alpha=0.3)
@@ -45,8 +45,6 @@ def picture(path: str, columns: int, otherwise: str = "") -> Iterator[Any]:
                     file.write(_slim(text.getvalue()))
         except ValueError as error:
             raise ValueError(f"picture: {error}{otherwise}") from error
-    finally:
-        pyplot.close(figure)
 
 
 def _slim(svg: str) -> str:

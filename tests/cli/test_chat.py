@@ -106,6 +106,8 @@ def test_a_conversation_in_a_terminal(model):
         assert "drafting with ngram" in here.says("/drafter ngram", "with ngram")
         assert "Unknown drafter" in here.says("/drafter what", "directory")
         assert "ngram   τ" in shown(here.says("/edit q"))  # to its end
+        assert "the prompt has" in here.says(f"/edit {'q' * 300}", "tokens")
+        assert "ngram   τ" in shown(here.says("/retry"))  # what was said before is still there
         assert "another conversation" in here.says("/new", "conversation")
         assert "nothing was said yet" in here.says("/retry", "yet")
         os.write(here.main, b"/quit\n")

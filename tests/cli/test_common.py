@@ -1,7 +1,9 @@
 """What commands share: the version, names on the screen, results on standard output and on a full disk."""
 
 import json
+import os
 from importlib.metadata import version
+from pathlib import Path
 
 import slipstream
 import tiny
@@ -48,8 +50,22 @@ def test_json_has_standard_output_for_itself(run, tiny_options, questions):
         assert code == 0
         assert json.loads(out)
         assert "τ" in err or "certified" in err
+    code, out, _ = run("bench", "--questions", questions, *tiny_options, "--plot", "-")
+    assert (code, out.startswith("<?xml")) == (0, True)
     code, out, err = run("generate", "abc", *tiny_options, "--trace", "-")
     assert all("accepted" in json.loads(line) for line in out.splitlines())
+
+
+def test_names_that_are_no_utf8_lose_no_results(run, tiny_options, questions, tmp_path):
+    """The stored command and the questions' names could not be written, behind all of the work."""
+    odd = tmp_path / os.fsdecode(b"q\xe9.jsonl")
+    odd.write_bytes(Path(questions).read_bytes())
+    path = tmp_path / "made.json"
+    code, _, _ = run("bench", *tiny_options, "--questions", str(odd), "--json", str(path))
+    assert code == 0
+    made = json.loads(path.read_text())
+    assert "q?.jsonl" in made["command"]
+    assert made["prompts"] == ["q?.jsonl:1"]
 
 
 def test_results_that_cannot_be_written_are_printed_and_kept(

@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from slipstream.core.sampling import SHORTLIST, Sampler, Sampling, rows_of
+from slipstream.core.sampling import RECENT, SHORTLIST, Sampler, Sampling, rows_of
 from slipstream.core.tree import chain
 from slipstream.core.verify import verify
 
@@ -341,3 +341,13 @@ def test_warpers_come_last_and_for_greedy_rows_too():
     assert scores[1].argmax() == 4
     torch.testing.assert_close(scores[2], logits[0])
     assert Sampler(rows[:1], [[1]], V).remembers
+
+
+def test_noise_of_the_positions_ahead_is_held(monkeypatch):
+    """A walk drew anew what five guesses had looked at."""
+    sampler, drawn = Sampler([Sampling(1.0)], [[0]], V), []
+    made = sampler._noise
+    monkeypatch.setattr(sampler, "_noise", lambda at, *rows: drawn.append(int(at)) or made(at, *rows))
+    for position in [*range(3, 3 + RECENT), *range(3, 3 + RECENT)]:
+        sampler.noise(torch.tensor([position]))
+    assert drawn == [*range(3, 3 + RECENT)]

@@ -55,6 +55,15 @@ def test_what_was_learnt_is_kept_for_the_next_process(auto, monkeypatch):
     assert again.seconds[1] == pytest.approx(known.seconds[1], abs=1e-6) != measured
 
 
+def test_rounds_that_nobody_drafted_in_teach_nothing(auto):
+    """The server raised at its end where all had asked for plain decoding."""
+    target, drafter = auto
+    costs.policy(target, drafter, 1)
+    costs.ledger(target, drafter).chosen[0] += 2 * costs.NEWS
+    costs.keep(target, drafter)
+    assert "accepted" not in read_results(cache_home() / costs.FILE)
+
+
 def test_a_drafter_with_one_tree_has_no_policy(auto):
     assert costs.policy(auto[0], tiny.eagle(auto[0]), 1) is None
 

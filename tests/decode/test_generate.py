@@ -346,6 +346,32 @@ def test_processors_see_each_nodes_own_history(target, theirs, drafter):
     assert [each.prompt + each.tokens for each in made] == theirs
 
 
+def test_processors_are_not_asked_behind_a_guess_that_ends_the_answer(target, answer, oracle):
+    """A trie of allowed answers knows nothing behind their ends; plain decoding never asks there."""
+    eos, asked = answer[7], list[int]()
+
+    def strict(ids, x):
+        said = ids[0, len(PROMPT) :].tolist()
+        assert eos not in said
+        assert len(said) < 20
+        asked.append(len(said))
+        return x
+
+    how = {"processors": [strict], "max_new_tokens": 20, **SAMPLED}
+    made = generate(target, PROMPT, oracle, eos_token_ids=[eos], **how)
+    assert made.tokens == answer[: answer.index(eos) + 1]
+    assert generate(target, PROMPT, oracle, **how, **ENDLESS).tokens == answer[:20]
+    assert max(asked) == 19
+
+
+def test_sampled_children_bear_a_processor_that_allows_none_of_theirs(target):
+    """An error that plain decoding does not raise: the token is the target's, and not the head's."""
+    head = tiny.eagle(target, "chain-3", "sampled", vocab=8)
+    only = lambda ids, x: x.masked_fill(torch.arange(x.shape[1]) != 40, -torch.inf)  # noqa: E731
+    made = generate(target, PROMPT, head, processors=[only], max_new_tokens=6, **SAMPLED, **ENDLESS)
+    assert made.tokens == [40] * 6
+
+
 def test_laws_go_by_name(target, answer):
     """A name that picks the other law: only the coupled one gives plain decoding's text at T > 0."""
 

@@ -15,6 +15,7 @@ from slipstream.core.verify import multi_round
 from slipstream.decode.answer import Answer
 from slipstream.decode.audit import audit
 from slipstream.decode.generate import Job
+from slipstream.drafters.lookahead import Lookahead
 from slipstream.drafters.ngram import NGram
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.targets.grammar import read_grammar
@@ -118,6 +119,29 @@ def test_the_multi_round_law_keeps_the_grammar(name):
     drafter = tiny.DRAFTERS[name](tiny.target("llama"), texts)
     (answer,) = run(drafter, PROMPTS[3:], rows("T=1")[3:], law=multi_round)
     assert tiny.tokenizer().decode(answer, skip_special_tokens=True) in GRAMMARS[3][1]
+
+
+def test_lookahead_bears_a_grammar_that_cuts_its_tree():
+    """Slots of its own tree were looked up in one of fewer nodes. In a batch another row kept the width."""
+    target, cuts = tiny.target("llama"), 0
+    for prompt in PROMPTS:
+        how = {"regex": "[a-zA-Z ]{30}", "max_new_tokens": NEW, "eos_token_ids": tiny.EOS}
+        trace = io.StringIO()
+        made = generate(target, prompt, Lookahead(), trace=trace, **how)
+        assert made.tokens == generate(target, prompt, "vanilla", **how).tokens
+        sizes = [len(json.loads(line)["tokens"]) for line in trace.getvalue().splitlines()]
+        cuts += sum(1 < size < Lookahead().rows for size in sizes)
+    assert cuts > 3
+
+
+def test_a_cape_bears_a_head_that_says_no_allowed_token():
+    """A padding token was read as a token."""
+    target = tiny.target("llama")
+    for vocab in (2, 4, 8):
+        head = tiny.eagle(target, "cape-2x3-1@0.5-0", vocab=vocab)
+        how = {"regex": "[a-z]{9}", "max_new_tokens": 9, "eos_token_ids": tiny.EOS}
+        made = generate(target, PROMPTS[0], head, **how)
+        assert made.tokens == generate(target, PROMPTS[0], "vanilla", **how).tokens
 
 
 def test_generate_takes_one_grammar():

@@ -90,6 +90,16 @@ def test_another_file_is_refused_in_one_line(change, says):
     assert "\n" not in str(refused.value)
 
 
+def test_a_text_with_unicode_line_ends_is_read_back():
+    """A trace that the page refused: U+2028 stands raw in it, and is no end of a line."""
+    _, _, text = traced(lambda target: tiny.eagle(target, "chain-2"), prompts=PROMPTS[:1])
+    line = json.loads(text.splitlines()[0])
+    line["opening"]["text"] = "a\u2028b\u0085c"
+    others = text.splitlines()[1:]
+    made = read_trace("", "\n".join([json.dumps(line, ensure_ascii=False), *others, ""]))
+    assert made[0][0].opening.text == "a\u2028b\u0085c"
+
+
 def test_an_empty_trace_is_refused():
     with pytest.raises(ValueError, match="is empty"):
         read_trace("odd.jsonl", "")

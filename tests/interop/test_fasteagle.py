@@ -47,6 +47,14 @@ def test_it_comes_back_bit_for_bit(target, tmp_path, public):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_head_that_knows_the_token_above_is_refused(target, tmp_path):
+    """It was written, and nothing could read it."""
+    drafter = tiny.fasteagle(target, rank=4)
+    save_drafter(tmp_path / "d", "fasteagle", target, *drafter.pack(), {}, dtype=None)
+    with pytest.raises(ValueError, match=r"head\.rank=0"):
+        export(target, str(tmp_path / "d"), str(tmp_path / "p"))
+
+
 def test_an_engine_finds_what_it_reads(target, public):
     """The final state counted as the output of the last block, ids of candidates one apart, a norm lost."""
     _, written = public

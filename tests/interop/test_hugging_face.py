@@ -14,6 +14,7 @@ from transformers import (
     GenerationConfig,
     MaxTimeCriteria,
     PreTrainedModel,
+    StoppingCriteria,
     StoppingCriteriaList,
     TextStreamer,
 )
@@ -157,6 +158,19 @@ def test_stopping_criteria_end_a_row_where_they_end_it_there(model, inputs):
     assert torch.equal(model.generate(**inputs, **how, **OURS), theirs)
     late = model.generate(**inputs, max_new_tokens=30, stopping_criteria=[MaxTimeCriteria(0.0)], **OURS)
     assert late.shape[1] == inputs["input_ids"].shape[1] + 1
+
+
+def test_a_criterion_that_names_an_end_decides_itself(model, inputs):
+    """An attribute of that name made it a list of ends."""
+
+    class Twice(StoppingCriteria):
+        eos_token_id = 5
+
+        def __call__(self, ids, scores, **_):
+            return (ids[:, -20:] == self.eos_token_id).sum(1) >= 2
+
+    how = {"max_new_tokens": 30, **SEVERAL_EOS, "stopping_criteria": [Twice()]}
+    assert torch.equal(model.generate(**inputs, **how, **OURS), model.generate(**inputs, **how))
 
 
 def test_processors_of_the_caller_are_honoured(model, inputs):

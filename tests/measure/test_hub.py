@@ -45,6 +45,17 @@ def test_what_cannot_be_read_is_one_line(data, tmp_path):
     name = data({"label": 1}, {"label": 2})
     with pytest.raises(ValueError, match="has the columns label, and none of turns, question"):
         load_questions([name])
+    for row in (
+        {"question": None},
+        {"turns": None},
+        {"turns": [1]},
+        {"instruction": None},
+        {"article": None},
+        {"messages": ["Hi"]},
+        {"question": {"text": "a"}},
+    ):
+        with pytest.raises(ValueError, match=r"row 1 does not fit: \w+Error: "):
+            load_questions([data(row)])
     with pytest.raises(ValueError, match="row 2: question holds no text"):
         load_questions([data({"question": "a"}, {"question": " "})])
     with pytest.raises(ValueError, match=r"cannot be loaded: .*give hf:REPOSITORY:SPLIT"):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import matplotlib
 import pytest
 
 import tiny
@@ -24,6 +25,13 @@ def test_a_run_is_drawn_by_task_depth_and_round(tmp_path):
     assert len(text) < 40_000
     draw_run(bench(tiny.target("llama"), "ngram", ASKED, max_new_tokens=6), str(tmp_path / "new.png"))
     assert (tmp_path / "new.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pictures_leave_the_callers_own_style_and_backend(tmp_path):
+    """A notebook that showed nothing behind `report.draw`."""
+    before = {name: matplotlib.rcParams._get(name) for name in matplotlib.rcParams}
+    draw_run(BenchReport.read(STORED), str(tmp_path / "old.svg"))
+    assert {name: matplotlib.rcParams._get(name) for name in matplotlib.rcParams} == before
 
 
 def test_a_sweep_is_drawn_by_texts_at_once(tmp_path):

@@ -1,10 +1,11 @@
 """Question files: ours, the user's, and malformed ones."""
 
 import gzip
+from pathlib import Path
 
 import pytest
 
-from slipstream.measure.questions import Question, alternated, batches, load_questions
+from slipstream.measure.questions import Question, _names, alternated, batches, load_questions
 
 CATEGORIES = {"chat", "two-turn", "math", "code", "summarization", "extraction", "translation", "editing"}
 
@@ -31,6 +32,21 @@ def test_a_limit_is_per_file_and_sees_every_category(tmp_path):
         "b.jsonl:0",
         "b.jsonl:2",
     ]
+
+
+def test_files_of_one_name_are_told_apart(tmp_path):
+    """As much of the path as it takes; the same file twice; data sets by configuration."""
+    paths = [str(tmp_path / each / "data" / "q.jsonl") for each in "ab"]
+    for path in paths:
+        Path(path).parent.mkdir(parents=True)
+        Path(path).write_text('{"question_id": 1, "turns": ["q"]}\n')
+    names = [question.name for question in load_questions([*paths, paths[1]])]
+    assert len({*names}) == 3
+    assert names[0].endswith("a/data/q.jsonl:1")
+    assert names[2].endswith("b/data/q.jsonl (2):1")
+    sets = ["hf:cais/mmlu:anatomy:test", "hf:cais/mmlu:astronomy:test", "hf:openai/gsm8k:test"]
+    assert _names(sets) == ["cais/mmlu:anatomy:test", "cais/mmlu:astronomy:test", "gsm8k"]
+    assert _names(["a/question.jsonl", "b/question.jsonl"]) == ["a/question.jsonl", "b/question.jsonl"]
 
 
 def test_files_take_turns():

@@ -91,6 +91,14 @@ def report(target):
     return made
 
 
+def test_each_turn_begins_with_another_method(target):
+    """Of four methods and four texts at once the same one began always."""
+    steps, asked = [], [Question("f", str(i), "c", ("a b",)) for i in range(16)]
+    bench(target, ["ngram", "suffix"], asked, max_new_tokens=2, batch=4, progress=steps.append)
+    begin = [step.split()[-1] for step in steps[1::4]]
+    assert len({*begin}) == len(begin) == 4
+
+
 def test_the_report_has_designs_schema(report):
     stored = json.loads(report.to_json())
     assert stored["schema"] == report.schema_version == 1

@@ -243,6 +243,12 @@ def test_the_table_is_in_the_order_of_its_figures(target, tuned):
     pasted = [shlex.split(line.partition("--drafter ")[2])[0] for line in names]
     grown = {load_drafter(spec, target).shape.paths for spec in pasted}
     assert grown == {Shape.parse(tree).paths for tree in statics}
+    last = next(e.tree for e in reversed(tuned.temperatures[0].candidates) if e.tree.startswith("["))
+    held = tuned.temperatures[0].model_copy(update={"rungs": [last]})  # auto's, below the rows that are shown
+    (line,) = tuned.model_copy(update={"temperatures": [held]}).static_trees(
+        "self-speculative:skip=0", best=0
+    )
+    assert last.replace(" ", "") in line
 
 
 @pytest.mark.parametrize("width", [44, 60, 80, 120])
@@ -347,7 +353,11 @@ def test_a_speed_up_is_the_product_of_its_factors():
 
 
 def test_tables_and_pictures(target, tuned, tmp_path):
-    costs = cost_curve(target, contexts=(16,), batches=(1, 2))
+    costs = cost_curve(target, contexts=(16, 256, 512), batches=(1, 2))
+    assert {each.context for each in costs.passes} == {
+        16,
+        target.window - 64,
+    }  # as measured
     for report in (costs, tuned):
         report.draw(str(tmp_path / "picture.svg"))
         assert "<svg" in (tmp_path / "picture.svg").read_text()

@@ -29,6 +29,7 @@ TOOLS = [
     [
         (f"Let me see.\n{CALL}", "Let me see.\n", ["weather"]),
         (f"{CALL}\n{CALL}", "", ["weather", "weather"]),
+        (f"{CALL} I will check.", "I will check.", ["weather"]),
         ('<tool_call>{"name": "f", "parameters": {}}', "", ["f"]),
         ("a <b> <tool", "a <b> <tool", []),
         ("<tool_call>\nno JSON\n</tool_call>", "<tool_call>\nno JSON\n</tool_call>", []),

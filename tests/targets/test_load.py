@@ -252,3 +252,19 @@ def test_a_cache_that_cannot_be_written_is_no_error(gguf, tmp_path, reads, monke
     for _ in range(2):
         assert_is_llama(load_target(str(gguf), dtype="float64"))
     assert len(reads) == 2
+
+
+def test_of_several_gguf_files_one_must_be_named(tmp_path):
+    """One was taken, whichever the directory listed first."""
+    for name in ("tiny-Q8_0.gguf", "tiny-Q4_K_M.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"holds tiny-Q4_K_M.gguf, tiny-Q8_0.gguf: give the path of one"):
+        load_target(str(tmp_path))
+
+
+def test_a_damaged_gguf_is_one_line(tmp_path, home):
+    """A download that was cut: struct.error is no ValueError."""
+    file = tmp_path / "cut.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"cut.gguf' could not be read as GGUF: "):
+        load_target(str(file))

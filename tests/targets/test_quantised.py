@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from jaxtyping import config
+from transformers import BioGptConfig
 from transformers.pytorch_utils import Conv1D
 
 import tiny
@@ -27,6 +28,7 @@ from slipstream.targets.quantised import (
     by_torchao,
     dense,
     is_quantised,
+    quantised,
     stored_bytes,
 )
 
@@ -212,6 +214,14 @@ def test_it_is_named(kind):
     assert f"bfloat16, {kind} is" in target.unsound([1, 2])
     with pytest.raises(ValueError, match=f"{kind}, which Hugging Face cannot read"):
         target.save("nowhere")
+
+
+def test_an_embedding_may_have_a_factor_that_is_a_number():
+    """A tensor in Gemma, a number in BioGPT."""
+    config = BioGptConfig(**tiny.SHAPE | {"pad_token_id": 1})
+    model = tiny.build(config).to(torch.float32)
+    embedding = quantised(model, "int8", "biogpt").get_input_embeddings()
+    assert float(embedding.factor) == tiny.SHAPE["hidden_size"] ** 0.5
 
 
 def test_what_cannot_be_quantised_is_refused(unchecked):

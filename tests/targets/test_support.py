@@ -6,23 +6,27 @@ from transformers import (
     BloomConfig,
     FalconConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    GPTNeoConfig,
     JambaConfig,
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     MptConfig,
+    OpenAIGPTConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen3NextConfig,
     RoFormerConfig,
     RwkvConfig,
+    SmolLM3Config,
     T5Config,
 )
 
 import tiny
 from slipstream.targets import HFTarget
-from slipstream.targets.support import attention_windows, check_supported
+from slipstream.targets.support import attention_windows, check_supported, rope
 
 PADDED = tiny.GROUPED | {"pad_token_id": 0}
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
@@ -48,6 +52,8 @@ REFUSED_CONFIGS = [
     (LlamaConfig(**tiny.GROUPED, rope_parameters=DYNAMIC), "llama: dynamic RoPE scaling changes"),
     (Gemma3TextConfig(**tiny.MIXED, rope_parameters=BY_LAYER), "gemma3_text: dynamic RoPE scaling changes"),
     (Phi3Config(**PADDED, rope_parameters=LONG), "phi3: longrope RoPE scaling changes"),
+    (GPTNeoConfig(), "gpt_neo: its local attention counts cache slots"),
+    (Gemma4TextConfig(), "gemma4_text: its layers keep keys and values of different sizes"),
     (Llama4TextConfig(), "llama4_text: layers of type chunked_attention use a mask that is not implemented"),
 ]
 
@@ -81,12 +87,29 @@ def test_models_that_take_no_positions_are_refused(config: PreTrainedConfig):
         HFTarget(tiny.build(config))
 
 
+def test_a_model_that_takes_no_cache_is_refused():
+    """`past_key_values` swallowed likewise: the first pass behind a prompt ended in an error."""
+    config = OpenAIGPTConfig(vocab_size=tiny.VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+    with pytest.raises(ValueError, match=r"Unsupported target: openai-gpt: .*past_key_values"):
+        HFTarget(tiny.build(config))
+
+
+def test_a_model_without_an_lm_head_is_refused():
+    with pytest.raises(ValueError, match=r"a LlamaModel has no LM head: load it with AutoModelForCausalLM"):
+        HFTarget(tiny.reference("llama").model)
+
+
+def test_layers_that_do_not_turn_say_so():
+    config = SmolLM3Config(**PADDED | {"num_hidden_layers": 4}, no_rope_layers=[1, 1, 1, 0])
+    assert [bool(rope(config, block)[0]) for block in range(4)] == [True, True, True, False]
+
+
 @pytest.mark.parametrize(
-    "rope", [DEFAULT, DEFAULT | {"rope_type": "linear", "factor": 2.0}], ids=lambda rope: rope["rope_type"]
+    "scaling", [DEFAULT, DEFAULT | {"rope_type": "linear", "factor": 2.0}], ids=lambda each: each["rope_type"]
 )
-def test_scaling_that_is_the_same_for_every_text_is_served(rope: dict):
+def test_scaling_that_is_the_same_for_every_text_is_served(scaling: dict):
     """Refusing every scaled model for the sake of those whose scaling follows the batch."""
-    check_supported(LlamaConfig(**tiny.GROUPED, rope_parameters=rope))
+    check_supported(LlamaConfig(**tiny.GROUPED, rope_parameters=scaling))
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,15 @@ def test_an_answer_that_was_cut_does_not_teach_an_end(chat, tmp_path):
     assert learnt(chat, example) == "cd"
 
 
+def test_answers_before_the_one_that_was_cut_keep_their_ends(chat, tmp_path):
+    """A text that decoding never meets: a question right behind an answer without its end."""
+    turns = [*OPENAI["messages"], {"role": "user", "content": "ef"}, {"role": "assistant", "content": "gh"}]
+    rows = [write(tmp_path / "a.jsonl", {"messages": turns, "finished": False})]
+    example = load_examples(rows, chat, 64)[0]
+    assert chat.text.tokenizer.decode(example.tokens) == "u ab a cd</s> u ef a gh"
+    assert learnt(chat, example) == "cd</s>gh"
+
+
 def test_raw_text_is_learnt_whole(chat, tmp_path):
     (tmp_path / "a.txt").write_text("abc\n\ndef\n")
     rows = [write(tmp_path / "b.jsonl", {"text": "abc"}), str(tmp_path / "a.txt")]

@@ -38,6 +38,14 @@ def files(tmp_path):
     return own, given, write(tmp_path / "questions.jsonl", {"turns": [B]})
 
 
+def test_conversations_without_a_question_are_counted(chat, tmp_path):
+    """Dumps have them, and training skips them."""
+    rows = [{"conversations": [{"from": "gpt", "value": "hi"}]}, {"messages": []}, row("q", A, finished=None)]
+    report = inventory(chat, [write(tmp_path / "dump.jsonl", *rows)])
+    assert report.kinds["dump"].rows == 3
+    assert report.kinds["dump"].finished == round(2 / 3, 4)
+
+
 def test_what_falls_out_is_counted_by_kind_and_left_out(chat, files, tmp_path):
     own, given, questions = files
     told = []
@@ -70,8 +78,8 @@ def test_figures_are_of_tokens_and_rows(chat, tmp_path):
     path = write(tmp_path / "some.jsonl", *rows)
     (held,) = inventory(chat, [path]).kinds.values()
     assert (held.rows, held.finished, held.greedy, held.several_turns) == (2, 0.5, 0.5, 0.5)
-    assert held.answer_tokens == 4 + 5 + 2  # with the first row's end
-    assert held.answer[2] == 7
+    assert held.answer_tokens == 4 + 6 + 2  # with the ends of all but the answer that was cut
+    assert held.answer[2] == 8
     text = str(inventory(chat, [path]))
     assert "some" in text
     assert "kept" not in text

@@ -6,7 +6,16 @@ from itertools import islice
 import pytest
 
 import tiny
-from slipstream.training.kinds import ABOUT, FREE, KINDS, TURNS, check_kinds, opening_of, synthesize_prompts
+from slipstream.training.kinds import (
+    ABOUT,
+    FREE,
+    KINDS,
+    TURNS,
+    Question,
+    check_kinds,
+    opening_of,
+    synthesize_prompts,
+)
 from slipstream.training.writers import Writer, Written
 
 LONG = " ".join(f"word{i}" for i in range(80))
@@ -84,6 +93,7 @@ def wide(chat, monkeypatch):
     """Letters are tokens of the tiny target, and whole texts too many."""
     monkeypatch.setattr("slipstream.training.kinds.LONGEST", 10_000)
     monkeypatch.setattr("slipstream.training.kinds.WORDS", (4, 1000))
+    monkeypatch.setattr(chat, "window", 10_000)
     return chat
 
 
@@ -130,6 +140,18 @@ def test_a_prompt_that_is_too_long_is_left_out(wide, monkeypatch):
     ):
         rows.append(answered(question))
     assert {row["kind"] for row in rows} == {"any"}
+
+
+def test_an_opening_that_fills_the_window_is_left_out(chat):
+    """The run ended there, with the advice to shorten a prompt that nobody gave."""
+    rows = [
+        answered(Question([{"role": "user", "content": f"q {i}"}], "any"), LONG + " word" * 40)
+        for i in range(9)
+    ]
+    writer = Counting()
+    made = [*synthesize_prompts(chat, writer, 9 + 6, 0.8, 4, 0, rows, ["any", "turns"])]
+    assert {question.kind for question in made} == {"any"}
+    assert max(len(chat.text.ids(text)) for text in writer.begun) <= chat.window // 2
 
 
 def test_kinds_must_be_known_and_one_must_need_no_text():

@@ -188,6 +188,21 @@ def test_the_defaults_are_those_that_the_methods_had():
     assert load_recipe(None, ["optimizer.lr=0.01"], method="bita").optimizer.clip == 1.0
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 4, 6, 30])
+def test_a_state_is_read_once_however_few_blocks_there_are(blocks):
+    """Its file was written twice at a time, and held other tokens' states."""
+    taps = recipe_class("eagle3", "")(method="eagle3").head.reads(blocks)
+    assert len({*taps}) == len(taps)
+    assert len(taps) == (3 if blocks == 30 else min(blocks, 2))
+
+
+def test_a_glide_of_another_width_cannot_be_held_against_states():
+    with pytest.raises(ValueError, match=r"set loss.feature=0"):
+        recipe_class("glide", "")(
+            method="glide", head={"own_ends": True, "hidden_size": 16}, loss={"feature": 0.5}
+        )
+
+
 def test_fasteagle_weighs_deep_layers_more():
     """FastEagle §2.3: w_i = 0.9^{N−i}. The reverse was the default, on one seed."""
     recipe = recipe_class("fasteagle", "")()

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import slipstream
 import tiny
 from slipstream.decode.answer import mean_accepted_length
 from slipstream.decode.generate import generate
@@ -164,6 +166,30 @@ def test_raw_text_first_and_chat_then_is_judged_by_chat(chat, data, tmp_path):
     assert trainer.vocab_coverage == 1
     trainer.run()
     assert [entry.stage for entry in trainer.progress.history][-1] == 1
+
+
+def test_stages_of_other_data_do_not_learn_what_is_held_out(chat, data, tmp_path):
+    """τ of texts that the first stage had learnt, and the best weights by that τ."""
+    more = tmp_path / "more.jsonl"
+    more.write_text("".join(f"{line}\n" for line in Path(data).read_text().splitlines()[:20]))
+    staged = recipe(data).model_copy(update={"stages": [{"data": {"files": [data, str(more)]}}, {}]})
+    trainer = Trainer(chat, staged, str(tmp_path / "run"))
+    trainer.prepare()
+    judged = {tuple(example.tokens) for example in trainer._held_out}
+    trainer._features(trainer.stages[0])
+    assert len(trainer._all) > 40
+    assert judged.isdisjoint(tuple(example.tokens) for example in trainer._all)
+
+
+def test_one_process_trains_in_several_precisions(chat, data, tmp_path):
+    for number, precision in enumerate(("no", "bf16", "no")):
+        train(chat, recipe(data, epochs=0.2, precision=precision), tmp_path / str(number))
+
+
+def test_a_whole_recipe_takes_nothing_beside_it(chat, data, tmp_path):
+    """Other data and rates were given, and silently not used."""
+    with pytest.raises(ValueError, match="a whole recipe is given"):
+        slipstream.train(chat, recipe(data), str(tmp_path / "run"), overrides=["optimizer.lr=1e-4"])
 
 
 def test_stages_go_on_from_each_other_and_resume(chat, data, tmp_path):

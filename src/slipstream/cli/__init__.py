@@ -10,9 +10,12 @@ from contextlib import suppress
 from io import TextIOWrapper
 from typing import Any
 
+import typer
+
 from slipstream.cli import cache, chat, decoding, generating, measuring, report, serving, training  # noqa: F401  each registers its commands
 from slipstream.cli.common import app, err
 from slipstream.command import commanded
+from slipstream.files import printable
 
 STOPPED = 130  # what typer turns a KeyboardInterrupt into
 SILENT = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")  # other libraries read these when imported
@@ -38,7 +41,7 @@ def main() -> None:
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        with commanded(shlex.join(["slipstream", *sys.argv[1:]])):
+        with commanded(printable(shlex.join(["slipstream", *sys.argv[1:]]))):
             code = _run()
     except KeyboardInterrupt:
         code = STOPPED
@@ -54,6 +57,8 @@ def _run() -> int:
     """The command's exit code."""
     try:
         code = app(standalone_mode=False)
+    except typer.Abort:  # Ctrl-C where something was asked
+        return STOPPED
     except ValueError as error:
         return _fail(str(error))
     except OSError as error:  # typer handles broken pipes

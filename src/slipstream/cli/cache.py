@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.common import JsonPath, command, flag, option, out
+from slipstream.cli.common import JsonPath, beside, command, flag, option
 
 DAY = 86_400
 DELETE = "delete what would be shown"
@@ -28,7 +28,7 @@ def cache(
     compiled: Annotated[bool, flag("only compiled passes", "--compiled")] = False,
     kernels: Annotated[bool, flag("only compiled attention and products", "--kernels")] = False,
     tuned: Annotated[bool, flag("only trees that tune chose", "--tuned")] = False,
-    costs: Annotated[bool, flag("only measured costs of passes", "--costs")] = False,
+    costs: Annotated[bool, flag("only measured costs of passes and rounds", "--costs")] = False,
     peers: Annotated[bool, flag("only environments and models of other engines", "--peers")] = False,
     older_than: Annotated[float | None, option("only what was not used for this long", "DAYS", min=0)] = None,
     yes: Annotated[bool, flag("delete without asking", "--yes")] = False,
@@ -49,10 +49,11 @@ def cache(
     table = Figures(None, "kept", "kind", "size", "last used")
     for entry in shown:
         table.add_row(entry.name, entry.kind, _size(entry.bytes), _ago(entry.used))
+    told = beside(json_path)
     if shown:
-        out.print(table)
+        told.print(table)
     total = f"{_size(sum(entry.bytes for entry in shown))} in {cache_home()}"
-    out.print(total, soft_wrap=True)
+    told.print(total, soft_wrap=True)
     if json_path is not None:
         listed = [
             {"kind": e.kind, "path": str(e.path), "bytes": e.bytes, "last_used": _iso(e.used)} for e in shown
@@ -63,7 +64,7 @@ def cache(
             raise ValueError(f"{total} would be deleted and nobody can be asked: give --yes")
         if yes or typer.confirm("delete this?"):
             clear(shown)
-            out.print("deleted")
+            told.print("deleted")
 
 
 def _size(count: int) -> str:

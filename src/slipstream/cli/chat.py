@@ -162,22 +162,30 @@ class Chat:
         del self.turns[asked[-1] :]
         return text
 
+    @contextmanager
+    def again(self) -> Iterator[str]:
+        """Yields the last turn, forgotten with its answer. Both come back if another answer fails."""
+        before = [*self.turns], self.seed
+        try:
+            yield self.last()
+        except ValueError:
+            self.turns, self.seed = before
+            raise
+
     def retry(self, rest: str) -> None:
-        text = self.last()
-        self.seed += 1
-        self.say(text)
+        with self.again() as text:
+            self.seed += 1
+            self.say(text)
 
     def edit(self, rest: str) -> None:
-        before = [*self.turns]
-        text = self.last()
-        try:
-            changed = rest or asked(text)
-        except (KeyboardInterrupt, EOFError):
-            changed = ""
-        if not changed.strip():
-            self.turns = before
-            raise ValueError("nothing was changed")
-        self.say(changed.strip())
+        with self.again() as text:
+            try:
+                changed = rest or asked(text)
+            except (KeyboardInterrupt, EOFError):
+                changed = ""
+            if not changed.strip():
+                raise ValueError("nothing was changed")
+            self.say(changed.strip())
 
     def plain(self, rest: str) -> None:
         self.talk.plain = not self.talk.plain

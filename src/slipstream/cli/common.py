@@ -149,14 +149,18 @@ def inputs(target: str, drafters: Sequence[str] = (), files: Sequence[str] = ())
 def deliver(
     result: "Result", json_path: str | None, plot: str | None = None, draw: Callable[..., Any] | None = None
 ) -> None:
-    """Print a result, write it and draw it, each even if another fails. Where JSON goes to standard output,
-    the table goes to standard error."""
+    """Print a result, write it and draw it, each even if another fails."""
     with ExitStack() as last:  # in reverse order
         if plot is not None and draw is not None:
             last.callback(draw, plot)
         if json_path is not None:
             last.callback(result.write, json_path)
-        (err if json_path in STANDARD else out).print(result)
+        beside(json_path, plot).print(result)
+
+
+def beside(*paths: str | None) -> Console:
+    """Where tables and lines go: to standard error if one of these files has standard output for itself."""
+    return err if any(path in STANDARD for path in paths) else out
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from slipstream.cli.common import (
     Seed,
     TargetName,
     Temperature,
+    beside,
     command,
     deliver,
     err,
@@ -77,8 +78,8 @@ CONTEXT = "tokens behind which rounds are timed (default: as the questions have)
 
 
 @command(
-    "tune --drafter auto --dtype auto --compile",
-    "tune --drafter auto --batch 4 --context 1024 --compile",
+    "tune --compile",
+    "tune --batch 4 --context 1024 --compile",
     "tune --drafter runs/eagle --questions gsm8k.jsonl --json tuned.json --plot tuned.svg",
     "tune --drafter draft-model:model=./small --compile",
     "tune --drafter self-speculative",
@@ -87,7 +88,7 @@ CONTEXT = "tokens behind which rounds are timed (default: as the questions have)
 )
 def tune(
     target: TargetName = "smollm2",
-    drafter: Annotated[str, option("one of those below", "NAME")] = "eagle",
+    drafter: Annotated[str, option("one of those below", "NAME")] = "auto",
     questions: Files = [],
     limit: Prompts = 8,
     batch: Annotated[int, on_questions(TEXTS, "N", min=1)] = 1,
@@ -122,7 +123,7 @@ def tune(
         deliver(report, json_path, plot, report.draw)
         head = tuned_head(drafter, loaded)
         for line in report.static_trees(head):
-            out.print(line, soft_wrap=True)
+            beside(json_path, plot).print(line, soft_wrap=True)
         err.print(f"kept in {tuned_file(tuned_home(head, loaded))}", style="dim", soft_wrap=True)
 
     with kept(show) as keep, progress_bar(None) as progress:

@@ -236,7 +236,9 @@ def export(
 
 @command("parity eagle --questions gsm8k.jsonl --limit 20 --json parity.json")
 def parity(
-    drafter: Annotated[str, typer.Argument(help="eagle, or the directory of an eagle or eagle3 drafter")],
+    drafter: Annotated[
+        str, typer.Argument(help="eagle, or the directory of an eagle, eagle3, fasteagle or medusa drafter")
+    ],
     python: Annotated[
         str, option("interpreter of vLLM's environment (make vllm)", "FILE")
     ] = ".venv-vllm/bin/python",

@@ -25,7 +25,7 @@ class State:
     root: Int[Tensor, " B"]  # chosen by the target, not yet read by it
 
     def held(self) -> Iterator[tuple["State", str, Any]]:
-        """Every tensor and cache, those of inner states included: (owner, the field's name, value)."""
+        """Every field but inner states, whose fields are among them: (owner, the field's name, value)."""
         for name, value in vars(self).items():
             if isinstance(value, State):
                 yield from value.held()

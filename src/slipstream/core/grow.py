@@ -190,7 +190,7 @@ def cape(
         wanted.append(ranks <= count[:, None])
         scores.append(score + log_q[:, 0, : len(ranks)].float())
         score = scores[-1][:, :1]
-        frontier = ids[:, 0, :1]
+        frontier = ids[:, 0, :1].clamp(min=0)
     first = (ranks == 0).repeat(depth)
     want = torch.cat(wanted, 1)
     want = first | (want & ((want & ~first).cumsum(1) <= drafted - depth))

@@ -170,12 +170,17 @@ class Sampler:
                     self.walks[row] = walk.behind(token)
 
     def scores(
-        self, logits: Float[Tensor, "B V"], slack: float = 0.0, walks: Sequence[Walk | None] | None = None
+        self,
+        logits: Float[Tensor, "B V"],
+        slack: float = 0.0,
+        walks: Sequence[Walk | None] | None = None,
+        partial: bool = False,
     ) -> Float[Tensor, "B V"]:
         """Log weights of the next token up to a constant, −inf outside the support. For greedy rows they are
         the penalised and processed logits. A positive `slack` adds all tokens to the support that an error so
         large may have cut; a negative one removes those that it may have added. `walks`: where the rows stand
-        in their grammars, if not behind their histories."""
+        in their grammars, if not behind their histories. `partial`: the logits lack tokens, so processors may
+        leave none."""
         if self.greedy and not self.remembers:
             return logits  # whose best are the best in any precision
         x = logits.double()
@@ -187,23 +192,23 @@ class Sampler:
             x = x - self._columns["frequency_penalty"] * count
             x = x - self._columns["presence_penalty"] * (count > 0)
         if self._processed:
-            x = self._process(x, [row.processors for row in self.rows])
+            x = self._process(x, [row.processors for row in self.rows], partial)
         if not self.greedy:
             sampled = self.temperature > 0
             if self._tempered:
                 x = x / torch.where(sampled, self.temperature, 1.0)
             if self._cuts:
                 x = x.masked_fill(sampled & (x < self._threshold(x, slack)), -torch.inf)
-        return self._process(x, [row.warpers for row in self.rows]) if self._warped else x
+        return self._process(x, [row.warpers for row in self.rows], partial) if self._warped else x
 
     def _process(
-        self, x: Float[Tensor, "B V"], chains: Sequence[Sequence[Processor]]
+        self, x: Float[Tensor, "B V"], chains: Sequence[Sequence[Processor]], partial: bool
     ) -> Float[Tensor, "B V"]:
         rows = list(x.split(1))
         for b, chain in enumerate(chains):
             ids = torch.tensor([self.history[b]], dtype=torch.long, device=x.device)
             for processor in chain:
-                rows[b] = _judged(processor, ids, rows[b])
+                rows[b] = _judged(processor, ids, rows[b], partial)
         return torch.cat(rows)
 
     def _threshold(self, x: Float[Tensor, "B V"], slack: float) -> Float[Tensor, "B 1"]:
@@ -261,7 +266,7 @@ class Sampler:
         refused asked for that of rounds to come."""
         held = self._recent[row]
         if position not in held:
-            for oldest in list(held)[: len(held) + 1 - RECENT]:
+            for oldest in list(held)[: max(0, len(held) + 1 - RECENT)]:
                 del held[oldest]
             at = torch.tensor([position], device=self.device)
             held[position] = self._noise(at, slice(row, row + 1))
@@ -309,8 +314,11 @@ def within(x: Float[Tensor, "n V"], walks: Sequence[Walk | None]) -> Float[Tenso
     return torch.cat(rows)
 
 
-def _judged(processor: Processor, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
-    """A processor's scores. Raises ValueError if it returns anything else, or excludes all tokens."""
+def _judged(
+    processor: Processor, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"], partial: bool
+) -> Float[Tensor, "1 V"]:
+    """A processor's scores. Raises ValueError if it returns anything else, or excludes all tokens, unless x
+    is `partial`."""
     scores = processor(ids, x)
     name = getattr(processor, "__name__", type(processor).__name__)
     if not isinstance(scores, Tensor):
@@ -319,7 +327,8 @@ def _judged(processor: Processor, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V
         given = f"{scores.dtype} of shape {list(scores.shape)}"
         raise ValueError(f"processor {name} returned {given}; it must return scores of shape {list(x.shape)}")
     best = float(scores.max())  # NaN where one score is NaN
-    if not best > -torch.inf and x.max() > -torch.inf:  # the scores that it was given were good
+    empty = best == -torch.inf and partial
+    if not (best > -torch.inf or empty) and x.max() > -torch.inf:  # the scores that it was given were good
         fault = "left no token that may come next: let it allow at least one"
         fault = fault if best == best else "made NaN of scores: it must return numbers"
         raise ValueError(f"processor {name} {fault}")

@@ -85,6 +85,8 @@ def learn(
 
 def _store_accepted(target: Target, drafter: Drafter, known: Ledger) -> None:
     """Other rungs of the drafter's name, which it had elsewhere, stay."""
+    if not known.accepted:  # no text took guesses
+        return
     signs = 1 + max(sign for _, sign in known.accepted)
     means = {
         rung.name: [[round(each, 3) for each in astuple(known.of(i, sign))] for sign in range(signs)]

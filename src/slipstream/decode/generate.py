@@ -293,7 +293,13 @@ class Job:
 
     def rounds(self) -> Iterator[Seconds]:
         """Fill the answers, round by round; waiting prompts take the rows of finished ones. Yields where the
-        time went so far."""
+        time went so far. What was learnt of rounds is kept, also where the caller ends them."""
+        try:
+            yield from self._rounds()
+        finally:
+            keep(self.target, self.drafter)
+
+    def _rounds(self) -> Iterator[Seconds]:
         prompts, answers = self.prompts, self.answers
         rows = min(self.batch or len(prompts), len(prompts))
         longest = _longest(prompts, answers)
@@ -327,7 +333,6 @@ class Job:
                 spent = Seconds()
             yield session.seconds
             session.retire(each.text for each in news if answers[each.text].finish is not None)
-        keep(self.target, self.drafter)
 
     def run(self, streamer: Streamer | None = None) -> Seconds:
         """Fill the answers. Returns where the time went."""

@@ -69,7 +69,7 @@ class Prefixes:
         """Fill a row, which has read nothing, with what is known of a prompt's beginning. Returns how many
         tokens need not be read."""
         best = max(self._kept, key=lambda each: each.shared(prompt), default=None)
-        if best is None or (shared := min(best.shared(prompt), len(prompt) - 1)) < LEAST:
+        if best is None or (shared := best.shared(prompt)) < LEAST:
             return 0
         self._kept.remove(best)
         self._kept.append(best)

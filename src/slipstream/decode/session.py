@@ -200,7 +200,11 @@ class Session:
         assert self.reading is not None, "no prompts are being read: begin comes first"
         lap, before, new = _stopwatch(), self.capacities, self.reading
         tokens, nexts, count, last = next(new.chunks)
-        span = self._chunk(new, tokens, nexts, count, last)
+        try:
+            span = self._chunk(new, tokens, nexts, count, last)
+        except BaseException:
+            self.reading = None  # others may be read
+            raise
         if self.capacities != before:  # rounds were captured over memory that is given up
             self._captured.clear()
         if not last:

@@ -36,6 +36,10 @@ class Row:
         return int(self.prompt.shape[1])
 
     @property
+    def ends(self) -> frozenset[int]:
+        return frozenset(self.eos)
+
+    @property
     def device(self) -> Any:
         return self.prompt.device
 
@@ -49,6 +53,24 @@ class BeforeTopK:
 
     def __call__(self, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
         return x.masked_fill(self.warper(ids, x / self.temperature) == -torch.inf, -torch.inf)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The caller's processor, which is asked where plain decoding asks it: not behind a guess that ends the
+    answer, of which it need know nothing."""
+
+    processor: Processor
+    row: Row
+
+    def __call__(self, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
+        said = ids[0, self.row.start :].tolist()
+        ended = len(said) >= self.row.limit or not self.row.ends.isdisjoint(said)
+        return x if ended else self.processor(ids, x)
+
+    @property
+    def __name__(self) -> str:
+        return str(getattr(self.processor, "__name__", type(self.processor).__name__))
 
 
 def _forced_eos(value: Any, row: Row) -> Processor:
@@ -197,7 +219,11 @@ class Settings:
             del made["repetition_penalty"]  # the sampler's own penalty also comes first, and is faster
         elif "repetition_penalty" in made:
             penalty = 1.0
-        processors, warpers = _merged(list(made.values()), own.processors), [*own.warpers]
+        processors = [
+            Asked(each, row) if any(each is given for given in own.processors) else each
+            for each in _merged(list(made.values()), own.processors)
+        ]
+        warpers: list[Processor] = [Asked(each, row) for each in own.warpers]
         if own.temperature:
             processors += self._made(TOP_H, row).values()
             warpers += self._made(WARPERS, row).values()

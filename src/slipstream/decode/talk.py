@@ -8,7 +8,7 @@ from typing import Any
 from slipstream.core.drafter import Drafter
 from slipstream.core.target import Messages, Target
 from slipstream.decode.answer import Answer, Round
-from slipstream.decode.costs import policy
+from slipstream.decode.costs import keep, policy
 from slipstream.decode.generate import LAWS, Generation
 from slipstream.decode.session import Session
 from slipstream.decode.settings import Settings
@@ -94,3 +94,4 @@ class Talk:
                 news = session.step()
         finally:
             session.retire([text])
+            keep(self.target, self.drafter)

@@ -219,8 +219,9 @@ def read_trace(path: str | PathLike[str], text: str | None = None) -> list[list[
     """The rounds of each text in a trace; `text`: what the file holds, if it has been read. Raises ValueError
     for any other file, by the line."""
     rows: dict[int, list[Round]] = {}
-    lines = (read_text(path, "trace") if text is None else text).splitlines()
-    for number, line in enumerate(lines, 1):
+    text = read_text(path, "trace") if text is None else text
+    lines = ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
+    for number, line in lines:
         try:
             value = parsed(line)
             if isinstance(value, dict) and isinstance(value.get("opening"), dict):

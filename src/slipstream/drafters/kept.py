@@ -1,17 +1,18 @@
 """Drafters that are named again and again, read and packed once."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from slipstream.core.drafter import Drafter
 from slipstream.core.target import Target
-from slipstream.drafters import load_drafter
+from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.auto import shipped
 from slipstream.drafters.spec import Named, Spec
 from slipstream.drafters.store import find_drafter, tuned_file
 
 KEPT = 4  # drafters of a target, at most
-READ = ("config.json", "model.safetensors")
+READ = ("config.json", "model.safetensors", "model.safetensors.index.json")
 HEADS = {"auto": shipped, "hybrid": lambda target: "eagle"}  # the head where none is named
 
 
@@ -22,12 +23,12 @@ def kept_drafter(spec: Named, target: Target, temperature: float = 0.0, texts: i
     A drafter that remembers answers is made anew: what it remembers is that call's own.
     """
     spec = Spec.parse(spec)
-    home = home_of(spec, target)
-    if home is None or "remember" in spec.options:
+    homes = _homes(spec, target)
+    if not homes or "remember" in spec.options:
         return load_drafter(spec, target, temperature, texts)
     # The target holds its drafters, which hold the target: a table of our own would keep both alive.
     kept: dict[Any, tuple[Any, Drafter]] = vars(target).setdefault("drafters", {})
-    key, stamp = (id(target), str(spec), temperature > 0, texts), _stamp(home)
+    key, stamp = (id(target), str(spec), temperature > 0, texts), _stamp(homes)
     if key not in kept or kept[key][0] != stamp:
         kept.pop(key, None)
         for oldest in list(kept)[: max(0, len(kept) + 1 - KEPT)]:
@@ -47,8 +48,18 @@ def home_of(spec: Spec, target: Target) -> Path | None:
         return None
 
 
-def _stamp(home: Path) -> tuple[tuple[int, int, int] | None, ...]:
+def _homes(spec: Spec, target: Target) -> list[Path]:
+    """The directories of a drafter's weights and, last, of its tuned tree; none for one without weights, and
+    for a draft model that is no directory."""
+    if spec.name != "draft-model":
+        home = home_of(spec, target)
+        return [] if home is None else [home]
+    model = Path(spec.options.get("model", "")).expanduser()
+    return [model, tuned_home(spec, target)] if "model" in spec.options and model.is_dir() else []
+
+
+def _stamp(homes: Sequence[Path]) -> tuple[tuple[int, int, int] | None, ...]:
     """What changes when a file is written: its number, time and size."""
-    files = [*(home / name for name in READ), tuned_file(home)]
+    files = [*(home / name for home in homes for name in READ), tuned_file(homes[-1])]
     stats = [file.stat() if file.exists() else None for file in files]
     return tuple(stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats)

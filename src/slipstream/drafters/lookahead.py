@@ -8,23 +8,22 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from slipstream.core.drafter import Drafter, State, appended
+from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree
+from slipstream.drafters.ngram import TextState
 
 POOL = 4096  # n-grams that a row remembers; a new one replaces the oldest
 LOOKS = 4  # matches that are looked at per guess, because some of them are equal
 
 
 @dataclass
-class LookaheadState(State):
+class LookaheadState(TextState):
     levels: Int[Tensor, "B N1 W"]  # level l of column j guesses the token l + j + 1 positions behind the root
     pool: Int[Tensor, "B P1 N"]  # a ring of n-grams; the last slot is written in the place of no n-gram
     made: Int[Tensor, " B"]  # n-grams that were ever put in
-    text: Int[Tensor, "B S"]  # the last slot is written in the place of padding
-    length: Int[Tensor, " B"]  # tokens of text; the root comes behind them
 
 
 @final
@@ -64,12 +63,13 @@ class Lookahead(Drafter):
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
         levels = zeros.new_zeros(batch, self.N - 1, self.W)
         pool = zeros.new_full((batch, POOL + 1, self.N), PAD)
-        return LookaheadState(zeros, levels, pool, zeros.clone(), zeros.new_zeros(batch, 0), zeros.clone())
+        return LookaheadState(zeros, zeros.new_zeros(batch, 0), zeros.clone(), levels, pool, zeros.clone())
 
     def absorb(self, span: Span, state: LookaheadState) -> None:
-        if span.tree is None or span.tree.is_chain:  # a prompt
+        cut = span.tree is not None and span.tree.nodes != self.rows  # by a grammar: slots are others
+        if span.tree is None or span.tree.is_chain or cut:
             self._read(span, state)
-            # Any tokens will do to begin with: these are scattered over the prompt.
+            # Any tokens will do to begin with: these are scattered over the text.
             index = torch.arange((self.N - 1) * self.W, device=span.tokens.device) * 7919
             index = index % state.length.clamp(min=1)[:, None]
             state.levels = state.text.gather(1, index).view(-1, self.N - 1, self.W)
@@ -82,13 +82,11 @@ class Lookahead(Drafter):
 
     def _read(self, span: Span, state: LookaheadState) -> None:
         """Append the span to the text, and put the text's own n-grams into the pool."""
-        state.text = appended(state.text, span)
+        state.read(span)
         at = span.start[:, None] + torch.arange(span.tokens.shape[1], device=span.tokens.device)
         back = at[..., None] - torch.arange(self.N - 1, -1, -1, device=at.device)
         grams = state.text.gather(1, back.clamp(0, state.text.shape[1] - 1).flatten(1)).view(*back.shape)
         self._remember(state, grams, span.mask & (back[..., 0] >= 0))
-        state.length = span.start + span.count
-        state.root = span.root
 
     def _remember(
         self, state: LookaheadState, grams: Int[Tensor, "B K N"], real: Bool[Tensor, "B K"]

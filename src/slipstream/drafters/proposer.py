@@ -204,11 +204,11 @@ class Draft:
 
     def _processed(self, scores: Float[Tensor, "B F Vd"]) -> Float[Tensor, "B F Vd"]:
         """Log weights of the law that children are drawn from: the target's cuts, penalties and processors
-        for the history up to the root. A draft that these exclude is never accepted."""
+        for the history before the root. A draft that these exclude is never accepted."""
         if self.sampler.tempers_only:
             return self._tempered(scores)
         columns = zip(self._widened(scores).unbind(1), self._columns(scores.shape[1]), strict=True)
-        found = [self.sampler.scores(one, walks=walks) for one, walks in columns]
+        found = [self.sampler.scores(one, walks=walks, partial=True) for one, walks in columns]
         return torch.stack(found, 1)[..., self.drafter.vocab]
 
     def _columns(self, n: int) -> list[list[Walk | None]]:
@@ -223,7 +223,7 @@ class Draft:
         hot = (self.sampler.temperature > 0)[..., None]
         u = self.sampler.uniform(Stream.DRAFT, position, scores.shape[1] * scores.shape[2])
         log_q = scores.double().log_softmax(-1)
-        if self.walks:
+        if self.sampler.remembers:
             log_q = log_q.nan_to_num(-torch.inf, neginf=-torch.inf)  # where nothing is allowed
         drawn = torch.where(hot, log_q - (-u.view(scores.shape).log()).log(), log_q)
         index = drawn.topk(self.shape.children).indices

@@ -30,7 +30,7 @@ class FastEagleLayout(Layout):
         self.draft_vocab = target.vocab  # tokens of the head that was written
 
     def knows(self, config: Config, tensors: Tensors) -> bool:
-        return FASTEAGLE in config.get("architectures", [])
+        return FASTEAGLE in (config.get("architectures") or [])
 
     def sizes(self, config: Config, tensors: Tensors) -> FastEagleConfig:
         depth, blocks = config.get("num_hidden_layers"), self.target.sizes.blocks
@@ -53,6 +53,11 @@ class FastEagleLayout(Layout):
             raise ValueError(
                 f"this head reads {', '.join(map(repr, head.taps))}, and engines hand states over in "
                 "ascending order, the final one last: train one that reads them so (head.taps)"
+            )
+        if head.rank:
+            raise ValueError(
+                "this head's laws know the token above them (head.rank), which vLLM's way of drafting cannot "
+                "express: train one with head.rank=0"
             )
         own: Config = {"architectures": [FASTEAGLE], "model_type": "llama", "tie_word_embeddings": False}
         own |= {"num_hidden_layers": head.depth, "cascade": head.cascade, "input_norm": head.input_norm}

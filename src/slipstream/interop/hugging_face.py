@@ -96,7 +96,7 @@ def _job(
             f"the prompt has {longest} tokens and the answer may have {limit}; {target.name} has a window "
             f"of {target.window} for both: give a smaller max_new_tokens"
         )
-    ends = {int(i) for each in criteria for i in getattr(each, "eos_token_id", ())}
+    ends = {int(i) for each in criteria if isinstance(each, EosTokenCriteria) for i in each.eos_token_id}
     how |= {"max_new_tokens": limit, "eos_token_ids": sorted(i for i in ends if i < target.vocab)}
     job = Job.of(target, prompts, **how)
     called = [each for each in criteria if not isinstance(each, (EosTokenCriteria, MaxLengthCriteria))]

@@ -137,6 +137,8 @@ def parity(
         progress(f"ours, question {number}")
         answers.append(generate(target, prompt, ours, **greedy))
     rounds = [each for answer in answers for each in answer.rounds]
+    if not rounds:
+        raise ValueError(f"no answer has a round that drafts: max_new_tokens is {max_new_tokens}; give more")
     acceptance = [sum(r.accepted >= d for r in rounds) / len(rounds) for d in range(1, draft_tokens + 1)]
     progress("vLLM, plainly and with the head (minutes)")
     job = {
@@ -144,6 +146,8 @@ def parity(
         "prompts": list(prompts),
         "new": max_new_tokens,
         "draft": draft_tokens,
+        "dtype": target.dtype_name,
+        "window": min(target.window, max(map(len, prompts)) + max_new_tokens + draft_tokens + 1),
     }
     plain, drafted, tensors = _served(target, drafter, ours.method, job, python)
     texts = {"vLLM with the head": drafted["tokens"], "ours": [answer.tokens for answer in answers]}

@@ -2,9 +2,9 @@
 
     python vllm_worker.py JOB.json
 
-JOB: {"method", "target", "head", "prompts": [[ids]], "new", "draft", "dtype", "plain": OUT, "drafted": OUT,
-"tensors": OUT}. The three files are written in three processes, one engine each: plain answers, answers and
-acceptance with the head, and what the head's modules put out for the first prompt.
+JOB: {"method", "target", "head", "prompts": [[ids]], "new", "draft", "dtype", "window", "plain": OUT,
+"drafted": OUT, "tensors": OUT}. The three files are written in three processes, one engine each: plain
+answers, answers and acceptance with the head, and what the head's modules put out for the first prompt.
 """
 
 import json
@@ -27,7 +27,7 @@ def engine(job: dict, head: bool) -> Any:
     return LLM(
         job["target"],
         dtype=job["dtype"],
-        max_model_len=2048,
+        max_model_len=job["window"],
         enforce_eager=True,
         max_num_seqs=1,
         enable_prefix_caching=False,
@@ -89,7 +89,8 @@ def main() -> None:
         job = json.load(file)
     if not part:
         for name in ("plain", "drafted", "tensors"):
-            subprocess.run([sys.executable, __file__, path, name], check=True)
+            if code := subprocess.run([sys.executable, __file__, path, name]).returncode:
+                sys.exit(code)  # it has said why
     elif part[0] == "tensors":
         look(job)
     else:

@@ -192,11 +192,14 @@ def cost_curve(
     progress: Callable[[str], None] = lambda _: None,
 ) -> CostReport:
     """Costs of a target pass over 1 to 64 rows, the time that reading the weights takes, and how many experts
-    are read."""
+    are read. Contexts are cut to what the target reads. Raises ValueError for a target that reads less than
+    65 tokens."""
+    if (most := target.window - max(ROWS)) < 1:
+        raise ValueError(f"passes of {max(ROWS)} rows are timed; this target reads {target.window} tokens")
     progress("reading memory")
     bandwidth, weights = read_bandwidth(target.device), target.read_bytes / 1e9
     passes = []
-    for context in contexts:
+    for context in dict.fromkeys(min(each, most) for each in contexts):
         for batch in batches:
             progress(f"passes behind {context} tokens of {batch} texts")
             for rows, seconds in pass_seconds(target, context=context, batch=batch).items():

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from slipstream.files import understood
+
 HUB = "hf:"
 FORM = "give hf:REPOSITORY:SPLIT, or hf:REPOSITORY:CONFIGURATION:SPLIT"
 INSTALL = "pip install 'slipstream[datasets]'"
@@ -28,7 +30,8 @@ def hub_rows(name: str) -> list[Row]:
         )
     found = []
     for number, row in enumerate(rows, 1):
-        turns = tuple(turn for turn in COLUMNS[column](row[column], row) if turn.strip())
+        with understood(f"data set {name}, row {number}"):
+            turns = tuple(turn for turn in COLUMNS[column](row[column], row) if turn.strip())
         if not turns:
             raise ValueError(f"data set {name}, row {number}: {column} holds no text")
         found.append((str(row.get("category") or ""), turns))
@@ -58,10 +61,17 @@ def _loaded(name: str) -> Any:
         raise ValueError(f"data set {name} cannot be loaded: {reason}. {FORM}") from error
 
 
+def _text(value: Any) -> str:
+    """A value that is a text. Raises TypeError."""
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:40]!r} is no text")
+    return value
+
+
 def _talk(messages: Any, _: Mapping[str, Any]) -> list[str]:
     """What the user says."""
     asked = [each for each in messages if each.get("role", each.get("from")) in ("user", "human")]
-    return [str(each.get("content", each.get("value"))) for each in asked]
+    return [_text(each.get("content", each.get("value"))) for each in asked]
 
 
 def _prompt(value: Any, row: Mapping[str, Any]) -> list[str]:
@@ -69,16 +79,16 @@ def _prompt(value: Any, row: Mapping[str, Any]) -> list[str]:
 
 
 def _instruction(value: str, row: Mapping[str, Any]) -> list[str]:
-    return [f"{value}\n\n{row['input']}" if row.get("input") else value]
+    return [f"{_text(value)}\n\n{_text(row['input'])}" if row.get("input") else _text(value)]
 
 
 def _summary(value: str, _: Mapping[str, Any]) -> list[str]:
-    return [f"Summarize: {value}"]
+    return [f"Summarize: {_text(value)}"]
 
 
 COLUMNS: dict[str, Callable[[Any, Mapping[str, Any]], list[str]]] = {
-    "turns": lambda value, row: [str(turn) for turn in value],
-    "question": lambda value, row: [str(value)],
+    "turns": lambda value, row: [_text(turn) for turn in value],
+    "question": lambda value, row: [_text(value)],
     "instruction": _instruction,
     "prompt": _prompt,
     "messages": _talk,

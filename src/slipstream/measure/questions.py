@@ -9,7 +9,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from slipstream.files import check_counts, evenly, parsed, read_text
+from slipstream.files import check_counts, evenly, parsed, printable, read_text
 from slipstream.measure.hub import HUB, hub_rows
 
 OWN = files("slipstream.measure") / "questions.jsonl"
@@ -61,10 +61,26 @@ def _read(path: str, name: str) -> list[Question]:
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """The files' names; where two are the same, with their directories, as in mt_bench/question.jsonl."""
-    bare = [path.split(":")[1] if path.startswith(HUB) else path for path in paths]
-    times = Counter(Path(path).name for path in bare)
-    return ["/".join(Path(path).parts[-1 - (times[Path(path).name] > 1) :]) for path in bare]
+    """The files' names; where several are the same, with as much before them as tells them apart, as in
+    mt_bench/question.jsonl. A file that is given twice gets a number."""
+    names = [_named(path, 1) for path in paths]
+    for parts in range(2, max([3, *(len(Path(path).parts) for path in paths)]) + 1):
+        times = Counter(names)
+        pairs = zip(paths, names, strict=True)
+        names = [_named(path, parts) if times[name] > 1 else name for path, name in pairs]
+    seen, told = Counter[str](), []
+    for name in names:
+        seen[name] += 1
+        told.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return told
+
+
+def _named(path: str, parts: int) -> str:
+    """The last parts of a path; of a data set first the repository's, then all."""
+    if path.startswith(HUB) and parts > 2:
+        return path.removeprefix(HUB)
+    bare = path.split(":")[1] if path.startswith(HUB) else path
+    return printable(Path(*Path(bare).parts[-parts:]).as_posix())
 
 
 def _distinct(questions: list[Question]) -> list[Question]:

@@ -61,7 +61,7 @@ TREELESS = (
 @public
 def tune(
     target: AnyTarget,
-    drafter: Named | Proposer = "eagle",
+    drafter: Named | Proposer = "auto",
     questions: Sequence[Asking] = (),
     *,
     temperatures: Sequence[float] = (0.0, 1.0),

@@ -162,13 +162,14 @@ class TuneReport(Report):
                 ax.legend(frameon=False, fontsize="small")
 
     def static_trees(self, drafter: Named, best: int = BEST) -> list[str]:
-        """The command-line options that name the static trees of the table."""
+        """The command-line options that name the static trees of the table, and of those that auto takes."""
         lines = []
         for tuned in self.temperatures:
             names, skip = tuned.names(), tuned.chosen.skip
             spec = Spec.parse(drafter).replace(**{"skip": skip} if skip else {})
-            for each in tuned.candidates[:best]:
-                if (name := names[each.tree]) != each.tree:
+            for place, each in enumerate(tuned.candidates):
+                shown = place < best or each.tree in tuned.rungs
+                if shown and (name := names[each.tree]) != each.tree:
                     called = spec.replace(tree=each.tree.replace(" ", ""), proposal=each.proposal)
                     lines.append(f"{name}, T = {tuned.temperature:g}: --drafter {shlex.quote(str(called))}")
         return lines

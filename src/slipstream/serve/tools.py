@@ -28,10 +28,13 @@ class Calls:
         return said
 
     def end(self) -> tuple[str, list[dict[str, Any]]]:
-        """The rest of what is said, and the calls, once the text has ended. What is no call is said."""
+        """The rest of what is said, and the calls, once the text has ended. What is no call is said, between
+        and behind calls, too."""
         calls = [_call(match[1]) for match in CALL.finditer(self._held)]
         known = [call for call in calls if call is not None]
-        return ("", known) if known and len(known) == len(calls) else (self._held, [])
+        if known and len(known) == len(calls):
+            return CALL.sub("", self._held).strip(), known
+        return self._held, []
 
 
 def _call(text: str) -> dict[str, Any] | None:

@@ -78,8 +78,9 @@ class HFTarget(Target):
                 "takes names"
             )
         config = model.config.get_text_config(decoder=True)
-        positioned = "position_ids" in signature(model.forward).parameters
-        support.check_supported(config, model._is_stateful, positioned)
+        support.check_supported(config, model._is_stateful, signature(model.forward).parameters)
+        if model.get_output_embeddings() is None:
+            raise ValueError(f"a {type(model).__name__} has no LM head: load it with AutoModelForCausalLM")
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.device, self.dtype, self.quantize = model.device, model.dtype, quantize
         self.fingerprint, self._weights = support.fingerprint_of(model), model.num_parameters()
@@ -200,7 +201,9 @@ class HFTarget(Target):
         if vocab is not None:
             head = rows_of_head(head, vocab)
             self.lend_products(head)
-        scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+        scale = getattr(config, "logits_scaling", None) or 1
+        scale = scale if config.model_type == "hyperclovax" else 1 / scale  # others divide by it
+        scale = getattr(config, "logit_scale", None) or scale
         cap = getattr(config, "final_logit_softcapping", None)
         return LMHead(head.weight, head.bias, scale, cap, getattr(head, "product", F.linear))
 

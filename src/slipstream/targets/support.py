@@ -2,7 +2,7 @@
 targets. Others are refused by name, with the reason."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -22,14 +22,16 @@ LEAK, ROUTED = 1e-3, 0.05
 SUPPORTED = "Supported: decoder-only models with attention in every layer"
 
 
-def check_supported(config: Any, stateful: bool = False, positioned: bool = True) -> None:
+def check_supported(
+    config: Any, stateful: bool = False, takes: Collection[str] = ("position_ids", "past_key_values")
+) -> None:
     """Refuse architectures for which a tree pass with explicit positions and masks is not exact. Raises
     ValueError, which names the model type and the reason.
 
     Args:
         config: the model's Hugging Face text config.
         stateful: whether the model class keeps a recurrent state (`PreTrainedModel._is_stateful`).
-        positioned: whether its forward takes `position_ids`.
+        takes: the arguments of its forward.
     """
     kind = getattr(config, "model_type", type(config).__name__)
 
@@ -41,11 +43,17 @@ def check_supported(config: Any, stateful: bool = False, positioned: bool = True
     layers = set(getattr(config, "layer_types", None) or ())
     if stateful or layers & {"linear_attention", "mamba", "recurrent", "conv"}:
         refuse("it keeps a recurrent state, which cannot be read at several branches of a tree at once")
-    if not positioned:
+    if "position_ids" not in takes:
         refuse(
             "its forward takes no position_ids, and the nodes of a tree do not stand in the order of their "
             "slots"
         )
+    if "past_key_values" not in takes:
+        refuse("its forward takes no past_key_values, and what was read cannot be kept")
+    if kind == "gpt_neo":
+        refuse("its local attention counts cache slots, where the nodes of a tree do not stand in order")
+    if {"head_dim", "num_key_value_heads"} & set(getattr(config, "per_layer_attributes", None) or ()):
+        refuse("its layers keep keys and values of different sizes")
     attention = getattr(config, "attn_config", None)
     if getattr(config, "alibi", False) or getattr(attention, "alibi", False) or kind in ("bloom", "mpt"):
         refuse("ALiBi derives positions from cache slots, where the nodes of a tree do not stand in order")
@@ -131,7 +139,8 @@ def rope(config: Any, block: int) -> tuple[list[float], float]:
     kind = (getattr(config, "layer_types", None) or {block: None})[block]
     nested = kind in parameters
     parameters = parameters[kind] if nested else parameters
-    if not parameters:
+    turns = getattr(config, "no_rope_layers", None) or [1] * (block + 1)
+    if not parameters or not turns[block]:
         return [], 1.0
     if (scaling := parameters.get("rope_type", "default")) != "default":
         frequencies, factor = ROPE_INIT_FUNCTIONS[scaling](

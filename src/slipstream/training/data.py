@@ -134,9 +134,8 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
     messages, tokens, loss, text = row["messages"], [], [], ""
     named = target.generation_config.eos_token_id
     ends = {*(named if isinstance(named, list) else [named]), words.eos}
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for i in answers:
         asked = words.render(messages[:i], ask=True)
         answered = words.render(messages[: i + 1], ask=False)
         if not (asked.startswith(text) and answered.startswith(asked)):
@@ -145,7 +144,8 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
             )
         prompt, answer = words.ids(asked[len(text) :]), words.ids(answered[len(asked) :])
         own = next((j + 1 for j, token in enumerate(answer) if token in ends), len(answer))
-        if not row.get("finished", True):  # a length limit cut the answer, so the target did not end it
+        # Where a length limit cut the last answer, the target did not end it.
+        if i == answers[-1] and not row.get("finished", True):
             answer = answer[: own - 1]
         tokens += prompt + answer
         loss += [False] * len(prompt) + [j < own for j in range(len(answer))]

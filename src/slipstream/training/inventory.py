@@ -58,7 +58,9 @@ class Counted:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        return tuple(turn["content"] for turn in self.row.get("messages", [])) or (self.row["text"],)
+        if "messages" in self.row:
+            return tuple(turn["content"] for turn in self.row["messages"])
+        return (self.row["text"],)
 
     @property
     def answers(self) -> list[str]:
@@ -170,7 +172,7 @@ def _holding(rows: Sequence[Counted]) -> Holding:
         answer_tokens=sum(row.learnt for row in rows),
         prompt=_lengths([row.tokens - row.learnt for row in rows]),
         answer=_lengths([row.learnt for row in rows]),
-        finished=share(lambda row: row.row.get("finished", True)),
+        finished=share(lambda row: bool(row.row.get("finished", True))),
         greedy=share(lambda row: row.row.get("temperature") == 0),
         several_turns=share(lambda row: len(row.answers) > 1),
         excluded=faults["excluded"],

@@ -3,7 +3,8 @@
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import compress, count
+from operator import not_
 from typing import Any, NamedTuple
 
 from slipstream.core.target import Target
@@ -107,6 +108,10 @@ def synthesize_prompts(
         chance = random.Random(f"{seed} {done} {i}")
         begun = [_begin(counts, kept, rows, chance) for _ in range(batch)]
         texts = [opening_of(target, each.before) + each.text for each in begun]
+        fits = [_fits(target, text) for text in texts]
+        for each in compress(begun, map(not_, fits)):
+            counts[each.kind] -= 0.75
+        begun, texts = [*compress(begun, fits)], [*compress(texts, fits)]
         first = None if seed is None else wrapped(seed + (done << 32) + i * batch)  # no two share a seed
         before = made
         for each, written in zip(begun, writer.go_on(texts, temperature, WORDS[1], first), strict=True):
@@ -133,6 +138,12 @@ def opening_of(target: Target, before: Messages) -> str:
         )
     text = target.text.render([*before, {"role": "user", "content": HERE}], ask=False)
     return text[: text.index(HERE)]
+
+
+def _fits(target: Target, text: str) -> bool:
+    """Whether the window has room behind a text: for the longest words, or half of a small window."""
+    assert target.text is not None
+    return len(target.text.ids(text)) <= max(target.window - WORDS[1], target.window // 2)
 
 
 def _begin(

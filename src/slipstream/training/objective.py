@@ -109,8 +109,13 @@ class Objective(nn.Module):
         taps = len(head.config.taps)  # type: ignore[union-attr, arg-type]
         self.register_buffer("gains", torch.ones(1 + taps) if gains is None else gains.float().cpu())
         self.head: Any = head
-        self._target, self._vocab = target, vocab  # plain attributes: neither trained nor saved
-        self.lm_head = deepcopy(target.lm_head(vocab)).float()
+        self._target = target  # plain attributes: neither trained nor saved
+        self.speak(vocab)
+
+    def speak(self, vocab: Int[Tensor, " Vd"] | None) -> None:
+        """Take a draft vocabulary; None: all tokens."""
+        self._vocab = vocab
+        self.lm_head = deepcopy(self._target.lm_head(vocab)).float()
 
     @classmethod
     def begin(

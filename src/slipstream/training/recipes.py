@@ -51,7 +51,7 @@ class StatesHead(StartedHead):
     taps: Taps = None
 
     def reads(self, blocks: int) -> tuple[str, ...]:
-        taps = tuple(self.taps or block_taps(blocks))
+        taps = tuple(self.taps or dict.fromkeys(block_taps(blocks)))  # of few blocks some are the same
         if any(tap.startswith(CACHE) for tap in taps):
             raise ValueError(
                 f"head.taps={list(taps)}: this drafter reads states, such as {INPUT}2 or {FINAL}, not a cache"
@@ -280,6 +280,15 @@ class GlideRecipe(Recipe):
 
         block: int = Field(default=5, ge=1, le=64)
         offset: bool = True
+
+    @model_validator(mode="after")
+    def _comparable(self) -> "GlideRecipe":
+        if self.head.own_ends and self.head.hidden_size is not None and self.loss.feature:
+            raise ValueError(
+                "loss.feature holds the decoder's states against the target's, which have another width "
+                "under head.own_ends and head.hidden_size: set loss.feature=0"
+            )
+        return self
 
     method: Literal["glide"] = "glide"
     head: Head = Head()

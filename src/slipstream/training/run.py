@@ -64,7 +64,7 @@ def train(
 
     Args:
         target: a target, or the name of one for `load_target`.
-        method: such as "eagle", or a whole recipe.
+        method: such as "eagle", or a whole recipe, beside which no data, recipe or overrides are given.
         directory: new, empty, or left by a run that saved nothing.
         data, recipe, overrides, resume: see `recipe_of`; `resume` goes on from the last checkpoint.
         force: write whatever the directory holds.
@@ -73,12 +73,15 @@ def train(
 
     Raises:
         ValueError: the recipe, the data, the directory or the checkpoint does not fit, or training diverges.
-        KeyboardInterrupt: Ctrl-C or SIGTERM ended the run; it names the checkpoint, if there is one.
+        KeyboardInterrupt: Ctrl-C ended the run; it names the checkpoint, if there is one. SIGTERM leaves one,
+            too, and then does what it did before.
     """
     directory = fspath(directory)
     settled = method
     if isinstance(settled, str):
         settled = recipe_of(settled, directory, data, recipe, overrides, resume)
+    elif data or recipe or overrides:
+        raise ValueError("a whole recipe is given as method: put data, recipe and overrides into it")
     trainer: Trainer | None = None
     try:
         trainer = Trainer(loaded(target), settled, directory, resume, force)

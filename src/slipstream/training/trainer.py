@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.state import AcceleratorState
 
 from slipstream.core.drafter import FINAL
 from slipstream.core.target import Target
@@ -63,12 +64,14 @@ class Trainer:
         # One process reads features while the others wait.
         patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
         on_cpu, precision = target.device.type == "cpu", recipe.schedule.precision
+        AcceleratorState._reset_state()  # an earlier run of this process may have had another precision
         self.accelerator = Accelerator(mixed_precision=precision, cpu=on_cpu, kwargs_handlers=[patience])
         self.progress = Progress()
         self.leads = self.accelerator.is_main_process  # only this process writes
         self._stop, self._data_key = 0, ""
         self.checkpoint: int | None = None  # the step of the last checkpoint
         self._held, self._saved = ExitStack(), None
+        self._judged: frozenset[tuple[int, ...]] = frozenset()  # the last stage's held-out texts
         with self._claimed():
             if resume:
                 made_by = (target.fingerprint, target.precision, self.accelerator.num_processes, recipe)
@@ -102,6 +105,7 @@ class Trainer:
         with ExitStack() as held:  # released if this fails
             held.enter_context(self._claimed())
             self._read_data(self.stages[-1].data)  # the last stage's data decide the drafter's vocabulary
+            self._judged = frozenset(tuple(example.tokens) for example in self._held_out)
             self._rehearse()
             known = self._known_answers()
             if known is None:
@@ -117,7 +121,8 @@ class Trainer:
                 self.objective.load_state_dict(self._saved["objective"])
                 self.progress = Progress.of(self._saved["progress"])
                 self.vocab_coverage = self._saved["coverage"]
-                self.objective._vocab = self._saved.get("vocab", self.objective._vocab)
+                if "vocab" in self._saved:
+                    self.objective.speak(self._saved["vocab"])
             self._held = held.pop_all()
 
     def _rehearse(self) -> None:
@@ -143,7 +148,8 @@ class Trainer:
         examples = load_examples(data.files, self.target, data.max_length, data.limit, data.greedy)
         if (n := len(examples)) < 8:
             raise ValueError(f"{n} examples remain of {', '.join(data.files)}: training takes 8 at least")
-        (self._all, self._held_out), self._data = hold_out(examples, data.held_out), data
+        (own, self._held_out), self._data = hold_out(examples, data.held_out), data
+        self._all = [example for example in own if tuple(example.tokens) not in self._judged]
 
     def run(self, show: Show = lambda seen: None) -> Progress:
         """Train to the end. Ctrl-C or SIGTERM leave a checkpoint to resume from and raise KeyboardInterrupt.

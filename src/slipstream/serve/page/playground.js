@@ -157,13 +157,14 @@ async function run(body, name, sides) {
 }
 
 async function say(content) {
-  turns.push({ role: "user", content });
+  const talk = turns; // "New" begins another one meanwhile
+  talk.push({ role: "user", content });
   const section = el("section", {}, el("h2", { class: "asked" }, content));
   at("talk").append(section);
   section.scrollIntoView({ block: "start" });
   const said = await answer(section);
-  if (said === null) turns.pop();
-  else turns.push({ role: "assistant", content: said });
+  if (said === null) talk.pop();
+  else talk.push({ role: "assistant", content: said });
   at("said").focus();
 }
 
