@@ -213,7 +213,7 @@ def test_random_weights_need_no_tokenizer():
 def test_the_tables_of_the_page_are_those_of_the_result(tmp_path, monkeypatch, capsys):
     """As written by the command, with a pair whose figures derive.py stores too."""
     page, source = tmp_path / "drafters.md", RESULTS / "drafters.json"
-    page.write_text((ROOT / "docs" / "drafters.md").read_text().replace("| `lookahead` |", "| `other` |"))
+    page.write_text((ROOT / "docs" / "drafters.md").read_text().replace("| `lookahead` |", "| `other` |", 1))
     pair = next(iter(json.loads(source.read_text())["derived"]["pairs"]))
     monkeypatch.setattr(sys, "argv", ["table.py", str(source), str(page), "--pair", pair])
     with pytest.raises(SystemExit) as ended:

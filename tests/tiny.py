@@ -185,7 +185,7 @@ def eagle(target: HFTarget, tree: str = "fig9", proposal: str = "top-k", vocab: 
 
 def eagle3(target: HFTarget, tree: str = "fig9", proposal: str = "top-k", vocab: int | None = None) -> Eagle3:
     """The same of EAGLE-3."""
-    taps = block_taps(target.config.num_hidden_layers)
+    taps = tuple(dict.fromkeys(block_taps(target.config.num_hidden_layers)))
     head = scrambled(
         Eagle3Head(Eagle3Config(**layer_sizes(target), taps=taps, draft_vocab_size=vocab or VOCAB))
     )

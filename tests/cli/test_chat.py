@@ -15,6 +15,7 @@ from time import monotonic, sleep
 import pytest
 
 import tiny
+from slipstream.cli.chat import Chat
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -106,8 +107,6 @@ def test_a_conversation_in_a_terminal(model):
         assert "drafting with ngram" in here.says("/drafter ngram", "with ngram")
         assert "Unknown drafter" in here.says("/drafter what", "directory")
         assert "ngram   τ" in shown(here.says("/edit q"))  # to its end
-        assert "the prompt has" in here.says(f"/edit {'q' * 300}", "tokens")
-        assert "ngram   τ" in shown(here.says("/retry"))  # what was said before is still there
         assert "another conversation" in here.says("/new", "conversation")
         assert "nothing was said yet" in here.says("/retry", "yet")
         os.write(here.main, b"/quit\n")
@@ -116,6 +115,22 @@ def test_a_conversation_in_a_terminal(model):
         here.process.kill()
         here.process.wait()
         os.close(here.main)
+
+
+def test_an_exchange_stays_if_another_answer_fails():
+    """The question and its answer were gone."""
+
+    class Refusing:
+        def answer(self, turns, seed):
+            raise ValueError("the prompt has too many tokens")
+
+    chat = Chat(Refusing(), "ngram", None, 3)
+    before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    chat.turns = [*before]
+    for command in ("/retry", "/edit longer"):
+        with pytest.raises(ValueError, match="too many"):
+            chat.take(command)
+        assert (chat.turns, chat.seed) == (before, 3)
 
 
 def test_a_model_without_a_template_cannot_chat(run, tmp_path):

@@ -136,10 +136,7 @@ def parity(
     for number, prompt in enumerate(prompts, 1):
         progress(f"ours, question {number}")
         answers.append(generate(target, prompt, ours, **greedy))
-    rounds = [each for answer in answers for each in answer.rounds]
-    if not rounds:
-        raise ValueError(f"no answer has a round that drafts: max_new_tokens is {max_new_tokens}; give more")
-    acceptance = [sum(r.accepted >= d for r in rounds) / len(rounds) for d in range(1, draft_tokens + 1)]
+    rounds, acceptance = _accepted(answers, draft_tokens)
     progress("vLLM, plainly and with the head (minutes)")
     job = {
         "method": METHODS[ours.method],
@@ -153,7 +150,6 @@ def parity(
     texts = {"vLLM with the head": drafted["tokens"], "ours": [answer.tokens for answer in answers]}
     divergences = _deviations(target, prompts, plain["tokens"], texts)
     apart = [round(a - b, 4) for a, b in zip(acceptance, drafted["acceptance"], strict=True)]
-    tied = all(each.margin <= target.margin for each in divergences)
     return ParityReport(
         **heading(target),
         questions=len(prompts),
@@ -161,12 +157,20 @@ def parity(
         draft_tokens=draft_tokens,
         acceptance=Acceptance(slipstream=[round(a, 4) for a in acceptance], vllm=drafted["acceptance"]),
         difference=apart,
-        drafts=Drafts(slipstream=len(rounds), vllm=drafted["drafts"]),
+        drafts=Drafts(slipstream=rounds, vllm=drafted["drafts"]),
         margin=target.margin,
         divergences=divergences,
         first_tensor_that_differs=first_difference(target, ours, tensors, prompts[0]),
-        agrees=max(map(abs, apart)) <= POINTS and tied,
+        agrees=max(map(abs, apart)) <= POINTS and all(each.margin <= target.margin for each in divergences),
     )
+
+
+def _accepted(answers: Sequence[Generation], draft_tokens: int) -> tuple[int, list[float]]:
+    """Rounds, and the share that accepted d drafts or more. Raises ValueError where there are none."""
+    rounds = [each.accepted for answer in answers for each in answer.rounds]
+    if not rounds:
+        raise ValueError("no answer has a round that drafts: give a larger max_new_tokens")
+    return len(rounds), [sum(n >= d for n in rounds) / len(rounds) for d in range(1, draft_tokens + 1)]
 
 
 def _chain(target: HFTarget, drafter: str, draft_tokens: int) -> HeadDrafter:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import cached_property
-from inspect import signature
 from pathlib import Path
 from time import perf_counter
 from typing import Any, final
@@ -78,9 +77,7 @@ class HFTarget(Target):
                 "takes names"
             )
         config = model.config.get_text_config(decoder=True)
-        support.check_supported(config, model._is_stateful, signature(model.forward).parameters)
-        if model.get_output_embeddings() is None:
-            raise ValueError(f"a {type(model).__name__} has no LM head: load it with AutoModelForCausalLM")
+        support.check_model(model, config)
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.device, self.dtype, self.quantize = model.device, model.dtype, quantize
         self.fingerprint, self._weights = support.fingerprint_of(model), model.num_parameters()

@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -63,6 +64,13 @@ def check_supported(
     for each in [value for value in ropes.values() if isinstance(value, dict)] or [ropes]:  # by layer type
         if (rope := each.get("rope_type", each.get("type"))) in ROPE_REFUSED:
             refuse(f"{rope} RoPE scaling changes every position with the longest text of the batch")
+
+
+def check_model(model: Any, config: Any) -> None:
+    """`check_supported` for a model with this text config, which must have an LM head, too."""
+    check_supported(config, model._is_stateful, signature(model.forward).parameters)
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"a {type(model).__name__} has no LM head: load it with AutoModelForCausalLM")
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:
