@@ -269,7 +269,8 @@ def test_the_draft_vocabulary_is_what_is_said_most():
 @pytest.mark.parametrize("make", [tiny.eagle3, tiny.fasteagle])
 def test_the_scales_of_taps_are_folded_into_the_drafter(make):
     target, text = tiny.target("llama"), torch.tensor(tiny.prompts(6))
-    drafter, gains = make(target, "chain-3"), torch.tensor([7.0, 0.5, 3.0, 2.0])
+    drafter = make(target, "chain-3")
+    gains = torch.tensor([7.0, 0.5, 3.0, 2.0])[: 1 + len(drafter.taps)]
     f = target.features(text.tolist(), drafter.taps).float()[:, :-1]
     kind, settings = {
         tiny.eagle3: (Eagle3Objective, Eagle3Recipe.Loss(unroll=2)),

@@ -73,8 +73,7 @@ def train(
 
     Raises:
         ValueError: the recipe, the data, the directory or the checkpoint does not fit, or training diverges.
-        KeyboardInterrupt: Ctrl-C ended the run; it names the checkpoint, if there is one. SIGTERM leaves one,
-            too, and then does what it did before.
+        KeyboardInterrupt: Ctrl-C ended the run; it names the checkpoint, if there is one. SIGTERM leaves one.
     """
     directory = fspath(directory)
     settled = method
