@@ -54,6 +54,7 @@ def papers_tables(report: ReproduceReport, link: str) -> str:
     return "\n\n".join(
         [
             _settings(report, about, link),
+            f"It took {report.seconds / 60:.0f} minutes; it told {report.estimate_seconds / 60:.0f}.",
             f"Relations of the papers here: {told}.",
             *map(_paper_table, measured),
             f"Without a figure in this run: {others}.",

@@ -36,10 +36,6 @@ class Row:
         return int(self.prompt.shape[1])
 
     @property
-    def ends(self) -> frozenset[int]:
-        return frozenset(self.eos)
-
-    @property
     def device(self) -> Any:
         return self.prompt.device
 
@@ -56,16 +52,16 @@ class BeforeTopK:
 
 
 @dataclass(frozen=True)
-class Asked:
+class BeforeEnd:
     """The caller's processor, which is asked where plain decoding asks it: not behind a guess that ends the
-    answer, of which it need know nothing."""
+    answer."""
 
     processor: Processor
     row: Row
 
     def __call__(self, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
         said = ids[0, self.row.start :].tolist()
-        ended = len(said) >= self.row.limit or not self.row.ends.isdisjoint(said)
+        ended = len(said) >= self.row.limit or any(end in said for end in self.row.eos)
         return x if ended else self.processor(ids, x)
 
     @property
@@ -220,10 +216,10 @@ class Settings:
         elif "repetition_penalty" in made:
             penalty = 1.0
         processors = [
-            Asked(each, row) if any(each is given for given in own.processors) else each
+            BeforeEnd(each, row) if any(each is given for given in own.processors) else each
             for each in _merged(list(made.values()), own.processors)
         ]
-        warpers: list[Processor] = [Asked(each, row) for each in own.warpers]
+        warpers: list[Processor] = [BeforeEnd(each, row) for each in own.warpers]
         if own.temperature:
             processors += self._made(TOP_H, row).values()
             warpers += self._made(WARPERS, row).values()

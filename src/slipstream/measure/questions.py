@@ -68,11 +68,7 @@ def _names(paths: Sequence[str]) -> list[str]:
         times = Counter(names)
         pairs = zip(paths, names, strict=True)
         names = [_named(path, parts) if times[name] > 1 else name for path, name in pairs]
-    seen, told = Counter[str](), []
-    for name in names:
-        seen[name] += 1
-        told.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-    return told
+    return _numbered(names)
 
 
 def _named(path: str, parts: int) -> str:
@@ -85,12 +81,16 @@ def _named(path: str, parts: int) -> str:
 
 def _distinct(questions: list[Question]) -> list[Question]:
     """Questions of one number are told apart, as where files were joined."""
-    seen = Counter[str]()
-    told = []
-    for question in questions:
-        seen[question.id] += 1
-        times = seen[question.id]
-        told.append(question if times == 1 else replace(question, id=f"{question.id} ({times})"))
+    numbers = _numbered([question.id for question in questions])
+    return [replace(question, id=number) for question, number in zip(questions, numbers, strict=True)]
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """Names, the second and later ones of each with a count behind them."""
+    seen, told = Counter[str](), []
+    for name in names:
+        seen[name] += 1
+        told.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
     return told
 
 

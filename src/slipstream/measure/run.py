@@ -113,7 +113,6 @@ class _Run:
     settings: Settings
     turns: list[Turn] = field(default_factory=list)
     done: int = 0  # groups
-    asked: int = 0  # times: each begins with another method
 
     def go_on(self, begun: BenchReport, progress: Callable[[str], None]) -> None:
         """Take over the whole groups of an earlier run. Raises ValueError where it was another run."""
@@ -123,9 +122,8 @@ class _Run:
             if len(found) < sum(len(question.turns) for question in group):
                 break
             self.turns += found
-            self.done, times = number + 1, max(len(question.turns) for question in group)
-            self.asked += times
-            for _ in range(times * len(self.contest.methods)):
+            self.done = number + 1
+            for _ in range(max(len(question.turns) for question in group) * len(self.contest.methods)):
                 progress("known from the unfinished run")
 
     def through(self, progress: Callable[[str], None], keep: Callable[[BenchReport], None]) -> BenchReport:
@@ -164,8 +162,8 @@ class _Run:
     ) -> list[dict[str, Answered]]:
         """Each question's answers, by method."""
         contest, methods = self.contest, self.contest.methods
-        first = self.asked % len(methods)
-        self.asked += 1
+        times = len({(known.group, known.turn) for known in self.turns})  # that all methods were asked
+        first = times % len(methods)
         given: dict[str, list[Answered]] = {}
         for name in methods[first:] + methods[:first]:
             progress(f"{asked[0].name} {name}")

@@ -198,9 +198,9 @@ class HFTarget(Target):
         if vocab is not None:
             head = rows_of_head(head, vocab)
             self.lend_products(head)
-        scale = getattr(config, "logits_scaling", None) or 1
-        scale = scale if config.model_type == "hyperclovax" else 1 / scale  # others divide by it
-        scale = getattr(config, "logit_scale", None) or scale
+        factor = getattr(config, "logits_scaling", None) or 1  # all models but one divide by it
+        own = factor if config.model_type == "hyperclovax" else 1 / factor
+        scale = getattr(config, "logit_scale", None) or own
         cap = getattr(config, "final_logit_softcapping", None)
         return LMHead(head.weight, head.bias, scale, cap, getattr(head, "product", F.linear))
 

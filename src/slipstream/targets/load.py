@@ -102,8 +102,10 @@ def resolve(name: str) -> Path:
 def gguf_of(path: Path) -> Path | None:
     """The GGUF file that a path is, or is the directory of, unless that holds a model of Hugging Face's form.
     Raises ValueError for a directory with several."""
-    if path.suffix == ".gguf" or (path / "config.json").exists():
-        return path if path.suffix == ".gguf" else None
+    if path.suffix == ".gguf":
+        return path
+    if (path / "config.json").exists():
+        return None
     files = sorted(path.glob("*.gguf"))
     if len(files) > 1:
         names = _some([file.name for file in files])

@@ -3,8 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import compress, count
-from operator import not_
+from itertools import count
 from typing import Any, NamedTuple
 
 from slipstream.core.target import Target
@@ -16,6 +15,7 @@ PATIENCE = 5  # batches without a usable prompt, after which synthesis stops
 WORDS = (4, 200)  # tokens of what the target writes of a prompt: shorter and longer ones are discarded
 LONGEST = 1500  # tokens of a prompt, with the text that it is about and earlier turns
 TEXT_WORDS = 60  # at least, of an earlier answer that a prompt is about
+UNUSED = 0.75  # of a prompt that is not used is not counted; of all, a kind that never fits took all turns
 TRIES = 30  # answers that are looked at to find one
 FREE = {  # kinds whose prompts need nothing before them, and words that begin them
     "any": [""],
@@ -106,18 +106,20 @@ def synthesize_prompts(
         if made >= n:
             return
         chance = random.Random(f"{seed} {done} {i}")
-        begun = [_begin(counts, kept, rows, chance) for _ in range(batch)]
-        texts = [opening_of(target, each.before) + each.text for each in begun]
-        fits = [_fits(target, text) for text in texts]
-        for each in compress(begun, map(not_, fits)):
-            counts[each.kind] -= 0.75
-        begun, texts = [*compress(begun, fits)], [*compress(texts, fits)]
+        begun, texts = list[Begun](), list[str]()
+        for each in [_begin(counts, kept, rows, chance) for _ in range(batch)]:
+            text = opening_of(target, each.before) + each.text
+            if _fits(target, text):
+                begun.append(each)
+                texts.append(text)
+            else:
+                counts[each.kind] -= UNUSED
         first = None if seed is None else wrapped(seed + (done << 32) + i * batch)  # no two share a seed
         before = made
         for each, written in zip(begun, writer.go_on(texts, temperature, WORDS[1], first), strict=True):
             prompt = _prompt(target, each, written)
             if prompt is None or _key(prompt) in kept or made >= n:
-                counts[each.kind] -= 0.75  # not all of it, or a kind that never fits would take all turns
+                counts[each.kind] -= UNUSED
                 continue
             kept.add(_key(prompt))
             made += 1

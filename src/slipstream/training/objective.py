@@ -110,10 +110,10 @@ class Objective(nn.Module):
         self.register_buffer("gains", torch.ones(1 + taps) if gains is None else gains.float().cpu())
         self.head: Any = head
         self._target = target  # plain attributes: neither trained nor saved
-        self.speak(vocab)
+        self.take_vocab(vocab)
 
-    def speak(self, vocab: Int[Tensor, " Vd"] | None) -> None:
-        """Take a draft vocabulary; None: all tokens."""
+    def take_vocab(self, vocab: Int[Tensor, " Vd"] | None) -> None:
+        """Draft from these tokens; None: from all."""
         self._vocab = vocab
         self.lm_head = deepcopy(self._target.lm_head(vocab)).float()
 

@@ -122,7 +122,7 @@ class Trainer:
                 self.progress = Progress.of(self._saved["progress"])
                 self.vocab_coverage = self._saved["coverage"]
                 if "vocab" in self._saved:
-                    self.objective.speak(self._saved["vocab"])
+                    self.objective.take_vocab(self._saved["vocab"])
             self._held = held.pop_all()
 
     def _rehearse(self) -> None:
