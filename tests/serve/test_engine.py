@@ -8,9 +8,10 @@ import torch
 from slipstream import generate
 from slipstream.decode import session
 from slipstream.decode.answer import Answer
+from slipstream.decode.reading import TOGETHER
 from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
-from slipstream.serve.engine import TOGETHER, Busy, Engine, Task, likely
+from slipstream.serve.engine import Busy, Engine, Task, likely
 
 NEW = 12
 PROMPTS = [[1, 2, 3, 1, 2, 3], [7, 8, 9, 10], [20, 21], [5, 5, 5, 5, 5]]
@@ -163,7 +164,7 @@ def test_a_full_queue_takes_no_part_of_a_request(listen):
 
 
 def test_prompts_that_are_read_together_are_alike(chatting):
-    """A short prompt padded to a long one: the time of the long one twice. The oldest are never overtaken."""
+    """A short prompt padded to a long one takes the time of the long one. The oldest are never overtaken."""
     here = Listener(chatting, rows=8)
     lengths = [100, 90, 2, 3, 4, 100, TOGETHER - 1, 2]
     for length in lengths:
@@ -172,7 +173,7 @@ def test_prompts_that_are_read_together_are_alike(chatting):
     groups = []
     while tasks := here.engine._next():
         groups.append([len(task.prompt) for task in tasks])
-    assert groups == [[100, 90, 2], [3, 4], [100], [TOGETHER - 1], [2]]
+    assert groups == [[100, 90], [2, 3, 4], [100], [TOGETHER - 1], [2]]
     here.engine.start()
 
 

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from numbers import Real
 from os import PathLike
 from time import perf_counter
@@ -18,6 +19,7 @@ from slipstream.core.verify import Law, coupled, lossy_typical, multi_round
 from slipstream.decode.answer import Answer, Finish, Round, mean_accepted_length
 from slipstream.decode.costs import keep, policy
 from slipstream.decode.memory import memory
+from slipstream.decode.reading import together
 from slipstream.decode.session import Seconds, Session
 from slipstream.decode.settings import Settings, check_kind
 from slipstream.decode.trace import Tracer
@@ -307,15 +309,14 @@ class Job:
         session = Session(self.target, self.drafter, self.law, rows, capacity=longest, policy=chooses)
         told = (self.target, prompts, self.sampling, answers)
         tracer = None if self.trace is None else Tracer(self.trace, *told)
-        waiting, rounds, spent = deque(range(len(prompts))), 1, Seconds()
+        waiting, spent = deque(range(len(prompts))), Seconds()
         while waiting or session.reading or session.texts:
             before = replace(session.seconds)
             if session.reading is None and (free := min(len(waiting), rows - len(session.texts))):
-                joining = [waiting.popleft() for _ in range(free)]
+                count = together(prompts[i] for i in islice(waiting, free))
+                joining = [waiting.popleft() for _ in range(count)]
                 session.begin([prompts[i] for i in joining], [self.sampling[i] for i in joining])
-            # A chunk of prompts, and then a round for those that wait for it.
-            reads = session.reading is not None and (rounds > 0 or not session.texts)
-            rounds = 0 if reads else rounds + 1
+            reads = session.reading is not None and not session.due
             news = session.read() if reads else session.step()
             began = perf_counter()
             for each in news:

@@ -1,13 +1,12 @@
 """Session: texts under way. Others join and leave at any round. No drafter is named here."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from operator import add, sub
 from time import perf_counter
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from slipstream.core.cache import KVCache
@@ -22,6 +21,7 @@ from slipstream.core.verify import Law, Verdict, coupled, verify
 from slipstream.decode.capture import Captured, Record, recorder, rounded
 from slipstream.decode.policy import NO_GUESSES, Policy
 from slipstream.decode.prefixes import Prefixes
+from slipstream.decode.reading import Reading, chunked
 
 CHUNK = 512  # prompt tokens per prefill pass: bounds the mask, the activations and how long texts wait
 
@@ -65,28 +65,6 @@ class Committed:
     shared: int = 0
 
 
-Chunk = tuple[Int[Tensor, "B T"], Int[Tensor, " B"], Int[Tensor, " B"], bool]
-
-
-@dataclass
-class Reading:
-    """Texts whose prompts are being read, in rows behind those under way.
-
-    Attributes:
-        first: the first one's number.
-        taken: tokens of each prompt that were known from another text.
-    """
-
-    first: int
-    prompts: Sequence[Sequence[int]]
-    taken: list[int]
-    plain: list[bool]
-    cache: KVCache
-    state: State
-    sampler: Sampler
-    chunks: Iterator[Chunk]
-
-
 class Session:
     """Texts under way that share passes of the target: `admit` (or `begin` and `read`), `step`, `retire`.
 
@@ -106,6 +84,7 @@ class Session:
         seconds: where the time went so far.
         span: what the last round read, or the last chunk of prompts.
         reading: texts that join, while their prompts are read.
+        unrounded: tokens of prompts, padding included, that texts under way have waited for since a round.
     """
 
     def __init__(
@@ -128,6 +107,7 @@ class Session:
         self.seconds = Seconds()
         self.span: Span | None = None
         self.reading: Reading | None = None
+        self.unrounded = 0
         self._forced = False  # in the last round a grammar added tokens
         self._record = recorder(target) if law is coupled else None  # other laws look at what they drew
         self._captured: dict[Shape | None, Captured] = {}
@@ -178,7 +158,7 @@ class Session:
             self._captured.clear()
         rest = [prompt[n:] for n, prompt in zip(taken, prompts, strict=True)]
         # With texts under way a chunk is one of all prompts together.
-        chunks = _chunks(rest, device, max(1, CHUNK // count) if self.texts else CHUNK)
+        chunks = chunked(rest, device, max(1, CHUNK // count) if self.texts else CHUNK)
         marks = list(plain) or [False] * count
         self.reading = Reading(self._admitted, prompts, taken, marks, cache, state, sampler, chunks)
         self._admitted += count
@@ -193,6 +173,11 @@ class Session:
             if sound and sound[row]:
                 self._prefixes.put(list(tokens), cache, state, row)
 
+    @property
+    def due(self) -> bool:
+        """Whether a round is due: texts under way have waited for a chunk of tokens of prompts."""
+        return self.unrounded >= CHUNK
+
     @torch.inference_mode()
     def read(self) -> list[Committed]:
         """Read a chunk of the prompts under way. Returns nothing before the last, and then the first token of
@@ -200,6 +185,7 @@ class Session:
         assert self.reading is not None, "no prompts are being read: begin comes first"
         lap, before, new = _stopwatch(), self.capacities, self.reading
         tokens, nexts, count, last = next(new.chunks)
+        self.unrounded += tokens.numel() if self.texts else 0
         try:
             span = self._chunk(new, tokens, nexts, count, last)
         except BaseException:
@@ -227,7 +213,7 @@ class Session:
         news = zip(numbers, firsts, new.taken, strict=True)
         return [Committed(text, [first], None, bool(sound), n) for text, (first, sound), n in news]
 
-    def _chunk(self, new: "Reading", tokens: Tensor, nexts: Tensor, count: Tensor, last: bool) -> Span:
+    def _chunk(self, new: Reading, tokens: Tensor, nexts: Tensor, count: Tensor, last: bool) -> Span:
         """Read a chunk. The last one's span has the tokens that the law drew."""
         rows = (count - 1)[:, None]
         vectors = self.drafter.probes if last else None
@@ -248,6 +234,7 @@ class Session:
         """One round for every text, with guesses at most `limit` deep. Returns what it brought, in the order
         of the rows. `shape` is the round's tree, by default the policy's or the drafter's own; `PLAIN` is
         plain decoding."""
+        self.unrounded = 0
         if shape is None and self.policy is not None:
             whole = _stopwatch()
             signs = self.drafter.signs(self.state)
@@ -367,17 +354,3 @@ def _stopwatch() -> Callable[[], float]:
         return last - before
 
     return lap
-
-
-def _chunks(prompts: Sequence[Sequence[int]], device: torch.device, width: int) -> Iterator[Chunk]:
-    """(tokens, next token, count, last?) per chunk. Chunks are cut from the end: all rows end in the last,
-    and a shorter prompt has no tokens in the first ones."""
-    longest = max(map(len, prompts))
-    for end in range(longest % width or width, longest + 1, width):
-        stops = [max(0, end - longest + len(prompt)) for prompt in prompts]
-        rows = [list(prompt[max(0, s - width) : s]) for prompt, s in zip(prompts, stops, strict=True)]
-        filled = max(map(len, rows))
-        tokens = torch.tensor([row + [0] * (filled - len(row)) for row in rows], device=device)
-        nexts = [prompt[s] if end < longest else 0 for prompt, s in zip(prompts, stops, strict=True)]
-        counts = torch.tensor(list(map(len, rows)), device=device)
-        yield tokens, torch.tensor(nexts, device=device), counts, end == longest

@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -19,10 +20,10 @@ from slipstream.core.target import Target
 from slipstream.decode.answer import Answer, Finish, Round
 from slipstream.decode.costs import keep, policy
 from slipstream.decode.generate import LAWS
+from slipstream.decode.reading import together
 from slipstream.decode.session import Committed, Seconds, Session
 from slipstream.decode.trace import Looked, Round as Traced, drawn
 
-TOGETHER = 1024  # tokens of prompts, padding included, that join as one group
 LADDER = (1, 4)  # texts for which the cost of rounds is measured, beside all rows
 log = logging.getLogger(__name__)
 
@@ -194,7 +195,7 @@ class Engine:
         try:
             while self._wait():
                 self._leave()
-                self._tell(self._join)
+                self._read()
                 self._tell(self._step)
         except Exception as error:
             log.exception("the engine has ended")
@@ -230,6 +231,13 @@ class Engine:
             self.post(news)
             self._session.retire(ended)
 
+    def _read(self) -> None:
+        """Read prompts until none are left, or a round is due."""
+        before = -1
+        while before < self._session.unrounded and not self._session.due:
+            before = self._session.unrounded
+            self._tell(self._join)
+
     def _join(self) -> list[News]:
         """Read a chunk of the prompts of texts that join, of those that wait where none do."""
         try:
@@ -253,22 +261,17 @@ class Engine:
             self._session.begin([t.prompt for t in tasks], [t.sampling for t in tasks], marks)
 
     def _next(self) -> list[Task]:
-        """Texts to join now, the oldest first: as many as there are rows, while their prompts together, each
-        padded to the longest, are neither too long nor mostly padding."""
-        tasks = list[Task]()
+        """Texts to join now, the oldest first: those of the free rows that are worth reading together."""
         with self._changed:
-            while self._waiting and len(self._running) + len(tasks) < self.rows:
-                if any(task.alone for task in (*tasks, *self._running.values())):
+            fit, alone = list[Task](), any(task.alone for task in self._running.values())
+            for task in islice(self._waiting, self.rows - len(self._running)):
+                if alone or (task.alone and (fit or self._running)):
                     break
-                if self._waiting[0].alone and (tasks or self._running):
-                    break
-                lengths = [len(task.prompt) for task in (*tasks, self._waiting[0])]
-                padded = max(lengths) * len(lengths)
-                if tasks and padded > min(TOGETHER, 2 * sum(lengths)):
-                    break
-                tasks.append(self._waiting.popleft())
-            self._joining = tasks
-        return tasks
+                fit.append(task)
+                alone = task.alone
+            count = together(task.prompt for task in fit)
+            self._joining = [self._waiting.popleft() for _ in range(count)]
+        return self._joining
 
     def _step(self) -> list[News]:
         """One round."""
