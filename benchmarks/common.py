@@ -14,10 +14,12 @@ from slipstream.cli import common as cli
 from slipstream.command import commanded
 from slipstream.decode.predict import Prediction, record
 from slipstream.measure.contest import first_prompts
+from slipstream.measure.paired import SAMPLES, interval
 from slipstream.measure.questions import Asking, load_questions
 from slipstream.targets import HFTarget, RecordedTarget
 
 Prompts = dict[str, list[list[int]]]  # by file of questions
+Turn = tuple[int, float]  # tokens and seconds
 Plot = Annotated[str | None, cli.option("draw it, as SVG", "FILE")]
 
 
@@ -41,6 +43,16 @@ def prompts_by_file(target: HFTarget, questions: Sequence[Asking], limit: int | 
     for question, prompt in zip(asked, first_prompts(target, asked), strict=True):
         by_file.setdefault(question.file, []).append(prompt)
     return by_file
+
+
+def texts_behind(prompts: list[list[int]], count: int, context: int) -> list[list[int]]:
+    """`count` prompts of `context` tokens each: a question behind as much of the others as is needed."""
+    lines = []
+    for i in range(count):
+        others = [token for other in prompts[i + 1 :] + prompts[:i] for token in other]
+        filler = (others * (1 + context // len(others)))[-context:]
+        lines.append([*filler, *prompts[i % len(prompts)]][-context:])
+    return lines
 
 
 def shortest(prompts: Prompts) -> list[int]:
@@ -78,3 +90,12 @@ def digits(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return digits(value.tolist())
     return [digits(each) for each in value] if isinstance(value, list | tuple) else round(value, 4)
+
+
+def ratio(ours: Sequence[Turn], theirs: Sequence[Turn]) -> list[float]:
+    """The ratio of two speeds, and the ends of the bootstrap's 95 % of it over turns."""
+    a, b = (torch.tensor(some, dtype=torch.float64) for some in (ours, theirs))
+    drawn = torch.randint(len(a), (SAMPLES, len(a)), generator=torch.Generator().manual_seed(0))
+    ratios = [x.sum(-2)[..., 0] / x.sum(-2)[..., 1] for x in (a, b, a[drawn], b[drawn])]
+    low, high = interval(ratios[2] / ratios[3])
+    return [round(float(each), 3) for each in (ratios[0] / ratios[1], low, high)]

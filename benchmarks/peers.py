@@ -9,29 +9,19 @@ environments in the user's cache, the first of which compiles for some ten minut
 had is left out, with one line that says why.
 """
 
-import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from copy import deepcopy
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from rich.console import Group
 from rich.text import Text
-from torch import nn
 
-import slipstream
 from common import Plot, run
+from engines import OURS, Answers, Engine, engines, started
 from slipstream.cli import common as cli
 from slipstream.files import cache_home, check_counts, check_writable
 from slipstream.measure.contest import first_prompts
@@ -40,25 +30,9 @@ from slipstream.measure.questions import Asking, Question, alternated, load_ques
 from slipstream.picture import picture
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
-from slipstream.targets.load import gguf_of, resolve
-from slipstream.targets.quantised import KINDS
 
-ROOT = Path(__file__).resolve().parents[1]
-WORKER = Path(__file__).with_name("peer_worker.py")
-OURS, PLAIN = "Slipstream", "Slipstream, vanilla"
+PLAIN = f"{OURS}, vanilla"
 DRAFTERS = ["vanilla", "auto", "hybrid"]
-RECIPES = {  # what pip installs into an environment, call by call
-    "llama.cpp": [["--no-cache-dir", "--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36"]],
-    "openvino": [  # torchvision, which optimum-intel asks for, is there for another build of torch
-        ["{torch}", "transformers==5.5.4", "huggingface-hub==1.21.0", "requests==2.34.2"],
-        ["optimum==2.3.0", "nncf==3.4.0", "openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0"],
-        ["--no-deps", "optimum-intel==2.2.0"],
-    ],
-}
-# For this processor. GCC 12 drops stores that AMX's tile configuration reads, and llama.cpp then crashes.
-BUILT = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF", "CXXFLAGS": "-fno-dse -fno-tree-dse"}
-SKIPPED = range(10, 15)  # blocks of the target that the assistant of Hugging Face does without
-LOOKUP = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
 WARM_UP = 16  # tokens
 
 
@@ -140,194 +114,11 @@ class PeersReport(Report):
             speed.tick_params(axis="y", labelsize=7)
 
 
-@dataclass(frozen=True)
-class Engine:
-    """A process to start: a class of peer_worker.py with its options, and arms with options of answers.
-
-    Attributes:
-        environment: one of `ENVIRONMENTS`; None is that of this process.
-    """
-
-    name: str
-    kind: str
-    options: dict[str, Any]
-    arms: dict[str, dict[str, Any]] = field(default_factory=lambda: {"plain": {}})
-    environment: str | None = None
-
-    def named(self) -> dict[str, dict[str, Any]]:
-        return {f"{self.name}, {arm}": options for arm, options in self.arms.items()}
-
-
-class Answers(Protocol):
-    """What answers requests."""
-
-    versions: dict[str, str]
-
-    def ask(self, **request: Any) -> dict[str, Any]: ...
-
-    def close(self) -> None: ...
-
-
 class Way(NamedTuple):
     """What answers for an arm, and the options of its answers."""
 
     answers: Answers
     options: dict[str, Any]
-
-
-class Worker:
-    """A process that answers a JSON object a line by one. It is stopped while it is not asked, because
-    threads of OpenMP and of others spin while they wait.
-
-    Raises:
-        ValueError: the process ended; the message is the last line that it wrote to standard error.
-    """
-
-    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (close() closes it)
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env={**os.environ, **env},
-            process_group=0,
-        )
-        self.versions: dict[str, str] = self._answer()
-
-    def ask(self, **request: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self._signal(signal.SIGCONT)
-        with suppress(BrokenPipeError):
-            print(json.dumps(request), file=self.process.stdin, flush=True)
-        return self._answer()
-
-    def close(self) -> None:
-        self._signal(signal.SIGKILL)
-        with suppress(BrokenPipeError), self.process:
-            pass
-        self.log.close()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            self.log.seek(0)
-            said = self.log.read()
-            self.close()
-            raise ValueError(last_line(said))
-        self._signal(signal.SIGSTOP)
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise ValueError(answer["error"])
-        return answer
-
-    def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
-
-def last_line(text: str) -> str:
-    """The last line that speaks of an error, or else the last line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it ended without a word"]
-    return next((line for line in reversed(lines) if "error" in line.lower()), lines[-1])
-
-
-def environment(name: str) -> str:
-    """The Python of an environment, which is made unless it is there. Raises ValueError."""
-    home = cache_home() / "peers" / name
-    ready, commands = home / ".ready", steps(name, home)
-    recipe = json.dumps(commands)
-    if name in RECIPES:
-        if ready.exists() and ready.read_text() == recipe:
-            return str(home / "bin" / "python")
-        shutil.rmtree(home, ignore_errors=True)
-    home.parent.mkdir(parents=True, exist_ok=True)
-    for command in commands:
-        try:
-            made = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **BUILT})
-        except OSError as error:
-            raise ValueError(f"{command[0]} cannot be run: {error.strerror}") from error
-        if made.returncode:
-            raise ValueError(f"its environment cannot be made: {last_line(made.stdout + made.stderr)}")
-    if name in RECIPES:
-        ready.write_text(recipe)
-    return str(home / "bin" / "python")
-
-
-def steps(name: str, home: Path) -> list[list[str]]:
-    """The commands that make an environment. `make` looks itself whether vLLM's is there."""
-    if name == "vllm":
-        return [["make", "-C", str(ROOT), "vllm", f"VLLM={home}", f"PYTHON={sys.executable}"]]
-    pinned = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
-    torch = next(line for line in pinned if line.startswith("torch=="))
-    pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
-    calls = [[word.format(torch=torch) for word in words] for words in RECIPES[name]]
-    return [[sys.executable, "-m", "venv", str(home)], *([*pip, *words] for words in calls)]
-
-
-def engines(
-    target: HFTarget, home: Path, drafters: Sequence[str], threads: int, compiles: bool = True
-) -> list[Engine]:
-    """All of them. What they read is written into `home`, or is the target's GGUF file. Raises ValueError."""
-    home.mkdir(parents=True, exist_ok=True)
-    model, head, assistant = (str(home / name) for name in ("target", "head", "assistant"))
-    target.save(model)
-    save_assistant(target, assistant)
-    how = {"dtype": target.dtype_name, "threads": threads}
-    hf = {"model": model, **how}
-    ours = {"model": target.name, **how, "compile": compiles}
-    arms = {drafter: {"drafter": drafter} for drafter in drafters}
-    generate = {
-        "plain": {},
-        "prompt lookup": {"prompt_lookup_num_tokens": 10},
-        "assisted": {"assisted": True},
-    }
-    made = [
-        Engine(OURS, "Slipstream", ours, arms),
-        *(Engine(f"{OURS} {kind}", "Slipstream", {**ours, "quantize": kind}, arms) for kind in KINDS),
-        Engine("Hugging Face", "Transformers", {**hf, "assistant": assistant}, generate),
-        Engine("OpenVINO int8", "OpenVINO", hf, environment="openvino"),
-        Engine(
-            "llama.cpp Q4_1",
-            "LlamaCpp",
-            {"model": gguf(target.name), "threads": threads},
-            environment="llama.cpp",
-        ),
-        Engine("vLLM", "VLLM", hf, environment="vllm"),
-        Engine("vLLM", "VLLM", {**hf, "speculative_config": LOOKUP}, {"n-gram": {}}, "vllm"),
-    ]
-    with suppress(ValueError):  # no head ships for the target
-        slipstream.export(target, "eagle", head)
-        drafting = {"method": "eagle", "model": head, "num_speculative_tokens": 3}
-        made.append(Engine("vLLM", "VLLM", {**hf, "speculative_config": drafting}, {"EAGLE": {}}, "vllm"))
-    return made
-
-
-def gguf(name: str) -> str | None:
-    """The file that a target's name leads to."""
-    found = gguf_of(resolve(name))
-    return None if found is None else str(found)
-
-
-def save_assistant(target: HFTarget, directory: str) -> None:
-    """Write the target without some of its blocks, where there is no smaller model of its family."""
-    model: Any = deepcopy(target.model)
-    decoder = model.get_decoder()
-    decoder.layers = nn.ModuleList(each for i, each in enumerate(decoder.layers) if i not in SKIPPED)
-    model.config.num_hidden_layers = len(decoder.layers)
-    model.save_pretrained(directory)
-
-
-def started(engine: Engine) -> Worker:
-    """The engine's process. Raises ValueError where it cannot be had."""
-    if engine.environment == "llama.cpp" and engine.options["model"] is None:
-        raise ValueError("it reads GGUF files: give one as the target")
-    python = environment(engine.environment) if engine.environment else sys.executable
-    env = {"OMP_NUM_THREADS": str(engine.options["threads"]), "PYTHONPATH": str(ROOT / "src")}
-    env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return Worker([python, str(WORKER), engine.kind, json.dumps(engine.options)], env)
 
 
 def compare(
@@ -395,7 +186,8 @@ def rounds(
         for name in names[first:] + names[:first]:
             progress(f"question {number} of {len(turns) - 1}, {name}" if number else f"warming up {name}")
             try:
-                answer = arms[name].answers.ask(prompt=prompt, new=new, **arms[name].options)
+                answer = arms[name].answers.ask(prompts=[prompt], new=new, **arms[name].options)
+                (answer["tokens"],) = answer["tokens"]
                 if (count := len(answer["tokens"])) != new:
                     raise ValueError(f"it made {count} tokens, not {new}")
             except ValueError as error:

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from common import prompts_by_file, run
+from common import Turn, prompts_by_file, ratio, run, texts_behind
 from slipstream.bars import bars
 from slipstream.cli import common as cli
 from slipstream.core.drafter import Drafter, State
@@ -34,7 +34,6 @@ from slipstream.decode.session import Session
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_writable, read_json, write_json
-from slipstream.measure.paired import SAMPLES, interval
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, load_target
 
@@ -42,7 +41,6 @@ TURN = 8  # rounds
 TEXTS = 8  # of a cell
 ROOM = 600  # tokens behind the prompts
 AXES = ("precision", "compiled", "context", "batch", "temperature")
-Turn = tuple[int, float]  # tokens and seconds
 
 
 @dataclass
@@ -122,25 +120,6 @@ def quickest(auto: Drafter, session: Session, prompts: list[list[int]], temperat
     return max(speeds, key=lambda shape: speeds[shape])
 
 
-def ratio(ours: Sequence[Turn], theirs: Sequence[Turn]) -> list[float]:
-    """The ratio of two speeds, and the ends of the bootstrap's 95 % of it over turns."""
-    a, b = (torch.tensor(some, dtype=torch.float64) for some in (ours, theirs))
-    drawn = torch.randint(len(a), (SAMPLES, len(a)), generator=torch.Generator().manual_seed(0))
-    ratios = [x.sum(-2)[..., 0] / x.sum(-2)[..., 1] for x in (a, b, a[drawn], b[drawn])]
-    low, high = interval(ratios[2] / ratios[3])
-    return [round(float(each), 3) for each in (ratios[0] / ratios[1], low, high)]
-
-
-def texts(prompts: list[list[int]], count: int, context: int) -> list[list[int]]:
-    """`count` prompts of `context` tokens each: a question behind as much of the others as is needed."""
-    lines = []
-    for i in range(count):
-        others = [token for other in prompts[i + 1 :] + prompts[:i] for token in other]
-        filler = (others * (1 + context // len(others)))[-context:]
-        lines.append([*filler, *prompts[i % len(prompts)]][-context:])
-    return lines
-
-
 def known(path: str) -> list[dict[str, Any]]:
     """The cells that a result holds; none where there is no result. Raises ValueError for another one."""
     cells = read_json(path, "result").get("cells") if Path(path).exists() else []
@@ -206,7 +185,7 @@ def main(
             asked = [prompt for some in prompts_by_file(model, questions, 4).values() for prompt in some]
             for n, rows, heats in wanted:
                 shown.update(task, note=f"{kind}, {how}, {n} tokens, {rows} texts")
-                lines = texts(asked, max(TEXTS, rows), n) if heats else []
+                lines = texts_behind(asked, max(TEXTS, rows), n) if heats else []
                 parts = [lines[i : i + rows] for i in range(0, len(lines), rows)]
                 groups = [(read(model, load_drafter("auto", model), some), some) for some in parts]
                 for heat in heats:

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import torch
 
+import common
 import crowd
 import gpu
 import grammars
@@ -271,14 +272,14 @@ def test_a_stored_result_is_read_and_written_as_it_was(path, kind):
 
 def test_auto_is_compared_turn_by_turn(target, tmp_path, monkeypatch):
     """A ratio of means of ratios, prompts of another length, or arms that do not decode the same texts."""
-    assert policy.ratio([(8, 1.0), (8, 3.0)], [(2, 1.0), (2, 1.0)])[0] == 2.0
-    assert policy.ratio([(6, 2.0)] * 4, [(6, 3.0)] * 4) == [1.5, 1.5, 1.5]
-    lines = policy.texts([[1, 2, 3], [4, 5], [6]], 4, 20)
+    assert common.ratio([(8, 1.0), (8, 3.0)], [(2, 1.0), (2, 1.0)])[0] == 2.0
+    assert common.ratio([(6, 2.0)] * 4, [(6, 3.0)] * 4) == [1.5, 1.5, 1.5]
+    lines = common.texts_behind([[1, 2, 3], [4, 5], [6]], 4, 20)
     assert {len(line) for line in lines} == {20}
     assert [line[-1] for line in lines] == [3, 5, 6, 3]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(policy, "TURN", 2)
-    asked = policy.texts(tiny.prompts(9, 7), 2, 8)
+    asked = common.texts_behind(tiny.prompts(9, 7), 2, 8)
     groups = [(policy.read(target, load_drafter("auto", target), asked), asked)] * 2
     for heat in (0.0, 1.0):
         found = policy.cell(target, groups, heat)
@@ -290,7 +291,7 @@ def test_auto_is_compared_turn_by_turn(target, tmp_path, monkeypatch):
 
 def test_forked_sessions_decode_what_one_that_read_the_prompts_does(target):
     """Arms that share caches, or a sampler of another temperature."""
-    asked, auto = policy.texts(tiny.prompts(9, 7), 2, 12), load_drafter("auto", target)
+    asked, auto = common.texts_behind(tiny.prompts(9, 7), 2, 12), load_drafter("auto", target)
     session = policy.read(target, auto, asked)
     for heat in (0.0, 1.0):
         arms = [policy.Arm(policy.forked(session, asked, heat, each)) for each in (None, None, auto)]

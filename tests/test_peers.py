@@ -1,5 +1,4 @@
-"""benchmarks/peers.py: a run with tiny models, what a worker is, and what is said of engines that are not
-there."""
+"""benchmarks/peers.py, engines.py: a run with tiny models, and what is said of engines that are not there."""
 
 import json
 import os
@@ -10,11 +9,14 @@ from time import monotonic, sleep
 import pytest
 import torch
 
+import engines
 import peer_worker
 import peers
 import table
+import throughput
 import tiny
-from slipstream import HFTarget, generate, load_target
+from slipstream import HFTarget, generate, load_drafter, load_target
+from slipstream.decode.memory import GIB, memory
 from slipstream.measure.questions import Question
 
 ROOT = Path(__file__).parents[1]
@@ -126,11 +128,11 @@ def test_an_arm_that_fails_is_left_out_from_then_on():
         versions: dict[str, str] = {}  # noqa: RUF012
         left = 2
 
-        def ask(self, prompt, new):
+        def ask(self, prompts, new):
             self.left -= 1
             if self.left < 0:
                 raise ValueError("out of memory")
-            return {"tokens": [0] * new}
+            return {"tokens": [[0] * new for _ in prompts]}
 
     arms, skipped = {"a": peers.Way(Failing(), {}), "b": peers.Way(Failing(), {})}, {}
     arms["a"].answers.left = 9
@@ -150,7 +152,7 @@ def stops(pid):
 
 
 def test_a_worker_is_stopped_while_it_is_not_asked():
-    worker = peers.Worker([sys.executable, "-c", ECHO], {})
+    worker = engines.Worker([sys.executable, "-c", ECHO], {})
     assert worker.versions == {"fake": "1"}
     assert stops(worker.process.pid)
     assert worker.ask(new=3, prompt=[1]) == {"new": 3, "prompt": [1]}
@@ -167,35 +169,35 @@ def test_an_environment_is_made_once_or_its_error_is_said(tmp_path, monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     home = tmp_path / "slipstream" / "peers" / "openvino"
     fine = [sys.executable, "-c", f"import pathlib; pathlib.Path({str(home)!r}).mkdir()"]  # fails when there
-    monkeypatch.setattr(peers, "steps", lambda *_: [fine])
-    assert peers.environment("openvino") == peers.environment("openvino") == str(home / "bin" / "python")
+    monkeypatch.setattr(engines, "steps", lambda *_: [fine])
+    assert engines.environment("openvino") == engines.environment("openvino") == str(home / "bin" / "python")
     wrong = [sys.executable, "-c", "raise SystemExit('ERROR: No matching distribution\\nnotice: more')"]
-    monkeypatch.setattr(peers, "steps", lambda *_: [wrong])
+    monkeypatch.setattr(engines, "steps", lambda *_: [wrong])
     with pytest.raises(
         ValueError, match=r"^its environment cannot be made: ERROR: No matching distribution$"
     ):
-        peers.environment("openvino")
-    monkeypatch.setattr(peers, "steps", lambda *_: [["no-such-program"]])
+        engines.environment("openvino")
+    monkeypatch.setattr(engines, "steps", lambda *_: [["no-such-program"]])
     with pytest.raises(ValueError, match=r"^no-such-program cannot be run"):
-        peers.environment("openvino")
+        engines.environment("openvino")
 
 
 def test_environments_are_pinned(tmp_path):
-    assert peers.steps("vllm", tmp_path)[0][:1] == ["make"]
-    for name in peers.RECIPES:
-        venv, *calls = peers.steps(name, tmp_path)
+    assert engines.steps("vllm", tmp_path)[0][:1] == ["make"]
+    for name in engines.RECIPES:
+        venv, *calls = engines.steps(name, tmp_path)
         wanted = [word for call in calls for word in call if word[0] not in "-/"]
         assert venv[1:3] == ["-m", "venv"]
         assert all("==" in word or word in ("pip", "install") for word in wanted)
-    assert f"torch=={torch.__version__.partition('+')[0]}" in peers.steps("openvino", tmp_path)[1]
+    assert f"torch=={torch.__version__.partition('+')[0]}" in engines.steps("openvino", tmp_path)[1]
 
 
 def test_llama_cpp_needs_a_gguf_file(target, tmp_path):
     (made,) = (
-        each for each in peers.engines(target, tmp_path, ["vanilla"], 2) if each.environment == "llama.cpp"
+        each for each in engines.engines(target, tmp_path, ["vanilla"], 2) if each.environment == "llama.cpp"
     )
     with pytest.raises(ValueError, match="it reads GGUF files"):
-        peers.started(made)
+        engines.started(made)
 
 
 def test_the_stored_result_is_read_and_its_table_is_the_pages(tmp_path):
@@ -205,3 +207,55 @@ def test_the_stored_result_is_read_and_its_table_is_the_pages(tmp_path):
     page.write_text(made.replace("| Slipstream, vanilla |", "| other |"), "utf-8")
     table.write_tables(str(source), str(page))
     assert page.read_text("utf-8") == made
+
+
+def crowd(target, home):
+    """Engines of this process that answer many prompts."""
+    made = engines.crowded(target, home, ["vanilla", "ngram"], 2, 4, compiles=False)
+    return {
+        name: throughput.Way(Inside(engine), options)
+        for engine in made
+        if not engine.environment
+        for name, options in engine.named().items()
+    }
+
+
+def test_many_texts_at_once_say_what_each_says_alone(target, tmp_path):
+    """Padding that is read, answers in another order, or an arm that makes fewer tokens."""
+    prompts = tiny.prompts(9, 5, 12)
+    for answers, options in crowd(target, tmp_path).values():
+        made = answers.ask(prompts=prompts, new=NEW, **options)
+        alone = [answers.ask(prompts=[prompt], new=NEW, **options)["tokens"][0] for prompt in prompts]
+        assert made["tokens"] == alone
+        assert made["seconds_prompt"] > 0 < made["seconds_decode"]
+
+
+def test_throughput_of_all_arms_and_of_as_many_texts_as_fit(target, tmp_path):
+    arms, prompts = crowd(target, tmp_path), tiny.prompts(9, 5, 12)
+    turns = throughput.groups(prompts, 2, 8)
+    assert [len(each) for each in turns] == [2] * (throughput.TEXTS // 2)
+    assert {len(prompt) for each in turns for prompt in each} == {8}
+    made = throughput.cell(arms, dict.fromkeys(arms, turns), NEW)
+    assert made.keys() == {"Slipstream, vanilla", "Slipstream, ngram", "Hugging Face, plain"}
+    assert made["Slipstream, vanilla"]["over_plain"] == [1, 1, 1]
+    assert all(each["behind"] > each["tokens_per_second"] > 0 for each in made.values())
+    text = memory(target, load_drafter("vanilla", target), 8 + NEW).text
+    fit = throughput.fitting(target, ["vanilla"], 3.5 * text / GIB, prompts, 8, NEW)
+    assert [len(each) for each in fit["Slipstream, vanilla"]] == [3] * throughput.FEWEST
+    largest = throughput.cell({name: arms[name] for name in fit}, fit, NEW)
+    cells = [
+        {"context": 8, "batch": 2, "memory": 0.0, "arms": made},
+        {"context": 8, "batch": 0, "memory": 0.25, "arms": largest},
+    ]
+    (table,) = throughput.tables(cells)
+    assert [str(column.header) for column in table.columns] == ["engine", "2", "in 0.25 GiB"]
+    assert str(table).count("(3)") == 1
+    throughput.draw(cells, str(tmp_path / "throughput.svg"))
+    assert "Hugging Face, plain" in (tmp_path / "throughput.svg").read_text()
+
+
+def test_a_result_of_other_cells_is_refused(tmp_path):
+    (tmp_path / "other.json").write_text('{"cells": [{"context": 8}]}')
+    with pytest.raises(ValueError, match="holds something else than cells of these axes"):
+        throughput.known(str(tmp_path / "other.json"))
+    assert throughput.known(str(tmp_path / "none.json")) == []
