@@ -2,8 +2,8 @@
 
     python benchmarks/figures.py
 
-That is what is `derived` in the results themselves, each picture in `PICTURES`, and the tables of
-docs/tables.md. Other figures in the text are written by hand; `tests/test_figures.py` finds each of them in a
+That is what is `derived` in the results themselves, each picture in `PICTURES`, and the tables of `TABLES`.
+Other figures in the text are written by hand; `tests/test_figures.py` finds each of them in a
 stored result, and holds pictures and tables to what is made here.
 """
 
@@ -18,9 +18,10 @@ from slipstream.measure.tuned import TuneReport
 from slipstream.training.progress import Evaluation
 from slipstream.training.run import draw
 from table import write_tables
+from throughput import ThroughputReport
 
 DOCS = Path(__file__).parents[1] / "docs"
-TABLES = ("tables.json", "tables.md")
+TABLES = {"tables.md": "tables.json", "throughput.md": "throughput.json"}  # pages, and what they show
 
 
 def curve(result: Path, path: str) -> None:
@@ -34,6 +35,7 @@ PICTURES: dict[str, tuple[str, Callable[[Path, str], None]]] = {
     "heads.svg": ("heads.json", lambda result, path: HeadsReport.read(result).draw(path)),
     "heads_sizes.svg": ("heads_sizes.json", lambda result, path: HeadsReport.read(result).draw(path)),
     "peers.svg": ("peers.json", lambda result, path: PeersReport.read(result).draw(path)),
+    "throughput.svg": ("throughput.json", lambda result, path: ThroughputReport.read(result).draw(path)),
     "tuned.svg": ("tune_fp32.json", lambda result, path: TuneReport.read(result).draw(path)),
 }
 BY_HAND = {
@@ -43,9 +45,10 @@ BY_HAND = {
 
 
 def main() -> None:
-    """Write what is derived, the papers' tables, and all pictures."""
+    """Write what is derived, tables and pictures."""
     derive.main()
-    write_tables(str(derive.RESULTS / TABLES[0]), str(DOCS / TABLES[1]))
+    for page, result in TABLES.items():
+        write_tables(str(derive.RESULTS / result), str(DOCS / page))
     for name, (result, make) in PICTURES.items():
         make(derive.RESULTS / result, str(DOCS / name))
 

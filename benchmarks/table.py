@@ -1,9 +1,10 @@
-r"""The tables of docs/drafters.md, docs/peers.md and docs/tables.md, from stored results, between markers.
+r"""The tables of drafters.md, peers.md, tables.md and throughput.md, from stored results, between markers.
 
     python benchmarks/table.py benchmarks/results/drafters.json docs/drafters.md \
         --pair 'fasteagle over ngram'
     python benchmarks/table.py benchmarks/results/peers.json docs/peers.md
     python benchmarks/table.py benchmarks/results/tables.json docs/tables.md
+    python benchmarks/table.py benchmarks/results/throughput.json docs/throughput.md
 
 Speeds are means over the question sets. The last column of the third table of drafters is a prediction:
 tokens per pass, over a round in which every pass takes as long as a plain one, as on a GPU, and drafting
@@ -27,19 +28,22 @@ from slipstream.measure.paired import Paired, paired
 from slipstream.measure.report import BenchReport, DrafterResult
 from slipstream.measure.reproduced import ReproduceReport, Table
 from slipstream.results import Report
+from throughput import ThroughputReport, arms_of
 
 MOST_COLUMNS = 5  # that a page is wide enough for
 MANY = {"holds": "hold", "does not hold": "do not hold"}
 BEGIN, END = "<!-- made by benchmarks/table.py -->", "<!-- end -->"
 
 
-Stored = BenchReport | PeersReport | ReproduceReport
+Stored = BenchReport | PeersReport | ReproduceReport | ThroughputReport
 
 
 def tables(report: Stored, link: str) -> str:
     """Those of a report."""
     if isinstance(report, ReproduceReport):
         return papers_tables(report, link)
+    if isinstance(report, ThroughputReport):
+        return throughput_tables(report, link)
     return peers_table(report, link) if isinstance(report, PeersReport) else drafter_tables(report, link)
 
 
@@ -88,6 +92,16 @@ def peers_table(report: PeersReport, link: str) -> str:
     head = ["engine", "tokens/s", *sets, "behind the prompt", "prompt, ms", "× plain [95 %]"]
     about = f"{sum(report.prompts.values())} questions, {report.max_new_tokens} tokens an answer"
     return f"{_settings(report, f'T = 0, {about}', link)}\n\n{_table(head, rows)}"
+
+
+def throughput_tables(report: ThroughputReport, link: str) -> str:
+    """Tokens per second of every arm by texts at once, a table for each length of prompts."""
+    answers = ", ".join(str(new) for new in dict.fromkeys(cell.new for cell in report.cells))
+    parts = [_settings(report, f"T = 0, {answers} tokens an answer, tokens/s with prompts", link)]
+    for context, cells in report.by_context.items():
+        rows = [[arm, *(cell.shown(arm) for cell in cells)] for arm in arms_of(cells)]
+        parts += [f"Prompts of {context} tokens:", _table(["texts at once", *(c.asked for c in cells)], rows)]
+    return "\n\n".join(parts)
 
 
 def drafter_tables(report: BenchReport, link: str) -> str:
@@ -150,7 +164,7 @@ def write_tables(results: str, page: str) -> Stored:
 
 def read(results: str) -> Stored:
     """A result of any kind. Raises ValueError."""
-    for kind in (PeersReport, ReproduceReport):
+    for kind in (PeersReport, ReproduceReport, ThroughputReport):
         with suppress(ValueError):
             return kind.read(results)
     return BenchReport.read(results)

@@ -12,31 +12,115 @@ asked as many texts as their keys and values fit in. The result is written after
 it holds are not made again.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
+from rich.console import Group
+from rich.text import Text
 
 from common import Plot, Turn, prompts_by_file, ratio, run, texts_behind
-from engines import OURS, Answers, crowded, started
+from engines import OURS, Answers, Engine, crowded, started
 from slipstream.bars import bars
 from slipstream.cli import common as cli
 from slipstream.decode.memory import memory
 from slipstream.drafters import load_drafter
-from slipstream.files import cache_home, check_writable, read_json, write_json
+from slipstream.files import cache_home, check_writable
 from slipstream.picture import picture
-from slipstream.results import Figures, heading
+from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
 
 DRAFTERS = ["vanilla", "ngram", "eagle", "fasteagle", "hybrid", "auto"]
 PLAIN = f"{OURS}, vanilla"
 TEXTS, FEWEST = 8, 3  # in all turns of a cell together, and turns at least
 WARM_UP = 8  # tokens
-AXES = ("context", "batch")
+Turns = Sequence[list[list[int]]]  # the prompts of each
+
+
+class Arm(Part):
+    """What an engine did, in one of its ways.
+
+    Attributes:
+        texts: asked at once.
+        tokens_per_second: prompts included.
+        behind: tokens per second behind the first tokens.
+        seconds: of a turn.
+        over_plain: `tokens_per_second` over plain decoding's, and the ends of its 95 %.
+    """
+
+    texts: int
+    tokens_per_second: float
+    behind: float
+    seconds: float
+    over_plain: list[float]
+
+
+class Cell(Part):
+    """So many texts at once behind so many tokens.
+
+    Attributes:
+        batch: 0 where each arm takes as many texts as fit in `memory` GiB.
+        new: tokens of an answer.
+    """
+
+    context: int
+    batch: int
+    memory: float
+    new: int
+    arms: dict[str, Arm]
+
+    @property
+    def asked(self) -> str:
+        return f"in {self.memory:g} GiB" if self.memory else str(self.batch)
+
+    def shown(self, arm: str) -> str:
+        """A speed, and how many texts fitted where that was asked."""
+        if (found := self.arms.get(arm)) is None:
+            return "–"
+        return f"{found.tokens_per_second:.1f}" + f" ({found.texts})" * bool(self.memory)
+
+
+class ThroughputReport(Report):
+    """What was measured. `skipped`: why arms are missing."""
+
+    skipped: dict[str, str]
+    cells: list[Cell]
+
+    @property
+    def by_context(self) -> dict[int, list[Cell]]:
+        contexts = dict.fromkeys(cell.context for cell in self.cells)
+        return {context: [cell for cell in self.cells if cell.context == context] for context in contexts}
+
+    def __rich__(self) -> Group:
+        tables = []
+        for context, cells in self.by_context.items():
+            title = f"tokens/s, prompts of {context} tokens, by texts at once"
+            table = Figures(title, "engine", *(cell.asked for cell in cells))
+            for arm in arms_of(cells):
+                table.add_row(arm, *(cell.shown(arm) for cell in cells))
+            tables.append(table)
+        return Group(*tables, *(Text(f"{arm} is left out: {why}") for arm, why in self.skipped.items()))
+
+    def draw(self, path: str) -> None:
+        """Tokens per second against texts, a panel for each context. Raises ValueError."""
+        with picture(path, len(self.by_context), "; the result is stored") as axes:
+            for panel, (context, cells) in zip(axes, self.by_context.items(), strict=True):
+                some = [cell for cell in cells if not cell.memory]
+                for arm in arms_of(some):
+                    points = [(each.batch, each.arms[arm].tokens_per_second) for each in some]
+                    style = "-" if arm.startswith(OURS) else "--"
+                    panel.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=arm)
+                panel.set_xscale("log", base=2)
+                panel.set_yscale("log", base=2)
+                panel.set_xticks([each.batch for each in some], [each.asked for each in some])
+                panel.yaxis.set_major_formatter("{x:.0f}")
+                panel.set_xlabel(f"texts at once, prompts of {context} tokens")
+            axes[0].set_ylabel("tokens/s")
+            axes[0].legend(fontsize=6)
 
 
 class Way(NamedTuple):
@@ -46,30 +130,32 @@ class Way(NamedTuple):
     options: dict[str, Any]
 
 
-Turns = Sequence[list[list[int]]]  # the prompts of each
+def arms_of(cells: Sequence[Cell]) -> list[str]:
+    return list(dict.fromkeys(name for cell in cells for name in cell.arms))
 
 
-def cell(arms: Mapping[str, Way], turns: Mapping[str, Turns], new: int) -> dict[str, Any]:
-    """What every arm did: its speeds, the seconds of a turn, and its speed over plain decoding's."""
-    spent, behind = dict[str, list[Turn]](), dict[str, list[Turn]]()
+def race(arms: Mapping[str, Way], turns: Mapping[str, Turns], new: int) -> dict[str, Arm]:
+    """What every arm did, in an order that rotates."""
+    spent: dict[str, list[Turn]] = {name: [] for name in arms}
+    behind: dict[str, list[Turn]] = {name: [] for name in arms}
     for number in range(-1, max(map(len, turns.values()))):  # the first one warms up
-        names = list(arms)[number % len(arms) :] + list(arms)[: number % len(arms)]
-        for name in names:
+        first = number % len(arms)
+        for name in [*arms][first:] + [*arms][:first]:
             answers, options = arms[name]
             prompts = turns[name][max(number, 0)]
             made = answers.ask(prompts=prompts, new=WARM_UP if number < 0 else new, **options)
             if number >= 0:
                 seconds = made["seconds_prompt"] + made["seconds_decode"]
-                spent.setdefault(name, []).append((new * len(prompts), seconds))
-                behind.setdefault(name, []).append(((new - 1) * len(prompts), made["seconds_decode"]))
+                spent[name].append((new * len(prompts), seconds))
+                behind[name].append(((new - 1) * len(prompts), made["seconds_decode"]))
     return {
-        name: {
-            "texts": len(turns[name][0]),
-            "tokens_per_second": _speed(taken),
-            "behind": _speed(behind[name]),
-            "seconds": round(sum(s for _, s in taken) / len(taken), 3),
-            "over_plain": ratio(taken, spent[PLAIN]),
-        }
+        name: Arm(
+            texts=len(turns[name][0]),
+            tokens_per_second=_speed(taken),
+            behind=_speed(behind[name]),
+            seconds=round(sum(s for _, s in taken) / len(taken), 3),
+            over_plain=ratio(taken, spent[PLAIN]),
+        )
         for name, taken in spent.items()
     }
 
@@ -86,61 +172,28 @@ def groups(prompts: list[list[int]], texts: int, context: int) -> Turns:
 
 
 def fitting(
-    target: HFTarget, names: Sequence[str], gib: float, prompts: list[list[int]], context: int, new: int
+    target: HFTarget, drafters: Sequence[str], gib: float, prompts: list[list[int]], context: int, new: int
 ) -> dict[str, Turns]:
     """The turns of our arms, of as many texts as fit. Raises ValueError where none does."""
-    most = {name: memory(target, load_drafter(name, target), context + new).batch(gib) for name in names}
-    return {f"{OURS}, {name}": groups(prompts, texts, context) for name, texts in most.items()}
+    most = {each: memory(target, load_drafter(each, target), context + new).batch(gib) for each in drafters}
+    return {f"{OURS}, {each}": groups(prompts, texts, context) for each, texts in most.items()}
 
 
-def known(path: str) -> list[dict[str, Any]]:
-    """The cells that a result holds; none where there is no result. Raises ValueError for another one."""
-    cells = read_json(path, "result").get("cells") if Path(path).exists() else []
-    with suppress(TypeError):
-        if all({*AXES, "arms"} <= each.keys() for each in cells):
-            return cells
-    raise ValueError(f"result {path} holds something else than cells of these axes: name another file")
-
-
-def tables(cells: Sequence[dict[str, Any]]) -> list[Figures]:
-    """One for each context: tokens per second of every arm, by the number of texts."""
-    made = []
-    for context in dict.fromkeys(each["context"] for each in cells):
-        some = [each for each in cells if each["context"] == context]
-        heads = [f"in {each['memory']:g} GiB" if each["memory"] else str(each["batch"]) for each in some]
-        table = Figures(f"tokens/s, {context} tokens of prompt, by texts at once", "engine", *heads)
-        for arm in dict.fromkeys(name for each in some for name in each["arms"]):
-            table.add_row(arm, *(_shown(each, arm) for each in some))
-        made.append(table)
-    return made
-
-
-def _shown(each: Mapping[str, Any], arm: str) -> str:
-    """A speed, and how many texts fitted where that was asked."""
-    if (figures := each["arms"].get(arm)) is None:
-        return "–"
-    return f"{figures['tokens_per_second']:.0f}" + f" ({figures['texts']})" * bool(each["memory"])
-
-
-def draw(cells: Sequence[dict[str, Any]], path: str) -> None:
-    """Tokens per second against texts, a panel for each context. Raises ValueError."""
-    by_context: dict[int, list[dict[str, Any]]] = {}
-    for each in cells:
-        if not each["memory"]:
-            by_context.setdefault(each["context"], []).append(each)
-    with picture(path, len(by_context), "; the result is stored") as axes:
-        for panel, (context, some) in zip(axes, by_context.items(), strict=True):
-            for arm in dict.fromkeys(name for each in some for name in each["arms"]):
-                points = [(each["batch"], each["arms"][arm]["tokens_per_second"]) for each in some]
-                dashed = "-" if arm.startswith(OURS) else "--"
-                panel.plot(*zip(*points, strict=True), dashed, marker="o", markersize=3, label=arm)
-            panel.set_xscale("log", base=2)
-            panel.set_yscale("log", base=2)
-            panel.set_xticks([each["batch"] for each in some], [str(each["batch"]) for each in some])
-            panel.yaxis.set_major_formatter("{x:.0f}")
-            panel.set_xlabel(f"texts at once, prompts of {context} tokens")
-        axes[0].set_ylabel("tokens/s")
-        axes[0].legend(fontsize=6)
+def start(
+    made: Sequence[Engine], last: ExitStack, progress: Callable[[str], None]
+) -> tuple[dict[str, Way], dict[str, str]]:
+    """The arms of all engines that can be had, which end with `last`, and why others cannot."""
+    arms, skipped = dict[str, Way](), dict[str, str]()
+    for engine in made:
+        progress(f"starting {', '.join(engine.named())}")
+        try:
+            answers = started(engine)
+        except ValueError as error:
+            skipped |= dict.fromkeys(engine.named(), str(error))
+            continue
+        last.callback(answers.close)
+        arms |= {name: Way(answers, options) for name, options in engine.named().items()}
+    return arms, skipped
 
 
 def main(
@@ -158,42 +211,31 @@ def main(
 ) -> None:
     """Ask, compare, print."""
     check_writable(json, plot, reads=questions)
-    cells, model = known(json), cli.load(target, dtype, "cpu")
+    cells = ThroughputReport.read(json).cells if Path(json).exists() else []
+    model = cli.load(target, dtype, "cpu")
     asked = [prompt for some in prompts_by_file(model, questions, None).values() for prompt in some]
     home = cache_home() / "peers" / f"{model.fingerprint}-{model.dtype_name}"
-    skipped = dict[str, str]()
+    sizes = [*((texts, 0.0) for texts in batch), *((0, gib) for gib in memory_gib)]
     with ExitStack() as last, bars(cli.err) as shown:
-        task = shown.add_task("cells", total=len(context) * (len(batch) + len(memory_gib)), note="")
-        arms = dict[str, Way]()
-        for engine in crowded(model, home, drafter, torch.get_num_threads(), max(batch), chain):
-            shown.update(task, note=f"starting {', '.join(engine.named())}")
-            try:
-                answers = started(engine)
-            except ValueError as error:
-                skipped |= dict.fromkeys(engine.named(), str(error))
-                continue
-            last.callback(answers.close)
-            arms |= {name: Way(answers, options) for name, options in engine.named().items()}
-        for tokens, (texts, gib) in product(
-            context, [*((n, 0.0) for n in batch), *((0, g) for g in memory_gib)]
-        ):
+        task = shown.add_task("cells", total=len(context) * len(sizes), note="")
+        engines = crowded(model, home, drafter, torch.get_num_threads(), max(batch), chain)
+        arms, skipped = start(engines, last, lambda note: shown.update(task, note=note))
+        report = ThroughputReport(**{**heading(model), "compiled": True}, skipped=skipped, cells=cells)
+        for tokens, (texts, gib) in product(context, sizes):
             place = {"context": tokens, "batch": texts, "memory": gib}
-            if not any(place.items() <= each.items() for each in cells):
+            if not any(place.items() <= dict(cell).items() for cell in cells):
                 shown.update(task, note=f"{texts or f'in {gib:g} GiB'} texts, {tokens} tokens")
                 if gib:
                     turns = fitting(model, drafter, gib, asked, tokens, max_new_tokens)
                 else:
                     turns = dict.fromkeys(arms, groups(asked, texts, tokens))
-                made = cell({name: arms[name] for name in turns}, turns, max_new_tokens)
-                cells.append({**place, "new": max_new_tokens, "arms": made})
-                write_json(json, {**heading(model), "compiled": True, "skipped": skipped, "cells": cells})
+                made = race({name: arms[name] for name in turns}, turns, max_new_tokens)
+                report.cells.append(Cell(**place, new=max_new_tokens, arms=made))
+                report.write(json)
             shown.advance(task)
-    for table in tables(cells):
-        cli.out.print(table)
-    for arm, why in skipped.items():
-        cli.out.print(f"{arm} is left out: {why}")
+    cli.out.print(report)
     if plot is not None:
-        draw(cells, plot)
+        report.draw(plot)
 
 
 if __name__ == "__main__":

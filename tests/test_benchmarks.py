@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import torch
 
+import budget
 import common
 import crowd
 import gpu
@@ -369,3 +370,20 @@ def test_answers_within_schemas_are_counted():
     assert structured.fault(pair, "{") is not None
     kept = grammars.keeps(smollm2, grammars.Guidance(smollm2, 2))
     assert set(kept.values()) <= {"kept", "refused"}  # nothing goes wrong in silence
+
+
+def test_a_shared_budget_keeps_the_likeliest_nodes_of_all_texts():
+    """Roots that are dropped, a budget that is another, or a child without its parent."""
+    sure, unsure = [0.0, -0.1, -0.2, -0.3], [0.0, -1.0, -2.0, -3.0]
+    kept = budget.likeliest(torch.tensor([sure, unsure]), 2)
+    assert kept.tolist() == [[True, True, True, False], [True, False, False, False]]
+    assert budget.likeliest(torch.tensor([unsure]), 3).tolist() == [[True, True, True, False]]
+
+
+def test_a_shared_budget_is_compared_with_the_same_tree_for_all(target, runs):
+    rows = budget.compare(target, runs[1], ASKED, 2, 8, 2)
+    assert [row["nodes"] for row in rows] == list(budget.BUDGETS)
+    for row in rows:
+        assert 1 <= row["same"] <= row["nodes"] + 1
+        assert row["gain"][0] == pytest.approx(row["shared"] / row["same"], abs=1e-3)
+        assert row["gain"][1] <= row["gain"][0] <= row["gain"][2]

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -18,6 +19,7 @@ import tiny
 from slipstream import HFTarget, generate, load_drafter, load_target
 from slipstream.decode.memory import GIB, memory
 from slipstream.measure.questions import Question
+from slipstream.results import heading
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -235,27 +237,35 @@ def test_throughput_of_all_arms_and_of_as_many_texts_as_fit(target, tmp_path):
     turns = throughput.groups(prompts, 2, 8)
     assert [len(each) for each in turns] == [2] * (throughput.TEXTS // 2)
     assert {len(prompt) for each in turns for prompt in each} == {8}
-    made = throughput.cell(arms, dict.fromkeys(arms, turns), NEW)
+    made = throughput.race(arms, dict.fromkeys(arms, turns), NEW)
     assert made.keys() == {"Slipstream, vanilla", "Slipstream, ngram", "Hugging Face, plain"}
-    assert made["Slipstream, vanilla"]["over_plain"] == [1, 1, 1]
-    assert all(each["behind"] > 0 < each["tokens_per_second"] for each in made.values())
+    assert made["Slipstream, vanilla"].over_plain == [1, 1, 1]
+    assert all(each.behind > 0 < each.tokens_per_second for each in made.values())
     text = memory(target, load_drafter("vanilla", target), 8 + NEW).text
     fit = throughput.fitting(target, ["vanilla"], 3.5 * text / GIB, prompts, 8, NEW)
     assert [len(each) for each in fit["Slipstream, vanilla"]] == [3] * throughput.FEWEST
-    largest = throughput.cell({name: arms[name] for name in fit}, fit, NEW)
+    largest = throughput.race({name: arms[name] for name in fit}, fit, NEW)
     cells = [
-        {"context": 8, "batch": 2, "memory": 0.0, "arms": made},
-        {"context": 8, "batch": 0, "memory": 0.25, "arms": largest},
+        throughput.Cell(context=8, batch=2, memory=0.0, new=NEW, arms=made),
+        throughput.Cell(context=8, batch=0, memory=0.25, new=NEW, arms=largest),
     ]
-    (table,) = throughput.tables(cells)
-    assert [str(column.header) for column in table.columns] == ["engine", "2", "in 0.25 GiB"]
-    assert str(table).count("(3)") == 1
-    throughput.draw(cells, str(tmp_path / "throughput.svg"))
+    report = throughput.ThroughputReport(**heading(target), skipped={"vLLM": "it is not here"}, cells=cells)
+    report.write(str(tmp_path / "throughput.json"))
+    assert throughput.ThroughputReport.read(tmp_path / "throughput.json") == report
+    shown = str(report)
+    assert "in 0.25 GiB" in shown
+    assert shown.count("(3)") == 1
+    assert "vLLM is left out" in shown
+    report.draw(str(tmp_path / "throughput.svg"))
     assert "Hugging Face, plain" in (tmp_path / "throughput.svg").read_text()
 
 
-def test_a_result_of_other_cells_is_refused(tmp_path):
-    (tmp_path / "other.json").write_text('{"cells": [{"context": 8}]}')
-    with pytest.raises(ValueError, match="holds something else than cells of these axes"):
-        throughput.known(str(tmp_path / "other.json"))
-    assert throughput.known(str(tmp_path / "none.json")) == []
+def test_an_engine_that_cannot_be_had_is_left_out(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(engines, "steps", lambda *_: [["no-such-program"]])
+    made = engines.crowded(target, tmp_path, ["nothing"], 2, 4, compiles=False)
+    with ExitStack() as last:
+        arms, skipped = throughput.start(made[2:], last, print)
+    assert (arms, skipped) == (
+        {},
+        {"vLLM, plain": "no-such-program cannot be run: No such file or directory"},
+    )

@@ -300,7 +300,7 @@ class Restless(Policy):
         super().__init__(Ledger(drafter.rungs))
         self.rungs, self.rounds = drafter.rungs, 0
 
-    def choose(self, texts, signs):
+    def choose(self, texts, signs, owed=0.0):
         assert len(texts) == len(signs)
         self.rounds += 1
         return self.rungs[self.rounds * self.rounds // 3 % len(self.rungs)]

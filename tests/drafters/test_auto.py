@@ -19,9 +19,10 @@ PROMPTS = tiny.prompts(9, 14, 5)
 
 @pytest.mark.parametrize("head", [tiny.eagle, tiny.fasteagle, tiny.glide, tiny.medusa])
 @pytest.mark.parametrize("plain", [1, 3, 16, 35])
-def test_a_head_that_sat_out_rounds_proposes_the_same(head, plain, monkeypatch):
+@pytest.mark.parametrize("behind", [8192, 2**25])
+def test_a_head_that_sat_out_rounds_proposes_the_same(head, plain, behind, monkeypatch):
     """Texts of a batch advance unevenly before, so that what was missed is ragged."""
-    monkeypatch.setattr(auto_module, "BEHIND", 16)
+    monkeypatch.setattr(auto_module, "BEHIND", behind)
     target = tiny.target("llama")
     made = []
     for lags in (True, False):
@@ -41,19 +42,54 @@ def test_a_head_that_sat_out_rounds_proposes_the_same(head, plain, monkeypatch):
     assert torch.equal(late.parent_slots(), soon.parent_slots())
 
 
-def test_rows_that_leave_take_what_the_head_missed_with_them():
+@pytest.mark.parametrize("head", [tiny.eagle, tiny.fasteagle, tiny.glide, tiny.medusa])
+@pytest.mark.parametrize("early", [False, True])
+def test_texts_that_join_and_leave_before_the_head_reads_are_drafted_the_same(head, early):
+    """Prompts of several lengths, rows that move, and texts that join beside one that was read (early)."""
+    target, made = tiny.target("llama"), []
+    for lags in (True, False):
+        auto = Auto(head(target))
+        tree = auto.rungs[-1]
+        session = Session(target, auto, rows=3, capacity=200, shapes=auto.rungs)
+        settle = () if lags else (session.state,)
+
+        def rounds(shape, session=session, settle=settle):
+            session.step(shape=shape)
+            for state in settle:
+                state.settle()
+
+        for prompt in PROMPTS[:2]:
+            session.admit([prompt], [Sampling()])
+        for _ in range(3):
+            rounds(tree if early else PLAIN)
+        assert early or bool(session.state.missed) == lags
+        session.retire([0])
+        session.admit(PROMPTS[2:], [Sampling()])
+        rounds(PLAIN)
+        assert auto.owed(session.state) >= 0
+        with torch.inference_mode():
+            made.append(auto.propose(session.state, session.sampler, tree))
+        assert session.state.missed == []
+    late, soon = made
+    assert torch.equal(late.tokens, soon.tokens)
+    assert torch.equal(late.parent_slots(), soon.parent_slots())
+
+
+def test_texts_that_are_never_drafted_are_not_read(monkeypatch):
     target = tiny.target("llama")
-    auto = Auto(tiny.eagle(target))
+    auto = Auto(tiny.fasteagle(target))
+    read = []
+    monkeypatch.setattr(auto.hybrid.head, "absorb", lambda span, state: read.append(span))
     session = Session(target, auto, rows=3, capacity=200, shapes=auto.rungs)
-    session.admit(PROMPTS[:2], [Sampling()] * 2)
-    for _ in range(3):
+    for prompt in PROMPTS:
+        session.admit([prompt], [Sampling()])
+    for _ in range(5):
         session.step(shape=PLAIN)
-    assert len(session.state.missed) > 1
+    session.retire([1, 2])
     session.retire([0])
-    session.admit(PROMPTS[2:], [Sampling()])
+    assert read == []
     assert session.state.missed == []
-    assert len(session.state.head.root) == 2
-    session.step(shape=auto.rungs[-1])
+    assert session.state.behind == 0
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,11 +1,12 @@
 """Question files: ours, the user's, and malformed ones."""
 
 import gzip
+import hashlib
 from pathlib import Path
 
 import pytest
 
-from slipstream.measure.questions import Question, _names, alternated, batches, load_questions
+from slipstream.measure.questions import SETS, Question, _names, alternated, batches, load_questions
 
 CATEGORIES = {"chat", "two-turn", "math", "code", "summarization", "extraction", "translation", "editing"}
 
@@ -16,6 +17,18 @@ def test_our_own_questions():
     assert {question.category for question in questions} == CATEGORIES
     assert all(len(question.turns) == (2 if question.category == "two-turn" else 1) for question in questions)
     assert len({question.turns for question in questions}) == len(questions)
+
+
+def test_sets_that_ship(tmp_path, monkeypatch):
+    """MT-bench as docs/questions.md identifies it, and all of HumanEval. A file of that name goes first."""
+    monkeypatch.chdir(tmp_path)
+    asked = load_questions(["mt_bench", "humaneval"])
+    told = hashlib.sha256("\n".join(turn for each in asked[:80] for turn in each.turns).encode()).hexdigest()
+    assert f"`{told[:16]}`" in (Path(__file__).parents[2] / "docs" / "questions.md").read_text("utf-8")
+    assert [each.name for each in asked[80:]] == [f"humaneval:HumanEval/{i}" for i in range(164)]
+    Path("mt_bench").write_text('{"turns": ["a"]}')
+    assert [each.turns for each in load_questions(["mt_bench"])] == [("a",)]
+    assert "mt_bench" in (SETS / "LICENSES").read_text("utf-8")
 
 
 def test_a_limit_is_per_file_and_sees_every_category(tmp_path):

@@ -8,12 +8,13 @@ import pytest
 import tiny
 from slipstream.decode.predict import predict, record
 from slipstream.drafters.spec import Spec
+from slipstream.files import evenly
 from slipstream.measure import reproduce as module
 from slipstream.measure.contest import first_prompts
 from slipstream.measure.evidence import FORMULAS
 from slipstream.measure.papers import ARMS, ENTRIES
 from slipstream.measure.papers.entry import JUDGED, PREDICTED, TIMED
-from slipstream.measure.questions import Question, load_questions
+from slipstream.measure.questions import SHIPPED, Question, load_questions
 from slipstream.measure.reproduce import OWN, listed, reproduce
 from slipstream.measure.reproduced import ReproduceReport
 from slipstream.methods import METHODS
@@ -30,7 +31,7 @@ def target():
 
 @pytest.fixture
 def heads(monkeypatch, target):
-    """Random heads in the place of those that ship; GLIDE and EAGLE-3 are not there. Our own questions are
+    """Random heads in the place of those that ship; GLIDE and EAGLE-3 are not there. Questions that ship are
     longer than the window: each set has three short ones."""
 
     def load(name, of, temperature=0.0, texts=1):
@@ -45,10 +46,16 @@ def heads(monkeypatch, target):
     monkeypatch.setattr(module, "load_drafter", load)
     short = [
         Question("own", str(i), kind, (f"abc {i}",))
-        for kind in dict.fromkeys(kind for kinds in OWN.values() for kind in kinds)
+        for kind in ("code", *dict.fromkeys(kind for kinds in OWN.values() for kind in kinds))
         for i in range(3)
     ]
-    monkeypatch.setattr(module, "load_questions", lambda *given: load_questions(*given) if given else short)
+
+    def questions(given=(), limit=None):
+        if given and given[0] not in SHIPPED:
+            return load_questions(given, limit)
+        return evenly([q for q in short if q.category == "code"] if "humaneval" in given else short, limit)
+
+    monkeypatch.setattr(module, "load_questions", questions)
 
 
 def test_every_entry_can_be_measured():

@@ -71,7 +71,7 @@ DRAFTERS = listed(
 )
 DrafterName = Annotated[str, option("one of the drafters below", "NAME", "--drafter")]
 DrafterNames = Annotated[list[str], option("one of those below; repeatable", "NAME", "--drafter")]
-QUESTIONS = "question.jsonl or hf:REPOSITORY:SPLIT; repeatable (default: the project's own)"
+QUESTIONS = "question.jsonl, mt_bench, humaneval or hf:REPOSITORY:SPLIT; repeatable (default: our own)"
 Files = Annotated[list[str], on_questions(QUESTIONS, "FILE", "--questions")]
 Limit = Annotated[int | None, on_questions("questions of each file, evenly over it", "N", min=1)]
 MaxNewTokens = Annotated[int, on_questions("tokens per answer, at most", "N", min=1, max=2**20)]

@@ -152,7 +152,7 @@ def certify(
 
 
 TABLES = "such as eagle-table-1 (default: all); --list shows them"
-SETS = "questions of a set, as xsum=FILE; repeatable (default: the project's own)"
+SETS = "questions of a set, as xsum=FILE; repeatable (default: what ships)"
 HEADS = "a head's directory, as eagle=runs/eagle; repeatable"
 LISTING = "show all tables and figures, and which stand in the file of --json"
 UNTIMED = "leave out what takes time: τ and acceptance alone"

@@ -133,6 +133,10 @@ class Drafter(ABC):
             ValueError: it cannot grow this shape.
         """
 
+    def owed(self, state: Any) -> float:
+        """Seconds of reading that was put off, and comes before the next tree of a head."""
+        return 0.0
+
     def signs(self, state: Any) -> list[int]:
         """What a policy may know of each row before it chooses a tree: a kind of round, counted from 0."""
         return [0] * len(state.root)

@@ -1,6 +1,7 @@
 """Span: what the target has just read: a chunk of a prompt, an accepted path or a training sequence."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,6 +78,12 @@ class Span:
             raise ValueError("this span comes from a prompt or a data set, which has no tree and so no picks")
         return self.logits.argmax(-1)
 
+    def select(self, rows: Int[Tensor, " R"]) -> "Span":
+        """Of some rows alone, without the pass that they came from."""
+        features = None if self.features is None else self.features[rows]
+        parts = (self.tokens[rows], self.nexts[rows], self.start[rows], self.count[rows])
+        return Span(*parts, self.cache, features)
+
     def last(self, x: Tensor) -> Tensor:
         """Row b of `x` [B, T, …] at the last real column, [B, …]; column 0 for a row without any."""
         return x[torch.arange(len(x), device=x.device), (self.count - 1).clamp(min=0)]
@@ -122,3 +129,23 @@ def merged(spans: Sequence[Span]) -> Span:
         features = gathered([span.features for span in spans if span.features is not None])
     tokens, nexts = (gathered([getattr(span, name) for span in spans]) for name in ("tokens", "nexts"))
     return Span(tokens, nexts, first.start, count, spans[-1].cache, features)
+
+
+def beside(span: Span, other: Span) -> Span:
+    """The rows of two spans as one without a tree, which are as wide as the wider one."""
+    T = max(span.tokens.shape[1], other.tokens.shape[1])
+
+    def stacked(a: Tensor, b: Tensor) -> Tensor:
+        wide = [x.new_zeros(len(x), T, *x.shape[2:]) for x in (a, b)]
+        for goal, x in zip(wide, (a, b), strict=True):
+            goal[:, : x.shape[1]] = x
+        return torch.cat(wide)
+
+    features = None
+    if span.features is not None and other.features is not None:
+        features = stacked(span.features, other.features)
+    cache = copy(span.cache)
+    cache.bound = max(span.cache.bound, other.cache.bound)
+    tokens, nexts = stacked(span.tokens, other.tokens), stacked(span.nexts, other.nexts)
+    start, count = torch.cat([span.start, other.start]), torch.cat([span.count, other.count])
+    return Span(tokens, nexts, start, count, cache, features)

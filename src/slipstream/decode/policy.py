@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log2, sqrt
+from operator import add
 
 from slipstream.core.shape import Shape
 
@@ -26,6 +27,7 @@ FIRST, GROWN = 0.2, 0.29  # guess: tokens accepted of a head's tree, and more fo
 MATCHED = (0.2, 0.6, 0.8, 0.92)  # guess: a match's next token is accepted, by sign
 GUESS = 4.0  # rounds that a guess counts as
 NO_GUESSES = -1  # the sign of a text that gets none: it brings one token, whatever the tree
+PAYS = 16  # rounds of a head's trees in which what it has yet to read must pay
 HOPE = 0.3  # a mean of n rounds may be higher by this share over √n
 
 
@@ -109,12 +111,15 @@ class Policy:
         self._since = 0  # rounds since the last plain one
         self._idle = 0  # rounds since the last of a head's tree
 
-    def choose(self, texts: Sequence[int], signs: Sequence[int]) -> Shape:
-        """The tree for a round of these texts, which show these signs."""
+    def choose(self, texts: Sequence[int], signs: Sequence[int], owed: float = 0.0) -> Shape:
+        """The tree for a round of these texts, which show these signs. `owed`: seconds that a head would
+        first read."""
         self._rows = list(zip(texts, signs, strict=True))
         self._seen = {key: seen for key, seen in self._seen.items() if key[0] in texts}
         factors = [self._of(*row).factor for row in self._rows]
-        speeds = [self._tokens(i, factors) / cost for i, cost in enumerate(self.ledger.costs(len(texts)))]
+        reads = [owed / PAYS if rung.children else 0.0 for rung in self.ledger.rungs]
+        costs = map(add, self.ledger.costs(len(texts)), reads)
+        speeds = [self._tokens(i, factors) / cost for i, cost in enumerate(costs)]
         best = max(range(len(speeds)), key=lambda rung: speeds[rung])
         gain = speeds[best] / speeds[0]
         self._since = 0 if gain < WORTH or (gain < SURE and self._since >= OFTEN) else self._since + 1
@@ -177,7 +182,7 @@ class Trial(Policy):
         super().__init__(ledger)
         self._rung = rung
 
-    def choose(self, texts: Sequence[int], signs: Sequence[int]) -> Shape:
+    def choose(self, texts: Sequence[int], signs: Sequence[int], owed: float = 0.0) -> Shape:
         self._rows = list(zip(texts, signs, strict=True))
         return self.ledger.rungs[self._rung]
 

@@ -240,7 +240,7 @@ class Session:
             signs = self.drafter.signs(self.state)
             quiet = [plain or forced for plain, forced in zip(self.plain, self._must_follow(), strict=True)]
             told = [NO_GUESSES if each else sign for sign, each in zip(signs, quiet, strict=True)]
-            made = self.step(limit, self.policy.choose(self.texts, told))
+            made = self.step(limit, self.policy.choose(self.texts, told, self.drafter.owed(self.state)))
             drafted = [bool(each.drafted) for each in made]
             if not self._forced or len(made) > 1:  # else it was not the drafter's doing
                 self.policy.learn([len(each.tokens) for each in made], whole(), drafted)

@@ -6,6 +6,7 @@ What is chosen, and when, is up to `decode.policy`. Here is what there is to cho
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import final
 
 import torch
@@ -14,7 +15,7 @@ from slipstream.core import look
 from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import PLAIN, Shape
-from slipstream.core.span import Span, merged
+from slipstream.core.span import Span, beside, merged
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree
 from slipstream.drafters.hybrid import Hybrid, HybridState
@@ -29,27 +30,42 @@ NODES = (2, 4, 8, 16)  # of a tree of the head, matches included
 DEEPEST = 5
 MATCHES = (4, 8, 16)  # of a tree of matches
 LONG = (2, 4, 8)  # tokens of a match: signs for the policy
-BEHIND = 256  # tokens that a head may lag behind the text: a text that it never drafts is not read
+BEHIND = (
+    32 * 2**20
+)  # bytes of states that a head may have yet to read: a text that it never drafts is not read
+MANY = 64  # tokens of which reading tells what one costs
 
 
 @dataclass
 class AutoState(HybridState):
-    """`head` has yet to read the spans `missed`, which have so many columns."""
+    """`head` has yet to read the spans `missed`, which hold so many bytes of states; until it `reads` for the
+    first time it knows nothing of any row."""
 
     drafter: "Auto"
     missed: list[Span] = field(default_factory=list)
-    columns: int = 0
+    behind: int = 0
+    reads: bool = False
 
     def settle(self) -> None:
         self.drafter.catch_up(self)
 
     def select(self, order: list[int]) -> None:
-        self.settle()
+        rows = torch.tensor(order, dtype=torch.long, device=self.root.device)
+        self.missed = [span.select(rows) for span in self.missed] if order else []
+        self.behind = sum(map(states_of, self.missed))
+        self.reads &= bool(order)
         super().select(order)
 
     def join(self, other: State) -> None:
-        self.settle()
-        other.settle()
+        assert isinstance(other, AutoState)
+        if len(self.root) and (self.reads or other.reads):
+            self.settle()
+            other.settle()
+        elif other.missed:
+            missed = merged(other.missed)
+            self.missed = [beside(merged(self.missed), missed) if self.missed else missed]
+        self.behind += other.behind
+        self.reads |= other.reads
         super().join(other)
 
 
@@ -72,6 +88,7 @@ class Auto(Drafter):
         tuned: Sequence[Shape] = (),
     ) -> None:
         self.matches, self.hybrid, self.name = Suffix(max(MATCHES), remember=remember), None, name
+        self.pace = 0.0  # seconds that the head reads a token
         found = [Shape(f"matches-{n}", (), n - 1, n, 0, 0) for n in MATCHES]
         self.rungs = (PLAIN, *found)
         self.rows, self.depth = self.matches.rows, self.matches.depth
@@ -133,17 +150,24 @@ class Auto(Drafter):
         state.root = span.root
         if self.hybrid is not None:
             state.missed.append(replace(span, tree=None, path=None, logits=None))
-            state.columns += span.tokens.shape[1]
+            state.behind += states_of(span)
             waits = look.may_look(span.root)  # what is captured cannot wait, nor can what masks have guessed
-            if not waits or self.probes is not None or state.columns >= BEHIND:
+            if not waits or self.probes is not None or state.behind >= BEHIND:
                 self.catch_up(state)
 
     @torch.inference_mode()
     def catch_up(self, state: AutoState) -> None:
         """Let the head read what it missed."""
         if state.missed and self.hybrid is not None:
-            self.hybrid.head.absorb(merged(state.missed), state.head)
-        state.missed, state.columns = [], 0
+            began, missed = perf_counter(), merged(state.missed)
+            self.hybrid.head.absorb(missed, state.head)
+            if missed.tokens.numel() >= MANY:
+                self.pace = (perf_counter() - began) / missed.tokens.numel()
+            state.reads = True
+        state.missed, state.behind = [], 0
+
+    def owed(self, state: AutoState) -> float:
+        return self.pace * sum(span.tokens.numel() for span in state.missed)
 
     def signs(self, state: AutoState) -> list[int]:
         """How long a match there is: none, short, long, very long."""
@@ -156,6 +180,11 @@ class Auto(Drafter):
             return self.matches.propose(state.matches, sampler, shape)
         self.catch_up(state)
         return self.hybrid.propose(state, sampler, shape)
+
+
+def states_of(span: Span) -> int:
+    """Bytes of the target's states that a span holds."""
+    return 0 if span.features is None else span.features.nbytes
 
 
 def tuned_head(spec: Named, target: Target) -> Spec:

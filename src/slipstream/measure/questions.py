@@ -12,7 +12,9 @@ from typing import Any
 from slipstream.files import check_counts, evenly, parsed, printable, read_text
 from slipstream.measure.hub import HUB, hub_rows
 
-OWN = files("slipstream.measure") / "questions.jsonl"
+SETS = files("slipstream.measure") / "sets"
+OWN = SETS / "own.jsonl"
+SHIPPED = ("mt_bench", "humaneval")  # other people's, by name
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,9 @@ Asking = Question | str | PathLike[str]  # a question, a file of them, or a data
 def load_questions(given: Sequence[Asking] = (), limit: int | None = None) -> list[Question]:
     """Questions, those of files, and those of data sets; the project's own where none is given.
 
-    Files are in FastChat's form, as those of MT-bench and Spec-Bench are. `hf:openai/gsm8k:test` is a split
-    of a data set, `hf:openai/gsm8k:socratic:test` one of a configuration (`measure.hub`).
+    Files are in FastChat's form, as those of MT-bench and Spec-Bench are. `mt_bench` and `humaneval` ship.
+    `hf:openai/gsm8k:test` is a split of a data set, `hf:openai/gsm8k:socratic:test` one of a configuration
+    (`measure.hub`).
 
     Args:
         limit: questions of each file, and of those given as they are, taken evenly, so that a small limit
@@ -57,6 +60,8 @@ def _read(path: str, name: str) -> list[Question]:
     if path.startswith(HUB):
         rows = enumerate(hub_rows(path), 1)
         return [Question(name, str(i), category or name, turns) for i, (category, turns) in rows]
+    if path in SHIPPED and not Path(path).exists():
+        return _parsed(name, (SETS / f"{path}.jsonl").read_text("utf-8"))
     return _parsed(name, read_text(path, "question file"))
 
 

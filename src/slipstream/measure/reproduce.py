@@ -24,7 +24,7 @@ from slipstream.measure.evidence import Cell, Evidence, Place, place
 from slipstream.measure.experts import mixtures
 from slipstream.measure.papers import ARMS, ENTRIES, entry_of
 from slipstream.measure.papers.entry import CONFIDENCE, HF, RACE, VANILLA, Entry
-from slipstream.measure.questions import Asking, Question, load_questions
+from slipstream.measure.questions import SHIPPED, Asking, Question, load_questions
 from slipstream.measure.report import BenchReport, Counted
 from slipstream.measure.reproduced import Asked, ReproduceReport, Settings, Table
 from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint
@@ -33,9 +33,8 @@ from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, RecordedTarget
 from slipstream.targets.load import AnyTarget, loaded
 
-OWN: dict[str, tuple[str, ...]] = {  # for a set that is not given: categories of our own questions
-    "mt_bench": (),
-    "humaneval": ("code",),
+OWN: dict[str, tuple[str, ...]] = {  # for a set that is not given: a shipped one, or these categories of ours
+    **dict.fromkeys(SHIPPED, ()),
     "gsm8k": ("math",),
     "alpaca": ("chat", "editing", "extraction"),
     "cnn_dm": ("summarization",),
@@ -71,7 +70,7 @@ def reproduce(
     Args:
         names: of the tables and figures, such as "eagle-table-1"; default: all.
         sets: files of questions by the name of a set: mt_bench, humaneval, gsm8k, alpaca, cnn_dm, xsum, cip.
-            For those not given, questions of the project's own stand in.
+            Of those not given the first two ship; for the others questions of the project's own stand in.
         heads: directories by the name of a head, for heads that do not ship for the target, and for the arms
             of the papers' ablations (`ARMS`).
         limit: questions of each set, of which the first turn is asked.
@@ -130,8 +129,8 @@ def wanted(
     made = {}
     for name in needed:
         kinds = OWN[name]
-        if name in given:
-            found = load_questions([given[name]], limit)
+        if name in given or name in SHIPPED:
+            found = load_questions([given.get(name, name)], limit)
         else:
             found = evenly([q for q in load_questions() if not kinds or q.category in kinds], limit)
         made[name] = [replace(question, turns=question.turns[:1]) for question in found]
