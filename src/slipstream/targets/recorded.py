@@ -109,7 +109,8 @@ class RecordedTarget(Target):
     ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
         """The law of a text that is already written: the child that carries its next token."""
         token = logits[:, 0].long()
-        return child_with(tree, node, token), token.clamp(min=0)
+        child = child_with(tree, node, token)
+        return child.where(token >= 0, -1), token.clamp(min=0)  # behind the end; trees may have empty slots
 
     @torch.inference_mode()
     def greedy_share(self) -> float:
