@@ -120,7 +120,8 @@ class ThroughputReport(Report):
                 panel.yaxis.set_major_formatter("{x:.0f}")
                 panel.set_xlabel(f"texts at once, prompts of {context} tokens")
             axes[0].set_ylabel("tokens/s")
-            axes[0].legend(fontsize=6)
+            beside = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5)}
+            axes[-1].legend(fontsize=6, handlelength=4, **beside)
 
 
 class Way(NamedTuple):
