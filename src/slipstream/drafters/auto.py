@@ -30,9 +30,7 @@ NODES = (2, 4, 8, 16)  # of a tree of the head, matches included
 DEEPEST = 5
 MATCHES = (4, 8, 16)  # of a tree of matches
 LONG = (2, 4, 8)  # tokens of a match: signs for the policy
-BEHIND = (
-    32 * 2**20
-)  # bytes of states that a head may have yet to read: a text that it never drafts is not read
+BEHIND = 32 * 2**20  # bytes of states that a head may lag behind: texts that it never drafts are not read
 MANY = 64  # tokens of which reading tells what one costs
 
 
