@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
@@ -67,6 +67,13 @@ class Answers(Protocol):
     def ask(self, **request: Any) -> dict[str, Any]: ...
 
     def close(self) -> None: ...
+
+
+class Way(NamedTuple):
+    """What answers for an arm, and the options of its answers."""
+
+    answers: Answers
+    options: dict[str, Any]
 
 
 class Worker:
@@ -257,3 +264,23 @@ def started(engine: Engine) -> Worker:
     env = {"OMP_NUM_THREADS": str(engine.options["threads"]), "PYTHONPATH": str(ROOT / "src")}
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     return Worker([python, str(WORKER), engine.kind, json.dumps(engine.options)], env)
+
+
+def begun(
+    engines: Sequence[Engine],
+    last: ExitStack,
+    progress: Callable[[str], None],
+    start: Callable[[Engine], Answers] = started,
+) -> tuple[dict[str, Way], dict[str, str]]:
+    """The arms of all engines that can be had, which end with `last`, and why others cannot."""
+    arms, skipped = dict[str, Way](), dict[str, str]()
+    for engine in engines:
+        progress(f"starting {', '.join(engine.named())}")
+        try:
+            answers = start(engine)
+        except ValueError as error:
+            skipped |= dict.fromkeys(engine.named(), str(error))
+            continue
+        last.callback(answers.close)
+        arms |= {name: Way(answers, options) for name, options in engine.named().items()}
+    return arms, skipped

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -21,7 +21,7 @@ from rich.console import Group
 from rich.text import Text
 
 from common import Plot, run
-from engines import OURS, Answers, Engine, engines, started
+from engines import OURS, Answers, Engine, Way, begun, engines, started
 from slipstream.cli import common as cli
 from slipstream.files import cache_home, check_counts, check_writable
 from slipstream.measure.contest import first_prompts
@@ -114,13 +114,6 @@ class PeersReport(Report):
             speed.tick_params(axis="y", labelsize=7)
 
 
-class Way(NamedTuple):
-    """What answers for an arm, and the options of its answers."""
-
-    answers: Answers
-    options: dict[str, Any]
-
-
 def compare(
     target: HFTarget,
     drafters: Sequence[str],
@@ -145,18 +138,10 @@ def compare(
     asked = alternated(load_questions(questions, limit))
     prompts = first_prompts(target, asked, max_new_tokens)
     turns = [(max(prompts, key=len), WARM_UP), *((prompt, max_new_tokens) for prompt in prompts)]
-    arms, skipped = dict[str, Way](), dict[str, str]()
     with ExitStack() as last:
         home = cache_home() / "peers" / f"{target.fingerprint}-{target.dtype_name}"  # vLLM's cache knows it
-        for engine in engines(target, home, drafters, torch.get_num_threads(), compiles):
-            progress(f"starting {engine.name}")
-            try:
-                answers = start(engine)
-            except ValueError as error:
-                skipped |= dict.fromkeys(engine.named(), str(error))
-                continue
-            last.callback(answers.close)
-            arms |= {name: Way(answers, options) for name, options in engine.named().items()}
+        every = engines(target, home, drafters, torch.get_num_threads(), compiles)
+        arms, skipped = begun(every, last, progress, start)
         made = rounds(arms, turns, skipped, progress)
     if PLAIN not in made:
         raise ValueError(f"plain decoding cannot run: {skipped.get(PLAIN, 'name the drafter vanilla')}")

@@ -12,11 +12,11 @@ asked as many texts as their keys and values fit in. The result is written after
 it holds are not made again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
 import torch
 import typer
@@ -24,7 +24,7 @@ from rich.console import Group
 from rich.text import Text
 
 from common import Plot, Turn, prompts_by_file, ratio, run, texts_behind
-from engines import OURS, Answers, Engine, crowded, started
+from engines import OURS, Way, begun, crowded
 from slipstream.bars import bars
 from slipstream.cli import common as cli
 from slipstream.decode.memory import memory
@@ -124,13 +124,6 @@ class ThroughputReport(Report):
             axes[-1].legend(fontsize=6, handlelength=4, **beside)
 
 
-class Way(NamedTuple):
-    """What answers for an arm, and the options of its answers."""
-
-    answers: Answers
-    options: dict[str, Any]
-
-
 def arms_of(cells: Sequence[Cell]) -> list[str]:
     return list(dict.fromkeys(name for cell in cells for name in cell.arms))
 
@@ -139,7 +132,7 @@ def race(arms: Mapping[str, Way], turns: Mapping[str, Turns], new: int) -> dict[
     """What every arm did, in an order that rotates."""
     spent: dict[str, list[Turn]] = {name: [] for name in arms}
     behind: dict[str, list[Turn]] = {name: [] for name in arms}
-    for number in range(-1, max(map(len, turns.values()))):  # the first one warms up
+    for number in range(-1, min(map(len, turns.values()))):  # the first one warms up
         first = number % len(arms)
         for name in [*arms][first:] + [*arms][:first]:
             answers, options = arms[name]
@@ -180,23 +173,6 @@ def fitting(
     return {f"{OURS}, {each}": groups(prompts, texts, context) for each, texts in most.items()}
 
 
-def start(
-    made: Sequence[Engine], last: ExitStack, progress: Callable[[str], None]
-) -> tuple[dict[str, Way], dict[str, str]]:
-    """The arms of all engines that can be had, which end with `last`, and why others cannot."""
-    arms, skipped = dict[str, Way](), dict[str, str]()
-    for engine in made:
-        progress(f"starting {', '.join(engine.named())}")
-        try:
-            answers = started(engine)
-        except ValueError as error:
-            skipped |= dict.fromkeys(engine.named(), str(error))
-            continue
-        last.callback(answers.close)
-        arms |= {name: Way(answers, options) for name, options in engine.named().items()}
-    return arms, skipped
-
-
 def main(
     target: Annotated[str, typer.Argument(help=cli.NAMED)],
     questions: cli.Files,
@@ -212,6 +188,8 @@ def main(
 ) -> None:
     """Ask, compare, print."""
     check_writable(json, plot, reads=questions)
+    if "vanilla" not in drafter:
+        raise ValueError("ratios are over plain decoding: name the drafter vanilla, too")
     cells = ThroughputReport.read(json).cells if Path(json).exists() else []
     model = cli.load(target, dtype, "cpu")
     asked = [prompt for some in prompts_by_file(model, questions, None).values() for prompt in some]
@@ -220,7 +198,7 @@ def main(
     with ExitStack() as last, bars(cli.err) as shown:
         task = shown.add_task("cells", total=len(context) * len(sizes), note="")
         engines = crowded(model, home, drafter, torch.get_num_threads(), max(batch), chain)
-        arms, skipped = start(engines, last, lambda note: shown.update(task, note=note))
+        arms, skipped = begun(engines, last, lambda note: shown.update(task, note=note))
         report = ThroughputReport(**{**heading(model), "compiled": True}, skipped=skipped, cells=cells)
         for tokens, (texts, gib) in product(context, sizes):
             place = {"context": tokens, "batch": texts, "memory": gib}

@@ -136,7 +136,7 @@ def test_an_arm_that_fails_is_left_out_from_then_on():
                 raise ValueError("out of memory")
             return {"tokens": [[0] * new for _ in prompts]}
 
-    arms, skipped = {"a": peers.Way(Failing(), {}), "b": peers.Way(Failing(), {})}, {}
+    arms, skipped = {"a": engines.Way(Failing(), {}), "b": engines.Way(Failing(), {})}, {}
     arms["a"].answers.left = 9
     made = peers.rounds(arms, [([1], 2)] * 4, skipped, lambda _: None)
     assert (made.keys(), skipped) == ({"a"}, {"b": "out of memory"})
@@ -215,7 +215,7 @@ def crowd(target, home):
     """Engines of this process that answer many prompts."""
     made = engines.crowded(target, home, ["vanilla", "ngram"], 2, 4, compiles=False)
     return {
-        name: throughput.Way(Inside(engine), options)
+        name: engines.Way(Inside(engine), options)
         for engine in made
         if not engine.environment
         for name, options in engine.named().items()
@@ -264,7 +264,7 @@ def test_an_engine_that_cannot_be_had_is_left_out(target, tmp_path, monkeypatch)
     monkeypatch.setattr(engines, "steps", lambda *_: [["no-such-program"]])
     made = engines.crowded(target, tmp_path, ["nothing"], 2, 4, compiles=False)
     with ExitStack() as last:
-        arms, skipped = throughput.start(made[2:], last, print)
+        arms, skipped = engines.begun(made[2:], last, print)
     assert (arms, skipped) == (
         {},
         {"vLLM, plain": "no-such-program cannot be run: No such file or directory"},

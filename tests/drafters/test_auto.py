@@ -89,7 +89,7 @@ def test_texts_that_are_never_drafted_are_not_read(monkeypatch):
     session.retire([0])
     assert read == []
     assert session.state.missed == []
-    assert session.state.behind == 0
+    assert session.state.columns == 0
 
 
 @pytest.mark.parametrize("seed", range(20))

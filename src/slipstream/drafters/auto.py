@@ -36,12 +36,12 @@ MANY = 64  # tokens of which reading tells what one costs
 
 @dataclass
 class AutoState(HybridState):
-    """`head` has yet to read the spans `missed`, which hold so many bytes of states; until it `reads` for the
-    first time it knows nothing of any row."""
+    """`head` has yet to read the spans `missed`, which have so many `columns` over all rows. Until it `reads`
+    for the first time it knows nothing of any row."""
 
     drafter: "Auto"
     missed: list[Span] = field(default_factory=list)
-    behind: int = 0
+    columns: int = 0
     reads: bool = False
 
     def settle(self) -> None:
@@ -50,7 +50,7 @@ class AutoState(HybridState):
     def select(self, order: list[int]) -> None:
         rows = torch.tensor(order, dtype=torch.long, device=self.root.device)
         self.missed = [span.select(rows) for span in self.missed] if order else []
-        self.behind = sum(map(states_of, self.missed))
+        self.columns = sum(span.tokens.numel() for span in self.missed)
         self.reads &= bool(order)
         super().select(order)
 
@@ -62,7 +62,7 @@ class AutoState(HybridState):
         elif other.missed:
             missed = merged(other.missed)
             self.missed = [beside(merged(self.missed), missed) if self.missed else missed]
-        self.behind += other.behind
+        self.columns += other.columns
         self.reads |= other.reads
         super().join(other)
 
@@ -148,9 +148,10 @@ class Auto(Drafter):
         state.root = span.root
         if self.hybrid is not None:
             state.missed.append(replace(span, tree=None, path=None, logits=None))
-            state.behind += states_of(span)
+            state.columns += span.tokens.numel()
+            held = 0 if span.features is None else state.columns * span.features[0, 0].nbytes
             waits = look.may_look(span.root)  # what is captured cannot wait, nor can what masks have guessed
-            if not waits or self.probes is not None or state.behind >= BEHIND:
+            if not waits or self.probes is not None or held >= BEHIND:
                 self.catch_up(state)
 
     @torch.inference_mode()
@@ -162,10 +163,10 @@ class Auto(Drafter):
             if missed.tokens.numel() >= MANY:
                 self.pace = (perf_counter() - began) / missed.tokens.numel()
             state.reads = True
-        state.missed, state.behind = [], 0
+        state.missed, state.columns = [], 0
 
     def owed(self, state: AutoState) -> float:
-        return self.pace * sum(span.tokens.numel() for span in state.missed)
+        return self.pace * state.columns
 
     def signs(self, state: AutoState) -> list[int]:
         """How long a match there is: none, short, long, very long."""
@@ -178,11 +179,6 @@ class Auto(Drafter):
             return self.matches.propose(state.matches, sampler, shape)
         self.catch_up(state)
         return self.hybrid.propose(state, sampler, shape)
-
-
-def states_of(span: Span) -> int:
-    """Bytes of the target's states that a span holds."""
-    return 0 if span.features is None else span.features.nbytes
 
 
 def tuned_head(spec: Named, target: Target) -> Spec:
