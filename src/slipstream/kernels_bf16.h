@@ -62,8 +62,8 @@ template <int R>
       });
     for (int64_t i = 0; i < 16; i++) {
       const char *left = words + i * 64, *right = left + WIDE / 2 * BYTES;
-      _mm_prefetch(left + AHEAD, _MM_HINT_T0);
-      _mm_prefetch(right + AHEAD, _MM_HINT_T0);
+      _mm_prefetch(left + AHEAD, _MM_HINT_T1);
+      _mm_prefetch(right + AHEAD, _MM_HINT_T1);
       const __m512i columns[2] = {_mm512_loadu_si512(left), _mm512_loadu_si512(right)};
       if constexpr (R > FEW) {
         const __m512 second[2] = {

@@ -71,7 +71,7 @@ template <int R>
     each<R>([&](auto r) { sum[r][0] = sum[r][1] = _mm512_setzero_si512(); });
     each<4>([&](auto v) {
       const uint8_t *low_columns = w + v * VECTOR, *high_columns = w + (v + 4) * VECTOR;
-      _mm_prefetch(low_columns + AHEAD, _MM_HINT_T0), _mm_prefetch(high_columns + AHEAD, _MM_HINT_T0);
+      _mm_prefetch(low_columns + AHEAD, _MM_HINT_T1), _mm_prefetch(high_columns + AHEAD, _MM_HINT_T1);
       const __m512i left = _mm512_loadu_si512(low_columns), right = _mm512_loadu_si512(high_columns);
       const __m512i columns[2][2] = {
           {_mm512_and_si512(left, low), _mm512_and_si512(right, low)},

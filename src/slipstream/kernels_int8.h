@@ -78,7 +78,7 @@ template <int R>
   Vec sum[R][COLUMNS];
   each<R>([&](auto r) { each<COLUMNS>([&](auto j) { sum[r][j] = Vec::set(0); }); });
   for (int64_t k = 0; k < K; k += 4, w += 4 * WIDE) {
-    __builtin_prefetch(w + AHEAD), __builtin_prefetch(w + AHEAD + 64);
+    __builtin_prefetch(w + AHEAD, 0, 2), __builtin_prefetch(w + AHEAD + 64, 0, 2);
     each<4>([&](auto i) {
       Vec column[COLUMNS];
       each<COLUMNS>([&](auto j) { column[j] = Vec::load(w + i * WIDE + j * W); });
@@ -141,8 +141,8 @@ template <int R>
   for (int64_t k = 0; k < steps; k++, x += DEEP, w += STEP)
     for (int64_t i = 0; i < 16; i++) {
       const int8_t *left = w + i * 64, *right = left + STEP / 2;
-      _mm_prefetch(left + AHEAD, _MM_HINT_T0);
-      _mm_prefetch(right + AHEAD, _MM_HINT_T0);
+      _mm_prefetch(left + AHEAD, _MM_HINT_T1);
+      _mm_prefetch(right + AHEAD, _MM_HINT_T1);
       const __m512i columns[2] = {
           _mm512_xor_si512(_mm512_loadu_si512(left), high), _mm512_xor_si512(_mm512_loadu_si512(right), high)};
       each<R>([&](auto r) {
