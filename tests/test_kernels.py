@@ -22,7 +22,7 @@ each_dtype = pytest.mark.parametrize("dtype", kernels.PRECISIONS, ids=str)
 
 def in_tiles(dtype: torch.dtype, *widths: int) -> bool:
     """Whether attention takes AMX tiles."""
-    return kernels.HAS_AMX and kernels.has_tiles(dtype) and all(width % 32 == 0 for width in widths)
+    return kernels.HAS_AMX and kernels.has_pairs(dtype) and all(width % 32 == 0 for width in widths)
 
 
 def numbers(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -110,6 +110,15 @@ def by_words(a: Tensor, b: Tensor) -> Tensor:
     return sums
 
 
+def in_order(a: Tensor, b: Tensor) -> Tensor:
+    """Products over the last dimension, number by number."""
+    a, b = torch.broadcast_tensors(a.float(), b.float())
+    sums = torch.zeros_like(a[..., 0])
+    for x, y in zip(a.unbind(-1), b.unbind(-1), strict=True):
+        sums = fma(x, y, sums)
+    return sums
+
+
 # The same by AMX tiles, for bf16 and widths of a multiple of 32: sums go by blocks of 32 numbers.
 
 
@@ -186,7 +195,7 @@ def attention_proof(
                 continue
             slots = slots_of(keys[b % len(keys), 0, r])
             key, value = (x[b][:, slots].float().repeat_interleave(group, 0) for x in (k, v))
-            words = q.dtype == torch.bfloat16 and kernels.has_tiles(q.dtype)
+            words = kernels.has_pairs(q.dtype)
             scores = (by_words if words else dot)(q[b, :, r, None], key)
             made, total = weights(scores, scale, cap, sinks)
             sums = torch.zeros(heads, v.shape[3])
@@ -392,18 +401,22 @@ def test_products_have_the_bits_of_their_proof(K, N, biased, dtype):
     torch.testing.assert_close(whole.double(), near, rtol=tolerance, atol=tolerance * K**0.5)
 
 
-@pytest.mark.skipif(not kernels.has_tiles(torch.bfloat16), reason="no tiles of bf16 here")
+@compiled
+@each_dtype
 @pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize(("K", "N"), [(1, 1), (7, 3), (32, 48), (33, 65), (100, 9), (576, 130), (1536, 576)])
-def test_tiled_products_have_the_bits_of_their_proof(K, N, biased):
+def test_packed_products_have_the_bits_of_their_proof(K, N, biased, dtype):
     """Rows that round otherwise in a whole tile, in a part of one, behind it, or on another thread."""
     generator = torch.Generator().manual_seed(K)
-    x, weight = (numbers(generator, torch.bfloat16, n, K) for n in (700, N))
-    bias = numbers(generator, torch.bfloat16, N) if biased else None
+    x, weight = (numbers(generator, dtype, n, K) for n in (700, N))
+    bias = numbers(generator, dtype, N) if biased else None
     packed = packed_weight(weight)
-    assert packed.shape == kernels.tiles_shape(N, K)
-    few = by_tiles(x[:9, None].float() * weight.float()) if kernels.HAS_AMX else by_words(x[:9, None], weight)
-    few = (few if bias is None else few + bias.float()).bfloat16()
+    assert packed.shape == kernels.tiles_shape((N, K), dtype)
+    few = in_order(x[:9, None], weight)
+    if kernels.has_pairs(dtype):
+        exact = x[:9, None].float() * weight.float()
+        few = by_tiles(exact) if kernels.HAS_AMX else by_words(x[:9, None], weight)
+    few = (few if bias is None else few + bias.float()).to(dtype)
     whole = with_threads(1, lambda: packed_linear(x, packed, bias, N))
     assert torch.equal(whole[:9], few)
     for threads in (1, 2):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -41,11 +42,11 @@ def test_rows_are_multiplied_as_they_are_by_panels(K, N, dtype):
     generator = torch.Generator().manual_seed(K + N)
     x, weight = (torch.randn(n, K, generator=generator) for n in (33, N))
     whole, scales = kernels.whole_numbers(weight)
-    got = kernels.tiled_linear(x.to(dtype), kernels.int8_panels(whole), scales)
+    got = kernels.tiled_linear(x.to(dtype), kernels.panels(whole), scales)
     want = x.to(dtype).double() @ (whole * scales[:, None]).double().T
     torch.testing.assert_close(got.double(), want, rtol=2 * torch.finfo(dtype).eps, atol=K * 1e-6)
     for rows in (1, 2, 5, 16):
-        part = kernels.tiled_linear(x[-rows:].to(dtype), kernels.int8_panels(whole), scales)
+        part = kernels.tiled_linear(x[-rows:].to(dtype), kernels.panels(whole), scales)
         assert torch.equal(part, got[-rows:])
 
 
@@ -97,19 +98,18 @@ def normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * norm.float()
 
 
-def bf16_proof(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    return (x.bfloat16().double() @ weight.double().t()).float() * scales
+def proof_as_it_is(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    return (x.to(weight.dtype).double() @ weight.double().t()).float() * scales
 
 
-def bf16_weight_of(generator: torch.Generator, N: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
+def weight_as_it_is(dtype: torch.dtype, generator: torch.Generator, N: int, K: int) -> tuple[Tensor, ...]:
     """As `weight_of`."""
-    weight = torch.randn(N, K, generator=generator).bfloat16()
+    weight = torch.randn(N, K, generator=generator).to(dtype)
     return kernels.tiles(weight), torch.rand(N, generator=generator) + 0.1, weight
 
 
 KINDS = [(dtype, weight_of, proof) for dtype in kernels.PRECISIONS]
-if kernels.has_tiles(torch.bfloat16):
-    KINDS.append((torch.bfloat16, bf16_weight_of, bf16_proof))
+KINDS += [(dtype, partial(weight_as_it_is, dtype), proof_as_it_is) for dtype in kernels.PRECISIONS]
 
 
 @pytest.mark.parametrize(("dtype", "weight_of", "proof"), KINDS)

@@ -662,8 +662,8 @@ TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
   m.impl("tiled_layers", &tiled::layers);
   m.impl("kept", &kept);
   m.impl("int8_rows", &tiled::int8_rows);
+  m.impl("packed_linear", &tiled::packed_linear);  // defined in packing.py
 #if defined(__AVX512BF16__)
   m.impl("tiles", &tiled::bf16_tiles);
-  m.impl("packed_linear", &tiled::packed_linear);  // defined in packing.py
 #endif
 }

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, Int8, UInt8
+from jaxtyping import Float, Int, Int8, Real, UInt8
 from torch import Tensor
 from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths
 
@@ -119,18 +119,28 @@ def _compile(compiler: list[str], library: Path) -> None:
 
 
 def has_tiles(dtype: torch.dtype) -> bool:
-    """Whether the kernels multiply weights of this precision, as they are, in tiles."""
-    return dtype == torch.bfloat16 and available() and _processor() in ("AMX", "AVX512_BF16")
+    """Whether the kernels multiply weights of this precision, as they are, in tiles or panels. oneDNN has
+    instructions for bf16 on processors that we do not know."""
+    known = dtype == torch.float32 or (dtype == torch.bfloat16 and _processor() in INSTRUCTIONS)
+    return known and available()
 
 
-def tiles_shape(N: int, K: int) -> tuple[int, ...]:
-    """The shape of a weight [N, K] in tiles: panels of 32 columns, steps of 32 numbers, tiles of 16 × 32."""
-    return -(-N // 32), -(-K // 32), 2, 16, 32
+def has_pairs(dtype: torch.dtype) -> bool:
+    """Whether this is bf16 on a processor that multiplies pairs of it, which lie in tiles."""
+    return dtype == torch.bfloat16 and _processor() in ("AMX", "AVX512_BF16")
 
 
-def tiles(weight: Float[Tensor, "N K"]) -> Float[Tensor, "panels steps 2 16 32"]:
-    """A weight in tiles, with zeros behind."""
-    return torch.ops.slipstream.tiles(weight)
+def tiles_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+    """The shape of a weight [N, K] in tiles, which are steps of 32 numbers and 16 × 32, or else in panels of
+    32 columns."""
+    N, K = shape
+    return (-(-N // 32), -(-K // 32), 2, 16, 32) if has_pairs(dtype) else (-(-N // 32), -(-K // 16) * 16, 32)
+
+
+def tiles(weight: Float[Tensor, "N K"]) -> Tensor:
+    """A weight in tiles, or else in panels, as `tiles_shape` says, with zeros behind."""
+    made: Tensor = torch.ops.slipstream.tiles(weight) if has_pairs(weight.dtype) else panels(weight)
+    return made
 
 
 def whole_numbers(weight: Float[Tensor, "N K"]) -> tuple[Int8[Tensor, "N K"], Float[Tensor, " N"]]:
@@ -149,8 +159,8 @@ def int8_tiles(weight: Int8[Tensor, "N K"]) -> Int8[Tensor, "panels steps 2 16 1
     return torch.ops.slipstream.kept(tiles.contiguous())
 
 
-def int8_panels(weight: Int8[Tensor, "N K"]) -> Int8[Tensor, "panels K16 32"]:
-    """A weight as `tiled_linear` reads it for rows as they are: panels of 32 columns; with zeros behind."""
+def panels(weight: Real[Tensor, "N K"]) -> Real[Tensor, "panels K16 32"]:
+    """A weight as `tiled_linear` reads it for rows as they are: panels of 32 columns, with zeros behind."""
     N, K = weight.shape
     whole = F.pad(weight, (0, -K % 16, 0, -N % 32))
     return torch.ops.slipstream.kept(whole.view(-1, 32, whole.shape[1]).transpose(1, 2).contiguous())
@@ -171,7 +181,7 @@ def int8_rows(
 def tiled_linear(
     x: Float[Tensor, "*n K"], tiles: Tensor, scales: Float[Tensor, " N"]
 ) -> Float[Tensor, "*n N"]:
-    """The product of x with a weight that `tiles`, `int8_tiles`, `int8_panels` or `int4_tiles` packed, whose
+    """The product of x with a weight that `tiles`, `int8_tiles`, `panels` or `int4_tiles` packed, whose
     columns have scales.
 
     A weight of 8 bits is multiplied by rows of 8 bits: each is rounded by a scale of its own, its largest

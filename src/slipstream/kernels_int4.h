@@ -116,6 +116,7 @@ template <int R>
     each<R>([&](auto r) { total[r] = _mm256_setzero_ps(); });
     for (int64_t g = 0; g < groups; g++) {
       const uint8_t *group = w + g * STEP, *columns = group + n / 16 * 4 * VECTOR + n % 16 * 4;
+      if (n == 0) each<STEP / VECTOR>([&](auto i) { __builtin_prefetch(group + AHEAD + i * VECTOR, 0, 2); });
       __m256i sum[R];
       each<R>([&](auto r) { sum[r] = _mm256_setzero_si256(); });
       each<8>([&](auto i) {

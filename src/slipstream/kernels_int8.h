@@ -53,44 +53,6 @@ struct Int8 {
   }
 };
 
-// Weights of 8 bits by rows as they are, in fp32: for heads, which few rows pass through, so that memory alone
-// counts. A weight lies in panels of 32 columns, number by number.
-struct Plain8 {
-  using Number = float;
-  using Stored = int8_t;
-  using Sum = float;
-
-  static int64_t stride(int64_t K) { return (K + 15) / 16 * 16; }
-  static int64_t panel(int64_t stride) { return stride * WIDE; }
-
-  template <class T>
-  static float row(const T* x, int64_t K, float* to) {
-    std::copy(x, x + K, to);
-    std::fill(to + K, to + stride(K), 0.0f);
-    return 1;
-  }
-};
-
-// The sums of R rows with a panel, in the order of K.
-template <int R>
-[[gnu::noinline]] void add_up(const float* x, int64_t stride, const int8_t* w, int64_t K, float* sums) {
-  constexpr int COLUMNS = WIDE / W;
-  Vec sum[R][COLUMNS];
-  each<R>([&](auto r) { each<COLUMNS>([&](auto j) { sum[r][j] = Vec::set(0); }); });
-  for (int64_t k = 0; k < K; k += 4, w += 4 * WIDE) {
-    __builtin_prefetch(w + AHEAD, 0, 2), __builtin_prefetch(w + AHEAD + 64, 0, 2);
-    each<4>([&](auto i) {
-      Vec column[COLUMNS];
-      each<COLUMNS>([&](auto j) { column[j] = Vec::load(w + i * WIDE + j * W); });
-      each<R>([&](auto r) {
-        const Vec row = Vec::set(x[r * stride + k + i]);
-        each<COLUMNS>([&](auto j) { sum[r][j] = fma(row, column[j], sum[r][j]); });
-      });
-    });
-  }
-  each<R>([&](auto r) { each<COLUMNS>([&](auto j) { sum[r][j].store(sums + r * WIDE + j * W); }); });
-}
-
 // Rows `which` of a weight, times their scales: [*n, K].
 Tensor int8_rows(
     const Tensor& tiles, const Tensor& scales, const Tensor& which, int64_t K, at::ScalarType dtype) {
@@ -170,6 +132,7 @@ template <int R>
     for (int64_t k = 0; k < steps; k++)
       for (int64_t i = 0; i < 16; i++) {
         const int8_t* columns = w + k * STEP + n / 16 * (STEP / 2) + i * 64 + n % 16 * 4;
+        if (n < 2 * 8) __builtin_prefetch(w + k * STEP + n / 8 * (STEP / 2) + i * 64 + AHEAD, 0, 2);
         const __m256i left = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)columns)),
                       right = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(columns + 16)));
         each<R>([&](auto r) {

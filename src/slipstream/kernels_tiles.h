@@ -33,6 +33,8 @@ constexpr int TOGETHER = ROWS;
 template <>
 constexpr int TOGETHER<bf16> = 12;
 template <>
+constexpr int TOGETHER<float> = 12;
+template <>
 constexpr int TOGETHER<int8_t> = 12;
 #endif
 
@@ -42,17 +44,26 @@ constexpr int TOGETHER<int8_t> = 12;
 #include "kernels_bf16.h"
 #include "kernels_int8.h"
 #include "kernels_int4.h"
+#include "kernels_plain.h"
 
 namespace {
 namespace tiled {
 
 using at::Tensor;
 
+template <class Number, class Stored, class Sum>
+void by_vectors(const Number* x, int64_t n, int64_t stride, const Stored* panel, int64_t steps, Sum* sums) {
+  even_tiles<TOGETHER<Number>>(n, [&](int64_t r, auto rows) {
+    add_up<rows>(x + r * stride, stride, panel, steps, sums + r * WIDE);
+  });
+}
+
 // The sums of n <= MOST rows x, which lie `stride` apart, with a panel of columns. FIRST: the weights come from
 // far.
 #if defined(__AMX_INT8__)
 
 template <bool FIRST, class Number, class Sum>
+  requires(!std::is_same_v<Number, float>)
 void multiply(const Number* x, int64_t n, int64_t stride, const Number* panel, int64_t steps, Sum* sums) {
   stride *= sizeof(Number);
   n > amx::SIDE ? amx::multiply<true, FIRST>(x, stride, panel, steps, sums)
@@ -60,7 +71,7 @@ void multiply(const Number* x, int64_t n, int64_t stride, const Number* panel, i
 }
 template <class Kind>
 void configure(int64_t rows) {
-  if constexpr (std::is_same_v<Kind, Plain8>) return;
+  if constexpr (std::is_same_v<typename Kind::Number, float>) return;
   else if constexpr (!std::is_same_v<Kind, Int4>) amx::configure(std::min(rows, amx::SIDE), rows - amx::SIDE);
   else if (rows > int4::FEW) int4::configure(rows);
 }
@@ -69,10 +80,9 @@ void release() { _tile_release(); }
 #else
 
 template <bool FIRST, class Number, class Sum>
+  requires(!std::is_same_v<Number, float>)
 void multiply(const Number* x, int64_t n, int64_t stride, const Number* panel, int64_t steps, Sum* sums) {
-  even_tiles<TOGETHER<Number>>(n, [&](int64_t r, auto rows) {
-    add_up<rows>(x + r * stride, stride, panel, steps, sums + r * WIDE);
-  });
+  by_vectors(x, n, stride, panel, steps, sums);
 }
 template <class Kind>
 void configure(int64_t) {}
@@ -80,11 +90,9 @@ void release() {}
 
 #endif
 
-template <bool FIRST>
-void multiply(const float* x, int64_t n, int64_t stride, const int8_t* panel, int64_t, float* sums) {
-  even_tiles<ROWS>(n, [&](int64_t r, auto rows) {
-    add_up<rows>(x + r * stride, stride, panel, stride, sums + r * WIDE);
-  });
+template <bool FIRST, class T>
+void multiply(const float* x, int64_t n, int64_t stride, const T* panel, int64_t, float* sums) {
+  by_vectors(x, n, stride, panel, stride, sums);
 }
 template <bool FIRST>
 void multiply(const uint8_t* x, int64_t n, int64_t stride, const uint8_t* panel, int64_t, float* sums) {
@@ -236,15 +244,18 @@ void by_kind(const Tensor& x, const Tensor& weight, F f) {
   auto go = [&](auto kind) { x.scalar_type() == at::kFloat ? f(kind, 0.0f) : f(kind, bf16()); };
 #if defined(__AVX512BF16__)
   if (weight.scalar_type() == at::kBFloat16) return go(Bf16());
+#else
+  if (weight.scalar_type() == at::kBFloat16) return go(Plain<bf16>());
 #endif
-  weight.scalar_type() == at::kByte ? go(Int4()) : weight.dim() == 3 ? go(Plain8()) : go(Int8());
+  if (weight.scalar_type() == at::kFloat) return go(Plain<float>());
+  weight.scalar_type() == at::kByte ? go(Int4()) : weight.dim() == 3 ? go(Plain<int8_t>()) : go(Int8());
 }
 
 // Dimensions of a weight's tiles.
 int64_t dims_of(const Tensor& x, const Tensor& weight) {
   if (weight.scalar_type() == at::kByte) return 4;
   if (weight.scalar_type() == at::kChar) return weight.dim() == 3 ? 3 : 6;
-  return HAS_BF16 && weight.scalar_type() == x.scalar_type() ? 5 : 6;
+  return weight.scalar_type() != x.scalar_type() ? -1 : HAS_BF16 && x.scalar_type() == at::kBFloat16 ? 5 : 3;
 }
 
 // Weights in tiles that fit rows x, before the first of which the processor is made ready.
@@ -278,7 +289,7 @@ void check_norm(const Tensor& x, const std::optional<Tensor>& norm) {
 
 void check_width(const Tensor& weight, int64_t K) {
   const int64_t deep = weight.scalar_type() == at::kByte ? Int4::GROUP : BYTES / weight.element_size();
-  const int64_t steps = weight.dim() == 3 ? Plain8::stride(K) : (K + deep - 1) / deep;
+  const int64_t steps = weight.dim() == 3 ? Plain<float>::stride(K) : (K + deep - 1) / deep;
   TORCH_CHECK(weight.size(1) == steps, "products in tiles: rows and weights do not fit");
 }
 
@@ -349,19 +360,18 @@ std::vector<Tensor> linear(
   return out;
 }
 
-// x [..., K] times a weight [N, K] of bf16, plus bias [N], in the place of oneDNN's product.
+// x [..., K] times a weight [N, K] of the same type, plus bias [N], in the place of oneDNN's product.
 Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t N) {
   TORCH_CHECK(
-      HAS_BF16 && packed.scalar_type() == at::kBFloat16 && x.scalar_type() == at::kBFloat16 &&
-          packed.size(0) == (N + WIDE - 1) / WIDE && (!bias || bias->numel() == N),
+      packed.dim() == dims_of(x, packed) && packed.is_contiguous() && packed.size(0) == (N + WIDE - 1) / WIDE && (!bias || bias->numel() == N),
       "packed_linear: x, weight and bias do not fit");
   const Flat rows(x);
   const Tensor out = rows.wide(N), added = bias ? bias->to(at::kFloat).contiguous() : Tensor();
   check_width(packed, rows.K);
-  by_kind(x, packed, [&](auto kind, auto) {
-    const auto read =
-        prepared<decltype(kind)>(rows.x.const_data_ptr<bf16>(), rows.M, rows.K, Norm<bf16>());
-    bf16* to = out.data_ptr<bf16>();
+  by_kind(x, packed, [&](auto kind, auto like) {
+    using T = decltype(like);
+    const auto read = prepared<decltype(kind)>(rows.x.const_data_ptr<T>(), rows.M, rows.K, Norm<T>());
+    T* to = out.data_ptr<T>();
     linear_into(read, {Weight(packed, N)}, bias ? added.const_data_ptr<float>() : nullptr, 0, &to);
   });
   return out;

@@ -139,7 +139,7 @@ def _tile(graph: fx.Graph, node: fx.Node) -> partial[list[Tensor]]:
         scales.meta["example_value"] = plain.new_empty(len(plain), dtype=torch.float32)
     with graph.inserting_after(places[-1]):
         tiles = graph.placeholder(f"tiled_{len(places)}")
-        tiles.meta["example_value"] = plain.new_empty(kernels.tiles_shape(*plain.shape))
+        tiles.meta["example_value"] = plain.new_empty(kernels.tiles_shape(plain.shape, plain.dtype))
     with graph.inserting_before(node):
         out = graph.call_function(
             torch.ops.slipstream.tiled_linear.default, (x, [tiles], [scales], None, 0.0, None)
@@ -179,7 +179,7 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], dtype: torch.dtype) -> partial
     with graph.inserting_after(places[-1]):
         weight, bias = graph.placeholder(f"packed_{len(places)}"), None
         tiled, size = kernels.has_tiles(dtype), (sum(sizes), int(plain.shape[1]))
-        layout = kernels.tiles_shape(*size) if tiled else size
+        layout = kernels.tiles_shape(size, dtype) if tiled else size
         weight.meta["example_value"] = plain.new_empty(layout, dtype=dtype)
     if any(b is not None for b in biases):
         with graph.inserting_after(weight):
@@ -220,7 +220,7 @@ def _packed(
         plain = torch.cat([weight.detach() for weight in weights]).to(dtype)
         if scaled and getattr(weights[0], EIGHT, False):
             whole, scales = kernels.whole_numbers(plain)
-            copies[key] = ([kernels.int8_panels(whole), scales], parts[1:])
+            copies[key] = ([kernels.panels(whole), scales], parts[1:])
             return copies[key][0]
         packed = [packed_weight(plain)]
         if any(b is not None for b in biases):

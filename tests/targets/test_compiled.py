@@ -143,13 +143,12 @@ def test_a_pass_leaves_no_tensor_behind(compiled):
         gc.enable()
 
 
-@pytest.mark.skipif(
-    not kernels.has_tiles(torch.bfloat16), reason="layers are one call where bf16 is in tiles"
-)
-def test_layers_that_run_in_one_call_are_those_of_the_pass():
+@pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("dtype", kernels.PRECISIONS, ids=str)
+def test_layers_that_run_in_one_call_are_those_of_the_pass(dtype):
     """States that a hook changed on the way, or the layers of a part read as the whole's."""
     sizes = tiny.GROUPED | {"num_hidden_layers": 6}
-    model = tiny.build(tiny.LlamaConfig(**sizes)).bfloat16()
+    model = tiny.build(tiny.LlamaConfig(**sizes)).to(dtype)
     target, alone = (HFTarget(model, compile=True) for _ in range(2))
     text = torch.tensor([tiny.prompts(20)[0]])
 

@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
-from slipstream.kernels import attention, linear, mean
+from slipstream.kernels import attention, has_tiles, linear, mean
 from slipstream.machine import available_memory
 from slipstream.packing import HAS_BF16, packed_linear, packed_weight
 from slipstream.targets.activations import CALLED, aligned, own_activations
@@ -73,9 +73,9 @@ def _dense(
 AttentionInterface.register(OURS, attend)
 
 
-def in_hardware(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this is a processor with instructions for bf16, where packed products are quicker."""
-    return dtype == torch.bfloat16 and device.type == "cpu" and HAS_BF16
+def packs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products with packed weights are quicker: in fp32, and in bf16 by instructions for it."""
+    return device.type == "cpu" and (has_tiles(dtype) or (dtype == torch.bfloat16 and HAS_BF16))
 
 
 class Linear(nn.Linear):
@@ -137,15 +137,15 @@ def own_parts(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Non
 
 def own_products(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Let a model's linear layers round each row alike, whatever its neighbours."""
-    packs = in_hardware(dtype, device)
-    room = not packs or sum(p.nbytes for p in model.parameters()) < 0.8 * available_memory()
+    packed = packs(dtype, device)
+    room = not packed or sum(p.nbytes for p in model.parameters()) < 0.8 * available_memory()
     alike = cache(_packed_rows_alike)
     for module in model.modules():
         if type(module) is Conv1D:
             module.__class__ = Turned
         elif room and isinstance(module, nn.Linear) and type(module) in (nn.Linear, FalconLinear):
             N, K = module.weight.shape
-            module.__class__ = Packed if packs and alike(N, K, dtype) else Linear
+            module.__class__ = Packed if packed and alike(N, K, dtype) else Linear
 
 
 def _packed_rows_alike(N: int, K: int, dtype: torch.dtype) -> bool:
