@@ -22,9 +22,8 @@ at::Tensor attention(
 
 namespace tiled {
 
-constexpr int64_t WIDE = 32, BYTES = 64;     // columns of a panel; bytes of a row that a step multiplies
-constexpr int64_t MOST = 32;                 // rows that are multiplied at once
-constexpr int64_t AHEAD = 4 * WIDE * BYTES;  // bytes of a panel that vectors ask for before they multiply them
+constexpr int64_t WIDE = 32, BYTES = 64;  // columns of a panel; bytes of a row that a step multiplies
+constexpr int64_t MOST = 32;              // rows that are multiplied at once
 
 // Rows of which the registers hold the sums with a panel.
 template <class Number>
