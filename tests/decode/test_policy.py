@@ -5,7 +5,7 @@ import random
 import pytest
 
 from slipstream.core.shape import PLAIN, Shape
-from slipstream.decode.policy import NO_GUESSES, Ledger, Policy
+from slipstream.decode.policy import NO_GUESSES, Accepted, Ledger, Policy
 
 MATCH = Shape("matches-3", (), 3, 4, 0, 0)
 SMALL, LARGE = Shape.parse("best-first-2x4"), Shape.parse("best-first-3x16")
@@ -66,6 +66,18 @@ def test_costs_follow_the_rounds(policy):
     slow = {PLAIN: 20.0, MATCH: 22.0, SMALL: 70.0, LARGE: 80.0}
     chosen = decode(policy, lambda shape: 1, 300, seconds=slow.get)
     assert chosen[-50:].count(PLAIN) > 45
+
+
+def test_what_many_rounds_told_outlives_rounds_of_others():
+    """A mean that faded to the worth of a guess: a few unlucky rounds then kept the best tree from use."""
+    known = Accepted(0.5)
+    for _ in range(100):
+        known.add(1, 1.0)
+    for _ in range(5000):
+        known.fade()
+    for _ in range(3):
+        known.add(0, 1.0)
+    assert known.mean > 0.85
 
 
 def test_one_bad_text_does_not_spoil_the_average():

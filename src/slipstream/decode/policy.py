@@ -28,7 +28,8 @@ MATCHED = (0.2, 0.6, 0.8, 0.92)  # guess: a match's next token is accepted, by s
 GUESS = 4.0  # rounds that a guess counts as
 NO_GUESSES = -1  # the sign of a text that gets none: it brings one token, whatever the tree
 PAYS = 16  # rounds of a head's trees in which what it has yet to read must pay
-HOPE = 0.3  # a mean of n rounds may be higher by this share over √n
+TOLD = 32.0  # rounds that a mean is worth at least, once as many told it
+HOPE = 0.5  # a mean of n rounds may be higher by this share over √n
 
 
 @dataclass
@@ -44,8 +45,9 @@ class Accepted:
         return self.mean * (1 + HOPE / sqrt(self.rounds))
 
     def fade(self) -> None:
-        """Another round went by."""
-        self.rounds = max(GUESS, self.rounds * FADES_UNUSED)
+        """Another round went by. What many rounds told is never worth as little as a guess."""
+        if self.rounds > TOLD:
+            self.rounds = max(TOLD, self.rounds * FADES_UNUSED)
 
     def add(self, tokens: int, factor: float) -> None:
         """A round of a text whose guesses are `factor` times as good."""
@@ -145,8 +147,7 @@ class Policy:
         whose head could not guess yet, for lack of masks in the round before, was decoded plainly."""
         shape = self.ledger.rungs[self._rung]
         for average in self.ledger.accepted.values():
-            if average.rounds > GUESS:
-                average.fade()
+            average.fade()
         for (text, sign), made, drafted in zip(self._rows, tokens, guessed, strict=True):
             if sign == NO_GUESSES:
                 continue
