@@ -58,7 +58,7 @@ def test_a_match_is_read_where_there_is_one(policy):
     chosen = decode(policy, lambda shape: 3 if shape is MATCH else 0, 300, signs=lambda i: 2 * (i % 4 == 0))
     with_match, without = chosen[200::4], [shape for i, shape in enumerate(chosen[200:]) if i % 4]
     assert set(with_match) == {MATCH}
-    assert MATCH not in without
+    assert without.count(MATCH) <= 2  # of 75: it may be tried again
 
 
 def test_costs_follow_the_rounds(policy):

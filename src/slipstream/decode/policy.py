@@ -29,7 +29,6 @@ GUESS = 4.0  # rounds that a guess counts as
 NO_GUESSES = -1  # the sign of a text that gets none: it brings one token, whatever the tree
 PAYS = 16  # rounds of a head's trees in which what it has yet to read must pay
 TOLD = 32.0  # rounds that a mean is worth at least, once as many told it
-HOPE = 0.5  # a mean of n rounds may be higher by this share over √n
 
 
 @dataclass
@@ -41,8 +40,8 @@ class Accepted:
 
     @property
     def hoped(self) -> float:
-        """The mean, and more where few rounds tell: what is never tried is never known."""
-        return self.mean * (1 + HOPE / sqrt(self.rounds))
+        """The mean and its standard error, as of a count: what few rounds spoke badly of is tried again."""
+        return self.mean + sqrt(self.mean / self.rounds)
 
     def fade(self) -> None:
         """Another round went by. What many rounds told is never worth as little as a guess."""
