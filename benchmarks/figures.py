@@ -34,7 +34,7 @@ PICTURES: dict[str, tuple[str, Callable[[Path, str], None]]] = {
     "eagle_training.svg": ("eagle_training.json", curve),
     "heads.svg": ("heads.json", lambda result, path: HeadsReport.read(result).draw(path)),
     "heads_sizes.svg": ("heads_sizes.json", lambda result, path: HeadsReport.read(result).draw(path)),
-    "peers.svg": ("peers.json", lambda result, path: PeersReport.read(result).draw(path)),
+    "peers.svg": ("peers_zen4.json", lambda result, path: PeersReport.read(result).draw(path)),
     "throughput.svg": ("throughput.json", lambda result, path: ThroughputReport.read(result).draw(path)),
     "tuned.svg": ("tune_fp32.json", lambda result, path: TuneReport.read(result).draw(path)),
 }

@@ -1,7 +1,7 @@
 r"""Slipstream beside other engines, on the same prompts: tokens per second of each, in one alternating run.
 
     python benchmarks/peers.py smollm2 --questions mt_bench.jsonl --questions gsm8k.jsonl --limit 4 \
-        --json benchmarks/results/peers.json --plot docs/peers.svg
+        --json benchmarks/results/peers_zen4.json --plot docs/peers.svg
 
 Hugging Face `generate`, vLLM, llama.cpp and OpenVINO answer beside our drafters: docs/peers.md says how. Each
 engine is a process of its own, which is stopped while another answers. vLLM, llama.cpp and OpenVINO get

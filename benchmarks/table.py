@@ -2,7 +2,7 @@ r"""The tables of drafters.md, peers.md, tables.md and throughput.md, from store
 
     python benchmarks/table.py benchmarks/results/drafters.json docs/drafters.md \
         --pair 'fasteagle over ngram'
-    python benchmarks/table.py benchmarks/results/peers.json docs/peers.md
+    python benchmarks/table.py benchmarks/results/peers_zen4.json docs/peers.md
     python benchmarks/table.py benchmarks/results/tables.json docs/tables.md
     python benchmarks/table.py benchmarks/results/throughput.json docs/throughput.md
 

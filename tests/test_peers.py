@@ -203,7 +203,7 @@ def test_llama_cpp_needs_a_gguf_file(target, tmp_path):
 
 
 def test_the_stored_result_is_read_and_its_table_is_the_pages(tmp_path):
-    source, page = RESULTS / "peers.json", tmp_path / "peers.md"
+    source, page = RESULTS / "peers_zen4.json", tmp_path / "peers.md"
     assert json.loads(peers.PeersReport.read(source).to_json()) == json.loads(source.read_text("utf-8"))
     made = (ROOT / "docs" / "peers.md").read_text("utf-8")
     page.write_text(made.replace("| Slipstream, vanilla |", "| other |"), "utf-8")
