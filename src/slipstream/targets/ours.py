@@ -74,7 +74,7 @@ AttentionInterface.register(OURS, attend)
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there are products with packed weights: by our tiles, or by oneDNN where it has instructions."""
+    """Whether there are products with packed weights: by our tiles, or by oneDNN with instructions."""
     return device.type == "cpu" and (has_tiles(dtype) or (dtype == torch.bfloat16 and HAS_BF16))
 
 
