@@ -122,7 +122,8 @@ template <int R>
 
 #elif defined(__AVX2__)
 
-// As numbers of 16 bits, whose products are added by pairs; eight columns at a time.
+// As numbers of 16 bits, whose products are added by pairs; eight columns at a time, of which the first two ask
+// for the halves of a later step.
 template <int R>
 [[gnu::noinline]] void add_up(
     const int8_t* x, int64_t stride, const int8_t* w, int64_t steps, int32_t* sums) {
