@@ -91,13 +91,13 @@ class Enumerator(Sampler):
         super().__init__([s], [PROMPT], V)
         self.world, self.accepted = world, False
 
-    def draw(self, scores, positions):
+    def draw_alone(self, row, scores, position):
         if self.accepted:
             self.accepted = False
-            return torch.tensor([PAD])
+            return PAD
         greedy = self.rows[0].temperature == 0
         p = torch.nn.functional.one_hot(scores.argmax(-1), self.vocab) if greedy else scores.softmax(-1)
-        return torch.tensor([self.world.choose(p[0].tolist())])
+        return self.world.choose(p.tolist())
 
     def accept(self, ratio, positions, sibling):
         r = ratio.clamp(max=1).item()

@@ -93,7 +93,8 @@ def test_rows_of_a_batch_are_verified_as_if_alone(law, batch):
         alone = verify(
             Tree(tree.tokens[i], tree.parents[i], tree.depth, tree.law[i]), logits[i], lengths[i], own, law
         )
-        assert torch.equal(verdict.path[i], alone.path)
+        width = alone.path.shape[1]  # as wide as the longest path of a batch
+        assert torch.equal(verdict.path[i, :width], alone.path)
         assert torch.equal(verdict.count[i], alone.count)
         assert torch.equal(verdict.next[i], alone.next)
         assert torch.equal(
@@ -101,13 +102,16 @@ def test_rows_of_a_batch_are_verified_as_if_alone(law, batch):
         )  # histories too
 
 
-def test_verdict_is_a_path_from_the_root_that_ends_in_its_last_slot():
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.01}])
+def test_verdict_is_a_path_from_the_root_that_ends_in_its_last_slot(settings):
     """Columns past the count repeat the last slot: features and probes are gathered with the whole path."""
-    logits = torch.nn.functional.one_hot(torch.tensor([[3, 0, 4, 0, 2]]), 5).double()
-    tree = Tree(torch.tensor([[1, 2, 3, 4, 4]]), torch.tensor([[0, 0, 0, 1, 2]]), 4)
-    verdict = verify(tree, logits, torch.tensor([0]), sampler_of([{}]))
-    assert verdict.path.tolist() == [[0, 2, 4, 4, 4]]
-    assert (verdict.count, verdict.next) == (3, 2)
+    logits = torch.nn.functional.one_hot(torch.tensor([[3, 0, 4, 0, 2], [0, 0, 0, 0, 0]]), 5).double()
+    tree = Tree(torch.tensor([[1, 2, 3, 4, 4], [1, 2, 3, 4, 4]]), torch.tensor([[0, 0, 0, 1, 2]]), 4)
+    verdict = verify(tree, logits, torch.tensor([0, 0]), sampler_of([settings] * 2))
+    width = verdict.path.shape[1]
+    assert width >= 3
+    assert verdict.path.tolist() == [[0, 2, 4, 4, 4][:width], [0, 0, 0, 0, 0][:width]]
+    assert (verdict.count.tolist(), verdict.next.tolist()) == ([3, 1], [2, 0])
 
 
 def test_a_bare_root_is_plain_decoding():

@@ -4,6 +4,7 @@
 that the walk visits alone: to sort or perturb 49k logits at every node would cost more than the target pass.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
@@ -201,6 +202,12 @@ class Sampler:
                 x = x.masked_fill(sampled & (x < self._threshold(x, slack)), -torch.inf)
         return self._process(x, [row.warpers for row in self.rows], partial) if self._warped else x
 
+    def scores_alone(self, row: int, logits: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
+        """The same of one row, if the sampler `tempers_only`."""
+        temperature = self.rows[row].temperature
+        x = logits if self.greedy else logits.double()
+        return x / temperature if temperature not in (0, 1) else x
+
     def _process(
         self, x: Float[Tensor, "B V"], chains: Sequence[Sequence[Processor]], partial: bool
     ) -> Float[Tensor, "B V"]:
@@ -241,16 +248,20 @@ class Sampler:
         """argmax(scores + g), the token at each absolute position; g depends on (seed, row, position) alone.
         A row whose best score is not finite is no longer `sound`, and its token has no meaning."""
         if look.may_look(scores):
-            places = enumerate(positions.tolist())
-            rows = [scores[i] if self.greedy else scores[i] + self._held(i, at)[0] for i, at in places]
-            token = torch.tensor([int(row.numpy().argmax()) for row in rows])  # the lower id in a tie
-            best = torch.stack([row[i] for row, i in zip(rows, token.tolist(), strict=True)])
-        else:
-            perturbed = scores if self.greedy else scores + self.noise(positions)
-            token = perturbed.argmax(-1)
-            best = perturbed.gather(1, token[:, None])[:, 0]
-        finite = best.isfinite()
+            rows = zip(scores, positions.tolist(), strict=True)
+            return torch.tensor([self.draw_alone(i, *row) for i, row in enumerate(rows)])
+        perturbed = scores if self.greedy else scores + self.noise(positions)
+        token = perturbed.argmax(-1)
+        finite = perturbed.gather(1, token[:, None])[:, 0].isfinite()
         self.sound.logical_and_(finite)  # in place, so that a captured round updates it
+        return token
+
+    def draw_alone(self, row: int, scores: Float[Tensor, " V"], position: int) -> int:
+        """The same for one row, on the host."""
+        perturbed = scores if self.greedy else scores + self._held(row, position)[0]
+        token = int(perturbed.numpy().argmax())  # the lower id in a tie
+        if not math.isfinite(perturbed[token]):
+            self.sound[row] = False
         return token
 
     def noise(self, positions: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:

@@ -26,7 +26,7 @@ LOSSY_DELTA = 0.3
 class Verdict:
     """What was accepted. `path[:, :count]` are slots, root first; `next` is the target's own next token."""
 
-    path: Int[Tensor, "B D1"]  # columns from count on repeat the last slot
+    path: Int[Tensor, "B P"]  # columns from count on repeat the last slot; P: D + 1 at most
     count: Int[Tensor, " B"]
     next: Int[Tensor, " B"]
 
@@ -139,6 +139,8 @@ def verify(
 ) -> Verdict:
     """Walk from the root while a child is accepted, and extend the histories of `sampler` on the way.
     `lengths` are tokens before the root: a node of depth d stands at position lengths + d."""
+    if law is coupled and sampler.tempers_only and look.may_look(logits):
+        return _on_host(tree, logits, lengths, sampler)
     B, device = len(lengths), lengths.device
     rows, alive = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
     node = token = torch.zeros_like(lengths)
@@ -157,3 +159,24 @@ def verify(
         path.append(node)
     path += [node] * (tree.depth + 1 - len(path))
     return Verdict(torch.stack(path, 1), count, token)
+
+
+def _on_host(
+    tree: Tree, logits: Float[Tensor, "B N V"], lengths: Int[Tensor, " B"], sampler: Sampler
+) -> Verdict:
+    """The same under the coupled law, row by row, where no score depends on a history. Tensors of so few
+    numbers take five times as long. The path is no wider than what was accepted."""
+    paths, nexts = [], []
+    texts = (x.tolist() for x in (lengths, tree.tokens, tree.parent_slots().expand_as(tree.tokens)))
+    for row, (length, tokens, parents) in enumerate(zip(*texts, strict=True)):
+        path, child = list[int](), 0
+        while child >= 0:
+            path.append(child)
+            scores = sampler.scores_alone(row, logits[row, child])
+            token = sampler.draw_alone(row, scores, length + len(path))
+            child = _find(tokens, parents, child, token) if len(path) <= tree.depth else -1
+        paths.append(path)
+        nexts.append(token)
+    width = max(map(len, paths))
+    slots = torch.tensor([path + path[-1:] * (width - len(path)) for path in paths])
+    return Verdict(slots, torch.tensor([len(path) for path in paths]), torch.tensor(nexts))
