@@ -61,6 +61,15 @@ def test_a_match_is_read_where_there_is_one(policy):
     assert without.count(MATCH) <= 2  # of 75: it may be tried again
 
 
+def test_a_text_that_repeats_nothing_may_still_be_drafted_by_a_head(policy):
+    """Matches that failed had spoken for the head, which then was not tried."""
+    brings = {PLAIN: 0, MATCH: 0, SMALL: 1, LARGE: 2}
+    chosen = decode(policy, lambda shape: 0, 30)
+    policy._seen = {key: seen for key, seen in policy._seen.items() if key[1] != "head"}
+    chosen = decode(policy, brings.get, 100)
+    assert chosen[-50:].count(LARGE) > 45
+
+
 def test_costs_follow_the_rounds(policy):
     """A tree that was measured too cheap, in a quiet second or behind a short text."""
     slow = {PLAIN: 20.0, MATCH: 22.0, SMALL: 70.0, LARGE: 80.0}
@@ -99,11 +108,11 @@ def test_a_head_that_could_not_guess_yet_is_not_blamed():
         policy._rung = 3
         policy.learn([1], 21.0, [False])
         assert known.of(3, 0).mean == before
-        assert policy._of(0, 0).factor == 1
+        assert policy._of(0, 0, 3).factor == 1
     assert known.seconds[1] == COSTS
     policy._rung = 3
     policy.learn([1], 21.0, [True])
-    assert policy._of(0, 0).factor < 1
+    assert policy._of(0, 0, 3).factor < 1
     assert known.seconds[1] != COSTS
 
 
@@ -124,7 +133,10 @@ def test_a_text_without_guesses_is_no_evidence_against_them():
     for _ in range(40):
         shape = policy.choose([0, 1], [0, NO_GUESSES])
         policy.learn([3 if shape.depth else 1, 1], 21.0, [bool(shape.depth), False])
-    assert policy._of(0, 0).factor > 1
-    assert policy._of(1, 0).factor == 1
+    seen = {
+        text: [each.factor for (other, _), each in policy._seen.items() if other == text] for text in (0, 1)
+    }
+    assert max(seen[0]) > 1
+    assert set(seen[1]) == {1}
     assert {sign for _, sign in policy.ledger.accepted} == {0}
     assert not policy.choose([0, 1], [NO_GUESSES, NO_GUESSES]).depth

@@ -14,11 +14,11 @@ from operator import add
 
 from slipstream.core.shape import Shape
 
-PRIOR = 2.0  # accepted tokens that the average of all texts weighs against what was seen of one
+PRIOR = 3.5  # accepted tokens that the average of all texts weighs against what was seen of one
 FADES = 0.95  # of the evidence on a text this much is left after a round
 FADES_UNUSED = 0.995  # the same after a round that adds none
 WORTH = 1.05  # a tree is grown if it promises so many times plain decoding's speed
-SURE, OFTEN = 1.3, 32  # below this gain, every so many rounds a plain one tells again what it costs
+SURE, OFTEN = 1.3, 64  # below this gain, every so many rounds a plain one tells again what it costs
 MINUTE = 0.3  # weight of a plain round's time in all costs: the text grows longer, or something else runs
 LEARNS = 0.05  # weight of another round's time in its rung's cost, at least; half of it holds for all trees
 LAGS = 4  # rounds without the head after which its next one reads much, and does not tell what rounds cost
@@ -74,10 +74,10 @@ class Ledger:
     def of(self, rung: int, sign: int) -> Accepted:
         """The average, a guess before any was counted."""
         if (rung, sign) not in self.accepted:
-            shape = self.rungs[rung]
+            shape, match = self.rungs[rung], MATCHED[sign]
             grown = FIRST + GROWN * log2(shape.nodes) if shape.children else 0.0
-            matched = sum(MATCHED[sign] ** i for i in range(1, shape.nodes))
-            self.accepted[rung, sign] = Accepted(max(grown, matched))
+            matched = sum(match**i for i in range(1, shape.nodes))
+            self.accepted[rung, sign] = Accepted(matched + (1 - match) * grown)
         return self.accepted[rung, sign]
 
     def costs(self, texts: int) -> list[float]:
@@ -107,7 +107,7 @@ class Policy:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self._seen: dict[tuple[int, bool], Evidence] = {}  # by text, and whether there was a match
+        self._seen: dict[tuple[int, str], Evidence] = {}  # by text and kind of guess
         self._rung, self._rows = 0, list[tuple[int, int]]()
         self._since = 0  # rounds since the last plain one
         self._idle = 0  # rounds since the last of a head's tree
@@ -117,10 +117,10 @@ class Policy:
         first read."""
         self._rows = list(zip(texts, signs, strict=True))
         self._seen = {key: seen for key, seen in self._seen.items() if key[0] in texts}
-        factors = [self._of(*row).factor for row in self._rows]
         reads = [owed / PAYS if rung.children else 0.0 for rung in self.ledger.rungs]
-        costs = map(add, self.ledger.costs(len(texts)), reads)
-        speeds = [self._tokens(i, factors) / cost for i, cost in enumerate(costs)]
+        plain, *others = self.ledger.costs(len(texts))
+        costs = map(add, [plain, *(max(plain, cost) for cost in others)], reads)  # it is the quickest round
+        speeds = [self._tokens(i) / cost for i, cost in enumerate(costs)]
         best = max(range(len(speeds)), key=lambda rung: speeds[rung])
         gain = speeds[best] / speeds[0]
         self._since = 0 if gain < WORTH or (gain < SURE and self._since >= OFTEN) else self._since + 1
@@ -128,18 +128,19 @@ class Policy:
         self.ledger.chosen[self._rung] += 1
         return self.ledger.rungs[self._rung]
 
-    def _tokens(self, rung: int, factors: Sequence[float]) -> float:
-        """What a round would bring, over all texts, whose guesses are better than the average by factors."""
-        most = self.ledger.rungs[rung].nodes - 1.0
-        signs = {sign for _, sign in self._rows} - {NO_GUESSES}
-        hoped = {sign: self.ledger.of(rung, sign).hoped for sign in signs}
-        means = (factor * hoped.get(sign, 0.0) for factor, (_, sign) in zip(factors, self._rows, strict=True))
-        return sum((1.0 + min(most, mean) for mean in means), 0.0)
+    def _tokens(self, rung: int) -> float:
+        """What a round would bring, over all texts."""
+        most, total = self.ledger.rungs[rung].nodes - 1.0, 0.0
+        for text, sign in self._rows:
+            hoped = 0.0 if sign == NO_GUESSES else self.ledger.of(rung, sign).hoped
+            total += 1.0 + min(most, self._of(text, sign, rung).factor * hoped)
+        return total
 
-    def _of(self, text: int, sign: int) -> Evidence:
-        if (key := (text, sign > 0)) not in self._seen:
-            self._seen[key] = Evidence()
-        return self._seen[key]
+    def _of(self, text: int, sign: int, rung: int) -> Evidence:
+        """What was seen of a head's trees, or of matches where there were some, or of those where there were
+        none. One says little of another: a text that repeats nothing may well be drafted by a head."""
+        kind = "head" if self.ledger.rungs[rung].children else "match" if sign > 0 else "none"
+        return self._seen.setdefault((text, kind), Evidence())
 
     def learn(self, tokens: Sequence[int], seconds: float, guessed: Sequence[bool]) -> None:
         """What the chosen round brought each text, the target's own token included, and its time. A text
@@ -150,17 +151,16 @@ class Policy:
         for (text, sign), made, drafted in zip(self._rows, tokens, guessed, strict=True):
             if sign == NO_GUESSES:
                 continue
-            average = self.ledger.of(self._rung, sign)
-            if not shape.depth or (shape.children and not drafted):
-                for matched in (False, True):
-                    self._of(text, matched).fade(FADES_UNUSED)
-                continue
-            seen = self._of(text, sign)
-            promised = average.mean
-            average.add(made - 1, seen.factor)
-            seen.fade(FADES)
-            seen.accepted += made - 1
-            seen.promised += promised
+            drafts = shape.depth and (drafted or not shape.children)
+            average, seen = self.ledger.of(self._rung, sign), self._of(text, sign, self._rung)
+            for (other, _), evidence in self._seen.items():
+                if other == text:
+                    evidence.fade(FADES if drafts and evidence is seen else FADES_UNUSED)
+            if drafts:
+                promised = average.mean
+                average.add(made - 1, seen.factor)
+                seen.accepted += made - 1
+                seen.promised += promised
         usual = not shape.children or (any(guessed) and self._idle < LAGS)
         self._idle = 0 if shape.children else self._idle + 1
         if not usual:
