@@ -126,7 +126,9 @@ struct Norm {
     float total[FOUR];
     sums(sum, total);
     const float scale = 1 / std::sqrt(total[0] / K + eps);
-    for (int64_t k = 0; k < K; k++) to[k] = float(x[k]) * scale * float(weight[k]);
+    int64_t k = 0;
+    for (; k + W <= K; k += W) (Vec::load(x + k) * Vec::set(scale) * Vec::load(weight + k)).store(to + k);
+    for (; k < K; k++) to[k] = float(x[k]) * scale * float(weight[k]);
   }
 };
 
@@ -166,7 +168,7 @@ Rows<Kind> prepared(const T* x, int64_t M, int64_t K, const Norm<T>& norm) {
   const Tensor memory = fresh({M * (stride * int64_t(sizeof(Number)) + 4)}, at::kByte);
   Number* numbers = static_cast<Number*>(memory.data_ptr());
   float* scales = reinterpret_cast<float*>(numbers + M * stride);
-  at::parallel_for(0, M, std::max<int64_t>(1, 32768 / stride), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, M, std::max<int64_t>(1, 2048 / stride), [&](int64_t begin, int64_t end) {
     std::vector<float> normed(norm.weight ? K : 0);
     for (int64_t m = begin; m < end; m++) {
       Number* to = numbers + m * stride;
@@ -464,7 +466,7 @@ Tensor attend(
     using T = decltype(like);
     const int64_t* slot = at.const_data_ptr<int64_t>();
     T *k = keys.data_ptr<T>(), *v = values.data_ptr<T>(), *to = q.data_ptr<T>();
-    at::parallel_for(0, B * R, 32, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, B * R, 4, [&](int64_t begin, int64_t end) {
       for (int64_t m = begin; m < end; m++) {
         const int64_t b = m / R, r = m % R;
         const T *turn = c.const_data_ptr<T>() + m % angles * D, *by = s.const_data_ptr<T>() + m % angles * D;

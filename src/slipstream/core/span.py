@@ -84,6 +84,17 @@ class Span:
         parts = (self.tokens[rows], self.nexts[rows], self.start[rows], self.count[rows])
         return Span(*parts, self.cache, features)
 
+    def latest(self, n: int) -> "Span":
+        """The last n tokens of each row, or all where there are fewer, without the pass that read them."""
+        if self.tokens.shape[1] <= n:
+            return self
+        passed = (self.count - n).clamp(min=0)
+        at = passed[:, None] + torch.arange(n, device=passed.device)
+        rows = torch.arange(len(at), device=at.device)[:, None]
+        features = None if self.features is None else self.features[rows, at]
+        parts = self.tokens[rows, at], self.nexts[rows, at], self.start + passed, self.count - passed
+        return Span(*parts, self.cache, features)
+
     def last(self, x: Tensor) -> Tensor:
         """Row b of `x` [B, T, …] at the last real column, [B, …]; column 0 for a row without any."""
         return x[torch.arange(len(x), device=x.device), (self.count - 1).clamp(min=0)]

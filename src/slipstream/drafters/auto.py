@@ -37,7 +37,7 @@ MANY = 64  # tokens of which reading tells what one costs
 @dataclass
 class AutoState(HybridState):
     """`head` has yet to read the spans `missed`, which have so many `columns` over all rows. Until it `reads`
-    for the first time it knows nothing of any row."""
+    for the first time it knows nothing of any row, and then begins with what is in its reach."""
 
     drafter: "Auto"
     missed: list[Span] = field(default_factory=list)
@@ -149,14 +149,28 @@ class Auto(Drafter):
         if self.hybrid is not None:
             state.missed.append(replace(span, tree=None, path=None, logits=None))
             state.columns += span.tokens.numel()
+            if state.columns > 2 * self._worth(state):
+                self._drop_far(state)
             held = 0 if span.features is None else state.columns * span.features[0, 0].nbytes
             waits = look.may_look(span.root)  # what is captured cannot wait, nor can what masks have guessed
             if not waits or self.probes is not None or held >= BEHIND:
                 self.catch_up(state)
 
+    def _worth(self, state: AutoState) -> float:
+        """Columns that the head must read of what it missed: before its first tree those in its reach."""
+        reach = None if state.reads or self.hybrid is None else self.hybrid.head.reach
+        return torch.inf if reach is None else float(len(state.root) * reach)
+
+    def _drop_far(self, state: AutoState) -> None:
+        """Forget what is out of the head's reach."""
+        if state.columns > (worth := self._worth(state)):
+            state.missed = [merged(state.missed).latest(int(worth) // len(state.root))]
+            state.columns = state.missed[0].tokens.numel()
+
     @torch.inference_mode()
     def catch_up(self, state: AutoState) -> None:
         """Let the head read what it missed."""
+        self._drop_far(state)
         if state.missed and self.hybrid is not None:
             began, missed = perf_counter(), merged(state.missed)
             self.hybrid.head.absorb(missed, state.head)
@@ -166,7 +180,7 @@ class Auto(Drafter):
         state.missed, state.columns = [], 0
 
     def owed(self, state: AutoState) -> float:
-        return self.pace * state.columns
+        return self.pace * min(state.columns, self._worth(state))
 
     def signs(self, state: AutoState) -> list[int]:
         """How long a match there is: none, short, long, very long."""

@@ -16,7 +16,7 @@ from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.drafters.eagle import EagleHead
-from slipstream.drafters.heads import Head, HeadConfig, copying, randomise
+from slipstream.drafters.heads import NEAR, Head, HeadConfig, copying, randomise
 from slipstream.drafters.layers import Attend, DecoderLayer, attend_cache
 from slipstream.drafters.parallel import ParallelDrafter, ParallelState
 
@@ -148,7 +148,7 @@ class FastEagleState(ParallelState):
 class FastEagle(ParallelDrafter):
     """Drafts with a `FastEagleHead`, which takes one pass per committed path and none to grow a tree."""
 
-    method, module = "fasteagle", FastEagleHead
+    method, module, reach = "fasteagle", FastEagleHead, NEAR
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from slipstream.drafters.layers import ACTIVATIONS, CacheAttend, LayerConfig
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import VOCAB, load_weights
 
+NEAR = 256  # tokens before the root behind which heads draft nearly as well as behind all (docs/log.md)
 EMBEDDING = "embed_tokens.weight"  # public checkpoints carry a copy of the target's
 
 

@@ -81,7 +81,7 @@ class MedusaHead(Head):
 class Medusa(ParallelDrafter):
     """Drafts with a `MedusaHead`."""
 
-    method, module = "medusa", MedusaHead
+    method, module, reach = "medusa", MedusaHead, 1
 
     def absorb(self, span: Span, state: ParallelState) -> None:
         assert span.features is not None

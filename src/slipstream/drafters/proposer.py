@@ -35,9 +35,14 @@ class Proposer(Drafter):
             noise g; "sampled" from q without replacement, verified by the multi-round law (static trees
             only).
 
+    Attributes:
+        reach: the last tokens of a text that are enough to begin with; None: it must read all of them.
+
     Raises:
         ValueError: an unknown tree or proposal, or a pair of them that is not exact.
     """
+
+    reach: int | None = None
 
     def __init__(self, vocab: Int[Tensor, " Vd"], width: int, tree: str | Shape, proposal: str) -> None:
         self.vocab, self.width = vocab, width

@@ -15,7 +15,7 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
-from slipstream.drafters.heads import Head, HeadDrafter
+from slipstream.drafters.heads import NEAR, Head, HeadDrafter
 from slipstream.drafters.layers import Attend, attend_cache
 from slipstream.drafters.proposer import Draft
 
@@ -45,23 +45,28 @@ class RecursiveHead(Head):
 @dataclass
 class RecursiveState(State):
     hidden: Float[Tensor, "B H"]  # the prediction at the root, from which its children come
-    cache: KVCache  # the head's own: slot i holds the pair (h_i, t_{i+1})
+    length: Int[Tensor, " B"]  # tokens before the root
+    cache: (
+        KVCache  # the head's own: slot i holds the pair (h_i, t_{i+1}), behind the first token that it read
+    )
 
 
 class RecursiveDrafter(HeadDrafter):
     """Reads each drafted token together with the state that was predicted for its parent."""
 
+    reach = NEAR
+
     def start(self, batch: int, device: torch.device) -> RecursiveState:
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
         hidden = torch.zeros(batch, self.head.config.hidden_size, dtype=self.target.dtype, device=device)
-        return RecursiveState(zeros, hidden, KVCache(1, batch, device))
+        return RecursiveState(zeros, hidden, zeros.clone(), KVCache(1, batch, device))
 
     def absorb(self, span: Span, state: RecursiveState) -> None:
         assert span.features is not None
         attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.target.compiles)
         hidden = self.read(span.nexts, span.features, positions, attends=attends, more=(True,))
         state.cache.follow(span.cache, span.count)
-        state.hidden, state.root = span.last(hidden), span.root
+        state.hidden, state.root, state.length = span.last(hidden), span.root, span.start + span.count
 
     def propose(self, state: RecursiveState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         hidden = state.hidden[:, None]
@@ -78,7 +83,7 @@ class RecursiveDrafter(HeadDrafter):
             return self.scores(hidden)
 
         draft = Draft(self, self.shaped(shape), sampler)
-        return draft.step_by_step(state.root, state.cache.lengths, self.scores(hidden), step)
+        return draft.step_by_step(state.root, state.length, self.scores(hidden), step)
 
     def _read(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attends: Sequence[Attend], fresh: bool
