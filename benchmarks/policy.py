@@ -5,25 +5,30 @@
 
 A cell is a precision, passes that are compiled or not, a number of texts, of tokens before them, and a
 temperature. Eight texts are decoded in each, in groups that share rounds. In every group plain decoding, auto
-and the quickest of auto's trees, always grown, take turns of a few rounds. A first lap over all trees, in a
-session of its own, says which tree. A ratio is that of tokens per second over all turns, with the 95 % of the
-bootstrap over turns. Prompts are read once for all arms and temperatures, whose first token is the likeliest.
-The result is written after every cell, and cells that it holds are not made again.
+and the quickest of auto's trees, always grown, make the same number of tokens, in turns of a few rounds. A
+first lap over all trees, in a session of its own, says which tree. A ratio is that of the seconds for all
+tokens, with the 95 % of the bootstrap over stretches of them, the same for both arms. Prompts are read once
+for all arms and temperatures, whose first token is the likeliest; what a head has yet to read of them is in
+its arm's time. The result is written after every cell, and cells that it holds are not made again.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
+from jaxtyping import Float
+from torch import Tensor
 
-from common import Turn, prompts_by_file, ratio, run, texts_behind
+from common import prompts_by_file, run, texts_behind
 from slipstream.bars import bars
 from slipstream.cli import common as cli
 from slipstream.core.drafter import Drafter, State
@@ -34,27 +39,39 @@ from slipstream.decode.session import Session
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_writable, read_json, write_json
+from slipstream.measure.paired import SAMPLES, interval
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, load_target
 
 TURN = 8  # rounds
 TEXTS = 8  # of a cell
+NEW, STRETCH = 96, 8  # tokens of a text that are made, and that are resampled together
 ROOM = 600  # tokens behind the prompts
 AXES = ("precision", "compiled", "context", "batch", "temperature")
 
 
 @dataclass
 class Arm:
-    """Texts under way in one manner; `shape`: a tree that is always grown."""
+    """Texts under way in one manner; `shape`: a tree that is always grown. `made`, `spent`: tokens over all
+    texts and seconds, after each round."""
 
     session: Session
     shape: Shape | None = None
+    made: list[int] = field(default_factory=lambda: [0])
+    spent: list[float] = field(default_factory=lambda: [0.0])
 
-    def turn(self, rounds: int = TURN) -> Turn:
-        """Tokens, and seconds."""
-        began = perf_counter()
-        made = [each for _ in range(rounds) for each in self.session.step(shape=self.shape)]
-        return sum(len(each.tokens) for each in made), perf_counter() - began
+    def turn(self, rounds: int = TURN) -> None:
+        """Some rounds."""
+        for _ in range(rounds):
+            began = perf_counter()
+            made = self.session.step(shape=self.shape)
+            self.spent.append(self.spent[-1] + perf_counter() - began)
+            self.made.append(self.made[-1] + sum(len(each.tokens) for each in made))
+
+    def stretches(self, texts: int) -> Float[Tensor, " n"]:
+        """Seconds for each stretch of tokens, a round's spread evenly over its own."""
+        ends = np.arange(0, NEW + 1, STRETCH) * texts
+        return torch.from_numpy(np.diff(np.interp(ends, self.made, self.spent)))
 
 
 def read(target: HFTarget, drafter: Drafter, prompts: list[list[int]]) -> Session:
@@ -85,7 +102,7 @@ def cell(
 ) -> dict[str, Any]:
     """Tokens per second of every arm, and auto's speed over plain decoding's and over the best arm's."""
     auto = load_drafter("auto", target, temperature)
-    fixed, spent = quickest(auto, *groups[0], temperature), dict[str, list[Turn]]()
+    fixed, spent = quickest(auto, *groups[0], temperature), defaultdict[str, list[Tensor]](list)
     for session, prompts in groups:
         arms = {
             "plain": Arm(forked(session, prompts, temperature, None)),
@@ -93,31 +110,40 @@ def cell(
             fixed.name: Arm(forked(session, prompts, temperature, auto), fixed),
         }
         arms["auto"].session.policy = policy(target, auto, len(prompts))
-        for turn in range(3 + len(prompts)):
-            for name, arm in arms.items():
-                taken = arm.turn()
-                if turn:  # the first one warms up
-                    spent.setdefault(name, []).append(taken)
+        while behind := [arm for arm in arms.values() if arm.made[-1] < NEW * len(prompts)]:
+            for arm in behind:
+                arm.turn()
+        for name, arm in arms.items():
+            spent[name].append(arm.stretches(len(prompts)))
     keep(target, auto)  # as `generate` does
-    speeds = {name: sum(n for n, _ in some) / sum(s for _, s in some) for name, some in spent.items()}
-    best = max((name for name in speeds if name != "auto"), key=lambda name: speeds[name])
+    seconds = {name: torch.cat(some) for name, some in spent.items()}
+    tokens = NEW * sum(len(prompts) for _, prompts in groups)
+    best = min((name for name in seconds if name != "auto"), key=lambda name: float(seconds[name].sum()))
     return {
-        "turns": len(spent["auto"]),
-        "tokens_per_second": {name: round(speed, 2) for name, speed in speeds.items()},
-        "over_plain": ratio(spent["auto"], spent["plain"]),
+        "stretches": len(seconds["auto"]),
+        "tokens_per_second": {name: round(tokens / float(each.sum()), 2) for name, each in seconds.items()},
+        "over_plain": quicker(seconds["auto"], seconds["plain"]),
         "best": best,
-        "over_best": ratio(spent["auto"], spent[best]),
+        "over_best": quicker(seconds["auto"], seconds[best]),
     }
+
+
+def quicker(ours: Float[Tensor, " n"], theirs: Float[Tensor, " n"]) -> list[float]:
+    """Their seconds over ours, and the ends of the bootstrap's 95 % of it over stretches."""
+    drawn = torch.randint(len(ours), (SAMPLES, len(ours)), generator=torch.Generator().manual_seed(0))
+    ends = interval(theirs[drawn].sum(1) / ours[drawn].sum(1))
+    return [round(float(each), 3) for each in (theirs.sum() / ours.sum(), *ends)]
 
 
 def quickest(auto: Drafter, session: Session, prompts: list[list[int]], temperature: float) -> Shape:
     """The tree that decodes most tokens a second in one turn."""
-    trial, speeds = Arm(forked(session, prompts, temperature, auto)), dict[Shape, float]()
-    for trial.shape in auto.rungs[1:]:
-        trial.turn(1)
-        tokens, seconds = trial.turn()
-        speeds[trial.shape] = tokens / seconds
-    return max(speeds, key=lambda shape: speeds[shape])
+    trial, speeds = forked(session, prompts, temperature, auto), dict[Shape, float]()
+    for shape in auto.rungs:
+        Arm(trial, shape).turn(1)  # makes graphs, and reads what there is to read
+        arm = Arm(trial, shape)
+        arm.turn()
+        speeds[shape] = arm.made[-1] / arm.spent[-1]
+    return max(auto.rungs[1:], key=lambda shape: speeds[shape])
 
 
 def known(path: str) -> list[dict[str, Any]]:
