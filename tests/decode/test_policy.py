@@ -108,11 +108,11 @@ def test_a_head_that_could_not_guess_yet_is_not_blamed():
         policy._rung = 3
         policy.learn([1], 21.0, [False])
         assert known.of(3, 0).mean == before
-        assert policy._of(0, 0, 3).factor == 1
+        assert policy._of(0, 0, True).factor == 1
     assert known.seconds[1] == COSTS
     policy._rung = 3
     policy.learn([1], 21.0, [True])
-    assert policy._of(0, 0, 3).factor < 1
+    assert policy._of(0, 0, True).factor < 1
     assert known.seconds[1] != COSTS
 
 

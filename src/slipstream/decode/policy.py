@@ -27,6 +27,7 @@ FIRST, GROWN = 0.2, 0.29  # guess: tokens accepted of a head's tree, and more fo
 MATCHED = (0.2, 0.6, 0.8, 0.92)  # guess: a match's next token is accepted, by sign
 GUESS = 4.0  # rounds that a guess counts as
 NO_GUESSES = -1  # the sign of a text that gets none: it brings one token, whatever the tree
+KINDS = "no match", "match", "head"  # of guesses
 PAYS = 16  # rounds of a head's trees in which what it has yet to read must pay
 TOLD = 32.0  # rounds that a mean is worth at least, once as many told it
 
@@ -120,7 +121,7 @@ class Policy:
         reads = [owed / PAYS if rung.children else 0.0 for rung in self.ledger.rungs]
         plain, *others = self.ledger.costs(len(texts))
         costs = map(add, [plain, *(max(plain, cost) for cost in others)], reads)  # it is the quickest round
-        speeds = [self._tokens(i) / cost for i, cost in enumerate(costs)]
+        speeds = [tokens / cost for tokens, cost in zip(self._tokens(), costs, strict=True)]
         best = max(range(len(speeds)), key=lambda rung: speeds[rung])
         gain = speeds[best] / speeds[0]
         self._since = 0 if gain < WORTH or (gain < SURE and self._since >= OFTEN) else self._since + 1
@@ -128,18 +129,21 @@ class Policy:
         self.ledger.chosen[self._rung] += 1
         return self.ledger.rungs[self._rung]
 
-    def _tokens(self, rung: int) -> float:
-        """What a round would bring, over all texts."""
-        most, total = self.ledger.rungs[rung].nodes - 1.0, 0.0
-        for text, sign in self._rows:
-            hoped = 0.0 if sign == NO_GUESSES else self.ledger.of(rung, sign).hoped
-            total += 1.0 + min(most, self._of(text, sign, rung).factor * hoped)
-        return total
+    def _tokens(self) -> list[float]:
+        """What a round of each rung would bring, over all texts."""
+        ledger, signs = self.ledger, {sign for _, sign in self._rows} - {NO_GUESSES}
+        rows = [[(self._of(*row, head).factor, row[1]) for row in self._rows] for head in (False, True)]
+        made = []
+        for i, rung in enumerate(ledger.rungs):
+            most, hoped = rung.nodes - 1.0, {sign: ledger.of(i, sign).hoped for sign in signs}
+            means = (factor * hoped.get(sign, 0.0) for factor, sign in rows[bool(rung.children)])
+            made.append(sum((1.0 + min(most, mean) for mean in means), 0.0))
+        return made
 
-    def _of(self, text: int, sign: int, rung: int) -> Evidence:
+    def _of(self, text: int, sign: int, head: bool) -> Evidence:
         """What was seen of a head's trees, or of matches where there were some, or of those where there were
         none. One says little of another: a text that repeats nothing may well be drafted by a head."""
-        kind = "head" if self.ledger.rungs[rung].children else "match" if sign > 0 else "none"
+        kind = KINDS[2 if head else sign > 0]
         return self._seen.setdefault((text, kind), Evidence())
 
     def learn(self, tokens: Sequence[int], seconds: float, guessed: Sequence[bool]) -> None:
@@ -152,9 +156,9 @@ class Policy:
             if sign == NO_GUESSES:
                 continue
             drafts = shape.depth and (drafted or not shape.children)
-            average, seen = self.ledger.of(self._rung, sign), self._of(text, sign, self._rung)
-            for (other, _), evidence in self._seen.items():
-                if other == text:
+            average, seen = self.ledger.of(self._rung, sign), self._of(text, sign, bool(shape.children))
+            for kind in KINDS:
+                if evidence := self._seen.get((text, kind)):
                     evidence.fade(FADES if drafts and evidence is seen else FADES_UNUSED)
             if drafts:
                 promised = average.mean

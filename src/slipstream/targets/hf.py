@@ -27,7 +27,7 @@ from slipstream.core.tree import Layout, Tree, chain
 from slipstream.machine import where
 from slipstream.targets import ours, support
 from slipstream.targets.alike import agrees, rounds_alike
-from slipstream.targets.inside import Behind, Blocks, View, compile_forward, twin
+from slipstream.targets.inside import LOOKS, Behind, Blocks, View, compile_forward, twin
 from slipstream.targets.masks import Masks, additive, dense, key_lists
 from slipstream.targets.part import between, own_blocks, part, rows_of_head
 from slipstream.targets.prompts import HFText
@@ -301,24 +301,25 @@ class HFTarget(Target):
         taps: tuple[str, ...],
     ) -> tuple[Float[Tensor, "B K V"], Float[Tensor, "B R F"] | None]:
         """The logits of the rows to keep, and the features of all rows."""
-        for tap in taps:
-            if tap not in self._tapped:
-                self._tap(tap)
+        for tap in set(taps) - self._tapped:
+            self._tap(tap)
+        self._states.clear()  # of a pass that failed
         with self._calls:
             out = self.twin(
                 **inputs,
                 position_ids=positions,
                 attention_mask=mask,
-                past_key_values=View(cache, self.blocks),
+                past_key_values=(view := View(cache, self.blocks)),
                 use_cache=True,
                 logits_to_keep=keep,
             )
-        states = {
-            tap: cache.written(self._index(tap)) for tap in taps if tap.startswith(CACHE)
-        } | self._states
+        for tap in taps:
+            if tap not in self._states:  # one of the cache, or of a block that was not called
+                i = self._index(tap)
+                self._states[tap] = cache.written(i) if tap.startswith(CACHE) else view.took[self.blocks[i]]
+        features = torch.cat([self._states[tap] for tap in taps], -1) if taps else None
         self._states.clear()
-        logits = out.logits if out.logits.dtype == torch.float64 else out.logits.float()
-        return logits, torch.cat([states[tap] for tap in taps], -1) if taps else None
+        return out.logits if out.logits.dtype == torch.float64 else out.logits.float(), features
 
     def _tap(self, tap: str) -> None:
         """Let passes leave their states at a tap in `_states`. Hugging Face's own recorder keeps those of all
@@ -335,6 +336,7 @@ class HFTarget(Target):
         if block is None:
             self.twin.get_decoder().register_forward_hook(after)
         elif not tap.startswith(CACHE):  # the cache is read after the pass
+            setattr(before, LOOKS, True)
             block.register_forward_pre_hook(before, with_kwargs=True)
         self._tapped.add(tap)
 

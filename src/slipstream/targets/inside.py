@@ -17,6 +17,7 @@ from slipstream.kernels import Layers
 from slipstream.packing import gathering
 
 Model = TypeVar("Model", bound=nn.Module)
+LOOKS = "looks_at_took"  # marks a hook of ours, which is not needed where `View.took` holds what it would see
 TOGETHER = 64  # rows at most of which the states of all layers are kept at once
 
 
@@ -63,6 +64,7 @@ class View(Cache):
         ahead: what layers that have run already took and say.
         together: all layers, if they ran in one call and each so far has taken what the one before says.
         spoken_for: layers that need not be called.
+        took: what these took.
     """
 
     def __init__(self, cache: KVCache | LayerView, blocks: Blocks | None = None) -> None:
@@ -71,6 +73,7 @@ class View(Cache):
         self.first: dict[Backend, First | None] = {}
         self.ahead: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self.together: Together | None = None
+        self.took: dict[nn.Module, Tensor] = {}
         if blocks is not None:
             blocks.spoken_for = self.spoken_for
 
@@ -242,13 +245,16 @@ class StandIn:
         called = [i for i, each in enumerate(behind) if i == 0 or not known.proven or each.hooked]
         for i, after in pairwise([*called, len(behind)]):
             view.ahead[behind[i]._module] = said[i - 1] if i else states, said[after - 1]
-            view.spoken_for.update(each._module for each in behind[i + 1 : after])
+            for j in range(i + 1, after):
+                view.spoken_for.add(behind[j]._module)
+                view.took[behind[j]._module] = said[j - 1]
         return view.pop(self._module, states)
 
     @property
     def hooked(self) -> bool:
-        """Whether someone looks at what the module takes or says."""
-        return bool(self._module._forward_pre_hooks or self._module._forward_hooks)
+        """Whether someone looks at what the module takes or says, and not at `View.took`."""
+        hooks = *self._module._forward_pre_hooks.values(), *self._module._forward_hooks.values()
+        return not all(hasattr(hook, LOOKS) for hook in hooks)
 
     def _behind(self, view: View) -> list["StandIn"]:
         """This layer and those right behind it that share its graphs."""
