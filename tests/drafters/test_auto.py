@@ -1,6 +1,7 @@
 """Auto: the head reads later what it missed, and says the same."""
 
 import random
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -40,6 +41,27 @@ def test_a_head_that_sat_out_rounds_proposes_the_same(head, plain, behind, monke
     late, soon = made
     assert torch.equal(late.tokens, soon.tokens)
     assert torch.equal(late.parent_slots(), soon.parent_slots())
+
+
+@pytest.mark.parametrize("head", [tiny.eagle, tiny.fasteagle, tiny.medusa])
+@pytest.mark.parametrize("plain", [0, 5, 40])
+def test_a_head_begins_with_what_is_in_its_reach(head, plain):
+    """Padding of a shorter text, tokens of another place, or noise of another position."""
+    target = tiny.target("llama")
+    auto = Auto(head(target))
+    auto.hybrid.head.reach = 6
+    session = Session(target, auto, rows=3, capacity=200, shapes=auto.rungs)
+    session.admit(PROMPTS, [Sampling()] * 3)
+    for _ in range(plain):
+        session.step(shape=PLAIN)
+    texts = [said[:n] for said, n in zip(session._said, session.lengths, strict=True)]
+    with patch.object(auto.hybrid.head, "absorb", wraps=auto.hybrid.head.absorb) as absorb:
+        session.step(shape=auto.rungs[-1])
+    (span, _), _ = absorb.call_args
+    last = [text[-6:] for text in texts]
+    assert span.count.tolist() == [len(text) for text in last]
+    assert [row[: len(text)] for row, text in zip(span.tokens.tolist(), last, strict=True)] == last
+    assert session.state.head.length.tolist() == [len(text) for text in texts]
 
 
 @pytest.mark.parametrize("head", [tiny.eagle, tiny.fasteagle, tiny.glide, tiny.medusa])

@@ -46,9 +46,7 @@ class RecursiveHead(Head):
 class RecursiveState(State):
     hidden: Float[Tensor, "B H"]  # the prediction at the root, from which its children come
     length: Int[Tensor, " B"]  # tokens before the root
-    cache: (
-        KVCache  # the head's own: slot i holds the pair (h_i, t_{i+1}), behind the first token that it read
-    )
+    cache: KVCache  # the head's own: a slot for each pair (h_i, t_{i+1}) that it read
 
 
 class RecursiveDrafter(HeadDrafter):
