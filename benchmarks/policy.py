@@ -25,10 +25,8 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from jaxtyping import Float
-from torch import Tensor
 
-from common import prompts_by_file, run, texts_behind
+from common import Turn, prompts_by_file, ratio, run, texts_behind
 from slipstream.bars import bars
 from slipstream.cli import common as cli
 from slipstream.core.drafter import Drafter, State
@@ -39,7 +37,6 @@ from slipstream.decode.session import Session
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_writable, read_json, write_json
-from slipstream.measure.paired import SAMPLES, interval
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, load_target
 
@@ -68,10 +65,10 @@ class Arm:
             self.spent.append(self.spent[-1] + perf_counter() - began)
             self.made.append(self.made[-1] + sum(len(each.tokens) for each in made))
 
-    def stretches(self, texts: int) -> Float[Tensor, " n"]:
-        """Seconds for each stretch of tokens, a round's spread evenly over its own."""
+    def stretches(self, texts: int) -> list[Turn]:
+        """Tokens and seconds of each stretch, a round's seconds spread evenly over its tokens."""
         ends = np.arange(0, NEW + 1, STRETCH) * texts
-        return torch.from_numpy(np.diff(np.interp(ends, self.made, self.spent)))
+        return [(STRETCH * texts, each) for each in np.diff(np.interp(ends, self.made, self.spent)).tolist()]
 
 
 def read(target: HFTarget, drafter: Drafter, prompts: list[list[int]]) -> Session:
@@ -102,7 +99,7 @@ def cell(
 ) -> dict[str, Any]:
     """Tokens per second of every arm, and auto's speed over plain decoding's and over the best arm's."""
     auto = load_drafter("auto", target, temperature)
-    fixed, spent = quickest(auto, *groups[0], temperature), defaultdict[str, list[Tensor]](list)
+    fixed, spent = quickest(auto, *groups[0], temperature), defaultdict[str, list[Turn]](list)
     for session, prompts in groups:
         arms = {
             "plain": Arm(forked(session, prompts, temperature, None)),
@@ -114,25 +111,17 @@ def cell(
             for arm in behind:
                 arm.turn()
         for name, arm in arms.items():
-            spent[name].append(arm.stretches(len(prompts)))
+            spent[name] += arm.stretches(len(prompts))
     keep(target, auto)  # as `generate` does
-    seconds = {name: torch.cat(some) for name, some in spent.items()}
-    tokens = NEW * sum(len(prompts) for _, prompts in groups)
-    best = min((name for name in seconds if name != "auto"), key=lambda name: float(seconds[name].sum()))
+    speeds = {name: sum(n for n, _ in some) / sum(s for _, s in some) for name, some in spent.items()}
+    best = max((name for name in speeds if name != "auto"), key=lambda name: speeds[name])
     return {
-        "stretches": len(seconds["auto"]),
-        "tokens_per_second": {name: round(tokens / float(each.sum()), 2) for name, each in seconds.items()},
-        "over_plain": quicker(seconds["auto"], seconds["plain"]),
+        "stretches": len(spent["auto"]),
+        "tokens_per_second": {name: round(speed, 2) for name, speed in speeds.items()},
+        "over_plain": ratio(spent["auto"], spent["plain"]),
         "best": best,
-        "over_best": quicker(seconds["auto"], seconds[best]),
+        "over_best": ratio(spent["auto"], spent[best]),
     }
-
-
-def quicker(ours: Float[Tensor, " n"], theirs: Float[Tensor, " n"]) -> list[float]:
-    """Their seconds over ours, and the ends of the bootstrap's 95 % of it over stretches."""
-    drawn = torch.randint(len(ours), (SAMPLES, len(ours)), generator=torch.Generator().manual_seed(0))
-    ends = interval(theirs[drawn].sum(1) / ours[drawn].sum(1))
-    return [round(float(each), 3) for each in (theirs.sum() / ours.sum(), *ends)]
 
 
 def quickest(auto: Drafter, session: Session, prompts: list[list[int]], temperature: float) -> Shape:

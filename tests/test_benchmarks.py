@@ -275,9 +275,8 @@ def test_auto_is_compared_at_equal_tokens(target, tmp_path, monkeypatch):
     """A ratio of means of ratios, prompts of another length, or arms that make other numbers of tokens."""
     assert common.ratio([(8, 1.0), (8, 3.0)], [(2, 1.0), (2, 1.0)])[0] == 2.0
     assert common.ratio([(6, 2.0)] * 4, [(6, 3.0)] * 4) == [1.5, 1.5, 1.5]
-    ours, theirs = torch.tensor([1.0, 3.0]), torch.tensor([4.0, 4.0])
-    assert policy.quicker(ours, theirs) == [2.0, 1.333, 4.0]
-    assert policy.quicker(ours, 2 * ours) == [2.0, 2.0, 2.0]
+    assert common.ratio([(8, 1.0), (8, 3.0)], [(8, 4.0), (8, 4.0)]) == [2.0, 1.333, 4.0]
+    assert common.ratio([(8, 1.0), (8, 3.0)], [(8, 2.0), (8, 6.0)]) == [2.0, 2.0, 2.0]
     lines = common.texts_behind([[1, 2, 3], [4, 5], [6]], 4, 20)
     assert {len(line) for line in lines} == {20}
     assert [line[-1] for line in lines] == [3, 5, 6, 3]
@@ -297,7 +296,7 @@ def test_auto_is_compared_at_equal_tokens(target, tmp_path, monkeypatch):
 def test_a_round_spreads_over_the_tokens_that_it_made(monkeypatch):
     monkeypatch.setattr(policy, "NEW", 16)
     arm = policy.Arm(None, made=[0, 4, 12, 20], spent=[0.0, 1.0, 2.0, 6.0])
-    assert arm.stretches(1).tolist() == [1.5, 2.5]
+    assert arm.stretches(1) == [(8, 1.5), (8, 2.5)]
 
 
 def test_forked_sessions_decode_what_one_that_read_the_prompts_does(target):
