@@ -23,6 +23,7 @@ Compiler = Callable[[fx.GraphModule, list[Any]], Any]
 EIGHT = "of_8_bits"  # marks a weight that was stored so: a multiple of whole numbers in each row
 PACKED_FOR = 8  # rows; oneDNN's layout for a few rows serves one row and many as well
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
+LAYER = "slipstream.tiled_layer.default"  # by name: of targets without kernels of ours nobody has loaded it
 X86_BF16 = torch.cpu._is_avx512_bf16_supported() or kernels.HAS_AMX
 HAS_BF16 = (
     HAS_ONEDNN
@@ -100,12 +101,12 @@ def _one_call(module: fx.GraphModule, graph: fx.Graph) -> Callable[..., Any] | N
     """What runs a graph that is one call of a product in tiles, or whole layers in a call each, beside which
     little is left to compile; None for any other graph."""
     calls = [node for node in graph.nodes if node.op.startswith("call") and node.target is not getitem]
-    layers = [node for node in calls if node.target is torch.ops.slipstream.tiled_layer.default]
+    layers = [node for node in calls if str(node.target) == LAYER]
     if len(calls) != 1 or not str(calls[0].target).startswith("slipstream.tiled_"):
         return fx.GraphModule(module, graph).forward if layers else None
     call, last = calls[0], next(iter(reversed(graph.nodes)))
     op: Any = call.target
-    if op is not torch.ops.slipstream.tiled_layer.default or list(last.args[0]) != [call]:
+    if not layers or list(last.args[0]) != [call]:
         return fx.GraphModule(module, graph).forward
     given = call.args
     graph.erase_node(last)

@@ -20,15 +20,16 @@ Made = TypeVar("Made")
 Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
 
-def cuda_graph(function: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
-    """A `Record` by a CUDA graph. Libraries and compilers set themselves up in a first run outside of it."""
+def cuda_graph(function: Callable[[], Made], pool: Any = None) -> tuple[Made, Callable[[], None]]:
+    """A `Record` by a CUDA graph. Libraries and compilers set themselves up in a first run outside of it.
+    `pool`: memory that it shares with other graphs, of which none runs meanwhile."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         function()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         made = function()
     return made, graph.replay
 

@@ -18,6 +18,7 @@ from slipstream.decode.generate import generate
 from slipstream.decode.settings import Settings
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.targets.prompts import encode
+from slipstream.training.wide import Wide
 
 T = TypeVar("T")
 Messages = list[dict[str, str]]
@@ -62,10 +63,11 @@ class Writer(ABC):
 
 @final
 class TargetWriter(Writer):
-    """Writes by plain decoding in batches."""
+    """Writes by plain decoding: on a GPU of all texts at once, where `Wide` serves the target."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        self._wide: Wide | None = None
 
     @property
     def about(self) -> dict[str, str]:
@@ -94,9 +96,21 @@ class TargetWriter(Writer):
     def _write(
         self, prompts: list[list[int]], temperature: float, limit: int, seed: int | None
     ) -> list[Written]:
+        if Wide.serves(self.target):
+            return self._write_wide(prompts, temperature, limit, seed or 0)
         how: Any = {"max_new_tokens": limit, "temperature": temperature, "seed": seed or 0}
         made = generate(self.target, prompts, "vanilla", **how)
         return [Written(answer.text, answer.finish == "eos") for answer in made]
+
+    def _write_wide(
+        self, prompts: list[list[int]], temperature: float, limit: int, seed: int
+    ) -> list[Written]:
+        words, eos = self.target.text, Settings.of(self.target, limit).eos
+        assert words is not None
+        if self._wide is None:
+            self._wide = Wide(self.target, eos)
+        made = self._wide.write(prompts, temperature, limit, seed)
+        return [Written(words.decode(tokens), tokens[-1] in eos) for tokens in made]
 
 
 @final
