@@ -175,24 +175,28 @@ class Objective(nn.Module):
         scaled = [gain * tap for gain, tap in zip(self.gains[1:], taps, strict=True)]
         read = torch.cat([f[:, :-1, :0], *scaled], -1)
         if settings.blur:
-            blur = (torch.rand(read.shape, generator=generator) * 2 - 1).to(read.device)
+            blur = torch.rand(read.shape, generator=generator).to(read.device) * 2 - 1
             read = read + blur * settings.blur
         total = agreed = f.new_zeros(())
-        law = self._law(labels[batch.counts], batch.tokens[:, 2:][batch.counts], settings.hard)
+        T = labels.shape[1]
+        rows = batch.counts.flatten().nonzero()[:, 0]  # once: a GPU is waited for
+
+        def learnt(x: Tensor) -> Tensor:
+            return x.flatten(0, 1)[rows]
+
+        teacher = self._law(learnt(labels), learnt(batch.tokens[:, 2:]), settings.hard)
         for j, predicted in enumerate(self.steps(batch.tokens[:, :-1], read, settings, generator)):
-            counts = batch.counts.clone()
-            counts[:, :j] = False  # no row stands j steps behind the first
-            mine, teacher = predicted[counts], law[counts[batch.counts]]
-            logits = self.student(mine, j, batch.tokens[:, 1:-1][counts]).float()
+            mine = learnt(predicted)
+            logits = self.student(mine, j, learnt(batch.tokens[:, 1:-1])).float()
             log_q = logits.log_softmax(-1)
-            loss = settings.token * -(teacher * log_q).sum()
+            loss = settings.token * -(teacher * log_q).sum(-1)
             if settings.acceptance:
                 accepted = torch.minimum(teacher, log_q.exp()).sum(-1)
-                loss = loss - settings.acceptance * accepted.clamp(min=1e-6).log().sum()
+                loss = loss - settings.acceptance * accepted.clamp(min=1e-6).log()
             if settings.feature:
-                distance = F.smooth_l1_loss(mine, labels[counts], reduction="sum")
+                distance = F.smooth_l1_loss(mine, learnt(labels), reduction="none").sum(-1)
                 loss = loss + settings.feature * distance / H
-            total = total + settings.weight(j) * loss
+            total = total + settings.weight(j) * (loss * (rows % T >= j)).sum()  # none stands j steps behind
             if j == 0:
                 agreed = (logits.argmax(-1) == teacher.argmax(-1)).sum()
         return total, agreed

@@ -5,12 +5,13 @@ and the host looks at them every few steps. All texts of a call end on the same 
 are padded on their left. Rounding depends on the neighbours, which training data may.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, Cache
 
 from slipstream.decode.capture import cuda_graph
@@ -21,23 +22,22 @@ WIDE = "slipstream_wide"
 SPAN = 128  # slots by which what a step reads grows
 LOOK = 16  # steps between two looks at which texts have ended
 LEAST = 64  # rows below which a batch is not made smaller
-SHARE = 0.3  # of a GPU's free memory for keys and values
+SHARE = 0.45  # of a GPU's free memory for keys and values
 CHUNK = 2**16  # tokens of prompts that are read at once
 
 
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """Attention under an additive mask. One row of all heads of a group is one product, so that grouped keys
-    are read once and never repeated."""
-    B, heads, R, D = query.shape
-    if R > 1:
-        key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
-        out = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
-        return out.transpose(1, 2).contiguous(), None
-    rows = query.reshape(B, key.shape[1], -1, D)
-    weights = (rows @ key.transpose(2, 3) * scaling + mask).softmax(-1, torch.float32)
-    return (weights.to(value.dtype) @ value).view(B, 1, heads, -1), None
+    """Attention under an additive mask. Where a text has one row, the heads that share keys stand in the
+    place of its rows, and keys are read once."""
+    (B, heads, R, D), KV = query.shape, key.shape[1]
+    if R == 1:
+        query = query.reshape(B, KV, heads // KV, D)
+    else:
+        key, value = (x.repeat_interleave(heads // KV, 1) for x in (key, value))
+    out = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
+    return out.reshape(B, heads, R, -1).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(WIDE, attend)
@@ -52,13 +52,15 @@ class _Slots(Cache):
         self.at = torch.zeros(1, dtype=torch.long, device=keys.device)  # the slot that a step fills
         self.rows: Tensor | slice = slice(None)
 
-    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        keys, values = self.keys[layer], self.values[layer]
-        if key.shape[2] > 1:  # prompts of some rows
-            keys[self.rows, :, : key.shape[2]], values[self.rows, :, : key.shape[2]] = key, value
-            return key, value
-        for stored, new in ((keys, key), (values, value)):
-            stored.index_copy_(2, self.at, new)
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        if (width := key_states.shape[2]) > 1:  # prompts of some rows
+            keys[self.rows, :, :width], values[self.rows, :, :width] = key_states, value_states
+            return key_states, value_states
+        keys.index_copy_(2, self.at, key_states)
+        values.index_copy_(2, self.at, value_states)
         return keys[:, :, : self.used], values[:, :, : self.used]
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
@@ -96,7 +98,7 @@ class Wide:
         slots: rows times slots of keys and values; default: what fits in `SHARE` of the GPU's free memory.
     """
 
-    def __init__(self, target: HFTarget, eos: Sequence[int], slots: int | None = None) -> None:
+    def __init__(self, target: HFTarget, eos: Iterable[int], slots: int | None = None) -> None:
         self.target, self.device = target, target.device
         self.model = twin(target.model)
         self.model.set_attn_implementation(WIDE)
@@ -130,8 +132,8 @@ class Wide:
     def write(
         self, prompts: Sequence[Sequence[int]], temperature: float, limit: int, seed: int
     ) -> list[list[int]]:
-        """At most `limit` tokens behind each prompt, up to the one that ends the text. Raises ValueError if the
-        memory does not hold one text."""
+        """At most `limit` tokens behind each prompt, up to the one that ends the text. Raises ValueError if
+        the memory does not hold one text."""
         torch.manual_seed(seed)
         self._temperature.fill_(temperature)
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
@@ -234,14 +236,17 @@ class Wide:
 
     def _logits(self, tokens: Tensor, positions: Tensor, seen: Tensor, cache: _Slots) -> Tensor:
         mask = torch.zeros_like(seen, dtype=self.target.dtype).masked_fill_(~seen, -torch.inf)
-        out: Any = self.model(
-            input_ids=tokens,
-            position_ids=positions.clamp(min=0),
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with sdpa_kernel(
+            [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        ):  # others plan for each shape anew
+            out: Any = self.model(
+                input_ids=tokens,
+                position_ids=positions.clamp(min=0),
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         logits: Tensor = out.logits[:, -1].float()
         return logits
 

@@ -16,6 +16,7 @@ from urllib.error import HTTPError
 from slipstream.core.target import Target
 from slipstream.decode.generate import generate
 from slipstream.decode.settings import Settings
+from slipstream.targets.hf import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.targets.prompts import encode
 from slipstream.training.wide import Wide
@@ -106,7 +107,7 @@ class TargetWriter(Writer):
         self, prompts: list[list[int]], temperature: float, limit: int, seed: int
     ) -> list[Written]:
         words, eos = self.target.text, Settings.of(self.target, limit).eos
-        assert words is not None
+        assert isinstance(self.target, HFTarget) and words is not None
         if self._wide is None:
             self._wide = Wide(self.target, eos)
         made = self._wide.write(prompts, temperature, limit, seed)
