@@ -260,7 +260,11 @@ def compare_heads(
     Raises:
         ValueError: a head, a tree or a file is unknown.
     """
-    drafters: dict[str, Any] = {Path(name).name: load_drafter(name, target) for name in heads}
+    short = [Path(name).name for name in heads]
+    labels = [last if short.count(last) == 1 else name for last, name in zip(short, heads, strict=True)]
+    drafters: dict[str, Any] = {
+        label: load_drafter(name, target) for label, name in zip(labels, heads, strict=True)
+    }
     prompts = prompts_by_file(target, questions, limit)
     taps = [tap for drafter in drafters.values() for tap in drafter.taps]
     rows: dict[str, list[TreeTau]] = {label: [] for label in drafters}
