@@ -1,0 +1,58 @@
+"""Texts decoded at once, without a session. What a GPU captures runs here as it is."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+import tiny
+from slipstream.decode.generate import generate
+from slipstream.training import wide
+from slipstream.training.synthesize import regenerate
+from slipstream.training.wide import Wide
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Batches shrink at once, and buffers grow, in texts of some tokens."""
+    for name, value in {"SPAN": 8, "LOOK": 2, "LEAST": 1, "CHUNK": 40}.items():
+        monkeypatch.setattr(wide, name, value)
+
+
+@pytest.mark.parametrize("slots", [64, 160, 4096])
+def test_greedy_texts_are_those_of_plain_decoding(slots):
+    """In float64: of one text at a time, of some, and of all at once. Ends come early and late."""
+    target, prompts = tiny.target("llama"), tiny.prompts(1, 3, 17, 5, 4, 9, 2, 30)
+    eos = [3, 5, 60]
+    plain = generate(target, prompts, "vanilla", max_new_tokens=24, temperature=0.0, eos_token_ids=eos)
+    said = Wide(target, eos, slots).write(prompts, 0.0, 24, 1)
+    assert said == [answer.tokens for answer in plain]
+    assert len({len(tokens) for tokens in said}) > 2
+
+
+def test_sampled_texts_follow_the_targets_law():
+    target, prompt = tiny.target("llama"), tiny.prompts(6)[0]
+    many, n = Wide(target, [0], 2**17), 4096
+    assert many.write([prompt] * 3, 0.8, 4, 1) == many.write([prompt] * 3, 0.8, 4, 1)
+    said = many.write([prompt] * n, 0.8, 2, 2)
+    logits = target.plain(torch.tensor([prompt])).logits[0, -1]
+    law, drawn = (logits / 0.8).softmax(-1), Counter(tokens[0] for tokens in said)
+    off = sum((drawn[token] - n * float(p)) ** 2 / (n * float(p)) for token, p in enumerate(law))
+    assert abs(off - len(law)) < 6 * (2 * len(law)) ** 0.5  # χ² of as many tokens
+    assert len({tuple(tokens) for tokens in said}) > len(drawn)
+
+
+def test_a_prompt_beyond_the_memory_is_refused():
+    with pytest.raises(ValueError, match="leaves the GPU no memory"):
+        Wide(tiny.target("llama"), [0], 16).write(tiny.prompts(30), 0.0, 8, 1)
+
+
+def test_a_target_on_a_gpu_writes_so(chat, tmp_path, monkeypatch):
+    rows = [[{"role": "user", "content": c * 3}] for c in "abcdefg"]
+    how = {"temperatures": [0.0], "max_new_tokens": 8, "batch": 4}
+    regenerate(chat, rows, tmp_path / "one.jsonl", **how)
+    assert not Wide.serves(chat)
+    monkeypatch.setattr(Wide, "serves", lambda target: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**20, 2**20))
+    regenerate(chat, rows, tmp_path / "many.jsonl", **how)
+    assert (tmp_path / "one.jsonl").read_text() == (tmp_path / "many.jsonl").read_text()
