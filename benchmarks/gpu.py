@@ -6,9 +6,10 @@
 
 Proves first, in float64: texts of every drafter, captured, are those of eager plain decoding. Then measures
 in the given precision the cost curve, plain decoding, and the share of the memory's speed at which weights
-are read; then the same of an exact target, what it finds out about its rows, whether its drafters' texts are
-plain decoding's, token for token; of targets of 8 and 4 bits; and our attention and products beside torch's.
-On a CPU nothing is captured: the compiled rounds stand in the captured ones' place.
+are read; our attention and products beside torch's; then the same costs of an exact target, what it finds out
+about its rows, whether its drafters' texts are plain decoding's, token for token; and of targets of 8 and 4
+bits. The result is written after every mode: a lease that ends too soon leaves what was measured. --mode
+captured takes the least time. On a CPU nothing is captured, and compiled rounds stand for captured ones.
 """
 
 import gc
@@ -199,6 +200,7 @@ def measure(
     mib: int = 4096,
     proved: Sequence[Proof] = (),
     drafters: Sequence[str] = UNTRAINED,
+    keep: Callable[[GPUReport], None] = lambda report: None,
 ) -> GPUReport:
     """The cost curve and plain decoding of each mode, of the first and the last mode also exact, of the last
     also quantised.
@@ -210,34 +212,40 @@ def measure(
         mib: of memory that is read to measure the bandwidth.
         proved: stored with the figures.
         drafters: whose texts in an exact target are compared with plain decoding.
+        keep: called with what is known after every mode.
     """
-    bandwidth, results = read_bandwidth(target.device, mib), []
-    for mode in modes:
-        results.append(_costs(in_mode(target, mode), mode, bandwidth, contexts, max_new_tokens, rows))
+    report = GPUReport(
+        **heading(target),
+        bandwidth_gb_s=round(read_bandwidth(target.device, mib), 1),
+        proved=list(proved),
+        results=[],
+        exactness={},
+        proved_exact=[],
+        attention=[],
+        products=[],
+    )
+
+    def measured(made: HFTarget, mode: str) -> None:
+        report.results.append(
+            _costs(made, mode, report.bandwidth_gb_s, contexts, max_new_tokens, rows),
+        )
+        keep(report)
         _free(target.device)
-    exactness, texts = dict[str, str](), list[Proof]()
+
+    for mode in modes:
+        measured(in_mode(target, mode), mode)
+    report.attention.extend(attention_costs(target, mib=min(mib, 256)))
+    report.products.extend(product_costs(target, mib=min(mib, 256)))
     for mode in dict.fromkeys((modes[0], modes[-1])):
         if (exact := another_in(target, mode, exact=True)) is not None:
             name = f"exact, {mode}"
-            exactness[name] = exact.exactness
-            results.append(_costs(exact, name, bandwidth, contexts, max_new_tokens, rows))
-            texts = prove(exact, drafters, "eager", min(48, max_new_tokens))
-        _free(target.device)
+            report.exactness[name] = exact.exactness
+            measured(exact, name)
+            report.proved_exact[:] = prove(exact, drafters, "eager", min(48, max_new_tokens))
     for kind in KINDS:
         if (small := another_in(target, modes[-1], quantize=kind)) is not None:
-            name = f"{kind}, {modes[-1]}"
-            results.append(_costs(small, name, bandwidth, contexts, max_new_tokens, rows))
-        _free(target.device)
-    return GPUReport(
-        **heading(target),
-        bandwidth_gb_s=round(bandwidth, 1),
-        proved=list(proved),
-        results=results,
-        exactness=exactness,
-        proved_exact=texts,
-        attention=attention_costs(target, mib=min(mib, 256)),
-        products=product_costs(target, mib=min(mib, 256)),
-    )
+            measured(small, f"{kind}, {modes[-1]}")
+    return report
 
 
 def attention_costs(
@@ -364,6 +372,7 @@ def main(
     ] = None,
     dtype: cli.Dtype = "bfloat16",
     device: cli.Device = "cuda",
+    modes: Annotated[list[str], cli.option("of rounds; repeatable", "MODE", "--mode")] = [*MODES],  # noqa: B006
     contexts: Contexts = [256, 1024],  # noqa: B006
     max_new_tokens: cli.MaxNewTokens = 256,
     json_path: cli.JsonPath = None,
@@ -371,6 +380,8 @@ def main(
     check_writable(json_path, reads=[] if shape else cli.inputs(target))
     if shape not in (None, *SHAPES):
         raise ValueError(f"Unknown shape: {shape!r}. Available: {', '.join(SHAPES)}")
+    if unknown := [mode for mode in modes if mode not in MODES]:
+        raise ValueError(f"Unknown mode: {unknown[0]!r}. Available: {', '.join(MODES)}")
 
     def loaded(dtype: str) -> HFTarget:
         return cli.load(target, dtype, device) if shape is None else random_llama(shape, dtype, device)
@@ -382,7 +393,9 @@ def main(
         _free(torch.device(device))
     on_gpu = torch.device(device).type == "cuda"
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "mib": 4096 if on_gpu else 512}
-    modes = MODES if on_gpu else MODES[:2]
+    modes = [mode for mode in modes if on_gpu or mode != "captured"] or ["compiled"]
+    if json_path is not None:
+        how["keep"] = lambda report: report.write(json_path)
     report = measure(loaded(dtype), modes, contexts, **how, proved=proved, drafters=drafters)
     cli.deliver(report, json_path)
     if not all(proof.same for proof in (*proved, *report.proved_exact)):
