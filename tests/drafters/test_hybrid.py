@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 
 import tiny
+from slipstream.core import look
 from slipstream.core.tree import PAD, Probes, Tree, chain
 from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
@@ -36,6 +38,13 @@ def scored(tokens, parents, depth, probabilities) -> Tree:
 HEAD = scored([9, 1, 2, 3, 4, 5], [0, 0, 0, 1, 1, 3], 3, [1, 0.6, 0.3, 0.5, 0.1, 0.2])
 
 
+@pytest.fixture(params=[True, False])
+def looks(request, monkeypatch):
+    """Whether lists of the host merge one text's trees, or tensors."""
+    monkeypatch.setattr(look, "may_look", lambda x: request.param)
+
+
+@pytest.mark.usefixtures("looks")
 def test_the_most_probable_nodes_of_both_are_kept():
     """A node under the wrong parent, a path in two nodes, a sure match behind a guess that the head doubts,
     or a row more than the head's."""
@@ -48,6 +57,7 @@ def test_the_most_probable_nodes_of_both_are_kept():
     assert paths(merged(HEAD, scored([9, 1, 3, 5], [0, 0, 1, 2], 3, [1, 1, 1, 1])), 0) == paths(HEAD, 0)
 
 
+@pytest.mark.usefixtures("looks")
 def test_without_matches_the_tree_is_the_heads():
     """Rows without any beside rows that have some; a chain; a tree with nodes that stand for nothing."""
     none = replace(chain(torch.tensor([[9]])), scores=torch.zeros(1, 1))
@@ -56,6 +66,33 @@ def test_without_matches_the_tree_is_the_heads():
     assert paths(merged(HEAD, padded), 0) == paths(HEAD, 0)
     tree = replace(chain(torch.tensor([[9, 1, 2]])), scores=torch.tensor([[0.0, -1.0, -2.0]]))
     assert paths(merged(tree, scored([9, 1, 5], [0, 0, 1], 2, [1, 0.9, 0.8])), 0) == {(1,), (1, 5)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_lists_and_tensors_merge_alike(data):
+    """Nodes of equal scores, of both trees, without a token, or behind a node that is not kept."""
+
+    def tree(depth: int) -> Tree:
+        tokens, parents, scores, seen = [7], [0], [0.0], set()
+        for _ in range(data.draw(st.integers(0, 9))):
+            parent = data.draw(st.sampled_from([i for i, token in enumerate(tokens) if token != PAD]))
+            token = data.draw(st.integers(PAD, 2))
+            if (parent, token) not in seen and token >= 0:
+                seen.add((parent, token))
+                worth = scores[parent] - data.draw(st.sampled_from([0.25, 0.5, 1.5]))
+                tokens, parents, scores = [*tokens, token], [*parents, parent], [*scores, worth]
+            elif token == PAD:
+                tokens, parents, scores = [*tokens, PAD], [*parents, 0], [*scores, -torch.inf]
+        return Tree(torch.tensor([tokens]), torch.tensor([parents]), depth, scores=torch.tensor([scores]))
+
+    one, other = tree(9), tree(9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(look, "may_look", lambda x: False)
+        want = merged(one, other)
+    made = merged(one, other)
+    for name in ("tokens", "parents", "scores"):
+        assert torch.equal(getattr(made, name), getattr(want, name))
 
 
 def test_masks_follow_their_hosts():

@@ -2,6 +2,8 @@
 what followed earlier occurrences of the text's end, in this text and, where asked, in earlier answers."""
 
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from math import log
 from typing import NamedTuple, final
 
 import torch
@@ -105,6 +107,8 @@ class Suffix(Drafter):
     def propose(self, state: SuffixState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         nodes, depth = (self.rows, self.depth) if shape is None else (shape.nodes, shape.depth)
         state.asked = state.length.where(state.asked < 0, state.asked)
+        if len(state.root) == 1 and state.memory is None and look.may_look(state.root):
+            return _grown_by_host(state, nodes - 1, depth)
         if state.found is None:
             state.found = self._matches(state)
         matches = state.found._replace(tokens=state.found.tokens[..., :depth])
@@ -163,6 +167,48 @@ def grown(root: Int[Tensor, " B"], matches: Matches, nodes: int) -> Tree:
         D,
         scores=torch.cat([zero, scores], 1),
     )
+
+
+def _grown_by_host(state: TextState, nodes: int, depth: int) -> Tree:
+    """`grown` of what one text holds, in lists: so many small tensors take the host five times as long."""
+    (root,), (length,) = state.root.tolist(), state.length.tolist()
+    line = state.text[0, :length].numpy()
+    text = [*line.tolist(), root]
+    matches = []
+    for slot in (line == root).nonzero()[0].tolist():
+        n = 1
+        while n < min(LONGEST, slot + 1) and text[slot - n] == text[length - n]:
+            n += 1
+        matches.append((n, slot))
+    matches = sorted(matches, reverse=True)[:MATCHES]
+
+    def following(slot: int, d: int) -> int:
+        return text[slot + 1 + d % (length - slot)]
+
+    # Nodes yet to grow: score, number, matches up to the node, their tokens' depth, parent's number.
+    open_nodes = [(0.0, -1, matches, 0, -1)] if matches and depth else []
+    found: dict[int, tuple[int, int, float]] = {}  # token, parent's number and score, by number
+    while open_nodes and len(found) <= nodes:
+        score, number, some, d, above = heappop(open_nodes)
+        if number >= 0:
+            found[number] = following(some[0][1], d - 1), above, -score
+        if d == depth:
+            continue
+        alike: dict[int, list[tuple[int, int]]] = {}
+        for match in some:
+            alike.setdefault(following(match[1], d), []).append(match)
+        came = sum((n + d) ** POWER for n, _ in some) + DOUBT
+        for group in alike.values():
+            chance = sum((n + d) ** POWER for n, _ in group) / came
+            of_group = d * len(matches) + matches.index(group[0])
+            heappush(open_nodes, (score - log(chance), of_group, group, d + 1, number))
+    kept = sorted(sorted(found, key=lambda number: -found[number][2])[:nodes])
+    slots = {-1: 0, **{number: slot for slot, number in enumerate(kept, 1)}}
+    device = state.root.device
+    tokens = torch.tensor([[root, *(found[number][0] for number in kept)]], device=device)
+    parents = torch.tensor([[0, *(slots[found[number][1]] for number in kept)]], device=device)
+    scores = torch.tensor([[0.0, *(found[number][2] for number in kept)]], device=device)
+    return Tree(tokens, parents, depth, scores=scores) if kept else replace(chain(tokens), scores=scores)
 
 
 def _scores(matches: Matches, alike: Int[Tensor, "B D K K"]) -> Float[Tensor, "B D K"]:

@@ -105,7 +105,7 @@ class View(Cache):
     def stored_of(self, layers: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
         """All stored keys and values of some layers."""
         assert isinstance(self._cache, KVCache)
-        keys, values = self._cache.stored
+        keys, values = (stored.unbind(0) for stored in self._cache.stored)  # a call for all is quicker
         return [keys[layer] for layer in layers], [values[layer] for layer in layers]
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
