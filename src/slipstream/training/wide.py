@@ -24,6 +24,7 @@ LOOK = 16  # steps between two looks at which texts have ended
 LEAST = 64  # rows below which a batch is not made smaller
 SHARE = 0.45  # of a GPU's free memory for keys and values
 CHUNK = 2**16  # tokens of prompts that are read at once
+BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # others plan for each shape anew
 
 
 def attend(
@@ -106,9 +107,8 @@ class Wide:
         self._shape = sizes.blocks, sizes.num_key_value_heads, sizes.head_dim
         token = sizes.blocks * sizes.num_key_value_heads * sizes.head_dim
         if slots is None:
-            slots = int(SHARE * torch.cuda.mem_get_info(self.device)[0]) // (
-                2 * token * target.dtype.itemsize
-            )
+            free = int(SHARE * torch.cuda.mem_get_info(self.device)[0])
+            slots = free // (2 * token * target.dtype.itemsize)
         self.slots = slots
         self._memory = torch.zeros(2, slots * token, dtype=target.dtype, device=self.device)
         self._eos = torch.tensor(sorted(eos), device=self.device)
@@ -217,7 +217,7 @@ class Wide:
             seen = (at >= texts.pads[:, None]) & (at <= texts.cache.at)
             positions = (texts.cache.at - texts.pads)[:, None]
             logits = self._logits(texts.token[:, None], positions, seen[:, None, None], texts.cache)
-            texts.token.copy_(torch.where(texts.ended, self._eos[0], self._chosen(logits)))
+            texts.token.copy_(torch.where(texts.ended, texts.token, self._chosen(logits)))
             texts.written.index_copy_(1, texts.step, texts.token[:, None])
             texts.ended.logical_or_(torch.isin(texts.token, self._eos))
             texts.step.add_(1)
@@ -236,12 +236,10 @@ class Wide:
 
     def _logits(self, tokens: Tensor, positions: Tensor, seen: Tensor, cache: _Slots) -> Tensor:
         mask = torch.zeros_like(seen, dtype=self.target.dtype).masked_fill_(~seen, -torch.inf)
-        with sdpa_kernel(
-            [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        ):  # others plan for each shape anew
+        with sdpa_kernel(BACKENDS):
             out: Any = self.model(
                 input_ids=tokens,
-                position_ids=positions.clamp(min=0),
+                position_ids=positions.clamp(0, self.target.window - 1),
                 attention_mask=mask,
                 past_key_values=cache,
                 use_cache=True,

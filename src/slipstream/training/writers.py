@@ -106,12 +106,13 @@ class TargetWriter(Writer):
     def _write_wide(
         self, prompts: list[list[int]], temperature: float, limit: int, seed: int
     ) -> list[Written]:
-        words, eos = self.target.text, Settings.of(self.target, limit).eos
+        words, how = self.target.text, Settings.of(self.target, limit)
         assert isinstance(self.target, HFTarget) and words is not None
         if self._wide is None:
-            self._wide = Wide(self.target, eos)
+            self._wide = Wide(self.target, how.eos)
         made = self._wide.write(prompts, temperature, limit, seed)
-        return [Written(words.decode(tokens), tokens[-1] in eos) for tokens in made]
+        texts = [tokens[: how.limit(prompt)] for prompt, tokens in zip(prompts, made, strict=True)]
+        return [Written(words.decode(tokens), tokens[-1] in how.eos) for tokens in texts]
 
 
 @final
