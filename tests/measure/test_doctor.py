@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import tiny
 from slipstream import load_target
 from slipstream.drafters.spec import Spec
-from slipstream.drafters.store import find_drafter
+from slipstream.drafters.store import find_drafter, restored
 from slipstream.measure import burdens, faults
 from slipstream.measure.doctor import CHECKS, DoctorReport, Finding
 from slipstream.measure.fits import _unnormed
@@ -50,7 +50,8 @@ def planted(target, tmp_path, config=None, tensors=None) -> Spec:
     """The head that ships, with another config.json or other tensors."""
     home = tmp_path / "planted"
     shutil.copytree(find_drafter("eagle", target), home)
-    about, weights = json.loads((home / "config.json").read_text()), load_file(home / "model.safetensors")
+    about = json.loads((home / "config.json").read_text())
+    weights = restored(load_file(home / "model.safetensors"))  # of 8 bits
     if config is not None:
         config(about)
     if tensors is not None:
