@@ -240,8 +240,8 @@ def measure(
         if (exact := another_in(target, mode, exact=True)) is not None:
             name = f"exact, {mode}"
             report.exactness[name] = exact.exactness
-            measured(exact, name)
             report.proved_exact[:] = prove(exact, drafters, "eager", min(48, max_new_tokens))
+            measured(exact, name)
     for kind in KINDS:
         if (small := another_in(target, modes[-1], quantize=kind)) is not None:
             measured(small, f"{kind}, {modes[-1]}")

@@ -111,7 +111,8 @@ class Wide:
             slots = free // (2 * token * target.dtype.itemsize)
         self.slots = slots
         self._memory = torch.zeros(2, slots * token, dtype=target.dtype, device=self.device)
-        self._eos = torch.tensor(sorted(eos), device=self.device)
+        self._ends = frozenset(eos)
+        self._eos = torch.tensor(sorted(self._ends), device=self.device)
         self._temperature = torch.zeros((), device=self.device)
         self._texts: dict[tuple[int, int], _Texts] = {}
         self._steps: dict[tuple[int, int, int], Callable[[], Any]] = {}
@@ -150,8 +151,8 @@ class Wide:
         return [said[i] for i in range(len(prompts))]
 
     def _cut(self, tokens: list[int]) -> list[int]:
-        ends = self._eos.tolist()
-        return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))]
+        """Up to the first token that ends a text."""
+        return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in self._ends), len(tokens))]
 
     def _batch(
         self, prompts: Sequence[Sequence[int]], rows: int, capacity: int, width: int, limit: int
