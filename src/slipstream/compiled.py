@@ -87,14 +87,22 @@ def graph_of(method: Any, backend: Backend, args: Sequence[Any], kwargs: dict[st
     plain: Any = method.__func__
     given = _signature(plain).bind(method.__self__, *args, **kwargs)
     given.apply_defaults()
+    known = _graphs.setdefault((plain.__code__, backend), [])
+    for i, (guards, graph) in enumerate(known):
+        if guards.check(given.arguments):
+            known.insert(0, known.pop(i))  # the next call is likely to be like this one
+            return graph
     for entry in entries(plain.__code__):
         whole = not any(name.startswith("__resume") for name in entry.code.co_names)
         mine = getattr(entry.backend, "compiler_fn", None) is backend
         if whole and mine and entry.guard_manager.check(given.arguments):
-            return _with_code(plain, entry.code)
+            known.insert(0, (entry.guard_manager, _with_code(plain, entry.code)))
+            return known[0][1]
     return None
 
 
+# What `graph_of` found, of each code and backend: Dynamo makes its list anew for whoever asks.
+_graphs: dict[tuple[CodeType, Backend], list[tuple[Any, FunctionType]]] = {}
 _signature = cache(signature)
 
 

@@ -96,6 +96,12 @@ class Storage:
         return made
 
 
+def _moves(paths: Int[Tensor, "B D1"], counts: Int[Tensor, " B"]) -> bool:
+    """Whether a kept row is not where it belongs already."""
+    rows = zip(paths.tolist(), counts.tolist(), strict=True)
+    return any(path[:n] != list(range(len(path[:n]))) for path, n in rows)
+
+
 class KVCache:
     """Keys and values of L layers for B texts: the rows [first, first + B) of a `Storage`.
 
@@ -208,9 +214,13 @@ class KVCache:
         self.view = min(filled, self.prefix + self.storage.capacity)
         first = self.prefix + after + self.lengths[:, None]
         self._slots = first + torch.arange(rows, device=self.lengths.device)
-        self.used = torch.arange(self.view, device=self.lengths.device)
-        uniform = look.may_look(self.lengths) and bool((self.lengths == self.lengths[0]).all())
-        self._start = int(self._slots[0, 0]) if uniform and rows else None
+        if not look.may_look(self.lengths):
+            self.used, self._start = torch.arange(self.view, device=self.lengths.device), None
+            return
+        if len(self.used) != self.view:
+            self.used = torch.arange(self.view)
+        length, *others = self.lengths.tolist()
+        self._start = self.prefix + after + length if all(n == length for n in others) and rows else None
 
     def write(self, layer: int, key: NewKeys, value: NewValues) -> None:
         """Fill the reserved slots of one layer."""
@@ -246,13 +256,11 @@ class KVCache:
         if path is not None:  # a tree may name a depth that its nodes cannot reach
             path = path[:, :width]
             width = path.shape[1]
-        if path is not None and self.stored:
-            steps = torch.arange(width, device=path.device)
-            if not look.may_look(path) or bool(((path != steps) & (steps < count[:, None])).any()):
-                rows = torch.arange(len(path), device=path.device)[:, None]
-                source, goal = self._slots.gather(1, path), self._slots[:, :width]
-                for stored in self.stored:  # path[j] >= j and the right side is a copy: safe
-                    stored[:, rows, :, goal] = stored[:, rows, :, source]
+        if path is not None and self.stored and (not look.may_look(path) or _moves(path, count)):
+            rows = torch.arange(len(path), device=path.device)[:, None]
+            source, goal = self._slots.gather(1, path), self._slots[:, :width]
+            for stored in self.stored:  # path[j] >= j and the right side is a copy: safe
+                stored[:, rows, :, goal] = stored[:, rows, :, source]
         self.lengths = self.lengths + count
         self.bound += width
 

@@ -1,11 +1,14 @@
 """Tree: the guesses that one target pass checks. Its topology is tensors, never control flow."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from slipstream.core import look
 
 PAD = -1  # a token id that no draw can match
 
@@ -15,6 +18,13 @@ class Layout(NamedTuple):
 
     depths: Int[Tensor, "#B R"]  # position of a row = cache length + depth
     visible: Bool[Tensor, "#B R R"]  # visible[b, i, j]: row i may read row j
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is this one: what is derived from a layout is kept by it."""
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
 
 class Probes(NamedTuple):
@@ -67,20 +77,15 @@ class Tree:
 
     def layout(self) -> Layout:
         """Depths and visibility of all rows; `depth` steps to the parents, unless it is a chain."""
-        N, device = self.nodes, self.tokens.device
-        if self.parents is None:
-            depths = torch.arange(N, device=device)[None]
-            ancestors = depths[:, None, :] <= depths[:, :, None]
-        else:
-            ancestors = torch.eye(N, dtype=torch.bool, device=device).expand(len(self.parents), N, N).clone()
-            up = self.parents
-            for _ in range(self.depth):
-                ancestors.scatter_(2, up[..., None], True)
-                up = self.parents.gather(1, up)
-            depths = ancestors.sum(-1) - 1
+        N, device, parents = self.nodes, self.tokens.device, self.parents
+        if not look.may_look(self.tokens):
+            layout = _layout_of_chain(N, device) if parents is None else _layout_of(parents, self.depth)
+        else:  # tensors of so few numbers take long, and most trees were there before
+            above = None if parents is None else tuple(map(tuple, parents.tolist()))
+            layout = _known_layout(N, above, self.depth)
         if self.probes is None:
-            return Layout(depths, ancestors)
-        return _with_probes(depths, ancestors, self.probes.hosts, M=len(self.probes.vectors))
+            return layout
+        return _with_probes(*layout, self.probes.hosts, M=len(self.probes.vectors))
 
     def clip(self, depth: int) -> "Tree":
         """The same tree without nodes deeper than `depth`, for the end of the window."""
@@ -100,6 +105,28 @@ class Tree:
             parents=self.parents.masked_fill(deep, 0),
             depth=max(depth, 1),
         )
+
+
+@lru_cache(4096)
+@torch.inference_mode(False)
+def _known_layout(nodes: int, parents: tuple[tuple[int, ...], ...] | None, depth: int) -> Layout:
+    """Of trees on the host. Nobody may change it."""
+    return _layout_of_chain(nodes) if parents is None else _layout_of(torch.tensor(parents), depth)
+
+
+def _layout_of_chain(nodes: int, device: torch.device | None = None) -> Layout:
+    depths = torch.arange(nodes, device=device)[None]
+    return Layout(depths, depths[:, None, :] <= depths[:, :, None])
+
+
+def _layout_of(parents: Int[Tensor, "#B N"], depth: int) -> Layout:
+    B, N = parents.shape
+    ancestors = torch.eye(N, dtype=torch.bool, device=parents.device).expand(B, N, N).clone()
+    up = parents
+    for _ in range(depth):
+        ancestors.scatter_(2, up[..., None], True)
+        up = parents.gather(1, up)
+    return Layout(ancestors.sum(-1) - 1, ancestors)
 
 
 def _with_probes(depths: Tensor, ancestors: Tensor, hosts: Tensor, M: int) -> Layout:

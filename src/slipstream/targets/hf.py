@@ -20,18 +20,22 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from slipstream import kernels
 from slipstream.core.cache import KVCache
-from slipstream.core.drafter import CACHE, FINAL, INPUT
+from slipstream.core.drafter import CACHE
 from slipstream.core.span import Output
 from slipstream.core.target import LMHead, Target
 from slipstream.core.tree import Layout, Tree, chain
 from slipstream.machine import where
 from slipstream.targets import ours, support
 from slipstream.targets.alike import agrees, rounds_alike
-from slipstream.targets.inside import LOOKS, Behind, Blocks, View, compile_forward, twin
+from slipstream.targets.inside import Behind, Blocks, View, compile_forward, twin
 from slipstream.targets.masks import Masks, additive, dense, key_lists
 from slipstream.targets.part import between, own_blocks, part, rows_of_head
 from slipstream.targets.prompts import HFText
 from slipstream.targets.quantised import of_torchao, quantised, stored_bytes
+from slipstream.targets.straight import Straight
+from slipstream.targets.taps import Taps
+
+OF_PASSES = ("_taps", "_straight")  # what passes over one model's modules are made with
 
 
 @final
@@ -95,7 +99,6 @@ class HFTarget(Target):
         self.width = self._head.in_features
         self.compiles, self.captures = compile, compile and self.device.type == "cuda"
         self._ours = False
-        self._states, self._tapped = dict[str, Tensor](), set[str]()  # at taps, of the last pass; those taps
         self._calls: AbstractContextManager[Any] = nullcontext()
         if self.device.type == "cpu" or exact:
             self._take_ours()
@@ -156,7 +159,7 @@ class HFTarget(Target):
         target:` does this at the end."""
         self._twin = self.embed = self._head = None
         self.blocks = Blocks(())
-        for name in ("plain", "drafters"):
+        for name in ("plain", "drafters", *OF_PASSES):
             vars(self).pop(name, None)
 
     def __enter__(self) -> "HFTarget":
@@ -215,7 +218,8 @@ class HFTarget(Target):
         self, blocks: Sequence[int], own: bool = False, vocab: Int[Tensor, " Vd"] | None = None
     ) -> "HFTarget":
         made = copy(self)
-        made._states, made._tapped = {}, set()
+        for name in OF_PASSES:
+            vars(made).pop(name, None)
         made._twin, made.blocks, fresh = part(self.twin, self.blocks, blocks, own, vocab)
         made._head = made.twin.get_output_embeddings()
         for module, layer in fresh if self.compiles else ():
@@ -301,55 +305,29 @@ class HFTarget(Target):
         taps: tuple[str, ...],
     ) -> tuple[Float[Tensor, "B K V"], Float[Tensor, "B R F"] | None]:
         """The logits of the rows to keep, and the features of all rows."""
-        for tap in set(taps) - self._tapped:
-            self._tap(tap)
-        self._states.clear()  # of a pass that failed
-        with self._calls:
-            out = self.twin(
-                **inputs,
-                position_ids=positions,
-                attention_mask=mask,
-                past_key_values=(view := View(cache, self.blocks)),
-                use_cache=True,
-                logits_to_keep=keep,
-            )
-        for tap in taps:
-            if tap not in self._states:  # one of the cache, or of a block that was not called
-                i = self._index(tap)
-                self._states[tap] = cache.written(i) if tap.startswith(CACHE) else view.took[self.blocks[i]]
-        features = torch.cat([self._states[tap] for tap in taps], -1) if taps else None
-        self._states.clear()
-        return out.logits if out.logits.dtype == torch.float64 else out.logits.float(), features
+        self._taps.watch(taps)
+        view, logits = View(cache, self.blocks), None
+        if self._straight is not None and "input_ids" in inputs and isinstance(keep, int):
+            logits = self._straight.run(inputs["input_ids"], positions, mask, view)
+        if logits is None:
+            view = View(cache, self.blocks)
+            own = {"position_ids": positions, "attention_mask": mask, "past_key_values": view}
+            with self._calls:
+                logits = self.twin(**inputs, **own, use_cache=True, logits_to_keep=keep).logits
+        features = self._taps.take(taps, cache, view)
+        return logits if logits.dtype == torch.float64 else logits.float(), features
 
-    def _tap(self, tap: str) -> None:
-        """Let passes leave their states at a tap in `_states`. Hugging Face's own recorder keeps those of all
-        layers, by hooks inside them, which cannot be compiled."""
-        states = self._states
+    @cached_property
+    def _taps(self) -> Taps:
+        return Taps(self.twin.get_decoder(), self.blocks)
 
-        def after(module: nn.Module, args: Any, out: Any) -> None:
-            states[FINAL] = out.last_hidden_state
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            states[tap] = args[0] if args else kwargs["hidden_states"]
-
-        block = self.blocks[self._index(tap)] if tap != FINAL else None
-        if block is None:
-            self.twin.get_decoder().register_forward_hook(after)
-        elif not tap.startswith(CACHE):  # the cache is read after the pass
-            setattr(before, LOOKS, True)
-            block.register_forward_pre_hook(before, with_kwargs=True)
-        self._tapped.add(tap)
-
-    def _index(self, tap: str) -> int:
-        """The block that a tap names. Raises ValueError."""
-        name, _, block = tap.rpartition(" ")
-        if f"{name} " in (INPUT, CACHE) and block.isdecimal() and int(block) < len(self.blocks):
-            return int(block)
-        last = len(self.blocks) - 1
-        raise ValueError(
-            f"Unknown tap: {tap!r}. Available: '{FINAL}', '{INPUT}0' to '{INPUT}{last}', '{CACHE}0' to "
-            f"'{CACHE}{last}'"
-        )
+    @cached_property
+    def _straight(self) -> Straight | None:
+        """Passes without the model's own Python, where all layers may run in one call."""
+        at_once = self.compiles and self.device.type == "cpu" and kernels.has_tiles(self.dtype)
+        if not at_once or type(self._calls) is not nullcontext:
+            return None
+        return Straight(self.twin, self.blocks, [*between(self.twin, self.blocks).values()])
 
     def widths(self, taps: Sequence[str]) -> list[int]:
         def cached() -> int:

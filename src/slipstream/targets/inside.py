@@ -63,6 +63,9 @@ class View(Cache):
         first: the pass's first call of each kind of compiled layer.
         ahead: what layers that have run already took and say.
         together: all layers, if they ran in one call and each so far has taken what the one before says.
+        says: what each of the layers says that ran in the last call of several.
+        straight: the first layer alone is called (`Straight`); `says` is empty unless all ran with it.
+        final: the final states of a pass that is straight.
         spoken_for: layers that need not be called.
         took: what these took.
     """
@@ -73,6 +76,8 @@ class View(Cache):
         self.first: dict[Backend, First | None] = {}
         self.ahead: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self.together: Together | None = None
+        self.says, self.straight = list[Tensor](), False
+        self.final: Tensor | None = None
         self.took: dict[nn.Module, Tensor] = {}
         if blocks is not None:
             blocks.spoken_for = self.spoken_for
@@ -86,6 +91,11 @@ class View(Cache):
         elif self.together is not None and not self.ahead:
             self.together.proven = True
         return says if states is took else None
+
+    def again(self) -> "View":
+        """The view for the same pass, made another time."""
+        assert isinstance(self._cache, KVCache) and isinstance(self.blocks, Blocks)
+        return View(self._cache, self.blocks)
 
     @property
     def stored(self) -> bool:
@@ -202,8 +212,9 @@ class StandIn:
         self._backend = backend_for(module)
         self._compiled = compiled(module.forward, device, self._backend)
         self._layer = layer
-        # By graph: the layers that run in one call from this one on.
-        self._together: dict[CodeType, Together] = {}
+        # By graph and number: the layers that run in one call from this one on.
+        self._together: dict[tuple[CodeType, int], Together] = {}
+        self._alike: tuple[Any, list[StandIn]] = (None, [])  # see `_behind`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         view = next((x for x in (*args, *kwargs.values()) if isinstance(x, View)), None)
@@ -218,7 +229,7 @@ class StandIn:
         owned = tuple(map(self._own, args)), {name: self._own(x) for name, x in kwargs.items()}
         graph = graph_of(self.plain, self._backend, *owned)
         says = self._compiled(*owned[0], **owned[1]) if graph is None else None
-        if view is not None and self._backend not in view.first:
+        if view is not None and not view.straight and self._backend not in view.first:
             graph = graph or graph_of(self.plain, self._backend, *owned)
             view.first[self._backend] = First.of(given, graph)
         if says is None and view is not None:
@@ -233,16 +244,22 @@ class StandIn:
         behind = self._behind(view) if states.shape[:-1].numel() <= TOGETHER else [self]
         with gathering() as calls:
             says = self._alone(graph, view, args, kwargs)
-            known = self._together.get(graph.__code__)
+            key = graph.__code__, len(behind)
+            known = self._together.get(key)
             if calls and (known is None or known.layers != behind):
                 for each in behind[1:]:
                     each._alone(graph, view, args, kwargs)
-                known = self._together[graph.__code__] = Together(behind, Layers(calls))
+                known = self._together[key] = Together(behind, Layers(calls))
         if not calls or known is None:
             return says
-        said = known.run(calls[0], *view.stored_of([each._layer for each in behind]))
+        said = view.says = known.run(calls[0], *view.stored_of([each._layer for each in behind]))
+        if view.straight:
+            if not known.proven or len(behind) < len(view.blocks):
+                view.says = []
+            view.took = {each._module: took for each, took in zip(behind, [states, *said], strict=False)}
+            return said[0]
         view.together = known if len(behind) == len(view.blocks) else None
-        called = [i for i, each in enumerate(behind) if i == 0 or not known.proven or each.hooked]
+        called = [i for i, each in enumerate(behind) if i == 0 or not known.proven or looked_at(each._module)]
         for i, after in pairwise([*called, len(behind)]):
             view.ahead[behind[i]._module] = said[i - 1] if i else states, said[after - 1]
             for j in range(i + 1, after):
@@ -250,18 +267,15 @@ class StandIn:
                 view.took[behind[j]._module] = said[j - 1]
         return view.pop(self._module, states)
 
-    @property
-    def hooked(self) -> bool:
-        """Whether someone looks at what the module takes or says, and not at `View.took`."""
-        hooks = *self._module._forward_pre_hooks.values(), *self._module._forward_hooks.values()
-        return not all(hasattr(hook, LOOKS) for hook in hooks)
-
     def _behind(self, view: View) -> list["StandIn"]:
         """This layer and those right behind it that share its graphs."""
+        if self._alike[0] is view.blocks:
+            return self._alike[1]
         blocks = dropwhile(lambda block: block is not self._module, view.blocks)
         forwards: Iterator[Any] = (block.forward for block in blocks)
         alike = takewhile(lambda forward: getattr(forward, "_backend", None) is self._backend, forwards)
-        return list(alike) or [self]
+        self._alike = view.blocks, list(alike) or [self]
+        return self._alike[1]
 
     def _alone(
         self, graph: Callable[..., Any], view: View, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -278,6 +292,12 @@ class StandIn:
         if isinstance(x, View):
             return x.of(self._layer)
         return tuple(map(self._own, x)) if type(x) is tuple else x
+
+
+def looked_at(module: nn.Module) -> bool:
+    """Whether someone looks at what a module takes or says, and not at `View.took`."""
+    hooks = module._forward_pre_hooks, module._forward_hooks
+    return any(hooks) and not all(hasattr(hook, LOOKS) for each in hooks for hook in each.values())
 
 
 def compile_forward(module: nn.Module, device: torch.device, layer: int = 0) -> None:

@@ -1,9 +1,12 @@
 """What each row of a pass reads: as lists of keys for our attention, or as a dense mask for anyone else's."""
 
+from functools import lru_cache
+
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from slipstream.core import look
 from slipstream.core.cache import KVCache
 from slipstream.core.tree import Layout
 
@@ -23,6 +26,9 @@ def key_lists(
         nodes: rows behind the nodes are probes, which also read memory.
         depth: how many scratch rows a row reads at most. 0: all before it and itself, as in a chain.
     """
+    if list(windows.values()) == [None] and look.may_look(positions):
+        fixed, moving = _whole_lists(layout, cache.prefix, nodes, depth)
+        return torch.addcmul(fixed, moving, cache.lengths.int()[:, None, None])[:, None]
     P, device = cache.prefix, positions.device
     R, A = layout.visible.shape[1:]
     B, rows, scratch = len(cache.lengths), torch.arange(R, device=device), torch.arange(A, device=device)
@@ -43,6 +49,26 @@ def key_lists(
             bounds = torch.cat([bounds, slots], -1)
         every[kind] = bounds.int()[:, None]
     return every if len(every) > 1 else every[kind]
+
+
+@lru_cache(4096)
+@torch.inference_mode(False)
+def _whole_lists(
+    layout: Layout, prefix: int, nodes: int, depth: int
+) -> tuple[Int[Tensor, "B R K"], Int[Tensor, "B R K"]]:
+    """The lists of texts without tokens and without a sliding window, and which of their numbers grow with
+    each token."""
+    R, A = layout.visible.shape[1:]
+    rows = torch.arange(R)
+    memory, first = torch.where(rows < nodes, -prefix, prefix), torch.full_like(rows, prefix)
+    end = first if depth else first + rows + 1
+    fixed = torch.stack([memory, first, end], -1).expand(len(layout.visible), R, 3)
+    moving = torch.tensor([0, 0, 1]).expand_as(fixed)
+    if depth:
+        listed = torch.where(layout.visible, torch.arange(A), A).sort(-1).values[..., :depth]
+        fixed = torch.cat([fixed, torch.where(listed < A, listed + prefix, -1)], -1)
+        moving = torch.cat([moving, (listed < A).long()], -1)
+    return fixed.int(), moving.int()
 
 
 def dense(
