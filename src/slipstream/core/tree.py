@@ -1,8 +1,9 @@
 """Tree: the guesses that one target pass checks. Its topology is tensors, never control flow."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,6 +12,7 @@ from torch import Tensor
 from slipstream.core import look
 
 PAD = -1  # a token id that no draw can match
+SHARED = 64  # nodes at most of trees whose layouts are kept
 
 
 class Layout(NamedTuple):
@@ -19,12 +21,16 @@ class Layout(NamedTuple):
     depths: Int[Tensor, "#B R"]  # position of a row = cache length + depth
     visible: Bool[Tensor, "#B R R"]  # visible[b, i, j]: row i may read row j
 
-    def __eq__(self, other: object) -> bool:
-        """Whether it is this one: what is derived from a layout is kept by it."""
-        return self is other
 
-    def __hash__(self) -> int:
-        return id(self)
+class SharedLayout(Layout):
+    """A layout of many passes, which nobody may change.
+
+    Attributes:
+        derived: what was made of it, to be made once.
+    """
+
+    def __init__(self, *_: Tensor) -> None:
+        self.derived: dict[Hashable, Any] = {}
 
 
 class Probes(NamedTuple):
@@ -78,11 +84,11 @@ class Tree:
     def layout(self) -> Layout:
         """Depths and visibility of all rows; `depth` steps to the parents, unless it is a chain."""
         N, device, parents = self.nodes, self.tokens.device, self.parents
-        if not look.may_look(self.tokens):
-            layout = _layout_of_chain(N, device) if parents is None else _layout_of(parents, self.depth)
-        else:  # tensors of so few numbers take long, and most trees were there before
+        if look.may_look(self.tokens) and N <= SHARED:
             above = None if parents is None else tuple(map(tuple, parents.tolist()))
-            layout = _known_layout(N, above, self.depth)
+            layout: Layout = _shared_layout(N, above, self.depth)
+        else:
+            layout = _layout_of_chain(N, device) if parents is None else _layout_of(parents, self.depth)
         if self.probes is None:
             return layout
         return _with_probes(*layout, self.probes.hosts, M=len(self.probes.vectors))
@@ -107,11 +113,13 @@ class Tree:
         )
 
 
-@lru_cache(4096)
+@lru_cache(1024)
 @torch.inference_mode(False)
-def _known_layout(nodes: int, parents: tuple[tuple[int, ...], ...] | None, depth: int) -> Layout:
-    """Of trees on the host. Nobody may change it."""
-    return _layout_of_chain(nodes) if parents is None else _layout_of(torch.tensor(parents), depth)
+def _shared_layout(nodes: int, parents: tuple[tuple[int, ...], ...] | None, depth: int) -> SharedLayout:
+    """Tensors of so few numbers take long on the host, and most trees were there before."""
+    return SharedLayout(
+        *(_layout_of_chain(nodes) if parents is None else _layout_of(torch.tensor(parents), depth))
+    )
 
 
 def _layout_of_chain(nodes: int, device: torch.device | None = None) -> Layout:

@@ -1,14 +1,11 @@
 """What each row of a pass reads: as lists of keys for our attention, or as a dense mask for anyone else's."""
 
-from functools import lru_cache
-
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from slipstream.core import look
 from slipstream.core.cache import KVCache
-from slipstream.core.tree import Layout
+from slipstream.core.tree import Layout, SharedLayout
 
 Windows = dict[str, int | None]  # the sliding window of each type of attention; None: it reads everything
 Masks = Tensor | dict[str, Tensor]  # one for each type of attention, if there are several
@@ -26,8 +23,11 @@ def key_lists(
         nodes: rows behind the nodes are probes, which also read memory.
         depth: how many scratch rows a row reads at most. 0: all before it and itself, as in a chain.
     """
-    if list(windows.values()) == [None] and look.may_look(positions):
-        fixed, moving = _whole_lists(layout, cache.prefix, nodes, depth)
+    if isinstance(layout, SharedLayout) and list(windows.values()) == [None]:
+        given = cache.prefix, nodes, depth
+        if given not in layout.derived:
+            layout.derived[given] = _whole_lists(layout, *given)
+        fixed, moving = layout.derived[given]
         return torch.addcmul(fixed, moving, cache.lengths.int()[:, None, None])[:, None]
     P, device = cache.prefix, positions.device
     R, A = layout.visible.shape[1:]
@@ -51,7 +51,6 @@ def key_lists(
     return every if len(every) > 1 else every[kind]
 
 
-@lru_cache(4096)
 @torch.inference_mode(False)
 def _whole_lists(
     layout: Layout, prefix: int, nodes: int, depth: int
