@@ -89,6 +89,23 @@ def test_what_many_rounds_told_outlives_rounds_of_others():
     assert known.mean > 0.85
 
 
+def test_a_tree_that_nobody_grew_is_known_from_its_like():
+    """Rounds of a small tree that say nothing of a large one, or everything about matches."""
+    ledger = Ledger(RUNGS, {1: list(COSTS)})
+    large, match = (ledger.of(RUNGS.index(shape), 0).mean for shape in (LARGE, MATCH))
+    for _ in range(40):
+        ledger.add(RUNGS.index(SMALL), 0, 2, 1.0)
+    small = ledger.of(RUNGS.index(SMALL), 0).mean
+    assert small > 1.8
+    assert ledger.of(RUNGS.index(LARGE), 0).mean > max(small, 1.5 * large)
+    assert ledger.of(RUNGS.index(MATCH), 0).mean == match
+    for _ in range(200):
+        ledger.add(RUNGS.index(LARGE), 0, 1, 1.0)
+    assert ledger.of(RUNGS.index(LARGE), 0).mean == pytest.approx(1, abs=0.1)
+    ledger.add(RUNGS.index(SMALL), 0, 0, 1.0)
+    assert ledger.of(RUNGS.index(LARGE), 0).mean == pytest.approx(1, abs=0.1)
+
+
 def test_one_bad_text_does_not_spoil_the_average():
     """What was accepted of it counts by how bad it is, or the next text would be decoded plainly."""
     ledger = Ledger(RUNGS, {1: list(COSTS)})

@@ -81,6 +81,19 @@ class Ledger:
             self.accepted[rung, sign] = Accepted(matched + (1 - match) * grown)
         return self.accepted[rung, sign]
 
+    def add(self, rung: int, sign: int, tokens: int, factor: float) -> None:
+        """A round of a text whose guesses are `factor` times as good. It speaks of other trees of the same
+        guesses, too: as much as a guess is worth beside what their own rounds told."""
+        average = self.of(rung, sign)
+        before = average.mean
+        average.add(tokens, factor)
+        change = min(2.0, max(0.5, average.mean / before)) if before else 1.0
+        kind = bool(self.rungs[rung].children)
+        for i, shape in enumerate(self.rungs):
+            if i != rung and shape.depth and bool(shape.children) == kind:
+                like = self.of(i, sign)
+                like.mean *= change ** min(1.0, GUESS / like.rounds)
+
     def costs(self, texts: int) -> list[float]:
         """Of every rung, for so many texts; for the nearest number that was measured."""
         return self.seconds[min(self.seconds, key=lambda known: abs(log2(known / texts)))]
@@ -162,7 +175,7 @@ class Policy:
                     evidence.fade(FADES if drafts and evidence is seen else FADES_UNUSED)
             if drafts:
                 promised = average.mean
-                average.add(made - 1, seen.factor)
+                self.ledger.add(self._rung, sign, made - 1, seen.factor)
                 seen.accepted += made - 1
                 seen.promised += promised
         usual = not shape.children or (any(guessed) and self._idle < LAGS)
