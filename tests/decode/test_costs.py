@@ -37,6 +37,20 @@ def test_rounds_are_measured_once_for_each_number_of_texts(auto, monkeypatch):
     assert costs.ledger(target, again).seconds[4] == pytest.approx(seconds[4], abs=1e-6)
 
 
+def test_what_a_head_must_read_is_charged_from_the_first_tree_on(auto, monkeypatch):
+    """A drafter made anew in each call, or in another process, whose head would read prompts for nothing."""
+    target, drafter = auto
+    costs.policy(target, drafter, 2)
+    assert 0 < drafter.pace < 0.1
+    again = Auto(drafter.hybrid.head, drafter.name)
+    costs.policy(target, again, 2)
+    assert again.pace == drafter.pace
+    monkeypatch.setattr(costs, "_ledgers", WeakKeyDictionary())
+    again = Auto(drafter.hybrid.head, drafter.name)
+    costs.policy(target, again, 2)
+    assert again.pace == pytest.approx(drafter.pace, abs=1e-9)
+
+
 def test_what_was_learnt_is_kept_for_the_next_process(auto, monkeypatch):
     """What was accepted, and costs, which may have been measured in a busy second."""
     target, drafter = auto

@@ -98,6 +98,7 @@ class Drafter(ABC):
         memory: keys and values [L, 2, P, heads, D] that its probes read in the target's attention.
         rungs: trees among which a policy chooses one a round, the bare root first; none: it has its own.
         tuned: those of the rungs that `tune` found.
+        pace: seconds in which it reads a token that it put off; 0 where that is not known.
         name: under which what its rungs cost is kept.
     """
 
@@ -110,6 +111,7 @@ class Drafter(ABC):
     memory: Float[Tensor, "L 2 P heads D"] | None = None
     rungs: tuple[Shape, ...] = ()
     tuned: tuple[Shape, ...] = ()
+    pace: float = 0.0
     name: str = ""
 
     @abstractmethod

@@ -31,6 +31,7 @@ LAPS, SECONDS, FEWEST = 8, 3.0, 3  # over all rungs: at most, in all, and at lea
 CONTEXT = 256  # tokens before the rounds that are measured
 NEWS = 32  # rounds between two writings of what was accepted
 FILE, ACCEPTED = "rounds.json", "accepted"
+PACE = "a token read late"  # among what rungs cost
 SIGNS = ("none", "short", "long", "longer")  # matches, by `Drafter.signs`
 _ledgers: WeakKeyDictionary[Target, dict[Any, Ledger]] = WeakKeyDictionary()
 
@@ -55,6 +56,7 @@ def policy(target: Target, drafter: Drafter, texts: int) -> Policy | None:
     known = ledger(target, drafter)
     if texts not in known.seconds:
         known.seconds[texts] = _seconds(target, drafter, texts)
+    drafter.pace = known.pace = drafter.pace or known.pace  # the next drafter of the name begins with it
     return Policy(known)
 
 
@@ -97,6 +99,7 @@ def _store_accepted(target: Target, drafter: Drafter, known: Ledger) -> None:
 
 def _store_seconds(target: Target, drafter: Drafter, texts: int, seconds: Sequence[float]) -> None:
     known = {rung.name: round(each, 6) for rung, each in zip(drafter.rungs, seconds, strict=True)}
+    known[PACE] = round(drafter.pace, 9)
     _store(_setting(target, texts), target, drafter, known)
 
 
@@ -127,18 +130,21 @@ def _store(what: str, target: Target, drafter: Drafter, by_rung: dict[str, Any])
 def _seconds(target: Target, drafter: Drafter, texts: int) -> list[float]:
     """By rung, from the user's cache, or measured."""
     known = _stored(_setting(target, texts), target, drafter)
-    if list(known) != [rung.name for rung in drafter.rungs]:
+    pace = known.pop(PACE, None)
+    if pace is None or list(known) != [rung.name for rung in drafter.rungs]:
         seconds = measured(target, drafter, texts)
         _store_seconds(target, drafter, texts, seconds)
         return seconds
     if target.compiles:
         for rows in {1, texts}:  # graphs of all sizes, before they are needed
             next(_laps(target, drafter, rows))
+    drafter.pace = pace
     return list(known.values())
 
 
 def measured(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) -> list[float]:
-    """Median seconds of a round of every rung. Rungs alternate, after an untimed round of each."""
+    """Median seconds of a round of every rung. Rungs alternate, after an untimed round of each. The drafter's
+    `pace` is what its head takes to read their prompts."""
     if texts > 1 and target.compiles:
         next(_laps(target, drafter, 1))
     laps = _laps(target, drafter, texts, context)
@@ -148,6 +154,9 @@ def measured(target: Target, drafter: Drafter, texts: int, context: int = CONTEX
         spent.append(lap)
         if len(spent) == LAPS or (len(spent) >= FEWEST and perf_counter() - began > SECONDS):
             break
+    for tree in [rung for rung in drafter.rungs if rung.children][:1]:
+        # The first session's head read its prompts while graphs and buffers were made.
+        _session(target, drafter, texts, context).step(shape=tree)
     return [median(times) for times in zip(*spent, strict=True)]
 
 

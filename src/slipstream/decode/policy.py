@@ -62,6 +62,7 @@ class Ledger:
     Attributes:
         seconds: of a round, by the texts that share it, then by rung.
         accepted: tokens, by rung and `Drafter.signs`.
+        pace: see `Drafter`.
         chosen: rounds of each rung.
         kept: rounds whose acceptance is stored.
     """
@@ -69,6 +70,7 @@ class Ledger:
     rungs: Sequence[Shape]
     seconds: dict[int, list[float]] = field(default_factory=dict)
     accepted: dict[tuple[int, int], Accepted] = field(default_factory=dict)
+    pace: float = 0.0
     chosen: Counter[int] = field(default_factory=Counter)
     kept: int = 0
 

@@ -86,7 +86,6 @@ class Auto(Drafter):
         tuned: Sequence[Shape] = (),
     ) -> None:
         self.matches, self.hybrid, self.name = Suffix(max(MATCHES), remember=remember), None, name
-        self.pace = 0.0  # seconds that the head reads a token
         found = [Shape(f"matches-{n}", (), n - 1, n, 0, 0) for n in MATCHES]
         self.rungs = (PLAIN, *found)
         self.rows, self.depth = self.matches.rows, self.matches.depth
