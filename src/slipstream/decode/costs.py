@@ -169,13 +169,15 @@ def _laps(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) 
         session.step(shape=PLAIN)
         session.step(shape=rung)
     deepest = max(rung.depth for rung in drafter.rungs)
+    most = min(target.window, context + CONTEXT)  # a longer text makes all rounds alike
     while True:
         lap = []
         for rung in drafter.rungs:
-            if max(session.lengths) + 2 * (deepest + 2) > target.window:
+            if max(session.lengths) + 2 * (deepest + 2) > most:
                 session = _session(target, drafter, texts, context)
-            if rung.children:
-                session.step(shape=rung)  # the timed round reads what this one brings, and its masks guess
+            # The timed round reads what this one brings, and its masks guess. It finds memory of its size: a
+            # plain round behind one of 128 rows takes half as long again.
+            session.step(shape=rung)
             before = perf_counter()
             drafter.signs(session.state)
             session.step(shape=rung)
