@@ -175,8 +175,8 @@ def _laps(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) 
         for rung in drafter.rungs:
             if max(session.lengths) + 2 * (deepest + 2) > most:
                 session = _session(target, drafter, texts, context)
-            # The timed round reads what this one brings, and its masks guess. It finds memory of its size: a
-            # plain round behind one of 128 rows takes half as long again.
+            # The timed round reads what this one brings, and its masks guess. Plain rounds of eight texts
+            # took half as long again where they were timed behind the largest tree's.
             session.step(shape=rung)
             before = perf_counter()
             drafter.signs(session.state)

@@ -309,8 +309,8 @@ class HFTarget(Target):
         view, logits = View(cache, self.blocks), None
         if self._straight is not None and "input_ids" in inputs and isinstance(keep, int):
             logits = self._straight.run(inputs["input_ids"], positions, mask, view)
+            view = view.again() if logits is None else view
         if logits is None:
-            view = View(cache, self.blocks)
             own = {"position_ids": positions, "attention_mask": mask, "past_key_values": view}
             with self._calls:
                 logits = self.twin(**inputs, **own, use_cache=True, logits_to_keep=keep).logits

@@ -1,5 +1,7 @@
 """What each row of a pass reads: as lists of keys for our attention, or as a dense mask for anyone else's."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -26,13 +28,26 @@ def key_lists(
     if isinstance(layout, SharedLayout) and list(windows.values()) == [None]:
         given = cache.prefix, nodes, depth
         if given not in layout.derived:
-            layout.derived[given] = _whole_lists(layout, *given)
+            layout.derived[given] = _at_start(layout, windows, *given)
         fixed, moving = layout.derived[given]
         return torch.addcmul(fixed, moving, cache.lengths.int()[:, None, None])[:, None]
-    P, device = cache.prefix, positions.device
+    return _lists(layout, positions, cache.lengths, windows, cache.prefix, nodes, depth)
+
+
+def _lists(
+    layout: Layout,
+    positions: Int[Tensor, "#B A"],
+    lengths: Int[Tensor, " B"],
+    windows: Windows,
+    P: int,
+    nodes: int,
+    depth: int,
+) -> Masks:
+    """The lists behind so many tokens."""
+    device = positions.device
     R, A = layout.visible.shape[1:]
-    B, rows, scratch = len(cache.lengths), torch.arange(R, device=device), torch.arange(A, device=device)
-    lengths, positions = cache.lengths[:, None], positions.expand(B, A)
+    B, rows, scratch = len(lengths), torch.arange(R, device=device), torch.arange(A, device=device)
+    lengths, positions = lengths[:, None], positions.expand(B, A)
     own = positions[:, A - R :]
     memory = torch.where(rows >= nodes, P, -P).expand(B, R)
     end = (lengths if depth else lengths + rows + 1).expand(B, R)
@@ -52,22 +67,17 @@ def key_lists(
 
 
 @torch.inference_mode(False)
-def _whole_lists(
-    layout: Layout, prefix: int, nodes: int, depth: int
+def _at_start(
+    layout: Layout, windows: Windows, prefix: int, nodes: int, depth: int
 ) -> tuple[Int[Tensor, "B R K"], Int[Tensor, "B R K"]]:
-    """The lists of texts without tokens and without a sliding window, and which of their numbers grow with
-    each token."""
-    R, A = layout.visible.shape[1:]
-    rows = torch.arange(R)
-    memory, first = torch.where(rows < nodes, -prefix, prefix), torch.full_like(rows, prefix)
-    end = first if depth else first + rows + 1
-    fixed = torch.stack([memory, first, end], -1).expand(len(layout.visible), R, 3)
-    moving = torch.tensor([0, 0, 1]).expand_as(fixed)
-    if depth:
-        listed = torch.where(layout.visible, torch.arange(A), A).sort(-1).values[..., :depth]
-        fixed = torch.cat([fixed, torch.where(listed < A, listed + prefix, -1)], -1)
-        moving = torch.cat([moving, (listed < A).long()], -1)
-    return fixed.int(), moving.int()
+    """The lists of texts without tokens, and which of their numbers grow with each token: the ends of runs
+    and the slots, but not memory nor first slots, which stay without a window."""
+    none = torch.zeros(len(layout.visible), dtype=torch.long)
+    lists: Any = _lists(layout, layout.depths, none, windows, prefix, nodes, depth)
+    fixed = lists[:, 0]
+    moving = (fixed >= 0).int()
+    moving[..., :2] = 0
+    return fixed, moving
 
 
 def dense(
