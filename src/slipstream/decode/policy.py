@@ -25,7 +25,8 @@ LAGS = 4  # rounds without the head after which its next one reads much, and doe
 KEEPS = 200.0  # rounds that an average of accepted tokens remembers
 FIRST, GROWN = 0.2, 0.29  # guess: tokens accepted of a head's tree, and more for each doubling of its nodes
 MATCHED = (0.2, 0.6, 0.8, 0.92)  # guess: a match's next token is accepted, by sign
-GUESS = 4.0  # rounds that a guess counts as
+GUESS = 8.0  # rounds that a guess counts as
+HOPE = 0.75  # standard errors
 NO_GUESSES = -1  # the sign of a text that gets none: it brings one token, whatever the tree
 KINDS = "no match", "match", "head"  # of guesses
 PAYS = 16  # rounds of a head's trees in which what it has yet to read must pay
@@ -41,8 +42,9 @@ class Accepted:
 
     @property
     def hoped(self) -> float:
-        """The mean and its standard error, as of a count: what few rounds spoke badly of is tried again."""
-        return self.mean + sqrt(self.mean / self.rounds)
+        """The mean and some of its standard error, as of a count: what few rounds spoke badly of is tried
+        again."""
+        return self.mean + HOPE * sqrt(self.mean / self.rounds)
 
     def fade(self) -> None:
         """Another round went by. What many rounds told is never worth as little as a guess."""
