@@ -5,7 +5,7 @@ import random
 import pytest
 
 from slipstream.core.shape import PLAIN, Shape
-from slipstream.decode.policy import NO_GUESSES, Accepted, Ledger, Policy
+from slipstream.decode.policy import FADES_UNUSED, NO_GUESSES, RESTS, Accepted, Ledger, Policy
 
 MATCH = Shape("matches-3", (), 3, 4, 0, 0)
 SMALL, LARGE = Shape.parse("best-first-2x4"), Shape.parse("best-first-3x16")
@@ -83,7 +83,7 @@ def test_what_many_rounds_told_outlives_rounds_of_others():
     for _ in range(100):
         known.add(1, 1.0)
     for _ in range(5000):
-        known.fade()
+        known.fade(FADES_UNUSED)
     for _ in range(3):
         known.add(0, 1.0)
     assert known.mean > 0.85
@@ -142,6 +142,33 @@ def test_texts_in_a_batch_decide_together_and_are_forgotten_when_they_leave():
     assert {text for text, _ in policy._seen} == {0, 1, 2, 3}
     policy.choose([1], [0])
     assert {text for text, _ in policy._seen} == {1}
+
+
+def test_rounds_rest_where_no_tree_comes_near():
+    """Eight texts whose trees cost twice a plain round were weighed in each one, for 2 % of it."""
+    dear, cheap = Policy(Ledger(RUNGS, {2: [20.0, 60.0, 70.0, 90.0]})), Policy(Ledger(RUNGS, {2: COSTS}))
+    for policy, rests in ((dear, RESTS), (cheap, 0)):
+        shape = policy.choose([0, 1], [0, 0])
+        policy.learn([1, 1], 20.0, [bool(shape.depth)] * 2)
+        assert [policy.rests([0, 1]) for _ in range(RESTS + 1)] == [True] * rests + [False] * (
+            RESTS + 1 - rests
+        )
+    assert dear.ledger.chosen == {0: 1 + RESTS}
+    dear.choose([0, 1], [0, 0])
+    assert not dear.rests([0]), "a text left: what pays for two says little of one"
+
+
+def test_what_was_seen_fades_in_rounds_that_rest():
+    """A text would be tried again five times as late."""
+    left = []
+    for rests in (0, RESTS):
+        policy = Policy(Ledger(RUNGS, {1: [20.0, 60.0, 70.0, 90.0]}))
+        policy.choose([0], [0])
+        policy._of(0, 0, True).promised = 1.0
+        policy._rested = rests
+        policy.learn([1], 20.0, [False])
+        left.append(policy._of(0, 0, True).promised)
+    assert left == pytest.approx([FADES_UNUSED, FADES_UNUSED ** (1 + RESTS)])
 
 
 def test_a_text_without_guesses_is_no_evidence_against_them():

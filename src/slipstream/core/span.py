@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ class Span:
         """Which columns are real."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.count[:, None]
 
-    @property
+    @cached_property
     def root(self) -> Int[Tensor, " B"]:
         """The target's choice behind the last token: the root of the next tree."""
         return self.last(self.nexts)
@@ -105,6 +106,9 @@ def commit(tree: Tree, out: Output, verdict: Verdict, cache: KVCache) -> Span:
     start, path, count = cache.lengths, verdict.path, verdict.count
     rows = torch.arange(len(count), device=count.device)
     cache.keep(None if tree.is_chain else path, count)
+    if tree.nodes == 1 and tree.probes is None:
+        nexts = verdict.next[:, None]
+        return Span(tree.tokens, nexts, start, count, cache, out.features, None, tree, path, out.logits)
     tokens = tree.tokens.gather(1, path)
     nexts = torch.cat([tokens[:, 1:], verdict.next[:, None]], 1)
     nexts[rows, (count - 1).clamp(min=0)] = verdict.next

@@ -19,6 +19,7 @@ FADES = 0.95  # of the evidence on a text this much is left after a round
 FADES_UNUSED = 0.995  # the same after a round that adds none
 WORTH = 1.05  # a tree is grown if it promises so many times plain decoding's speed
 SURE, OFTEN = 1.3, 64  # below this gain, every so many rounds a plain one tells again what it costs
+FAR, RESTS = 0.9, 4  # a gain that is less lets so many rounds be plain without a choice
 MINUTE = 0.3  # weight of a plain round's time in all costs: the text grows longer, or something else runs
 LEARNS = 0.05  # weight of another round's time in its rung's cost, at least; half of it holds for all trees
 LAGS = 4  # rounds without the head after which its next one reads much, and does not tell what rounds cost
@@ -46,10 +47,10 @@ class Accepted:
         again."""
         return self.mean + HOPE * sqrt(self.mean / self.rounds)
 
-    def fade(self) -> None:
-        """Another round went by. What many rounds told is never worth as little as a guess."""
+    def fade(self, left: float) -> None:
+        """Other rounds went by. What many rounds told is never worth as little as a guess."""
         if self.rounds > TOLD:
-            self.rounds = max(TOLD, self.rounds * FADES_UNUSED)
+            self.rounds = max(TOLD, self.rounds * left)
 
     def add(self, tokens: int, factor: float) -> None:
         """A round of a text whose guesses are `factor` times as good."""
@@ -121,7 +122,7 @@ class Evidence:
 
 
 class Policy:
-    """Chooses for one session: `choose` before a round, `learn` after it."""
+    """Chooses for one session: `choose` before a round, `learn` after it, where it does not rest."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -129,6 +130,17 @@ class Policy:
         self._rung, self._rows = 0, list[tuple[int, int]]()
         self._since = 0  # rounds since the last plain one
         self._idle = 0  # rounds since the last of a head's tree
+        self._rests, self._rested = 0, 0  # rounds to rest since the last that was weighed, and those that did
+
+    def rests(self, texts: Sequence[int]) -> bool:
+        """Whether the next round is plain like the last, because nothing came near it. Then neither `choose`
+        nor `learn` is asked: with eight texts their work is 2 % of a plain round."""
+        if self._rested == self._rests or [text for text, _ in self._rows] != texts:
+            return False
+        self._rested += 1
+        self._idle += 1
+        self.ledger.chosen[self._rung] += 1
+        return True
 
     def choose(self, texts: Sequence[int], signs: Sequence[int], owed: float = 0.0) -> Shape:
         """The tree for a round of these texts, which show these signs. `owed`: seconds that a head would
@@ -139,10 +151,11 @@ class Policy:
         plain, *others = self.ledger.costs(len(texts))
         costs = map(add, [plain, *(max(plain, cost) for cost in others)], reads)  # it is the quickest round
         speeds = [tokens / cost for tokens, cost in zip(self._tokens(), costs, strict=True)]
-        best = max(range(len(speeds)), key=lambda rung: speeds[rung])
+        best = max(range(1, len(speeds)), key=lambda rung: speeds[rung])
         gain = speeds[best] / speeds[0]
         self._since = 0 if gain < WORTH or (gain < SURE and self._since >= OFTEN) else self._since + 1
         self._rung = best if self._since else 0
+        self._rests = RESTS if gain < FAR else 0
         self.ledger.chosen[self._rung] += 1
         return self.ledger.rungs[self._rung]
 
@@ -166,9 +179,10 @@ class Policy:
     def learn(self, tokens: Sequence[int], seconds: float, guessed: Sequence[bool]) -> None:
         """What the chosen round brought each text, the target's own token included, and its time. A text
         whose head could not guess yet, for lack of masks in the round before, was decoded plainly."""
-        shape = self.ledger.rungs[self._rung]
+        shape, left = self.ledger.rungs[self._rung], FADES_UNUSED ** (1 + self._rested)
+        self._rested = 0
         for average in self.ledger.accepted.values():
-            average.fade()
+            average.fade(left)
         for (text, sign), made, drafted in zip(self._rows, tokens, guessed, strict=True):
             if sign == NO_GUESSES:
                 continue
@@ -176,7 +190,7 @@ class Policy:
             average, seen = self.ledger.of(self._rung, sign), self._of(text, sign, bool(shape.children))
             for kind in KINDS:
                 if evidence := self._seen.get((text, kind)):
-                    evidence.fade(FADES if drafts and evidence is seen else FADES_UNUSED)
+                    evidence.fade(FADES if drafts and evidence is seen else left)
             if drafts:
                 promised = average.mean
                 self.ledger.add(self._rung, sign, made - 1, seen.factor)

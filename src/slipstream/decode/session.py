@@ -13,7 +13,7 @@ from slipstream.core.cache import KVCache
 from slipstream.core.drafter import Drafter, State
 from slipstream.core.grammar import guided, must_follow
 from slipstream.core.sampling import Sampler, Sampling
-from slipstream.core.shape import Shape
+from slipstream.core.shape import PLAIN, Shape
 from slipstream.core.span import Span, commit
 from slipstream.core.target import Target
 from slipstream.core.tree import PAD, Probes, Tree, chain
@@ -235,6 +235,8 @@ class Session:
         of the rows. `shape` is the round's tree, by default the policy's or the drafter's own; `PLAIN` is
         plain decoding."""
         self.unrounded = 0
+        if shape is None and self.policy is not None and self.policy.rests(self.texts):
+            shape = PLAIN
         if shape is None and self.policy is not None:
             whole = _stopwatch()
             signs = self.drafter.signs(self.state)
