@@ -14,7 +14,6 @@ its arm's time. The result is written after every cell, and cells that it holds 
 
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import product
@@ -36,8 +35,8 @@ from slipstream.decode.costs import keep, policy
 from slipstream.decode.session import Session
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.files import check_writable, read_json, write_json
-from slipstream.results import Figures, heading
+from slipstream.files import check_writable
+from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget, load_target
 
 TURN = 8  # rounds
@@ -45,6 +44,59 @@ TEXTS = 8  # of a cell
 NEW, STRETCH = 96, 8  # tokens of a text that are made, and that are resampled together
 ROOM = 600  # tokens behind the prompts
 AXES = ("precision", "compiled", "context", "batch", "temperature")
+
+
+class Cell(Part):
+    """What was measured at one place of the axes.
+
+    Attributes:
+        stretches: that ratios are resampled over.
+        tokens_per_second: of plain decoding, of auto, and of the tree that is always grown.
+        over_plain: auto's speed over plain decoding's, and the ends of its 95 %.
+        over_best: the same over the best other arm's.
+    """
+
+    precision: str
+    compiled: bool
+    context: int
+    batch: int
+    temperature: float
+    stretches: int
+    tokens_per_second: dict[str, float]
+    over_plain: list[float]
+    best: str
+    over_best: list[float]
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)
+
+
+class PolicyReport(Report):
+    """Cells of several precisions, which are named in each."""
+
+    dtype: str = ""
+    cells: list[Cell]
+
+    @property
+    def by_passes(self) -> dict[str, list[Cell]]:
+        """Cells by precision, and whether passes were compiled."""
+        made: dict[str, list[Cell]] = {}
+        for cell in self.cells:
+            made.setdefault(f"{cell.precision}, {'' if cell.compiled else 'not '}compiled", []).append(cell)
+        return made
+
+    def __rich__(self) -> Figures:
+        columns = ("context", "texts", "T", "plain", "auto", "over plain", "95 %", "best", "over best")
+        made = Figures("tokens/s", "passes", *columns)
+        for passes, cells in self.by_passes.items():
+            for cell in cells:
+                over, low, high = cell.over_plain
+                place = (cell.context, cell.batch, f"{cell.temperature:g}")
+                speeds = (f"{cell.tokens_per_second[arm]:.1f}" for arm in ("plain", "auto"))
+                ratios = (f"{over:.2f}", f"{low:.2f} to {high:.2f}", cell.best, f"{cell.over_best[0]:.2f}")
+                made.add_row(passes, *place, *speeds, *ratios)
+        return made
 
 
 @dataclass
@@ -135,38 +187,11 @@ def quickest(auto: Drafter, session: Session, prompts: list[list[int]], temperat
     return max(auto.rungs[1:], key=lambda shape: speeds[shape])
 
 
-def known(path: str) -> list[dict[str, Any]]:
-    """The cells that a result holds; none where there is no result. Raises ValueError for another one."""
-    cells = read_json(path, "result").get("cells") if Path(path).exists() else []
-    with suppress(TypeError):
-        if all(set(AXES) <= each.keys() for each in cells):
-            return cells
-    raise ValueError(f"result {path} holds something else than cells of these axes: name another file")
-
-
 def loaded(target: str, precision: str, compiled: bool) -> HFTarget:
     """The target, ready to decode. "int8" and "int4" are bfloat16 with such weights."""
     quantized = precision if precision.startswith("int") else None
     made = load_target(target, "bfloat16" if quantized else precision, compile=compiled, quantize=quantized)
     made.warm_up()
-    return made
-
-
-def table(cells: Sequence[dict[str, Any]]) -> Figures:
-    """A row a cell."""
-    columns = ("", "context", "texts", "T", "plain", "auto", "over plain", "95 %", "best", "over best")
-    made = Figures("tokens/s", "precision", *columns)
-    for each in cells:
-        speeds, (over, low, high) = each["tokens_per_second"], each["over_plain"]
-        place = ("compiled" if each["compiled"] else "eager", each["context"], each["batch"])
-        figures = (
-            f"{speeds['plain']:.1f}",
-            f"{speeds['auto']:.1f}",
-            f"{over:.2f}",
-            f"{low:.2f} to {high:.2f}",
-        )
-        fixed = (each["best"], f"{each['over_best'][0]:.2f}")
-        made.add_row(each["precision"], *place, f"{each['temperature']:g}", *figures, *fixed)
     return made
 
 
@@ -182,8 +207,8 @@ def main(
 ) -> None:
     """Decode, compare, print."""
     check_writable(json, reads=questions)
-    cells = known(json)
-    made = {tuple(each[axis] for axis in AXES) for each in cells}
+    cells = PolicyReport.read(json).cells if Path(json).exists() else []
+    made = {cell.place for cell in cells}
     with bars(cli.err) as shown:
         task = shown.add_task(
             "cells", total=len(precision) * len(passes) * len(context) * len(batch), note=""
@@ -205,12 +230,12 @@ def main(
                 groups = [(read(model, load_drafter("auto", model), some), some) for some in parts]
                 for heat in heats:
                     place = dict(zip(AXES, (kind, how == "compiled", n, rows, heat), strict=True))
-                    cells.append(place | cell(model, groups, heat))
+                    cells.append(Cell(**place, **cell(model, groups, heat)))
                     axes = ("dtype", "compiled")
                     about = {name: each for name, each in heading(model).items() if name not in axes}
-                    write_json(json, about | {"cells": cells})
+                    PolicyReport(**about, cells=cells).write(json)
                 shown.advance(task)
-    cli.out.print(table(cells))
+    cli.out.print(PolicyReport.read(json))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-r"""The tables of drafters.md, peers.md, tables.md and throughput.md, from stored results, between markers.
+r"""The tables of auto.md, drafters.md, peers.md, tables.md and throughput.md, from stored results, between
+markers.
 
     python benchmarks/table.py benchmarks/results/drafters.json docs/drafters.md \
         --pair 'fasteagle over ngram'
     python benchmarks/table.py benchmarks/results/peers_zen4.json docs/peers.md
+    python benchmarks/table.py benchmarks/results/policy_zen4.json docs/auto.md
     python benchmarks/table.py benchmarks/results/tables.json docs/tables.md
     python benchmarks/table.py benchmarks/results/throughput.json docs/throughput.md
 
@@ -22,6 +24,7 @@ import typer
 
 from common import run
 from peers import PeersReport
+from policy import PolicyReport
 from slipstream.cli import common as cli
 from slipstream.files import check_writable, read_text, replacing
 from slipstream.measure.paired import Paired, paired
@@ -35,7 +38,8 @@ MANY = {"holds": "hold", "does not hold": "do not hold"}
 BEGIN, END = "<!-- made by benchmarks/table.py -->", "<!-- end -->"
 
 
-Stored = BenchReport | PeersReport | ReproduceReport | ThroughputReport
+Stored = BenchReport | PeersReport | PolicyReport | ReproduceReport | ThroughputReport
+ENOUGH = 0.95  # of plain decoding, and of the best other arm
 
 
 def tables(report: Stored, link: str) -> str:
@@ -44,6 +48,8 @@ def tables(report: Stored, link: str) -> str:
         return papers_tables(report, link)
     if isinstance(report, ThroughputReport):
         return throughput_tables(report, link)
+    if isinstance(report, PolicyReport):
+        return policy_tables(report, link)
     return peers_table(report, link) if isinstance(report, PeersReport) else drafter_tables(report, link)
 
 
@@ -101,6 +107,28 @@ def throughput_tables(report: ThroughputReport, link: str) -> str:
     for context, cells in report.by_context.items():
         rows = [[arm, *(cell.shown(arm) for cell in cells)] for arm in arms_of(cells)]
         parts += [f"Prompts of {context} tokens:", _table(["texts at once", *(c.asked for c in cells)], rows)]
+    return "\n\n".join(parts)
+
+
+def policy_tables(report: PolicyReport, link: str) -> str:
+    """auto over plain decoding by texts at once, a table for each precision with and without compilation."""
+    parts = [_settings(report, "`auto` over plain decoding for so many texts [95 %]", link)]
+    for passes, cells in report.by_passes.items():
+        lows, over = [cell.over_plain[1] for cell in cells], [cell.over_best[0] for cell in cells]
+        held, near = (sum(each >= ENOUGH for each in some) for some in (lows, over))
+        told = (
+            f"**{passes}**: the lower bound is at least {ENOUGH} in {held} of {len(cells)} cells, the lowest "
+            f"{min(lows):.2f}; `auto` makes at least {ENOUGH} of the best fixed choice in {near}."
+        )
+        texts = sorted({cell.batch for cell in cells})
+        by_place = {(cell.temperature, cell.context, cell.batch): cell.over_plain for cell in cells}
+        rows = []
+        for T, context in dict.fromkeys(sorted(place[:2] for place in by_place)):
+            ratios = (by_place.get((T, context, batch)) for batch in texts)
+            shown = ("–" if each is None else "{:.2f} [{:.2f}, {:.2f}]".format(*each) for each in ratios)
+            rows.append([f"{T:g}", str(context), *shown])
+        head = ["T", "context", *(f"{batch} text{'s' * (batch > 1)}" for batch in texts)]
+        parts += [fill(told, 110), _table(head, rows)]
     return "\n\n".join(parts)
 
 
@@ -164,18 +192,16 @@ def write_tables(results: str, page: str) -> Stored:
 
 def read(results: str) -> Stored:
     """A result of any kind. Raises ValueError."""
-    for kind in (PeersReport, ReproduceReport, ThroughputReport):
+    for kind in (PeersReport, PolicyReport, ReproduceReport, ThroughputReport):
         with suppress(ValueError):
             return kind.read(results)
     return BenchReport.read(results)
 
 
 def _settings(report: Report, about: str, link: str) -> str:
-    settings = (
-        f"{report.target}, {report.dtype}{', compiled' if report.compiled else ''}, "
-        f"{about}, {report.hardware['threads']} cores of "
-        f"{report.hardware['cpu']} ([`{Path(link).name}`]({link})):"
-    )
+    machine = f"{report.hardware['threads']} cores of {report.hardware['cpu']}"
+    parts = (report.target, report.dtype, "compiled" * report.compiled, about, machine)
+    settings = f"{', '.join(filter(None, parts))} ([`{Path(link).name}`]({link})):"
     return fill(settings, 110, break_long_words=False, break_on_hyphens=False)
 
 

@@ -317,15 +317,21 @@ def test_forked_sessions_decode_what_one_that_read_the_prompts_does(target):
     assert session.lengths == [12, 12]
 
 
-def test_cells_that_are_there_are_not_made_again(tmp_path):
-    path = tmp_path / "policy.json"
-    assert policy.known(str(path)) == []
-    for text in ('{"cells": [{"context": 3}]}', "{}"):
-        path.write_text(text)
-        with pytest.raises(ValueError, match="name another file"):
-            policy.known(str(path))
-    path.write_text(json.dumps({"cells": [dict.fromkeys(policy.AXES)]}))
-    assert policy.known(str(path)) == [dict.fromkeys(policy.AXES)]
+@pytest.mark.parametrize(
+    ("result", "code", "told"), [("policy_zen4_eight.json", 0, "524.0"), ("peers.json", 2, "no PolicyReport")]
+)
+def test_cells_that_are_there_are_not_made_again(result, code, told, tmp_path, monkeypatch, capsys):
+    """A result that holds every cell that is asked for needs no model, and one of another kind is refused."""
+    path = tmp_path / result
+    path.write_bytes((RESULTS / result).read_bytes())
+    cells = ["--precision", "bfloat16", "--passes", "compiled", "--batch", "8"]
+    words = ["policy.py", "nowhere", "--questions", "none.jsonl", "--json", str(path), *cells]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        policy.run(policy.main)
+    assert (ended.value.code or 0) == code
+    assert told in "".join(capsys.readouterr())
+    assert path.read_bytes() == (RESULTS / result).read_bytes()
 
 
 def test_a_server_beside_its_engine_and_generate(tmp_path):
