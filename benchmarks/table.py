@@ -4,7 +4,7 @@ markers.
     python benchmarks/table.py benchmarks/results/drafters.json docs/drafters.md \
         --pair 'fasteagle over ngram'
     python benchmarks/table.py benchmarks/results/peers_zen4.json docs/peers.md
-    python benchmarks/table.py benchmarks/results/policy_zen4.json docs/auto.md
+    python benchmarks/table.py benchmarks/results/policy_zen4_all.json docs/auto.md
     python benchmarks/table.py benchmarks/results/tables.json docs/tables.md
     python benchmarks/table.py benchmarks/results/throughput.json docs/throughput.md
 

@@ -133,8 +133,8 @@ class Policy:
         self._rests, self._rested = 0, 0  # rounds to rest since the last that was weighed, and those that did
 
     def rests(self, texts: Sequence[int]) -> bool:
-        """Whether the next round is plain like the last, because nothing came near it. Then neither `choose`
-        nor `learn` is asked: with eight texts their work is 2 % of a plain round."""
+        """Whether the next round is plain like the last, because no tree came near. Then neither `choose` nor
+        `learn` is asked: with eight texts their work is 2 % of a plain round."""
         if self._rested == self._rests or [text for text, _ in self._rows] != texts:
             return False
         self._rested += 1
