@@ -37,6 +37,18 @@ def run(command: Callable[..., None]) -> None:
             sys.exit(2)
 
 
+def cells_in(path: str, kind: Any) -> list[Any]:
+    """The cells that a result of this kind holds; none where there is no file. Raises ValueError for another
+    file."""
+    if not Path(path).exists():
+        return []
+    try:
+        cells: list[Any] = kind.read(path).cells
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be gone on with: {error}; name another file for --json") from error
+    return cells
+
+
 def prompts_by_file(target: HFTarget, questions: Sequence[Asking], limit: int | None) -> Prompts:
     """The first turn of every question, as tokens; `limit`: of each file. Raises ValueError."""
     asked, by_file = load_questions(questions, limit), Prompts()

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 import typer
 
-from common import Turn, prompts_by_file, ratio, run, texts_behind
+from common import Turn, cells_in, prompts_by_file, ratio, run, texts_behind
 from slipstream.bars import bars
 from slipstream.cli import common as cli
 from slipstream.core.drafter import Drafter, State
@@ -207,7 +206,7 @@ def main(
 ) -> None:
     """Decode, compare, print."""
     check_writable(json, reads=questions)
-    cells = PolicyReport.read(json).cells if Path(json).exists() else []
+    cells = cells_in(json, PolicyReport)
     made = {cell.place for cell in cells}
     with bars(cli.err) as shown:
         task = shown.add_task(

@@ -15,7 +15,6 @@ it holds are not made again.
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import product
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -23,7 +22,7 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
-from common import Plot, Turn, prompts_by_file, ratio, run, texts_behind
+from common import Plot, Turn, cells_in, prompts_by_file, ratio, run, texts_behind
 from engines import OURS, Way, begun, crowded
 from slipstream.bars import bars
 from slipstream.cli import common as cli
@@ -190,7 +189,7 @@ def main(
     check_writable(json, plot, reads=questions)
     if "vanilla" not in drafter:
         raise ValueError("ratios are over plain decoding: name the drafter vanilla, too")
-    cells = ThroughputReport.read(json).cells if Path(json).exists() else []
+    cells = cells_in(json, ThroughputReport)
     model = cli.load(target, dtype, "cpu")
     asked = [prompt for some in prompts_by_file(model, questions, None).values() for prompt in some]
     home = cache_home() / "peers" / f"{model.fingerprint}-{model.dtype_name}"
