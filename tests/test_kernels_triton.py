@@ -33,13 +33,15 @@ each_dtype = pytest.mark.parametrize("dtype", kernels.ON_CUDA, ids=str)
 
 @pytest.fixture(autouse=True)
 def in_bfloat16(monkeypatch):
-    """The interpreter multiplies bfloat16 as if it were integers. Here each product is a sum of its own, in
-    one order, whatever stands beside it in the tile."""
+    """The interpreter multiplies bfloat16 as if it were integers. Here each product is a sum of its own, 16
+    numbers after another, as a GPU's instructions make it, whatever the tile."""
 
     def dot(self, a, b, c, *_):
         a, b = (x.data.astype(np.uint32) << 16 if x.dtype.is_bf16() else x.data for x in (a, b))
         a, b = (x.view(np.float32) if x.dtype == np.uint32 else x.astype(np.float32) for x in (a, b))
-        made = c.data + (a[:, :, None] * b[None]).sum(1)
+        made = c.data
+        for k in range(0, a.shape[1], 16):
+            made = made + (a[:, k : k + 16, None] * b[None, k : k + 16]).sum(1)
         return interpreter.TensorHandle(made, c.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
@@ -185,6 +187,23 @@ def test_products_do_not_depend_on_the_number_of_rows(K, N, dtype):
         assert torch.equal(linear(*on_device(x[-rows:], weight, bias)).cpu(), whole[-rows:])
 
 
+@each_dtype
+@pytest.mark.parametrize(("K", "N"), [(33, 65), (256, 40)])
+def test_products_with_weights_of_8_bits(K, N, dtype):
+    """Scales that are left out or in another's place; rows that round otherwise among others."""
+    generator = torch.Generator().manual_seed(K)
+    x, full, bias = (numbers(generator, dtype, *shape) for shape in ((70, K), (N, K), (N,)))
+    weight, scales = kernels.whole_numbers(full)
+    whole = linear(*on_device(x, weight, bias, scales)).cpu()
+    near = F.linear(x.double(), weight.double() * scales.double()[:, None], bias.double())
+    torch.testing.assert_close(whole.double(), near, rtol=NEAR[dtype], atol=NEAR[dtype] * K**0.5)
+    for rows in (1, 17, 65):
+        assert torch.equal(linear(*on_device(x[-rows:], weight, bias, scales)).cpu(), whole[-rows:])
+    for bad in ((x, weight), (x, weight, bias, scales[1:]), (x, full, bias, scales)):
+        with pytest.raises(RuntimeError):
+            linear(*on_device(*bad))
+
+
 def test_products_of_any_shape():
     """Inputs of several dimensions, turned or empty; weights that are turned or a part."""
     generator = torch.Generator().manual_seed(0)
@@ -229,8 +248,10 @@ from slipstream import kernels_triton as ours
 
 def compiles(kernel, sizes, dtype, capability, **numbers):
     names, wide = kernel.arg_names, {"q", "k", "v", "x", "weight", "bias", "out"}
-    kinds = dict.fromkeys(wide, "*" + dtype) | dict.fromkeys(("sums", "tops", "totals", "sinks"), "*fp32")
+    kinds = dict.fromkeys(wide, "*" + dtype)
+    kinds |= dict.fromkeys(("sums", "tops", "totals", "sinks", "scales"), "*fp32")
     kinds |= {"keys": "*i32", "scale": "fp32", "cap": "fp32"}
+    kinds |= {"weight": "*i8"} if sizes.get("SCALED") else {}
     kinds = {name: "constexpr" if name in sizes else kinds.get(name, "i32") for name in names}
     fixed = {(names.index(name),): value for name, value in sizes.items()}
     target = GPUTarget("cuda", capability, 32)
@@ -242,9 +263,12 @@ for capability, dtype, D, G, block in (
 ):
     sizes = dict(D=D, DV=D, D2=D, DV2=D, G=G, TILE=ours.TILE, BLOCK=block, SPLIT=ours.SPLIT, CAPPED=G == 1)
     compiles(ours._attend, sizes, dtype, capability, num_stages=1)
-for capability, dtype, rows, block in ((80, "fp32", 16, 64), (90, "bf16", 64, 128)):
-    sizes = dict(ROWS=rows, COLUMNS=32, BLOCK=block, EVEN=rows == 64, BIASED=rows == 16)
-    compiles(ours._multiply, sizes, dtype, capability, num_stages=3)
+tiles = [(80, "fp32", (16, 32, 64, 3, 4)), *((90, "bf16", ours._tile(M)) for M in (1, 32, 64, 512))]
+for capability, dtype, (rows, columns, block, stages, warps) in tiles:
+    for scaled in (False, True):
+        sizes = dict(ROWS=rows, COLUMNS=columns, BLOCK=block, SCALED=scaled)
+        sizes |= dict(EVEN=rows == 64, BIASED=rows == 16)
+        compiles(ours._multiply, sizes, dtype, capability, num_stages=stages, num_warps=warps)
 compiles(ours._join, dict(DV=80, DV2=128, SUNK=True), "bf16", 80)
 compiles(ours._mean, dict(BLOCK=1024), "bf16", 80)
 """

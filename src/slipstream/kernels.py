@@ -274,11 +274,15 @@ def _attention_shape(
 
 
 def linear(
-    x: Float[Tensor, "*n K"], weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None = None
+    x: Float[Tensor, "*n K"],
+    weight: Real[Tensor, "N K"],
+    bias: Float[Tensor, " N"] | None = None,
+    scales: Float[Tensor, " N"] | None = None,
 ) -> Float[Tensor, "*n N"]:
-    """`F.linear`. Each number is a sum over K in one order, in fp32, for any number of rows."""
+    """`F.linear`. Each number is a sum over K in one order, in fp32, for any number of rows. On a GPU the
+    weight may be int8, with a scale for each of its rows."""
     ops = torch.ops.slipstream
-    return (ops.linear_cuda if x.is_cuda else ops.linear)(x, weight, bias)
+    return ops.linear_cuda(x, weight, bias, scales) if x.is_cuda else ops.linear(x, weight, bias)
 
 
 def attention(

@@ -1,9 +1,10 @@
 """Attention, products and means on a GPU, by Triton, in which a row's bits do not depend on its neighbours.
 
-Every sum has one order, which depends on nothing but what is summed. Tiles have one size, whatever the number
-of rows, so that each sum is made by the same instructions. A product runs over all of K in one program.
-Attention takes a row's keys in blocks, counted from its own first key, and adds up the parts of `SPLIT` keys
-in their order.
+Every sum has one order, which depends on nothing but what is summed. A product runs over all of K in one
+program, 16 numbers of an instruction at a time. In halves its tiles follow the number of rows, because
+instructions of all sizes add up alike: on an H100 products by 32 tiles, of `wgmma` and `mma.sync`, agreed in
+all bits; a target tries it (`targets.alike`). In fp32 tiles have one size. Attention takes a row's keys in
+blocks, counted from its own first key, and adds up the parts of `SPLIT` keys in their order.
 """
 
 from typing import Any, no_type_check
@@ -133,28 +134,34 @@ def _join(
 @triton.jit(do_not_specialize=["M"])
 @no_type_check
 def _multiply(
-    x, weight, bias, out, M, N, K, stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, BIASED: tl.constexpr,
+    x, weight, scales, bias, out, M, N, K, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
 ):  # fmt: skip
     """A tile of the product. Programs that read the same weights stand side by side."""
     tiles = tl.cdiv(M, ROWS)
     row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) // tiles * COLUMNS + tl.arange(0, COLUMNS)
-    k = tl.arange(0, BLOCK)
-    left = x + tl.minimum(row, M - 1).to(tl.int64)[:, None] * K + k[None, :]
-    right = weight + tl.minimum(column, N - 1).to(tl.int64)[None, :] * stride + k[:, None]
+    k, at = tl.arange(0, BLOCK), tl.minimum(column, N - 1)
+    # A row that is not there is not read: all programs would ask the second cache for the same line.
+    there = (row < M)[:, None]
+    left = x + row.to(tl.int64)[:, None] * K + k[None, :]
+    right = weight + at.to(tl.int64)[None, :] * stride + k[:, None]
     sum = tl.zeros([ROWS, COLUMNS], tl.float32)
     for begin in range(0, K, BLOCK):
         if EVEN:
-            a, b = tl.load(left + begin), tl.load(right + begin)
+            a, b = tl.load(left + begin, mask=there, other=0.0), tl.load(right + begin)
         else:
-            a = tl.load(left + begin, mask=(begin + k < K)[None, :], other=0.0)
-            b = tl.load(right + begin, mask=(begin + k < K)[:, None], other=0.0)
+            a = tl.load(left + begin, mask=there & (begin + k < K)[None, :], other=0.0)
+            b = tl.load(right + begin, mask=(begin + k < K)[:, None], other=0)
+        b = b.to(tl.float32).to(a.dtype) if SCALED else b
         sum = tl.dot(a, b, sum, input_precision="ieee")
+    if SCALED:
+        sum *= tl.load(scales + at)[None, :]
     if BIASED:
-        sum += tl.load(bias + tl.minimum(column, N - 1)).to(tl.float32)[None, :]
+        sum += tl.load(bias + at).to(tl.float32)[None, :]
     place = out + row.to(tl.int64)[:, None] * N + column[None, :]
-    tl.store(place, sum.to(out.dtype.element_ty), mask=(row < M)[:, None] & (column < N)[None, :])
+    tl.store(place, sum.to(out.dtype.element_ty), mask=there & (column < N)[None, :])
 
 
 @triton.jit
@@ -214,21 +221,32 @@ def _power(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
     """See `kernels.linear`. Raises RuntimeError where the arguments do not fit."""
     N, K = weight.shape
-    torch._check(x.shape[-1] == K and x.dtype == weight.dtype, lambda: "linear: x and weight do not fit")
+    kind = x.dtype if scales is None else torch.int8
+    torch._check(x.shape[-1] == K and weight.dtype == kind, lambda: "linear: x and weight do not fit")
     torch._check(bias is None or bias.shape == (N,), lambda: "linear: bias and weight do not fit")
+    torch._check(scales is None or scales.shape == (N,), lambda: "linear: scales and weight do not fit")
     x, weight = x.contiguous(), weight if weight.stride(1) == 1 else weight.contiguous()
     out, M = x.new_empty(*x.shape[:-1], N), x.numel() // max(K, 1)
     if out.numel() == 0:
         return out
-    rows, block = (64, 128) if x.dtype in HALVES else (16, 64)
-    _multiply[(triton.cdiv(M, rows) * triton.cdiv(N, 32),)](
-        x, weight, x if bias is None else bias.contiguous(), out, M, N, K, weight.stride(0),
-        ROWS=rows, COLUMNS=32, BLOCK=block, EVEN=K % block == 0, BIASED=bias is not None, num_stages=3,
+    rows, columns, block, stages, warps = _tile(M) if x.dtype in HALVES else (16, 32, 64, 3, 4)
+    _multiply[(triton.cdiv(M, rows) * triton.cdiv(N, columns),)](
+        x, weight, x if scales is None else scales, x if bias is None else bias.contiguous(),
+        out, M, N, K, weight.stride(0), ROWS=rows, COLUMNS=columns, BLOCK=block, EVEN=K % block == 0,
+        SCALED=scales is not None, BIASED=bias is not None, num_stages=stages, num_warps=warps,
     )  # fmt: skip
     return out
+
+
+def _tile(M: int) -> tuple[int, int, int, int, int]:
+    """Rows, columns, numbers of K, stages and warps that read weights fastest on an H100; in 99 KiB."""
+    for rows, block, stages in ((16, 256, 4), (32, 128, 5), (64, 64, 6)):
+        if rows >= M:
+            return rows, 32, block, stages, 4
+    return 128, 128, 64, 3, 8
 
 
 def mean(x: Tensor) -> Tensor:
@@ -246,9 +264,9 @@ _ops: dict[str, tuple[Any, Any]] = {
         attention,
         lambda q, k, v, *_: q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]),
     ),
-    "linear_cuda(Tensor x, Tensor weight, Tensor? bias)": (
+    "linear_cuda(Tensor x, Tensor weight, Tensor? bias, Tensor? scales)": (
         linear,
-        lambda x, weight, _: x.new_empty(*x.shape[:-1], weight.shape[0]),
+        lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
     ),
     "mean_cuda(Tensor x)": (mean, lambda x: x.new_empty(*x.shape[:-1], 1)),
 }

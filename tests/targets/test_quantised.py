@@ -25,9 +25,8 @@ from slipstream.targets.quantised import (
     KINDS,
     Quantised,
     QuantisedLinear,
-    by_torchao,
-    dense,
     is_quantised,
+    on_gpu,
     quantised,
     stored_bytes,
 )
@@ -239,9 +238,10 @@ def test_what_cannot_be_quantised_is_refused(unchecked):
 
 @each_kind
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_on_a_gpu_weights_are_torchaos(unchecked, family, kind, monkeypatch):
+def test_on_a_gpu_layers_have_8_bits_or_torchaos_4(unchecked, family, kind, monkeypatch):
     """A model that is changed; a layer that is left out; texts of a drafter, or of Hugging Face, that are not
-    plain decoding's. torchao's layout of 4 bits needs a GPU, so another one of it stands in."""
+    plain decoding's. The product of a GPU needs one, and so does torchao's layout of 4 bits: others stand
+    in."""
     monkeypatch.syspath_prepend(Path(sys.prefix) / "aside")
     torchao = pytest.importorskip("torchao.quantization")
 
@@ -250,31 +250,42 @@ def test_on_a_gpu_weights_are_torchaos(unchecked, family, kind, monkeypatch):
 
     monkeypatch.setattr("slipstream.targets.quantised.GROUP", 16)
     monkeypatch.setattr("torchao.quantization.Int4WeightOnlyConfig", four_bits)
-    monkeypatch.setattr("slipstream.targets.hf.quantised", lambda model, *how: by_torchao(twin(model), *how))
+    monkeypatch.setattr("slipstream.kernels.linear", whole_linear)
+    monkeypatch.setattr("slipstream.targets.hf.quantised", lambda model, *how: on_gpu(twin(model), *how))
     model = deepcopy(tiny.reference(family)).to(torch.float32)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     target = HFTarget(model, tiny.tokenizer(), quantize=kind)
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
     assert not is_quantised(model)
     assert is_quantised(target.model)
-    linear = {name: part for name, part in target.model.named_modules() if isinstance(part, torch.nn.Linear)}
+    linear = [part for part in target.model.modules() if isinstance(part, (torch.nn.Linear, QuantisedLinear))]
     assert len(linear) == 1 + sum(isinstance(part, (torch.nn.Linear, Conv1D)) for part in layers(model))
-    assert all(hasattr(part.weight, "__tensor_flatten__") for part in linear.values())
-    narrow = [part for part in linear.values() if "Intx" in type(part.weight).__name__]
-    divided = [
-        part for part in linear.values() if part.in_features % 16 == 0 and part.out_features != tiny.VOCAB
-    ]
+    narrow = [part for part in linear if not isinstance(part, QuantisedLinear)]
+    assert all("Intx" in type(part.weight).__name__ for part in narrow)
+    divided = [part for part in linear if part.in_features % 16 == 0 and part.out_features != tiny.VOCAB]
     assert len(narrow) == (kind == "int4") * len(divided)
     assert kind == "int4" or stored_bytes(target.model) < stored_bytes(model)
-    assert target.exactness == "audited"
+    assert target.exactness == ("audited" if narrow else "bits")
     assert target.fingerprint == HFTarget(model).fingerprint
-    head = target.lm_head(torch.tensor([1, 5]))
-    assert torch.equal(head.weight, dense(target.model.get_output_embeddings().weight)[[1, 5]])
+    rows, head = torch.tensor([1, 5]), target.model.get_output_embeddings()
+    assert torch.equal(target.lm_head(rows).weight, head.rows(rows))
     answer = generate(target, PROMPT, "vanilla", max_new_tokens=8, temperature=0.0).tokens
     assert generate(target, PROMPT, "ngram", max_new_tokens=8, temperature=0.0).tokens == answer
     how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     theirs = target.model.generate(torch.tensor([PROMPT]), **how)[0, len(PROMPT) :].tolist()
     assert theirs[: len(answer)] == answer
+
+
+def whole_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`kernels.linear` of a GPU, by that of the CPU."""
+    weight = weight if scales is None else (weight * scales[:, None]).to(x.dtype)
+    out: torch.Tensor = torch.ops.slipstream.linear(x, weight, bias)
+    return out
 
 
 def layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -286,9 +297,9 @@ def test_without_torchao_it_says_so(monkeypatch):
     """A traceback of an import."""
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(
-        ValueError, match=r"cannot be int8 on cpu without torchao: pip install 'slipstream\[gpu\]'"
+        ValueError, match=r"cannot be int4 on cpu without torchao: pip install 'slipstream\[gpu\]'"
     ):
-        by_torchao(twin(tiny.reference("llama")), "int8", "tiny")
+        on_gpu(twin(tiny.reference("llama")), "int4", "tiny")
 
 
 @each_kind

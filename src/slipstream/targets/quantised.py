@@ -1,6 +1,7 @@
 """A model whose linear layers, embedding and LM head have weights of 8 or 4 bits: on a CPU by
-`kernels.tiled_linear`, on a GPU by torchao."""
+`kernels.tiled_linear`, on a GPU by `kernels.linear`, where torchao has the 4 bits."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +15,8 @@ from slipstream import kernels
 from slipstream.targets.inside import twin
 
 KINDS = ("int8", "int4")
-NEEDS = "float32 or bfloat16 on a CPU, and a C++ compiler"
-INT4_LAYOUT, GROUP = (
-    "tile_packed_to_4d",
-    32,
-)  # torchao's: how a GPU reads 4 bits, and weights that share a scale
+NEEDS = "float32, bfloat16 or, on a GPU, float16, and a C++ compiler or, on a GPU, Triton"
+INT4_LAYOUT, GROUP = "tile_packed_to_4d", 32  # torchao's: how a GPU reads 4 bits; weights that share a scale
 
 
 class Quantised(nn.Module):
@@ -73,6 +71,21 @@ class QuantisedLinear(Quantised):
             return F.linear(x, every.to(x), None if bias is None else bias.to(x))
         out = kernels.tiled_linear(x, weight, self.scales)
         return out if bias is None else out + bias
+
+
+class WholeLinear(QuantisedLinear):
+    """A linear layer on a GPU: its weight of 8 bits lies [N, K], and the rows that it reads stay as they
+    are."""
+
+    def rows(self, which: Int[Tensor, "*n"]) -> Float[Tensor, "*n K"]:
+        """Some rows of the weight, as states are."""
+        return (self.weight[which] * self.scales[which][..., None]).to(self.dtype)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`F.linear` of this layer's own weight and bias."""
+        if torch.is_grad_enabled():
+            return super().product(x, weight, bias)
+        return kernels.linear(x, weight, bias, self.scales)
 
 
 class QuantisedEmbedding(Quantised):
@@ -133,12 +146,12 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
         raise ValueError(f"Unknown quantisation: {kind!r}. Available: {', '.join(KINDS)}")
     if is_quantised(model):
         raise ValueError(f"target {name} is quantised already: leave quantize={kind!r} out")
-    if model.device.type != "cpu":
-        return by_torchao(twin(model), kind, name)
     if not kernels.serve(model.device, model.dtype):
         found = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
         raise ValueError(f"target {name} cannot be {kind} in {found}: that takes {NEEDS}")
     copy = twin(model)
+    if model.device.type != "cpu":
+        return on_gpu(copy, kind, name)
     embedding: Any = copy.get_input_embeddings()
     head: Any = copy.get_output_embeddings()
     finer = (id(embedding.weight), id(head.weight))  # rounded to 4 bits they cost a model most
@@ -165,31 +178,34 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
     return copy
 
 
-def by_torchao(copy: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
-    """Replace the weights of a copy's linear layers by torchao's, in place: of 8 bits with a scale for each
-    row, or of 4 bits with a scale for each `GROUP`. The LM head has 8, and so has what groups do not divide.
-    Raises ValueError without torchao."""
-    try:
-        from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
-    except ImportError as error:
-        raise ValueError(
-            f"target {name} cannot be {kind} on {copy.device} without torchao: pip install 'slipstream[gpu]'"
-        ) from error
+def on_gpu(copy: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
+    """Replace a copy's linear layers in place: by those of 8 bits, or by torchao's of 4 bits with a scale for
+    each `GROUP`. The LM head has 8, and so has what groups do not divide. Raises ValueError where torchao
+    is needed and not there."""
+    head = copy.get_output_embeddings()
     for module in list(copy.modules()):
         for child, part in module.named_children():
             if isinstance(part, Conv1D):
                 setattr(module, child, _turned(part))
-    head = copy.get_output_embeddings()
-
-    def narrow(module: Any, _: str) -> bool:
-        linear = isinstance(module, nn.Linear) and module is not head
-        return kind == "int4" and linear and module.in_features % GROUP == 0
-
-    four = Int4WeightOnlyConfig(GROUP, set_inductor_config=False, int4_packing_format=INT4_LAYOUT)
-    quantize_(copy, four, narrow)
-    eight = Int8WeightOnlyConfig(set_inductor_config=False)
-    quantize_(copy, eight, lambda module, _: isinstance(module, nn.Linear) and not _parts(module.weight))
+    if kind == "int4":
+        _four_bits(copy, name, lambda part: part is not head and part.in_features % GROUP == 0)
+    for module in list(copy.modules()):
+        for child, part in module.named_children():
+            if isinstance(part, nn.Linear) and not _parts(part.weight):
+                whole = kernels.whole_numbers(part.weight.detach())
+                setattr(module, child, WholeLinear(*whole, part.in_features, copy.dtype, part.bias))
     return copy
+
+
+def _four_bits(copy: PreTrainedModel, name: str, narrow: Callable[[nn.Linear], bool]) -> None:
+    try:
+        from torchao.quantization import Int4WeightOnlyConfig, quantize_
+    except ImportError as error:
+        raise ValueError(
+            f"target {name} cannot be int4 on {copy.device} without torchao: pip install 'slipstream[gpu]'"
+        ) from error
+    four = Int4WeightOnlyConfig(GROUP, set_inductor_config=False, int4_packing_format=INT4_LAYOUT)
+    quantize_(copy, four, lambda module, _: isinstance(module, nn.Linear) and narrow(module))
 
 
 def _turned(module: Any) -> nn.Linear:
