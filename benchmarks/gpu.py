@@ -15,6 +15,7 @@ captured takes the least time. On a CPU nothing is captured, and compiled rounds
 import gc
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ from slipstream import kernels
 from slipstream.cli import common as cli
 from slipstream.command import public
 from slipstream.decode.capture import cuda_graph
-from slipstream.decode.generate import Generation, generate
+from slipstream.decode.generate import Generation, Job, generate
 from slipstream.drafters import load_drafter
 from slipstream.files import check_writable
 from slipstream.measure.cost import ROWS, pass_seconds, read_bandwidth
@@ -67,7 +68,8 @@ class ModeCosts(Part):
     """What one mode costs.
 
     Attributes:
-        gb_s: the bytes of the weights over the seconds of a plain round.
+        plain_tokens_per_second: by the median of a call's later rounds.
+        gb_s: the bytes of the weights over the seconds of such a round.
         share: of the bandwidth.
         passes_ms: of a target pass, by tokens of context and rows.
     """
@@ -344,9 +346,12 @@ def _costs(
     passes = {str(context): pass_seconds(target, rows, context=context, repeats=9) for context in contexts}
     prompt = [token % target.vocab for token in range(1, 65)]
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "eos_token_ids": ()}
-    generate(target, prompt, "vanilla", **how)  # compiles and captures
-    plain = generate(target, prompt, "vanilla", **how)
-    seconds = (plain.seconds.total - plain.seconds.prefill) / len(plain.rounds)
+    generate(target, prompt, "vanilla", **how)  # compiles
+    laps = [perf_counter()]
+    for _ in Job.of(target, prompt, "vanilla", **how).rounds():
+        laps.append(perf_counter())
+    rounds = [end - begin for begin, end in pairwise(laps)]
+    seconds = median(rounds[len(rounds) // 2 :])  # each call captures anew, in its first rounds
     speed = target.read_bytes / seconds / 1e9
     return ModeCosts(
         mode=mode,

@@ -1,8 +1,9 @@
-r"""The tables of auto.md, drafters.md, peers.md, tables.md and throughput.md, from stored results, between
-markers.
+r"""The tables of auto.md, drafters.md, gpu.md, peers.md, tables.md and throughput.md, from stored results,
+between markers.
 
     python benchmarks/table.py benchmarks/results/drafters.json docs/drafters.md \
         --pair 'fasteagle over ngram'
+    python benchmarks/table.py benchmarks/results/gpu_7b.json docs/gpu.md
     python benchmarks/table.py benchmarks/results/peers_zen4.json docs/peers.md
     python benchmarks/table.py benchmarks/results/policy_zen4_all.json docs/auto.md
     python benchmarks/table.py benchmarks/results/tables.json docs/tables.md
@@ -23,6 +24,7 @@ from typing import Annotated
 import typer
 
 from common import run
+from gpu import GPUReport
 from peers import PeersReport
 from policy import PolicyReport
 from slipstream.cli import common as cli
@@ -38,7 +40,8 @@ MANY = {"holds": "hold", "does not hold": "do not hold"}
 BEGIN, END = "<!-- made by benchmarks/table.py -->", "<!-- end -->"
 
 
-Stored = BenchReport | PeersReport | PolicyReport | ReproduceReport | ThroughputReport
+Stored = BenchReport | GPUReport | PeersReport | PolicyReport | ReproduceReport | ThroughputReport
+PASSES = ("1", "8", "16", "32", "64")  # rows of those that are shown
 ENOUGH = 0.95  # of plain decoding, and of the best other arm
 
 
@@ -50,6 +53,8 @@ def tables(report: Stored, link: str) -> str:
         return throughput_tables(report, link)
     if isinstance(report, PolicyReport):
         return policy_tables(report, link)
+    if isinstance(report, GPUReport):
+        return gpu_tables(report, link)
     return peers_table(report, link) if isinstance(report, PeersReport) else drafter_tables(report, link)
 
 
@@ -132,6 +137,25 @@ def policy_tables(report: PolicyReport, link: str) -> str:
     return "\n\n".join(parts)
 
 
+def gpu_tables(report: GPUReport, link: str) -> str:
+    """Milliseconds of passes by mode and rows, and of our kernels beside torch's."""
+    parts = [_settings(report, f"memory read at {report.bandwidth_gb_s:.0f} GB/s", link)]
+    for context in report.results[0].passes_ms:
+        rows = []
+        for mode in report.results:
+            curve = mode.passes_ms[context]
+            read = mode.gb_s / mode.plain_tokens_per_second * 1e3 / curve["1"] / report.bandwidth_gb_s
+            rows.append([mode.mode, *(f"{curve[n]:.2f}" for n in PASSES), f"{read:.2f}"])
+        head = ["target", "1 row", *(f"{n} rows" for n in PASSES[1:]), "weights of 1 row, × bandwidth"]
+        parts += [f"A pass behind {context} tokens, ms:", _table(head, rows)]
+    costs = [*report.attention, *report.products]
+    by_size = {(cost.what, cost.rows): f"{cost.ours_ms:.3f} / {cost.torch_ms:.3f}" for cost in costs}
+    kernels = dict.fromkeys(cost.what for cost in costs)
+    rows = [[what, *(by_size.get((what, n), "–") for n in (1, 8, 32, 64, 512))] for what in kernels]
+    head = ["", "1 row", "8 rows", "32 rows", "64 rows", "512 rows"]
+    return "\n\n".join([*parts, "One call of ours / of torch's, ms:", _table(head, rows)])
+
+
 def drafter_tables(report: BenchReport, link: str) -> str:
     """Three Markdown tables of a report: speed, speed by question set, and where a round's time goes."""
     plain = _of(report, "vanilla")
@@ -192,14 +216,15 @@ def write_tables(results: str, page: str) -> Stored:
 
 def read(results: str) -> Stored:
     """A result of any kind. Raises ValueError."""
-    for kind in (PeersReport, PolicyReport, ReproduceReport, ThroughputReport):
+    for kind in (GPUReport, PeersReport, PolicyReport, ReproduceReport, ThroughputReport):
         with suppress(ValueError):
             return kind.read(results)
     return BenchReport.read(results)
 
 
 def _settings(report: Report, about: str, link: str) -> str:
-    machine = f"{report.hardware['threads']} cores of {report.hardware['cpu']}"
+    cores = f"{report.hardware['threads']} cores of {report.hardware['cpu']}"
+    machine = str(report.hardware["gpu"]) if isinstance(report, GPUReport) else cores
     parts = (report.target, report.dtype, "compiled" * report.compiled, about, machine)
     settings = f"{', '.join(filter(None, parts))} ([`{Path(link).name}`]({link})):"
     return fill(settings, 110, break_long_words=False, break_on_hyphens=False)

@@ -241,6 +241,7 @@ def test_means_of_rows(H, dtype):
 
 
 COMPILE = """
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -263,9 +264,10 @@ for capability, dtype, D, G, block in (
 ):
     sizes = dict(D=D, DV=D, D2=D, DV2=D, G=G, TILE=ours.TILE, BLOCK=block, SPLIT=ours.SPLIT, CAPPED=G == 1)
     compiles(ours._attend, sizes, dtype, capability, num_stages=1)
-tiles = [(80, "fp32", (16, 32, 64, 3, 4)), *((90, "bf16", ours._tile(M)) for M in (1, 32, 64, 512))]
-for capability, dtype, (rows, columns, block, stages, warps) in tiles:
+for capability, dtype, M in ((80, "fp32", 1), *((90, "bf16", M) for M in (1, 32, 64, 512))):
     for scaled in (False, True):
+        kind = torch.float32 if dtype == "fp32" else torch.bfloat16
+        rows, columns, block, stages, warps = ours._tile(M, kind, scaled)
         sizes = dict(ROWS=rows, COLUMNS=columns, BLOCK=block, SCALED=scaled)
         sizes |= dict(EVEN=rows == 64, BIASED=rows == 16)
         compiles(ours._multiply, sizes, dtype, capability, num_stages=stages, num_warps=warps)

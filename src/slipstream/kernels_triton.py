@@ -1,10 +1,10 @@
 """Attention, products and means on a GPU, by Triton, in which a row's bits do not depend on its neighbours.
 
 Every sum has one order, which depends on nothing but what is summed. A product runs over all of K in one
-program, 16 numbers of an instruction at a time. In halves its tiles follow the number of rows, because
-instructions of all sizes add up alike: on an H100 products by 32 tiles, of `wgmma` and `mma.sync`, agreed in
-all bits; a target tries it (`targets.alike`). In fp32 tiles have one size. Attention takes a row's keys in
-blocks, counted from its own first key, and adds up the parts of `SPLIT` keys in their order.
+program, in halves by instructions that take 16 numbers at a time. Its tiles follow the number of rows there,
+because instructions of all sizes add up alike: on an H100 products by 32 tiles, of `wgmma` and `mma.sync`,
+agreed in all bits, and a target tries it (`targets.alike`). In fp32 tiles have one size. Attention takes a
+row's keys in blocks, counted from its own first key, and adds up the parts of `SPLIT` keys in their order.
 """
 
 from typing import Any, no_type_check
@@ -232,7 +232,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor
     out, M = x.new_empty(*x.shape[:-1], N), x.numel() // max(K, 1)
     if out.numel() == 0:
         return out
-    rows, columns, block, stages, warps = _tile(M) if x.dtype in HALVES else (16, 32, 64, 3, 4)
+    rows, columns, block, stages, warps = _tile(M, x.dtype, scales is not None)
     _multiply[(triton.cdiv(M, rows) * triton.cdiv(N, columns),)](
         x, weight, x if scales is None else scales, x if bias is None else bias.contiguous(),
         out, M, N, K, weight.stride(0), ROWS=rows, COLUMNS=columns, BLOCK=block, EVEN=K % block == 0,
@@ -241,10 +241,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor
     return out
 
 
-def _tile(M: int) -> tuple[int, int, int, int, int]:
-    """Rows, columns, numbers of K, stages and warps that read weights fastest on an H100; in 99 KiB."""
+def _tile(M: int, dtype: torch.dtype, scaled: bool) -> tuple[int, int, int, int, int]:
+    """Rows, columns, numbers of K, stages and warps that read weights fastest on an H100; in 99 KiB.
+
+    Weights of 8 bits get small tiles alone: `wgmma`, of 64 rows and more, takes their numbers in another
+    order, and an H100 gave other bits.
+    """
+    if dtype not in HALVES:
+        return 16, 32, 64, 3, 4
     for rows, block, stages in ((16, 256, 4), (32, 128, 5), (64, 64, 6)):
-        if rows >= M:
+        if rows >= M or (scaled and rows == 32):
             return rows, 32, block, stages, 4
     return 128, 128, 64, 3, 8
 
