@@ -141,12 +141,8 @@ def gpu_tables(report: GPUReport, link: str) -> str:
     """Milliseconds of passes by mode and rows, and of our kernels beside torch's."""
     parts = [_settings(report, f"memory read at {report.bandwidth_gb_s:.0f} GB/s", link)]
     for context in report.results[0].passes_ms:
-        rows = []
-        for mode in report.results:
-            curve = mode.passes_ms[context]
-            read = mode.gb_s / mode.plain_tokens_per_second * 1e3 / curve["1"] / report.bandwidth_gb_s
-            rows.append([mode.mode, *(f"{curve[n]:.2f}" for n in PASSES), f"{read:.2f}"])
-        head = ["target", "1 row", *(f"{n} rows" for n in PASSES[1:]), "weights of 1 row, × bandwidth"]
+        rows = [[each.mode, *(f"{each.passes_ms[context][n]:.2f}" for n in PASSES)] for each in report.results]
+        head = ["target", "1 row", *(f"{n} rows" for n in PASSES[1:])]
         parts += [f"A pass behind {context} tokens, ms:", _table(head, rows)]
     costs = [*report.attention, *report.products]
     by_size = {(cost.what, cost.rows): f"{cost.ours_ms:.3f} / {cost.torch_ms:.3f}" for cost in costs}
