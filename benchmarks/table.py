@@ -141,7 +141,7 @@ def gpu_tables(report: GPUReport, link: str) -> str:
     """Milliseconds of passes by mode and rows, and of our kernels beside torch's."""
     parts = [_settings(report, f"memory read at {report.bandwidth_gb_s:.0f} GB/s", link)]
     for context in report.results[0].passes_ms:
-        rows = [[each.mode, *(f"{each.passes_ms[context][n]:.2f}" for n in PASSES)] for each in report.results]
+        rows = [[m.mode, *(f"{m.passes_ms[context][n]:.2f}" for n in PASSES)] for m in report.results]
         head = ["target", "1 row", *(f"{n} rows" for n in PASSES[1:])]
         parts += [f"A pass behind {context} tokens, ms:", _table(head, rows)]
     costs = [*report.attention, *report.products]
