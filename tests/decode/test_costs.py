@@ -37,6 +37,18 @@ def test_rounds_are_measured_once_for_each_number_of_texts(auto, monkeypatch):
     assert costs.ledger(target, again).seconds[4] == pytest.approx(seconds[4], abs=1e-6)
 
 
+@pytest.mark.parametrize("texts", [1, 4])
+def test_the_first_lap_reads_one_token_and_several(auto, texts, monkeypatch):
+    """A graph that is compiled in the midst of an answer: a second in which nothing is said."""
+    target, drafter = auto
+    head, read = drafter.hybrid.head, set()
+    absorb = head.absorb
+    monkeypatch.setattr(head, "absorb", lambda span, s: (read.add(span.tokens.shape), absorb(span, s))[1])
+    next(costs._laps(target, drafter, texts))
+    assert (texts, 1) in read
+    assert any(rows == texts and tokens > 1 for rows, tokens in read)
+
+
 def test_what_a_head_must_read_is_charged_from_the_first_tree_on(auto, monkeypatch):
     """A drafter made anew in each call, or in another process, whose head would read prompts for nothing."""
     target, drafter = auto

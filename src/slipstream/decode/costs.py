@@ -165,7 +165,7 @@ def _laps(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) 
     session = _session(target, drafter, texts, context)
     for rung in drafter.rungs:
         session.step(shape=rung)
-        session.state.select(list(range(texts)))  # a drafter that waits reads now, and has one token to read
+        session.state.settle()  # a drafter that waits reads now, and then has one token to read
         session.step(shape=PLAIN)
         session.step(shape=rung)
     deepest = max(rung.depth for rung in drafter.rungs)
