@@ -37,16 +37,26 @@ def test_rounds_are_measured_once_for_each_number_of_texts(auto, monkeypatch):
     assert costs.ledger(target, again).seconds[4] == pytest.approx(seconds[4], abs=1e-6)
 
 
-@pytest.mark.parametrize("texts", [1, 4])
-def test_the_first_lap_reads_one_token_and_several(auto, texts, monkeypatch):
+def test_the_first_lap_reads_one_token_alone(auto, monkeypatch):
     """A graph that is compiled in the midst of an answer: a second in which nothing is said."""
     target, drafter = auto
-    head, read = drafter.hybrid.head, set()
+    events: list[str | int] = []
+    step, head = costs.Session.step, drafter.hybrid.head
     absorb = head.absorb
-    monkeypatch.setattr(head, "absorb", lambda span, s: (read.add(span.tokens.shape), absorb(span, s))[1])
-    next(costs._laps(target, drafter, texts))
-    assert (texts, 1) in read
-    assert any(rows == texts and tokens > 1 for rows, tokens in read)
+
+    def stepped(session, shape):
+        events.append(shape.name)
+        return step(session, shape=shape)
+
+    def read(span, state):
+        events.append(span.tokens.shape[1])
+        absorb(span, state)
+
+    monkeypatch.setattr(costs.Session, "step", stepped)
+    monkeypatch.setattr(head, "absorb", read)
+    next(costs._laps(target, drafter, 4))
+    for tree in (rung.name for rung in drafter.rungs if rung.children):
+        assert ("plain", tree, 1) in zip(events, events[1:], events[2:], strict=False)
 
 
 def test_what_a_head_must_read_is_charged_from_the_first_tree_on(auto, monkeypatch):
