@@ -41,6 +41,7 @@ from slipstream.files import check_writable
 from slipstream.measure.cost import ROWS, pass_seconds, read_bandwidth
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
+from slipstream.targets.load import place_of
 from slipstream.targets.prompts import encode
 from slipstream.targets.quantised import KINDS
 
@@ -140,8 +141,9 @@ def _beside(costs: Sequence[Against]) -> Figures:
 
 
 def random_llama(shape: str, dtype: str, device: str) -> HFTarget:
-    """A Llama of a size in `SHAPES`, with random weights and without a tokenizer."""
-    with torch.device(device):
+    """A Llama of a size in `SHAPES`, with random weights and without a tokenizer. Raises ValueError where
+    there is no such device."""
+    with place_of(device):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[shape]), dtype=getattr(torch, dtype))
     return HFTarget(model, name=f"random {shape}")
 

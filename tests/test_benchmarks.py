@@ -160,6 +160,12 @@ def test_a_mode_is_proved_and_measured(target):
     assert (report.exactness, report.attention, report.products) == ({}, [], [])  # float64
 
 
+def test_a_random_target_needs_its_device():
+    """A traceback where there is no GPU."""
+    with pytest.raises(ValueError, match="Unknown or missing device: 'cuda:99'"):
+        gpu.random_llama("tiny", "float32", "cuda:99")
+
+
 @pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
 def test_an_exact_target_is_measured_beside_another():
     """A mode that is not exact under its name; a drafter's text in an exact target that nobody compares."""

@@ -59,15 +59,7 @@ def load_target(
         raise ValueError(f"Unknown dtype: {dtype!r}. Available: {', '.join(DTYPES)}")
     if quantize not in (None, *KINDS):
         raise ValueError(f"Unknown quantisation: {quantize!r}. Available: {', '.join(KINDS)}")
-    try:
-        place = torch.empty(0, device=device).device
-        if place.type == "meta":
-            raise RuntimeError("meta tensors have no values")
-    except (RuntimeError, AssertionError, ImportError) as error:
-        raise ValueError(
-            f"Unknown or missing device: {device!r}. Use cpu, cuda, cuda:1, … ({_first_line(error)})"
-        ) from error
-    path = resolve(name)
+    place, path = place_of(device), resolve(name)
     gguf = gguf_of(path)
     if path.is_dir() and gguf is None and not (path / "config.json").exists():
         raise ValueError(
@@ -198,6 +190,19 @@ def _keep(model: PreTrainedModel, tokenizer: Tokenizer, kept: Path) -> bool:
     except (OSError, SafetensorError):  # the disk is full or read-only, or another process was faster
         pass
     return kept.is_dir()
+
+
+def place_of(device: str) -> torch.device:
+    """The device of a name. Raises ValueError where there is none."""
+    try:
+        place = torch.empty(0, device=device).device
+        if place.type == "meta":
+            raise RuntimeError("meta tensors have no values")
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise ValueError(
+            f"Unknown or missing device: {device!r}. Use cpu, cuda, cuda:1, … ({_first_line(error)})"
+        ) from error
+    return place
 
 
 def _first_line(error: Exception) -> str:
