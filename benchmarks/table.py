@@ -220,7 +220,7 @@ def read(results: str) -> Stored:
 
 def _settings(report: Report, about: str, link: str) -> str:
     cores = f"{report.hardware['threads']} cores of {report.hardware['cpu']}"
-    machine = str(report.hardware["gpu"]) if isinstance(report, GPUReport) else cores
+    machine = str(report.hardware.get("gpu", cores)) if isinstance(report, GPUReport) else cores
     parts = (report.target, report.dtype, "compiled" * report.compiled, about, machine)
     settings = f"{', '.join(filter(None, parts))} ([`{Path(link).name}`]({link})):"
     return fill(settings, 110, break_long_words=False, break_on_hyphens=False)

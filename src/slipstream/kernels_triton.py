@@ -249,8 +249,9 @@ def _tile(M: int, dtype: torch.dtype, scaled: bool) -> tuple[int, int, int, int,
     """
     if dtype not in HALVES:
         return 16, 32, 64, 3, 4
+    M = min(M, 32) if scaled else M
     for rows, block, stages in ((16, 256, 4), (32, 128, 5), (64, 64, 6)):
-        if rows >= M or (scaled and rows == 32):
+        if rows >= M:
             return rows, 32, block, stages, 4
     return 128, 128, 64, 3, 8
 

@@ -23,7 +23,7 @@ class Quantised(nn.Module):
     """A weight [N, K] of 8 bits, rounded by a scale for each row, its largest magnitude / 127, or of 4 bits.
 
     Attributes:
-        weight: in the order of `kernels.int8_tiles` or of `int4_tiles`.
+        weight: in the order of `kernels.int8_tiles` or of `int4_tiles`; on a GPU as it is.
         scales: float32, of each row.
         dtype: of the model's states.
     """
@@ -69,6 +69,9 @@ class QuantisedLinear(Quantised):
         if torch.is_grad_enabled():
             every = self.rows(torch.arange(len(self.scales), device=x.device))
             return F.linear(x, every.to(x), None if bias is None else bias.to(x))
+        return self._product(x, weight, bias)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = kernels.tiled_linear(x, weight, self.scales)
         return out if bias is None else out + bias
 
@@ -81,10 +84,7 @@ class WholeLinear(QuantisedLinear):
         """Some rows of the weight, as states are."""
         return (self.weight[which] * self.scales[which][..., None]).to(self.dtype)
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`F.linear` of this layer's own weight and bias."""
-        if torch.is_grad_enabled():
-            return super().product(x, weight, bias)
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return kernels.linear(x, weight, bias, self.scales)
 
 
@@ -171,11 +171,16 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
         factor = getattr(module, "embed_scale", None)
         return QuantisedEmbedding(*stored[key], None if factor is None else torch.as_tensor(factor))
 
-    for module in list(copy.modules()):
+    _replace(copy, made)
+    return copy
+
+
+def _replace(model: nn.Module, made: Callable[[Any], nn.Module | None]) -> None:
+    """Put what is made of a model's modules in their places. None: a module stays."""
+    for module in list(model.modules()):
         for child, part in module.named_children():
             if (replaced := made(part)) is not None:
                 setattr(module, child, replaced)
-    return copy
 
 
 def on_gpu(copy: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
@@ -183,17 +188,17 @@ def on_gpu(copy: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
     each `GROUP`. The LM head has 8, and so has what groups do not divide. Raises ValueError where torchao
     is needed and not there."""
     head = copy.get_output_embeddings()
-    for module in list(copy.modules()):
-        for child, part in module.named_children():
-            if isinstance(part, Conv1D):
-                setattr(module, child, _turned(part))
+    _replace(copy, lambda part: _turned(part) if isinstance(part, Conv1D) else None)
     if kind == "int4":
         _four_bits(copy, name, lambda part: part is not head and part.in_features % GROUP == 0)
-    for module in list(copy.modules()):
-        for child, part in module.named_children():
-            if isinstance(part, nn.Linear) and not _parts(part.weight):
-                whole = kernels.whole_numbers(part.weight.detach())
-                setattr(module, child, WholeLinear(*whole, part.in_features, copy.dtype, part.bias))
+
+    def eight_bits(part: Any) -> nn.Module | None:
+        if not isinstance(part, nn.Linear) or _parts(part.weight):
+            return None
+        whole = kernels.whole_numbers(part.weight.detach())
+        return WholeLinear(*whole, part.in_features, copy.dtype, part.bias)
+
+    _replace(copy, eight_bits)
     return copy
 
 
