@@ -4,12 +4,15 @@
         --json benchmarks/results/policy.json
 
 A cell is a precision, passes that are compiled or not, a number of texts, of tokens before them, and a
-temperature. Eight texts are decoded in each, in groups that share rounds. In every group plain decoding, auto
+temperature. `--texts` are decoded in each, in groups that share rounds. In every group plain decoding, auto
 and the quickest of auto's trees, always grown, make the same number of tokens, in turns of a few rounds. A
 first lap over all trees, in a session of its own, says which tree. A ratio is that of the seconds for all
 tokens, with the 95 % of the bootstrap over stretches of them, the same for both arms. Prompts are read once
 for all arms and temperatures, whose first token is the likeliest; what a head has yet to read of them is in
-its arm's time. The result is written after every cell, and cells that it holds are not made again.
+its arm's time. The result is written after every cell, and cells that it holds are not made again. Those that
+might be slower are, on more texts, if more are asked for:
+
+    python benchmarks/policy.py … --texts 24 --json benchmarks/results/policy.json
 """
 
 from collections import defaultdict
@@ -17,6 +20,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import product
+from math import ceil
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -39,7 +43,7 @@ from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget, load_target
 
 TURN = 8  # rounds
-TEXTS = 8  # of a cell
+ENOUGH = 0.95  # of plain decoding's speed, with 95 % of certainty, and of the best arm's
 NEW, STRETCH = 96, 8  # tokens of a text that are made, and that are resampled together
 ROOM = 600  # tokens behind the prompts
 AXES = ("precision", "compiled", "context", "batch", "temperature")
@@ -69,6 +73,16 @@ class Cell(Part):
     @property
     def place(self) -> tuple[Any, ...]:
         return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def texts(self) -> int:
+        """Texts that each arm decoded."""
+        return self.stretches * self.batch * STRETCH // NEW
+
+    @property
+    def enough(self) -> bool:
+        """Whether auto is surely no slower than plain decoding, and about as fast as the best arm."""
+        return self.over_plain[1] >= ENOUGH and self.over_best[0] >= ENOUGH
 
 
 class PolicyReport(Report):
@@ -203,11 +217,12 @@ def main(
     batch: Annotated[list[int], cli.option("texts; repeat it", "N")] = [1, 2, 4, 8],  # noqa: B006
     context: Annotated[list[int], cli.option("tokens; repeat it", "N")] = [64, 512, 2048],  # noqa: B006
     temperature: Annotated[list[float], cli.option("repeat it", "T")] = [0.0, 1.0],  # noqa: B006
+    texts: Annotated[int, cli.option("of a cell", "N")] = 8,
 ) -> None:
     """Decode, compare, print."""
     check_writable(json, reads=questions)
-    cells = cells_in(json, PolicyReport)
-    made = {cell.place for cell in cells}
+    cells = {cell.place: cell for cell in cells_in(json, PolicyReport)}
+    made = {place for place, cell in cells.items() if cell.enough or cell.texts >= texts}
     with bars(cli.err) as shown:
         task = shown.add_task(
             "cells", total=len(precision) * len(passes) * len(context) * len(batch), note=""
@@ -221,18 +236,19 @@ def main(
                 shown.advance(task, len(wanted))
                 continue
             model = loaded(target, kind, how == "compiled")
-            asked = [prompt for some in prompts_by_file(model, questions, 4).values() for prompt in some]
+            by_file = prompts_by_file(model, questions, ceil(texts / len(questions)))
+            asked = [prompt for some in by_file.values() for prompt in some]
             for n, rows, heats in wanted:
                 shown.update(task, note=f"{kind}, {how}, {n} tokens, {rows} texts")
-                lines = texts_behind(asked, max(TEXTS, rows), n) if heats else []
+                lines = texts_behind(asked, max(texts, rows), n) if heats else []
                 parts = [lines[i : i + rows] for i in range(0, len(lines), rows)]
                 groups = [(read(model, load_drafter("auto", model), some), some) for some in parts]
                 for heat in heats:
                     place = dict(zip(AXES, (kind, how == "compiled", n, rows, heat), strict=True))
-                    cells.append(Cell(**place, **cell(model, groups, heat)))
+                    cells[tuple(place.values())] = Cell(**place, **cell(model, groups, heat))
                     axes = ("dtype", "compiled")
                     about = {name: each for name, each in heading(model).items() if name not in axes}
-                    PolicyReport(**about, cells=cells).write(json)
+                    PolicyReport(**about, cells=[*cells.values()]).write(json)
                 shown.advance(task)
     cli.out.print(PolicyReport.read(json))
 

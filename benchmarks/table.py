@@ -26,7 +26,7 @@ import typer
 from common import run
 from gpu import GPUReport
 from peers import PeersReport
-from policy import PolicyReport
+from policy import ENOUGH, PolicyReport
 from slipstream.cli import common as cli
 from slipstream.files import check_writable, read_text, replacing
 from slipstream.measure.paired import Paired, paired
@@ -42,7 +42,6 @@ BEGIN, END = "<!-- made by benchmarks/table.py -->", "<!-- end -->"
 
 Stored = BenchReport | GPUReport | PeersReport | PolicyReport | ReproduceReport | ThroughputReport
 PASSES = ("1", "8", "16", "32", "64")  # rows of those that are shown
-ENOUGH = 0.95  # of plain decoding, and of the best other arm
 
 
 def tables(report: Stored, link: str) -> str:
@@ -121,6 +120,8 @@ def policy_tables(report: PolicyReport, link: str) -> str:
     for passes, cells in report.by_passes.items():
         lows, over = [cell.over_plain[1] for cell in cells], [cell.over_best[0] for cell in cells]
         held, near = (sum(each >= ENOUGH for each in some) for some in (lows, over))
+        decoded = Counter(cell.texts for cell in cells)
+        more = [f" {n} of the cells decoded {texts} texts." for texts, n in sorted(decoded.items())[1:]]
         told = (
             f"**{passes}**: the lower bound is at most five percent below plain decoding in {held} of "
             f"{len(cells)} cells. `auto` comes within five percent of the best fixed choice in {near}."
@@ -133,7 +134,7 @@ def policy_tables(report: PolicyReport, link: str) -> str:
             shown = ("–" if each is None else "{:.2f} [{:.2f}, {:.2f}]".format(*each) for each in ratios)
             rows.append([f"{T:g}", str(context), *shown])
         head = ["T", "context", *(f"{batch} text{'s' * (batch > 1)}" for batch in texts)]
-        parts += [fill(told, 110), _table(head, rows)]
+        parts += [fill("".join([told, *more]), 110), _table(head, rows)]
     return "\n\n".join(parts)
 
 

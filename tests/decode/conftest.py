@@ -4,6 +4,7 @@ import pytest
 
 import tiny
 from slipstream.decode import generate
+from slipstream.targets import HFTarget
 
 
 @pytest.fixture(autouse=True)
@@ -11,3 +12,8 @@ def restless(monkeypatch):
     monkeypatch.setattr(
         generate, "policy", lambda target, drafter, texts: tiny.Restless(drafter) if drafter.rungs else None
     )
+
+
+@pytest.fixture(scope="module")
+def target() -> HFTarget:
+    return tiny.target("llama")

@@ -105,11 +105,6 @@ def test_pieces_are_the_text(make):
 
 
 @pytest.fixture(scope="module")
-def target() -> HFTarget:
-    return tiny.target("llama")
-
-
-@pytest.fixture(scope="module")
 def said(target) -> list[int]:
     return generate(target, PROMPT, **HOW).tokens
 

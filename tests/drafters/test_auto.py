@@ -45,11 +45,14 @@ def test_a_head_that_sat_out_rounds_proposes_the_same(head, plain, behind, monke
 
 @pytest.mark.parametrize("head", [tiny.eagle, tiny.fasteagle, tiny.medusa])
 @pytest.mark.parametrize("plain", [0, 5, 40])
-def test_a_head_begins_with_what_is_in_its_reach(head, plain):
-    """Padding of a shorter text, tokens of another place, or noise of another position."""
+@pytest.mark.parametrize(("reach", "each"), [(3, 3), (7, 4), (18, 6)])
+def test_a_head_begins_with_what_is_in_its_reach(head, plain, reach, each, monkeypatch):
+    """Padding of a shorter text, tokens of another place, or noise of another position. Three texts share a
+    reach, and each has four tokens, where the reach holds them."""
+    monkeypatch.setattr(auto_module, "FEWEST", 4)
     target = tiny.target("llama")
     auto = Auto(head(target))
-    auto.hybrid.head.reach = 6
+    auto.hybrid.head.reach = reach
     session = Session(target, auto, rows=3, capacity=200, shapes=auto.rungs)
     session.admit(PROMPTS, [Sampling()] * 3)
     for _ in range(plain):
@@ -58,7 +61,7 @@ def test_a_head_begins_with_what_is_in_its_reach(head, plain):
     with patch.object(auto.hybrid.head, "absorb", wraps=auto.hybrid.head.absorb) as absorb:
         session.step(shape=auto.rungs[-1])
     (span, _), _ = absorb.call_args
-    last = [text[-6:] for text in texts]
+    last = [text[-each:] for text in texts]
     assert span.count.tolist() == [len(text) for text in last]
     assert [row[: len(text)] for row, text in zip(span.tokens.tolist(), last, strict=True)] == last
     assert session.state.head.length.tolist() == [len(text) for text in texts]

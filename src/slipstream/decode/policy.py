@@ -19,7 +19,7 @@ FADES = 0.95  # of the evidence on a text this much is left after a round
 FADES_UNUSED = 0.995  # the same after a round that adds none
 WORTH = 1.05  # a tree is grown if it promises so many times plain decoding's speed
 SURE, OFTEN = 1.3, 64  # below this gain, every so many rounds a plain one tells again what it costs
-FAR, RESTS = 0.9, 4  # a gain that is less lets so many rounds be plain without a choice
+RESTS = 4  # rounds that are plain without a choice, once no tree promises as much as plain decoding
 MINUTE = 0.3  # weight of a plain round's time in all costs: the text grows longer, or something else runs
 LEARNS = 0.05  # weight of another round's time in its rung's cost, at least; half of it holds for all trees
 LAGS = 4  # rounds without the head after which its next one reads much, and does not tell what rounds cost
@@ -133,8 +133,8 @@ class Policy:
         self._rests, self._rested = 0, 0  # rounds to rest since the last that was weighed, and those that did
 
     def rests(self, texts: Sequence[int]) -> bool:
-        """Whether the next round is plain like the last, because no tree came near. Then neither `choose` nor
-        `learn` is asked: with eight texts their work is 2 % of a plain round."""
+        """Whether the next round is plain like the last, because no tree promised as much. Then neither
+        `choose` nor `learn` is asked: with eight texts their work is 2 % of a plain round."""
         if self._rested == self._rests or [text for text, _ in self._rows] != texts:
             return False
         self._rested += 1
@@ -155,7 +155,7 @@ class Policy:
         gain = speeds[best] / speeds[0]
         self._since = 0 if gain < WORTH or (gain < SURE and self._since >= OFTEN) else self._since + 1
         self._rung = best if self._since else 0
-        self._rests = RESTS if gain < FAR else 0
+        self._rests = RESTS if gain < 1 else 0
         self.ledger.chosen[self._rung] += 1
         return self.ledger.rungs[self._rung]
 

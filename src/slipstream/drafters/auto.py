@@ -30,6 +30,7 @@ NODES = (2, 4, 8, 16)  # of a tree of the head, matches included
 DEEPEST = 5
 MATCHES = (4, 8, 16)  # of a tree of matches
 LONG = (2, 4, 8)  # tokens of a match: signs for the policy
+FEWEST = 64  # tokens of a text that a head begins with, if it has more in its reach
 BEHIND = 32 * 2**20  # bytes of states that a head may lag behind: texts that it never drafts are not read
 MANY = 64  # tokens of which reading tells what one costs
 
@@ -156,9 +157,11 @@ class Auto(Drafter):
                 self.catch_up(state)
 
     def _worth(self, state: AutoState) -> float:
-        """Columns that the head must read of what it missed: before its first tree those in its reach."""
+        """Columns that the head must read of what it missed: before its first tree those in its reach, which
+        texts share."""
         reach = None if state.reads or self.hybrid is None else self.hybrid.head.reach
-        return torch.inf if reach is None else float(len(state.root) * reach)
+        texts = max(1, len(state.root))
+        return torch.inf if reach is None else float(texts * max(reach // texts, min(reach, FEWEST)))
 
     def _drop_far(self, state: AutoState) -> None:
         """Forget what is out of the head's reach."""
