@@ -77,6 +77,25 @@ def test_costs_follow_the_rounds(policy):
     assert chosen[-50:].count(PLAIN) > 45
 
 
+@pytest.mark.parametrize(
+    "brings", [{PLAIN: 0, MATCH: 0, SMALL: 0, LARGE: 0}, {PLAIN: 0, MATCH: 0, SMALL: 1, LARGE: 2}]
+)
+def test_a_longer_text_makes_every_round_dearer(policy, brings):
+    """Grown trees get dearer, and then all trees with plain decoding: what nobody grew looks too dear."""
+    longer = [1.6 * cost for cost in COSTS]
+    decode(policy, brings.get, 30)
+    decode(policy, brings.get, 150, seconds=lambda shape: longer[RUNGS.index(shape)])
+    assert policy.ledger.costs(1) == pytest.approx(longer, rel=0.15)
+
+
+def test_a_disturbed_round_says_little_of_what_rounds_cost(policy):
+    """One stop of a second, after which a tree is not grown for long."""
+    decode(policy, lambda shape: 2, 30)
+    before = policy.ledger.costs(1)[:]
+    decode(policy, lambda shape: 2, 1, seconds=lambda shape: 50 * COSTS[-1])
+    assert policy.ledger.costs(1) == pytest.approx(before, rel=0.05)
+
+
 def test_what_many_rounds_told_outlives_rounds_of_others():
     """A mean that faded to the worth of a guess: a few unlucky rounds then kept the best tree from use."""
     known = Accepted(0.5)

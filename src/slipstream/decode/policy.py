@@ -19,9 +19,11 @@ FADES = 0.95  # of the evidence on a text this much is left after a round
 FADES_UNUSED = 0.995  # the same after a round that adds none
 WORTH = 1.05  # a tree is grown if it promises so many times plain decoding's speed
 SURE, OFTEN = 1.3, 64  # below this gain, every so many rounds a plain one tells again what it costs
+MOVED = 1.1  # one does at once, too, if other rounds moved its cost as far as that
 RESTS = 4  # rounds that are plain without a choice, once no tree promises as much as plain decoding
-MINUTE = 0.3  # weight of a plain round's time in all costs: the text grows longer, or something else runs
-LEARNS = 0.05  # weight of another round's time in its rung's cost, at least; half of it holds for all trees
+FIRM = 4.0  # rounds that a cost counts as, if none timed it lately
+AGES = 0.95  # of what a round told of its cost this much is left a round later
+OFF = 1.3  # a round that took more than so many times its cost, or so much less, was disturbed: it counts so
 LAGS = 4  # rounds without the head after which its next one reads much, and does not tell what rounds cost
 KEEPS = 200.0  # rounds that an average of accepted tokens remembers
 FIRST, GROWN = 0.2, 0.29  # guess: tokens accepted of a head's tree, and more for each doubling of its nodes
@@ -68,6 +70,8 @@ class Ledger:
         pace: see `Drafter`.
         chosen: rounds of each rung.
         kept: rounds whose acceptance is stored.
+        timed: rounds that told lately what a rung costs, by texts, then by rung.
+        told: of a plain round, by texts, when one was last timed.
     """
 
     rungs: Sequence[Shape]
@@ -76,6 +80,8 @@ class Ledger:
     pace: float = 0.0
     chosen: Counter[int] = field(default_factory=Counter)
     kept: int = 0
+    timed: dict[int, list[float]] = field(default_factory=dict)
+    told: dict[int, float] = field(default_factory=dict)
 
     def of(self, rung: int, sign: int) -> Accepted:
         """The average, a guess before any was counted."""
@@ -101,7 +107,29 @@ class Ledger:
 
     def costs(self, texts: int) -> list[float]:
         """Of every rung, for so many texts; for the nearest number that was measured."""
-        return self.seconds[min(self.seconds, key=lambda known: abs(log2(known / texts)))]
+        return self.seconds[self._measured(texts)]
+
+    def _measured(self, texts: int) -> int:
+        return min(self.seconds, key=lambda known: abs(log2(known / texts)))
+
+    def moved(self, texts: int) -> bool:
+        """Whether a plain round's cost is no longer what plain rounds told."""
+        plain, told = self.costs(texts)[0], self.told.get(self._measured(texts))
+        return told is not None and not 1 / MOVED < plain / told < MOVED
+
+    def time(self, texts: int, rung: int, seconds: float, rounds: int) -> None:
+        """What the last of so many rounds took. It corrects its rung's cost. A longer text, or what else
+        runs, makes other rungs dearer, too: those that were not timed lately go along, by this rung's share
+        of the rounds that were."""
+        known = self._measured(texts)
+        costs, timed = self.seconds[known], self.timed.setdefault(known, [0.0] * len(self.rungs))
+        off = min(OFF, max(1 / OFF, seconds / costs[rung])) ** (1 / (FIRM + timed[rung]))
+        share = (1 + timed[rung]) / (1 + sum(timed))
+        for i, n in enumerate(timed):
+            costs[i] *= off if i == rung else off ** (share / (1 + n))
+            timed[i] = n * AGES**rounds + (i == rung)
+        if rung == 0 or known not in self.told:
+            self.told[known] = costs[0]
 
 
 @dataclass
@@ -153,7 +181,8 @@ class Policy:
         speeds = [tokens / cost for tokens, cost in zip(self._tokens(), costs, strict=True)]
         best = max(range(1, len(speeds)), key=lambda rung: speeds[rung])
         gain = speeds[best] / speeds[0]
-        self._since = 0 if gain < WORTH or (gain < SURE and self._since >= OFTEN) else self._since + 1
+        due = self.ledger.moved(len(texts)) or (gain < SURE and self._since >= OFTEN)
+        self._since = 0 if gain < WORTH or due else self._since + 1
         self._rung = best if self._since else 0
         self._rests = RESTS if gain < 1 else 0
         self.ledger.chosen[self._rung] += 1
@@ -179,8 +208,8 @@ class Policy:
     def learn(self, tokens: Sequence[int], seconds: float, guessed: Sequence[bool]) -> None:
         """What the chosen round brought each text, the target's own token included, and its time. A text
         whose head could not guess yet, for lack of masks in the round before, was decoded plainly."""
-        shape, left = self.ledger.rungs[self._rung], FADES_UNUSED ** (1 + self._rested)
-        self._rested = 0
+        shape, rounds = self.ledger.rungs[self._rung], 1 + self._rested
+        left, self._rested = FADES_UNUSED**rounds, 0
         for average in self.ledger.accepted.values():
             average.fade(left)
         for (text, sign), made, drafted in zip(self._rows, tokens, guessed, strict=True):
@@ -196,18 +225,9 @@ class Policy:
                 self.ledger.add(self._rung, sign, made - 1, seen.factor)
                 seen.accepted += made - 1
                 seen.promised += promised
-        usual = not shape.children or (any(guessed) and self._idle < LAGS)
+        if not shape.children or (any(guessed) and self._idle < LAGS):
+            self.ledger.time(len(tokens), self._rung, seconds, rounds)
         self._idle = 0 if shape.children else self._idle + 1
-        if not usual:
-            return
-        costs = self.ledger.costs(len(tokens))
-        off = min(2.0, max(0.5, seconds / costs[self._rung]))
-        share = max(LEARNS, 1 / (GUESS + self.ledger.chosen[self._rung]))
-        if not shape.depth:
-            costs[:] = [cost * off**MINUTE for cost in costs]
-            return
-        costs[1:] = [cost * off ** (share / 2) for cost in costs[1:]]
-        costs[self._rung] *= off ** (share / 2)
 
 
 class Trial(Policy):
