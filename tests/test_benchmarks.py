@@ -340,6 +340,35 @@ def test_cells_that_are_there_are_not_made_again(result, code, told, tmp_path, m
     assert path.read_bytes() == (RESULTS / result).read_bytes()
 
 
+def test_undecided_cells_are_made_again_on_more_texts(target, tmp_path, monkeypatch):
+    """All cells made again, those that were decided, or the same ones with every call."""
+    path, texts = tmp_path / "policy.json", []
+    path.write_bytes((RESULTS / "policy_zen4_all.json").read_bytes())
+    before = policy.PolicyReport.read(path).cells
+    undecided = [each.place for each in before if not each.enough]
+    assert 0 < len(undecided) < len(before)
+    ratio, speeds = [0.98, 0.94, 1.02], {"plain": 100.0, "auto": 98.0}
+    found = {"tokens_per_second": speeds, "over_plain": ratio, "best": "plain", "over_best": ratio}
+
+    def cell(target, groups, heat):
+        texts.append(sum(len(some) for _, some in groups))
+        return {"stretches": len(groups) * policy.NEW // policy.STRETCH, **found}
+
+    monkeypatch.setattr(policy, "loaded", lambda *asked: target)
+    monkeypatch.setattr(policy, "prompts_by_file", lambda *asked: {"file": tiny.prompts(9, 7)})
+    monkeypatch.setattr(policy, "read", lambda *asked: None)
+    monkeypatch.setattr(policy, "cell", cell)
+    words = ["policy.py", "tiny", "--questions", "none.jsonl", "--json", str(path), "--texts", "24"]
+    monkeypatch.setattr(sys, "argv", words)
+    for _ in range(2):  # the second time there is nothing to do
+        with pytest.raises(SystemExit):
+            policy.run(policy.main)
+    assert texts == [24] * len(undecided)
+    after = policy.PolicyReport.read(path).cells
+    assert [each.place for each in after] == [each.place for each in before]
+    assert {each.place for each in after if each.texts == 24} == set(undecided)
+
+
 def test_a_server_beside_its_engine_and_generate(tmp_path):
     """The clients' process, and texts that must be the same three ways."""
     tokenizer = deepcopy(tiny.tokenizer())
