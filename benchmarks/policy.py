@@ -9,8 +9,8 @@ and the quickest of auto's trees, always grown, make the same number of tokens, 
 first lap over all trees, in a session of its own, says which tree. A ratio is that of the seconds for all
 tokens, with the 95 % of the bootstrap over stretches of them, the same for both arms. Prompts are read once
 for all arms and temperatures, whose first token is the likeliest; what a head has yet to read of them is in
-its arm's time. The result is written after every cell, and cells that it holds are not made again. Those that
-might be slower are, on more texts, if more are asked for:
+its arm's time. The result is written after every cell, and cells that it holds are not made again. Those in
+which auto may be slower than plain decoding or the best arm are made again if more texts are asked for:
 
     python benchmarks/policy.py … --texts 24 --json benchmarks/results/policy.json
 """

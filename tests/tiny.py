@@ -144,6 +144,11 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
+PROMPTS = prompts(5, 11, 7, 9)  # of tests of `generate`, with how they ask
+SAMPLED = {"temperature": 0.8, "seed": 3}
+ENDLESS: dict[str, tuple[int, ...]] = {"eos_token_ids": ()}
+
+
 def noise(*shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
     """Normal float64 numbers."""
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -17,3 +17,10 @@ def restless(monkeypatch):
 @pytest.fixture(scope="module")
 def target() -> HFTarget:
     return tiny.target("llama")
+
+
+@pytest.fixture(scope="module")
+def answer(target: HFTarget) -> list[int]:
+    """What plain decoding says to the first of `tiny.PROMPTS`, 40 tokens of it."""
+    how = tiny.SAMPLED | tiny.ENDLESS
+    return generate.generate(target, tiny.PROMPTS[0], max_new_tokens=40, **how).tokens

@@ -20,16 +20,8 @@ from slipstream.measure.baseline import hf_generate
 from slipstream.targets import HFTarget
 
 EVERY = {"vanilla": lambda target, texts: Vanilla(), **tiny.DRAFTERS}
-PROMPTS = tiny.prompts(5, 11, 7, 9)
+PROMPTS, SAMPLED, ENDLESS = tiny.PROMPTS, tiny.SAMPLED, tiny.ENDLESS
 PROMPT = PROMPTS[0]
-SAMPLED = {"temperature": 0.8, "seed": 3}
-ENDLESS = {"eos_token_ids": ()}
-
-
-@pytest.fixture(scope="module")
-def answer(target: HFTarget) -> list[int]:
-    """What plain decoding says to `PROMPT`, 40 tokens of it."""
-    return generate(target, PROMPT, max_new_tokens=40, **SAMPLED, **ENDLESS).tokens
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ MOVED = 1.1  # one does at once, too, if other rounds moved its cost as far as t
 RESTS = 4  # rounds that are plain without a choice, once no tree promises as much as plain decoding
 FIRM = 4.0  # rounds that a cost counts as, if none timed it lately
 AGES = 0.95  # of what a round told of its cost this much is left a round later
-OFF = 1.3  # a round that took more than so many times its cost, or so much less, was disturbed: it counts so
+OFF = 1.3  # a round counts as so many times its cost at most: something may have stopped it; or so much less
 LAGS = 4  # rounds without the head after which its next one reads much, and does not tell what rounds cost
 KEEPS = 200.0  # rounds that an average of accepted tokens remembers
 FIRST, GROWN = 0.2, 0.29  # guess: tokens accepted of a head's tree, and more for each doubling of its nodes
@@ -114,8 +114,9 @@ class Ledger:
 
     def moved(self, texts: int) -> bool:
         """Whether a plain round's cost is no longer what plain rounds told."""
-        plain, told = self.costs(texts)[0], self.told.get(self._measured(texts))
-        return told is not None and not 1 / MOVED < plain / told < MOVED
+        known = self._measured(texts)
+        plain = self.seconds[known][0]
+        return not 1 / MOVED < plain / self.told.get(known, plain) < MOVED
 
     def time(self, texts: int, rung: int, seconds: float, rounds: int) -> None:
         """What the last of so many rounds took. It corrects its rung's cost. A longer text, or what else
