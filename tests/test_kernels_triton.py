@@ -22,7 +22,7 @@ from triton.runtime import interpreter
 
 import tiny
 from slipstream import kernels, kernels_triton
-from slipstream.kernels_triton import attention, linear, mean
+from slipstream.kernels_triton import attention, linear, linears, mean
 from slipstream.targets import HFTarget, alike, ours
 from test_kernels import CASES, case, each_misfit, lists, misfit, numbers, slots_of
 
@@ -215,6 +215,26 @@ def test_products_of_any_shape():
     assert linear(x[0, 0, 0], weight.t()[:, 1:13], None).shape == (9,)
 
 
+@each_dtype
+@pytest.mark.parametrize("scaled", [False, True])
+def test_products_of_one_input_are_those_of_each_weight(dtype, scaled):
+    """A weight's columns in another's place; a part that is left out; other bits than alone."""
+    generator = torch.Generator().manual_seed(3)
+    x, *weights = (numbers(generator, dtype, n, 48) for n in (70, 65, 9, 140))
+    scales = []
+    if scaled:
+        weights, scales = map(list, zip(*map(kernels.whole_numbers, weights), strict=True))
+    x, weights, scales = on_device(x), on_device(*weights), on_device(*scales)
+    whole = linears(x[0], weights, scales, True)
+    for got, weight, its in zip(whole.split([65, 9, 140], -1), weights, scales or [None] * 3, strict=True):
+        assert torch.equal(got, linear(x[0], weight, None, its))
+    for rows in (1, 33):
+        assert torch.equal(linears(x[0][-rows:], weights, scales, True), whole[-rows:])
+    for bad in ((x[0], [weights[0], weights[1][:, 1:]], []), (x[0], weights, scales[1:] or x)):
+        with pytest.raises(RuntimeError):
+            linears(*bad, True)
+
+
 def test_products_refuse_what_does_not_fit():
     """Reading behind the end of a weight or a bias, or one type's bytes as another's."""
     x, weight = torch.zeros(3, 8), torch.zeros(5, 8)
@@ -248,11 +268,12 @@ from triton.compiler import ASTSource
 from slipstream import kernels_triton as ours
 
 def compiles(kernel, sizes, dtype, capability, **numbers):
-    names, wide = kernel.arg_names, {"q", "k", "v", "x", "weight", "bias", "out"}
+    names, wide = kernel.arg_names, {"q", "k", "v", "x", "bias", "out"}
     kinds = dict.fromkeys(wide, "*" + dtype)
-    kinds |= dict.fromkeys(("sums", "tops", "totals", "sinks", "scales"), "*fp32")
+    kinds |= dict.fromkeys(("sums", "tops", "totals", "sinks"), "*fp32")
     kinds |= {"keys": "*i32", "scale": "fp32", "cap": "fp32"}
-    kinds |= {"weight": "*i8"} if sizes.get("SCALED") else {}
+    kinds |= {"weights": ("*i8" if sizes.get("SCALED") else "*" + dtype,) * 3}
+    kinds |= {"scales": ("*fp32",) * 3, "sizes": ("i32",) * 3, "strides": ("i32",) * 3}
     kinds = {name: "constexpr" if name in sizes else kinds.get(name, "i32") for name in names}
     fixed = {(names.index(name),): value for name, value in sizes.items()}
     target = GPUTarget("cuda", capability, 32)
@@ -267,7 +288,7 @@ for capability, dtype, D, G, block in (
 for capability, dtype, M in ((80, "fp32", 1), *((90, "bf16", M) for M in (1, 32, 64, 512))):
     for scaled in (False, True):
         kind = torch.float32 if dtype == "fp32" else torch.bfloat16
-        rows, columns, block, stages, warps = ours._tile(M, kind, scaled)
+        rows, columns, block, stages, warps = ours._tile(M, 100 if M == 1 else 2**15, kind, scaled)
         sizes = dict(ROWS=rows, COLUMNS=columns, BLOCK=block, SCALED=scaled)
         sizes |= dict(EVEN=rows == 64, BIASED=rows == 16)
         compiles(ours._multiply, sizes, dtype, capability, num_stages=stages, num_warps=warps)

@@ -31,6 +31,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 HAS_AMX = torch.cpu._is_amx_tile_supported()
 PRECISIONS = (torch.float32, torch.bfloat16)
 ON_CUDA = (*PRECISIONS, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
 FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"]
 INSTRUCTIONS = {

@@ -7,17 +7,22 @@ agreed in all bits, and a target tries it (`targets.alike`). In fp32 tiles have 
 row's keys in blocks, counted from its own first key, and adds up the parts of `SPLIT` keys in their order.
 """
 
+from collections.abc import Sequence
 from typing import Any, no_type_check
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels import HALVES
+
 TILE = 16  # rows and heads that read keys together: those of one instruction
 SPLIT = 256  # keys of a row that one program reads
 PARTS = 2**26  # numbers in the parts of sums at once, 256 MiB: rows beyond them follow in another launch
-HALVES = (torch.bfloat16, torch.float16)
+WIDE = 2**14  # columns in all, for which two programs of 64 columns have work on each part of an H100
+FEW = 64  # rows that several weights multiply in one launch where torch's own products may be taken
 
 
 @triton.jit
@@ -134,21 +139,32 @@ def _join(
 @triton.jit(do_not_specialize=["M"])
 @no_type_check
 def _multiply(
-    x, weight, scales, bias, out, M, N, K, stride,
+    x, weights, scales, bias, out, M, sizes, K, strides,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr,
     BIASED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the product. Programs that read the same weights stand side by side."""
+    """A tile of the product with one of the weights. Programs that read the same numbers stand side by side,
+    and so do the products' columns."""
+    weight, scale, N, stride = weights[0], scales[0], sizes[0], strides[0]
+    before, width = 0, N
+    for i in tl.static_range(1, len(weights)):
+        mine = tl.program_id(1) == i
+        weight, scale = tl.where(mine, weights[i], weight), tl.where(mine, scales[i], scale)
+        N, stride = tl.where(mine, sizes[i], N), tl.where(mine, strides[i], stride)
+        before = tl.where(mine, width, before)
+        width += sizes[i]
+
     tiles = tl.cdiv(M, ROWS)
     row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) // tiles * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(0) // tiles * COLUMNS
+    column = first + tl.arange(0, COLUMNS)
     k, at = tl.arange(0, BLOCK), tl.minimum(column, N - 1)
     # A row that is not there is not read: all programs would ask the second cache for the same line.
     there = (row < M)[:, None]
     left = x + row.to(tl.int64)[:, None] * K + k[None, :]
     right = weight + at.to(tl.int64)[None, :] * stride + k[:, None]
     sum = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for begin in range(0, K, BLOCK):
+    for begin in range(0, tl.where(first < N, K, 0), BLOCK):
         if EVEN:
             a, b = tl.load(left + begin, mask=there, other=0.0), tl.load(right + begin)
         else:
@@ -157,10 +173,10 @@ def _multiply(
         b = b.to(tl.float32).to(a.dtype) if SCALED else b
         sum = tl.dot(a, b, sum, input_precision="ieee")
     if SCALED:
-        sum *= tl.load(scales + at)[None, :]
+        sum *= tl.load(scale + at)[None, :]
     if BIASED:
         sum += tl.load(bias + at).to(tl.float32)[None, :]
-    place = out + row.to(tl.int64)[:, None] * N + column[None, :]
+    place = out + row.to(tl.int64)[:, None] * width + (before + column)[None, :]
     tl.store(place, sum.to(out.dtype.element_ty), mask=there & (column < N)[None, :])
 
 
@@ -223,25 +239,46 @@ def _power(width: int) -> int:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
     """See `kernels.linear`. Raises RuntimeError where the arguments do not fit."""
-    N, K = weight.shape
-    kind = x.dtype if scales is None else torch.int8
-    torch._check(x.shape[-1] == K and weight.dtype == kind, lambda: "linear: x and weight do not fit")
-    torch._check(bias is None or bias.shape == (N,), lambda: "linear: bias and weight do not fit")
-    torch._check(scales is None or scales.shape == (N,), lambda: "linear: scales and weight do not fit")
-    x, weight = x.contiguous(), weight if weight.stride(1) == 1 else weight.contiguous()
-    out, M = x.new_empty(*x.shape[:-1], N), x.numel() // max(K, 1)
+    torch._check(bias is None or bias.shape == weight.shape[:1], lambda: "linear: bias and weight do not fit")
+    return _products(x, [weight], [] if scales is None else [scales], bias)
+
+
+def linears(x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], exact: bool) -> Tensor:
+    """The products of x with several weights side by side, in one launch.
+
+    Args:
+        scales: of all the weights, if they have 8 bits; else none.
+        exact: each has the bits that `linear` gives it. If not, many rows are multiplied by torch.
+    """
+    if not exact and x.numel() > FEW * x.shape[-1]:
+        return torch.cat([F.linear(x, weight) for weight in weights], -1)
+    return _products(x, weights, scales)
+
+
+def _products(
+    x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], bias: Tensor | None = None
+) -> Tensor:
+    """The bias is that of a single weight."""
+    K, sizes = x.shape[-1], tuple(map(len, weights))
+    kind = torch.int8 if scales else x.dtype
+    fits = all(weight.shape[1] == K and weight.dtype == kind for weight in weights)
+    torch._check(fits, lambda: "linear: x and weight do not fit")
+    scaled = not scales or [each.shape for each in scales] == [(N,) for N in sizes]
+    torch._check(scaled, lambda: "linear: scales and weight do not fit")
+    x, weights = x.contiguous(), [w if w.stride(1) == 1 else w.contiguous() for w in weights]
+    out, M = x.new_empty(*x.shape[:-1], sum(sizes)), x.numel() // max(K, 1)
     if out.numel() == 0:
         return out
-    rows, columns, block, stages, warps = _tile(M, x.dtype, scales is not None)
-    _multiply[(triton.cdiv(M, rows) * triton.cdiv(N, columns),)](
-        x, weight, x if scales is None else scales, x if bias is None else bias.contiguous(),
-        out, M, N, K, weight.stride(0), ROWS=rows, COLUMNS=columns, BLOCK=block, EVEN=K % block == 0,
-        SCALED=scales is not None, BIASED=bias is not None, num_stages=stages, num_warps=warps,
+    rows, columns, block, stages, warps = _tile(M, sum(sizes), x.dtype, bool(scales))
+    _multiply[(triton.cdiv(M, rows) * triton.cdiv(max(sizes), columns), len(weights))](
+        x, (*weights,), (*(scales or weights),), x if bias is None else bias.contiguous(), out, M, sizes, K,
+        tuple(weight.stride(0) for weight in weights), ROWS=rows, COLUMNS=columns, BLOCK=block,
+        EVEN=K % block == 0, SCALED=bool(scales), BIASED=bias is not None, num_stages=stages, num_warps=warps,
     )  # fmt: skip
     return out
 
 
-def _tile(M: int, dtype: torch.dtype, scaled: bool) -> tuple[int, int, int, int, int]:
+def _tile(M: int, N: int, dtype: torch.dtype, scaled: bool) -> tuple[int, int, int, int, int]:
     """Rows, columns, numbers of K, stages and warps that read weights fastest on an H100; in 99 KiB.
 
     Weights of 8 bits get small tiles alone: `wgmma`, of 64 rows and more, takes their numbers in another
@@ -250,9 +287,9 @@ def _tile(M: int, dtype: torch.dtype, scaled: bool) -> tuple[int, int, int, int,
     if dtype not in HALVES:
         return 16, 32, 64, 3, 4
     M = min(M, 32) if scaled else M
-    for rows, block, stages in ((16, 256, 4), (32, 128, 5), (64, 64, 6)):
+    for rows, block, stages in ((16, 256, 5 if scaled else 4), (32, 128, 5), (64, 64, 6)):
         if rows >= M:
-            return rows, 32, block, stages, 4
+            return (rows, 64, 128, 3, 4) if N >= WIDE and rows <= 32 else (rows, 32, block, stages, 4)
     return 128, 128, 64, 3, 8
 
 
@@ -274,6 +311,10 @@ _ops: dict[str, tuple[Any, Any]] = {
     "linear_cuda(Tensor x, Tensor weight, Tensor? bias, Tensor? scales)": (
         linear,
         lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    ),
+    "linears_cuda(Tensor x, Tensor[] weights, Tensor[] scales, bool exact)": (
+        linears,
+        lambda x, weights, *_: x.new_empty(*x.shape[:-1], sum(map(len, weights))),
     ),
     "mean_cuda(Tensor x)": (mean, lambda x: x.new_empty(*x.shape[:-1], 1)),
 }
