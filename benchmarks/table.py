@@ -142,9 +142,17 @@ def gpu_tables(report: GPUReport, link: str) -> str:
     """Milliseconds of passes by mode and rows, and of our kernels beside torch's."""
     parts = [_settings(report, f"memory read at {report.bandwidth_gb_s:.0f} GB/s", link)]
     for context in report.results[0].passes_ms:
-        rows = [[m.mode, *(f"{m.passes_ms[context][n]:.2f}" for n in PASSES)] for m in report.results]
-        head = ["target", "1 row", *(f"{n} rows" for n in PASSES[1:])]
-        parts += [f"A pass behind {context} tokens, ms:", _table(head, rows)]
+        rows = [
+            [
+                m.mode,
+                f"{m.plain_tokens_per_second:.0f}",
+                f"{m.share:.0%}",
+                *(f"{m.passes_ms[context][n]:.2f}" for n in PASSES),
+            ]
+            for m in report.results
+        ]
+        head = ["target", "plain, tokens/s", "of the bandwidth", "1 row", *(f"{n} rows" for n in PASSES[1:])]
+        parts += [f"Plain decoding, and a pass behind {context} tokens in ms:", _table(head, rows)]
     costs = [*report.attention, *report.products]
     by_size = {(cost.what, cost.rows): f"{cost.ours_ms:.3f} / {cost.torch_ms:.3f}" for cost in costs}
     kernels = dict.fromkeys(cost.what for cost in costs)

@@ -19,6 +19,7 @@ import heads
 import matches
 import perplexity
 import policy
+import precisions
 import proposals
 import race
 import schemas
@@ -297,6 +298,16 @@ def test_auto_is_compared_at_equal_tokens(target, tmp_path, monkeypatch):
         assert len(found["tokens_per_second"]) == 3
         assert found["stretches"] == 2 * 2
         assert found["best"] != "auto"
+
+
+def test_precisions_race_in_turns(target, monkeypatch):
+    """A ratio the other way round; laps that are to be left out; one that is first in every lap."""
+    assert precisions.over([2.0, 9.0, 4.0], [1.0, 3.0, 2.0])[0] == 2.0
+    racers, wrote = [precisions.Racer(target, 16) for _ in range(2)], []
+    monkeypatch.setattr(precisions.Racer, "write", lambda racer: wrote.append(racers.index(racer)))
+    precisions.race(racers, 4)
+    assert [len(times) for racer in racers for times in racer.passes.values()] == [4] * 8
+    assert wrote[::2] == [0, 1, 0, 1, 0, 1, 0]
 
 
 def test_a_round_spreads_over_the_tokens_that_it_made(monkeypatch):

@@ -177,6 +177,17 @@ def test_rounds_rest_where_no_tree_comes_near():
     assert not dear.rests([0]), "a text left: what pays for two says little of one"
 
 
+@pytest.mark.parametrize(("texts", "chosen", "rests"), [(4, SMALL, 0), (8, PLAIN, 8)])
+def test_many_texts_ask_for_more_of_a_tree(texts, chosen, rests):
+    """A tree of eight texts that promised 8 % brought less than plain rounds, and so did asking often."""
+    brings = Accepted(1.0, 1e6)
+    ledger = Ledger(RUNGS, {texts: [20.0, 200.0, 40.0 / 1.08, 200.0]}, {(2, 0): brings})
+    policy, all_of_them = Policy(ledger), list(range(texts))
+    assert policy.choose(all_of_them, [0] * texts) == chosen
+    policy.learn([1] * texts, 20.0, [False] * texts)
+    assert [policy.rests(all_of_them) for _ in range(9)] == [True] * rests + [False] * (9 - rests)
+
+
 def test_what_was_seen_fades_in_rounds_that_rest():
     """A text would be tried again five times as late."""
     left = []

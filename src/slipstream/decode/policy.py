@@ -17,10 +17,12 @@ from slipstream.core.shape import Shape
 PRIOR = 3.5  # accepted tokens that the average of all texts weighs against what was seen of one
 FADES = 0.95  # of the evidence on a text this much is left after a round
 FADES_UNUSED = 0.995  # the same after a round that adds none
-WORTH = 1.05  # a tree is grown if it promises so many times plain decoding's speed
+WORTH, WORTH_TO_MANY = 1.05, 1.15  # a tree is grown if it promises so many times plain decoding's speed
+FEW = 4  # texts; more of them gain little by a tree, and lose by one that was tried
+SLACK = 0.05  # below its worth by so much, no tree is near
 SURE, OFTEN = 1.3, 64  # below this gain, every so many rounds a plain one tells again what it costs
 MOVED = 1.1  # one does at once, too, if other rounds moved its cost as far as that
-RESTS = 4  # rounds that are plain without a choice, once no tree promises as much as plain decoding
+RESTS = 4  # rounds that are plain without a choice once no tree is near; for more texts as many as these
 FIRM = 4.0  # rounds that a cost counts as, if none timed it lately
 AGES = 0.95  # of what a round told of its cost this much is left a round later
 OFF = 1.3  # a round counts as so many times its cost at most: something may have stopped it; or so much less
@@ -162,7 +164,7 @@ class Policy:
         self._rests, self._rested = 0, 0  # rounds to rest since the last that was weighed, and those that did
 
     def rests(self, texts: Sequence[int]) -> bool:
-        """Whether the next round is plain like the last, because no tree promised as much. Then neither
+        """Whether the next round is plain like the last, because no tree promised enough. Then neither
         `choose` nor `learn` is asked: with eight texts their work is 2 % of a plain round."""
         if self._rested == self._rests or [text for text, _ in self._rows] != texts:
             return False
@@ -183,9 +185,10 @@ class Policy:
         best = max(range(1, len(speeds)), key=lambda rung: speeds[rung])
         gain = speeds[best] / speeds[0]
         due = self.ledger.moved(len(texts)) or (gain < SURE and self._since >= OFTEN)
-        self._since = 0 if gain < WORTH or due else self._since + 1
+        worth = WORTH if len(texts) <= FEW else WORTH_TO_MANY
+        self._since = 0 if gain < worth or due else self._since + 1
         self._rung = best if self._since else 0
-        self._rests = RESTS if gain < 1 else 0
+        self._rests = max(RESTS, len(texts)) if gain < worth - SLACK else 0
         self.ledger.chosen[self._rung] += 1
         return self.ledger.rungs[self._rung]
 
