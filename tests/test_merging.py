@@ -99,3 +99,20 @@ def test_products_of_one_input_become_one(kind, dtype, left):
     names, said = calls_of(block, x.clone())
     assert len(names) == left
     assert torch.equal(said, want)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "hip", "said"),
+    [
+        ("cpu", (9, 0), None, False),
+        ("cuda", (9, 0), None, True),
+        ("cuda", (7, 5), None, False),  # its programs have 64 KiB
+        ("cuda", (9, 4), "6.2", False),
+    ],
+)
+def test_a_gpu_must_hold_a_tile(device, capability, hip, said, monkeypatch):
+    """A compiled target on an older GPU that fails where it only was slower."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(merging, "serve", lambda device, dtype: True)
+    assert merging.merges(torch.device(device)) is said

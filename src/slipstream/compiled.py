@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from slipstream.files import cache_home
-from slipstream.kernels import serve
-from slipstream.merging import merging
+from slipstream.merging import merges, merging
 from slipstream.packing import HAS_ONEDNN, packing
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -42,8 +41,7 @@ def compiled(
     if os.environ.get(CACHE) in (None, default_cache_dir()):  # which importing transformers sets
         os.environ[CACHE] = str(cache_home() / "compiled")
     if device.type != "cpu" or not HAS_ONEDNN:
-        merges = device.type == "cuda" and serve(device, torch.bfloat16)
-        graphs: Any = torch.compile(function, backend=merging if merges else "inductor")
+        graphs: Any = torch.compile(function, backend=merging if merges(device) else "inductor")
     elif backend is None:
         graphs = torch.compile(function, backend=packing)
     else:

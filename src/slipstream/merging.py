@@ -14,10 +14,18 @@ from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.fusing import in_place
-from slipstream.kernels import HALVES
+from slipstream.kernels import HALVES, serve
 
 OURS = "slipstream.linear_cuda"
 MOST = 4  # weights of one launch
+
+
+def merges(device: torch.device) -> bool:
+    """Whether there is our kernel of several weights, whose programs take 99 KiB: on NVIDIA's GPUs since
+    Ampere, with Triton."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0) and serve(device, torch.bfloat16)
 
 
 def merging(module: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -44,13 +52,14 @@ def merge(graph: fx.Graph) -> None:
 
 def _is_product(node: fx.Node) -> bool:
     """Whether a node is a product in halves, of weights that are given as they are and no bias."""
-    if node.target is not F.linear and not str(node.target).startswith(OURS):
+    ours = str(node.target).startswith(OURS)
+    if not (ours or node.target is F.linear) or node.kwargs:
         return False
     x, weights = node.args[0], _weights(node)
     values = [each.meta["example_value"] for each in (x, *weights)]
     given = all(each.op == "placeholder" for each in weights)
     plain = values[0].dtype in HALVES and not any(map(is_traceable_wrapper_subclass, values))
-    return given and plain and not node.kwargs and (len(node.args) < 3 or node.args[2] is None)
+    return given and plain and (len(node.args) < 3 or node.args[2] is None)
 
 
 def _weights(node: fx.Node) -> list[Any]:
