@@ -7,6 +7,7 @@ each lap another one first. A ratio to bf16 is the median over laps, beside the 
 """
 
 from collections.abc import Sequence
+from statistics import median
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from slipstream.targets.quantised import KINDS
 
 ROWS = (1, 8, 16, 32)
 NEW = 48
+WARM = 3  # laps before that do not count: they compile
 BF16 = "bf16"
 Ratio = tuple[float, float, float]  # the median of pairs, and the ends of its 95 %
 
@@ -107,19 +109,19 @@ class Racer:
 
 @torch.inference_mode()
 def race(racers: Sequence[Racer], laps: int) -> None:
-    """Time all of them; three laps before do not count."""
-    for lap in range(laps + 3):
-        turn = lap % len(racers)
-        for rows in ROWS:
-            for racer in [*racers[turn:], *racers[:turn]]:
-                racer.run(rows)
-        for racer in [*racers[turn:], *racers[:turn]]:
-            racer.write()
-        if lap < 3:
+    """Time all of them."""
+    for lap in range(WARM + laps):
+        if lap == WARM:
             for racer in racers:
-                racer.texts.clear()
-                for times in racer.passes.values():
+                for times in (racer.texts, *racer.passes.values()):
                     times.clear()
+        turn = lap % len(racers)
+        order = [*racers[turn:], *racers[:turn]]
+        for rows in ROWS:
+            for racer in order:
+                racer.run(rows)
+        for racer in order:
+            racer.write()
 
 
 def main(
@@ -137,14 +139,13 @@ def main(
     race([*racers.values()], laps)
     base, made = racers[BF16], []
     for name, racer in racers.items():
-        middle = {rows: sorted(times)[len(times) // 2] for rows, times in racer.passes.items()}
         made.append(
             Precision(
                 precision=name,
                 weights=round(racer.target.read_bytes / base.target.read_bytes, 3),
-                tokens_per_second=round(NEW / sorted(racer.texts)[len(racer.texts) // 2], 1),
+                tokens_per_second=round(NEW / median(racer.texts), 1),
                 plain=over(base.texts, racer.texts),
-                passes_ms={rows: round(1e3 * seconds, 3) for rows, seconds in middle.items()},
+                passes_ms={rows: round(1e3 * median(times), 3) for rows, times in racer.passes.items()},
                 passes={rows: over(times, base.passes[rows]) for rows, times in racer.passes.items()},
             )
         )

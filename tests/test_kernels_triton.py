@@ -230,6 +230,10 @@ def test_products_of_one_input_are_those_of_each_weight(dtype, scaled):
         assert torch.equal(got, linear(x[0], weight, None, its))
     for rows in (1, 33):
         assert torch.equal(linears(x[0][-rows:], weights, scales, True), whole[-rows:])
+    if not scaled:  # nothing has to be exact: many rows by torch
+        assert torch.equal(
+            linears(x[0], weights, [], False), torch.cat([F.linear(x[0], w) for w in weights], -1)
+        )
     for bad in ((x[0], [weights[0], weights[1][:, 1:]], []), (x[0], weights, scales[1:] or x)):
         with pytest.raises(RuntimeError):
             linears(*bad, True)

@@ -179,7 +179,7 @@ def test_rounds_rest_where_no_tree_comes_near():
 
 @pytest.mark.parametrize(("texts", "chosen", "rests"), [(4, SMALL, 0), (8, PLAIN, 8)])
 def test_many_texts_ask_for_more_of_a_tree(texts, chosen, rests):
-    """A tree of eight texts that promised 8 % brought less than plain rounds, and so did asking often."""
+    """Eight texts that grow a tree for a promise of 8 %, or choose anew in every fifth round."""
     brings = Accepted(1.0, 1e6)
     ledger = Ledger(RUNGS, {texts: [20.0, 200.0, 40.0 / 1.08, 200.0]}, {(2, 0): brings})
     policy, all_of_them = Policy(ledger), list(range(texts))
