@@ -335,7 +335,7 @@ def test_forked_sessions_decode_what_one_that_read_the_prompts_does(target):
 
 
 @pytest.mark.parametrize(
-    ("result", "code", "told"), [("policy_zen4_all.json", 0, "232.3"), ("peers.json", 2, "name another file")]
+    ("result", "code", "told"), [("policy_zen4_all.json", 0, "568.9"), ("peers.json", 2, "name another file")]
 )
 def test_cells_that_are_there_are_not_made_again(result, code, told, tmp_path, monkeypatch, capsys):
     """A result that holds every cell that is asked for needs no model, and one of another kind is refused."""
@@ -354,11 +354,15 @@ def test_cells_that_are_there_are_not_made_again(result, code, told, tmp_path, m
 def test_undecided_cells_are_made_again_on_more_texts(target, tmp_path, monkeypatch):
     """All cells made again, those that were decided, or the same ones with every call."""
     path, texts = tmp_path / "policy.json", []
-    path.write_bytes((RESULTS / "policy_zen4_all.json").read_bytes())
-    before = policy.PolicyReport.read(path).cells
+    ratio, speeds = [0.98, 0.94, 1.02], {"plain": 100.0, "auto": 98.0}
+    stored = policy.PolicyReport.read(RESULTS / "policy_zen4_all.json")
+    before = [
+        each.model_copy(update={"over_plain": ratio}) if each.texts == 8 and i % 9 == 0 else each
+        for i, each in enumerate(stored.cells)
+    ]
+    stored.model_copy(update={"cells": before}).write(str(path))
     undecided = [each.place for each in before if not each.enough]
     assert 0 < len(undecided) < len(before)
-    ratio, speeds = [0.98, 0.94, 1.02], {"plain": 100.0, "auto": 98.0}
     found = {"tokens_per_second": speeds, "over_plain": ratio, "best": "plain", "over_best": ratio}
 
     def cell(target, groups, heat):
@@ -377,7 +381,8 @@ def test_undecided_cells_are_made_again_on_more_texts(target, tmp_path, monkeypa
     assert texts == [24] * len(undecided)
     after = policy.PolicyReport.read(path).cells
     assert [each.place for each in after] == [each.place for each in before]
-    assert {each.place for each in after if each.texts == 24} == set(undecided)
+    assert [each.place for each, was in zip(after, before, strict=True) if each != was] == undecided
+    assert {each.texts for each in after if each.place in undecided} == {24}
 
 
 def test_a_server_beside_its_engine_and_generate(tmp_path):
