@@ -135,11 +135,11 @@ def test_a_damaged_file_of_results_is_not_overwritten(tmp_path, text):
     path = tmp_path / "costs.json"
     path.write_text(text)
     if text == "{}":
-        update_json(path, "here", {"a": 1})
+        update_json(path, {"here": {"a": 1}})
         assert json.loads(path.read_text()) == {"here": {"a": 1}}
         return
     with pytest.raises(ValueError, match=r"costs\.json"):
-        update_json(path, "here", {"a": 1})
+        update_json(path, {"here": {"a": 1}})
     assert path.read_text() == text
 
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -259,8 +259,9 @@ def read_results(path: Path) -> dict[str, Any]:
     return results
 
 
-def update_json(path: Path, key: str, entries: dict[str, Any]) -> None:
-    """Put entries under a key of a file of results; its other entries stay. Raises ValueError."""
+def update_json(path: Path, news: Mapping[str, dict[str, Any]]) -> None:
+    """Put entries under keys of a file of results, in one writing; its other entries stay. Raises
+    ValueError."""
     known = read_results(path)
     check_writable(str(path))
-    write_json(str(path), {**known, key: known.get(key, {}) | entries})
+    write_json(str(path), known | {key: known.get(key, {}) | entries for key, entries in news.items()})

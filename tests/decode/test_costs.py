@@ -100,6 +100,21 @@ def test_rounds_that_nobody_drafted_in_teach_nothing(auto):
     assert "accepted" not in read_results(cache_home() / costs.FILE)
 
 
+def test_news_of_all_numbers_of_texts_is_one_writing(auto, monkeypatch):
+    """Each number of texts that a process had met cost the end of every answer up to 4 ms."""
+    target, drafter = auto
+    monkeypatch.setattr(costs, "measured", lambda *_: [1.0] * len(drafter.rungs))
+    for texts in (1, 2, 8):
+        costs.policy(target, drafter, texts)
+    known = costs.ledger(target, drafter)
+    known.of(4, 0).mean, known.chosen[4] = 0.4321, costs.NEWS
+    written, write = [], costs.update_json
+    monkeypatch.setattr(costs, "update_json", lambda *news: [written.append(news), write(*news)])
+    costs.keep(target, drafter)
+    assert len(written) == 1
+    assert len(read_results(cache_home() / costs.FILE)) == 4
+
+
 def test_a_drafter_with_one_tree_has_no_policy(auto):
     assert costs.policy(auto[0], tiny.eagle(auto[0]), 1) is None
 

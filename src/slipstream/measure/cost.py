@@ -219,4 +219,4 @@ def costs_file() -> Path:
 
 def save_costs(target: Target, report: CostReport) -> None:
     """Store a report. Raises ValueError where the file cannot be written."""
-    update_json(costs_file(), target.place, {target.name: report.stored()})
+    update_json(costs_file(), {target.place: {target.name: report.stored()}})
