@@ -35,7 +35,7 @@ from slipstream.targets import HFTarget
 
 DRAFTERS = ["vanilla", "ngram", "eagle", "fasteagle", "hybrid", "auto"]
 PLAIN = f"{OURS}, vanilla"
-TEXTS, FEWEST = 8, 4  # in all turns of a cell together, and turns at least
+TEXTS, FEWEST = 24, 4  # in all turns of a cell together, and turns at least
 WARM_UP = 8  # tokens
 Turns = Sequence[list[list[int]]]  # the prompts of each
 
