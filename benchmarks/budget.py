@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common import pooled, prompts_by_file, records, run
 from slipstream.cli import common as cli
-from slipstream.core.drafter import Drafter, State
+from slipstream.core.drafter import Drafter, Room, State
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span
@@ -52,7 +52,7 @@ class Shared(Drafter):
     def absorb(self, span: Span, state: State) -> None:
         self.drafter.absorb(span, state)
 
-    def room(self, shape: Shape | None = None) -> int:
+    def room(self, shape: Shape | None = None) -> Room:
         return self.drafter.room(shape)
 
     def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:

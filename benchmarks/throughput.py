@@ -209,6 +209,7 @@ def main(
                     turns = dict.fromkeys(arms, groups(asked, texts, tokens))
                 made = race({name: arms[name] for name in turns}, turns, max_new_tokens)
                 report.cells.append(Cell(**place, new=max_new_tokens, arms=made))
+                report.cells.sort(key=lambda cell: (cell.context, cell.memory, cell.batch))
                 report.write(json)
             shown.advance(task)
     cli.out.print(report)

@@ -1,5 +1,7 @@
 """Memory of keys and values: what is predicted is what a session allocates."""
 
+from itertools import cycle
+
 import pytest
 
 import tiny
@@ -25,6 +27,28 @@ def test_it_is_what_a_session_allocates(name):
     held = [sum(x.nbytes for x in cache.storage.stored) for cache in (session.cache, *session.state.caches)]
     assert (2 * found.target, 2 * found.drafter) == (held[0], sum(held[1:]))
     assert found.batch(2.5 * found.text / GIB) == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_round_outgrows_it(name):
+    """A cache that grows is copied as a whole, in the middle of an answer."""
+    target = tiny.target("llama")
+    drafter = Vanilla() if name == "vanilla" else tiny.DRAFTERS[name](target, PROMPTS)
+    session = Session(target, drafter, rows=2, capacity=50, shapes=drafter.rungs)
+    session.admit(PROMPTS, [Sampling()] * 2)
+    held, shapes = session.capacities, cycle(drafter.rungs or [None])
+    while max(session.lengths) < 50:
+        session.step(49 - max(session.lengths), next(shapes))
+    assert session.capacities == held
+
+
+def test_draft_steps_take_no_slots_of_the_targets_cache():
+    """A third of the texts that would fit did not: `auto` kept room for them there, and twice for matches."""
+    target = tiny.target("llama")
+    auto = tiny.DRAFTERS["auto"](target, PROMPTS)
+    rows = max(rung.nodes for rung in auto.rungs)
+    plain, drafted = (memory(target, drafter, 50).target for drafter in (Vanilla(), auto))
+    assert drafted * (50 + 1 + 1) == plain * (50 + rows + 1)
 
 
 def test_generate_takes_as_many_texts_at_once_as_fit(monkeypatch):

@@ -1,9 +1,9 @@
 """The Drafter protocol: three methods, which every method of drafting fits."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -83,6 +83,18 @@ def appended(text: Int[Tensor, "B S"], span: Span) -> Int[Tensor, "B S1"]:
     return text.scatter_(1, at.where(span.mask, text.shape[1] - 1), span.tokens)
 
 
+class Room(NamedTuple):
+    """Slots that a round may fill behind the text in each cache: the target's, and the drafter's own, which
+    hold draft steps, too."""
+
+    target: int
+    own: int
+
+    @classmethod
+    def largest(cls, rooms: Iterable["Room"]) -> "Room":
+        return cls(*map(max, zip(*rooms, strict=True)))
+
+
 class Drafter(ABC):
     """Guesses ahead. What changes from round to round is in the `State` that `start` returns, never on the
     drafter; a subclass names its own type of state in `absorb` and `propose`.
@@ -143,6 +155,6 @@ class Drafter(ABC):
         """What a policy may know of each row before it chooses a tree: a kind of round, counted from 0."""
         return [0] * len(state.root)
 
-    def room(self, shape: Shape | None = None) -> int:
-        """Slots of a cache that a round may fill behind the text. Raises ValueError as `propose` does."""
-        return self.rows
+    def room(self, shape: Shape | None = None) -> Room:
+        """What a round with this tree needs. Raises ValueError as `propose` does."""
+        return Room(self.rows, self.rows)

@@ -14,7 +14,7 @@ import torch
 from rich.console import Group
 from rich.text import Text
 
-from slipstream.core.drafter import Drafter, State
+from slipstream.core.drafter import Drafter, Room, State
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.shape import PLAIN, Shape
 from slipstream.core.span import Span
@@ -207,7 +207,7 @@ class Full(Drafter):
     def absorb(self, span: Span, state: State) -> None:
         self._drafter.absorb(span, state)
 
-    def room(self, shape: Shape | None = None) -> int:
+    def room(self, shape: Shape | None = None) -> Room:
         return self._drafter.room(shape)
 
     def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:

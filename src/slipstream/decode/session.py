@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.cache import KVCache
-from slipstream.core.drafter import Drafter, State
+from slipstream.core.drafter import Drafter, Room, State
 from slipstream.core.grammar import guided, must_follow
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.shape import PLAIN, Shape
@@ -113,9 +113,12 @@ class Session:
         self._captured: dict[Shape | None, Captured] = {}
         self.sampler = Sampler([], [], target.vocab, target.device)
         self.cache, self.state = target.new_cache(rows, drafter.memory), drafter.start(rows, target.device)
-        room = max(drafter.room(shape) for shape in (None, *shapes))
-        for cache in (self.cache, *self.state.caches) if capacity else ():
-            cache.storage.hold((rounded(capacity) if self._record else capacity) + room)
+        if capacity:
+            room = Room.largest(map(drafter.room, (None, *shapes)))
+            slots = rounded(capacity) if self._record else capacity
+            self.cache.storage.hold(slots + room.target)
+            for cache in self.state.caches:
+                cache.storage.hold(slots + room.own)
         self.cache.select([])
         self.state.select([])
 

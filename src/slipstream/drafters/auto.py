@@ -12,7 +12,7 @@ from typing import final
 import torch
 
 from slipstream.core import look
-from slipstream.core.drafter import Drafter, State
+from slipstream.core.drafter import Drafter, Room, State
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import PLAIN, Shape
 from slipstream.core.span import Span, beside, merged
@@ -138,10 +138,11 @@ class Auto(Drafter):
         head = State(root) if self.hybrid is None else self.hybrid.head.start(batch, device)
         return AutoState(root, head, self.matches.start(batch, device), self)
 
-    def room(self, shape: Shape | None = None) -> int:
+    def room(self, shape: Shape | None = None) -> Room:
         if shape is None:
-            return max(map(self.room, self.rungs))
-        return self.hybrid.room(shape) if self.hybrid is not None and shape.children else shape.nodes
+            return Room.largest(map(self.room, self.rungs))
+        by = self.hybrid if self.hybrid is not None and shape.children else self.matches
+        return by.room(shape)
 
     def absorb(self, span: Span, state: AutoState) -> None:
         self.matches.absorb(span, state.matches)

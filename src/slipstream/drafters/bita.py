@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from slipstream.core import look
-from slipstream.core.drafter import FINAL
+from slipstream.core.drafter import FINAL, Room
 from slipstream.core.grow import Path
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
@@ -92,11 +92,12 @@ class Bita(ParallelDrafter):
     def grow_as(self, tree: str | Shape, proposal: str = "top-k") -> None:
         super().grow_as(tree, proposal)
         self.probes = self.head.masks[: self.depth]
-        self.rows = self.room()
+        self.rows = self.room().target
 
-    def room(self, shape: Shape | None = None) -> int:
+    def room(self, shape: Shape | None = None) -> Room:
         shape = self.shaped(shape)
-        return shape.nodes + min(self.hosts or shape.nodes, shape.nodes) * shape.depth
+        rows = shape.nodes + min(self.hosts or shape.nodes, shape.nodes) * shape.depth
+        return Room(rows, rows)
 
     def start(self, batch: int, device: torch.device) -> BitaState:
         known = torch.zeros(batch, dtype=torch.long, device=device)

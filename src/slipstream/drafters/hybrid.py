@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from slipstream.core import look
-from slipstream.core.drafter import Drafter, State
+from slipstream.core.drafter import Drafter, Room, State
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span
@@ -78,8 +78,10 @@ class Hybrid(Drafter):
         root = torch.zeros(batch, dtype=torch.long, device=device)
         return HybridState(root, self.head.start(batch, device), self.matches.start(batch, device))
 
-    def room(self, shape: Shape | None = None) -> int:
-        return self.head.room(shape) + self.matches.room(shape)
+    def room(self, shape: Shape | None = None) -> Room:
+        """Accepted matches are longer than the head's own guesses."""
+        head, matches = self.head.room(shape), self.matches.room(shape)
+        return Room(max(head.target, matches.target), head.own + matches.own)
 
     def absorb(self, span: Span, state: HybridState) -> None:
         self.head.absorb(span, state.head)

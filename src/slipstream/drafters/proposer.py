@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from slipstream.core.drafter import Drafter
+from slipstream.core.drafter import Drafter, Room
 from slipstream.core.grammar import Walk
 from slipstream.core.grow import Expand
 from slipstream.core.noise import Stream
@@ -99,10 +99,10 @@ class Proposer(Drafter):
             self._checked.append(shape)
         return shape
 
-    def room(self, shape: Shape | None = None) -> int:
-        """See `Drafter`. Draft steps fill rows, too, behind a text whose length is known a round late."""
+    def room(self, shape: Shape | None = None) -> Room:
+        """See `Drafter`. Draft steps stand behind a text whose length is known a round late."""
         shape = self.shaped(shape)
-        return max(shape.nodes, shape.depth + shape.scratch + 3)
+        return Room(shape.nodes, max(shape.nodes, shape.depth + shape.scratch + 3))
 
 
 @dataclass

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from slipstream.core import look
-from slipstream.core.drafter import Drafter
+from slipstream.core.drafter import Drafter, Room
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import DEEPEST, ROWS, Shape
 from slipstream.core.span import Span
@@ -97,8 +97,9 @@ class Suffix(Drafter):
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
         return SuffixState(zeros, zeros.new_zeros(batch, 0), zeros.clone(), zeros + PAD, self._memory)
 
-    def room(self, shape: Shape | None = None) -> int:
-        return self.rows if shape is None else shape.nodes
+    def room(self, shape: Shape | None = None) -> Room:
+        rows = self.rows if shape is None else shape.nodes
+        return Room(rows, rows)
 
     def absorb(self, span: Span, state: SuffixState) -> None:
         state.read(span)
