@@ -110,8 +110,10 @@ class ThroughputReport(Report):
             for panel, (context, cells) in zip(axes, self.by_context.items(), strict=True):
                 some = [cell for cell in cells if not cell.memory]
                 for arm in arms_of(some):
-                    points = [(each.batch, each.arms[arm].tokens_per_second) for each in some]
-                    style = "-" if arm.startswith(OURS) else "--"
+                    points = [
+                        (each.batch, each.arms[arm].tokens_per_second) for each in some if arm in each.arms
+                    ]
+                    style = "-" if arm.startswith(OURS) else "--" if arm.startswith("vLLM") else ":"
                     panel.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=arm)
                 panel.set_xscale("log", base=2)
                 panel.set_yscale("log", base=2)
