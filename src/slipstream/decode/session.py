@@ -113,8 +113,8 @@ class Session:
         self._captured: dict[Shape | None, Captured] = {}
         self.sampler = Sampler([], [], target.vocab, target.device)
         self.cache, self.state = target.new_cache(rows, drafter.memory), drafter.start(rows, target.device)
+        room = Room.largest(map(drafter.room, (None, *shapes)))
         if capacity:
-            room = Room.largest(map(drafter.room, (None, *shapes)))
             slots = rounded(capacity) if self._record else capacity
             self.cache.storage.hold(slots + room.target)
             for cache in self.state.caches:
