@@ -101,7 +101,7 @@ def test_rounds_that_nobody_drafted_in_teach_nothing(auto):
 
 
 def test_news_of_all_numbers_of_texts_is_one_writing(auto, monkeypatch):
-    """Each number of texts that a process had met cost the end of every answer up to 4 ms."""
+    """Each number of texts that a process had met cost the end of every answer a writing."""
     target, drafter = auto
     monkeypatch.setattr(costs, "measured", lambda *_: [1.0] * len(drafter.rungs))
     for texts in (1, 2, 8):

@@ -15,13 +15,19 @@ PROMPTS = tiny.prompts(7, 13)
 NAMES = ["vanilla", "ngram", "eagle", "fasteagle", "medusa", "glide", "draft model", "bita", "auto"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_it_is_what_a_session_allocates(name):
-    """A cache that is not counted: a draft model's own, a copy of the target's, what only probes read."""
+def under_way(name):
+    """A target, a drafter, and a session of two texts of at most 50 tokens."""
     target = tiny.target("llama")
     drafter = Vanilla() if name == "vanilla" else tiny.DRAFTERS[name](target, PROMPTS)
     session = Session(target, drafter, rows=2, capacity=50, shapes=drafter.rungs)
     session.admit(PROMPTS, [Sampling()] * 2)
+    return target, drafter, session
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_what_a_session_allocates(name):
+    """A cache that is not counted: a draft model's own, a copy of the target's, what only probes read."""
+    target, drafter, session = under_way(name)
     session.step(shape=drafter.rungs[-1] if drafter.rungs else None)
     found = memory(target, drafter, 50)
     held = [sum(x.nbytes for x in cache.storage.stored) for cache in (session.cache, *session.state.caches)]
@@ -32,10 +38,7 @@ def test_it_is_what_a_session_allocates(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_no_round_outgrows_it(name):
     """A cache that grows is copied as a whole, in the middle of an answer."""
-    target = tiny.target("llama")
-    drafter = Vanilla() if name == "vanilla" else tiny.DRAFTERS[name](target, PROMPTS)
-    session = Session(target, drafter, rows=2, capacity=50, shapes=drafter.rungs)
-    session.admit(PROMPTS, [Sampling()] * 2)
+    _, drafter, session = under_way(name)
     held, shapes = session.capacities, cycle(drafter.rungs or [None])
     while max(session.lengths) < 50:
         session.step(49 - max(session.lengths), next(shapes))
@@ -43,7 +46,7 @@ def test_no_round_outgrows_it(name):
 
 
 def test_draft_steps_take_no_slots_of_the_targets_cache():
-    """A third of the texts that would fit did not: `auto` kept room for them there, and twice for matches."""
+    """Fewer texts fitted: `auto` kept room for them there, and twice for matches."""
     target = tiny.target("llama")
     auto = tiny.DRAFTERS["auto"](target, PROMPTS)
     rows = max(rung.nodes for rung in auto.rungs)

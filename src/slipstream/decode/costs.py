@@ -62,11 +62,10 @@ def policy(target: Target, drafter: Drafter, texts: int) -> Policy | None:
 
 def keep(target: Target, drafter: Drafter) -> None:
     """Store what was accepted and what rounds cost, if there is news of it: a first measurement in a busy
-    second is not for ever. All in one writing, which takes up to 4 ms at the end of an answer."""
+    second is not for ever. All in one writing: an answer ends behind it."""
     if not drafter.rungs or (known := ledger(target, drafter)).chosen.total() - known.kept < NEWS:
         return
-    news = {_setting(target, texts): _costs(drafter, costs) for texts, costs in known.seconds.items()}
-    _store(target, drafter, _accepted(target, drafter, known) | news)
+    _store(target, drafter, _accepted(target, drafter, known) | _costs(target, drafter, known.seconds))
     known.kept = known.chosen.total()
 
 
@@ -77,7 +76,7 @@ def learn(
     both. `decode` gives the rounds of some texts under a policy."""
     known = ledger(target, drafter)
     known.seconds[texts] = measured(target, drafter, texts, context)
-    _store(target, drafter, {_setting(target, texts): _costs(drafter, known.seconds[texts])})
+    _store(target, drafter, _costs(target, drafter, {texts: known.seconds[texts]}))
     for rung, shape in enumerate(drafter.rungs):
         if shape.depth:
             deque(decode(Trial(known, rung)), maxlen=0)
@@ -96,10 +95,13 @@ def _accepted(target: Target, drafter: Drafter, known: Ledger) -> dict[str, Any]
     return {ACCEPTED: _stored(ACCEPTED, target, drafter) | means}
 
 
-def _costs(drafter: Drafter, seconds: Sequence[float]) -> dict[str, float]:
-    """What is stored of rounds' costs."""
-    known = {rung.name: round(each, 6) for rung, each in zip(drafter.rungs, seconds, strict=True)}
-    return known | {PACE: round(drafter.pace, 9)}
+def _costs(target: Target, drafter: Drafter, seconds: Mapping[int, Sequence[float]]) -> dict[str, Any]:
+    """What is stored of rounds' costs, given by numbers of texts."""
+    names, pace = [rung.name for rung in drafter.rungs], {PACE: round(drafter.pace, 9)}
+    return {
+        _setting(target, texts): {name: round(s, 6) for name, s in zip(names, each, strict=True)} | pace
+        for texts, each in seconds.items()
+    }
 
 
 def _setting(target: Target, texts: int) -> str:
@@ -132,7 +134,7 @@ def _seconds(target: Target, drafter: Drafter, texts: int) -> list[float]:
     pace = known.pop(PACE, None)
     if pace is None or list(known) != [rung.name for rung in drafter.rungs]:
         seconds = measured(target, drafter, texts)
-        _store(target, drafter, {_setting(target, texts): _costs(drafter, seconds)})
+        _store(target, drafter, _costs(target, drafter, {texts: seconds}))
         return seconds
     if target.compiles:
         for rows in {1, texts}:  # graphs of all sizes, before they are needed

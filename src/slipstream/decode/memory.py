@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slipstream.core.cache import KVCache
-from slipstream.core.drafter import Drafter, Room
+from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
 from slipstream.decode.session import Session
@@ -42,10 +42,11 @@ def memory(target: Target, drafter: Drafter, tokens: int) -> Memory:
     session = Session(target, drafter, shapes=drafter.rungs)
     session.admit([[0]], [Sampling()])
     session.step(shape=drafter.rungs[-1] if drafter.rungs else None)
-    room = Room.largest(map(drafter.room, (None, *drafter.rungs)))
 
     def held(caches: Iterable[KVCache], room: int) -> int:
         stored = [(x, cache.prefix) for cache in caches for x in cache.storage.stored]
         return sum(x.nbytes // x.shape[3] * (prefix + tokens + room + 1) for x, prefix in stored)
 
-    return Memory(tokens, held([session.cache], room.target), held(session.state.caches, room.own))
+    return Memory(
+        tokens, held([session.cache], session.room.target), held(session.state.caches, session.room.own)
+    )

@@ -81,6 +81,7 @@ class Session:
     Attributes:
         texts, lengths: of each row, the number of its text and the tokens that the target has read of it.
         plain: of each row, whether it is decoded without guesses, beside others that may have some.
+        room: slots that its largest tree needs.
         seconds: where the time went so far.
         span: what the last round read, or the last chunk of prompts.
         reading: texts that join, while their prompts are read.
@@ -113,12 +114,12 @@ class Session:
         self._captured: dict[Shape | None, Captured] = {}
         self.sampler = Sampler([], [], target.vocab, target.device)
         self.cache, self.state = target.new_cache(rows, drafter.memory), drafter.start(rows, target.device)
-        room = Room.largest(map(drafter.room, (None, *shapes)))
+        self.room = Room.largest(map(drafter.room, (None, *shapes)))
         if capacity:
             slots = rounded(capacity) if self._record else capacity
-            self.cache.storage.hold(slots + room.target)
+            self.cache.storage.hold(slots + self.room.target)
             for cache in self.state.caches:
-                cache.storage.hold(slots + room.own)
+                cache.storage.hold(slots + self.room.own)
         self.cache.select([])
         self.state.select([])
 
