@@ -37,6 +37,21 @@ def test_rounds_are_measured_once_for_each_number_of_texts(auto, monkeypatch):
     assert costs.ledger(target, again).seconds[4] == pytest.approx(seconds[4], abs=1e-6)
 
 
+def test_texts_that_are_left_of_many_are_weighed_by_what_fewer_cost(auto, monkeypatch):
+    """The last text of eight was decoded plainly, as trees had not paid for eight."""
+    target, drafter = auto
+    for texts, tree in ((1, 1.1), (8, 7.0)):
+        monkeypatch.setattr(
+            costs, "measured", lambda *_, tree=tree: [1.0] + [tree] * (len(drafter.rungs) - 1)
+        )
+        costs.policy(target, drafter, texts)
+    monkeypatch.setattr(costs, "measured", None)
+    monkeypatch.setattr(costs, "_ledgers", WeakKeyDictionary())  # another process
+    chooses = costs.policy(target, drafter, 8)
+    assert chooses.choose([*range(8)], [0] * 8) is drafter.rungs[0]
+    assert chooses.choose([7], [0]) is not drafter.rungs[0]
+
+
 def test_the_first_lap_reads_one_token_alone(auto, monkeypatch):
     """A graph that is compiled in the midst of an answer: a second in which nothing is said."""
     target, drafter = auto
@@ -108,6 +123,8 @@ def test_news_of_all_numbers_of_texts_is_one_writing(auto, monkeypatch):
         costs.policy(target, drafter, texts)
     known = costs.ledger(target, drafter)
     known.of(4, 0).mean, known.chosen[4] = 0.4321, costs.NEWS
+    for texts in (1, 2, 8):
+        known.time(texts, 0, 1.1, 1)
     written, write = [], costs.update_json
     monkeypatch.setattr(costs, "update_json", lambda *news: [written.append(news), write(*news)])
     costs.keep(target, drafter)
@@ -169,6 +186,8 @@ def test_a_quantised_target_begins_with_what_its_model_accepted(auto, monkeypatc
     costs.policy(whole, drafter, 1)
     known = costs.ledger(whole, drafter)
     known.of(4, 0).mean, known.chosen[4] = 0.4321, costs.NEWS
+    for texts in (1, 2, 8):
+        known.time(texts, 0, 1.1, 1)
     costs.keep(whole, drafter)
     assert costs.ledger(small, drafter).of(4, 0).mean == 0.432
     monkeypatch.setattr(costs, "measured", lambda *_: [2.0] * len(drafter.rungs))

@@ -100,7 +100,11 @@ def test_texts_that_join_and_leave_before_the_head_reads_are_drafted_the_same(he
     assert torch.equal(late.parent_slots(), soon.parent_slots())
 
 
-def test_texts_that_are_never_drafted_are_not_read(monkeypatch):
+@pytest.mark.parametrize("behind", [8192, 2**25])
+def test_texts_that_are_never_drafted_are_not_read(behind, monkeypatch):
+    """71 texts were read in the midst of their answers, at the price of six rounds, although no tree
+    of theirs could pay: so many states outgrew what a head may lag behind."""
+    monkeypatch.setattr(auto_module, "BEHIND", behind)
     target = tiny.target("llama")
     auto = Auto(tiny.fasteagle(target))
     read = []
@@ -108,8 +112,9 @@ def test_texts_that_are_never_drafted_are_not_read(monkeypatch):
     session = Session(target, auto, rows=3, capacity=200, shapes=auto.rungs)
     for prompt in PROMPTS:
         session.admit([prompt], [Sampling()])
-    for _ in range(5):
+    for _ in range(40):
         session.step(shape=PLAIN)
+        assert session.state.columns * session.state.width < behind
     session.retire([1, 2])
     session.retire([0])
     assert read == []

@@ -43,7 +43,7 @@ def ledger(target: Target, drafter: Drafter) -> Ledger:
     if (key := (drafter.name, drafter.rungs)) not in ledgers:
         known = ledgers[key] = Ledger(drafter.rungs)
         names = [rung.name for rung in drafter.rungs]
-        for name, means in _stored(ACCEPTED, target, drafter).items():
+        for name, means in _stored(target, drafter).get(ACCEPTED, {}).items():
             for sign, mean in enumerate(means if name in names else ()):
                 known.accepted[names.index(name), sign] = Accepted(*mean)
     return ledgers[key]
@@ -54,8 +54,9 @@ def policy(target: Target, drafter: Drafter, texts: int) -> Policy | None:
     if not drafter.rungs:
         return None
     known = ledger(target, drafter)
-    if texts not in known.seconds:
-        known.seconds[texts] = _seconds(target, drafter, texts)
+    if texts not in known.begun:
+        known.seconds = _seconds(target, drafter, texts) | known.seconds
+        known.begun.add(texts)
     drafter.pace = known.pace = drafter.pace or known.pace  # the next drafter of the name begins with it
     return Policy(known)
 
@@ -65,7 +66,8 @@ def keep(target: Target, drafter: Drafter) -> None:
     second is not for ever. All in one writing: an answer ends behind it."""
     if not drafter.rungs or (known := ledger(target, drafter)).chosen.total() - known.kept < NEWS:
         return
-    _store(target, drafter, _accepted(target, drafter, known) | _costs(target, drafter, known.seconds))
+    costs = {texts: known.seconds[texts] for texts in known.timed}
+    _store(target, drafter, _accepted(target, drafter, known) | _costs(target, drafter, costs))
     known.kept = known.chosen.total()
 
 
@@ -76,6 +78,7 @@ def learn(
     both. `decode` gives the rounds of some texts under a policy."""
     known = ledger(target, drafter)
     known.seconds[texts] = measured(target, drafter, texts, context)
+    known.begun.add(texts)
     _store(target, drafter, _costs(target, drafter, {texts: known.seconds[texts]}))
     for rung, shape in enumerate(drafter.rungs):
         if shape.depth:
@@ -92,7 +95,7 @@ def _accepted(target: Target, drafter: Drafter, known: Ledger) -> dict[str, Any]
         rung.name: [[round(each, 3) for each in astuple(known.of(i, sign))] for sign in range(signs)]
         for i, rung in enumerate(drafter.rungs)
     }
-    return {ACCEPTED: _stored(ACCEPTED, target, drafter) | means}
+    return {ACCEPTED: _stored(target, drafter).get(ACCEPTED, {}) | means}
 
 
 def _costs(target: Target, drafter: Drafter, seconds: Mapping[int, Sequence[float]]) -> dict[str, Any]:
@@ -104,7 +107,7 @@ def _costs(target: Target, drafter: Drafter, seconds: Mapping[int, Sequence[floa
     }
 
 
-def _setting(target: Target, texts: int) -> str:
+def _setting(target: Target, texts: int | str) -> str:
     """Costs hold for one place and one build of the kernels."""
     return f"{target.place}, build {build()}, texts: {texts}"
 
@@ -114,11 +117,12 @@ def _key(target: Target, drafter: Drafter) -> str:
     return f"{target.fingerprint} {drafter.name}"
 
 
-def _stored(what: str, target: Target, drafter: Drafter) -> dict[str, Any]:
-    """By rung; nothing where the file is damaged."""
+def _stored(target: Target, drafter: Drafter) -> dict[str, dict[str, Any]]:
+    """Of this drafter, by what it is: costs in a setting, or what was accepted; nothing where the file is
+    damaged."""
     with suppress(ValueError):
-        known: dict[str, Any] = read_results(cache_home() / FILE).get(what, {}).get(_key(target, drafter), {})
-        return known
+        kept, key = read_results(cache_home() / FILE), _key(target, drafter)
+        return {what: each[key] for what, each in kept.items() if key in each}
     return {}
 
 
@@ -128,19 +132,23 @@ def _store(target: Target, drafter: Drafter, news: Mapping[str, dict[str, Any]])
         update_json(cache_home() / FILE, {what: {_key(target, drafter): each} for what, each in news.items()})
 
 
-def _seconds(target: Target, drafter: Drafter, texts: int) -> list[float]:
-    """By rung, from the user's cache, or measured."""
-    known = _stored(_setting(target, texts), target, drafter)
-    pace = known.pop(PACE, None)
-    if pace is None or list(known) != [rung.name for rung in drafter.rungs]:
-        seconds = measured(target, drafter, texts)
-        _store(target, drafter, _costs(target, drafter, {texts: seconds}))
-        return seconds
-    if target.compiles:
+def _seconds(target: Target, drafter: Drafter, texts: int) -> dict[int, list[float]]:
+    """By texts and rung, from the user's cache: for so many, else they are measured, and for what other
+    numbers are known, as a session's texts become fewer."""
+    names, place = [rung.name for rung in drafter.rungs], _setting(target, "")
+    kept, paces = dict[int, list[float]](), dict[int, float]()
+    for what, known in _stored(target, drafter).items():
+        if what.startswith(place) and list(known) == [*names, PACE]:
+            *seconds, pace = known.values()
+            kept[number := int(what.removeprefix(place))], paces[number] = seconds, pace
+    if texts not in kept:
+        kept[texts] = measured(target, drafter, texts)
+        _store(target, drafter, _costs(target, drafter, {texts: kept[texts]}))
+    elif target.compiles:
         for rows in {1, texts}:  # graphs of all sizes, before they are needed
             next(_laps(target, drafter, rows))
-    drafter.pace = pace
-    return list(known.values())
+    drafter.pace = paces.get(texts, drafter.pace)
+    return kept
 
 
 def measured(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) -> list[float]:
@@ -220,7 +228,7 @@ class Full(Drafter):
 def explained(target: Target, drafter: Drafter, tokens: int | None = None) -> Group:
     """What was chosen in this process, and why: a row for every rung; and what a text of `tokens` holds."""
     known = ledger(target, drafter)
-    texts = min(known.seconds)
+    texts = min(known.begun)
     costs = known.costs(texts)
     title = f"{drafter.name}, {known.chosen.total()} rounds; ms, and tokens by the length of a match"
     table = Figures(title, "tree", "rounds", "nodes", "ms", *SIGNS, "tokens/s")

@@ -71,6 +71,7 @@ class Ledger:
         accepted: tokens, by rung and `Drafter.signs`.
         pace: see `Drafter`.
         chosen: rounds of each rung.
+        begun: the texts of sessions: each number was measured before the first.
         kept: rounds whose acceptance is stored.
         timed: rounds that told lately what a rung costs, by texts, then by rung.
         told: of a plain round, by texts, when one was last timed.
@@ -81,6 +82,7 @@ class Ledger:
     accepted: dict[tuple[int, int], Accepted] = field(default_factory=dict)
     pace: float = 0.0
     chosen: Counter[int] = field(default_factory=Counter)
+    begun: set[int] = field(default_factory=set)
     kept: int = 0
     timed: dict[int, list[float]] = field(default_factory=dict)
     told: dict[int, float] = field(default_factory=dict)

@@ -45,6 +45,12 @@ class AutoState(HybridState):
     columns: int = 0
     reads: bool = False
 
+    @property
+    def width(self) -> int:
+        """Bytes of a column's states."""
+        features = self.missed[-1].features if self.missed else None
+        return 0 if features is None else features[0, 0].nbytes
+
     def settle(self) -> None:
         self.drafter.catch_up(self)
 
@@ -152,17 +158,19 @@ class Auto(Drafter):
             state.columns += span.tokens.numel()
             if state.columns > 2 * self._worth(state):
                 self._drop_far(state)
-            held = 0 if span.features is None else state.columns * span.features[0, 0].nbytes
             waits = look.may_look(span.root)  # what is captured cannot wait, nor can what masks have guessed
-            if not waits or self.probes is not None or held >= BEHIND:
+            if not waits or self.probes is not None or state.columns * state.width >= BEHIND:
                 self.catch_up(state)
 
     def _worth(self, state: AutoState) -> float:
         """Columns that the head must read of what it missed: before its first tree those in its reach, which
-        texts share."""
+        texts share, and no more than half of what it may lag behind."""
         reach = None if state.reads or self.hybrid is None else self.hybrid.head.reach
+        if reach is None:
+            return torch.inf
         texts = max(1, len(state.root))
-        return torch.inf if reach is None else float(texts * max(reach // texts, min(reach, FEWEST)))
+        most = BEHIND // (2 * texts * max(1, state.width))
+        return float(texts * max(1, min(most, max(reach // texts, min(reach, FEWEST)))))
 
     def _drop_far(self, state: AutoState) -> None:
         """Forget what is out of the head's reach."""
