@@ -186,8 +186,6 @@ def test_a_quantised_target_begins_with_what_its_model_accepted(auto, monkeypatc
     costs.policy(whole, drafter, 1)
     known = costs.ledger(whole, drafter)
     known.of(4, 0).mean, known.chosen[4] = 0.4321, costs.NEWS
-    for texts in (1, 2, 8):
-        known.time(texts, 0, 1.1, 1)
     costs.keep(whole, drafter)
     assert costs.ledger(small, drafter).of(4, 0).mean == 0.432
     monkeypatch.setattr(costs, "measured", lambda *_: [2.0] * len(drafter.rungs))
