@@ -2,9 +2,11 @@
 drafts."""
 
 import io
+from copy import deepcopy
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import tiny
 from slipstream.core.cache import BLOCK
@@ -15,6 +17,7 @@ from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.store import save_drafter, save_tuned
 from slipstream.targets import HFTarget
+from slipstream.targets.ours import Packed
 
 PROMPTS = tiny.prompts(9, 4, 14)
 
@@ -120,6 +123,20 @@ def test_a_trained_part_comes_back_from_its_directory(family, tmp_path):
     torch.testing.assert_close(
         untrained.model(chain(torch.tensor(text)), untrained.model.new_cache(1)).logits, own
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_trained_part_of_a_target_that_has_answered_reads_its_own_weights(dtype, monkeypatch, tmp_path):
+    """Packed copies of the target's weights, which came along with its blocks: trained draft models drafted as
+    if nobody had trained them."""
+    target = HFTarget(deepcopy(tiny.reference("llama")).to(dtype), tiny.tokenizer(), "llama")
+    text = chain(torch.tensor(tiny.prompts(9)))
+    target(text, target.new_cache(1))  # packs its weights
+    save_drafter(tmp_path, "draft-model", target, *tiny.distilled(target).pack(), {}, dtype=None)
+    model = load_drafter(str(tmp_path), target).model
+    said = model(text, model.new_cache(1)).logits
+    monkeypatch.setattr(Packed, "product", lambda self, x, weight, bias: F.linear(x, weight, bias))
+    torch.testing.assert_close(said, model(text, model.new_cache(1)).logits, atol=0.05, rtol=0.05)
 
 
 def test_without_skip_the_blocks_that_tune_found_are_skipped(monkeypatch, tmp_path):

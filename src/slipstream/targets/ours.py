@@ -90,17 +90,15 @@ class Linear(nn.Linear):
         return F.linear(x, weight, bias) if torch.is_grad_enabled() else linear(x, weight, bias)
 
 
-def _version(weight: Tensor) -> int:
-    """Counts the changes of a weight in place. One that was made in inference mode has no count."""
-    return 0 if weight.is_inference() else weight._version
-
-
 def _copy_of(module: Any, copied: Callable[[Tensor], Tensor]) -> Tensor:
-    """A copy of a module's weight, kept beside it, and made again when the weight was changed in place."""
-    version = _version(module.weight)
-    if module.__dict__.get("copied_at") != version:
-        module.copy, module.copied_at = copied(module.weight.detach()), version
-    copy: Tensor = module.copy
+    """A copy of a module's weight, kept beside it, and made again when there is another weight or it was
+    changed in place."""
+    weight = module.weight
+    version = 0 if weight.is_inference() else weight._version  # in inference mode nobody counts changes
+    held = module.__dict__.get("held")
+    if held is None or held[0] is not weight or held[1] != version:
+        module.held = held = weight, version, copied(weight.detach())
+    copy: Tensor = held[2]
     return copy
 
 
