@@ -182,9 +182,15 @@ def scrambled(head: Head) -> Any:
     return head
 
 
-def eagle(target: HFTarget, tree: str = "fig9", proposal: str = "top-k", vocab: int | None = None) -> Eagle:
+def eagle(
+    target: HFTarget,
+    tree: str = "fig9",
+    proposal: str = "top-k",
+    vocab: int | None = None,
+    inputs: str = "shifted",
+) -> Eagle:
     """A random head; `vocab` trims its candidates to the lowest ids."""
-    head = scrambled(EagleHead(EagleConfig(**layer_sizes(target))))
+    head = scrambled(EagleHead(EagleConfig(**layer_sizes(target), inputs=inputs)))
     return Eagle(head, target, None if vocab is None else torch.arange(vocab), tree, proposal)
 
 

@@ -4,6 +4,7 @@ An entry names its parts as "module:Name" and imports them when they are used, s
 this table without loading torch.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,8 +20,9 @@ class Method:
         help: one line for lists of drafters.
         make: function that makes a drafter from its name alone. Options of a spec are its keyword arguments;
             arguments called `target`, `temperature` and `texts` are filled by `load_drafter`.
-        drafter: class of the trained drafter, whose `load` reads a drafter directory. Without `make` the
-            method's name stands for the weights that ship for the target.
+        needs: the option that `make` cannot do without, of a method whose weights may ship as well.
+        drafter: class of the trained drafter, whose `load` reads a drafter directory. Without `make`, or
+            without what it needs, the method's name stands for the weights that ship for the target.
         objective: class that trains it.
         recipe: class of its settings.
         layouts: public formats of its weights by name, the default first.
@@ -30,6 +32,7 @@ class Method:
     name: str
     help: str
     make: str | None = None
+    needs: str | None = None
     drafter: str | None = None
     objective: str | None = None
     recipe: str | None = None
@@ -39,7 +42,11 @@ class Method:
     @property
     def ships(self) -> bool:
         """Whether its weights may ship: its name alone stands for them."""
-        return self.make is None
+        return self.make is None or self.needs is not None
+
+    def made(self, options: Collection[str]) -> bool:
+        """Whether `make` makes the drafter of a spec with these options."""
+        return self.make is not None and (self.needs is None or self.needs in options)
 
     @property
     def shipped(self) -> list[str]:
@@ -118,8 +125,9 @@ TABLE = (
     _head("glide", "Glide", "a decoder over the target's cache"),
     Method(
         "draft-model",
-        "a small LM (draft-model:model=DIR) or part of the target",
+        "a smaller LM: draft-model:model=DIR",
         make="slipstream.drafters.draft_model:DraftModel.named",
+        needs="model",
         drafter="slipstream.drafters.draft_model:DraftModel",
         objective="slipstream.training.methods:DistillObjective",
         recipe="slipstream.training.recipes:DraftModelRecipe",

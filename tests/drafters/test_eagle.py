@@ -3,6 +3,7 @@ shows."""
 
 import io
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from slipstream.drafters.recursive import RecursiveDrafter
 from slipstream.drafters.store import save_drafter
 
 PROMPTS = tiny.prompts(9, 4, 14)
+INPUTS = [partial(tiny.eagle, inputs=inputs) for inputs in ("unshifted", "features", "tokens")]
 
 
 def naive(drafter: RecursiveDrafter, target, text: list[int], path: list[int]) -> torch.Tensor:
@@ -29,23 +31,22 @@ def naive(drafter: RecursiveDrafter, target, text: list[int], path: list[int]) -
     hidden = out.features[0, :-1]  # of all but the root
     if isinstance(head, Eagle3Head):
         hidden = hidden @ head.fc.weight.T
-    tokens = text[1:]
-    for token in [*path, None]:
-        n = len(tokens)
+    for ahead in range(len(path) + 1):
+        n = len(hidden)
         mask = torch.ones(n, n, dtype=torch.bool).tril()[None, None]
-        embedded = target.embed(torch.tensor([tokens]))
+        embedded = target.embed(torch.tensor([(text + path)[head.shifted :][:n]]))
         said = head(embedded, hidden[None], torch.arange(n)[None], lambda k, v, mask=mask: (k, v, mask))[
             0, -1
         ]
-        if token is not None:
-            tokens, hidden = [*tokens, token], torch.cat([hidden, said[None]])
+        if ahead < len(path):
+            hidden = torch.cat([hidden, said[None]])
     if isinstance(head, Eagle3Head):
         normed = said / (said.pow(2).mean() + head.config.rms_norm_eps).sqrt() * head.norm.weight
         return (normed @ head.lm_head.weight.T).log_softmax(-1)
     return (said @ target.lm_head().weight.T)[drafter.vocab].log_softmax(-1)
 
 
-@pytest.mark.parametrize("make", [tiny.eagle, tiny.eagle3])
+@pytest.mark.parametrize("make", [tiny.eagle, tiny.eagle3, *INPUTS])
 @pytest.mark.parametrize("tree", ["fig9", "chain-3", "dynamic-3x4x14", "best-first-3x10"])
 @pytest.mark.parametrize("vocab", [None, 40])
 def test_every_drafted_child_is_among_the_likeliest_of_its_path(make, tree, vocab):

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 import tiny
 from slipstream.drafters import load_drafter
+from slipstream.drafters.heads import layer_sizes
 from slipstream.drafters.store import (
     check_claim,
     made_by,
@@ -124,6 +125,7 @@ def test_a_command_that_fails_leaves_no_directory(target, tmp_path):
         ("taps", 3),
         ("head", []),
         ("head", {"x": {}}),
+        ("head", {**layer_sizes(tiny.target("llama")), "inputs": "x"}),
         ("tree", 7),
         ("target", []),
         ("method", []),

@@ -261,12 +261,16 @@ def test_a_missing_file_is_named(target, tmp_path):
             import_checkpoint(target, str(path), str(tmp_path / "d"))
 
 
-def test_a_variant_with_a_norm_is_not_exported(target, tmp_path):
+@pytest.mark.parametrize(
+    ("variant", "says"),
+    [({"input_norm": True}, "norm before attention"), ({"inputs": "tokens"}, "reads tokens inputs")],
+)
+def test_a_variant_that_no_layout_expresses_is_not_exported(target, tmp_path, variant, says):
     from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
     from slipstream.drafters.heads import layer_sizes
 
-    head = EagleHead(EagleConfig(**layer_sizes(target), input_norm=True))
+    head = EagleHead(EagleConfig(**layer_sizes(target), **variant))
     drafter = Eagle(head, target)
     save_drafter(tmp_path / "d", "eagle", target, *drafter.pack(), {})
-    with pytest.raises(ValueError, match="norm before attention"):
+    with pytest.raises(ValueError, match=says):
         export(target, str(tmp_path / "d"), str(tmp_path / "p"))

@@ -53,7 +53,8 @@ def test_inside_hugging_face_generate_no_token_is_unexplained(target):
 
 
 @pytest.mark.parametrize(
-    ("name", "deep", "wanted"), [("eagle", "chain-5", 1.8), ("fasteagle", "chain-2", 1.6)]
+    ("name", "deep", "wanted"),
+    [("eagle", "chain-5", 1.8), ("fasteagle", "chain-2", 1.6), ("draft-model", "chain-2", 1.4)],
 )
 def test_a_head_that_ships_drafts_well_and_as_predicted(target, name, deep, wanted):
     """Weights that were packed wrongly, or a head that no longer reads what it was trained on."""

@@ -8,6 +8,7 @@ import torch
 import tiny
 from slipstream.core.span import Span
 from slipstream.core.tree import chain
+from slipstream.drafters.eagle import INPUTS
 from slipstream.drafters.heads import layer_sizes
 from slipstream.drafters.layers import attend_cache
 from slipstream.drafters.store import save_drafter
@@ -30,22 +31,16 @@ def drafter():
     return tiny.eagle(tiny.target("llama"), "chain-4")
 
 
-def test_unrolled_steps_are_the_steps_of_a_draft(drafter):
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_unrolled_steps_are_the_steps_of_a_draft(inputs):
     """A mask that shows training what drafting will not have: losses that promise what decoding does not
     keep."""
     target, T, depth = tiny.target("llama"), 12, 4
+    drafter = tiny.eagle(target, "chain-4", inputs=inputs)
     text = torch.tensor(tiny.prompts(T + 1))
     features = target.features(text.tolist(), ("final",))
-    embedded, unrolled, inputs, steps = (
-        target.embed(text[:, 1:]),
-        Unrolled(T, text.device),
-        features[:, :-1],
-        [],
-    )
-    for _ in range(depth):
-        said = drafter.head(embedded, inputs, unrolled.positions, unrolled.step)
-        steps.append(said)
-        inputs = torch.cat([inputs[:, :1], said[:, :-1]], 1)
+    objective, settings = EagleObjective(drafter.head, target, None), EagleRecipe.Loss(unroll=depth)
+    steps = list(objective.steps(text, features[:, :-1], settings, torch.Generator()))
     for root in range(1, T - depth):  # draft along the text from every root, with the drafter's own cache
         cache = target.new_cache(1)
         cache.keep(None, torch.tensor([root]))
@@ -58,7 +53,8 @@ def test_unrolled_steps_are_the_steps_of_a_draft(drafter):
         for j in range(1, depth):
             [attend], _ = attend_cache(state.cache, 1, j - 1)
             at = torch.tensor([[root + j - 1]])
-            hidden = drafter.head(target.embed(text[:, root + j][:, None]), hidden, at, attend)
+            read = target.embed(text[:, root + j - (inputs == "unshifted")][:, None])
+            hidden = drafter.head(read, hidden, at, attend)
             assert torch.allclose(hidden[0, 0], steps[j][0, root + j - 1]), (root, j)
 
 
@@ -285,9 +281,11 @@ def test_the_scales_of_taps_are_folded_into_the_drafter(make):
     torch.testing.assert_close(said, again, rtol=1e-3, atol=1e-3)
 
 
-def test_the_scale_of_embeddings_is_folded_into_the_drafter(drafter):
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_the_scale_of_embeddings_is_folded_into_the_drafter(inputs):
     """A head that is trained on scaled embeddings and drafts with plain ones."""
     target, text = tiny.target("llama"), torch.tensor(tiny.prompts(6))
+    drafter = tiny.eagle(target, inputs=inputs)
     f, embedded = target.features(text.tolist(), ("final",)).float(), target.embed(text).float()
     objective = EagleObjective(drafter.head.float(), target, None, torch.tensor([7.0, 1.0]))
     made = objective.drafter("chain-3", torch.float64).head.float()

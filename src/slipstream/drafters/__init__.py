@@ -48,8 +48,8 @@ def load_drafter(
 
 def _load(spec: Spec, target: Target | None, temperature: float, texts: int) -> Drafter:
     name, method = spec.name, METHODS.get(spec.name)
-    if method is not None and method.make is not None:
-        make: Callable[..., Drafter] = resolve_name(method.make)
+    if method is not None and method.made(spec.options):
+        make: Callable[..., Drafter] = resolve_name(str(method.make))
         takes = signature(make).parameters
         known = {"temperature": temperature, "texts": texts}
         filled: dict[str, Any] = {name: value for name, value in known.items() if name in takes}
@@ -79,7 +79,7 @@ def tuned_home(spec: Named, target: Target) -> Path:
     """The directory for what `tune` finds: beside a drafter's weights, or in the user's cache if it has none.
     The spec's tree and proposal do not matter."""
     spec = Spec.parse(spec)
-    if spec.name not in METHODS or METHODS[spec.name].ships:
+    if spec.name not in METHODS or not METHODS[spec.name].made(spec.options):
         return find_drafter(spec.name, target)
     called = f"{spec.name}_{spec.replace(tree=None, proposal=None).tail}"
     return cache_home() / "tuned" / target.fingerprint / re.sub(r"[^\w.-]+", "_", called)

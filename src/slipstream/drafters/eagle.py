@@ -12,6 +12,13 @@ from slipstream.drafters.heads import HeadConfig, copying, randomise
 from slipstream.drafters.layers import Attend, DecoderLayer
 from slipstream.drafters.recursive import RecursiveDrafter, RecursiveHead
 
+INPUTS = {  # whether tokens are read, and states
+    "shifted": (True, True),  # EAGLE: each state with the token that came after it
+    "unshifted": (True, True),  # each state with the token that it was made from
+    "features": (False, True),
+    "tokens": (True, False),
+}
+
 
 @dataclass(frozen=True)
 class EagleConfig(HeadConfig):
@@ -20,10 +27,19 @@ class EagleConfig(HeadConfig):
     Attributes:
         bias: the fc has a bias. vLLM ignores one without a warning, so new heads have none.
         input_norm: a norm stands before attention (variant "eagle-prenorm"); public checkpoints have none.
+        inputs: what the head reads, a key of `INPUTS`; the others are for comparison (§5.3, Fig. 8).
+
+    Raises:
+        ValueError: there are no such inputs.
     """
 
     bias: bool = False
     input_norm: bool = False
+    inputs: str = "shifted"
+
+    def __post_init__(self) -> None:
+        if self.inputs not in INPUTS:
+            raise ValueError(f"inputs is {self.inputs!r}; it must be one of {', '.join(INPUTS)}")
 
 
 class EagleHead(RecursiveHead):
@@ -34,7 +50,8 @@ class EagleHead(RecursiveHead):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, config.bias)
+        self.shifted = config.inputs != "unshifted"
+        self.fc = nn.Linear(sum(INPUTS[config.inputs]) * config.hidden_size, config.hidden_size, config.bias)
         self.layers = nn.ModuleList([DecoderLayer(config, config.input_norm)])  # a list, as tensors are named
 
     def forward(
@@ -46,20 +63,25 @@ class EagleHead(RecursiveHead):
     ) -> Float[Tensor, "B T H"]:
         """The next features: row i reads (embedding of t_{i+1}, f_i) at position i and predicts f_{i+1}."""
         layer: Any = self.layers[0]
-        x = self.fc(torch.cat([embedded, hidden], -1))
+        tokens, features = INPUTS[self.config.inputs]
+        x = self.fc(torch.cat([embedded] * tokens + [hidden] * features, -1))
         return layer(x, layer.self_attn.rope(positions, x.dtype), attend)
 
     @torch.no_grad()
     def start(self, generator: torch.Generator) -> "EagleHead":
-        """Initialise for training to f̂_{i+1} = f_i: the fc copies the feature, the layer adds nothing."""
+        """Initialise for training to f̂_{i+1} = f_i: the fc copies the feature, or the token where it reads no
+        features, and the layer adds nothing."""
         randomise(self, generator)
-        self.fc.weight.copy_(copying(self.config.hidden_size, of=1, among=2))
+        read = sum(INPUTS[self.config.inputs])
+        self.fc.weight.copy_(copying(self.config.hidden_size, of=read - 1, among=read))
         return self
 
     @torch.no_grad()
     def scale_inputs(self, embedding: Float[Tensor, ""], taps: Float[Tensor, " taps"]) -> None:
         """Fold the scales of the training inputs into the weights, so that plain inputs are read."""
-        self.fc.weight *= torch.stack([embedding, *taps]).repeat_interleave(self.config.hidden_size)
+        tokens, features = INPUTS[self.config.inputs]
+        scales = torch.stack([embedding] * tokens + [*taps] * features)
+        self.fc.weight *= scales.repeat_interleave(self.config.hidden_size)
 
 
 @final

@@ -101,6 +101,8 @@ class HeadDrafter(Proposer):
             sizes, tree = cls.module.sizes(**config["head"], taps=tuple(config["taps"])), config["tree"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"config.json of this {cls.method} head is not complete: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"config.json of this {cls.method} head does not fit: {error}") from error
         if not (sizes.taps or cls.blind):
             raise ValueError(f"config.json of this {cls.method} head does not fit: taps is []")
         vocab = tensors.pop(VOCAB, None)

@@ -51,11 +51,11 @@ def home_of(spec: Spec, target: Target) -> Path | None:
 def _homes(spec: Spec, target: Target) -> list[Path]:
     """The directories of a drafter's weights and, last, of its tuned tree; none for one without weights, and
     for a draft model that is no directory."""
-    if spec.name != "draft-model":
+    if "model" not in spec.options:
         home = home_of(spec, target)
         return [] if home is None else [home]
-    model = Path(spec.options.get("model", "")).expanduser()
-    return [model, tuned_home(spec, target)] if "model" in spec.options and model.is_dir() else []
+    model = Path(spec.options["model"]).expanduser()
+    return [model, tuned_home(spec, target)] if model.is_dir() else []
 
 
 def _stamp(homes: Sequence[Path]) -> tuple[tuple[int, int, int] | None, ...]:

@@ -23,6 +23,8 @@ from slipstream.drafters.proposer import Draft
 class RecursiveHead(Head):
     """The module of a recursive drafter."""
 
+    shifted: bool = True  # a state is read with the token after it, not with the one that it was made from
+
     def __init__(self) -> None:
         super().__init__()
         self.embed_tokens: Any = None  # an embedding of its own instead of the target's
@@ -39,7 +41,8 @@ class RecursiveHead(Head):
         positions: Int[Tensor, "#B T"],
         attend: Attend,
     ) -> Float[Tensor, "B T H"]:
-        """Row i reads (embedding of t_{i+1}, h_i) at position i and predicts the target's h_{i+1}."""
+        """Row i reads (embedding of t_{i+1}, or t_i if not `shifted`, and h_i) at position i and predicts the
+        target's h_{i+1}."""
 
 
 @dataclass
@@ -62,22 +65,24 @@ class RecursiveDrafter(HeadDrafter):
     def absorb(self, span: Span, state: RecursiveState) -> None:
         assert span.features is not None
         attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.target.compiles)
-        hidden = self.read(span.nexts, span.features, positions, attends=attends, more=(True,))
+        tokens = span.nexts if self.head.shifted else span.tokens
+        hidden = self.read(tokens, span.features, positions, attends=attends, more=(True,))
         state.cache.follow(span.cache, span.count)
         state.hidden, state.root, state.length = span.last(hidden), span.root, span.start + span.count
 
     def propose(self, state: RecursiveState, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        hidden = state.hidden[:, None]
+        hidden, above = state.hidden[:, None], state.root[:, None]
 
         def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:
             """Read the frontier: each token with the state of its parent's row."""
-            nonlocal hidden
+            nonlocal hidden, above
             n = tokens.shape[1]
+            read, above = tokens if self.head.shifted else above.gather(1, origin), tokens
             parents = hidden.gather(1, origin[..., None].expand(-1, -1, hidden.shape[-1]))
             attends, _ = attend_cache(state.cache, n, seen.shape[2] - n, seen, self.target.compiles)
             # `repeat` and not `expand`: a tensor with strides of its own needs no graph of its own.
             positions = (state.cache.lengths + level - 1)[:, None].repeat(1, n)
-            hidden = self.read(tokens, parents, positions, attends=attends, more=(False,))
+            hidden = self.read(read, parents, positions, attends=attends, more=(False,))
             return self.scores(hidden)
 
         draft = Draft(self, self.shaped(shape), sampler)

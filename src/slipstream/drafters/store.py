@@ -174,11 +174,10 @@ def write_directory(
 
 def find_drafter(name: str, target: Target) -> Path:
     """The directory at a path, or of a method whose weights ship for the target. Raises ValueError."""
-    ships = name in METHODS and METHODS[name].ships
-    home = os.path.expanduser(name)
-    if not ships and os.path.isdir(home):
-        return Path(home)
-    if not ships:
+    method, home = METHODS.get(name), os.path.expanduser(name)
+    if method is None or not method.ships:
+        if os.path.isdir(home):
+            return Path(home)
         raise ValueError(f"Unknown drafter: {name!r}: neither a directory nor a method whose weights ship")
     known = list[str]()
     for path in sorted(SHIPPED.glob(f"*/{name}/config.json")):
@@ -189,6 +188,7 @@ def find_drafter(name: str, target: Target) -> Path:
     raise ValueError(
         f"no {name} weights ship for this target ({target.fingerprint}); they do for: "
         f"{', '.join(known) or 'none'}. Train a drafter (slipstream train {name}) and give its directory"
+        + (f", or write {name}:{method.needs}=…" if method.needs else "")
     )
 
 

@@ -99,6 +99,11 @@ class EagleLayout(Layout):
             raise ValueError(
                 "this head has a norm before attention, which layout eagle cannot express: train one without"
             )
+        if head.inputs != "shifted":
+            raise ValueError(
+                f"this head reads {head.inputs} inputs, which layout eagle cannot express: train one with "
+                "head.inputs=shifted"
+            )
         bias = {} if head.bias else {"bias": False}
         llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
         return {**described(self.target), **written(head), **bias, **llama}

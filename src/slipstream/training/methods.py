@@ -29,7 +29,8 @@ class _Recursion(Objective):
     def steps(
         self, tokens: Tokens, features: States, settings: UnrolledLoss, generator: torch.Generator
     ) -> Steps:
-        embedded, inputs = self.embed(tokens[:, 1:]), self.head.fuse(features)
+        read = tokens[:, 1:] if self.head.shifted else tokens[:, :-1]
+        embedded, inputs = self.embed(read), self.head.fuse(features)
         unrolled = Unrolled(features.shape[1], features.device)
         for _ in range(settings.unroll):
             states = self.head(embedded, inputs, unrolled.positions, unrolled.step)
@@ -46,7 +47,7 @@ class EagleObjective(_Recursion):
     @classmethod
     def new(cls, given: Given) -> EagleHead:
         recipe: EagleRecipe.Head = given.recipe
-        config = EagleConfig(**given.sizes, input_norm=recipe.input_norm)
+        config = EagleConfig(**given.sizes, input_norm=recipe.input_norm, inputs=recipe.inputs)
         if given.start is None:
             return EagleHead(config).start(given.generator)
         bias = getattr(given.start.head.config, "bias", False)  # imported heads may have one

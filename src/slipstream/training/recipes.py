@@ -120,9 +120,11 @@ class EagleRecipe(Recipe):
     """EAGLE."""
 
     class Head(StartedHead):
-        """`input_norm`: a norm before attention, which the public layout does not have."""
+        """`input_norm`: a norm before attention, which the public layout does not have. `inputs`: what the
+        head reads, for the comparison of EAGLE's Figure 8."""
 
         input_norm: bool = False
+        inputs: Literal["shifted", "unshifted", "features", "tokens"] = "shifted"
 
     class Loss(UnrolledLoss):
         feature: Weight = 1.0
