@@ -1,6 +1,7 @@
 """Training: what is interrupted goes on exactly, what cannot be written loses nothing, and predictions come
 true."""
 
+import fcntl
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -407,6 +409,22 @@ def test_runs_on_the_same_examples_share_the_features_of_each_tap(chat, data, mo
     online = Features(chat, examples, batches, ("input of block 1", "final"), 0)
     for b in range(len(batches)):
         assert all(torch.equal(x, y) for x, y in zip(both.of(b), online.of(b), strict=True))
+
+
+def test_a_run_whose_features_are_there_waits_for_no_other_run(chat, data):
+    """It waited, without a word, until a run that wrote other taps of the same data was done."""
+    from slipstream.training.data import load_examples
+
+    examples = load_examples([data], chat, 40)
+    features = Features(chat, examples, pack(examples, 64), ("final",), 2**30)
+    features.fill(lambda n: None)
+    told = []
+    with open(features.paths[0].parent / "lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        filling = Thread(target=features.fill, args=[told.append], daemon=True)
+        filling.start()
+        filling.join(60)
+        assert told == [sum(len(example.tokens) for example in examples)]
 
 
 def test_directories_and_checkpoints_that_do_not_fit_are_refused(chat, data, tmp_path):

@@ -63,7 +63,8 @@ class Features:
     def fill(self, advance: Callable[[int], None]) -> None:
         """Write what the files still lack. `advance` is called with each number of tokens done. Raises
         ValueError if the disk cannot be written. What was written stays, and the next run continues it."""
-        if not self.kept:
+        if self._complete():  # whatever other taps another run may be writing
+            advance(self._starts[self.kept])
             return
         try:
             with ExitStack() as stack:
@@ -86,6 +87,12 @@ class Features:
                 f"features cannot be cached in {self.paths[0].parent} ({gib:.1f} GiB): {error.strerror}: "
                 "free the disk, set XDG_CACHE_HOME, or lower features.disk_gib (0 computes them online)"
             ) from error
+
+    def _complete(self) -> bool:
+        """Whether the files hold all batches that are to be kept."""
+        tokens = self._starts[self.kept] * self.target.dtype.itemsize
+        sizes = [path.stat().st_size if path.exists() else 0 for path in self.paths]
+        return all(size >= width * tokens for size, width in zip(sizes, self._widths, strict=True))
 
     def _finished(self, file: BinaryIO, width: int) -> int:
         """The number of whole batches in a tap's file, of those to keep. An incomplete one is cut off."""
