@@ -27,7 +27,7 @@ class EagleConfig(HeadConfig):
     Attributes:
         bias: the fc has a bias. vLLM ignores one without a warning, so new heads have none.
         input_norm: a norm stands before attention (variant "eagle-prenorm"); public checkpoints have none.
-        inputs: what the head reads, a key of `INPUTS`; the others are for comparison (§5.3, Fig. 8).
+        inputs: what the head reads, a key of `INPUTS`; the others are for comparison (§4.3.2, Fig. 8).
 
     Raises:
         ValueError: there are no such inputs.
