@@ -16,6 +16,7 @@ from typing import Any
 
 import table
 from common import digits
+from growth import growth
 from slipstream.measure.report import BenchReport
 
 RESULTS = Path(__file__).parent / "results"
@@ -157,6 +158,7 @@ FORMULAS: dict[str, Callable[[Result], Result]] = {
         "shared_verify": shared_verify(d),
         "drafting of fasteagle over eagle3": drafting(d, "fasteagle", "eagle3"),
     },
+    "heads_growth.json": lambda d: {"growth": growth(d)},
     "heads_sizes.json": lambda d: {"fasteagle over eagle3": first_over(d, "eagle3")},
     "glide_heads.json": lambda d: {"alpha_gain": alpha_gain(d)},
     "glide_layers.json": lambda d: {"alpha_gain": alpha_gain(d)},
