@@ -88,12 +88,10 @@ def growth(result: dict[str, Any]) -> dict[str, Any]:
 
 def draw(result: Path, path: str) -> None:
     """τ against tokens for each tree, with both laws. Raises ValueError."""
-    report = HeadsReport.read(result)
-    trees = list(dict.fromkeys(tree for _, tree, _, _ in arms(report) if FIRST not in tree))
+    grown = [arm for arm in arms(HeadsReport.read(result)) if FIRST not in arm[1]]
+    trees = list(dict.fromkeys(tree for _, tree, _, _ in grown))
     with picture(path, len(trees)) as axes:
-        for method, tree, tokens, taus in arms(report):
-            if FIRST in tree:
-                continue
+        for method, tree, tokens, taus in grown:
             ax = axes[trees.index(tree)]
             (points,) = ax.plot(tokens / 1e6, taus, "o", markersize=4, label=method)
             D = np.geomspace(tokens.min(), AHEAD[-1], 60)

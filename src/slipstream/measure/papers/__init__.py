@@ -13,7 +13,7 @@ ARMS = {  # heads that no weights ship for, and how to train them
     "fixed": "slipstream train eagle --data ready_made_answers.jsonl --out runs/fixed",
     **{
         inputs: f"slipstream train eagle {EQUAL} --out runs/{inputs} head.inputs={inputs}"
-        for inputs in ("unshifted", "features", "tokens")
+        for inputs in eagle.OTHERS
     },
     "parallel": f"slipstream train fasteagle {EQUAL} --out runs/parallel head.depth=3 head.cascade=false",
     "nofeature": f"slipstream train fasteagle {EQUAL} --out runs/nofeature head.depth=3 loss.feature=0",
