@@ -25,6 +25,12 @@ def chat() -> HFTarget:
 
 
 @pytest.fixture
+def home(tmp_path, monkeypatch) -> None:
+    """A cache of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
 def data(tmp_path) -> str:
     """Forty conversations of random letters."""
     rng = random.Random(0)

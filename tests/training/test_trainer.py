@@ -1,7 +1,6 @@
 """Training: what is interrupted goes on exactly, what cannot be written loses nothing, and predictions come
 true."""
 
-import fcntl
 import json
 import os
 import signal
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import torch
@@ -22,25 +20,16 @@ from slipstream.decode.generate import generate
 from slipstream.decode.predict import record
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import save_drafter
-from slipstream.files import cache_home
 from slipstream.interop.public import import_checkpoint
 from slipstream.methods import METHODS
 from slipstream.targets import HFTarget
-from slipstream.training.features import Features, pack
 from slipstream.training.recipe import Recipe, load_recipe, recipe_class
 from slipstream.training.trainer import Trainer, rate
 
-
-@pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
+pytestmark = pytest.mark.usefixtures("home")
 every_method = pytest.mark.parametrize(
     "method", [method.name for method in METHODS.values() if method.objective]
 )
-
-
 OWN_SIZES = (("head", "depth", 3), ("loss", "unroll", 2))
 
 
@@ -366,65 +355,6 @@ def test_a_full_disk_keeps_the_last_checkpoint(chat, data, tmp_path, monkeypatch
         train(chat, settings, tmp_path / "run")
     assert torch.load(tmp_path / "run" / "state.pt", weights_only=True)["progress"]["step"] == 4
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
-
-
-def test_a_full_disk_while_features_are_cached_keeps_what_is_there(chat, data, tmp_path, monkeypatch):
-    from slipstream.training.data import load_examples
-
-    examples = load_examples([data], chat, 40)
-    features = Features(chat, examples, pack(examples, 64), ("final",), 2**30)
-    read, calls = features._compute, []
-
-    def fail(batch, taps):
-        calls.append(batch)
-        if len(calls) == 3:
-            raise OSError(28, "No space left on device")
-        return read(batch, taps)
-
-    monkeypatch.setattr(features, "_compute", fail)
-    with pytest.raises(ValueError, match=r"No space left on device.*disk_gib"):
-        features.fill(lambda n: None)
-    fresh = Features(chat, examples, pack(examples, 64), ("final",), 2**30)
-    told = []
-    fresh.fill(told.append)
-    assert told[0] == sum(len(examples[i].tokens) for batch in pack(examples, 64)[:2] for i in batch)
-    online = Features(chat, examples, pack(examples, 64), ("final",), 0)
-    assert (online.kept, online.bytes) == (0, 0)
-    for b in range(len(fresh.batches)):
-        assert all(torch.equal(x, y) for x, y in zip(fresh.of(b), online.of(b), strict=True))
-    assert list((cache_home() / "features").iterdir()) == [fresh.paths[0].parent]
-
-
-def test_runs_on_the_same_examples_share_the_features_of_each_tap(chat, data, monkeypatch):
-    from slipstream.training.data import load_examples
-
-    examples = load_examples([data], chat, 40)
-    batches = pack(examples, 64)
-    Features(chat, examples, batches, ("final",), 2**30).fill(lambda n: None)
-    both = Features(chat, examples, batches, ("input of block 1", "final"), 2**30)
-    read, asked = both._compute, []
-    monkeypatch.setattr(both, "_compute", lambda batch, taps: asked.append(taps) or read(batch, taps))
-    both.fill(lambda n: None)
-    assert asked == [("input of block 1",)] * len(batches)
-    online = Features(chat, examples, batches, ("input of block 1", "final"), 0)
-    for b in range(len(batches)):
-        assert all(torch.equal(x, y) for x, y in zip(both.of(b), online.of(b), strict=True))
-
-
-def test_a_run_whose_features_are_there_waits_for_no_other_run(chat, data):
-    """It waited, without a word, until a run that wrote other taps of the same data was done."""
-    from slipstream.training.data import load_examples
-
-    examples = load_examples([data], chat, 40)
-    features = Features(chat, examples, pack(examples, 64), ("final",), 2**30)
-    features.fill(lambda n: None)
-    told = []
-    with open(features.paths[0].parent / "lock", "w") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        filling = Thread(target=features.fill, args=[told.append], daemon=True)
-        filling.start()
-        filling.join(60)
-        assert told == [sum(len(example.tokens) for example in examples)]
 
 
 def test_directories_and_checkpoints_that_do_not_fit_are_refused(chat, data, tmp_path):
