@@ -27,7 +27,7 @@ Numbers = NDArray[np.float64]
 Law = Callable[[Numbers], Numbers]
 POWERS = np.linspace(0.05, 2, 391)  # of the second law, tried in turn
 FIRST = "first depth"
-AHEAD = (2e6, 4e6, 8e6, 16e6)  # tokens
+AHEAD = (2e6, 4e6, 8e6, 16e6, 32e6)  # tokens
 
 
 def steady(tokens: Numbers, taus: Numbers) -> tuple[dict[str, float], Law]:
