@@ -2,6 +2,7 @@
 
 import fcntl
 from threading import Thread
+from time import monotonic, sleep
 
 import pytest
 import torch
@@ -64,3 +65,21 @@ def test_a_run_whose_features_are_there_waits_for_no_other_run(chat, data):
         filling.start()
         filling.join(60)
         assert told == [sum(len(example.tokens) for example in examples)]
+
+
+def test_a_run_that_waits_for_another_says_so(chat, data, capsys):
+    examples = load_examples([data], chat, 40)
+    features = Features(chat, examples, pack(examples, 64), ("final",), 2**30)
+    features.paths[0].parent.mkdir(parents=True)
+    with open(features.paths[0].parent / "lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        filling = Thread(target=features.fill, args=[lambda n: None], daemon=True)
+        filling.start()
+        said, until = "", monotonic() + 60
+        while "another run reads features of this data: waiting" not in said:
+            assert filling.is_alive()
+            assert monotonic() < until
+            said += capsys.readouterr().err
+            sleep(0.01)
+    filling.join(60)
+    assert features._complete()

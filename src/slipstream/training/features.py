@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -70,7 +71,11 @@ class Features:
             with ExitStack() as stack:
                 self.paths[0].parent.mkdir(parents=True, exist_ok=True)
                 lock = stack.enter_context(open(self.paths[0].parent / "lock", "w"))
-                fcntl.flock(lock, fcntl.LOCK_EX)  # another run on the same data waits for this one
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    print("another run reads features of this data: waiting for it", file=sys.stderr)
+                    fcntl.flock(lock, fcntl.LOCK_EX)
                 files = [stack.enter_context(open(path, "ab")) for path in self.paths]
                 done = [self._finished(file, width) for file, width in zip(files, self._widths, strict=True)]
                 advance(self._starts[min(done)])
