@@ -1,6 +1,7 @@
 """Features on disk: what a run finds there, shares with others, and leaves behind when the disk is full."""
 
 import fcntl
+from contextlib import contextmanager
 from threading import Thread
 from time import monotonic, sleep
 
@@ -14,9 +15,26 @@ from slipstream.training.features import Features, pack
 pytestmark = pytest.mark.usefixtures("home")
 
 
-def test_a_full_disk_while_features_are_cached_keeps_what_is_there(chat, data, tmp_path, monkeypatch):
+@pytest.fixture
+def features(chat, data) -> Features:
+    """Of the final state of all examples, not filled yet."""
     examples = load_examples([data], chat, 40)
-    features = Features(chat, examples, pack(examples, 64), ("final",), 2**30)
+    return Features(chat, examples, pack(examples, 64), ("final",), 2**30)
+
+
+@contextmanager
+def filling_beside_another(features, advance=lambda n: None):
+    """A thread that fills them while another run holds the lock."""
+    features.paths[0].parent.mkdir(parents=True, exist_ok=True)
+    with open(features.paths[0].parent / "lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        filling = Thread(target=features.fill, args=[advance], daemon=True)
+        filling.start()
+        yield filling
+
+
+def test_a_full_disk_while_features_are_cached_keeps_what_is_there(chat, features, monkeypatch):
+    examples = features.examples
     read, calls = features._compute, []
 
     def fail(batch, taps):
@@ -53,28 +71,17 @@ def test_runs_on_the_same_examples_share_the_features_of_each_tap(chat, data, mo
         assert all(torch.equal(x, y) for x, y in zip(both.of(b), online.of(b), strict=True))
 
 
-def test_a_run_whose_features_are_there_waits_for_no_other_run(chat, data):
+def test_a_run_whose_features_are_there_waits_for_no_other_run(features):
     """It waited, without a word, until a run that wrote other taps of the same data was done."""
-    examples = load_examples([data], chat, 40)
-    features = Features(chat, examples, pack(examples, 64), ("final",), 2**30)
     features.fill(lambda n: None)
     told = []
-    with open(features.paths[0].parent / "lock", "w") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        filling = Thread(target=features.fill, args=[told.append], daemon=True)
-        filling.start()
+    with filling_beside_another(features, told.append) as filling:
         filling.join(60)
-        assert told == [sum(len(example.tokens) for example in examples)]
+        assert told == [sum(len(example.tokens) for example in features.examples)]
 
 
-def test_a_run_that_waits_for_another_says_so(chat, data, capsys):
-    examples = load_examples([data], chat, 40)
-    features = Features(chat, examples, pack(examples, 64), ("final",), 2**30)
-    features.paths[0].parent.mkdir(parents=True)
-    with open(features.paths[0].parent / "lock", "w") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        filling = Thread(target=features.fill, args=[lambda n: None], daemon=True)
-        filling.start()
+def test_a_run_that_waits_for_another_says_so(features, capsys):
+    with filling_beside_another(features) as filling:
         said, until = "", monotonic() + 60
         while "another run reads features of this data: waiting" not in said:
             assert filling.is_alive()
