@@ -14,7 +14,7 @@ from slipstream.files import locked
 from slipstream.targets import HFTarget
 from slipstream.training.data import load_examples
 from slipstream.training.synthesize import Answers, regenerate, synthesize, templated
-from slipstream.training.writers import ServerWriter, Writer, Written
+from slipstream.training.writers import Asked, ServerWriter, TargetWriter, Writer, Written
 
 ROWS = [
     [{"role": "user", "content": c * 3}, {"role": "assistant", "content": "to be dropped"}] for c in "abcdefg"
@@ -39,6 +39,22 @@ def test_answers_are_the_targets_own(chat, tmp_path):
     assert made[0]["messages"][1]["content"] == plain.text.strip()
     assert made[0]["finished"] == (plain.finish == "eos")
     assert load_examples([str(out)], chat, 64)[0].greedy
+
+
+def test_a_target_answers_a_batch_at_once_whatever_its_temperatures(chat, monkeypatch):
+    """A conversation goes on at its own temperature. Each such question once cut the batch in two."""
+    write, sizes = TargetWriter._write, []
+
+    def counted(self, prompts, temperature, limit, seed):
+        sizes.append(len(prompts))
+        return write(self, prompts, temperature, limit, seed)
+
+    monkeypatch.setattr(TargetWriter, "_write", counted)
+    asked = [Asked(rows[:1], temperature, 0) for rows, temperature in zip(ROWS, cycle([0.0, 0.7]))]
+    made = list(TargetWriter(chat).answer(asked, 8, 6))
+    assert sizes == [3, 3, 1]
+    greedy = [generate(chat, rows[:1], max_new_tokens=8).text.strip() for rows in ROWS[::2]]
+    assert [answer.text for answer in made[::2]] == greedy
 
 
 def test_a_question_is_asked_under_each_template():

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from http.client import HTTPException
-from itertools import groupby, islice
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar, final
 from urllib.error import HTTPError
 
@@ -83,11 +83,15 @@ class TargetWriter(Writer):
                 raise ValueError(f"question {number}: {error}") from error
 
     def answer(self, asked: Iterable[Asked], limit: int, batch: int) -> Iterator[Written]:
-        for temperature, group in groupby(asked, lambda each: each.temperature):
-            while some := list(islice(group, batch)):
-                prompts = [encode(self.target, each.messages) for each in some]
-                for written in self._write(prompts, temperature, limit, some[0].seed):
-                    yield Written(written.text.strip(), written.finished)
+        waiting = iter(asked)
+        while some := list(islice(waiting, batch)):
+            made: dict[int, Written] = {}  # neighbours may differ in temperature, which a pass may not
+            for temperature in dict.fromkeys(each.temperature for each in some):
+                group = [i for i, each in enumerate(some) if each.temperature == temperature]
+                prompts = [encode(self.target, some[i].messages) for i in group]
+                written = self._write(prompts, temperature, limit, some[group[0]].seed)
+                made |= zip(group, written, strict=True)
+            yield from (Written(made[i].text.strip(), made[i].finished) for i in range(len(some)))
 
     def go_on(self, texts: Sequence[str], temperature: float, limit: int, seed: int | None) -> list[Written]:
         words = self.target.text
