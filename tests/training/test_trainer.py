@@ -386,6 +386,14 @@ def test_too_little_data_is_refused(chat, data, tmp_path):
         Trainer(chat, load_recipe(None), str(tmp_path / "run")).prepare()
 
 
+def test_no_step_waits_for_a_plan_of_its_attention(chat, data, tmp_path):
+    """cuDNN plans for every new shape of a batch: five sixths of a step of eagle3 on a GPU went there."""
+    planned = torch.backends.cuda.cudnn_sdp_enabled
+    before, within = planned(), set[bool]()
+    train(chat, recipe(data), tmp_path / "run", show=lambda seen: within.add(planned()))
+    assert (before, within, planned()) == (True, {False}, True)
+
+
 def test_the_rate_warms_up_and_falls_to_its_floor():
     optimizer = load_recipe(None).optimizer
     rates = [rate(optimizer, step, 100) for step in range(100)]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -20,7 +19,7 @@ from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
 from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, randomise
-from slipstream.drafters.layers import MLP, Attend, Attention, RMSNorm, Rope, attend_cache, grouped, rotate
+from slipstream.drafters.layers import MLP, Attend, Attention, RMSNorm, Rope, attend_cache, attended, rotate
 from slipstream.drafters.proposer import Draft
 
 # The target's keys and values of one block, and which of them each row sees.
@@ -74,7 +73,7 @@ class CrossAttention(nn.Module):
         if rotated := 2 * len(self.rope.frequencies):
             cos, sin = self.rope(positions, x.dtype)
             q = torch.cat([rotate(q[..., :rotated], cos, sin), q[..., rotated:]], -1)
-        out = F.scaled_dot_product_attention(q, key, value, mask, **grouped(q, key))
+        out = attended(q, key, value, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 

@@ -109,7 +109,7 @@ class Attention(nn.Module):
         if seen.dtype == torch.int32:
             out = kernels.attention(q, key, value, seen, self.head_dim**-0.5)
         else:
-            out = F.scaled_dot_product_attention(q, key, value, seen, **grouped(q, key)).transpose(1, 2)
+            out = attended(q, key, value, seen).transpose(1, 2)
         return self.o_proj(out.reshape(*x.shape[:-1], -1).contiguous())
 
 
@@ -160,9 +160,16 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def grouped(q: Float[Tensor, "B A T D"], key: Float[Tensor, "B G S D"]) -> dict[str, bool]:
-    """What attention is told where several heads share keys. A branch: of free sizes Dynamo makes no bool."""
-    return {"enable_gqa": True} if q.shape[1] != key.shape[1] else {}
+def attended(
+    q: Float[Tensor, "B A T D"], key: Float[Tensor, "B G S D"], value: Float[Tensor, "B G S D"], seen: Tensor
+) -> Float[Tensor, "B A T D"]:
+    """Attention where several heads may share keys."""
+    if q.shape[1] == key.shape[1]:
+        return F.scaled_dot_product_attention(q, key, value, seen)
+    if q.is_cuda and q.requires_grad:  # of what learns there, cuDNN alone shares keys without their scores
+        key, value = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (key, value))
+        return F.scaled_dot_product_attention(q, key, value, seen)
+    return F.scaled_dot_product_attention(q, key, value, seen, enable_gqa=True)
 
 
 def rotate(x: Float[Tensor, "B heads T D"], cos: Tensor, sin: Tensor) -> Float[Tensor, "B heads T D"]:

@@ -97,8 +97,8 @@ class BitaObjective(Objective):
         target, config = self._target, self.head.config
         (B, G), M, P = hosts.shape, config.depth, config.prompts
         memory = self.head.memory(target)
-        kept = torch.rand(memory.shape, generator=generator) >= DROPOUT
-        memory = (memory * kept.to(memory.device) / (1 - DROPOUT)).to(target.dtype)
+        kept = torch.rand(memory.shape, generator=generator, device=memory.device) >= DROPOUT
+        memory = (memory * kept / (1 - DROPOUT)).to(target.dtype)
         S, layers = context.view, list[tuple[Tensor, Tensor]]()
         for (k, v), keys, values in zip(memory.transpose(2, 3), *context.stored, strict=True):
             key = torch.cat([k.expand(B, -1, -1, -1), keys[:, :, :S].clone()], 2)
@@ -138,7 +138,7 @@ def groups(
     own = hosting.sum(1)
     G = max(1, min(most, int(own.max())))
     order = hosting.int().argsort(dim=1, descending=True, stable=True)  # hosts first
-    share = torch.rand(len(counts), generator=generator).to(counts.device)
+    share = torch.rand(len(counts), generator=generator, device=counts.device)
     offset = (share * (own - G + 1).clamp(min=1)).long()
     at = offset[:, None] + torch.arange(G, device=counts.device)
     return order.gather(1, at.clamp(max=counts.shape[1] - 1)), at < own[:, None]

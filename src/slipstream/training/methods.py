@@ -190,7 +190,8 @@ class GlideObjective(Objective):
         lead = int(config.first_token)
         at, rows = (torch.arange(first, T, device=features.device) for first in (0, -lead))
         causal = (rows <= rows[:, None])[None, None]
-        first = int(torch.randint(settings.block, (), generator=generator)) if settings.offset else 0
+        drawn = torch.randint(settings.block, (), generator=generator, device=features.device)
+        first = drawn if settings.offset else 0
         block = (rows - first).div(settings.block, rounding_mode="floor") * settings.block + first
         # Row i drafts i − block[i] steps after the last state that it sees.
         visible = (at <= block.clamp(min=0)[:, None])[None, None]

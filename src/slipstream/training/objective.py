@@ -175,7 +175,7 @@ class Objective(nn.Module):
         scaled = [gain * tap for gain, tap in zip(self.gains[1:], taps, strict=True)]
         read = torch.cat([f[:, :-1, :0], *scaled], -1)
         if settings.blur:
-            blur = torch.rand(read.shape, generator=generator).to(read.device) * 2 - 1
+            blur = torch.rand(read.shape, generator=generator, device=read.device) * 2 - 1
             read = read + blur * settings.blur
         total = agreed = f.new_zeros(())
         T = labels.shape[1]

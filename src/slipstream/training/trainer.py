@@ -18,6 +18,7 @@ import torch
 import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slipstream.core.drafter import FINAL
 from slipstream.core.target import Target
@@ -34,6 +35,8 @@ from slipstream.training.progress import Evaluation, Filling, Progress, Seen, Sh
 from slipstream.training.recipe import Data, Optimizer, Recipe
 
 STATE, LOG, RECIPE = "state.pt", "log.jsonl", RUN
+# Batches differ in shape. cuDNN plans for each shape anew, which takes longer than a step.
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 OWN = 0.95  # the share of a greedy answer's tokens that are the target's likeliest, in any precision
 
 
@@ -157,7 +160,7 @@ class Trainer:
         Raises:
             ValueError: a checkpoint cannot be written, or training diverges. The last checkpoint stays.
         """
-        with self._held:
+        with self._held, sdpa_kernel(BACKENDS):
             self._write_recipe()
             for stage in range(self.progress.stage, len(self.stages)):
                 self._run_stage(self.stages[stage], show)
@@ -224,7 +227,8 @@ class Trainer:
         seed = _mix(recipe.schedule.seed, progress.stage, progress.step, accelerator.process_index)
         with warnings.catch_warnings():  # norms keep fp32 weights in mixed precision
             warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
-            loss, agreed = model(batch, recipe.loss, torch.Generator().manual_seed(seed))
+            drawn = torch.Generator(accelerator.device).manual_seed(seed)
+            loss, agreed = model(batch, recipe.loss, drawn)
         own = torch.stack([batch.counts.sum(), agreed, loss.detach(), loss.new_tensor(self._stop)])
         counted, agree, total, stop = accelerator.reduce(own.double(), "sum").tolist()
         # Accelerate averages the processes' gradients, and the loss shall be a mean over all their tokens.
