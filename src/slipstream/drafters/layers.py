@@ -166,7 +166,7 @@ def attended(
     """Attention where several heads may share keys."""
     if q.shape[1] == key.shape[1]:
         return F.scaled_dot_product_attention(q, key, value, seen)
-    if q.is_cuda and q.requires_grad:  # of what learns there, cuDNN alone shares keys without their scores
+    if q.is_cuda and q.requires_grad:  # under a mask only cuDNN shares them and stores no scores
         key, value = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (key, value))
         return F.scaled_dot_product_attention(q, key, value, seen)
     return F.scaled_dot_product_attention(q, key, value, seen, enable_gqa=True)

@@ -35,7 +35,7 @@ from slipstream.training.progress import Evaluation, Filling, Progress, Seen, Sh
 from slipstream.training.recipe import Data, Optimizer, Recipe
 
 STATE, LOG, RECIPE = "state.pt", "log.jsonl", RUN
-# Batches differ in shape. cuDNN plans for each shape anew, which takes longer than a step.
+# Texts and batches differ in shape. cuDNN plans for each shape anew, which takes longer than a step.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 OWN = 0.95  # the share of a greedy answer's tokens that are the target's likeliest, in any precision
 
@@ -105,8 +105,8 @@ class Trainer:
             filling: called with a name and a number of tokens when long work begins; it returns a
                 function to call with each number of tokens done.
         """
-        with ExitStack() as held:  # released if this fails
-            held.enter_context(self._claimed())
+        with ExitStack() as held, sdpa_kernel(BACKENDS):
+            held.enter_context(self._claimed())  # released if this fails
             self._read_data(self.stages[-1].data)  # the last stage's data decide the drafter's vocabulary
             self._judged = frozenset(tuple(example.tokens) for example in self._held_out)
             self._rehearse()
