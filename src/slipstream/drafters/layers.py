@@ -163,11 +163,10 @@ class DecoderLayer(nn.Module):
 def attended(
     q: Float[Tensor, "B A T D"], key: Float[Tensor, "B G S D"], value: Float[Tensor, "B G S D"], seen: Tensor
 ) -> Float[Tensor, "B A T D"]:
-    """Attention where several heads may share keys."""
-    if q.shape[1] == key.shape[1]:
-        return F.scaled_dot_product_attention(q, key, value, seen)
+    """Attention where several heads may share keys. Branches: of free sizes Dynamo makes no bool."""
     if q.is_cuda and q.requires_grad:  # under a mask only cuDNN shares them and stores no scores
         key, value = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (key, value))
+    if q.shape[1] == key.shape[1]:
         return F.scaled_dot_product_attention(q, key, value, seen)
     return F.scaled_dot_product_attention(q, key, value, seen, enable_gqa=True)
 
