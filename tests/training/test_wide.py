@@ -1,15 +1,21 @@
 """Texts decoded at once, without a session. What a GPU captures runs here as it is."""
 
+import gc
 from collections import Counter
+from functools import partial
+from unittest.mock import MagicMock
+from weakref import ref
 
 import pytest
 import torch
 
 import tiny
+from slipstream.decode.capture import cuda_graph
 from slipstream.decode.generate import generate
 from slipstream.training import wide
 from slipstream.training.synthesize import regenerate
 from slipstream.training.wide import Wide
+from slipstream.training.writers import audit
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +62,35 @@ def test_a_target_on_a_gpu_writes_so(chat, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**20, 2**20))
     regenerate(chat, rows, tmp_path / "many.jsonl", **how)
     assert (tmp_path / "one.jsonl").read_text() == (tmp_path / "many.jsonl").read_text()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+def test_texts_that_are_not_the_targets_are_not_written_down(temperature):
+    """A GPU once wrote noise behind its first texts, and heads learnt from it."""
+    target, prompts = tiny.target("llama"), tiny.prompts(*range(3, 15))
+    made = Wide(target, [0], 2**14).write(prompts, temperature, 64, 1)
+    audit(target, prompts, made, temperature)
+    noise = [tokens[:2] + [(token * 7 + 3) % 60 for token in tokens[2:]] for tokens in made]
+    with pytest.raises(ValueError, match="is not its own"):
+        audit(target, prompts, noise, temperature)
+
+
+def test_a_graph_keeps_what_it_reads(monkeypatch):
+    """Else its memory is given to others: slots of a step's mask were, once another batch was read."""
+
+    class Held:
+        pass
+
+    def function(held):
+        return held
+
+    for name in ("Stream", "CUDAGraph", "graph", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    held = Held()
+    replay, known = cuda_graph(partial(function, held))[1], ref(held)
+    del held
+    gc.collect()
+    replay()
+    assert known() is not None
+    del replay
+    assert known() is None

@@ -5,6 +5,7 @@ of caches filled to the next multiple of `SPAN`; a fuller cache needs another ca
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +32,12 @@ def cuda_graph(function: Callable[[], Made], pool: Any = None) -> tuple[Made, Ca
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         made = function()
-    return made, graph.replay
+    return made, partial(_replay, graph, function)
+
+
+def _replay(graph: Any, reads: Callable[[], Any]) -> None:
+    """Replay a graph. It reads tensors that its function holds: freed ones are soon another's memory."""
+    graph.replay()
 
 
 def recorder(target: Target) -> Record | None:

@@ -13,9 +13,14 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar, final
 from urllib.error import HTTPError
 
+import torch
+from torch import Tensor
+
+from slipstream.core.drafter import FINAL
 from slipstream.core.target import Target
 from slipstream.decode.generate import generate
 from slipstream.decode.settings import Settings
+from slipstream.files import evenly
 from slipstream.targets.hf import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.targets.prompts import encode
@@ -24,6 +29,8 @@ from slipstream.training.wide import Wide
 T = TypeVar("T")
 Messages = list[dict[str, str]]
 STARTING = 300  # seconds for which a server that is not there yet is waited for
+AUDITED, AUDITED_TOKENS = 8, 64  # texts of a batch that an audit reads, and how much of each
+LIKELIEST = 0.9  # the least share of a greedy text's tokens that are the likeliest, whatever rounding turned
 SILENCE = 3600  # seconds that a reply may take: a busy server holds requests back
 
 
@@ -115,8 +122,32 @@ class TargetWriter(Writer):
         if self._wide is None:
             self._wide = Wide(self.target, how.eos)
         made = self._wide.write(prompts, temperature, limit, seed)
+        audit(self.target, prompts, made, temperature)
         texts = [tokens[: how.limit(prompt)] for prompt, tokens in zip(prompts, made, strict=True)]
         return [Written(words.decode(tokens), tokens[-1] in how.eos) for tokens in texts]
+
+
+@torch.inference_mode()
+def audit(
+    target: Target, prompts: Sequence[list[int]], made: Sequence[list[int]], temperature: float
+) -> None:
+    """Hold some texts against the target's law, a pass each: at T = 0 their tokens are the likeliest, else
+    their mean surprise is the law's entropy, up to six standard errors. Raises ValueError."""
+    likeliest, excess, lm_head = list[Tensor](), list[Tensor](), target.lm_head()
+    for prompt, text in evenly(list(zip(prompts, made, strict=True)), AUDITED):
+        start, said = len(prompt) - 1, text[:AUDITED_TOKENS]
+        states = target.features([[*prompt, *said]], (FINAL,))[0, start : start + len(said)]
+        law = (lm_head(states).float() / (temperature or 1.0)).log_softmax(-1)
+        tokens = torch.tensor(said, device=law.device)
+        likeliest.append((law.argmax(-1) == tokens).float())
+        excess.append((law.exp() * law).sum(-1) - law.gather(1, tokens[:, None])[:, 0])
+    share, over = torch.cat(likeliest).mean(), torch.cat(excess)
+    error = over.std(correction=0).clamp(min=1.0) / len(over) ** 0.5
+    if share < LIKELIEST if temperature == 0 else over.mean() > 6 * error:
+        raise ValueError(
+            f"what {target.name} wrote at temperature {temperature:g} is not its own ({share:.0%} of the "
+            "tokens are its likeliest): please report this; a server (--server) or a CPU writes meanwhile"
+        )
 
 
 @final
