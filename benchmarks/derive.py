@@ -159,7 +159,6 @@ FORMULAS: dict[str, Callable[[Result], Result]] = {
         "drafting of fasteagle over eagle3": drafting(d, "fasteagle", "eagle3"),
     },
     "heads_growth.json": lambda d: {"growth": growth(d)},
-    "heads_growth_gpu.json": lambda d: {"growth": growth(d)},
     "heads_sizes.json": lambda d: {"fasteagle over eagle3": first_over(d, "eagle3")},
     "glide_heads.json": lambda d: {"alpha_gain": alpha_gain(d)},
     "glide_layers.json": lambda d: {"alpha_gain": alpha_gain(d)},

@@ -33,7 +33,7 @@ def curve(result: Path, path: str) -> None:
 
 PICTURES: dict[str, tuple[str, Callable[[Path, str], None]]] = {
     "eagle_training.svg": ("eagle_training.json", curve),
-    "growth.svg": ("heads_growth_gpu.json", growth.draw),
+    "growth.svg": ("heads_growth.json", growth.draw),
     "heads.svg": ("heads.json", lambda result, path: HeadsReport.read(result).draw(path)),
     "heads_sizes.svg": ("heads_sizes.json", lambda result, path: HeadsReport.read(result).draw(path)),
     "peers.svg": ("peers_zen4.json", lambda result, path: PeersReport.read(result).draw(path)),
