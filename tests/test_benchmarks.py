@@ -152,6 +152,7 @@ def test_a_mode_is_proved_and_measured(target):
     proved = gpu.prove(target, gpu.UNTRAINED, "eager", max_new_tokens=6)
     assert len(proved) == 4
     assert all(proof.same for proof in proved)
+    assert gpu.prove_at_once(target, max_new_tokens=6).same
     how = {"max_new_tokens": 4, "rows": (1, 4), "mib": 1, "proved": proved}
     report = gpu.measure(target, ("eager",), (8, 16), **how)
     assert report.results[0].passes_ms.keys() == {"8", "16"}
