@@ -9,8 +9,8 @@ decoding. Then measures in the given precision the cost curve, plain decoding, a
 speed at which weights are read; our attention and products beside torch's; then the same costs of an exact
 target, what it finds out about its rows, whether its drafters' texts are plain decoding's, token for token;
 and of targets of 8 and 4 bits. The result is written after every mode: a lease that ends too soon leaves what
-was measured. --mode captured takes the least time. On a CPU nothing is captured, and compiled rounds stand for
-captured ones.
+was measured. --mode captured takes the least time. On a CPU nothing is captured, and compiled rounds stand
+for captured ones.
 """
 
 import gc
