@@ -1,8 +1,12 @@
 """Captured rounds, with a tape in place of a CUDA graph: the same operators, in order, on the same memory, no
 others."""
 
+import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest.mock import MagicMock
+from weakref import ref
 
 import pytest
 import torch
@@ -107,3 +111,24 @@ def test_captured_rounds_say_what_plain_decoding_says(tapes, name, sampling, bat
     monkeypatch.undo()
     assert captured == texts(target, Vanilla(), PROMPTS[:batch], rows)
     assert len(tapes) > 2  # two halves, more than once
+
+
+def test_a_graph_keeps_what_it_reads(monkeypatch):
+    """Else its memory is given to others: slots of a step's mask were, once another batch was read."""
+
+    class Held:
+        pass
+
+    def function(held):
+        return held
+
+    for name in ("Stream", "CUDAGraph", "graph", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    held = Held()
+    replay, known = capture.cuda_graph(partial(function, held))[1], ref(held)
+    del held
+    gc.collect()
+    replay()
+    assert known() is not None
+    del replay
+    assert known() is None

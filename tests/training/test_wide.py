@@ -1,16 +1,11 @@
 """Texts decoded at once, without a session. What a GPU captures runs here as it is."""
 
-import gc
 from collections import Counter
-from functools import partial
-from unittest.mock import MagicMock
-from weakref import ref
 
 import pytest
 import torch
 
 import tiny
-from slipstream.decode.capture import cuda_graph
 from slipstream.decode.generate import generate
 from slipstream.training import wide
 from slipstream.training.synthesize import regenerate
@@ -73,24 +68,3 @@ def test_texts_that_are_not_the_targets_are_not_written_down(temperature):
     noise = [tokens[:2] + [(token * 7 + 3) % 60 for token in tokens[2:]] for tokens in made]
     with pytest.raises(ValueError, match="is not its own"):
         audit(target, prompts, noise, temperature)
-
-
-def test_a_graph_keeps_what_it_reads(monkeypatch):
-    """Else its memory is given to others: slots of a step's mask were, once another batch was read."""
-
-    class Held:
-        pass
-
-    def function(held):
-        return held
-
-    for name in ("Stream", "CUDAGraph", "graph", "stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, MagicMock())
-    held = Held()
-    replay, known = cuda_graph(partial(function, held))[1], ref(held)
-    del held
-    gc.collect()
-    replay()
-    assert known() is not None
-    del replay
-    assert known() is None

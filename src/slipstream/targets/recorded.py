@@ -1,6 +1,6 @@
 """A target whose texts are known: drafts are held along them without a pass of the model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from operator import attrgetter
 from typing import Any, final
@@ -112,15 +112,20 @@ class RecordedTarget(Target):
         child = child_with(tree, node, token)
         return child.where(token >= 0, -1), token.clamp(min=0)  # behind the end; trees may have empty slots
 
+    def answers(self) -> Iterator[tuple[Int[Tensor, " n"], Float[Tensor, "n V"]]]:
+        """The tokens of each answer, and the target's logits where each stands."""
+        lm_head = self.lm_head()
+        texts = zip(self.tokens, self.prompts, self.lengths, self.tapped([FINAL]), strict=True)
+        for tokens, start, end, final_states in texts:
+            yield tokens[start:end], lm_head(final_states[start - 1 : end - 1])
+
     @torch.inference_mode()
     def greedy_share(self) -> float:
         """The share of the answers' tokens that are the target's likeliest."""
-        right, total, lm_head = 0, 0, self.lm_head()
-        texts = zip(self.tokens, self.prompts, self.lengths, self.tapped([FINAL]), strict=True)
-        for tokens, start, end, final_states in texts:
-            likeliest = lm_head(final_states[start - 1 : end - 1]).argmax(-1)
-            right += int((likeliest == tokens[start:end]).sum())
-            total += int(end - start)
+        right, total = 0, 0
+        for tokens, logits in self.answers():
+            right += int((logits.argmax(-1) == tokens).sum())
+            total += len(tokens)
         return right / total
 
     def new_cache(self, batch: int, memory: Tensor | None = None) -> KVCache:

@@ -24,6 +24,7 @@ from slipstream.files import evenly
 from slipstream.targets.hf import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.targets.prompts import encode
+from slipstream.targets.recorded import RecordedTarget
 from slipstream.training.wide import Wide
 
 T = TypeVar("T")
@@ -133,17 +134,17 @@ def audit(
 ) -> None:
     """Hold some texts against the target's law, a pass each: at T = 0 their tokens are the likeliest, else
     their mean surprise is the law's entropy, up to six standard errors. Raises ValueError."""
-    likeliest, excess, lm_head = list[Tensor](), list[Tensor](), target.lm_head()
-    for prompt, text in evenly(list(zip(prompts, made, strict=True)), AUDITED):
-        start, said = len(prompt) - 1, text[:AUDITED_TOKENS]
-        states = target.features([[*prompt, *said]], (FINAL,))[0, start : start + len(said)]
-        law = (lm_head(states).float() / (temperature or 1.0)).log_softmax(-1)
-        tokens = torch.tensor(said, device=law.device)
+    some = evenly(list(zip(prompts, made, strict=True)), AUDITED)
+    texts = [(prompt, text[:AUDITED_TOKENS]) for prompt, text in some]
+    likeliest, excess = list[Tensor](), list[Tensor]()
+    for tokens, logits in RecordedTarget(target, texts, (FINAL,)).answers():
+        law = (logits.float() / (temperature or 1.0)).log_softmax(-1)
         likeliest.append((law.argmax(-1) == tokens).float())
         excess.append((law.exp() * law).sum(-1) - law.gather(1, tokens[:, None])[:, 0])
     share, over = torch.cat(likeliest).mean(), torch.cat(excess)
     error = over.std(correction=0).clamp(min=1.0) / len(over) ** 0.5
-    if share < LIKELIEST if temperature == 0 else over.mean() > 6 * error:
+    foreign = share < LIKELIEST if temperature == 0 else over.mean() > 6 * error
+    if foreign:
         raise ValueError(
             f"what {target.name} wrote at temperature {temperature:g} is not its own ({share:.0%} of the "
             "tokens are its likeliest): please report this; a server (--server) or a CPU writes meanwhile"
