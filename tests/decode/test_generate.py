@@ -348,3 +348,19 @@ def test_ctrl_c_keeps_what_was_finished(target, monkeypatch):
         *(each.tokens for each in plain),
         *[None] * (len(PROMPTS) - 2),
     ]
+
+
+@pytest.mark.parametrize("tree", ["chain-3", "best-first-3x8", "dynamic-3x4x9", "beam-3x4", "cape-3x9"])
+@pytest.mark.parametrize("head", [tiny.eagle, tiny.eagle3, tiny.fasteagle, tiny.medusa, tiny.glide])
+@pytest.mark.parametrize("proposal", ["top-k", "noise", "sampled"])
+def test_a_head_that_says_no_numbers_changes_no_text(target, answer, head, tree, proposal):
+    """Its guesses stood above the root, and another text was checked."""
+    if proposal == "sampled" and tree != "chain-3":
+        return
+    drafter = head(target, tree, proposal)
+    for weight in drafter.head.parameters():
+        weight.fill_(torch.nan)
+    made = generate(target, PROMPT, drafter, max_new_tokens=20, **SAMPLED, **ENDLESS)
+    assert len(made.tokens) == 20
+    if proposal != "sampled":  # whose draws are others
+        assert made.tokens == answer[:20]

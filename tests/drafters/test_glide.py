@@ -1,23 +1,26 @@
 """GLIDE drafts what its formulas say, and sees of the target what it may see."""
 
 import io
+from dataclasses import replace
 from inspect import signature
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import CohereConfig, LlamaConfig
 
 import tiny
 from slipstream.core.span import Span
 from slipstream.core.tree import chain
 from slipstream.decode.generate import generate
-from slipstream.drafters.glide import Glide, apart
+from slipstream.drafters.glide import CrossAttention, Glide, apart, turns_pairs
 from slipstream.drafters.layers import Rope, attend_cache
+from slipstream.targets import HFTarget
 from slipstream.targets.support import rope
 from slipstream.training.methods import GlideObjective
 from slipstream.training.recipes import GlideRecipe
 
 PROMPTS = tiny.prompts(9, 4, 14)
+ROTARY = [family for family in tiny.FAMILIES if family not in ("gpt2", "opt")]
 
 
 def naive(drafter: Glide, target, text: list[int], path: list[int]) -> torch.Tensor:
@@ -233,7 +236,29 @@ def test_a_directory_of_before_has_the_norm_and_no_first_token():
     """Old drafter directories load unchanged."""
     target = tiny.target("llama")
     config, tensors = tiny.glide(target, own=True).pack()
-    for name in ("cross_norm", "first_token", "rope_scaling", "output_bias"):
+    for name in ("cross_norm", "first_token", "rope_scaling", "output_bias", "target_pairs"):
         del config["head"][name]
     again = Glide.load(config, tensors, target)
     assert (again.head.config.cross_norm, again.lead) == (True, 0)
+
+
+@pytest.mark.parametrize("family", ["cohere", *ROTARY])
+def test_queries_are_turned_as_the_targets_keys_are(family):
+    """By halves or by neighbours: a score depends on the distance alone. Keys of equal tokens differ by their
+    positions alone, in block 0."""
+    if family == "cohere":
+        target = HFTarget(tiny.build(CohereConfig(**tiny.GROUPED, logit_scale=1.0)), None, family)
+    else:
+        target = tiny.target(family)
+    D, pairs = target.sizes.head_dim, turns_pairs(target)
+    config = replace(
+        tiny.glide(tiny.target("llama")).head.config,
+        **{"target_head_dim": D, "target_rope": [target.rope(0)], "target_pairs": pairs},
+    )
+    attention, q = CrossAttention(config, 0), tiny.noise(1, 1, 1, D)
+    key, _ = apart(target.features([[7] * 40], ("cache of block 0",))[0][None], D)
+    scores = [
+        (attention.turned(q, torch.tensor([[at]]))[0, 0, 0] * key[0, 0, at - 5]).sum() for at in (20, 30, 39)
+    ]
+    torch.testing.assert_close(torch.stack(scores), scores[0].expand(3))
+    assert pairs == (family == "cohere")

@@ -216,7 +216,7 @@ def served(layers: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("pickled", [False, True])
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("layers", [1, 2, 11])
 def test_the_official_layout_says_what_it_says_and_comes_back_bit_for_bit(tmp_path, layers, pickled):
     """Its config.json may count fewer heads than the file has."""
     target, tensors = tiny.target("llama"), official(layers)

@@ -99,6 +99,13 @@ def test_a_model_without_an_lm_head_is_refused():
         HFTarget(tiny.reference("llama").model)
 
 
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_sizes_tell_how_many_heads_a_cache_has(family: str):
+    target = tiny.target(family)
+    cached = target.features([[1, 2, 3]], ("cache of block 0",))[0]
+    assert cached.shape[-1] == 2 * target.sizes.num_key_value_heads * target.sizes.head_dim
+
+
 def test_layers_that_do_not_turn_say_so():
     config = SmolLM3Config(**PADDED | {"num_hidden_layers": 4}, no_rope_layers=[1, 1, 1, 0])
     assert [bool(rope(config, block)[0]) for block in range(4)] == [True, True, True, False]

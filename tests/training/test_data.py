@@ -69,6 +69,12 @@ def test_raw_text_is_learnt_whole(chat, tmp_path):
     assert [learnt(chat, example) for example in load_examples(rows, chat, 64)] == ["abc", "abc", "def"]
 
 
+def test_a_raw_text_is_judged_behind_its_first_half(chat, tmp_path):
+    """Behind its first token, which is the same of all texts where a tokenizer begins with one of its own."""
+    example = load_examples([write(tmp_path / "a.jsonl", {"text": "abcdefgh"})], chat, 64)[0]
+    assert [chat.text.tokenizer.decode(part) for part in (example.prompt, example.answer)] == ["abcd", "efgh"]
+
+
 def test_long_examples_are_cut_and_limits_are_even(chat, tmp_path):
     texts = ["".join(chr(97 + (i + j) % 26) for j in range(9)) for i in range(10)]
     path = write(tmp_path / "a.jsonl", *({"text": text} for text in texts))

@@ -2,6 +2,7 @@
 
 import fcntl
 from contextlib import contextmanager
+from copy import deepcopy
 from threading import Thread
 from time import monotonic, sleep
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from slipstream.files import cache_home
+from slipstream.targets import HFTarget
 from slipstream.training.data import load_examples
 from slipstream.training.features import Features, pack
 
@@ -90,3 +92,31 @@ def test_a_run_that_waits_for_another_says_so(features, capsys):
             sleep(0.01)
     filling.join(60)
     assert features._complete()
+
+
+def test_the_same_weights_under_another_rope_have_features_of_their_own(chat, features):
+    """A fingerprint knows weights alone. A model that was moved has the same features."""
+    moved, scaled = deepcopy(chat.model), deepcopy(chat.model)
+    moved.config._name_or_path = "elsewhere"
+    scaled.config.rope_parameters = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    keys = [
+        Features(HFTarget(model, None, "other"), features.examples, features.batches, ("final",), 2**30).key
+        for model in (moved, scaled)
+    ]
+    assert keys[0] == features.key != keys[1]
+
+
+def test_a_run_of_other_batches_goes_on_in_a_file_that_is_read(chat, features):
+    """It cut the file at the end of a batch of its own, which the other still read."""
+    tokens, token = features._starts[3], chat.dtype.itemsize * chat.width
+    some = Features(chat, features.examples, features.batches, ("final",), tokens * token)
+    some.fill(lambda n: None)
+    other = Features(chat, features.examples, pack(features.examples, 150), ("final",), 2**30)
+    assert tokens not in other._starts
+    sizes = []
+    other.fill(lambda n: sizes.append(other.paths[0].stat().st_size))
+    assert min(sizes) == tokens * token
+    online = Features(chat, features.examples, other.batches, ("final",), 0)
+    for b in range(len(other.batches)):
+        for mine, theirs in zip(other.of(b), online.of(b), strict=True):
+            torch.testing.assert_close(mine, theirs)

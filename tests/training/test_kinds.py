@@ -154,6 +154,13 @@ def test_an_opening_that_fills_the_window_is_left_out(chat):
     assert max(len(chat.text.ids(text)) for text in writer.begun) <= chat.window // 2
 
 
+def test_where_no_opening_of_a_batch_fits_the_next_is_written(chat):
+    """The run ended with the word that there were no prompts."""
+    rows = [answered(Question([{"role": "user", "content": "q"}], "any"), LONG + " word" * 40)]
+    made = synthesize_prompts(chat, Counting(), 4, 0.8, 1, 0, rows, ["any", "turns"])
+    assert {question.kind for question in made} == {"any"}
+
+
 def test_kinds_must_be_known_and_one_must_need_no_text():
     with pytest.raises(ValueError, match=r"unknown kind 'poems'\. Available: any, maths"):
         check_kinds(["any", "poems"])

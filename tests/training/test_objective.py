@@ -281,6 +281,14 @@ def test_the_scales_of_taps_are_folded_into_the_drafter(make):
     torch.testing.assert_close(said, again, rtol=1e-3, atol=1e-3)
 
 
+def test_embeddings_that_are_normed_are_read_as_they_are():
+    """Scaled ones, which a norm's eps tells from them."""
+    target, text = tiny.target("llama"), torch.tensor(tiny.prompts(6))
+    head = tiny.eagle3(target).head.float()
+    objective = Eagle3Objective(head, target, None, torch.tensor([7.0, 0.5, 3.0]))
+    torch.testing.assert_close(objective.embed(text), target.embed(text).float())
+
+
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_the_scale_of_embeddings_is_folded_into_the_drafter(inputs):
     """A head that is trained on scaled embeddings and drafts with plain ones."""

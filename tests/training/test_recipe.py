@@ -196,6 +196,12 @@ def test_a_state_is_read_once_however_few_blocks_there_are(blocks):
     assert len(taps) == (3 if blocks == 30 else min(blocks, 2))
 
 
+def test_the_final_state_is_read_last():
+    """Labels are last. Read before others, it was written to its file twice at a time."""
+    with pytest.raises(ValueError, match="final comes last"):
+        load_recipe(None, ["head.taps=[final, input of block 1]"], method="eagle3").head.reads(30)
+
+
 def test_a_glide_of_another_width_cannot_be_held_against_states():
     with pytest.raises(ValueError, match=r"set loss.feature=0"):
         recipe_class("glide", "")(

@@ -166,10 +166,35 @@ def test_stages_of_other_data_do_not_learn_what_is_held_out(chat, data, tmp_path
     staged = recipe(data).model_copy(update={"stages": [{"data": {"files": [data, str(more)]}}, {}]})
     trainer = Trainer(chat, staged, str(tmp_path / "run"))
     trainer.prepare()
-    judged = {tuple(example.tokens) for example in trainer._held_out}
+    judged = {tuple(example.prompt) for example in trainer._held_out}
     trainer._features(trainer.stages[0])
     assert len(trainer._all) > 40
-    assert judged.isdisjoint(tuple(example.tokens) for example in trainer._all)
+    assert judged.isdisjoint(tuple(example.prompt) for example in trainer._all)
+
+
+def test_no_row_that_asks_a_held_out_question_is_learnt(chat, tmp_path):
+    """The same text once more, a conversation that goes on from it, and texts that a stage cuts."""
+    texts = [(a + b, b * 9) for a in "abcdef" for b in "abcdef"]
+    rows = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in texts]
+    rows += [row + row for row in rows] + rows[::2]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    staged = recipe(str(tmp_path / "a.jsonl")).model_copy(
+        update={"stages": [{"data": {"max_length": 9}}, {}]}
+    )
+    trainer = Trainer(chat, staged, str(tmp_path / "run"))
+    trainer.prepare()
+    judged = {tuple(example.prompt) for example in trainer._held_out}
+    for stage in (trainer.stages[1], trainer.stages[0]):
+        trainer._features(stage)
+        assert len(trainer._all) > 20
+        assert judged.isdisjoint(tuple(example.prompt) for example in trainer._all)
+
+
+def test_data_of_one_question_is_refused(chat, tmp_path):
+    row = {"messages": [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "defg"}]}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(row)}\n" * 9)
+    with pytest.raises(ValueError, match="ask what held-out ones ask: give others"):
+        train(chat, recipe(str(tmp_path / "a.jsonl")), tmp_path / "run")
 
 
 def test_one_process_trains_in_several_precisions(chat, data, tmp_path):
@@ -188,8 +213,11 @@ def test_stages_go_on_from_each_other_and_resume(chat, data, tmp_path):
         update={"stages": [{}, {"loss": {"unroll": 1}, "optimizer": {"lr": 1e-4}}]}
     )
     steps = []
-    train(chat, staged, tmp_path / "whole", show=lambda seen: steps.append((seen.stage, seen.of)))
+    whole = Trainer(chat, staged, str(tmp_path / "whole"))
+    whole.prepare()
+    whole.run(lambda seen: steps.append((seen.stage, seen.of)))
     assert {stage for stage, _ in steps} == {0, 1}
+    assert not whole.accelerator._optimizers  # of each stage two numbers a weight
 
     killed(chat, staged, tmp_path / "parts", stage=1, step=2)
     train(chat, staged, tmp_path / "parts", resume=True)

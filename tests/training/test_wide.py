@@ -1,16 +1,18 @@
 """Texts decoded at once, without a session. What a GPU captures runs here as it is."""
 
 from collections import Counter
+from copy import deepcopy
 
 import pytest
 import torch
 
 import tiny
 from slipstream.decode.generate import generate
+from slipstream.targets import HFTarget
 from slipstream.training import wide
 from slipstream.training.synthesize import regenerate
 from slipstream.training.wide import Wide
-from slipstream.training.writers import audit
+from slipstream.training.writers import TargetWriter, audit
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +59,18 @@ def test_a_target_on_a_gpu_writes_so(chat, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**20, 2**20))
     regenerate(chat, rows, tmp_path / "many.jsonl", **how)
     assert (tmp_path / "one.jsonl").read_text() == (tmp_path / "many.jsonl").read_text()
+
+
+@pytest.mark.parametrize("about", [{"repetition_penalty": 1.8}, {"top_k": 2, "do_sample": True}])
+def test_a_target_with_more_settings_than_a_temperature_writes_as_ever(about, monkeypatch):
+    """Its own generation_config was left out of what a GPU wrote."""
+    target = HFTarget(deepcopy(tiny.reference("llama")), tiny.tokenizer(), "set")
+    vars(target.model.generation_config).update(about)
+    monkeypatch.setattr(Wide, "serves", lambda target: True)
+    said = TargetWriter(target).go_on(["abcab", "cdefgh"], 0.7, 24, 1)
+    how = {"max_new_tokens": 24, "temperature": 0.7, "seed": 1}
+    prompts = [target.text.ids(text) for text in ("abcab", "cdefgh")]
+    assert [each.text for each in said] == [answer.text for answer in generate(target, prompts, **how)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])

@@ -45,7 +45,7 @@ def static(root: Int[Tensor, " B"], paths: Sequence[Path], expand: Expand) -> Tr
         children = ids[:, level.under, level.rank]
         tokens.append(children)
         slots.append(level.parent)
-        scores.append((score[..., None] + log_q.float().clamp(max=0))[:, level.under, level.rank])
+        scores.append((score[..., None] + _certain(log_q))[:, level.under, level.rank])
         frontier = children[:, level.grown].clamp(min=0)
         score = scores[-1][:, level.grown]
         origin = level.under[level.grown].expand(len(root), -1)
@@ -111,7 +111,7 @@ def dynamic(
     for _ in range(depth):
         ids, log_q = expand(frontier, origin)
         K, offset = ids.shape[-1], sum(t.shape[1] for t in tokens)
-        path = (score[..., None] + log_q.float().clamp(max=0)).flatten(1)
+        path = (score[..., None] + _certain(log_q)).flatten(1)
         ids = ids.flatten(1).masked_fill(path == -torch.inf, PAD)
         best = _best(path, width)
         origin, score, chosen = best // K, path.gather(1, best), ids.gather(1, best)
@@ -133,7 +133,7 @@ def best_first(
 ) -> Tree:
     """The tree that `dynamic` grows of as many candidates as it may have nodes, where all nodes of a level
     have the same. The host finds it by a heap: tensors take several times as long for so little."""
-    laws = zip(root.tolist(), ids.tolist(), log_q.float().clamp(max=0).tolist(), strict=True)
+    laws = zip(root.tolist(), ids.tolist(), _certain(log_q).tolist(), strict=True)
     tokens, parents, scores = zip(*(_likeliest(*law, nodes) for law in laws), strict=True)
     nodes_of, above, paths = (torch.tensor(each, device=root.device) for each in (tokens, parents, scores))
     return Tree(nodes_of, above, ids.shape[1], scores=paths)
@@ -188,7 +188,7 @@ def cape(
         count = extra[torch.bucketize(log_q[:, 0, 0].exp().to(bounds), bounds)]
         levels.append(ids[:, 0, : len(ranks)])
         wanted.append(ranks <= count[:, None])
-        scores.append(score + log_q[:, 0, : len(ranks)].float())
+        scores.append(score + _certain(log_q[:, 0, : len(ranks)]))
         score = scores[-1][:, :1]
         frontier = ids[:, 0, :1].clamp(min=0)
     first = (ranks == 0).repeat(depth)
@@ -209,6 +209,11 @@ def _begin(root: Int[Tensor, " B"]) -> tuple[Int[Tensor, "B 1"], Int[Tensor, "B 
     """(frontier, origin, score) of the root alone."""
     frontier = root[:, None]
     return frontier, torch.zeros_like(frontier), torch.zeros(frontier.shape, device=root.device)
+
+
+def _certain(log_q: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+    """Log probabilities. What a damaged head says is no number, and would stand above the root."""
+    return log_q.float().clamp(max=0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
 def _best(scores: Float[Tensor, "B n"], k: int) -> Int[Tensor, "B k"]:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from slipstream.compiled import freed
 from slipstream.core.cache import KVCache
-from slipstream.core.drafter import State
+from slipstream.core.drafter import CACHE, State
 from slipstream.core.look import may_look
 from slipstream.core.sampling import Sampler
 from slipstream.core.shape import Shape
 from slipstream.core.span import Span
+from slipstream.core.target import Target
 from slipstream.core.tree import Tree
 from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, randomise
 from slipstream.drafters.layers import MLP, Attend, Attention, RMSNorm, Rope, attend_cache, attended, rotate
@@ -37,6 +38,7 @@ class GlideConfig(HeadConfig):
         target_heads, target_head_dim: of the target's queries and keys.
         target_rope: for each cache that is read, the frequencies of the target's rotary positions and the
             factor on their cos and sin; none if the target has no rotary positions.
+        target_pairs: these turn neighbouring numbers, as Cohere's do, and not halves, as Llama's.
         vocab_size: V, if it has an embedding and an LM head of its own, as published; 0: the target's.
         draft_vocab_size: rows of its own LM head.
         cross_norm: a norm stands before cross-attention; the public code has none.
@@ -48,6 +50,7 @@ class GlideConfig(HeadConfig):
     target_heads: int = 1
     target_head_dim: int = 1
     target_rope: Sequence[Sequence[Any]] = ()
+    target_pairs: bool = False
     vocab_size: int = 0
     draft_vocab_size: int = 0
     cross_norm: bool = True
@@ -70,11 +73,15 @@ class CrossAttention(nn.Module):
         """Rows of x attend to the keys and values that the glimpse's mask shows them."""
         key, value, mask = glimpse
         q = self.q_proj(x).unflatten(-1, (-1, self.config.target_head_dim)).transpose(1, 2)
-        if rotated := 2 * len(self.rope.frequencies):
-            cos, sin = self.rope(positions, x.dtype)
-            q = torch.cat([rotate(q[..., :rotated], cos, sin), q[..., rotated:]], -1)
-        out = attended(q, key, value, mask)
+        out = attended(self.turned(q, positions), key, value, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def turned(self, q: Float[Tensor, "B A T D"], positions: Int[Tensor, "#B T"]) -> Tensor:
+        """Queries at their positions."""
+        if not (rotated := 2 * len(self.rope.frequencies)):
+            return q
+        turned = rotate(q[..., :rotated], *self.rope(positions, q.dtype))
+        return torch.cat([paired(turned) if self.config.target_pairs else turned, q[..., rotated:]], -1)
 
 
 class GlideLayer(nn.Module):
@@ -234,6 +241,25 @@ class Glide(HeadDrafter):
 def _freed(keys: Tensor, values: Tensor, mask: Tensor) -> Any:
     """A glimpse of any number of texts, rows and slots, for compiled passes."""
     return freed(keys, 0, 2), freed(values, 0, 2), freed(mask, 0, 2, 3)
+
+
+def paired(x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+    """What was turned by halves, as those lie who turn neighbours: 0, D/2, 1, D/2 + 1, …"""
+    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+def turns_pairs(target: Target) -> bool:
+    """Whether the target's rotary positions turn neighbouring numbers. In block 0 keys of equal tokens differ
+    by their positions alone."""
+    if not (about := target.rope(0))[0]:
+        return False
+    features = target.features([[target.vocab // 2] * 16], (f"{CACHE}0",))[0]
+    key = apart(features[None].double(), target.sizes.head_dim)[0][..., : 2 * len(about[0])]
+    halves = Rope(*about)(torch.arange(16, device=key.device)[None], key.dtype)
+    first = key[:, :, :1].expand_as(key) / about[1]
+    by_halves = rotate(first, *halves)
+    by_pairs = paired(rotate(first.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), *halves))
+    return bool((by_pairs - key).norm() < (by_halves - key).norm())
 
 
 def apart(

@@ -228,8 +228,7 @@ class Draft:
         hot = (self.sampler.temperature > 0)[..., None]
         u = self.sampler.uniform(Stream.DRAFT, position, scores.shape[1] * scores.shape[2])
         log_q = scores.double().log_softmax(-1)
-        if self.sampler.remembers:
-            log_q = log_q.nan_to_num(-torch.inf, neginf=-torch.inf)  # where nothing is allowed
+        log_q = log_q.nan_to_num(-torch.inf, neginf=-torch.inf)  # nothing is allowed, or a head is damaged
         drawn = torch.where(hot, log_q - (-u.view(scores.shape).log()).log(), log_q)
         index = drawn.topk(self.shape.children).indices
         best = torch.zeros_like(log_q).scatter_(2, index[..., :1], 1.0)

@@ -248,6 +248,7 @@ def first_difference(
     ours: dict[str, Tensor] = {}
     for name, module in drafter.head.named_modules():
         module.register_forward_hook(lambda module, args, out, name=name: ours.update({name: out[0]}))
+    tensors = {name: tensor.to(target.device) for name, tensor in tensors.items()}
     with torch.inference_mode():
         pairs = (_medusa if drafter.method == "medusa" else _layers)(target, drafter, tensors, prompt, ours)
     for name, (mine, served) in pairs.items():
@@ -280,14 +281,15 @@ def _layers(
         layers = [f"layers.{i}" for i in range(len(head.layers))]
         embedded, features = fused[:, H:], seen["in.model.fuse.0"].to(target.dtype)
     positions = seen["in.model.layers.0.0"][None]
-    attends, own = attend_cache(KVCache(len(layers), 1), T)
+    attends, own = attend_cache(KVCache(len(layers), 1, target.device), T)
+    read = torch.tensor(prompt[1:], device=target.device)
     if drafter.method == "fasteagle":
         states = head(embedded[None], features[None], positions, attends)[0, :, 0]
     else:
         states = head(embedded[None], head.fuse(features[None]), positions, attends[0])[0]
     pairs = {
         "positions": (own[0], positions[0]),
-        "the tokens that it reads": (target.embed(torch.tensor(prompt[1:])), embedded[:-1]),
+        "the tokens that it reads": (target.embed(read), embedded[:-1]),
         "the target's features": (target.features([prompt], head.config.taps)[0], features),
         "fc": (ours["fc"], seen["out.model.fc"]),
     }

@@ -128,11 +128,12 @@ def sizes_of(config: Any) -> Sizes:
     def read(name: str, default: Any) -> Any:
         return getattr(config, name, None) or default
 
+    shared = read("multi_query", False) and not read("new_decoder_architecture", False)  # Falcon's words
     return Sizes(
         hidden_size=H,
         intermediate_size=int(read("intermediate_size", 4 * H)),
         num_attention_heads=heads,
-        num_key_value_heads=read("num_key_value_heads", heads),
+        num_key_value_heads=1 if shared else read("num_key_value_heads", heads),
         head_dim=read("head_dim", H // heads),
         rope_theta=float(read("rope_parameters", {}).get("rope_theta") or read("rope_theta", 10000.0)),
         rms_norm_eps=float(read("rms_norm_eps", 1e-6)),

@@ -31,8 +31,8 @@ class Example:
 
     @property
     def prompt(self) -> list[int]:
-        """The tokens before the first one to learn: a conversation's first question."""
-        return self.tokens[: max(self.loss.index(True), 1)]
+        """The tokens before the first one to learn: a conversation's first question. Of raw text, a half."""
+        return self.tokens[: len(self.tokens) // 2 if all(self.loss) else max(self.loss.index(True), 1)]
 
     @property
     def answer(self) -> list[int]:

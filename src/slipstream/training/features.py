@@ -2,8 +2,10 @@
 
 import fcntl
 import hashlib
+import json
 import os
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -20,12 +22,15 @@ from slipstream.core.target import Target
 from slipstream.files import cache_home
 from slipstream.training.data import Example
 
+# Of a configuration: what no state depends on, or the precision says. Where the model lies begins with _.
+UNREAD = ("architectures", "dtype", "transformers_version")
+
 
 class Features:
     """The target's taps at every token of every example.
 
-    Each tap has a file of its own, which all runs on the same examples share. It holds finished batches in
-    the given order, so a run continues what a killed process has written.
+    Each tap has a file of its own, which all runs on the same examples share. It holds tokens in the order of
+    the batches, shortest first, so a run continues what another or a killed process has written.
 
     Args:
         batches: indices of examples of similar length, which pass through the target together.
@@ -51,7 +56,11 @@ class Features:
     @cached_property
     def key(self) -> str:
         """A hash of all that the features depend on, except the taps."""
-        key = hashlib.sha256(f"{self.target.fingerprint} {self.target.precision}".encode())
+        target, config = self.target, dict(self.target.described)
+        for name in [name for name in config if name.startswith("_") or name in UNREAD]:
+            del config[name]
+        described = json.dumps(config, sort_keys=True, default=str)
+        key = hashlib.sha256(f"{target.fingerprint} {target.precision} {described}".encode())
         for i in chain.from_iterable(self.batches):
             key.update(np.asarray(self.examples[i].tokens, dtype=np.int32).tobytes() + b"|")
         return key.hexdigest()[:16]
@@ -78,14 +87,17 @@ class Features:
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 files = [stack.enter_context(open(path, "ab")) for path in self.paths]
                 done = [self._finished(file, width) for file, width in zip(files, self._widths, strict=True)]
-                advance(self._starts[min(done)])
-                for b in range(min(done), self.kept):
-                    missing = [i for i, finished in enumerate(done) if finished <= b]
+                first = bisect_right(self._starts, min(done)) - 1
+                advance(self._starts[min(first, self.kept)])
+                for b in range(first, self.kept):
+                    start, end = self._starts[b : b + 2]
+                    missing = [i for i, finished in enumerate(done) if finished < end]
                     widths = [self._widths[i] for i in missing]
-                    for features in self._compute(self.batches[b], tuple(self.taps[i] for i in missing)):
-                        for i, part in zip(missing, features.split(widths, -1), strict=True):
-                            files[i].write(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-                    advance(self._starts[b + 1] - self._starts[b])
+                    features = torch.cat(self._compute(self.batches[b], tuple(self.taps[i] for i in missing)))
+                    for i, part in zip(missing, features.split(widths, -1), strict=True):
+                        new = part[max(done[i] - start, 0) :].cpu().contiguous()
+                        files[i].write(new.view(torch.uint8).numpy().tobytes())
+                    advance(end - start)
         except OSError as error:
             gib = self.bytes / 2**30
             raise ValueError(
@@ -100,12 +112,11 @@ class Features:
         return all(size >= width * tokens for size, width in zip(sizes, self._widths, strict=True))
 
     def _finished(self, file: BinaryIO, width: int) -> int:
-        """The number of whole batches in a tap's file, of those to keep. An incomplete one is cut off."""
-        size = os.fstat(file.fileno()).st_size
-        token = width * self.target.dtype.itemsize
-        whole = sum(token * end <= size for end in self._starts[1:])
-        file.truncate(token * self._starts[whole])
-        return min(whole, self.kept)
+        """The number of whole tokens in a tap's file, of which other runs may read. Any rest is cut off."""
+        tokens, rest = divmod(os.fstat(file.fileno()).st_size, width * self.target.dtype.itemsize)
+        if rest:
+            file.truncate(tokens * width * self.target.dtype.itemsize)
+        return tokens
 
     def of(self, b: int) -> list[Float[Tensor, "_ F"]]:
         """The features of each example of batch b."""

@@ -116,7 +116,8 @@ def synthesize_prompts(
                 counts[each.kind] -= UNUSED
         first = None if seed is None else wrapped(seed + (done << 32) + i * batch)  # no two share a seed
         before = made
-        for each, written in zip(begun, writer.go_on(texts, temperature, WORDS[1], first), strict=True):
+        answers = writer.go_on(texts, temperature, WORDS[1], first) if texts else []
+        for each, written in zip(begun, answers, strict=True):
             prompt = _prompt(target, each, written)
             if prompt is None or _key(prompt) in kept or made >= n:
                 counts[each.kind] -= UNUSED

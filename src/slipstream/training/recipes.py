@@ -56,6 +56,8 @@ class StatesHead(StartedHead):
             raise ValueError(
                 f"head.taps={list(taps)}: this drafter reads states, such as {INPUT}2 or {FINAL}, not a cache"
             )
+        if FINAL in taps[:-1]:
+            raise ValueError(f"head.taps={list(taps)}: {FINAL} comes last")
         return taps
 
 

@@ -18,7 +18,7 @@ import torch
 import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from slipstream.core.drafter import FINAL
 from slipstream.core.target import Target
@@ -33,10 +33,9 @@ from slipstream.training.features import Features, pack
 from slipstream.training.objective import Batch, Objective, coverage
 from slipstream.training.progress import Evaluation, Filling, Progress, Seen, Show
 from slipstream.training.recipe import Data, Optimizer, Recipe
+from slipstream.training.wide import BACKENDS
 
 STATE, LOG, RECIPE = "state.pt", "log.jsonl", RUN
-# Texts and batches differ in shape. cuDNN plans for each shape anew, which takes longer than a step.
-BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 OWN = 0.95  # the share of a greedy answer's tokens that are the target's likeliest, in any precision
 
 
@@ -74,7 +73,7 @@ class Trainer:
         self._stop, self._data_key = 0, ""
         self.checkpoint: int | None = None  # the step of the last checkpoint
         self._held, self._saved = ExitStack(), None
-        self._judged: frozenset[tuple[int, ...]] = frozenset()  # the last stage's held-out texts
+        self._judged: frozenset[tuple[int, ...]] = frozenset()  # the last stage's held-out prompts
         with self._claimed():
             if resume:
                 made_by = (target.fingerprint, target.precision, self.accelerator.num_processes, recipe)
@@ -108,7 +107,6 @@ class Trainer:
         with ExitStack() as held, sdpa_kernel(BACKENDS):
             held.enter_context(self._claimed())  # released if this fails
             self._read_data(self.stages[-1].data)  # the last stage's data decide the drafter's vocabulary
-            self._judged = frozenset(tuple(example.tokens) for example in self._held_out)
             self._rehearse()
             known = self._known_answers()
             if known is None:
@@ -152,7 +150,12 @@ class Trainer:
         if (n := len(examples)) < 8:
             raise ValueError(f"{n} examples remain of {', '.join(data.files)}: training takes 8 at least")
         (own, self._held_out), self._data = hold_out(examples, data.held_out), data
-        self._all = [example for example in own if tuple(example.tokens) not in self._judged]
+        self._judged = self._judged or frozenset(tuple(example.prompt) for example in self._held_out)
+        self._all = [example for example in own if tuple(example.prompt) not in self._judged]
+        if not self._all:
+            raise ValueError(
+                f"all {n} examples of {', '.join(data.files)} ask what held-out ones ask: give others"
+            )
 
     def run(self, show: Show = lambda seen: None) -> Progress:
         """Train to the end. Ctrl-C or SIGTERM leave a checkpoint to resume from and raise KeyboardInterrupt.
@@ -195,6 +198,7 @@ class Trainer:
                     self._save(optimizer)
                 if stop:
                     raise KeyboardInterrupt
+        accelerator.free_memory()  # of the optimizer, which it holds
 
     def _features(self, recipe: Recipe) -> Features:
         """The features of the stage's data, cached as far as the recipe allows."""

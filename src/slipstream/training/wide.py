@@ -24,7 +24,8 @@ LOOK = 16  # steps between two looks at which texts have ended
 LEAST = 64  # rows below which a batch is not made smaller
 SHARE = 0.45  # of a GPU's free memory for keys and values
 CHUNK = 2**16  # tokens of prompts that are read at once
-BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # others plan for each shape anew
+# Texts and batches differ in shape. cuDNN plans for each shape anew, which takes longer than a step.
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attend(

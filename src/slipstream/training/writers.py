@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.drafter import FINAL
+from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
 from slipstream.decode.generate import generate
 from slipstream.decode.settings import Settings
@@ -109,21 +110,20 @@ class TargetWriter(Writer):
     def _write(
         self, prompts: list[list[int]], temperature: float, limit: int, seed: int | None
     ) -> list[Written]:
-        if Wide.serves(self.target):
-            return self._write_wide(prompts, temperature, limit, seed or 0)
-        how: Any = {"max_new_tokens": limit, "temperature": temperature, "seed": seed or 0}
-        made = generate(self.target, prompts, "vanilla", **how)
+        drawn: Any = {"temperature": temperature, "seed": seed or 0}
+        how = Settings.of(self.target, limit, **drawn)
+        if Wide.serves(self.target) and how.sampling == Sampling(**drawn) and not how.stop:
+            return self._write_wide(prompts, how)
+        made = generate(self.target, prompts, "vanilla", max_new_tokens=limit, **drawn)
         return [Written(answer.text, answer.finish == "eos") for answer in made]
 
-    def _write_wide(
-        self, prompts: list[list[int]], temperature: float, limit: int, seed: int
-    ) -> list[Written]:
-        words, how = self.target.text, Settings.of(self.target, limit)
-        assert isinstance(self.target, HFTarget) and words is not None
+    def _write_wide(self, prompts: list[list[int]], how: Settings) -> list[Written]:
+        words, limit, drawn = self.target.text, how.max_new_tokens, how.sampling
+        assert isinstance(self.target, HFTarget) and words is not None and limit is not None
         if self._wide is None:
             self._wide = Wide(self.target, how.eos)
-        made = self._wide.write(prompts, temperature, limit, seed)
-        audit(self.target, prompts, made, temperature)
+        made = self._wide.write(prompts, drawn.temperature, limit, drawn.seed)
+        audit(self.target, prompts, made, drawn.temperature)
         texts = [tokens[: how.limit(prompt)] for prompt, tokens in zip(prompts, made, strict=True)]
         return [Written(words.decode(tokens), tokens[-1] in how.eos) for tokens in texts]
 
