@@ -146,7 +146,7 @@ def synthesize(
 
 
 @command(
-    "regenerate questions.jsonl --out answers.jsonl",
+    "regenerate prompts.jsonl --out answers.jsonl",
     "regenerate sharegpt.jsonl --out answers.jsonl --temperature 0 --server http://localhost:8000/v1 "
     "--batch 128",
 )
