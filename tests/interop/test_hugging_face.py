@@ -282,6 +282,18 @@ def test_changed_weights_are_seen(inputs):
     )
 
 
+def test_weights_that_an_adapter_was_merged_into_are_seen(inputs):
+    """By `.data`, which no version counts, in a precision in which weights are packed."""
+    model = deepcopy(tiny.reference("llama")).float()
+    before = model.generate(**inputs, max_new_tokens=16, **OURS)
+    for layer in model.model.layers:
+        delta = tiny.noise(*layer.mlp.down_proj.weight.shape, scale=0.5)
+        layer.mlp.down_proj.weight.data += delta.float()
+    after = model.generate(**inputs, max_new_tokens=16, **OURS)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, deepcopy(model).generate(**inputs, max_new_tokens=16, **OURS))
+
+
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
     """With `auto`, whose first use measures rounds."""
     tokenizer = deepcopy(tiny.tokenizer())

@@ -44,7 +44,8 @@ class HFTarget(Target):
 
     The model stays the caller's. Passes run through a twin: modules of our own over the same weights, in
     which attention is replaced and layers are compiled. Later changes of the model do not reach the twin,
-    except for weights that are changed in place, as optimizers do.
+    except for weights that are changed in place, as optimizers do. Changes by `.data`, which PyTorch does not
+    count, want a new `HFTarget`.
 
     Args:
         model: a Hugging Face causal LM. On the CPU the twin's `sdpa` attention reads grouped keys as they

@@ -65,9 +65,10 @@ class LawLoss(Loss):
     """L = feature · SmoothL1 + token · soft cross-entropy + acceptance · −log Σ min(p, q), summed over draft
     steps j = 0, 1, … (EAGLE §3.2).
 
-    SmoothL1 is the distance to the target's next state, a mean over its width; the cross-entropy is with the
-    target's law p. The third part is in no paper here. Σ min(p, q) is the probability that a token sampled
-    from the drafter's law q is accepted (Leviathan et al. 2023, Theorem 3.5).
+    SmoothL1 is the distance to the target's next state, a mean over its width; the cross-entropy is with p,
+    the target's law over the draft vocabulary. The third part is in no paper here. Over all tokens
+    Σ min(p, q) is the probability that a token sampled from the drafter's law q is accepted (Leviathan et al.
+    2023, Theorem 3.5).
     """
 
     feature: Weight = 0.0

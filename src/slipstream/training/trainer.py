@@ -158,7 +158,8 @@ class Trainer:
             )
 
     def run(self, show: Show = lambda seen: None) -> Progress:
-        """Train to the end. Ctrl-C or SIGTERM leave a checkpoint to resume from and raise KeyboardInterrupt.
+        """Train to the end. Ctrl-C and SIGTERM leave a checkpoint to resume from. Then their own handlers are
+        called: that of Ctrl-C raises KeyboardInterrupt.
 
         Raises:
             ValueError: a checkpoint cannot be written, or training diverges. The last checkpoint stays.
