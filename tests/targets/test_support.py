@@ -1,6 +1,9 @@
 """Architectures that would be served wrongly, in silence, are refused by name and with the reason."""
 
+from copy import deepcopy
+
 import pytest
+import torch
 from transformers import (
     BartConfig,
     BloomConfig,
@@ -13,6 +16,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
+    MoshiConfig,
     MptConfig,
     OpenAIGPTConfig,
     Phi3Config,
@@ -25,8 +29,10 @@ from transformers import (
 )
 
 import tiny
+from slipstream.decode.generate import generate
 from slipstream.targets import HFTarget
-from slipstream.targets.support import attention_windows, check_supported, rope
+from slipstream.targets.inside import twin
+from slipstream.targets.support import attention_windows, check_supported, longest_text, rope
 
 PADDED = tiny.GROUPED | {"pad_token_id": 0}
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
@@ -131,3 +137,29 @@ def test_scaling_that_is_the_same_for_every_text_is_served(scaling: dict):
 def test_windows_by_layer_type(family: str, windows: dict):
     """A window applied to layers that have none, or left out where it is active."""
     assert attention_windows(tiny.FAMILIES[family]) == windows
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "gemma2", "gemma3"])
+def test_a_window_that_attention_has_ends_no_text(family: str):
+    model = twin(tiny.reference(family))
+    before = deepcopy(model.config)
+    assert longest_text(model) == 128
+    assert model.config.to_dict() == before.to_dict()
+
+
+@torch.no_grad()
+def test_a_window_that_attention_has_not_ends_texts():
+    """Moshi behind its window: Hugging Face's cache forgets tokens that its attention reads where there is no
+    cache, and a window of ours is another text again."""
+    sizes = tiny.GROUPED | {"head_dim": 8, "ffn_dim": 48, "sliding_window": 12}
+    model = tiny.build(MoshiConfig(**{k: v for k, v in sizes.items() if k != "intermediate_size"}))
+    target, prompt = HFTarget(model), tiny.prompts(5)[0]
+    assert target.window == 12
+    texts = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, use_cache=cached)[0, 5:]
+        for cached in (True, False)
+    ]
+    made = generate(target, prompt, drafter="vanilla", max_new_tokens=20, **tiny.ENDLESS).tokens
+    assert len(made) == 7
+    assert all(text[:7].tolist() == made for text in texts)
+    assert not torch.equal(*texts)

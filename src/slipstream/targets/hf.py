@@ -92,7 +92,7 @@ class HFTarget(Target):
         self._twin: PreTrainedModel | None = twin(self.plain)
         self.config = self.twin.config.get_text_config(decoder=True)
         self.source, self.vocab = self.config.name_or_path or "", self.config.vocab_size
-        self.window = getattr(self.config, "max_position_embeddings", None) or 2**31
+        self.window = support.longest_text(self.plain)
         self.windows, self.sizes = support.attention_windows(self.config), support.sizes_of(self.config)
         self.blocks = own_blocks(self.twin, self.sizes.blocks)
         self.embed: Any = self.twin.get_input_embeddings()

@@ -97,6 +97,35 @@ def check_causal(model: Any) -> None:
         )
 
 
+@torch.inference_mode()
+def longest_text(model: Any) -> int:
+    """How many tokens prompt and answer may have. Moshi's configuration names a sliding window, which Hugging
+    Face's cache has and its attention has not, so its texts end where the two would differ. A window that
+    attention has changes the logits when it is two tokens.
+
+    Args:
+        model: a twin, whose window is another one for a pass.
+    """
+    config = model.config.get_text_config(decoder=True)
+    longest: int = getattr(config, "max_position_embeddings", None) or 2**31
+    if not any(attention_windows(config).values()):
+        return longest
+    text = torch.arange(1, 7, device=model.device)[None] % config.vocab_size
+    whole = model(input_ids=text, use_cache=False).logits
+    holders: list[Any] = [
+        holder for each in model.modules() for holder in (each, getattr(each, "config", None))
+    ]
+    windows = [(each, window) for each in holders if (window := getattr(each, "sliding_window", None))]
+    try:
+        for each, _ in windows:
+            each.sliding_window = 2
+        near = model(input_ids=text, use_cache=False).logits
+    finally:
+        for each, window in windows:
+            each.sliding_window = window
+    return min(longest, config.sliding_window) if torch.equal(near, whole) else longest
+
+
 def fingerprint_of(model: Any) -> str:
     """The model's type and a hash of the signs of each weight's first values: no precision changes it."""
     kind = model.config.get_text_config(decoder=True).model_type
