@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, Gemma2Config
+from transformers import DynamicCache, Gemma2Config, ModernBertDecoderConfig
 
 import slipstream.decode.session
 import tiny
@@ -348,3 +348,18 @@ def test_text_goes_through_the_chat_template_where_there_is_one():
         == ids["UhiUyesA"]
     )
     assert encode(chat, ids["hi"]) == ids["hi"]
+
+
+def test_a_head_that_is_named_decoder_is_not_the_decoder():
+    """Parts, taps and states of ModernBERT's decoder, whose LM head Hugging Face takes for it."""
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    config = ModernBertDecoderConfig(**tiny.SHAPE | ids, global_attn_every_n_layers=2, local_attention=12)
+    target = HFTarget(tiny.build(config))
+    assert [*target.trunk()["between"]] == ["embeddings", "final_norm", "rotary_emb"]
+    assert target.part([1], own=True).twin.base_model.config.layer_types == ["sliding_attention"]
+    tokens = torch.tensor([PROMPTS[0]])
+    final = target.features(tokens.tolist(), ("final",))
+    seen, at = torch.ones(1, 9, 9, dtype=torch.bool).tril(), torch.arange(9)[None]
+    states, _ = target.states(target.embed(tokens), at, seen, at)
+    torch.testing.assert_close(final, states, rtol=1e-9, atol=1e-9)
+    assert HFTarget(tiny.build(config).float()).exactness in ("bits", "audited")

@@ -29,7 +29,7 @@ from slipstream.targets import ours, support
 from slipstream.targets.alike import agrees, rounds_alike
 from slipstream.targets.inside import Behind, Blocks, View, compile_forward, twin
 from slipstream.targets.masks import Masks, additive, dense, key_lists
-from slipstream.targets.part import between, own_blocks, part, rows_of_head
+from slipstream.targets.part import between, decoder_of, own_blocks, part, rows_of_head
 from slipstream.targets.prompts import HFText
 from slipstream.targets.quantised import of_torchao, quantised, stored_bytes
 from slipstream.targets.straight import Straight
@@ -244,7 +244,7 @@ class HFTarget(Target):
             masks[kind] = seen & (near | (columns < 0)[:, None])
         embedded = embedded.to(next(self.blocks.parameters()).dtype)
         cache = Behind(behind)
-        out = self.twin.get_decoder()(
+        out = decoder_of(self.twin, self.blocks)(
             inputs_embeds=embedded,
             attention_mask=additive(masks, embedded.dtype),
             position_ids=positions,
@@ -320,7 +320,7 @@ class HFTarget(Target):
 
     @cached_property
     def _taps(self) -> Taps:
-        return Taps(self.twin.get_decoder(), self.blocks)
+        return Taps(decoder_of(self.twin, self.blocks), self.blocks)
 
     @cached_property
     def _straight(self) -> Straight | None:

@@ -31,7 +31,7 @@ def part(
     chosen = Blocks([_copied(blocks[i]) if own else blocks[i] for i in kept])
     fresh = list(zip(chosen, kept, strict=True)) if own else []
     _put(model, blocks, chosen)
-    decoder: Any = model.get_decoder()
+    decoder = decoder_of(model, chosen)
     if types := getattr(decoder.config, "layer_types", None):  # a layer's index selects its mask
         decoder.config = copy(decoder.config)
         decoder.config.layer_types = [types[i] for i in kept]
@@ -53,6 +53,13 @@ def own_blocks(model: PreTrainedModel, count: int) -> Blocks:
     return made
 
 
+def decoder_of(model: Any, blocks: nn.ModuleList) -> Any:
+    """The model without its LM head. To `get_decoder` that is what is named `decoder`, which in
+    ModernBertDecoderForCausalLM is the head."""
+    decoder = model.get_decoder()
+    return decoder if any(module is blocks for module in decoder.modules()) else model.base_model
+
+
 def rows_of_head(head: Any, vocab: Int[Tensor, " Vd"]) -> nn.Linear:
     """An LM head over some tokens, as a linear layer; a quantised one's in the precision of the states."""
     rows = head.rows(vocab) if isinstance(head, QuantisedLinear) else dense(head.weight[vocab])
@@ -65,7 +72,7 @@ def rows_of_head(head: Any, vocab: Int[Tensor, " Vd"]) -> nn.Linear:
 
 def between(model: PreTrainedModel, blocks: nn.ModuleList) -> dict[str, nn.Module]:
     """The modules beside the blocks between embedding and LM head: the last norm, perhaps positions."""
-    decoder: Any = model.get_decoder()
+    decoder = decoder_of(model, blocks)
     others = (id(model.get_input_embeddings()), id(blocks))
     return {name: each for name, each in decoder.named_children() if id(each) not in others}
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.targets.inside import LOOKS, TOGETHER, Blocks, View
+from slipstream.targets.part import decoder_of
 
 WATCHED = 3  # passes of a kind: in the first ones layers are compiled, and run one by one
 GIVEN = ("tokens", "positions", "mask", "view")
@@ -60,7 +61,8 @@ class Straight:
     def __init__(self, model: Any, blocks: Blocks, between: Sequence[nn.Module]) -> None:
         self._model, self._blocks, self._first = model, blocks, blocks[0]
         self._modules = [model.get_input_embeddings(), *between, self._first, model.get_output_embeddings()]
-        passed_over = model, model.get_decoder(), *blocks.children()
+        self._decoder = decoder_of(model, blocks)
+        passed_over = model, self._decoder, *blocks.children()
         self._hooks = [hooks for m in passed_over for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         # By kind of pass, between which Python may see a difference; and how many of each were watched.
         self._known, self._watched = dict[Hashable, Known](), Counter[Hashable]()
@@ -137,7 +139,7 @@ class Straight:
         with ExitStack() as hooks:
             for module in self._modules:
                 hooks.callback(module.register_forward_hook(called, with_kwargs=True).remove)
-            hooks.callback(self._model.get_decoder().register_forward_hook(ended).remove)
+            hooks.callback(self._decoder.register_forward_hook(ended).remove)
             yield calls, finals
 
 
