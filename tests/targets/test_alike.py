@@ -3,12 +3,13 @@
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
+from unittest.mock import Mock
 
 import pytest
 import torch
 from jaxtyping import config
 from torch import Tensor
-from transformers import MixtralConfig
+from transformers import DogeConfig, MixtralConfig
 
 import tiny
 from slipstream import kernels
@@ -136,6 +137,20 @@ def test_torchs_own_attention_is_found_out():
     target._ours = False  # dense masks
     assert agrees(target, target.plain)
     assert not rounds_alike(target)
+
+
+@needs_kernels
+def test_layers_that_compute_with_the_mask_keep_their_own_attention(monkeypatch):
+    """An error about the sizes of lists of keys. One about memory stays an error."""
+    model = tiny.build(DogeConfig(**tiny.GROUPED | {"pad_token_id": 0}))
+    target = HFTarget(model.float())
+    assert target.exactness == "audited"
+    text = torch.tensor(PROMPTS[:1])
+    theirs = target.plain(text, use_cache=False).logits
+    torch.testing.assert_close(target(chain(text), target.new_cache(1)).logits, theirs, rtol=1e-3, atol=1e-3)
+    monkeypatch.setattr(target.twin, "forward", Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        agrees(target, target.plain)
 
 
 FAULTS = {  # passes that say something else: by their tree

@@ -11,11 +11,13 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPTNeoConfig,
+    HrmTextConfig,
     JambaConfig,
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
+    MiMoV2FlashConfig,
     MoshiConfig,
     MptConfig,
     OpenAIGPTConfig,
@@ -60,6 +62,7 @@ REFUSED_CONFIGS = [
     (Phi3Config(**PADDED, rope_parameters=LONG), "phi3: longrope RoPE scaling changes"),
     (GPTNeoConfig(), "gpt_neo: its local attention counts cache slots"),
     (Gemma4TextConfig(), "gemma4_text: its layers keep keys and values of different sizes"),
+    (MiMoV2FlashConfig(), "mimo_v2_flash: its layers keep keys and values of different sizes"),
     (Llama4TextConfig(), "llama4_text: layers of type chunked_attention use a mask that is not implemented"),
 ]
 
@@ -97,6 +100,13 @@ def test_a_model_that_takes_no_cache_is_refused():
     """`past_key_values` swallowed likewise: the first pass behind a prompt ended in an error."""
     config = OpenAIGPTConfig(vocab_size=tiny.VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4)
     with pytest.raises(ValueError, match=r"Unsupported target: openai-gpt: .*past_key_values"):
+        HFTarget(tiny.build(config))
+
+
+def test_a_model_that_runs_layers_several_times_is_refused():
+    """It ended in a bare StopIteration."""
+    config = HrmTextConfig(**PADDED)
+    with pytest.raises(ValueError, match=r"Unsupported target: hrm_text: its \d+ layers are not one list"):
         HFTarget(tiny.build(config))
 
 

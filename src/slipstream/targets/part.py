@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from slipstream.targets.inside import Blocks
 from slipstream.targets.quantised import QuantisedLinear, dense
+from slipstream.targets.support import SUPPORTED
 
 
 def part(
@@ -46,8 +47,13 @@ def part(
 
 
 def own_blocks(model: PreTrainedModel, count: int) -> Blocks:
-    """A model's layers, of which there are so many, as `Blocks` in their place."""
-    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    """A model's layers, of which there are so many, as `Blocks` in their place. Raises ValueError."""
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    if (layers := next(lists, None)) is None:
+        raise ValueError(
+            f"Unsupported target: {model.config.model_type}: its {count} layers are not one list of modules, "
+            f"each run once in a pass. {SUPPORTED}"
+        )
     made = Blocks(layers)
     _put(model, layers, made)
     return made

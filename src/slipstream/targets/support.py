@@ -53,7 +53,8 @@ def check_supported(
         refuse("its forward takes no past_key_values, and what was read cannot be kept")
     if kind == "gpt_neo":
         refuse("its local attention counts cache slots, where the nodes of a tree do not stand in order")
-    if {"head_dim", "num_key_value_heads"} & set(getattr(config, "per_layer_attributes", None) or ()):
+    uneven = {"head_dim", "num_key_value_heads"} & set(getattr(config, "per_layer_attributes", None) or ())
+    if uneven or kind == "mimo_v2_flash":  # its sliding layers have twice the heads of keys
         refuse("its layers keep keys and values of different sizes")
     attention = getattr(config, "attn_config", None)
     if getattr(config, "alibi", False) or getattr(attention, "alibi", False) or kind in ("bloom", "mpt"):
