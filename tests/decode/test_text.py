@@ -2,6 +2,7 @@
 
 import gc
 import random
+import re
 import weakref
 
 import pytest
@@ -102,6 +103,16 @@ def test_pieces_are_the_text(make):
         assert shown + reader.flush() == whole[: whole.index(stop)]
         stops += 1
     assert stops > 50
+
+
+def test_bytes_go_on_behind_a_special_token():
+    """A character given out that a byte behind the special token changes: a run is decoded as a whole."""
+    text = HFTarget(tiny.reference("llama"), sentencepiece()).text
+    for written in ("<0x41></s><0xFB>", "<0xC3></s></s><0xA9>", "<0x41></s>b", "b</s><0x41>"):
+        ids = text.tokenizer.convert_tokens_to_ids(re.findall("<.*?>|b", written))
+        reader = Detokeniser(text)
+        assert "".join(map(reader.push, ids)) + reader.flush() == text.decode(ids)
+        assert reader.given == reader.read
 
 
 @pytest.fixture(scope="module")

@@ -27,11 +27,16 @@ class Detokeniser:
         self._context = list[int]()  # the tokens that were given out last
         self._fresh = list[int]()  # the tokens behind them, whose text is not all given out
         self._start = 0  # characters before the fresh tokens' text
+        self._in_bytes = False  # a run of bytes may go on
         self._behind = 0  # characters of the context, decoded alone
 
     def push(self, token: int) -> str:
         """Take a token and return the text that is now certain."""
         self._fresh.append(token)
+        if BYTE.fullmatch(self.text.written(token)):
+            self._in_bytes = True
+        elif self.text.decode([token]):  # a special token has no text, and the run goes on behind it
+            self._in_bytes = False
         text = self._text()
         self.read = self._start + len(text)
         ends = [at for stop in self.stop if (at := text.find(stop)) >= 0]
@@ -56,7 +61,7 @@ class Detokeniser:
 
     def _certain(self, text: str) -> int:
         """The number of characters that no later token can change or make part of a stop string."""
-        if BYTE.fullmatch(self.text.written(self._fresh[-1])):
+        if self._in_bytes:
             return 0
         end = len(text.rstrip("\ufffd"))
         partial = (n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n], 0, end))
