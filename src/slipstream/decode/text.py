@@ -35,7 +35,7 @@ class Detokeniser:
         self._fresh.append(token)
         if BYTE.fullmatch(self.text.written(token)):
             self._in_bytes = True
-        elif self.text.decode([token]):  # a special token has no text, and the run goes on behind it
+        elif self._in_bytes and self.text.decode([token]):  # behind a special token, without text, it goes on
             self._in_bytes = False
         text = self._text()
         self.read = self._start + len(text)

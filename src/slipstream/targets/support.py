@@ -109,7 +109,8 @@ def longest_text(model: Any) -> int:
     """
     config = model.config.get_text_config(decoder=True)
     longest: int = getattr(config, "max_position_embeddings", None) or 2**31
-    if not any(attention_windows(config).values()):
+    named = [window for window in attention_windows(config).values() if window]
+    if not named:
         return longest
     text = torch.arange(1, 7, device=model.device)[None] % config.vocab_size
     whole = model(input_ids=text, use_cache=False).logits
@@ -124,7 +125,7 @@ def longest_text(model: Any) -> int:
     finally:
         for each, window in windows:
             each.sliding_window = window
-    return min(longest, config.sliding_window) if torch.equal(near, whole) else longest
+    return min(longest, *named) if torch.equal(near, whole) else longest
 
 
 def fingerprint_of(model: Any) -> str:
