@@ -2,10 +2,11 @@
 into."""
 
 import json
+import math
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import tiny
 from slipstream.drafters import load_drafter
@@ -123,9 +124,13 @@ def test_a_command_that_fails_leaves_no_directory(target, tmp_path):
     [
         ("taps", []),
         ("taps", 3),
+        ("taps", [0]),
+        ("taps", [None]),
+        ("taps", [[]]),
         ("head", []),
         ("head", {"x": {}}),
         ("head", {**layer_sizes(tiny.target("llama")), "inputs": "x"}),
+        ("head", {**layer_sizes(tiny.target("llama")), "head_dim": 10**12}),
         ("tree", 7),
         ("target", []),
         ("method", []),
@@ -144,6 +149,25 @@ def test_a_config_that_does_not_fit_is_one_line(target, drafter, tmp_path, key, 
         with pytest.raises(ValueError, match=r"config\.json|does not fit|no drafter|Unknown") as refused:
             use()
         assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("fc.weight", lambda t: t.fill_(math.nan), "fc.weight holds numbers that are not finite"),
+        ("fc.weight", lambda t: t.index_fill(0, torch.tensor([1]), -math.inf), "not finite"),
+        ("fc.weight.step", lambda t: torch.ones(3), "model.safetensors does not fit"),
+        ("fc.weight.step", lambda t: torch.tensor(1.0), "model.safetensors does not fit"),
+    ],
+)
+def test_weights_that_do_not_fit_are_one_line(target, drafter, tmp_path, name, change, says):
+    """Those that are not finite drafted noise, or stopped a run much later."""
+    path = tmp_path / "drafter" / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, name: change(tensors["fc.weight"].clone())}, path)
+    with pytest.raises(ValueError, match=says) as refused:
+        load_drafter(drafter, target)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_tuned_tree_goes_with_the_weights_that_it_was_found_for(target, tmp_path):

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from slipstream.core.drafter import FINAL
 from slipstream.core.shape import Shape
 from slipstream.core.target import Target
 from slipstream.files import LOCK, cache_home, check_regular, locked, read_json, understood, update_json
@@ -26,7 +27,7 @@ VOCAB = "draft_vocab"  # target ids that a drafter takes its candidates from, so
 STEP = ".step"  # ends the name of the steps beside a tensor of int8
 TUNED = "tuned.json"
 SCALES = ("rope_theta", "rms_norm_eps")  # a head's sizes that are finite numbers
-COUNTS = ("depth", "layers")  # a head's sizes that are whole numbers up to `DEEPEST`
+COUNTS = ("depth", "layers")  # a head's sizes that are whole numbers from 1 to `DEEPEST`
 DEEPEST = 256
 RUN = "recipe.yaml"  # of a run of `slipstream train`
 RUN_MARK = "# of a run of slipstream train"  # the first line of `RUN`
@@ -212,29 +213,51 @@ def read_drafter(directory: str | Path, target: Target) -> tuple[dict[str, Any],
             f"({config['target'].get('name', 'unnamed')}), and this target is {target.fingerprint}: load the "
             "target it was made for, or train one (slipstream train)"
         )
-    _check_sizes(config, f"drafter directory {directory}: config.json")
+    tensors = _read_tensors(home / "model.safetensors", f"drafter directory {directory}: model.safetensors")
+    largest = max(target.vocab, DEEPEST, *(size for tensor in tensors.values() for size in tensor.shape))
+    _check_config(config, largest, f"drafter directory {directory}: config.json")
+    return config, tensors
+
+
+def _read_tensors(path: Path, source: str) -> dict[str, Tensor]:
+    """The tensors of a drafter. Raises ValueError, also for numbers that are not finite."""
     try:
-        check_regular(home / "model.safetensors")
-        return config, restored(load_file(home / "model.safetensors"))
+        check_regular(path)
+        with understood(source):
+            tensors = restored(load_file(path))
     except (OSError, SafetensorError) as error:
+        raise ValueError(f"{source} cannot be read: {error}") from error
+    if bad := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise ValueError(
-            f"drafter directory {directory}: model.safetensors cannot be read: {error}"
-        ) from error
+            f"{source} does not fit: {bad[0]}{more} holds numbers that are not finite: it is damaged, or its "
+            "training failed: train the drafter again"
+        )
+    return tensors
 
 
-def _check_sizes(config: dict[str, Any], source: str) -> None:
-    """Refuse sizes whose errors would only show in use, or that no memory holds. Raises ValueError."""
-    head = config.get("head", {})
+def _check_config(config: dict[str, Any], largest: int, source: str) -> None:
+    """Refuse what would only fail in use, and sizes that no tensor has and no memory holds. Raises
+    ValueError.
+
+    Args:
+        largest: no size of the head is larger.
+    """
+    head, taps = config.get("head", {}), config.get("taps", [])
     if not isinstance(head, dict):
         raise ValueError(f"{source}: head is {head!r}; it must be an object")
+    if not (isinstance(taps, list) and all(isinstance(tap, str) for tap in taps)):
+        raise ValueError(f"{source} does not fit: taps is {taps!r}; it must be a list such as [{FINAL!r}]")
     wrong = [
         f"{name} is {value!r}"
         for name, value in head.items()
         if (name in SCALES and not (isinstance(value, (int, float)) and 0 <= value < math.inf))
         or (name in COUNTS and not (isinstance(value, int) and 0 < value <= DEEPEST))
+        or (name not in SCALES and isinstance(value, int) and abs(value) > largest)
     ]
     if wrong:
-        raise ValueError(f"{source} does not fit: {', '.join(wrong)}")
+        fix = f"sizes are at most {largest}, and {' and '.join(COUNTS)} from 1 to {DEEPEST}"
+        raise ValueError(f"{source} does not fit: {', '.join(wrong)}: {fix}")
 
 
 def read_tuned(directory: str | Path, place: str, temperature: float, texts: int = 1) -> dict[str, str]:
