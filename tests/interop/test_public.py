@@ -198,6 +198,7 @@ def test_tensors_that_do_not_fit_are_named(target, tmp_path, how, says):
         ({"num_hidden_layers": 2}, "num_hidden_layers=2"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope 'dynamic'"),
         ({"hidden_act": "tanh"}, "hidden_act 'tanh'"),
+        ({"head_dim": 10**12}, "can't allocate memory"),
     ],
 )
 def test_a_head_for_something_else_is_refused(target, tmp_path, change, says):

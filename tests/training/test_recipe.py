@@ -68,6 +68,8 @@ def test_stages_override_sections():
         ("optimizer: {lr: 1e300}", "optimizer.lr is '1e300'"),
         ("optimizer: {betas: [2, 3]}", "optimizer.betas.0 is 2"),
         ("schedule: {epochs: 1.0e+308}", "schedule.epochs is 1e"),
+        ("features: {disk_gib: 1.0e+300}", r"features.disk_gib is 1e\+300: .*less than or equal to 1048576"),
+        (f"schedule: {{seed: {2**63}}}", f"schedule.seed is {2**63}: .*less than {2**63}"),
         ("method: eagle3\nhead: {taps: []}", r"head.taps is \[\]"),
         ("a: " + "[" * 3000, "nested too deeply"),
         ("a: 2020-99-99", r"r.yaml is no YAML: month"),

@@ -106,6 +106,17 @@ def test_a_file_is_gone_on_with_as_it_was_begun(chat, tmp_path):
     assert len(load_examples([str(out)], chat, 64)) == 3  # and is trained on
 
 
+@pytest.mark.parametrize("messages", [1, "a", ["a"], [1], [{"role": "user"}], {"role": "user"}])
+def test_a_file_of_something_else_is_not_gone_on_with(chat, tmp_path, messages):
+    out, how = tmp_path / "out.jsonl", {"temperatures": [0.0], "max_new_tokens": 4, "batch": 3}
+    regenerate(chat, ROWS[:1], out, **how)
+    row = json.dumps(lines(out)[0] | {"messages": messages}) + "\n"
+    out.write_text(row)
+    with pytest.raises(ValueError, match="holds something else than answers: name another file"):
+        regenerate(chat, ROWS, out, **how)
+    assert out.read_text() == row
+
+
 def test_one_run_writes_a_file(chat, tmp_path):
     """Two on one --out: both said success over a mixed file."""
     out = str(tmp_path / "out.jsonl")

@@ -94,11 +94,11 @@ class Attention(nn.Module):
         """`inputs` states, side by side, make a row of x: I = inputs·H."""
         super().__init__()
         H, D, bias = config.hidden_size, config.head_dim, config.attention_bias
-        self.head_dim, self.rope = D, Rope.of(config)
         self.q_proj = nn.Linear(inputs * H, config.num_attention_heads * D, bias)
         self.k_proj = nn.Linear(inputs * H, config.num_key_value_heads * D, bias)
         self.v_proj = nn.Linear(inputs * H, config.num_key_value_heads * D, bias)
         self.o_proj = nn.Linear(config.num_attention_heads * D, H, config.output_bias)
+        self.head_dim, self.rope = D, Rope.of(config)  # last: a D that no memory holds has failed by now
 
     def forward(self, x: Float[Tensor, "B T I"], turns: Turns, attend: Attend) -> Float[Tensor, "B T H"]:
         """Rows of x, turned by their `rope`, attend to the keys and values that `attend` returns."""

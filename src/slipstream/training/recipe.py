@@ -49,7 +49,7 @@ class Data(Section):
 class Cache(Section):
     """`disk_gib`: how much of the target's features may be kept on disk; the rest is computed when needed."""
 
-    disk_gib: float = Field(default=8.0, ge=0)
+    disk_gib: float = Field(default=8.0, ge=0, le=2**20)
 
 
 class Head(Section):
@@ -121,7 +121,7 @@ class Schedule(Section):
     evaluate_every: int = Field(default=100, ge=1)
     save_every: int = Field(default=50, ge=1)
     precision: Precision = "no"
-    seed: int = 0
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)  # what torch takes
 
 
 class Recipe(Section):

@@ -270,6 +270,7 @@ def _written(path: str) -> list[dict[str, Any]]:
             rows = [parsed(line.decode()) for line in lines]
             begun = json.dumps(ABOUT)[:-1].encode()
             own = all(row.items() >= ABOUT.items() and row["messages"] for row in rows)
+            own = own and all({*each} >= {"role", "content"} for row in rows for each in row["messages"])
             if not own or half[: len(begun)] != begun[: len(half)]:
                 raise ValueError("not written by synthesize or regenerate")
             file.truncate(sum(len(line) + 1 for line in lines))
