@@ -11,6 +11,7 @@ import uvicorn
 from slipstream.core.drafter import Drafter
 from slipstream.core.target import Target
 from slipstream.serve.app import Limits, Server
+from slipstream.serve.connection import Connection
 
 
 def run(
@@ -41,6 +42,7 @@ def made(server: Server, grace: int) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             server.app,
+            http=Connection,
             log_level="warning",
             access_log=False,
             server_header=False,
