@@ -270,7 +270,7 @@ def test_slack_moves_the_mass_of_a_nucleus_too():
         ("temperature", "hot", "0 (greedy) or a positive number"),
         ("temperature", True, "0 (greedy) or a positive number"),
         ("top_k", 0.5, "positive whole number"),
-        ("top_k", 2**63, "positive whole number"),
+        ("top_k", 2**63, "positive whole number below 2**63"),
         ("top_p", float("nan"), "in (0, 1]"),
         ("min_p", None, "in [0, 1)"),
         ("repetition_penalty", 1e-320, "positive"),

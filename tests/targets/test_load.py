@@ -268,3 +268,11 @@ def test_a_damaged_gguf_is_one_line(tmp_path, home):
     file.write_bytes(b"GGUF")
     with pytest.raises(ValueError, match=r"cut.gguf' could not be read as GGUF: "):
         load_target(str(file))
+
+
+@pytest.mark.parametrize("device", ["warp", "meta", "cuda:99", *["mps"] * (not torch.backends.mps.is_available())])
+def test_a_device_that_is_not_there_is_named_briefly(device):
+    """torch adds the names of hundreds of backends."""
+    with pytest.raises(ValueError, match=f"Unknown or missing device: '{device}'. Use cpu, cuda") as refused:
+        load.place_of(device)
+    assert len(str(refused.value)) < 500

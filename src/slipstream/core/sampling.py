@@ -78,7 +78,7 @@ ALLOWED: dict[str, Allowed] = {
         lambda x: x == 0 or 1 / LARGE <= x <= LARGE,
         "0 (greedy) or a positive number (1e-30 to 1e30)",
     ),
-    "top_k": (Integral, lambda x: 0 <= x < 2**63, "0 (off) or a positive whole number"),
+    "top_k": (Integral, lambda x: 0 <= x < 2**63, "0 (off) or a positive whole number below 2**63"),
     "top_p": (Real, lambda x: 0 < x <= 1, "in (0, 1], where 1 is off"),
     "min_p": (Real, lambda x: 0 <= x < 1, "in [0, 1), where 0 is off"),
     "repetition_penalty": (

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from slipstream.core.grammar import DeadEnd, Grammar, Walk
 from slipstream.core.target import Target
-from slipstream.targets.prompts import HFText
+from slipstream.files import parsed
+from slipstream.targets.prompts import HFText, check_readable
 
 LARGEST = 2**18  # characters of a grammar
 WORDS = "words of grammars"  # where a target keeps its tokens as llguidance reads them
@@ -118,6 +119,7 @@ def read_grammar(target: Target, kind: str, source: Any, eos: Iterable[int]) -> 
 
 def _written(kind: str, source: Any) -> str:
     """The grammar as llguidance reads it. Raises ValueError."""
+    check_readable(source, kind)
     given = source if isinstance(source, str) else json.dumps(source, default=repr)
     if len(given) > LARGEST:
         raise ValueError(f"{kind} has {len(given):,} characters: at most {LARGEST:,} are read")
@@ -146,15 +148,16 @@ def _written(kind: str, source: Any) -> str:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"json_schema is no JSON: {error}") from error
+        return parsed(text)
+    except ValueError as error:  # a long number's has advice for programmers behind a semicolon
+        raise ValueError(f"json_schema is no JSON: {str(error).split(';')[0]}") from error
 
 
 def _line(message: str) -> str:
-    """The first line of a message, shortened."""
+    """The first line of a message, shortened; of a regular expression's, the reason behind what it quotes."""
     lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
-    return (lines or ["no reason is given"])[0][:200]
+    reasons = [line.removeprefix("error") for line in lines[1:] if line.startswith("error: ")]
+    return "".join([*(lines or ["no reason is given"])[:1], *reasons[:1]]).replace("::", ":")[:200]
 
 
 def words(target: Target, eos: Sequence[int]) -> llguidance.LLTokenizer:

@@ -200,7 +200,8 @@ def place_of(device: str) -> torch.device:
             raise RuntimeError("meta tensors have no values")
     except (RuntimeError, AssertionError, ImportError) as error:
         raise ValueError(
-            f"Unknown or missing device: {device!r}. Use cpu, cuda, cuda:1, … ({_first_line(error)})"
+            f"Unknown or missing device: {device!r}. Use cpu, cuda, cuda:1, … "
+            f"({_first_line(error).split('. ')[0]})"  # torch goes on with the names of all backends
         ) from error
     return place
 
