@@ -89,7 +89,7 @@ class Client:
 
     async def send(self, path, body=b"", method="POST", headers=(), leaves=None, reads=None):
         """Status, headers and body. The client leaves after `leaves` pieces; `reads` is awaited for each."""
-        headers = [(b"content-type", b"application/json"), *headers] if method == "POST" else [*headers]
+        headers = [*headers, (b"content-type", b"application/json")] if method == "POST" else [*headers]
         scope = {
             "type": "http",
             "method": method,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -210,14 +211,15 @@ def test_answers_keep_to_what_the_response_format_says(smollm2, chat, complete):
     assert legacy.choices[0].text in formats[2][0]["choice"]
 
 
-def test_a_grammar_without_a_way_on_is_the_requests_own_fault(chat):
-    """Not the server's, and no other's: the one beside it is answered."""
+def test_a_grammar_without_a_way_on_is_the_requests_own_fault(chat, caplog):
+    """Not the server's, whose log it filled, and no other's: the one beside it is answered."""
     dead = {"response_format": {"type": "grammar", "grammar": 'start: "ab" X\nX: /a/ & /b/'}}
     with ThreadPoolExecutor(2) as pool:
         whole = pool.submit(chat, max_tokens=12)
         with pytest.raises(openai.BadRequestError, match="the grammar cannot go on"):
             chat(max_tokens=12, extra_body=dead)
         assert whole.result().choices[0].message.content
+    assert not caplog.records
 
 
 def test_a_conversation_goes_on_without_reading_its_past_again(smollm2, chat):
@@ -277,6 +279,54 @@ def test_a_mistake_is_one_clear_line(chat, asked, error, says):
     assert says in raised.value.body["message"]
     assert "\n" not in raised.value.body["message"]
     assert raised.value.body["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "says"),
+    [
+        (b"", "json", "the body is empty: send a JSON object"),
+        (b"[]", "json", "the body is a list: send a JSON object"),
+        (b"{", "json", "the body is no JSON: Expecting property name .* at character 1"),
+        (b'"\xff"', "json", "the body is not UTF-8 text"),
+        (b"[" * 9999, "json", "the body cannot be read as JSON: maximum recursion depth"),
+        (b"1" * 5000, "json", r"the body cannot be read as JSON: Exceeds the limit \(4300 digits\)[^;]*"),
+        (b'{"model": "tiny"}', "x-www-form-urlencoded", "send the header Content-Type: application/json"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_called_so(client, body, kind, says):
+    """It was "1: JSON decode error, not a dict", and of dictionaries where a header was missing."""
+    made, headers = client(), [(b"content-type", f"application/{kind}".encode())]
+    status, _, data = made.loop.run_until_complete(made.send("/v1/completions", body, headers=headers))
+    error = json.loads(data)["error"]
+    assert (status, error["param"]) == (400, None)
+    assert re.search(says, error["message"])
+    assert ";" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({}, "messages: Field required"),
+        ({"messages": []}, "messages: List should have at least 1 item after validation, not 0"),
+        ({"messages": [{"role": "user"}]}, "messages.0: a message needs content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content: only parts of type 'text' can be read, not 'image_url'",
+        ),
+        (
+            {"messages": ASKED, "stop": 5},
+            "stop.str: Input should be a valid string, not 5; "
+            "stop.list[str]: Input should be a valid list, not 5",
+        ),
+        (
+            {"messages": ASKED, "response_format": {"type": "regex", "regex": "\ud800"}},
+            "regex is no Unicode text (bytes that are not UTF-8?): give it as UTF-8",
+        ),
+    ],
+)
+def test_a_fault_of_a_field_is_told_whole(client, asked, says):
+    status, told = client().post("/v1/chat/completions", {"model": "tiny", **asked})
+    assert (status, told["error"]["message"]) == (400, says)
 
 
 def test_what_changes_nothing_is_taken(chat):

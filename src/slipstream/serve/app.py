@@ -247,16 +247,31 @@ async def _refused(request: Request, error: Any) -> Response:
 
 
 async def _invalid(request: Request, error: Any) -> Response:
-    """The first fault of a body, in one line."""
-    fault = error.errors()[0]
-    place = [str(each) for each in fault["loc"][1:]]
-    message = fault["msg"].removeprefix("Value error, ")
+    """The first fault of a body, in one line; where a value may be of several kinds, the faults of each."""
+    faults = error.errors()
+    first, place = faults[0], faults[0]["loc"]
+    if first["type"] == "json_invalid":
+        return Refused(f"the body is no JSON: {first['ctx']['error']} at character {place[1]}").response()
+    if isinstance(error.body, bytes):
+        return Refused("the body is read as JSON: send the header Content-Type: application/json").response()
+    if first["type"] == "missing" and len(place) == 1:
+        return Refused("the body is empty: send a JSON object").response()
+    if first["type"] == "model_attributes_type" and len(place) == 1:
+        return Refused(f"the body is {_short(error.body)}: send a JSON object").response()
+    same = [each for each in faults if len(place) > 2 and each["loc"][: len(place) - 1] == place[:-1]]
+    message = "; ".join(map(_told, same[:4] or [first]))
+    return Refused(message, param=str(place[1]) if len(place) > 1 else None).response()
+
+
+def _told(fault: dict[str, Any]) -> str:
+    """Where a fault is, and what it is."""
+    where = ".".join(map(str, fault["loc"][1:]))
+    message, given = fault["msg"].removeprefix("Value error, "), fault.get("input")
     if fault["type"] == "extra_forbidden":
-        message = f"this server does not know it, or cannot do what it asks for ({_short(fault['input'])})"
-    elif "input" in fault and place:
-        message += f", not {_short(fault['input'])}"
-    where = ".".join(place)
-    return Refused(f"{where}: {message}" if where else message, param=place[0] if place else None).response()
+        message = f"this server does not know it, or cannot do what it asks for ({_short(given)})"
+    elif where and (fault["type"].endswith("_type") or not isinstance(given, dict | list)):
+        message += f", not {_short(given)}"
+    return f"{where}: {message}" if where else message
 
 
 def _short(value: Any) -> str:
@@ -268,7 +283,12 @@ def _short(value: Any) -> str:
 
 
 async def _http(request: Request, error: Any) -> Response:
-    return Refused(str(error.detail), error.status_code).response()
+    detail, cause = str(error.detail), error.__cause__
+    if isinstance(cause, UnicodeDecodeError):
+        detail = "the body is not UTF-8 text"
+    elif isinstance(cause, (ValueError, RecursionError)):  # a number of too many digits, or too many brackets
+        detail = f"the body cannot be read as JSON: {str(cause).split(';')[0]}"
+    return Refused(detail, error.status_code).response()
 
 
 async def _broken(request: Request, error: Exception) -> Response:

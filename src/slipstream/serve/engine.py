@@ -339,7 +339,8 @@ class Engine:
         """A pass failed, over texts that joined or else over all that are under way. A text that had the pass
         for itself fails. Otherwise these texts begin again, each alone, so that one cannot take others with
         it. Texts that took no part begin again, too, in a new session: this one may be half changed."""
-        log.error("a pass failed", exc_info=error)
+        if not isinstance(error, DeadEnd):  # that is of a request's own grammar, and no fault of ours
+            log.error("a pass failed", exc_info=error)
         under_way, read = list(self._running.values()), self._joining
         suspects = joining or under_way
         self._running.clear()

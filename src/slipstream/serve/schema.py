@@ -116,6 +116,14 @@ class Message(Part):
         empty = ("refusal", "annotations", "audio", "function_call", "tool_calls")
         return {key: value for key, value in given.items() if value or key not in empty}
 
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_only(cls, content: Any) -> Any:
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, Mapping) and part.get("type", "text") != "text":
+                raise ValueError(f"only parts of type 'text' can be read, not {part['type']!r:.60}")
+        return content
+
     @model_validator(mode="after")
     def _says_or_calls(self) -> "Message":
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
