@@ -270,7 +270,9 @@ def test_a_damaged_gguf_is_one_line(tmp_path, home):
         load_target(str(file))
 
 
-@pytest.mark.parametrize("device", ["warp", "meta", "cuda:99", *["mps"] * (not torch.backends.mps.is_available())])
+@pytest.mark.parametrize(
+    "device", ["warp", "meta", "cuda:99", *["mps"] * (not torch.backends.mps.is_available())]
+)
 def test_a_device_that_is_not_there_is_named_briefly(device):
     """torch adds the names of hundreds of backends."""
     with pytest.raises(ValueError, match=f"Unknown or missing device: '{device}'. Use cpu, cuda") as refused:
