@@ -18,7 +18,10 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}a{% endif %}"
 ASKED = {"question_id": "[red]", "category": "[/]", "turns": ["abc [/] abc", "de"]}  # as rich would read it
 CHAT = [{"role": "user", "content": "abc abc"}, {"role": "assistant", "content": "de de"}]
-ROWS = [{"messages": [CHAT[0], {**CHAT[1], "content": f"abcabc{letter * 3}"}]} for letter in "abcdefghij"]
+ROWS = [
+    {"messages": [{**CHAT[0], "content": f"abc {x}"}, {**CHAT[1], "content": f"abcabc{x * 3}"}]}
+    for x in "abcdefghij"
+]
 TEXTS = {
     "data.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS),
     "questions.jsonl": json.dumps(ASKED) + "\n",

@@ -166,10 +166,10 @@ def test_stages_of_other_data_do_not_learn_what_is_held_out(chat, data, tmp_path
     staged = recipe(data).model_copy(update={"stages": [{"data": {"files": [data, str(more)]}}, {}]})
     trainer = Trainer(chat, staged, str(tmp_path / "run"))
     trainer.prepare()
-    judged = {tuple(example.prompt) for example in trainer._held_out}
+    judged = {example.question for example in trainer._held_out}
     trainer._features(trainer.stages[0])
     assert len(trainer._all) > 40
-    assert judged.isdisjoint(tuple(example.prompt) for example in trainer._all)
+    assert judged.isdisjoint(example.question for example in trainer._all)
 
 
 def test_no_row_that_asks_a_held_out_question_is_learnt(chat, tmp_path):
@@ -183,11 +183,11 @@ def test_no_row_that_asks_a_held_out_question_is_learnt(chat, tmp_path):
     )
     trainer = Trainer(chat, staged, str(tmp_path / "run"))
     trainer.prepare()
-    judged = {tuple(example.prompt) for example in trainer._held_out}
+    judged = {example.question for example in trainer._held_out}
     for stage in (trainer.stages[1], trainer.stages[0]):
         trainer._features(stage)
         assert len(trainer._all) > 20
-        assert judged.isdisjoint(tuple(example.prompt) for example in trainer._all)
+        assert judged.isdisjoint(example.question for example in trainer._all)
 
 
 def test_data_of_one_question_is_refused(chat, tmp_path):

@@ -35,6 +35,11 @@ class Example:
         return self.tokens[: len(self.tokens) // 2 if all(self.loss) else max(self.loss.index(True), 1)]
 
     @property
+    def question(self) -> tuple[int, ...]:
+        """What no other example may ask if this one is held out. Raw text asks nothing: it is all of it."""
+        return tuple(self.tokens if all(self.loss) else self.prompt)
+
+    @property
     def answer(self) -> list[int]:
         """The tokens to learn behind the prompt, up to the first one that is not learnt."""
         start = len(self.prompt)

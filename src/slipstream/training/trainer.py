@@ -73,7 +73,7 @@ class Trainer:
         self._stop, self._data_key = 0, ""
         self.checkpoint: int | None = None  # the step of the last checkpoint
         self._held, self._saved = ExitStack(), None
-        self._judged: frozenset[tuple[int, ...]] = frozenset()  # the last stage's held-out prompts
+        self._judged: frozenset[tuple[int, ...]] = frozenset()  # the last stage's held-out questions
         with self._claimed():
             if resume:
                 made_by = (target.fingerprint, target.precision, self.accelerator.num_processes, recipe)
@@ -150,8 +150,8 @@ class Trainer:
         if (n := len(examples)) < 8:
             raise ValueError(f"{n} examples remain of {', '.join(data.files)}: training takes 8 at least")
         (own, self._held_out), self._data = hold_out(examples, data.held_out), data
-        self._judged = self._judged or frozenset(tuple(example.prompt) for example in self._held_out)
-        self._all = [example for example in own if tuple(example.prompt) not in self._judged]
+        self._judged = self._judged or frozenset(example.question for example in self._held_out)
+        self._all = [example for example in own if example.question not in self._judged]
         if not self._all:
             raise ValueError(
                 f"all {n} examples of {', '.join(data.files)} ask what held-out ones ask: give others"
