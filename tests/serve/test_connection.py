@@ -3,7 +3,7 @@
 from contextlib import ExitStack, closing
 from http.client import HTTPConnection
 from select import select
-from time import perf_counter, sleep
+from time import sleep
 
 import pytest
 
@@ -41,12 +41,18 @@ def test_a_head_that_does_not_come_ends_the_connection(connect, half, again):
     client = connect()
     if again:
         assert asked(client) == 200
-    began = perf_counter()
-    for byte in (half[:1], half[1:]):  # a piece now and then gives no more time
-        client.sock.sendall(byte)
-        assert not select([client.sock], [], [], 0.2)[0]
+    client.sock.sendall(half)
     assert client.sock.recv(1) == b""
-    assert perf_counter() - began < 1.5
+
+
+def test_a_piece_of_a_head_now_and_then_gives_no_more_time(connect):
+    client = connect()
+    client.sock.sendall(GET + b"Cookie: ")
+    for _ in range(100):
+        if select([client.sock], [], [], 0.1)[0]:
+            break
+        client.sock.sendall(b"a")
+    assert client.sock.recv(1) == b""
 
 
 def test_a_connection_without_a_request_ends(connect):
