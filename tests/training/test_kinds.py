@@ -41,6 +41,7 @@ class Counting(Known):
     """One that never writes the same twice."""
 
     def go_on(self, texts, temperature, limit, seed):
+        assert texts  # no target goes on with nothing
         super().go_on(texts, temperature, limit, seed)
         first = len(self.begun) - len(texts)
         return [Written(f" thing {first + i}", True) for i in range(len(texts))]
