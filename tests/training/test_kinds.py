@@ -157,7 +157,7 @@ def test_an_opening_that_fills_the_window_is_left_out(chat):
 
 def test_where_no_opening_of_a_batch_fits_the_next_is_written(chat):
     """The run ended with the word that there were no prompts."""
-    rows = [answered(Question([{"role": "user", "content": "q"}], "any"), LONG + " word" * 40)]
+    rows = [answered(Question([{"role": "user", "content": "q"}], "any"), LONG + " abcdefgh" * 8)]
     made = synthesize_prompts(chat, Counting(), 4, 0.8, 1, 0, rows, ["any", "turns"])
     assert {question.kind for question in made} == {"any"}
 
