@@ -146,7 +146,7 @@ def test_a_prompt_that_is_too_long_is_left_out(wide, monkeypatch):
 def test_an_opening_that_fills_the_window_is_left_out(chat):
     """The run ended there, with the advice to shorten a prompt that nobody gave."""
     rows = [
-        answered(Question([{"role": "user", "content": f"q {i}"}], "any"), LONG + " word" * 40)
+        answered(Question([{"role": "user", "content": f"q {i}"}], "any"), LONG + " abcdefgh" * 8)
         for i in range(9)
     ]
     writer = Counting()
