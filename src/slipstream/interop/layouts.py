@@ -279,9 +279,9 @@ class MedusaLayout(Layout):
         return sizes | {"base_model_name_or_path": name}
 
     def take(self, tensors: Tensors) -> Tensors:
-        blocks = sorted((match[1], int(match[2])) for match in map(self.block.fullmatch, tensors) if match)
-        layers = {i: last + 1 for i, last in blocks}
-        renamed = {f"{i}.{n}.weight": f"lm_heads.{i}.weight" for i, n in layers.items()}
+        blocks = (match for match in map(self.block.fullmatch, tensors) if match)
+        last = dict(sorted((match[1], int(match[2])) for match in blocks))
+        renamed = {f"{i}.{n + 1}.weight": f"lm_heads.{i}.weight" for i, n in last.items()}
         block = self.block
         return {renamed.get(k, block.sub(r"blocks.\1.\2.\3", k)): tensor for k, tensor in tensors.items()}
 
