@@ -11,6 +11,7 @@ training. α is of the first tree that is a chain: the share of drafted tokens, 
 them let through, that are accepted, and by how much more than the first one's. Kept: accepted at a depth, of
 those accepted at the depth before. c: drafting, in plain passes, over the tree's depth.
 Heads that grow one tree share its pass: the speed expected charges all of them one verify time, the median.
+`bita`, whose masks are further rows of the pass, is charged its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -334,12 +335,13 @@ def _costs(
     rounds: int,
 ) -> Costs:
     """One race of plain decoding, all heads and all trees."""
-    kinds = list(dict.fromkeys((label, row.tree) for label in rows for row in rows[label]))
-    arms = [(drafters[label], Shape.parse(tree)) for label, tree in kinds]
+    kinds = list(dict.fromkeys((label, row.tree, row.nodes) for label in rows for row in rows[label]))
+    arms = [(drafters[label], Shape.parse(tree)) for label, tree, _ in kinds]
     plain, *spent = Rounds(target, [(Vanilla(), None), *arms], [probe], most=rounds).run(rounds)
     heads: dict[str, dict[str, RoundMs]] = {label: {} for label in drafters}
-    for (label, tree), cost in zip(kinds, spent, strict=True):
-        verify = median(other.verify for (_, same), other in zip(kinds, spent, strict=True) if same == tree)
+    for (label, *grown), cost in zip(kinds, spent, strict=True):
+        verify = median(other.verify for (_, *same), other in zip(kinds, spent, strict=True) if same == grown)
+        tree = grown[0]
         speed = plain.total / (cost.draft + verify + cost.host)
         heads[label][tree] = RoundMs(
             **{part: round(1e3 * getattr(cost, part), 2) for part in PARTS},

@@ -6,7 +6,8 @@
 A race runs rounds of plain decoding, of every head and of every tree in turn, and takes the median of each
 part. Heads that grow the same tree share one target pass, so all of them are charged the same verify time,
 the median over the heads. Several races, each with another head first, give a t interval of every cost. A
-head's costs depend on its sizes alone, so these weights need not be those whose τ is stored.
+head's costs depend on its sizes alone, so these weights need not be those whose τ is stored. `bita`, whose
+masks are further rows of the pass, shares none: heads.py charges it its own.
 
 Expected speed: τ · plain round / (draft + shared verify + host). The interval of a ratio adds the half widths
 of the stored τ's interval (over the questions) and of the cost's interval (over the races) in quadrature.
@@ -138,6 +139,8 @@ def main(
     stored = read_json(Path(tau), "result")
     loaded = cli.load(target, dtype, "cpu", compile)
     named = {Path(name).name: load_drafter(name, loaded) for name in heads}
+    if masked := [name for name, drafter in named.items() if drafter.probes is not None]:
+        raise ValueError(f"{', '.join(masked)}: the pass has rows of masks, which others lack: use heads.py")
     probe = encode(loaded, load_questions(questions, 1)[0].turns[0])
     found = race(loaded, named, trees, probe, races, rounds)
     result = report(found, trees, stored)

@@ -81,6 +81,19 @@ def test_heads_share_one_verify_time_and_the_first_is_compared_with_itself(targe
     assert "fasteagle" in (tmp_path / "heads.svg").read_text()
 
 
+def test_masks_are_charged_their_own_wider_pass(target, runs, tmp_path):
+    """Medians over the heads of a tree charged bita for a pass without its masks' rows."""
+    save_drafter(tmp_path / "bita", "bita", target, *tiny.bita(target).pack(), {}, dtype=None)
+    report = heads.compare_heads(
+        target, [*runs, str(tmp_path / "bita")], ASKED[:1], ("chain-2",), rounds=1, **SMALL
+    )
+    costs = report.costs["eager"]
+    cost, (row,) = costs.heads["bita"]["chain-2"], report.heads["bita"].trees
+    assert row.nodes == 3 + 3 * 2  # two masks behind each node
+    own = row.tau * costs.plain_ms / (cost.draft + cost.verify + cost.host)
+    assert cost.expected["0.0"] == pytest.approx(own, rel=0.02)
+
+
 def test_trees_of_one_head_are_held_against_the_same_answers(target, runs):
     report = trees.compare_trees(target, runs[0], ASKED, ("chain-1", "chain-2", "fig9"), rounds=1, **SMALL)
     one, two, _ = report.results
