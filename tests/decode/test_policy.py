@@ -201,6 +201,18 @@ def test_what_was_seen_fades_in_rounds_that_rest():
     assert left == pytest.approx([FADES_UNUSED, FADES_UNUSED ** (1 + RESTS)])
 
 
+def test_rests_end_though_a_round_behind_them_taught_nothing():
+    """A text whose grammar forced tokens in the round behind rests was decoded plainly to its end. `learn` is
+    not called for such a round, so the rests of before stayed counted."""
+    policy = Policy(Ledger(RUNGS, {1: [20.0, 60.0, 70.0, 90.0]}))
+    policy.choose([0], [0])
+    policy.learn([1], 20.0, [False])
+    assert [policy.rests([0]) for _ in range(RESTS)] == [True] * RESTS
+    policy.ledger.seconds[1] = [20.0, 20.0, 20.0, 20.0]
+    assert policy.choose([0], [0]).depth
+    assert not policy.rests([0])
+
+
 def test_a_text_without_guesses_is_no_evidence_against_them():
     """It brings one token whatever the tree, which says nothing of what the others' guesses are worth."""
     policy = Policy(Ledger(RUNGS, {2: list(COSTS)}))
