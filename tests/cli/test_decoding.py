@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from slipstream.decode import session
 from slipstream.decode.generate import LAWS
 from slipstream.measure import burdens, cost
 from slipstream.measure.certify import Certificate
@@ -151,6 +152,14 @@ def test_demo_shows_both_answers_and_the_figures(run, tiny_options, questions):
     assert all(word in out for word in ("plain", "auto", "the same text", "τ", "× plain", "× HF generate"))
     _, said, _ = run("generate", "abc abc", *tiny_options)
     assert out.count(f"\n{said}") == 2  # to the letter, in as many colours as rounds
+
+
+def test_demo_shows_questions_that_are_read_in_parts(run, tiny_options, questions, monkeypatch):
+    """A prompt of more than 512 tokens ended it: its first parts bring no token to show."""
+    monkeypatch.setattr(session, "CHUNK", 2)
+    code, out, _ = run("demo", *tiny_options, "--questions", questions, "--drafter", "ngram")
+    assert code == 0
+    assert "the same text" in out
 
 
 def test_a_malformed_question_names_its_line(run, model, tmp_path):

@@ -63,9 +63,10 @@ def _answered(
 
 
 def _paint(texts: list[str], console: Console) -> None:
-    """Print what a round brought, in green what was drafted: all but its last token."""
+    """Print what a round brought, in green what was drafted: all but its last token. A part of a long prompt
+    brings nothing."""
     drafted = Text("".join(texts[:-1]), ACCEPTED)
-    console.print(drafted + Text(texts[-1], OWN), end="", soft_wrap=True)
+    console.print(drafted + Text("".join(texts[-1:]), OWN), end="", soft_wrap=True)
 
 
 def _verdict(
