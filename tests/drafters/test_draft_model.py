@@ -7,6 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig
 
 import tiny
 from slipstream.core.cache import BLOCK
@@ -34,6 +35,18 @@ def test_a_model_that_drafts_for_itself_is_always_right(family, options, chunk, 
         target, PROMPTS, DraftModel(target, target, **options), max_new_tokens=17, temperature=0.0
     ):
         assert [r.accepted for r in answer.rounds[:-1]] == [3] * (len(answer.rounds) - 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_it_reads_tokens_that_its_own_embedding_does_not_have(temperature):
+    """Models of one tokenizer have embeddings of several sizes. Such a token was an IndexError."""
+    narrow = HFTarget(tiny.build(LlamaConfig(**tiny.GROUPED | {"vocab_size": 40})))
+    target = tiny.target("llama")
+    settings = {"max_new_tokens": 17, "temperature": temperature, "seed": 1}
+    plain = generate(target, PROMPTS, "vanilla", **settings)
+    assert any(token >= narrow.vocab for answer in plain for token in answer.tokens)
+    drafted = generate(target, PROMPTS, DraftModel(narrow, target, "chain-3"), **settings)
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
 
 
 def test_with_the_targets_own_noise_it_is_right_at_every_temperature():

@@ -161,6 +161,7 @@ class DraftModel(Proposer):
         tokens = torch.cat([span.tokens[:, :1], span.nexts], 1)
         at = torch.arange(tokens.shape[1], device=tokens.device) + ~begins[:, None]
         tokens = tokens.gather(1, at.clamp(max=tokens.shape[1] - 1))
+        tokens = tokens.clamp(max=self.model.vocab - 1)  # models pad embeddings: the target may have more
         count = span.count + begins
         prompt = tokens.shape[1] > DEEPEST + 2
         if look.may_look(begins):
