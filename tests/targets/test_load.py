@@ -74,6 +74,15 @@ def test_a_saved_directory_loads(tmp_path):
     )  # as on the command line
 
 
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_a_cpu_without_instructions_for_bf16_gets_float32_by_any_name(tmp_path, monkeypatch, device):
+    """By "cpu:0" it got bfloat16, which such a processor multiplies many times as slowly."""
+    monkeypatch.setattr(load, "HAS_BF16", False)
+    tiny.reference("llama").save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    assert load_target(tmp_path, device=device).dtype == torch.float32
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64" or not CPU.exists(), reason="no x86, or no /proc/cpuinfo")
 def test_bf16_is_chosen_only_where_the_processor_has_it():
     """On AVX-512 alone oneDNN says that it supports bf16, and emulates it."""

@@ -44,22 +44,24 @@ def load_target(
     """Load a target from an alias ("smollm2"), a directory, a GGUF file or a hub id.
 
     Args:
-        dtype: "float32", "bfloat16", "float16", "float64", or "auto": bfloat16 where the device multiplies it
-            in hardware, float32 elsewhere.
+        dtype: "float32", "bfloat16", "float16", "float64", or "auto": float32 on a CPU without instructions
+            for bfloat16, bfloat16 everywhere else.
+        device: such as "cpu", "cuda" or "cuda:1".
         compile, exact, quantize: see `HFTarget`.
 
     Raises:
-        ValueError: there is no such target, it cannot be read, its weights do not fit, or it is not
+        ValueError: there is no such target or device, it cannot be read, its weights do not fit, or it is not
             supported.
     """
     name = name_of(name, "a target")
+    place = place_of(device)
     if dtype == "auto":
-        dtype = "bfloat16" if device != "cpu" or HAS_BF16 else "float32"
+        dtype = "bfloat16" if place.type != "cpu" or HAS_BF16 else "float32"
     if dtype not in DTYPES:
         raise ValueError(f"Unknown dtype: {dtype!r}. Available: {', '.join(DTYPES)}")
     if quantize not in (None, *KINDS):
         raise ValueError(f"Unknown quantisation: {quantize!r}. Available: {', '.join(KINDS)}")
-    place, path = place_of(device), resolve(name)
+    path = resolve(name)
     gguf = gguf_of(path)
     if path.is_dir() and gguf is None and not (path / "config.json").exists():
         raise ValueError(
