@@ -163,3 +163,12 @@ def test_a_message_outside_a_list_is_refused(chatting):
 def test_text_needs_a_tokenizer():
     with pytest.raises(ValueError, match="has no tokenizer: give the prompt as token ids"):
         read_prompts(HFTarget(tiny.reference("llama"), name="bare"), "abc")
+
+
+def test_a_template_that_fails_in_python_refuses_the_turns():
+    """`train` reads its data by `render`, and ended in a TypeError from within Jinja."""
+    tokenizer = deepcopy(tiny.tokenizer())
+    tokenizer.chat_template = "{{ 1 + messages[0]['content'] }}"
+    text = HFTarget(tiny.reference("llama"), tokenizer, "failing").text
+    with pytest.raises(ValueError, match="template of failing refuses these turns: unsupported operand"):
+        text.render([{"role": "user", "content": "abc"}], ask=True)

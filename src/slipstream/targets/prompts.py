@@ -7,7 +7,6 @@ from pathlib import PurePath
 from typing import Any, final
 
 import numpy as np
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -66,7 +65,7 @@ class HFText(Text):
         how: Any = {"conversation": list(messages), "tokenize": False, "add_generation_prompt": ask}
         try:
             return str(self.tokenizer.apply_chat_template(**how))
-        except (TemplateError, IndexError) as error:
+        except Exception as error:  # templates raise errors of many types
             raise ValueError(f"the chat template of {self.name} refuses these turns: {error}") from error
 
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:
