@@ -182,8 +182,8 @@ def replacing(path: str) -> Iterator[TextIO]:
 
 @contextmanager
 def locked(path: str | Path) -> Iterator[None]:
-    """Lock a file or a directory for as long as this process lives. Raises ValueError where another process,
-    which is named, holds it, or where it cannot be locked."""
+    """Lock a file or a directory in this context. A process that dies lets go of it. Raises ValueError where
+    another process, which is named, holds it, or where it cannot be locked."""
     place = Path(os.path.realpath(path))
     beside = place / LOCK if place.is_dir() else place.with_name(f".{place.name[:40]}{LOCK}")
     try:

@@ -19,7 +19,6 @@ NORM = (mul, "norm", ("to", (mul, "rows", (torch.rsqrt, (add, SQUARES, "eps"))),
 GATE, UP = ((LINEAR, "x", f"{name}", f"{name} scales", None, 0.0, None) for name in ("gate", "up"))
 BETWEEN = (mul, (F.silu, (getitem, GATE, 0)), (getitem, UP, 0))
 DOWN = (getitem, (LINEAR, BETWEEN, "down", "down scales", None, 0.0, None), 0)
-LAYER = "slipstream.tiled_layer.default"
 QKV = (LINEAR, "x", "weights", "scales", "norm", "eps", None)
 COS, SIN = (("unsqueeze", name, 1) for name in ("cos", "sin"))
 QUERIES, KEYS, VALUES = (("transpose", ("view", (getitem, QKV, i), f"shape {i}"), 1, 2) for i in range(3))
