@@ -45,6 +45,7 @@ class Span:
     Attributes:
         tokens: what was read; column j stands at position start + j.
         nexts: the token after each; after the last, the target's own choice.
+        start, count: tokens of each text before this span, and in it.
         cache: the target's, these tokens included.
         features: the target's taps at each token.
         probed: the taps of probes; `None` where the pass had none.

@@ -50,6 +50,7 @@ class Tree:
         depth: upper bound on the depth of any node (root: 0), known without reading a tensor.
         law: for sampled drafts, the law q from which the children of each node were drawn, without
             replacement and in slot order. `None`: candidates are point masses (top-k).
+        probes: vectors that ride behind some of the nodes, in the same pass; `None`: there are none.
         scores: the drafter's log probability of the path to each node; the root's is 0.
     """
 

@@ -61,6 +61,7 @@ class Generation:
     Attributes:
         prompt, tokens: token ids; `tokens` includes a closing EOS.
         text: without special tokens and stop string.
+        finish: what ended it: "eos" (an end token), "stop" (a stop string) or "length" (its limit).
         rounds: one entry per target pass after the prompt's.
         seconds: of all answers that were made in the same call.
         sampling: how its tokens were chosen, as `audit` takes it.

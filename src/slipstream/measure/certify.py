@@ -246,6 +246,7 @@ def certify(
     Args:
         target, drafters, questions, limit, max_new_tokens, progress: as `bench` takes them. Only the first
             turn of a question is asked.
+        temperatures, seed: every drafter answers at each temperature, and draws by the seed (`Sampling`).
         draws: answers of each distribution test, of 32 tokens at most. `Drawn` says what so many would find.
         begun: the certificate of a run that did not end, which is gone on with.
         keep: called after each piece of work, and where an error or Ctrl-C ends the run, with what was found

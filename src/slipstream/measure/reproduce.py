@@ -73,7 +73,7 @@ def reproduce(
             Of those not given the first two ship; for the others questions of the project's own stand in.
         heads: directories by the name of a head, for heads that do not ship for the target, and for the arms
             of the papers' ablations (`ARMS`).
-        limit: questions of each set, of which the first turn is asked.
+        limit: questions of each set, whose first turns are asked; max_new_tokens, seed: see `bench`.
         speed: whether what takes time is measured, too. Otherwise these figures are left out.
         begun: a run of the same settings, whose cells are not measured again.
         announce: told before the work how long it will take, and how often `progress` will be called.

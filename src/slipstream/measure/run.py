@@ -59,6 +59,7 @@ def bench(
         questions: questions, files, or data sets (`hf:openai/gsm8k:test`); default: the project's own.
         limit: questions of each file, taken evenly over it.
         max_new_tokens: tokens per answer, at most.
+        temperature, seed: see `Sampling`. Hugging Face's generate draws by torch's generator, with this seed.
         batch: questions of a file that are asked at once. They share time equally, and intervals draw them
             together. Figures of passes are one text's.
         begun: the report of a run that did not end, which is gone on with.

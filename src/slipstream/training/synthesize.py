@@ -118,7 +118,10 @@ def regenerate(
         limit: conversations, taken evenly.
         writer: the base URL of an OpenAI-compatible server that writes in the target's place.
         temperatures: used in turn, batch by batch.
+        max_new_tokens: tokens of an answer, at most.
+        batch: texts that are written at once.
         seed: default: 0, and none is sent to a server.
+        progress: called with the lines that the file has, and with their final number.
 
     Raises:
         ValueError: a file cannot be read or written; `out` holds answers to other questions, by another model
@@ -180,7 +183,7 @@ def synthesize(
     """Let the target write prompts and answer them, batch by batch. A run continues an interrupted file.
 
     Args:
-        target, out, writer, temperatures, seed: as `regenerate` takes them.
+        target, out, writer, temperatures, max_new_tokens, batch, seed, progress: as `regenerate` takes them.
         prompts: how many to write, at `prompt_temperature`.
         kinds: any, maths, code, writing, questions, reading, summaries, translation and turns: of each about
             as many. Prompts of the last four are about answers before them.
