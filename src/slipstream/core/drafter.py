@@ -25,7 +25,8 @@ class State:
     root: Int[Tensor, " B"]  # chosen by the target, not yet read by it
 
     def held(self) -> Iterator[tuple["State", str, Any]]:
-        """Every field but inner states, whose fields are among them: (owner, the field's name, value)."""
+        """(owner, field's name, value) of every field of this state and of the states in it. Inner states
+        themselves are left out."""
         for name, value in vars(self).items():
             if isinstance(value, State):
                 yield from value.held()
@@ -108,10 +109,11 @@ class Drafter(ABC):
         peeks: its candidates depend on `sampler.noise`, so that only the coupled law is exact for it.
         probes: vectors [M, H] that the prompt's last token hosts; later trees carry their own.
         memory: keys and values [L, 2, P, heads, D] that its probes read in the target's attention.
-        rungs: trees among which a policy chooses one a round, the bare root first; none: it has its own.
+        rungs: trees, the bare root first, of which a policy chooses one in each round. Empty: the drafter
+            always grows its own tree.
         tuned: those of the rungs that `tune` found.
         pace: seconds in which it reads a token that it put off; 0 where that is not known.
-        name: under which what its rungs cost is kept.
+        name: the name under which the costs of its rungs are stored.
     """
 
     taps: tuple[str, ...] = ()

@@ -81,7 +81,7 @@ class Span:
         return self.logits.argmax(-1)
 
     def select(self, rows: Int[Tensor, " R"]) -> "Span":
-        """Of some rows alone, without the pass that they came from."""
+        """The span of some of the rows, without the pass that it came from."""
         features = None if self.features is None else self.features[rows]
         parts = (self.tokens[rows], self.nexts[rows], self.start[rows], self.count[rows])
         return Span(*parts, self.cache, features)

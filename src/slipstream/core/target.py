@@ -153,7 +153,7 @@ class Target(ABC):
 
     @property
     def precision(self) -> str:
-        """What its texts depend on, for readers and records: such as "float32" or "bfloat16, int8"."""
+        """Its precision, which its texts depend on, as records state it: "float32", "bfloat16, int8"."""
         return self.dtype_name if self.quantize is None else f"{self.dtype_name}, {self.quantize}"
 
     @property
@@ -262,4 +262,5 @@ class Target(ABC):
 
     @abstractmethod
     def unsound(self, tokens: Sequence[int]) -> str:
-        """An error message: its numbers after `tokens` are not finite, and the first module where."""
+        """The error message for numbers that are not finite after `tokens`. It names the first module that
+        returned such numbers."""

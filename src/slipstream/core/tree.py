@@ -83,7 +83,7 @@ class Tree:
         return (torch.arange(self.nodes, device=self.tokens.device) - 1).clamp(min=0)[None]
 
     def layout(self) -> Layout:
-        """Depths and visibility of all rows; `depth` steps to the parents, unless it is a chain."""
+        """Depths and visibility of all rows. A tree takes `depth` steps up to the parents, a chain none."""
         N, device, parents = self.nodes, self.tokens.device, self.parents
         if look.may_look(self.tokens) and N <= SHARED:
             above = None if parents is None else tuple(map(tuple, parents.tolist()))

@@ -72,8 +72,8 @@ class CostReport(Report):
         return Group(table, *lines)
 
     def draw(self, path: str) -> None:
-        """An SVG: a pass against its rows, for every context and batch, and the time that reading the weights
-        takes."""
+        """Draw the time of a pass against its rows, for every context and batch, and the time that reading
+        the weights takes. A path that ends in .png gets a PNG, any other an SVG. Raises ValueError."""
         with picture(path, 1) as (ax,):
             for context, batch in dict.fromkeys((cost.context, cost.batch) for cost in self.passes):
                 some = [cost for cost in self.passes if (cost.context, cost.batch) == (context, batch)]

@@ -143,8 +143,8 @@ class TuneReport(Report):
         return Group(*shown)
 
     def draw(self, path: str) -> None:
-        """An SVG: speed-up over plain decoding against the node budget, predicted for optimal static trees,
-        and as timed."""
+        """Draw the speed-up over plain decoding against the node budget, as predicted for optimal static
+        trees and as timed. A path that ends in .png gets a PNG, any other an SVG. Raises ValueError."""
         with picture(path, len(self.temperatures)) as axes:
             for ax, tuned in zip(axes, self.temperatures, strict=True):
                 predicted = {proposed.proposal: proposed.budgets for proposed in tuned.proposals}
