@@ -67,12 +67,16 @@ def test_a_target_that_writes_nothing_usable_is_said_so(chat):
         list(synthesize_prompts(chat, Known(""), 2, 0.8, 6, 0, []))
 
 
-def test_prompts_begin_where_the_template_lets_a_user_speak(chat):
+def test_prompts_begin_where_the_template_lets_a_user_speak(chat, monkeypatch):
     assert opening_of(chat, []) == "u "
     before = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]
     assert opening_of(chat, before) == "u b a c</s> u "
     with pytest.raises(ValueError, match="no chat template"):
         opening_of(tiny.target("llama"), [])
+    shouts = "{% for turn in messages %}{{ turn.content | upper }}{% endfor %}"
+    monkeypatch.setattr(chat.text.tokenizer, "chat_template", shouts)
+    with pytest.raises(ValueError, match="template changes a user's words"):  # was "substring not found"
+        opening_of(chat, [])
 
 
 def test_no_seed_is_used_twice(chat):

@@ -134,13 +134,20 @@ def synthesize_prompts(
 
 
 def opening_of(target: Target, before: Messages) -> str:
-    """The chat template's text up to the user's next words. Raises ValueError if there is no template."""
+    """The chat template's text up to the user's next words. Raises ValueError if there is no template, or if
+    it does not render a user's words as they are."""
     if target.text is None or not target.text.has_chat:
         raise ValueError(
             f"target {target.name} has no chat template to write prompts from: use `slipstream regenerate`"
         )
     text = target.text.render([*before, {"role": "user", "content": HERE}], ask=False)
-    return text[: text.index(HERE)]
+    opening, here, _ = text.partition(HERE)
+    if not here:
+        raise ValueError(
+            f"target {target.name}'s chat template changes a user's words, so that no prompts can be begun "
+            "in it: use `slipstream regenerate`"
+        )
+    return opening
 
 
 def _fits(target: Target, text: str) -> bool:
