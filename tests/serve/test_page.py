@@ -107,5 +107,10 @@ def test_a_browser_chats_compares_and_draws_trees(opened):
     shown.get_by_label("JSON schema").fill("{")
     shown.get_by_role("button", name="Retry").click()
     assert "JSON schema" in shown.get_by_role("alert").inner_text()
+    shown.get_by_label("JSON schema").fill("")
+    shown.get_by_label("Most tokens").fill("24")
+    shown.get_by_role("button", name="Retry").click()  # of the question that failed, not of one before it
+    answered(shown, 1)
+    assert shown.get_by_role("alert").count() == 0
     assert noise == []
     shown.close()

@@ -3,6 +3,7 @@
 const { model, drafter } = JSON.parse(document.getElementById("data").textContent);
 const at = (id) => document.getElementById(id);
 let turns = []; // what was said: { role, content }
+let failed = null; // the last question, where it got no answer: it is not among the turns
 let stopping = null; // of the answer under way
 let lastBody = null;
 
@@ -158,21 +159,24 @@ async function run(body, name, sides) {
 
 async function say(content) {
   const talk = turns; // "New" begins another one meanwhile
+  failed = null;
   talk.push({ role: "user", content });
   const section = el("section", {}, el("h2", { class: "asked" }, content));
   at("talk").append(section);
   section.scrollIntoView({ block: "start" });
   const said = await answer(section);
-  if (said === null) talk.pop();
-  else talk.push({ role: "assistant", content: said });
+  if (said === null) {
+    talk.pop();
+    if (talk === turns) failed = content;
+  } else talk.push({ role: "assistant", content: said });
   at("said").focus();
 }
 
 function retry() {
   const last = turns.findLastIndex((turn) => turn.role === "user");
-  if (last < 0 || !at("stop").disabled) return;
-  const { content } = turns[last];
-  turns = turns.slice(0, last);
+  const content = failed ?? turns[last]?.content;
+  if (content === undefined || !at("stop").disabled) return;
+  if (failed === null) turns = turns.slice(0, last);
   at("talk").lastElementChild?.remove();
   if (Number(at("temperature").value)) at("seed").value = Number(at("seed").value) + 1;
   say(content);
@@ -228,6 +232,7 @@ at("retry").addEventListener("click", retry);
 at("new").addEventListener("click", () => {
   stopping?.abort();
   turns = [];
+  failed = null;
   at("talk").replaceChildren();
   at("said").focus();
 });
