@@ -8,6 +8,7 @@ import torch
 from slipstream import generate
 from slipstream.decode import session
 from slipstream.decode.answer import Answer
+from slipstream.decode.prefixes import LEAST
 from slipstream.decode.reading import TOGETHER
 from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
@@ -32,9 +33,9 @@ class Fails:
 class Listener:
     """An engine, and what it tells of each task."""
 
-    def __init__(self, target, rows=3, queue=10) -> None:
+    def __init__(self, target, rows=3, queue=10, keep=0) -> None:
         self.target, self.heard, self.ended = target, {}, threading.Condition()
-        self.engine = Engine(target, load_drafter("ngram"), rows, 128, queue, self.post)
+        self.engine = Engine(target, load_drafter("ngram"), rows, 128, queue, self.post, keep=keep)
 
     def task(self, prompt, new=NEW, fails=None, **sampling) -> Task:
         processors = [] if fails is None else [Fails(len(prompt), fails)]
@@ -93,6 +94,22 @@ def test_a_text_that_fails_takes_no_other_with_it(listen, chatting, at):
     here.engine.submit([after])
     here.wait(after)
     assert here.text(after) == alone(chatting, PROMPTS[0])
+
+
+def test_a_prompt_that_is_read_again_after_a_failure_counts_as_read(listen):
+    """What it shared with a text of the session that failed was counted on."""
+    here = listen(keep=100)
+    prompt = [i % 50 for i in range(2 * LEAST)]
+    before, good, bad = here.task(prompt), here.task(prompt), here.task([30, 31, 32], fails=1)
+    here.engine.submit([before])
+    here.wait(before)
+    task = here.task(prompt)
+    here.engine.submit([task])
+    here.wait(task)
+    assert task.shared == len(prompt) - 1
+    here.engine.submit([good, bad])
+    here.wait(good, bad)
+    assert good.shared == 0
 
 
 def test_a_text_whose_tokens_cannot_be_read_takes_no_other_with_it(listen, chatting, monkeypatch):

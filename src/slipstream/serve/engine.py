@@ -351,7 +351,7 @@ class Engine:
             again.remove(suspects[0])
             news = [_failure(suspects[0], error)]
         for task in again:
-            task.again = len(task.answer.tokens)
+            task.again, task.shared = len(task.answer.tokens), 0  # its prompt is read again
             task.alone = task.alone or task in suspects
         with self._changed:
             self._waiting.extendleft(task for task in reversed(again) if task not in self._gone)
