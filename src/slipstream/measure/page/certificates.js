@@ -35,7 +35,8 @@ function audits(made) {
     { head: "same answers", value: (row) => row.identical / row.questions, show: seen },
     { head: "tokens", value: (row) => row.tokens },
     { head: "near-ties", value: (row) => row.divergences.length - row.unexplained },
-    { head: "largest margin", value: (row) => row.largest_margin,
+    { head: "largest margin", // a text where it is outside the support: larger than any
+      value: (row) => (typeof row.largest_margin === "number" ? row.largest_margin : Number.MAX_VALUE),
       show: (row) => (typeof row.largest_margin === "number" ? row.largest_margin.toPrecision(2) : row.largest_margin) },
     { head: "unexplained", value: (row) => row.unexplained },
   ];
