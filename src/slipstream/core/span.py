@@ -40,13 +40,14 @@ class Probed(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """T columns per row, of which the first `count` are real; none for a shorter prompt in a batch.
+    """What the target has just read: T columns in each row, of which the first `count` are real. A row has
+    none where a longer prompt of its batch is still being read.
 
     Attributes:
-        tokens: what was read; column j stands at position start + j.
+        tokens: the tokens that were read. Column j stands at position start + j.
         nexts: the token after each; after the last, the target's own choice.
-        start, count: tokens of each text before this span, and in it.
-        cache: the target's, these tokens included.
+        start, count: number of each text's tokens before this span, and in it.
+        cache: the target's cache, which includes these tokens.
         features: the target's taps at each token.
         probed: the taps of probes; `None` where the pass had none.
         tree, path, logits: the pass this span came from, and the accepted slots.

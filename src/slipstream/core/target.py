@@ -158,8 +158,8 @@ class Target(ABC):
 
     @property
     def margin(self) -> float:
-        """In logits: scores so close are a tie where passes over a tree and over one row round differently.
-        Nothing is explained by it where `exactness` is "bits"."""
+        """How close two scores of a near-tie are at most, in logits. A pass over a tree may round differently
+        from a pass over one row, which may turn such a tie. Where `exactness` is "bits", none is turned."""
         return MARGINS[self.dtype]
 
     @property

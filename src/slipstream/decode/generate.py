@@ -60,10 +60,10 @@ class Generation:
 
     Attributes:
         prompt, tokens: token ids; `tokens` includes a closing EOS.
-        text: without special tokens and stop string.
+        text: the answer's text, without special tokens and without the stop string.
         finish: what ended it: "eos" (an end token), "stop" (a stop string) or "length" (its limit).
         rounds: one entry per target pass after the prompt's.
-        seconds: of all answers that were made in the same call.
+        seconds: where the time of the whole call went, which all of its answers share.
         sampling: how its tokens were chosen, as `audit` takes it.
     """
 
@@ -201,12 +201,12 @@ def stream(
 
 
 class Stream(Iterator[str]):
-    """An answer under way: pieces of text as rounds bring them, which together are `generation.text`.
+    """An iterator over the pieces of an answer's text as it is made. Together they are `generation.text`.
 
     Attributes:
-        rounds: the same, round by round: what each of its tokens made certain.
-        tokens: of prompt and answer, at most.
-        generation: the whole answer, once the last piece has been taken.
+        rounds: the same text in lists, one for each round, with the text that each token made certain.
+        tokens: the most tokens that prompt and answer can have together.
+        generation: the whole answer. None until the last piece has been taken.
     """
 
     def __init__(self, job: "Job") -> None:
@@ -218,7 +218,7 @@ class Stream(Iterator[str]):
         return next(filter(None, map("".join, self.rounds)))
 
     def close(self) -> None:
-        """Give up the rest."""
+        """Stop decoding. `generation` stays None if the answer had not ended."""
         self.rounds.close()
 
     def _rounds(self, job: "Job") -> Generator[list[str], None, None]:

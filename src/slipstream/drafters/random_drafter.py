@@ -25,10 +25,10 @@ class RandomDrafter(Drafter):
     """Every node has `width` children down to `depth`, drawn without replacement from a random law.
 
     Args:
-        probes: vectors [M, H] behind the root and a random node.
+        probes: vectors [M, H] that the root and a random node host.
         memory: keys and values [L, 2, P, heads, D] that the probes read.
         sampled: put the law on the tree, for multi-round verification. Otherwise candidates are point masses.
-        seed: of the laws. Candidates are drawn with the sampler's stream for drafts.
+        seed: the seed of the random laws. Candidates are drawn with the sampler's stream for drafts.
     """
 
     def __init__(

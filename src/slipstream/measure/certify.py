@@ -76,10 +76,10 @@ class Certificate(Report):
     Attributes:
         exactness: the promise that was checked. "bits": every token is plain decoding's; "audited": a
             near-tie within the margin may turn. Hugging Face's generate is always audited.
-        margin: the precision's, in logits: rounding may turn a near-tie within it.
+        margin: how close two scores of a near-tie are at most, in logits (`Target.margin`).
         certified: no token is unexplained, no distribution test failed, and the run was complete.
-        settings: what was asked; older certificates do not say.
-        distribution: the tests at T > 0; older certificates have none.
+        settings: the arguments of the run. None in certificates of older versions.
+        distribution: the tests at T > 0. Empty in certificates of older versions.
     """
 
     exactness: str = "audited"

@@ -84,7 +84,8 @@ class DoctorReport(Report):
     """What `doctor` found.
 
     Attributes:
-        temperature, batch, context: of the use that was looked at; without a context the questions' own.
+        temperature, batch: those of the use that was examined.
+        context: number of tokens of its texts. None: as many as the questions have.
     """
 
     drafter: str
@@ -95,7 +96,7 @@ class DoctorReport(Report):
 
     @property
     def found(self) -> list[Finding]:
-        """The faults."""
+        """The findings that are faults."""
         return [each for each in self.findings if each.verdict == "found"]
 
     def __rich__(self) -> Group:
@@ -133,10 +134,11 @@ def doctor(
     Args:
         target, questions, progress: as `bench` takes them.
         drafter: a name or a directory, with options.
-        temperature, batch: of the answers in use, and how many are made at once.
-        context: tokens of the texts in use; default: as the questions have.
-        limit: questions in all.
-        max_new_tokens: tokens of each answer that is looked at.
+        temperature: the temperature of the answers in use.
+        batch: how many of them are made at once.
+        context: number of tokens of the texts in use; default: as many as the questions have.
+        limit: number of questions that are asked in all.
+        max_new_tokens: tokens of each answer that is examined, at most.
 
     Raises:
         ValueError: an unknown drafter, or a setting out of range.

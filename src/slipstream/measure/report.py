@@ -179,12 +179,12 @@ class BenchReport(Report):
 
     Attributes:
         exactness: the promise that drafters were held to, as in `Certificate`.
-        margin: the precision's, in logits.
-        batch: prompts that were answered at once.
+        margin: how close two scores of a near-tie are at most, in logits (`Target.margin`).
+        batch: number of prompts that were answered at once.
         prompts: names of the questions that all methods answered.
-        settings: what was asked; older reports do not say.
-        results: plain decoding first, then the drafters.
-        turns: of a run that has not ended, what was answered until then.
+        settings: the arguments of the run. None in reports of older versions.
+        results: the figures of plain decoding, then those of each drafter.
+        turns: the answers so far of a run that has not ended, which `begun` needs.
     """
 
     exactness: str = "audited"

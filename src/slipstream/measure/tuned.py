@@ -109,11 +109,11 @@ class TuneReport(Report):
     """What `tune` found.
 
     Attributes:
-        context: tokens before the passes that were timed.
-        batch: texts that shared them.
-        passes_ms: of a target pass, by its rows.
-        draft_step_ms: of one more token in depth.
-        skipping: of a self-speculative drafter: what each number of blocks promises.
+        context: number of tokens before the passes that were timed.
+        batch: number of texts that shared each of these passes.
+        passes_ms: milliseconds of a target pass, by its number of rows.
+        draft_step_ms: milliseconds of drafting one level of depth more.
+        skipping: for a self-speculative drafter, what each number of skipped blocks promises.
     """
 
     context: int

@@ -10,9 +10,9 @@ class Evaluation:
     """A prediction of τ along the held-out answers.
 
     Attributes:
-        trained: tokens learnt from before it.
-        loss: of the last step; None before the first.
-        acceptance: by depth, the share of rounds that accept as deep.
+        trained: number of tokens trained on before it.
+        loss: the loss of the last step. None before the first step.
+        acceptance: for each depth, the share of rounds that accept at least as deep.
     """
 
     stage: int

@@ -25,9 +25,11 @@ class TrainingRun(Result):
     """A drafter directory that `train` wrote, with a checkpoint to resume from.
 
     Attributes:
-        tree, tau: the tree that τ was predicted for, and the highest prediction, whose weights are kept.
-        trained_tokens, minutes: learnt from, and spent on steps, over all stages.
-        history: all predictions.
+        tree: the tree for which τ was predicted.
+        tau: the highest predicted τ. The weights of that evaluation are kept.
+        trained_tokens: number of tokens trained on, over all stages.
+        minutes: time spent on training steps, over all stages.
+        history: all evaluations.
     """
 
     directory: str
