@@ -156,6 +156,15 @@ def test_a_cache_that_cannot_be_read_or_written_stops_nobody(auto, tmp_path):
     assert costs.policy(target, drafter, 2)
 
 
+@pytest.mark.parametrize("damaged", [7, "1.5", [[]], [[1.5, 20.0, 3.0]], [2.0]])
+def test_what_was_accepted_is_learnt_anew_where_it_is_damaged(auto, damaged):
+    target, drafter = auto
+    for each in (damaged, {rung.name: damaged for rung in drafter.rungs}):
+        costs._ledgers.clear()
+        costs.update_json(cache_home() / costs.FILE, {costs.ACCEPTED: {costs._key(target, drafter): each}})
+        assert not costs.ledger(target, drafter).accepted
+
+
 def test_a_drafter_made_anew_in_each_call_measures_nothing_anew(auto, monkeypatch):
     """Rounds to warm up before every answer of `generate(target, prompt)`."""
     target, drafter = auto

@@ -23,7 +23,7 @@ from slipstream.core.tree import Tree, chain
 from slipstream.decode.memory import GIB, memory
 from slipstream.decode.policy import Accepted, Ledger, Policy, Trial
 from slipstream.decode.session import Session
-from slipstream.files import cache_home, read_results, update_json
+from slipstream.files import cache_home, read_results, understood, update_json
 from slipstream.kernels import build
 from slipstream.results import Figures
 
@@ -43,9 +43,12 @@ def ledger(target: Target, drafter: Drafter) -> Ledger:
     if (key := (drafter.name, drafter.rungs)) not in ledgers:
         known = ledgers[key] = Ledger(drafter.rungs)
         names = [rung.name for rung in drafter.rungs]
-        for name, means in _stored(target, drafter).get(ACCEPTED, {}).items():
-            for sign, mean in enumerate(means if name in names else ()):
-                known.accepted[names.index(name), sign] = Accepted(*mean)
+        with suppress(ValueError), understood(FILE):  # what is damaged is learnt anew
+            known.accepted |= {
+                (names.index(name), sign): Accepted(float(mean), float(rounds))
+                for name, means in _stored(target, drafter).get(ACCEPTED, {}).items()
+                for sign, (mean, rounds) in enumerate(means if name in names else ())
+            }
     return ledgers[key]
 
 
@@ -122,7 +125,7 @@ def _stored(target: Target, drafter: Drafter) -> dict[str, dict[str, Any]]:
     damaged."""
     with suppress(ValueError):
         kept, key = read_results(cache_home() / FILE), _key(target, drafter)
-        return {what: each[key] for what, each in kept.items() if key in each}
+        return {what: each[key] for what, each in kept.items() if isinstance(each.get(key), dict)}
     return {}
 
 
