@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,15 @@ def test_a_damaged_file_of_results_is_not_overwritten(tmp_path, text):
     with pytest.raises(ValueError, match=r"costs\.json"):
         update_json(path, {"here": {"a": 1}})
     assert path.read_text() == text
+
+
+def test_results_that_are_put_into_one_file_at_once_are_all_kept(tmp_path):
+    """Each writer replaced the file by what it had read, and its own."""
+    path = tmp_path / "costs.json"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: update_json(path, {"here": {str(i): i}}), range(64)))
+    assert json.loads(path.read_text()) == {"here": {str(i): i for i in range(64)}}
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("name", ["file.jsonl", "."])

@@ -181,13 +181,13 @@ def replacing(path: str) -> Iterator[TextIO]:
 
 
 @contextmanager
-def locked(path: str | Path) -> Iterator[None]:
+def locked(path: str | Path, wait: bool = False) -> Iterator[None]:
     """Lock a file or a directory in this context. A process that dies lets go of it. Raises ValueError where
-    another process, which is named, holds it, or where it cannot be locked."""
+    another process, which is named, holds it, unless told to `wait` for it, or where it cannot be locked."""
     place = Path(os.path.realpath(path))
     beside = place / LOCK if place.is_dir() else place.with_name(f".{place.name[:40]}{LOCK}")
     try:
-        file = _lock(beside)
+        file = _lock(beside, wait)
     except OSError as error:
         fix = "name a place in a writable directory"
         raise ValueError(f"{path} cannot be locked: {error.strerror}: {fix}") from error
@@ -205,12 +205,13 @@ def locked(path: str | Path) -> Iterator[None]:
             beside.unlink(missing_ok=True)
 
 
-def _lock(beside: Path) -> TextIO | str:
-    """The locked file, or its text if another process has locked it. Raises OSError."""
+def _lock(beside: Path, wait: bool) -> TextIO | str:
+    """The locked file, or its text if another process has locked it and this one does not wait. Raises
+    OSError."""
     while True:
         file = open(beside, "a+", encoding="utf-8")  # noqa: SIM115  it is locked as long as it is open
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             with file:
                 file.seek(0)
@@ -260,8 +261,9 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def update_json(path: Path, news: Mapping[str, dict[str, Any]]) -> None:
-    """Put entries under keys of a file of results, in one writing; its other entries stay. Raises
-    ValueError."""
-    known = read_results(path)
+    """Put entries under keys of a file of results, in one writing; its other entries stay, those of processes
+    that write at the same time among them. Raises ValueError."""
     check_writable(str(path))
-    write_json(str(path), known | {key: known.get(key, {}) | entries for key, entries in news.items()})
+    with locked(path, wait=True):
+        known = read_results(path)
+        write_json(str(path), known | {key: known.get(key, {}) | entries for key, entries in news.items()})
