@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,29 @@ def test_a_glide_of_its_own_width_and_ends_decodes(chat, data, tmp_path, about):
     assert drafter.head.config.hidden_size == about.get("hidden_size", chat.config.hidden_size)
     plain = generate(chat, "abcab", max_new_tokens=16)
     assert generate(chat, "abcab", drafter, max_new_tokens=16).tokens == plain.tokens
+
+
+@every_method
+def test_the_drafter_that_is_kept_is_the_one_that_was_judged(chat, data, tmp_path, method):
+    """Weights of 8 bits that are rounded again in the target's precision, which has other steps."""
+    bf16 = HFTarget(deepcopy(tiny.reference("llama")).bfloat16(), chat.text.tokenizer, "tiny-bf16")
+    settings = recipe(data, method)
+    settings = settings.model_copy(update={"head": settings.head.model_copy(update={"storage": "int8"})})
+    trainer = Trainer(bf16, settings, str(tmp_path / "run"))
+    trainer.prepare()
+    judge, best = trainer.objective.judge, [(0.0, {})]
+
+    def noted(drafter, recorded):
+        prediction = judge(drafter, recorded)
+        if prediction.tau > best[-1][0]:
+            best.append((prediction.tau, drafter.pack()[1]))
+        return prediction
+
+    trainer.objective.judge = noted
+    trainer.run()
+    kept = load_drafter(str(tmp_path / "run"), bf16).pack()[1]
+    assert kept.keys() == best[-1][1].keys()
+    assert not [name for name, weight in best[-1][1].items() if not torch.equal(weight, kept[name])]
 
 
 @every_method

@@ -13,7 +13,7 @@ from slipstream.core.target import Target
 from slipstream.core.tree import chain
 from slipstream.decode.predict import Prediction, decoded
 from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
-from slipstream.drafters.store import restored, stored
+from slipstream.drafters.store import stored
 from slipstream.targets.recorded import RecordedTarget
 from slipstream.training.objective import Batch, Given, Objective
 from slipstream.training.recipes import BitaRecipe
@@ -116,13 +116,12 @@ class BitaObjective(Objective):
         states, _ = target.states(rows, positions.clamp(max=target.window - 1), visible, columns, layers)
         return states.view(B, G, M, -1)
 
-    def drafter(self, tree: str, dtype: torch.dtype) -> Bita:
+    def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         head = BitaHead(self.head.config)
         with torch.no_grad():
             head.masks.copy_(self.head.masks)
             head.memory.copy_(self.head.memory(self._target))
-        head.load_state_dict(restored(stored(head.state_dict(), dtype)))
-        return Bita(head, self._target, self._vocab, tree)
+        return stored(head.state_dict(), dtype)
 
     def judge(self, drafter: Bita, recorded: RecordedTarget) -> Prediction:
         """τ by decoding: the target's passes over the masks are in no record."""

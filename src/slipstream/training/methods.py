@@ -224,8 +224,11 @@ class DistillObjective(Objective):
         model = self.head.model
         yield model.states(model.embed(tokens), at, at[:, :, None] >= at[:, None], at)[0][:, 1:]
 
+    def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        return stored(self.head.state_dict(), dtype)
+
     def drafter(self, tree: str, dtype: torch.dtype) -> DraftModel:
-        weights = restored(stored(self.head.state_dict(), dtype))
+        weights = restored(self.weights(dtype))
         part = Part(self.head.config.blocks, self._target, self._vocab).fill(weights)
         return DraftModel(part.model, self._target, tree, vocab=self._vocab, part=part)
 

@@ -211,12 +211,17 @@ class Objective(nn.Module):
         vocab = torch.arange(self._target.vocab) if self._vocab is None else self._vocab
         return (tokens[:, None] == vocab.to(tokens.device)).float()
 
-    def drafter(self, tree: str, dtype: torch.dtype) -> HeadDrafter | DraftModel:
-        """A drafter with a copy of the head as it is now, rounded as `dtype` stores it."""
+    def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The head's as it is now, `stored` as `dtype`."""
         head: Any = self.drafts.module(self.head.config)
         head.load_state_dict(self.head.state_dict())
         head.scale_inputs(self.gains[0].cpu(), self.gains[1:].cpu())
-        head.load_state_dict(restored(stored(head.state_dict(), dtype)))
+        return stored(head.state_dict(), dtype)
+
+    def drafter(self, tree: str, dtype: torch.dtype) -> HeadDrafter | DraftModel:
+        """A drafter with the head's `weights` in the target's precision."""
+        head: Any = self.drafts.module(self.head.config)
+        head.load_state_dict(restored(self.weights(dtype)))
         return self.drafts(head, self._target, self._vocab, tree)
 
     def judge(self, drafter: Any, recorded: RecordedTarget) -> Prediction:

@@ -282,7 +282,8 @@ class Trainer:
         if better:
             config, tensors = drafter.pack()
             config["vocabulary"] = {"size": len(drafter.vocab), "coverage": round(self.vocab_coverage, 4)}
-            about = (self.recipe.method, self.target, config, tensors, self._summary(prediction), storage)
+            tensors |= self.objective.weights(storage)  # the drafter's were rounded to the target's precision
+            about = (self.recipe.method, self.target, config, tensors, self._summary(prediction), None)
             save_drafter(self.home, *about, force=True)
 
     def _summary(self, prediction: Prediction) -> dict[str, Any]:
