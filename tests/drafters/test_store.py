@@ -12,6 +12,7 @@ import tiny
 from slipstream.drafters import load_drafter
 from slipstream.drafters.heads import layer_sizes
 from slipstream.drafters.store import (
+    VOCAB,
     check_claim,
     made_by,
     read_drafter,
@@ -168,6 +169,26 @@ def test_weights_that_do_not_fit_are_one_line(target, drafter, tmp_path, name, c
     with pytest.raises(ValueError, match=says) as refused:
         load_drafter(drafter, target)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "vocab", "says"),
+    [
+        (tiny.eagle, torch.tensor([3, 5, 3]), "names tokens twice"),  # `sampled` drew from another law
+        (tiny.eagle, torch.tensor([3, 64]), "names other tokens than this target's 64"),
+        (tiny.eagle, torch.arange(64)[None], "draft_vocab has shape"),
+        (tiny.distilled, torch.arange(64)[None], "draft_vocab has shape"),
+        (tiny.eagle3, torch.arange(40), "says 64 tokens, and its draft vocabulary names 40"),
+        (tiny.medusa, torch.arange(40), "says 64 tokens, and its draft vocabulary names 40"),
+    ],
+)
+def test_a_draft_vocabulary_that_does_not_fit_is_one_line(target, tmp_path, make, vocab, says):
+    """Such heads failed at their first draft, or drew from another law than the target's."""
+    drafter = make(target, "chain-2")
+    config, tensors = drafter.pack()
+    save_drafter(tmp_path, drafter.method, target, config, tensors | {VOCAB: vocab}, {}, dtype=None)
+    with pytest.raises(ValueError, match=says):
+        load_drafter(str(tmp_path), target)
 
 
 def test_a_tuned_tree_goes_with_the_weights_that_it_was_found_for(target, tmp_path):

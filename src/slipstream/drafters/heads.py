@@ -50,7 +50,7 @@ class HeadDrafter(Proposer):
         tree, proposal: see `Proposer`.
 
     Raises:
-        ValueError: the vocabulary names tokens that the target does not have; also see `Proposer`.
+        ValueError: the vocabulary has another size than the head's own LM head; also see `Proposer`.
     """
 
     method: ClassVar[str]
@@ -70,12 +70,12 @@ class HeadDrafter(Proposer):
         self.head: Any = head.to(at, target.dtype).requires_grad_(False)
         self.target, self.taps = target, head.config.taps
         target.lend_products(self.head)
-        if vocab is not None and not (len(vocab) and int(vocab.min()) >= 0 and int(vocab.max()) < V):
-            raise ValueError(
-                f"the draft vocabulary of this {self.method} head names other tokens than this target's {V}"
-            )
         ids = torch.arange(V, device=at) if vocab is None else vocab.to(at).long()
         super().__init__(ids, V, tree, proposal)
+        if (said := getattr(head.config, "draft_vocab_size", 0)) not in (0, len(ids)):
+            raise ValueError(
+                f"this {self.method} head says {said} tokens, and its draft vocabulary names {len(ids)}"
+            )
         self.lm_head = None if self.head.own_lm_head else target.lm_head(None if len(ids) == V else ids)
         if target.compiles:
             kind = backend_for(self.head, target.embed, self.lm_head or self.head)

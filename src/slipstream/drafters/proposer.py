@@ -39,12 +39,17 @@ class Proposer(Drafter):
         reach: the last tokens of a text that are enough to begin with; None: it must read all of them.
 
     Raises:
-        ValueError: an unknown tree or proposal, or a pair of them that is not exact.
+        ValueError: an unknown tree or proposal, or a pair of them that is not exact; or the vocabulary names
+            tokens that the target does not have, or one of them twice.
     """
 
     reach: int | None = None
 
     def __init__(self, vocab: Int[Tensor, " Vd"], width: int, tree: str | Shape, proposal: str) -> None:
+        if not (len(vocab) and int(vocab.min()) >= 0 and int(vocab.max()) < width):
+            raise ValueError(f"this drafter's draft vocabulary names other tokens than this target's {width}")
+        if len(vocab.unique()) < len(vocab):  # siblings that are the same would be accepted too often
+            raise ValueError("this drafter's draft vocabulary names tokens twice")
         self.vocab, self.width = vocab, width
         self.grow_as(tree, proposal)
 

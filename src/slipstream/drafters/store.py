@@ -233,6 +233,8 @@ def _read_tensors(path: Path, source: str) -> dict[str, Tensor]:
             f"{source} does not fit: {bad[0]}{more} holds numbers that are not finite: it is damaged, or its "
             "training failed: train the drafter again"
         )
+    if (vocab := tensors.get(VOCAB)) is not None and vocab.ndim != 1:
+        raise ValueError(f"{source} does not fit: {VOCAB} has shape {list(vocab.shape)}; it must be a list")
     return tensors
 
 
