@@ -152,6 +152,17 @@ def test_a_config_that_does_not_fit_is_one_line(target, drafter, tmp_path, key, 
         assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("make", [tiny.eagle, tiny.medusa, tiny.glide])
+def test_more_taps_than_a_head_reads_are_one_line(target, tmp_path, make):
+    """They failed at the first draft."""
+    drafter = make(target, "chain-2")
+    config, tensors = drafter.pack()
+    taps = {"taps": config["taps"] * 2}
+    save_drafter(tmp_path, drafter.method, target, config | taps, tensors, {}, dtype=None)
+    with pytest.raises(ValueError, match=r"config\.json of this .* head does not fit: taps is .*, '"):
+        load_drafter(str(tmp_path), target)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
@@ -159,6 +170,7 @@ def test_a_config_that_does_not_fit_is_one_line(target, drafter, tmp_path, key, 
         ("fc.weight", lambda t: t.index_fill(0, torch.tensor([1]), -math.inf), "not finite"),
         ("fc.weight.step", lambda t: torch.ones(3), "model.safetensors does not fit"),
         ("fc.weight.step", lambda t: torch.tensor(1.0), "model.safetensors does not fit"),
+        ("fc.weight", lambda t: t.to(torch.float8_e4m3fn), "model.safetensors does not fit"),
     ],
 )
 def test_weights_that_do_not_fit_are_one_line(target, drafter, tmp_path, name, change, says):

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from slipstream.drafters.heads import HeadConfig, copying, randomise
+from slipstream.drafters.heads import HeadConfig, check_one_tap, copying, randomise
 from slipstream.drafters.layers import Attend, DecoderLayer
 from slipstream.drafters.recursive import RecursiveDrafter, RecursiveHead
 
@@ -30,7 +30,7 @@ class EagleConfig(HeadConfig):
         inputs: what the head reads, a key of `INPUTS`; the others are for comparison (§4.3.2, Fig. 8).
 
     Raises:
-        ValueError: there are no such inputs.
+        ValueError: there are no such inputs, or several taps.
     """
 
     bias: bool = False
@@ -38,6 +38,7 @@ class EagleConfig(HeadConfig):
     inputs: str = "shifted"
 
     def __post_init__(self) -> None:
+        check_one_tap(self.taps)
         if self.inputs not in INPUTS:
             raise ValueError(f"inputs is {self.inputs!r}; it must be one of {', '.join(INPUTS)}")
 

@@ -43,6 +43,9 @@ class GlideConfig(HeadConfig):
         draft_vocab_size: rows of its own LM head.
         cross_norm: a norm stands before cross-attention; the public code has none.
         first_token: the draft also reads the text's first token, as the public code does.
+
+    Raises:
+        ValueError: there are more taps than layers.
     """
 
     depth: int = 1
@@ -55,6 +58,10 @@ class GlideConfig(HeadConfig):
     draft_vocab_size: int = 0
     cross_norm: bool = True
     first_token: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.taps) > self.depth:
+            raise ValueError(f"taps is {[*self.taps]}; this head's layers, {self.depth}, read one each")
 
 
 class CrossAttention(nn.Module):

@@ -29,6 +29,12 @@ class HeadConfig(LayerConfig):
     taps: tuple[str, ...] = (FINAL,)
 
 
+def check_one_tap(taps: Sequence[str]) -> None:
+    """Raise ValueError unless a head that reads one state has one."""
+    if len(taps) != 1:
+        raise ValueError(f"taps is {[*taps]}; this head reads one state")
+
+
 class Head(nn.Module):
     """A trained module: its weights are its whole state."""
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slipstream.core.drafter import FINAL
 from slipstream.core.span import Span
-from slipstream.drafters.heads import Head
+from slipstream.drafters.heads import Head, check_one_tap
 from slipstream.drafters.parallel import ParallelDrafter, ParallelState
 
 
@@ -24,6 +24,9 @@ class MedusaConfig:
         layers: residual blocks per head.
         bias: the blocks' linear layers have a bias.
         shared: the target's LM head takes the place of the heads' own.
+
+    Raises:
+        ValueError: there are several taps.
     """
 
     hidden_size: int
@@ -33,6 +36,9 @@ class MedusaConfig:
     bias: bool = True
     shared: bool = False
     taps: tuple[str, ...] = (FINAL,)
+
+    def __post_init__(self) -> None:
+        check_one_tap(self.taps)
 
 
 class MedusaHead(Head):

@@ -225,9 +225,10 @@ def _read_tensors(path: Path, source: str) -> dict[str, Tensor]:
         check_regular(path)
         with understood(source):
             tensors = restored(load_file(path))
+            bad = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{source} cannot be read: {error}") from error
-    if bad := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+    if bad:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise ValueError(
             f"{source} does not fit: {bad[0]}{more} holds numbers that are not finite: it is damaged, or its "
