@@ -46,3 +46,12 @@ def test_train_bench_and_export_one_drafter(run, tiny_options, questions, tmp_pa
     assert (code, "embed_tokens.weight: a copy" in out) == (0, True)
     code, out, _ = run("import", str(tmp_path / "public"), *target, "--out", str(tmp_path / "again"))
     assert code == 0
+
+
+def test_data_on_standard_output_is_rows_alone(run, model, tmp_path):
+    """The table stood behind them, so that what was piped into a file could not be trained on."""
+    (tmp_path / "data.jsonl").write_text('{"text": "abc"}\n{"text": "bcd"}\n')
+    code, out, err = run("data", str(tmp_path / "data.jsonl"), "--target", model, "--out", "-")
+    assert code == 0
+    assert [json.loads(line)["text"] for line in out.splitlines()] == ["abc", "bcd"]
+    assert "answer tokens" in err

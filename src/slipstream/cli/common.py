@@ -147,15 +147,16 @@ def inputs(target: str, drafters: Sequence[str] = (), files: Sequence[str] = ())
 
 
 def deliver(
-    result: "Result", json_path: str | None, plot: str | None = None, draw: Callable[..., Any] | None = None
+    result: "Result", json_path: str | None, other: str | None = None, draw: Callable[..., Any] | None = None
 ) -> None:
-    """Print a result, write it and draw it, each even if another fails."""
+    """Print a result, write it and draw it, each even if another fails. `other`: where it is drawn, or what
+    else was written."""
     with ExitStack() as last:  # in reverse order
-        if plot is not None and draw is not None:
-            last.callback(draw, plot)
+        if other is not None and draw is not None:
+            last.callback(draw, other)
         if json_path is not None:
             last.callback(result.write, json_path)
-        beside(json_path, plot).print(result)
+        beside(json_path, other).print(result)
 
 
 def beside(*paths: str | None) -> Console:

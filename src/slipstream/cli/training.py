@@ -197,7 +197,7 @@ def data(
     loaded = load(target, "auto", "cpu")
     with counting("reading") as progress:
         report = inventory(loaded, files, exclude, path, progress)
-    deliver(report, json_path)
+    deliver(report, json_path, path)
 
 
 @command("import ./EAGLE-LLaMA3-8B --target ./llama3-8b --out drafters/llama3-eagle", name="import")
