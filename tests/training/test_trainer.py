@@ -409,6 +409,19 @@ def test_a_full_disk_keeps_the_last_checkpoint(chat, data, tmp_path, monkeypatch
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
 
 
+def test_a_picture_that_cannot_be_drawn_hides_no_error(chat, data, tmp_path, monkeypatch):
+    """On a full disk neither the checkpoint nor the curve can be written, and the curve was all that was
+    told."""
+
+    def full(*_):
+        raise RuntimeError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    (tmp_path / "run" / "curve.svg").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"state\.pt cannot be written.*the last one stays"):
+        slipstream.train(chat, recipe(data), str(tmp_path / "run"), force=True)
+
+
 def test_directories_and_checkpoints_that_do_not_fit_are_refused(chat, data, tmp_path):
     settings = recipe(data)
     train(chat, settings, tmp_path / "run")

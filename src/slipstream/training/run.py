@@ -1,6 +1,7 @@
 """`train`: one run, from its recipe to its curve, and what it displays."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from os import PathLike, fspath
 
 from rich.console import Group
@@ -88,14 +89,14 @@ def train(
         trainer = Trainer(loaded(target), settled, directory, resume, force)
         trainer.prepare(filling)
         done = trainer.run(progress)
-    except KeyboardInterrupt as stopped:
-        if trainer is None or trainer.checkpoint is None:
+    except BaseException as stopped:
+        with suppress(ValueError):  # no picture on a full disk: what ended the run says more
+            _draw_curve(trainer, directory)
+        if not isinstance(stopped, KeyboardInterrupt) or trainer is None or trainer.checkpoint is None:
             raise
         where = f"checkpoint at step {trainer.checkpoint} in {directory}"
         raise KeyboardInterrupt(f"{where}: go on with --resume") from stopped
-    finally:
-        if trainer is not None and trainer.leads and trainer.progress.history:
-            draw(trainer.progress.history, f"{directory}/curve.svg")
+    _draw_curve(trainer, directory)
     return TrainingRun(
         **made(),
         directory=directory,
@@ -147,6 +148,11 @@ def preview(target: Target, data: Data, count: int = 3) -> Group:
         ("learnt", LEARNT), "  ", ("only read", GIVEN), "  · a token counts as an assistant's, or as its end"
     )
     return Group(*panels, legend)
+
+
+def _draw_curve(trainer: Trainer | None, directory: str) -> None:
+    if trainer is not None and trainer.leads and trainer.progress.history:
+        draw(trainer.progress.history, f"{directory}/curve.svg")
 
 
 def draw(history: Sequence[Evaluation], path: str) -> None:
