@@ -46,6 +46,13 @@ def test_conversations_without_a_question_are_counted(chat, tmp_path):
     assert report.kinds["dump"].finished == round(2 / 3, 4)
 
 
+def test_a_file_may_be_called_all(chat, tmp_path):
+    """Its rows were shown as the sum of all kinds."""
+    files = [write(tmp_path / f"{name}.jsonl", row("q", text)) for name, text in (("all", A), ("b", B))]
+    report = inventory(chat, files)
+    assert {kind: held.rows for kind, held in report.kinds.items()} == {"all": 1, "b": 1, "all kinds": 2}
+
+
 def test_what_falls_out_is_counted_by_kind_and_left_out(chat, files, tmp_path):
     own, given, questions = files
     told = []

@@ -154,12 +154,13 @@ def _judge(rows: Sequence[Counted], words: set[int]) -> None:
 
 
 def _by_kind(rows: Sequence[Counted]) -> dict[str, Holding]:
-    """What rows hold, by kind; and all of them, where there are several kinds."""
+    """What rows hold, by kind; and all of them, last, where there are several kinds."""
     kinds = defaultdict[str, list[Counted]](list)
     for row in rows:
         kinds[row.row["kind"]].append(row)
     held = {kind: _holding(kinds[kind]) for kind in sorted(kinds)}
-    return held | ({ALL: _holding(rows)} if len(held) > 1 else {})
+    total = f"{ALL} kinds" if ALL in held else ALL  # a file may be called all.jsonl
+    return held | ({total: _holding(rows)} if len(held) > 1 else {})
 
 
 def _holding(rows: Sequence[Counted]) -> Holding:
@@ -190,10 +191,10 @@ def _table(title: str, kinds: dict[str, Holding], dropping: bool) -> Figures:
     faults = ("excluded", "loops", "repeats") if dropping else ()
     lengths = ("prompt 50 / 95 / 100 %", "answer 50 / 95 / 100 %")
     table = Figures(title, "kind", "rows", "answer tokens", *lengths, "finished", "greedy", "turns", *faults)
-    for kind, held in kinds.items():
+    for place, (kind, held) in enumerate(kinds.items(), 1):
         spans = (" / ".join(f"{n:>4}" for n in tokens) for tokens in (held.prompt, held.answer))
         shares = (f"{share:.0%}" for share in (held.finished, held.greedy, held.several_turns))
         cells = (f"{held.rows:,}", f"{held.answer_tokens:,}", *spans, *shares)
-        style = "bold" if kind == ALL else ""
+        style = "bold" if place == len(kinds) > 1 else ""
         table.add_row(kind, *cells, *(f"{getattr(held, fault):,}" for fault in faults), style=style)
     return table
