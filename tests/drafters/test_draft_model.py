@@ -16,7 +16,7 @@ from slipstream.decode import session as rounds
 from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.draft_model import DraftModel
-from slipstream.drafters.store import save_drafter, save_tuned
+from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
 from slipstream.targets import HFTarget
 from slipstream.targets.ours import Packed
 
@@ -163,3 +163,13 @@ def test_without_skip_the_blocks_that_tune_found_are_skipped(monkeypatch, tmp_pa
     save_tuned(tuned_home("self-speculative", ends), ends.place, {0.0: found})
     made = load_drafter("self-speculative", ends)
     assert (made.shape.name, len(made.model.blocks)) == ("chain-2", 1)
+
+
+def test_what_tune_finds_for_a_model_of_a_long_path_is_kept(monkeypatch, tmp_path):
+    """The path named the file: `tune` raced trees for minutes, and failed when it stored the best."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    target, homes = tiny.target("llama"), [tmp_path / f"{'a' * 120}" / f"{'é' * 70}{end}" for end in "12"]
+    places = [tuned_home(f"draft-model:model={home}", target) for home in homes]
+    for i, place in enumerate(places):
+        save_tuned(place, target.place, {0.0: {"tree": f"chain-{i + 1}"}})
+    assert [read_tuned(place, target.place, 0.0)["tree"] for place in places] == ["chain-1", "chain-2"]

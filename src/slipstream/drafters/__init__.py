@@ -1,5 +1,6 @@
 """Drafters: one file and one final class each. `load_drafter` makes them by name or directory."""
 
+import hashlib
 import os
 import re
 from collections.abc import Callable, Collection
@@ -82,7 +83,10 @@ def tuned_home(spec: Named, target: Target) -> Path:
     if spec.name not in METHODS or not METHODS[spec.name].made(spec.options):
         return find_drafter(spec.name, target)
     called = f"{spec.name}_{spec.replace(tree=None, proposal=None).tail}"
-    return cache_home() / "tuned" / target.fingerprint / re.sub(r"[^\w.-]+", "_", called)
+    name = re.sub(r"[^\w.-]+", "_", called)
+    if len(name.encode()) > 200:  # a long path of a model: file systems allow 255 bytes
+        name = f"{spec.name}_{hashlib.sha256(called.encode()).hexdigest()[:16]}"
+    return cache_home() / "tuned" / target.fingerprint / name
 
 
 def _tuned(spec: Spec, home: Path, place: str, temperature: float, texts: int) -> Spec:
