@@ -1,12 +1,15 @@
 """Grammars of all kinds, on a tiny target whose tokens are letters and on SmolLM2's tokens."""
 
 import json
+from copy import deepcopy
 
 import pytest
 import torch
+from tokenizers import normalizers
 
 import tiny
-from slipstream.core.grammar import guided
+from slipstream import generate
+from slipstream.core.grammar import DeadEnd, guided
 from slipstream.core.tree import PAD, Probes, Tree, chain
 from slipstream.targets import HFTarget, load_target
 from slipstream.targets.grammar import read_grammar
@@ -149,6 +152,22 @@ def test_smollm2_writes_json_as_json_dumps_does():
         assert walk.allowed[token]
         walk = walk.behind(token)
     assert walk.allowed.nonzero().tolist() == [[2]]
+
+
+def test_a_text_that_the_tokenizer_writes_otherwise_is_kept_to():
+    """One that composes accents, as Qwen's does, or has no token for a character: what was forced was no text
+    of the grammar, and behind it anything could follow."""
+    tokenizer = deepcopy(tiny.tokenizer())
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("ne", "m")
+    target = HFTarget(tiny.reference("llama"), tokenizer, "normalised")
+    how = {"max_new_tokens": 12, "eos_token_ids": tiny.EOS}
+    for drafter in ("vanilla", "ngram", tiny.eagle(target)):
+        made = generate(target, [1, 2, 3], drafter, regex="one[0-9]", **how)
+        assert (made.text[:3], len(made.text), made.finish) == ("one", 4, "eos")
+        with pytest.raises(DeadEnd, match="allows no token"):
+            generate(target, [1, 2, 3], drafter, regex="a!b", **how)
+    with pytest.raises(ValueError, match="it allows no text"):
+        read_grammar(target, "regex", "!", [tiny.EOS])
 
 
 def test_forced_tokens_that_cost_other_texts_more_are_left_out():

@@ -38,6 +38,9 @@ class LLWalk(Walk):
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check(self._matcher)
         mask = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()
+        if mask.count_nonzero() == 1 and not self._bears(int(mask.int().argmax())):
+            others = (token not in self._eos and self._bears(token) for token in range(self._vocab))
+            mask = torch.tensor(list(others))
         if not mask.any():
             raise DeadEnd("the grammar cannot go on: it allows no token behind what it led to")
         return torch.nn.functional.pad(mask, (0, max(0, self._vocab - len(mask))))[: self._vocab]
@@ -48,7 +51,7 @@ class LLWalk(Walk):
             return []
         tokens: list[int] = self._matcher.compute_ff_tokens()
         self._check(self._matcher)
-        return tokens
+        return tokens[: self._matcher.validate_tokens(tokens)]
 
     def behind(self, token: int) -> Walk | None:
         if self._matcher is None:
@@ -69,6 +72,12 @@ class LLWalk(Walk):
         matcher.consume_token(token)
         self._check(matcher)
         return LLWalk(matcher, self._vocab, self._eos)
+
+    def _bears(self, token: int) -> bool:
+        """Whether a token that is allowed alone may come. A forced text goes through the tokenizer, which may
+        write another: it composes accents, or drops what it has no tokens for."""
+        assert self._matcher is not None
+        return token in self._eos or self._matcher.validate_tokens([token]) == 1
 
     def _check(self, matcher: llguidance.LLMatcher) -> None:
         if matcher.is_error():
