@@ -10,6 +10,7 @@ import pytest
 
 import tiny
 from slipstream import generate
+from slipstream.core.grammar import DeadEnd
 from slipstream.core.sampling import Sampling, rows_of
 from slipstream.core.verify import multi_round
 from slipstream.decode.answer import Answer
@@ -162,3 +163,25 @@ def test_a_processor_that_leaves_nothing_of_a_grammar_is_named():
     forbids = lambda ids, x: x.index_fill(1, ids.new_tensor([4]), -float("inf"))  # noqa: E731
     with pytest.raises(ValueError, match="left no token"):
         generate(tiny.target("llama"), [[1, 2]], "ngram", regex="e", processors=[forbids], max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "name", ["oracle", "suffix", "eagle, dynamic", "eagle, sampled", "fasteagle", "medusa"]
+)
+def test_a_dead_end_that_plain_decoding_does_not_reach_is_no_error(name):
+    """Guesses that lead to one, and a round that goes on to one behind the end of the answer."""
+    target, ends = tiny.target("llama"), 0
+    how = {"regex": "([a-zA-M0-9 ]|[N-Z][!#])+", "eos_token_ids": tiny.EOS}  # these signs have no tokens
+    for prompt in PROMPTS:
+        said = generate(target, prompt, "vanilla", max_new_tokens=NEW, eos_token_ids=tiny.EOS).tokens
+        drafter = tiny.DRAFTERS[name](target, [prompt + said])
+        for new in range(1, 8):
+            try:
+                made = generate(target, prompt, "vanilla", max_new_tokens=new, **how)
+            except DeadEnd:
+                ends += 1
+                with pytest.raises(DeadEnd):
+                    generate(target, prompt, drafter, max_new_tokens=new, **how)
+                break
+            assert generate(target, prompt, drafter, max_new_tokens=new, **how).tokens == made.tokens
+    assert ends

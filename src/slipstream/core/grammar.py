@@ -95,6 +95,25 @@ def guided(tree: Tree, walks: Sequence[Walk | None], forces: Sequence[bool]) -> 
     return _made(tree, rows), any(PAD in row.slots for row in rows)
 
 
+def onward(walk: Walk, token: int) -> Walk | None:
+    """The walk behind a guess; None: the guess may not come. Plain decoding may never get there, or end
+    before, so that a dead end is no error yet."""
+    try:
+        return walk.behind(token)
+    except DeadEnd:
+        return None
+
+
+def leads_on(walk: Walk, token: int) -> Walk | None:
+    """The same, and None too where nothing may follow the guess."""
+    step = onward(walk, token)
+    try:
+        _ = step and step.allowed
+    except DeadEnd:
+        return None
+    return step
+
+
 def must_follow(walks: Sequence[Walk | None], roots: Sequence[int]) -> list[list[int]]:
     """The tokens that must follow each root."""
     steps = [None if walk is None else walk.behind(root) for walk, root in zip(walks, roots, strict=True)]
@@ -122,7 +141,7 @@ def _kept(tokens: Sequence[int], above: Sequence[int], walk: Walk | None) -> Nod
             continue
         if walk is not None:
             before = walks[above[slot]]
-            walks[slot] = None if before is None else before.behind(tokens[slot])
+            walks[slot] = None if before is None else onward(before, tokens[slot])
             if walks[slot] is None:
                 continue
         places[slot] = nodes.add(slot, tokens[slot], places[above[slot]])

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from slipstream.core import look
+from slipstream.core.grammar import leads_on
 from slipstream.core.sampling import Sampler
 from slipstream.core.tree import Tree
 
@@ -130,6 +131,14 @@ def _children(tree: Tree, node: PerRow) -> Bool[Tensor, "B N"]:
     return real & (tree.parent_slots() == node[:, None])
 
 
+def _leading_on(child: PerRow, token: PerRow, sampler: Sampler) -> PerRow:
+    """The accepted children, but for those that nothing may follow. The text stays the same: such a token is
+    the round's last, and the next round raises the error, if the text has not ended there."""
+    rows = zip(child.tolist(), token.tolist(), sampler.walks, strict=True)
+    stuck = [slot >= 0 and walk is not None and leads_on(walk, said) is None for slot, said, walk in rows]
+    return child.masked_fill(torch.tensor(stuck, device=child.device), -1)
+
+
 def verify(
     tree: Tree,
     logits: Float[Tensor, "B N V"],
@@ -149,6 +158,8 @@ def verify(
     for depth in range(tree.depth + 1):
         # A row that has stopped asks again for what it drew last, whose noise is held.
         child, drawn = law(tree, node, logits[rows, node], lengths + count, sampler)
+        if any(sampler.walks):
+            child = _leading_on(child, drawn, sampler)
         token = torch.where(alive, drawn, token)
         alive = alive & (child >= 0)
         if depth == tree.depth or (look.may_look(alive) and not bool(alive.any())):

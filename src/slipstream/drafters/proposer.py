@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from slipstream.core.drafter import Drafter, Room
-from slipstream.core.grammar import Walk
+from slipstream.core.grammar import Walk, leads_on
 from slipstream.core.grow import Expand
 from slipstream.core.noise import Stream
 from slipstream.core.sampling import Sampler, within
@@ -162,13 +162,14 @@ class Draft:
         return self.grow(root, expand)
 
     def _walk(self, tokens: list[list[int]], origin: list[list[int]]) -> None:
-        """Go on to the next frontier. Behind a forbidden token there is nothing to forbid: it is dropped."""
+        """Go on to the next frontier. Behind a forbidden token, and one that nothing may follow, there is
+        nothing to forbid: it is dropped."""
         before = self.walks
         self.walks = []
         for walks, line, above in zip(before, tokens, origin, strict=True):
             parents = [walks[i] for i in above]
             pairs = zip(parents, line, strict=True)
-            self.walks.append([walk and walk.behind(token) for walk, token in pairs])
+            self.walks.append([walk and leads_on(walk, token) for walk, token in pairs])
 
     @property
     def noisy(self) -> bool:
