@@ -5,6 +5,8 @@ import json
 import random
 from copy import deepcopy
 
+import pytest
+
 CHAT = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "abc"}],
@@ -115,3 +117,11 @@ def test_malformed_requests_break_nothing(client):
     assert counts[200] > 100
     after = ask.post("/v1/completions", good)
     assert after[1]["choices"] == before[1]["choices"]
+
+
+@pytest.mark.parametrize("prompt", [[True], [1.0], ["5", 7], [["5"]]])
+def test_what_looks_like_a_number_is_no_token_id(client, prompt):
+    """Texts that were read as ids; true as the id 1."""
+    status, told = client().post("/v1/completions", {"model": "tiny", "prompt": prompt})
+    assert status == 400
+    assert "Input should be a valid integer" in told["error"]["message"]

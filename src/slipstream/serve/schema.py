@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StrictInt, field_validator, model_validator
 from typing_extensions import TypeAliasType
 
 MOST_LIKELY = 20  # alternatives that may be asked for with each token
@@ -34,8 +34,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-# Lists end at their first fault: a long one may hold thousands.
-Ids = TypeAliasType("Ids", Annotated[list[int], FailFast()])
+# Lists end at their first fault: a long one may hold thousands. In FastAPI they are less strict than `Part`.
+Ids = TypeAliasType("Ids", Annotated[list[StrictInt], FailFast()])
 IdsOfSeveral = TypeAliasType("IdsOfSeveral", Annotated[list[Ids], FailFast()])
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
 Bias = Annotated[float, Field(ge=-100, le=100)]
