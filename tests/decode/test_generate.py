@@ -290,6 +290,12 @@ def test_processors_are_not_asked_behind_a_guess_that_ends_the_answer(target, an
     assert made.tokens == answer[: answer.index(eos) + 1]
     assert asked
     assert not any(eos in said for said in asked)
+    asked.clear()
+    stop = target.text.decode(answer[6:9])
+    made = generate(target, PROMPT, oracle, stop=stop, **how, **ENDLESS)
+    assert made.finish == "stop"
+    assert asked
+    assert not any(stop in target.text.decode(said) for said in asked)
 
 
 def test_sampled_children_bear_a_processor_that_allows_none_of_theirs(target):

@@ -239,3 +239,12 @@ def test_certify_asks_and_audits_with_the_targets_processors():
     report = certify(target, ["ngram"], questions, temperatures=[0.0, 1.0], max_new_tokens=12)
     assert report.certified
     assert all(result.identical == 2 for result in report.results)
+
+
+@pytest.mark.parametrize("bounds", [{"max_new_tokens": 2}, {"max_new_tokens": 9, "stop": "f"}])
+def test_a_field_leaves_nothing_behind_the_end_alone(bounds):
+    """Forced tokens that end the answer, behind which the grammar allows an end alone, and the field none."""
+    target = configured(min_new_tokens=5)
+    how = {"regex": "ef", "eos_token_ids": tiny.EOS, **bounds}
+    for drafter in ("vanilla", "ngram", tiny.eagle(target)):
+        assert len(generate(target, PROMPTS[0], drafter, **how).tokens) == 2

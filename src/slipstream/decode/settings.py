@@ -30,6 +30,7 @@ class Row:
     temperature: float
     forces_bos: bool
     vocab: int
+    stopped: Callable[[list[int]], bool]  # whether an answer so far holds a stop string
 
     @property
     def start(self) -> int:
@@ -53,8 +54,7 @@ class BeforeTopK:
 
 @dataclass(frozen=True)
 class BeforeEnd:
-    """The caller's processor, which is asked where plain decoding asks it: not behind a guess that ends the
-    answer."""
+    """A processor that is asked where plain decoding asks it: not behind a guess that ends the answer."""
 
     processor: Processor
     row: Row
@@ -62,7 +62,7 @@ class BeforeEnd:
     def __call__(self, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
         said = ids[0, self.row.start :].tolist()
         ended = len(said) >= self.row.limit or any(end in said for end in self.row.eos)
-        return x if ended else self.processor(ids, x)
+        return x if ended or self.row.stopped(said) else self.processor(ids, x)
 
     @property
     def __name__(self) -> str:
@@ -206,7 +206,8 @@ class Settings:
         ids = torch.tensor([list(prompt)], device=self.target.device)
         eos = sorted(token for token in self.eos if token < self.target.vocab)
         forces_bos = config.forced_bos_token_id is not None
-        row = Row(ids, self.limit(prompt), eos, own.temperature, forces_bos, self.target.vocab)
+        limit, vocab = self.limit(prompt), self.target.vocab
+        row = Row(ids, limit, eos, own.temperature, forces_bos, vocab, self._stopped)
         made = self._made(PROCESSORS, row)
         if config.min_new_tokens is not None:
             made.pop("min_length", None)
@@ -215,10 +216,8 @@ class Settings:
             del made["repetition_penalty"]  # the sampler's own penalty also comes first, and is faster
         elif "repetition_penalty" in made:
             penalty = 1.0
-        processors = [
-            BeforeEnd(each, row) if any(each is given for given in own.processors) else each
-            for each in _merged(list(made.values()), own.processors)
-        ]
+        merged = _merged(list(made.values()), own.processors)
+        processors: list[Processor] = [BeforeEnd(each, row) for each in merged]
         warpers: list[Processor] = [BeforeEnd(each, row) for each in own.warpers]
         if own.temperature:
             processors += self._made(TOP_H, row).values()
@@ -226,6 +225,12 @@ class Settings:
         warpers += self._made(WATERMARK, row).values()
         own = replace(own, row=i, repetition_penalty=penalty)
         return replace(own, processors=tuple(processors), warpers=tuple(warpers))
+
+    def _stopped(self, said: list[int]) -> bool:
+        if not self.stop or self.target.text is None:
+            return False
+        text = self.target.text.decode(said)
+        return any(stop in text for stop in self.stop)
 
     def _made(self, table: Table, row: Row) -> dict[str, Processor]:
         made = {}
