@@ -222,6 +222,11 @@ def _lock(beside: Path, wait: bool) -> TextIO | str:
         file.close()
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its type where it says nothing."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
 @contextmanager
 def understood(what: str) -> Iterator[None]:
     """Turn errors over a foreign file's contents (values of another type, out of range, missing) into a
@@ -229,7 +234,7 @@ def understood(what: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-        reasons = filter(None, (type(error).__name__, str(error).strip().split("\n")[0]))
+        reasons = dict.fromkeys((type(error).__name__, first_line(error)))
         raise ValueError(f"{what} does not fit: {': '.join(reasons)}") from error
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from slipstream import command
 from slipstream.core.target import Target
-from slipstream.files import parsed, read_text, write_json
+from slipstream.files import first_line, parsed, read_text, write_json
 from slipstream.machine import SCHEMA, hardware, versions
 
 R = TypeVar("R", bound="Result")
@@ -103,12 +103,7 @@ class Report(Result):
 
     def ended_by(self: R, error: BaseException) -> R:
         """The same report, of a run that an error ended."""
-        return self.model_copy(update={"stopped": reason(error)})
-
-
-def reason(error: BaseException) -> str:
-    """Why an error ended a run, in a line."""
-    return str(error).split("\n")[0] or type(error).__name__
+        return self.model_copy(update={"stopped": first_line(error)})
 
 
 def check_schema(number: Any) -> None:

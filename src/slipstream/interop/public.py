@@ -24,7 +24,7 @@ from slipstream.drafters.store import (
     save_drafter,
     write_directory,
 )
-from slipstream.files import check_regular, name_of, read_json, understood
+from slipstream.files import check_regular, first_line, name_of, read_json, understood
 from slipstream.interop.layouts import Config, Tensors, close, layouts
 from slipstream.interop.sizes import unread
 from slipstream.methods import METHODS
@@ -233,7 +233,7 @@ def _read(home: Path) -> tuple[Config, Tensors]:
             return config, load_file(path)
         return config, torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged and harmful files raise errors of many types
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        reason = first_line(error)
         if isinstance(error, UnpicklingError):  # torch would have the reader run what the file says
             reason = f"{path.name} holds other things than tensors, or is damaged: convert it to safetensors"
         raise ValueError(f"checkpoint {home} cannot be read: {reason}") from error

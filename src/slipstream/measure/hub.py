@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slipstream.files import understood
+from slipstream.files import first_line, understood
 
 HUB = "hf:"
 FORM = "give hf:REPOSITORY:SPLIT, or hf:REPOSITORY:CONFIGURATION:SPLIT"
@@ -57,8 +57,7 @@ def _loaded(name: str) -> Any:
             raise ValueError(f"it has the configurations {', '.join(names)}: name one of them")
         return datasets.load_dataset(repository, own, split=split)
     except Exception as error:  # of many types, by its source
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ValueError(f"data set {name} cannot be loaded: {reason}. {FORM}") from error
+        raise ValueError(f"data set {name} cannot be loaded: {first_line(error)}. {FORM}") from error
 
 
 def _text(value: Any) -> str:

@@ -5,13 +5,13 @@ from itertools import product
 from typing import Any
 
 from slipstream.command import public
-from slipstream.files import check_counts
+from slipstream.files import check_counts, first_line
 from slipstream.measure.contest import Drafters
 from slipstream.measure.questions import Asking, load_questions
 from slipstream.measure.report import BenchReport
 from slipstream.measure.resume import UNFINISHED
 from slipstream.measure.run import bench
-from slipstream.results import Figures, Result, made, reason
+from slipstream.results import Figures, Result, made
 from slipstream.targets.load import AnyTarget, loaded
 
 
@@ -87,7 +87,7 @@ def sweep(
             del each, target  # their memory is the next one's
     except BaseException as error:
         if runs:
-            keep(_sweep(runs, reason(error)))
+            keep(_sweep(runs, first_line(error)))
         raise
     return _sweep(runs, None)
 

@@ -14,7 +14,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from slipstream.files import cache_home, name_of
+from slipstream.files import cache_home, first_line, name_of
 from slipstream.packing import HAS_BF16
 from slipstream.targets.hf import HFTarget
 from slipstream.targets.quantised import KINDS
@@ -116,11 +116,11 @@ def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
         raise
     except Exception as error:  # damaged files raise errors of many types
         if Path(source).is_dir():
-            raise ValueError(f"target directory {source!r} cannot be read: {_first_line(error)}") from error
+            raise ValueError(f"target directory {source!r} cannot be read: {first_line(error)}") from error
         known = ", ".join(ALIASES)
         raise ValueError(
             f"Unknown target: {source!r}. It is no alias ({known}), no directory with a config.json, no GGUF "
-            f"file, and as a hub id it could not be loaded ({_first_line(error)})."
+            f"file, and as a hub id it could not be loaded ({first_line(error).rstrip('.')})."
         ) from error
 
 
@@ -174,7 +174,7 @@ def _read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokeniz
         model = _whole(str(file), **source, dtype=dtype, **dense)
         tokenizer = AutoTokenizer.from_pretrained(**source)
     except Exception as error:  # damaged files raise errors of many types
-        raise ValueError(f"target {str(file)!r} could not be read as GGUF: {_first_line(error)}") from error
+        raise ValueError(f"target {str(file)!r} could not be read as GGUF: {first_line(error)}") from error
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model, tokenizer
@@ -203,10 +203,6 @@ def place_of(device: str) -> torch.device:
     except (RuntimeError, AssertionError, ImportError) as error:
         raise ValueError(
             f"Unknown or missing device: {device!r}. Use cpu, cuda, cuda:1, … "
-            f"({_first_line(error).split('. ')[0]})"  # torch goes on with the names of all backends
+            f"({first_line(error).split('. ')[0]})"  # torch goes on with the names of all backends
         ) from error
     return place
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".")

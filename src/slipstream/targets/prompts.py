@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.target import Messages, Target, Text
+from slipstream.files import first_line
 
 # text, token ids, messages, or what a tokenizer returns
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Tensor | np.ndarray
@@ -53,9 +54,8 @@ class HFText(Text):
             encoded: Any = self.tokenizer.apply_chat_template(messages, **how)
             return list(encoded["input_ids"])
         except Exception as error:  # templates raise errors of many types
-            reason = str(error).strip().split("\n")[0]
             raise ValueError(
-                f"the chat template of {self.name} does not take these messages: {reason}"
+                f"the chat template of {self.name} does not take these messages: {first_line(error)}"
             ) from error
 
     def ids(self, text: str, special: bool = False) -> list[int]:
@@ -66,7 +66,9 @@ class HFText(Text):
         try:
             return str(self.tokenizer.apply_chat_template(**how))
         except Exception as error:  # templates raise errors of many types
-            raise ValueError(f"the chat template of {self.name} refuses these turns: {error}") from error
+            raise ValueError(
+                f"the chat template of {self.name} refuses these turns: {first_line(error)}"
+            ) from error
 
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:
         # A clean-up of spaces would change text that was already given out.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slipstream.files import check_regular
+from slipstream.files import check_regular, first_line
 from slipstream.training.recipe import Recipe, stored_recipe
 
 
@@ -22,7 +22,7 @@ def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
             os.fsync(file.fileno())
         os.replace(beside, path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise ValueError(
             f"checkpoint {path} cannot be written: {reason}: the last one stays; free the disk, --resume"
         ) from error
@@ -41,7 +41,7 @@ def read_checkpoint(
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         made_for, made_in, made_by, made = (state[key] for key in ("target", "dtype", "processes", "recipe"))
     except Exception as error:  # damaged files raise errors of many types
-        reason = str(error).split("\n")[0] or type(error).__name__
+        reason = first_line(error)
         if isinstance(error, UnpicklingError):  # whose own message says how to load it unsafely
             reason = "it holds other things than tensors, or is damaged"
         raise ValueError(f"checkpoint {path} cannot be read: {reason}") from error
