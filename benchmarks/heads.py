@@ -339,9 +339,11 @@ def _costs(
     arms = [(drafters[label], Shape.parse(tree)) for label, tree, _ in kinds]
     plain, *spent = Rounds(target, [(Vanilla(), None), *arms], [probe], most=rounds).run(rounds)
     heads: dict[str, dict[str, RoundMs]] = {label: {} for label in drafters}
-    for (label, *grown), cost in zip(kinds, spent, strict=True):
-        verify = median(other.verify for (_, *same), other in zip(kinds, spent, strict=True) if same == grown)
-        tree = grown[0]
+    shared: dict[tuple[str, int], list[float]] = {}  # by tree and rows
+    for (_, tree, nodes), cost in zip(kinds, spent, strict=True):
+        shared.setdefault((tree, nodes), []).append(cost.verify)
+    for (label, tree, nodes), cost in zip(kinds, spent, strict=True):
+        verify = median(shared[tree, nodes])
         speed = plain.total / (cost.draft + verify + cost.host)
         heads[label][tree] = RoundMs(
             **{part: round(1e3 * getattr(cost, part), 2) for part in PARTS},
