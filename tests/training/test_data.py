@@ -150,6 +150,17 @@ def test_held_out_examples_are_not_trained_on(chat, data):
     assert all(example.greedy for example in held_out)
 
 
+def test_a_head_that_goes_on_with_more_data_has_not_learnt_what_judges_it(chat, data):
+    """The best of a run that began as a trained head: that head, whose τ was of texts that it had learnt."""
+    examples = load_examples([data], chat, 64)
+    for begun in (examples[:20], examples[5:25], examples[20:] + examples[:9]):
+        learnt, _ = hold_out(begun, 2)
+        _, held_out = hold_out(examples, 2)
+        assert {e.question for e in held_out}.isdisjoint(e.question for e in learnt)
+    _, held_out = hold_out(examples[:2] * 20, 4)
+    assert sorted(map(id, held_out)) == sorted(map(id, examples[:2]))  # each of another question
+
+
 def test_an_answer_is_what_follows_the_first_question(chat, tmp_path):
     """The question of a second turn, held against drafts as if the target had said it."""
     turns = [

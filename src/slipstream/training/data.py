@@ -1,11 +1,14 @@
 """Training data: rows of JSONL or raw text become token ids and a loss mask."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from slipstream.core.target import Target
 from slipstream.files import evenly, parsed, read_text
@@ -182,10 +185,19 @@ def _reason(error: Exception) -> str:
 
 
 def hold_out(examples: Sequence[Example], count: int) -> tuple[list[Example], list[Example]]:
-    """(training examples, held-out examples). At most `count`, and an eighth, are held out, spread evenly:
-    greedy answers if there are enough of those, because the target need not answer them again."""
+    """(training examples, held-out examples). At most `count`, and an eighth, are held out, each of another
+    question: greedy answers if there are enough of those, because the target need not answer them again.
+
+    They are those whose questions hash least. So as many of data with further rows are none that were learnt
+    without those, and a head that goes on with more data (`head.start`) is judged by what it has not seen.
+    """
     count = min(count, len(examples) // 8)
     greedy = [i for i, example in enumerate(examples) if example.greedy]
     among = greedy if len(greedy) >= 2 * count else range(len(examples))
-    held = {among[i * len(among) // count] for i in range(count)}
+    asked = {examples[i].question: i for i in reversed(among)}  # the first row that asks it
+    held = {asked[question] for question in sorted(asked, key=_digest)[:count]}
     return [e for i, e in enumerate(examples) if i not in held], [examples[i] for i in sorted(held)]
+
+
+def _digest(question: tuple[int, ...]) -> bytes:
+    return hashlib.sha256(np.asarray(question, dtype=np.int32).tobytes()).digest()
