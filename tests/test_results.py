@@ -1,12 +1,14 @@
 """Results: every stored file is read, and written again as it was."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 import tiny
+from slipstream import machine
 from slipstream.interop.parity import ParityReport
 from slipstream.measure.certify import Certificate
 from slipstream.measure.cost import CostReport, cost_curve
@@ -61,3 +63,19 @@ def test_another_file_is_refused_in_one_line(text, says):
     with pytest.raises(ValueError, match=says) as refused:
         BenchReport.from_json(text)
     assert "\n" not in str(refused.value)
+
+
+def test_the_commit_is_never_that_of_the_work_around_an_installed_package(tmp_path, monkeypatch):
+    """An environment inside a project's checkout: results named the project's commit, and its next commit
+    kept a run from going on."""
+    installed = tmp_path / ".venv" / "slipstream"
+    installed.mkdir(parents=True)
+    (installed / "machine.py").write_text("")
+    (tmp_path / ".gitignore").write_text(".venv\n")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "work"]):
+        author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        subprocess.run(["git", *author, *words], cwd=tmp_path, check=True)
+    monkeypatch.setattr(machine, "__file__", str(installed / "machine.py"))
+    assert machine.versions()["commit"] == "unknown"
+    subprocess.run(["git", "add", "-f", "."], cwd=tmp_path, check=True)
+    assert machine.versions()["commit"].endswith("+changes")

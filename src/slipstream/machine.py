@@ -90,7 +90,8 @@ def _commit() -> str:
         return done.stdout.strip() if done.returncode == 0 else ""
 
     try:
-        head = git("rev-parse", "--short=12", "HEAD")
+        ours = git("ls-files", "--", Path(__file__).name)  # none where we lie in another project's
+        head = git("rev-parse", "--short=12", "HEAD") if ours else ""
         changes = "+changes" if head and git("status", "--porcelain", "--", "..") else ""
         return head + changes or "unknown"
     except (OSError, subprocess.TimeoutExpired):
