@@ -148,6 +148,17 @@ def test_what_takes_time_is_raced_and_can_be_left_out(target, heads):
     assert all(value.ours > 0 and value.interval for value in speeds)
 
 
+def test_predictions_are_along_answers_of_the_seed(target, heads):
+    """The seed was read for races alone: answers at T = 1 were those of seed 0 whatever was asked."""
+    one, again, other = (
+        reproduce(target, ["eagle-table-2"], **HOW, speed=False, seed=seed).cells for seed in (1, 1, 2)
+    )
+    assert one == again
+    changed = [ours.temperature for ours, theirs in zip(one, other, strict=True) if ours != theirs]
+    assert changed
+    assert set(changed) == {1.0}
+
+
 def test_interrupted_runs_keep_their_cells(target, heads, monkeypatch):
     held, calls, kept = module.predict, [], []
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -27,10 +28,12 @@ def record(
     taps: tuple[str, ...],
     batch: int = 32,
     temperature: float = 0.0,
+    seed: int = 0,
 ) -> RecordedTarget:
     """Record the target's answers of at most `new` tokens, made `batch` at once. Answers of one token, behind
     which nothing is drafted, are left out. Raises ValueError if no other is left."""
-    made = generate(target, prompts, "vanilla", max_new_tokens=new, temperature=temperature, batch=batch)
+    drawn: Any = {"temperature": temperature, "seed": seed}
+    made = generate(target, prompts, "vanilla", max_new_tokens=new, batch=batch, **drawn)
     made = [answer for answer in made if len(answer.tokens) > 1]
     if not made:
         raise ValueError(
@@ -124,8 +127,9 @@ def predict(drafter: Drafter, recorded: RecordedTarget, shape: Shape | None = No
 def decoded(drafter: Drafter, recorded: RecordedTarget) -> Prediction:
     """The same by decoding the record's prompts anew."""
     prompts, new = _prompts(recorded), int((recorded.lengths - recorded.prompts).max())
-    temperature = recorded.sampling[0].temperature
-    answers = generate(recorded.target, prompts, drafter, max_new_tokens=new, temperature=temperature)
+    first = recorded.sampling[0]
+    drawn: Any = {"temperature": first.temperature, "seed": first.seed}
+    answers = generate(recorded.target, prompts, drafter, max_new_tokens=new, **drawn)
     return _prediction([[r.kept for r in answer.rounds] for answer in answers], drafter.depth)
 
 

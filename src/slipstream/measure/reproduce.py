@@ -263,7 +263,7 @@ class _Run:
             made = {drafter: self._load(drafter, heat) for drafter, _ in drafters}
             taps = tuple(dict.fromkeys(tap for drafter in made.values() for tap in drafter.taps))
             prompts = first_prompts(self.target, self.asked[name], self.new)
-            recorded = record(self.target, prompts, self.new, taps, batch=20, temperature=heat)
+            recorded = record(self.target, prompts, self.new, taps, 20, heat, self.seed)
             names = _rows(self.asked[name], prompts, recorded)
             for drafter, how in drafters:
                 progress(f"{name}, T = {heat:g}: {how} of {drafter}")
