@@ -8,9 +8,9 @@ from slipstream.measure.papers.entry import Claim, Figure
 COLUMNS = ["tokens", "rounds", "1", "2"]
 
 
-def cell(drafter, *rows, asked="a", how="prediction", columns=COLUMNS):
+def cell(drafter, *rows, asked="a", how="prediction", columns=COLUMNS, batch=1):
     questions = {f"{asked}:{i}": list(map(float, row)) for i, row in enumerate(rows)}
-    where = {"asked": asked, "temperature": 0.0, "batch": 1, "how": how}
+    where = {"asked": asked, "temperature": 0.0, "batch": batch, "how": how}
     return Cell(drafter=drafter, **where, columns=columns, questions=questions)
 
 
@@ -40,6 +40,24 @@ def test_speeds_are_over_the_same_race():
     raced = evidence(cell("x", (10, 1, 10, 2), (30, 2, 20, 3), how="race", columns=columns))
     assert raced.value(Figure("x", ("a",), "× plain"))[0] == round((40 / 3) / (30 / 5), 4)
     assert raced.value(Figure("x", ("a",), "tokens/s"))[0] == round(40 / 3, 4)
+
+
+def test_questions_that_were_answered_at_once_are_drawn_together():
+    """They share their time: drawn one by one, as if each had been timed alone, intervals were too narrow."""
+    columns = ["tokens", "seconds", "plain tokens", "plain seconds"]
+    times = [(10, spent, 10, 2) for spent in (1, 1, 1, 2, 2, 2, 1, 1, 1, 2)]
+    sums = [(30, 3, 30, 6), (30, 6, 30, 6), (30, 3, 30, 6), (10, 2, 10, 2)]
+    how = {"how": "race", "columns": columns}
+    known = evidence(cell("x", *times, batch=3, **how), cell("x", *sums, asked="b", **how))
+    together, alone = Figure("x", ("a",), "× plain", batch=3), Figure("x", ("b",), "× plain")
+    assert known.questions(together) == 10
+    value, (low, high) = known.value(together)
+    assert value == known.value(alone)[0]
+    assert (low, high) == pytest.approx(known.value(alone)[1], abs=0.05)
+    narrow = evidence(cell("x", *times, **how)).value(Figure("x", ("a",), "× plain"))[1]
+    assert high - low > narrow[1] - narrow[0]
+    whole = evidence(cell("x", *times, batch=16, **how))
+    assert whole.value(Figure("x", ("a",), "× plain", batch=16)) == (value, None)  # one group says nothing
 
 
 BASE = [(10 + i, 10, 4, 2) for i in range(8)]

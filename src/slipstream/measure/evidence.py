@@ -70,17 +70,22 @@ class Evidence:
         """Of the smallest set of the figure's."""
         return min(len(self._chosen(figure, asked)) for asked in figure.sets)
 
-    def _chosen(self, figure: Figure, asked: str) -> list[list[float]]:
+    def _chosen(self, figure: Figure, asked: str) -> dict[int, list[float]]:
+        """What was counted of each question, by its place among those of its cell."""
         cell, (name, _, category) = self._cells.get(place(figure, asked)), asked.partition("/")
         if cell is None:
-            return []
+            return {}
         of = self._categories[name]
-        return [row for question, row in cell.questions.items() if not category or of[question] == category]
+        rows = enumerate(cell.questions.items())
+        return {i: row for i, (question, row) in rows if not category or of[question] == category}
 
     def _sums(self, figure: Figure, asked: str) -> Sums | None:
         if not (rows := self._chosen(figure, asked)):
             return None
-        counts = torch.tensor(rows, dtype=torch.float64)
+        counts = torch.tensor([*rows.values()], dtype=torch.float64)
+        if figure.batch > 1:  # those that were answered at once share their time, and are drawn together
+            groups = (torch.tensor([*rows]) // figure.batch).unique(return_inverse=True)[1]
+            counts = counts.new_zeros(int(groups.max()) + 1, counts.shape[1]).index_add(0, groups, counts)
         n, generator = len(counts), torch.Generator().manual_seed(crc32(asked.encode()))
         drawn = torch.full((SAMPLES, counts.shape[1]), torch.nan, dtype=torch.float64)
         if n > 1:  # n − 1 of them, as `paired` explains; the same for all drafters
