@@ -3,6 +3,7 @@ the head that ships, faults of the machine in planted times."""
 
 import json
 import shutil
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -14,11 +15,12 @@ from slipstream import load_target
 from slipstream.drafters.spec import Spec
 from slipstream.drafters.store import find_drafter, restored
 from slipstream.measure import burdens, faults
-from slipstream.measure.doctor import CHECKS, DoctorReport, Finding
+from slipstream.measure.doctor import CHECKS, DoctorReport, Finding, doctor
 from slipstream.measure.fits import _unnormed
 from slipstream.measure.patient import Patient
 from slipstream.measure.questions import Question, load_questions
 from slipstream.measure.tune import Costs
+from slipstream.targets import HFTarget
 
 OF_HEADS = [check for check in CHECKS if check.examine.__module__ == faults.__name__]
 OF_TREES = [
@@ -40,6 +42,13 @@ def recorded(target):
     """Answers that all of these tests share, with every state that one of their heads may read."""
     patient = Patient(target, Spec.parse("eagle"), ASKED, new=20)
     return patient.recorded
+
+
+def test_a_target_without_a_tokenizer_is_refused():
+    """An assertion of ours failed."""
+    bare = HFTarget(deepcopy(tiny.reference("llama")), None, "bare")
+    with pytest.raises(ValueError, match="target bare has no tokenizer"):
+        doctor(bare, "ngram", ASKED)
 
 
 def found(patient: Patient, checks) -> list[str]:

@@ -14,6 +14,7 @@ from slipstream.command import public
 from slipstream.drafters.spec import Named, Spec
 from slipstream.files import check_counts, evenly
 from slipstream.measure import burdens, faults
+from slipstream.measure.contest import first_prompts
 from slipstream.measure.patient import Patient, Seen, Unmeasured
 from slipstream.measure.questions import Asking, load_questions
 from slipstream.results import Figures, Part, Report, heading
@@ -141,11 +142,13 @@ def doctor(
         max_new_tokens: tokens of each answer that is examined, at most.
 
     Raises:
-        ValueError: an unknown drafter, or a setting out of range.
+        ValueError: an unknown drafter, a setting out of range, a question that leaves no room for an answer,
+            or a target without a tokenizer.
     """
     asked = evenly(load_questions(questions), limit)
     check_counts(batch=batch, context=context, max_new_tokens=max_new_tokens)
     target = loaded(target)
+    first_prompts(target, asked, max_new_tokens)
     if context is not None and context + max_new_tokens >= target.window:
         raise ValueError(f"context is {context:,}; with an answer it must fit {target.window:,} tokens")
     patient = Patient(
