@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -222,6 +223,23 @@ def test_texts_at_once_are_the_texts_of_one_at_a_time(target):
         times = [each.seconds / (2 if name == "f:1" else 1) for name, each in row.by_question.items()]
         assert times[0] < row.by_question["f:1"].seconds  # its second turn was asked alone
     assert two.results[0].intervals["vanilla"] == pytest.approx((1, 1))
+
+
+def test_greedy_text_is_held_to_plain_decoding_whatever_the_law(target, monkeypatch):
+    """A drafter with sampled children was excused at T = 0, too, where nothing is sampled."""
+    mine = {"mine": tiny.eagle(target, "chain-3", "sampled")}
+    how = {"questions": LONG[:1], "max_new_tokens": 8}
+    assert bench(target, mine, **how).results[1].identical is True
+    assert bench(target, mine, **how, temperature=1.0).results[1].identical is None
+    ask = Contest.ask
+
+    def shortened(self, method, prompt, show=None):
+        answer = ask(self, method, prompt, show)
+        return replace(answer, tokens=answer.tokens[:-1]) if method == "mine" else answer
+
+    monkeypatch.setattr(Contest, "ask", shortened)
+    cut = bench(target, mine, **how).results[1]
+    assert (cut.identical, cut.unexplained) == (False, 1)
 
 
 def test_memory_is_what_the_process_held(target):

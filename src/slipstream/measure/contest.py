@@ -120,6 +120,10 @@ class Contest:
         spent = Seconds(*(seconds / rows for seconds in astuple(made[0].seconds)))
         return [Answered(each.tokens, wall, each.rounds, spent, each.sampling) for each in made]
 
+    def keeps_text(self, method: str) -> bool:
+        """Whether a drafter's text must be plain decoding's. Greedy text does not depend on the law."""
+        return not self.temperature or self.drafters[method].law == "coupled"
+
     def promises_bits(self, method: str) -> bool:
         """Whether every token must be plain decoding's. Hugging Face's generate has attention and products of
         its own, which round otherwise, and so do trees where the target is only audited: there a near-tie

@@ -80,7 +80,7 @@ def _verdict(
     if drafted.tokens == plain.tokens:
         strict = contest.promises_bits(drafter)
         return Text("the same text, token for token" if strict else "the same text", "green")
-    if contest.drafters[drafter].law != "coupled":
+    if not contest.keeps_text(drafter):
         return Text("another draw from the same distribution", "cyan")
     audited = contest.audited(drafter, drafted, plain, question, prompt)
     first, margin = audited.differences[0], max(each.margin for each in audited.differences)

@@ -172,8 +172,8 @@ class _Run:
         answers = []
         for place, (question, prompt) in enumerate(zip(asked, prompts, strict=True)):
             own = {name: given[name][place] for name in methods}
-            for name, drafter in contest.drafters.items():
-                if drafter.law == "coupled":
+            for name in contest.drafters:
+                if contest.keeps_text(name):
                     plain = own["vanilla"]
                     own[name] = contest.audited(name, own[name], plain, question, prompt, turn)
             answers.append(own)
@@ -239,7 +239,7 @@ def _result(
         acceptance_by_depth=tally.acceptance(conditional=False),
         acceptance_by_depth_conditional=tally.acceptance(conditional=True),
         law=drafter.law,
-        identical=all(answer.identical for answer in tally.answers) if drafter.law == "coupled" else None,
+        identical=all(answer.identical for answer in tally.answers) if contest.keeps_text(name) else None,
         unexplained=tally.unexplained,
         divergences=tally.differences,
         seconds=Seconds(**{part: round(seconds, 3) for part, seconds in vars(tally.seconds).items()}),
