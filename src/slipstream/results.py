@@ -101,6 +101,11 @@ class Report(Result):
     stopped: str | None = None
     derived: dict[str, Any] | None = None
 
+    @property
+    def model(self) -> str:
+        """The target as it was run, for people."""
+        return f"{self.target}, {self.dtype}{', compiled' * self.compiled}"
+
     def ended_by(self: R, error: BaseException) -> R:
         """The same report, of a run that an error ended."""
         return self.model_copy(update={"stopped": first_line(error)})

@@ -6,6 +6,7 @@ import pytest
 
 import tiny
 from slipstream.measure.questions import Question
+from slipstream.measure.run import bench
 from slipstream.measure.sweep import Sweep, sweep
 from slipstream.targets import HFTarget
 
@@ -30,6 +31,26 @@ def test_what_ends_a_sweep_between_runs_loses_none(target):
         sweep(targets(), "ngram", ASKED, max_new_tokens=4, keep=kept.append)
     assert [each.stopped for each in kept] == ["not finished"] * 3 + ["KeyboardInterrupt"]
     assert [run.stopped for run in kept[-1].runs] == [None]
+
+
+def test_targets_of_one_name_are_told_apart_or_refused(target, monkeypatch):
+    """A compiled target beside itself, or a second model without a name, was taken for the first one's run,
+    which "cannot be gone on with". In a picture one line went through both."""
+    compiled = HFTarget(deepcopy(tiny.reference("llama")), tiny.tokenizer(), "first")
+    monkeypatch.setattr(compiled, "compiles", True)
+
+    def run(model, *given, **how):
+        return bench(target, *given, **how).model_copy(update={"compiled": model.compiles})
+
+    monkeypatch.setattr("slipstream.measure.sweep.bench", run)
+    made = sweep([target, compiled], "ngram", ASKED, max_new_tokens=4)
+    assert [run.model for run in made.runs] == ["first, float64", "first, float64, compiled"]
+    assert "first, float64, compiled" in str(made)
+    other = HFTarget(deepcopy(tiny.reference("qwen2")), tiny.tokenizer(), "first")
+    kept = []
+    with pytest.raises(ValueError, match="two targets are called first: name each"):
+        sweep([target, other], "ngram", ASKED, max_new_tokens=4, keep=kept.append)
+    assert len(kept[-1].runs) == 1
 
 
 def test_each_pair_is_a_run_and_a_sweep_goes_on(target):

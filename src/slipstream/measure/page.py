@@ -38,7 +38,7 @@ def page(paths: Sequence[str]) -> str:
             certificates.append({"name": name, **_read(path, text, Certificate).stored()})
         elif _holds("runs", text):
             for run in _read(path, text, Sweep).runs:
-                place = f"{run.target}, T = {run.temperature:g}, {run.batch} at once"
+                place = f"{run.model}, T = {run.temperature:g}, {run.batch} at once"
                 runs.append({"name": f"{name}: {place}", **_run(run)})
         else:
             runs.append({"name": name, **_run(_read(path, text, BenchReport))})

@@ -69,12 +69,12 @@ def _times(axes: Any, rows: list[DrafterResult]) -> None:
 
 
 def draw_sweep(sweep: Sweep, path: str) -> None:
-    """Tokens a second, and speed over plain decoding, against texts at once; a line for each target,
-    temperature and drafter. Raises ValueError where the file cannot be written."""
+    """Tokens a second, and speed over plain decoding, against texts at once; a line for each target as it was
+    run, temperature and drafter. Raises ValueError where the file cannot be written."""
     lines: dict[tuple[str, float, str], list[tuple[int, DrafterResult]]] = {}
     for run in sweep.runs:
         for row in run.results:
-            lines.setdefault((run.target, run.temperature, row.drafter), []).append((run.batch, row))
+            lines.setdefault((run.model, run.temperature, row.drafter), []).append((run.batch, row))
     targets = {target for target, _, _ in lines}
     with picture(path, 2) as (speeds, ratios):
         for (target, heat, name), rows in lines.items():

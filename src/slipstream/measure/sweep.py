@@ -35,7 +35,7 @@ class Sweep(Result):
                 speeds = (f"{row.tokens_per_second:.1f}", row.over("vanilla"), row.over("hf_generate"))
                 held = "" if row.memory_mib is None else f"{row.memory_mib:.0f}"
                 figures = (f"{row.tau:.2f}", *speeds, held, row.sameness)
-                table.add_row(f"{run.target}, {run.dtype}", *place, row.drafter, *figures)
+                table.add_row(run.model, *place, row.drafter, *figures)
             table.add_section()
         return table
 
@@ -65,11 +65,12 @@ def sweep(
         others: as `bench` takes them.
 
     Raises:
-        ValueError: as `bench` does.
+        ValueError: as `bench` does, and for two targets of one name.
     """
     check_counts(temperatures=len(temperatures), batches=len(batches))
     asked = load_questions(questions, limit)
     runs = {_place(run): run for run in begun.runs} if begun else {}
+    called: dict[tuple[str, str, bool], str] = {}
 
     def store(run: BenchReport) -> None:
         runs[_place(run)] = run
@@ -79,9 +80,14 @@ def sweep(
     try:
         for each in targets:
             target = loaded(each)
+            model = (target.name, target.precision, target.compiles)
+            if called.setdefault(model, target.fingerprint) != target.fingerprint:
+                raise ValueError(
+                    f"two targets are called {target.name}: name each, HFTarget(model, tokenizer, name)"
+                )
             for heat, batch in product(dict.fromkeys(temperatures), dict.fromkeys(batches)):
                 how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "progress": progress}
-                place = (target.name, target.precision, float(heat), batch)
+                place = (*model, float(heat), batch)
                 how |= {"temperature": heat, "batch": batch, "begun": runs.get(place), "keep": store}
                 runs[place] = bench(target, drafters, asked, **how)
             del each, target  # their memory is the next one's
@@ -92,8 +98,8 @@ def sweep(
     return _sweep(runs, None)
 
 
-def _place(run: BenchReport) -> tuple[str, str, float, int]:
-    return run.target, run.dtype, run.temperature, run.batch
+def _place(run: BenchReport) -> tuple[str, str, bool, float, int]:
+    return run.target, run.dtype, run.compiled, run.temperature, run.batch
 
 
 def _sweep(runs: Mapping[Any, BenchReport], stopped: str | None) -> Sweep:
