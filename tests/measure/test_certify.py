@@ -262,6 +262,9 @@ def test_a_run_of_other_questions_or_drafters_does_not_go_on():
         certify(target, "ngram", [other], **HOW, begun=begun)
     with pytest.raises(ValueError, match="drafters are others"):
         certify(target, "suffix", [QUESTION], **HOW, begun=begun)
+    mine = certify(target, {"mine": tiny.eagle(target, "chain-3")}, [QUESTION], **HOW)
+    with pytest.raises(ValueError, match="fingerprint was"):
+        certify(target, {"mine": tiny.eagle(target, "chain-2")}, [QUESTION], **HOW, begun=mine)
     old = begun.model_copy(update={"settings": None})
     with pytest.raises(ValueError, match="does not say what was asked"):
         certify(target, "ngram", [QUESTION], **HOW, begun=old)

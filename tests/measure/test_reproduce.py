@@ -129,6 +129,9 @@ def test_what_tables_share_is_measured_once_and_a_run_goes_on(target, heads, mon
     assert {cell.asked for cell in wider.cells} == {"mt_bench", "humaneval", "gsm8k", "alpaca"}
     with pytest.raises(ValueError, match="max_new_tokens was 10, and is 11"):
         reproduce(target, ["eagle-table-5"], limit=3, max_new_tokens=11, begun=begun)
+    monkeypatch.setitem(MADE, "eagle", lambda of, tree, proposal: tiny.eagle(of, tree, proposal, vocab=32))
+    with pytest.raises(ValueError, match="eagle:tree=chain-5 has other trees or weights now"):
+        reproduce(target, ["eagle-table-5"], **HOW, begun=begun)
     asked = {"mt_bench": Question("f", "1", "c", ("abc",))}
     with pytest.raises(ValueError, match="sets are others"):
         reproduce(target, ["eagle-table-5"], **HOW, sets=asked, begun=begun)

@@ -10,10 +10,12 @@ from rich.console import Console
 import tiny
 from slipstream.decode.answer import Round
 from slipstream.decode.session import Seconds
+from slipstream.drafters.auto import Auto
 from slipstream.files import check_writable, write_json
 from slipstream.measure.certify import certify
 from slipstream.measure.questions import Question
 from slipstream.measure.report import BenchReport, Expected
+from slipstream.measure.resume import marks
 from slipstream.measure.run import Contest, bench
 from slipstream.measure.tally import Answered, Tally, expected
 from slipstream.targets import HFTarget
@@ -208,6 +210,20 @@ def test_another_run_is_not_gone_on_with(target, changed, told):
     begun = bench(target, **how)
     with pytest.raises(ValueError, match=told):
         bench(target, **how | changed, begun=begun)
+
+
+def test_a_run_goes_on_with_the_drafters_that_it_began_with(target):
+    """A head that was trained on, or tuned, meanwhile: half of a line's figures were another head's."""
+    how = {"questions": LONG, "max_new_tokens": 8}
+    begun = bench(target, {"mine": tiny.eagle(target, "chain-3")}, **how)
+    assert bench(target, {"mine": tiny.eagle(target, "chain-3")}, **how, begun=begun) is begun
+    trained = tiny.eagle(target, "chain-3")
+    trained.head.fc.weight.data[0, 0] += 1
+    wrapped = [Auto(trained), Auto(tiny.eagle(target, "chain-3"))]
+    assert marks(wrapped[0]) != marks(wrapped[1])
+    for other in (tiny.eagle(target, "chain-2"), trained):
+        with pytest.raises(ValueError, match="fingerprint was"):
+            bench(target, {"mine": other}, **how, begun=begun)
 
 
 def test_texts_at_once_are_the_texts_of_one_at_a_time(target):

@@ -27,7 +27,7 @@ from slipstream.measure.papers.entry import CONFIDENCE, HF, RACE, VANILLA, Entry
 from slipstream.measure.questions import SHIPPED, Asking, Question, load_questions
 from slipstream.measure.report import BenchReport, Counted
 from slipstream.measure.reproduced import Asked, ReproduceReport, Settings, Table
-from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint
+from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, marks
 from slipstream.measure.run import bench, steps
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, RecordedTarget
@@ -185,24 +185,37 @@ class _Run:
             "sets": {name: sets[name] for name in before.sets},
             "heads": {name: heads[name] for name in before.heads},
         }
+        shared["marks"] = before.marks
         check_goes_on("run", begun, ours, self.settings.model_copy(update=shared))
         self.cells = {cell.place: cell for cell in begun.cells}
-        self.settings = self.settings.model_copy(update={"sets": sets, "heads": heads})
+        self.settings = self.settings.model_copy(update={"sets": sets, "heads": heads, "marks": before.marks})
 
     def plan(self, speed: bool) -> None:
-        """Find what is to be measured, what is not here, and how long it will take."""
+        """Find what is to be measured, what is not here, and how long it will take. Raises ValueError where
+        an earlier run's cells are of other drafters."""
+        self.settings = self.settings.model_copy(update={"marks": {**self.settings.marks}})
         figures = dict.fromkeys(figure for entry in self.entries for figure in entry.figures)
         for drafter, head in {figure.drafter: figure.head for figure in figures}.items():
-            try:
-                if head not in BASELINES and self._load(drafter, 0.0).probes is not None:
-                    self.decodes.add(drafter)
-            except ValueError as error:
-                self.missing[drafter] = self._remedy(head, error)
+            if head not in BASELINES:
+                self._meet(drafter, head)
         for figure in figures:
             if figure.drafter not in self.missing and (speed or figure.how != RACE):
                 self.wanted += [place(figure, name) for name in figure.sets]
         self.wanted = [each for each in dict.fromkeys(self.wanted) if each not in self.cells]
         self.estimate = self._estimated()
+
+    def _meet(self, drafter: str, head: str) -> None:
+        """Find out whether a drafter is here, and what it is. Raises ValueError as `plan` does."""
+        try:
+            made = self._load(drafter, 0.0)
+        except ValueError as error:
+            self.missing[drafter] = self._remedy(head, error)
+            return
+        if made.probes is not None:
+            self.decodes.add(drafter)
+        mark = fingerprint(marks(made))
+        if self.settings.marks.setdefault(drafter, mark) != mark:
+            raise ValueError(f"this run cannot be gone on with: {drafter} has other trees or weights now")
 
     def _remedy(self, head: str, error: ValueError) -> str:
         train = ARMS.get(head, f"slipstream train {head} --data answers.jsonl.gz --out runs/{head}")

@@ -29,6 +29,7 @@ class Settings(Part):
     sets: dict[str, Asked]
     heads: dict[str, str]
     fingerprint: str  # of the target
+    marks: dict[str, str] = {}  # by drafter: a fingerprint of its trees and weights
 
 
 class Value(Part):

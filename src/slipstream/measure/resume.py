@@ -5,7 +5,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import nn
+
+from slipstream.core.drafter import Drafter
+from slipstream.core.target import Target
+from slipstream.drafters.proposer import Proposer
 from slipstream.results import Part
+from slipstream.targets.support import dense
 
 UNFINISHED = "not finished"  # why a result that is written while its run goes on has `stopped`
 SHARED = ("target", "dtype", "compiled", "exactness", "max_new_tokens", "seed", "hardware", "versions")
@@ -14,6 +21,24 @@ SHARED = ("target", "dtype", "compiled", "exactness", "max_new_tokens", "seed", 
 def fingerprint(*asked: Any) -> str:
     """Of texts, tokens and names, which a run that goes on must share with the one that was begun."""
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+
+
+@torch.inference_mode()
+def marks(drafter: Drafter) -> list[Any]:
+    """What tells a drafter from another of its name: its law, its trees, the tokens that it says, and some of
+    its weights."""
+    found: list[Any] = [drafter.law, drafter.rows, [shape.name for shape in drafter.rungs]]
+    if isinstance(drafter, Proposer):
+        found += [drafter.shape.name, drafter.proposal, fingerprint(drafter.vocab.tolist())]
+    for name, part in sorted(vars(drafter).items()):
+        if isinstance(part, Drafter):
+            found.append(marks(part))
+        elif isinstance(part, nn.Module) and name != "lm_head":  # which is the target's
+            weights = part.named_parameters()
+            found.append({each: dense(w).flatten()[:256].double().tolist() for each, w in weights})
+        elif isinstance(part, Target) and name != "target":
+            found.append(part.fingerprint)
+    return found
 
 
 def check_goes_on(what: str, begun: Any, ours: Mapping[str, Any], settings: Part) -> None:

@@ -23,7 +23,7 @@ from slipstream.measure.report import (
     Speedup,
     Turn,
 )
-from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint
+from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, marks
 from slipstream.measure.tally import TINY, Answered, Tally, expected, ledger
 from slipstream.results import heading
 from slipstream.targets.load import AnyTarget, loaded
@@ -101,7 +101,11 @@ def settings_of(contest: Contest, asked: Sequence[Question]) -> Settings:
         questions=[question.name for question in asked],
         temperature=contest.temperature,
         batch=contest.batch,
-        fingerprint=fingerprint(contest.target.fingerprint, [question.turns for question in asked]),
+        fingerprint=fingerprint(
+            contest.target.fingerprint,
+            [question.turns for question in asked],
+            [marks(drafter) for drafter in contest.drafters.values()],
+        ),
     )
 
 
