@@ -120,6 +120,17 @@ def test_files_of_one_name_and_questions_of_one_number_are_told_apart(tmp_path):
     assert names == [f"{name}/question.jsonl:{i}" for name in ("mt_bench", "gsm8k") for i in ("1", "1 (2)")]
 
 
+def test_no_two_questions_have_one_name(tmp_path):
+    """A number that looks like ours, and questions given beside their file: both were counted as one."""
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(f'{{"question_id": "{i}", "turns": ["{i}"]}}\n' for i in ("1", "1", "1 (2)")))
+    asked = load_questions([str(file)])
+    assert [each.id for each in asked] == ["1", "1 (2)", "1 (2) (2)"]
+    again = load_questions([*asked, asked[0], str(file)])
+    assert len({each.name for each in again}) == 7
+    assert again[:3] == asked
+
+
 def test_questions_of_a_file_are_asked_together():
     asked = [Question(file, str(i), "c", ("q",)) for file, n in (("a", 3), ("b", 2)) for i in range(n)]
     names = [[question.name for question in group] for group in batches(asked, 2)]

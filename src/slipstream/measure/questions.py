@@ -53,7 +53,7 @@ def load_questions(given: Sequence[Asking] = (), limit: int | None = None) -> li
     paths = [fspath(path) for path in given if not isinstance(path, Question)]
     for path, name in zip(paths, _names(paths), strict=True):
         chosen += evenly(_distinct(_read(path, name)), limit)
-    return chosen if given else evenly(_parsed("questions.jsonl", OWN.read_text("utf-8")), limit)
+    return _distinct(chosen) if given else evenly(_parsed("questions.jsonl", OWN.read_text("utf-8")), limit)
 
 
 def _read(path: str, name: str) -> list[Question]:
@@ -85,18 +85,22 @@ def _named(path: str, parts: int) -> str:
 
 
 def _distinct(questions: list[Question]) -> list[Question]:
-    """Questions of one number are told apart, as where files were joined."""
-    numbers = _numbered([question.id for question in questions])
-    return [replace(question, id=number) for question, number in zip(questions, numbers, strict=True)]
+    """Questions of one name are told apart, as where files were joined."""
+    names = _numbered([question.name for question in questions])
+    pairs = zip(questions, names, strict=True)
+    return [replace(question, id=name.removeprefix(f"{question.file}:")) for question, name in pairs]
 
 
 def _numbered(names: Sequence[str]) -> list[str]:
     """Names, the second and later ones of each with a count behind them."""
-    seen, told = Counter[str](), []
+    seen, told = Counter[str](), dict[str, None]()
     for name in names:
-        seen[name] += 1
-        told.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-    return told
+        called = name
+        while called in told:
+            seen[name] += 1
+            called = f"{name} ({1 + seen[name]})"
+        told[called] = None
+    return [*told]
 
 
 def _parsed(name: str, text: str) -> list[Question]:
