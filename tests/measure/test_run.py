@@ -5,6 +5,7 @@ from copy import deepcopy
 from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
 
 import tiny
@@ -12,6 +13,7 @@ from slipstream.decode.answer import Round
 from slipstream.decode.session import Seconds
 from slipstream.drafters.auto import Auto
 from slipstream.files import check_writable, write_json
+from slipstream.measure import baseline
 from slipstream.measure.certify import certify
 from slipstream.measure.questions import Question
 from slipstream.measure.report import BenchReport, Expected
@@ -256,6 +258,14 @@ def test_greedy_text_is_held_to_plain_decoding_whatever_the_law(target, monkeypa
     monkeypatch.setattr(Contest, "ask", shortened)
     cut = bench(target, mine, **how).results[1]
     assert (cut.identical, cut.unexplained) == (False, 1)
+
+
+def test_a_token_of_an_answer_is_no_padding(target, monkeypatch):
+    """Rows of Hugging Face's are filled with a token that ends none, which an answer up to the limit may end
+    with: it counted a token less."""
+    rows = torch.tensor([[5, 6, 1, 0, 0], [5, 6, 1, tiny.EOS, 0]])
+    monkeypatch.setattr(baseline, "hf_generate", lambda *_, **__: rows)
+    assert baseline.hf_answers(target, [[5, 6], [5, 6]], 3, 0.0) == [[1, 0, 0], [1, tiny.EOS]]
 
 
 def test_memory_is_what_the_process_held(target):

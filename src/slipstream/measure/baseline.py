@@ -56,10 +56,11 @@ def hf_answers(
         **how,
     )
     answers = made[:, longest:].tolist()
-    return answers if len(prompts) == 1 else [_ended(answer, settings.eos, pad) for answer in answers]
+    filler = pad if settings.stop else None  # without stop strings none but an end token ends a row early
+    return answers if len(prompts) == 1 else [_ended(answer, settings.eos, filler) for answer in answers]
 
 
-def _ended(answer: list[int], eos: frozenset[int], pad: int) -> list[int]:
+def _ended(answer: list[int], eos: frozenset[int], pad: int | None) -> list[int]:
     """An answer without what fills its row up to the longest answer's length."""
     ends = next((i + 1 for i, token in enumerate(answer) if token in eos), None)
     if ends is None:  # a stop string ended it, or the limit
