@@ -83,6 +83,13 @@ def test_the_page_holds_runs_and_traces(tmp_path):
     ]
 
 
+def test_a_name_of_other_bytes_than_utf_8_is_shown(tmp_path):
+    """The page could not be written."""
+    made = page([trace(tmp_path / "answer \udcff.jsonl", 3)])
+    assert held(made)["traces"][0]["name"] == "answer ?.jsonl"
+    made.encode()
+
+
 def test_the_page_holds_certificates(tmp_path):
     """Of now, and of an old version, which tested no draws."""
     made = certify(tiny.target("llama"), "ngram", [Question("f", "1", "chat", ("a b",))], max_new_tokens=8)

@@ -16,7 +16,7 @@ from string import Template
 from typing import Any, TypeVar
 
 from slipstream.decode.trace import Round, drawn, read_trace
-from slipstream.files import parsed, read_text
+from slipstream.files import parsed, printable, read_text
 from slipstream.measure.certify import Certificate
 from slipstream.measure.paired import Asked, paired
 from slipstream.measure.report import BenchReport, DrafterResult
@@ -60,7 +60,7 @@ def page(paths: Sequence[str]) -> str:
 def _names(paths: Sequence[str]) -> list[str]:
     """The files' names; where two are the same, their paths."""
     count = Counter(Path(path).name for path in paths)
-    return [path if count[Path(path).name] > 1 else Path(path).name for path in paths]
+    return [printable(path if count[Path(path).name] > 1 else Path(path).name) for path in paths]
 
 
 def _is_trace(text: str) -> bool:
