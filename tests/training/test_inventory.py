@@ -46,6 +46,15 @@ def test_conversations_without_a_question_are_counted(chat, tmp_path):
     assert report.kinds["dump"].finished == round(2 / 3, 4)
 
 
+def test_what_is_read_is_not_written_over(chat, tmp_path):
+    """From Python: the rows that were dropped were gone from the file itself."""
+    path = write(tmp_path / "own.jsonl", row("q", A), row("q", A))
+    before = path.read_text()
+    with pytest.raises(ValueError, match="is read by this command"):
+        inventory(chat, [path], out=path)
+    assert path.read_text() == before
+
+
 def test_a_file_may_be_called_all(chat, tmp_path):
     """Its rows were shown as the sum of all kinds."""
     files = [write(tmp_path / f"{name}.jsonl", row("q", text)) for name, text in (("all", A), ("b", B))]
@@ -102,4 +111,4 @@ def test_unreadable_rows_are_named(chat, tmp_path):
         inventory(chat, [path])
     write(path, row("q", "a"))
     with pytest.raises(ValueError, match=r"output .* cannot be written"):
-        inventory(chat, [path], out=tmp_path / "none" / "out.jsonl")
+        inventory(chat, [path], out=path / "out.jsonl")
