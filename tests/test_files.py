@@ -89,7 +89,11 @@ def test_outputs_are_neither_what_is_read_nor_each_other(tmp_path):
     (tmp_path / "data.jsonl").write_text("{}")
     os.symlink(tmp_path / "data.jsonl", tmp_path / "link")
     here = str(tmp_path)
+    parts = ("model.safetensors.index.json", "vocab.json", "chat_template.jinja", "modeling.py")
+    for part in parts:
+        (tmp_path / part).write_text("")
     for name, reads in (
+        *((part, here) for part in parts),
         ("data.jsonl", f"{here}/link"),
         ("link", f"{here}/data.jsonl"),
         ("config.json", here),
@@ -120,6 +124,15 @@ def test_results_that_do_not_go_where_they_should_go_elsewhere(tmp_path, monkeyp
     with pytest.raises(ValueError, match=r"No space left on device; the results are in .*\.json") as refused:
         write_json("/dev/full", {"τ": 2})
     assert json.loads(Path(str(refused.value).rsplit(" ", 1)[1]).read_text("utf-8")) == {"τ": 2}
+
+
+def test_what_is_replaced_keeps_its_permissions(tmp_path):
+    """A private file that everybody could read behind its second writing."""
+    path = tmp_path / "private.json"
+    path.write_text("{}")
+    path.chmod(0o600)
+    write_json(str(path), {"a": 1})
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_standard_output_and_long_names_are_written(tmp_path, capsys):

@@ -23,7 +23,9 @@ STANDARD = ("-", "/dev/stdout")
 HANDED = ("/dev/stdin", "/dev/fd/")  # a shell passes files and pipes under these names
 LOCK = ".lock"
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # half of a surrogate pair, as JSON escapes it
-LOADED = ("*config.json", "token*.json", "tuned.json", "*.safetensors", "*.bin", "*.gguf", "*.pt", "*.yaml")
+LOADED = ("*config.json", "*.index.json", "token*.json", "vocab.*", "merges.txt", "added_tokens.json",
+          "special_tokens_map.json", "chat_template.*", "tuned.json", "*.safetensors", "*.bin", "*.gguf",
+          "*.pt", "*.model", "*.yaml", "*.py")  # fmt: skip
 
 
 def check_counts(**counts: int | None) -> None:
@@ -158,8 +160,8 @@ def _writable(path: str) -> str:
 
 @contextmanager
 def replacing(path: str) -> Iterator[TextIO]:
-    """A file to write, which replaces `path` once it is complete; "-" is standard output. Raises ValueError
-    where it cannot be written."""
+    """A file to write, which replaces `path` once it is complete, and keeps its permissions; "-" is standard
+    output. Raises ValueError where it cannot be written."""
     place = beside = Path(path)  # a pipe is written directly
     if path not in STANDARD and (place.is_file() or not place.exists()):
         place = Path(os.path.realpath(place))  # a link stays a link, and its file is replaced
@@ -169,6 +171,8 @@ def replacing(path: str) -> Iterator[TextIO]:
             yield file
             file.flush()
         if beside != place:
+            with suppress(OSError):  # there is no such file yet
+                beside.chmod(stat.S_IMODE(place.stat().st_mode))
             os.replace(beside, place)
     except BrokenPipeError:  # the reader of our output has ended; the command line handles it
         raise
