@@ -42,6 +42,19 @@ def home(tmp_path, monkeypatch):
     return home
 
 
+def test_what_others_delete_meanwhile_is_left_out(home, monkeypatch):
+    """A process that compiled: its temporary files were gone before they were counted."""
+    stat = os.stat
+
+    def gone(path, *given, **how):
+        if str(path).endswith("y.so"):
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return stat(path, *given, **how)
+
+    monkeypatch.setattr(os, "stat", gone)
+    assert {entry.kind for entry in entries()} == set(KINDS)
+
+
 def test_every_kind_is_found_and_nothing_else(home):
     found = entries()
     assert {entry.kind for entry in found} == set(KINDS)

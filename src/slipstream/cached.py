@@ -1,7 +1,9 @@
 """Slipstream's entries in the user's cache. All of them can be made again."""
 
+import os
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +71,10 @@ def _paths(kind: str) -> list[Path]:
 
 def _entry(kind: str, path: Path) -> Entry:
     # Directories do not count: listing one changes its time of access.
-    files = [file.lstat() for file in (path, *path.rglob("*")) if not file.is_dir()]
+    names = [Path(home, name) for home, _, names in os.walk(path) for name in names]
+    files = list[os.stat_result]()
+    for name in names if path.is_dir() else [path]:
+        with suppress(FileNotFoundError):  # a process that works here has deleted it meanwhile
+            files.append(name.lstat())
     used = max((max(file.st_atime, file.st_mtime) for file in files), default=path.stat().st_mtime)
     return Entry(kind, path, sum(file.st_size for file in files), used)
