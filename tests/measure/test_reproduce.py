@@ -151,6 +151,18 @@ def test_what_takes_time_is_raced_and_can_be_left_out(target, heads):
     assert all(value.ours > 0 and value.interval for value in speeds)
 
 
+def test_a_table_more_takes_no_other_from_the_file(target, heads):
+    """As docs/papers.md has it: all tables, then one of another head into the same file. It held that one."""
+    first = reproduce(target, ["eagle-table-5", "eagle-table-1"], **HOW, speed=False)
+    kept = []
+    both = reproduce(
+        target, ["eagle-table-8", "eagle-table-1"], **HOW, speed=False, begun=first, keep=kept.append
+    )
+    assert [table.name for table in both.tables] == ["eagle-table-5", "eagle-table-8", "eagle-table-1"]
+    assert both.tables[0] == first.tables[0]
+    assert [table.name for table in kept[0].tables] == ["eagle-table-5", "eagle-table-1"]
+
+
 def test_predictions_are_along_answers_of_the_seed(target, heads):
     """The seed was read for races alone: answers at T = 1 were those of seed 0 whatever was asked."""
     one, again, other = (

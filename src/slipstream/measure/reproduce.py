@@ -75,7 +75,7 @@ def reproduce(
             of the papers' ablations (`ARMS`).
         limit: questions of each set, whose first turns are asked; max_new_tokens, seed: see `bench`.
         speed: whether what takes time is measured, too. Otherwise these figures are left out.
-        begun: a run of the same settings, whose cells are not measured again.
+        begun: a run of the same settings, whose cells are not measured again, and whose other tables stay.
         announce: told before the work how long it will take, and how often `progress` will be called.
         keep: called after each step with what was measured, and where an error or Ctrl-C ends the run, with
             its tables.
@@ -171,6 +171,7 @@ class _Run:
     new: int
     seed: int
     cells: dict[Place, Cell] = field(default_factory=dict)
+    tables: list[Table] = field(default_factory=list)  # of an earlier run
     wanted: list[Place] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)  # by drafter: what to do about it
     decodes: set[str] = field(default_factory=set)  # drafters that a record cannot judge
@@ -187,7 +188,7 @@ class _Run:
         }
         shared["marks"] = before.marks
         check_goes_on("run", begun, ours, self.settings.model_copy(update=shared))
-        self.cells = {cell.place: cell for cell in begun.cells}
+        self.cells, self.tables = {cell.place: cell for cell in begun.cells}, begun.tables
         self.settings = self.settings.model_copy(update={"sets": sets, "heads": heads, "marks": before.marks})
 
     def plan(self, speed: bool) -> None:
@@ -314,9 +315,11 @@ class _Run:
             self._add(method, name, heat, batch, RACE, [*TIMED], rows)
 
     def report(self, stopped: str | None = None) -> ReproduceReport:
-        """What was found; with its tables, unless more is to come."""
+        """What was found; with its tables, unless more is to come. Those of an earlier run stand first."""
         categories = {name: asked.categories for name, asked in self.settings.sets.items()}
         evidence, entries = Evidence(self.cells, categories), [] if stopped else self.entries
+        tables = [Table.of(entry, evidence, self.new, self.missing) for entry in entries]
+        found = {table.name for table in tables}
         made = ReproduceReport(
             **heading(self.target),
             max_new_tokens=self.new,
@@ -325,7 +328,7 @@ class _Run:
             estimate_seconds=round(self.estimate, 1),
             seconds=round(perf_counter() - self.began, 1),
             cells=[*self.cells.values()],
-            tables=[Table.of(entry, evidence, self.new, self.missing) for entry in entries],
+            tables=[*(table for table in self.tables if table.name not in found), *tables],
         )
         return made if stopped is None else made.model_copy(update={"stopped": stopped})
 
