@@ -6,6 +6,7 @@ import pytest
 
 from slipstream.training.data import load_examples
 from slipstream.training.inventory import Inventory, inventory
+from slipstream.training.synthesize import regenerate
 
 A = "abcde fgh ijk lmn opq rst uvw xyz abc def ghi jkl mno pqr stu vwx"  # 16 words
 B = "the cat sat on a mat and saw how a dog ran out of the old house"
@@ -53,6 +54,16 @@ def test_what_is_read_is_not_written_over(chat, tmp_path):
     with pytest.raises(ValueError, match="is read by this command"):
         inventory(chat, [path], out=path)
     assert path.read_text() == before
+
+
+def test_rows_are_not_written_as_raw_text(chat, tmp_path):
+    """Training read the lines of JSON as text."""
+    path = write(tmp_path / "own.jsonl", row("q", A))
+    for name in ("kept.txt", "kept.txt.gz"):
+        with pytest.raises(ValueError, match="would be read as raw text"):
+            inventory(chat, [path], out=tmp_path / name)
+        with pytest.raises(ValueError, match="would be read as raw text"):
+            regenerate(chat, path, tmp_path / name)
 
 
 def test_a_file_may_be_called_all(chat, tmp_path):

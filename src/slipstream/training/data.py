@@ -88,7 +88,7 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, row) of a .jsonl or .txt file, gzipped or not. A paragraph of a .txt file is a row.
     Raises ValueError: it cannot be read, or lines are malformed, of which up to five are named."""
     text = read_text(path, "training data")
-    if Path(path.removesuffix(".gz")).suffix == ".txt":
+    if _is_raw(path):
         yield from ((number, {"text": part}) for number, part in _paragraphs(text))
         return
     rows, bad = [], []
@@ -105,6 +105,16 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
             "mend or delete"
         )
     yield from rows
+
+
+def check_lines(path: str) -> None:
+    """Raise ValueError for a file to write rows to whose name says that it holds raw text."""
+    if _is_raw(path):
+        raise ValueError(f"output {path} would be read as raw text, and holds JSON: name a .jsonl file")
+
+
+def _is_raw(path: str) -> bool:
+    return Path(path.removesuffix(".gz")).suffix == ".txt"
 
 
 def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:

@@ -14,7 +14,7 @@ from rich.console import Group
 from slipstream.core.target import Target
 from slipstream.files import check_writable, replacing
 from slipstream.results import Figures, Part, Result, made
-from slipstream.training.data import encode_row, read_rows
+from slipstream.training.data import check_lines, encode_row, read_rows
 from slipstream.training.repeats import excluded_words, holds, loops, near_copies
 from slipstream.training.synthesize import Told
 
@@ -105,11 +105,13 @@ def inventory(
         out: a file to write the kept rows to.
 
     Raises:
-        ValueError: a file cannot be read or written, `out` is read, too, or a row is none that can be trained
-            on.
+        ValueError: a file cannot be read or written, `out` is read, too, or named like raw text, or a row is
+            none that can be trained on.
     """
     paths = [fspath(path) for path in files]
-    check_writable(None if out is None else fspath(out), reads=[*paths, *(fspath(path) for path in exclude)])
+    if out is not None:
+        check_lines(fspath(out))
+        check_writable(fspath(out), reads=[*paths, *(fspath(path) for path in exclude)])
     words = excluded_words(exclude)
     found = [(path, number, row) for path in paths for number, row in read_rows(path)]
     if not found:

@@ -16,7 +16,7 @@ from slipstream.core.sampling import Sampling
 from slipstream.files import STANDARD, check_counts, check_writable, evenly, locked, parsed
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
-from slipstream.training.data import read_rows
+from slipstream.training.data import check_lines, read_rows
 from slipstream.training.kinds import Question, check_kinds, opening_of, synthesize_prompts
 from slipstream.training.writers import Asked, Messages, TargetWriter, Writer, wrapped, writer_of
 
@@ -213,10 +213,12 @@ def _question(messages: Messages) -> Messages:
 
 
 def _checked(out: str | PathLike[str], source: Any = None) -> str:
-    """The output's name. Raises ValueError where no file can be written there, or it is the source."""
+    """The output's name. Raises ValueError where no file can be written there, it is the source, or its rows
+    would be read as raw text."""
     out = fspath(out)
     if out in STANDARD or (os.path.exists(out) and not os.path.isfile(out)):
         raise ValueError(f"output {out} is no file: name one, which an interrupted run can go on with")
+    check_lines(out)
     check_writable(out, reads=[fspath(source)] if isinstance(source, (str, PathLike)) else [])
     return out
 
