@@ -92,6 +92,10 @@ def test_reproduce_prints_writes_and_lists(run, tiny_options, asked, tmp_path):
     [
         (["eagle-table-9"], "Unknown table or figure: 'eagle-table-9'. Did you mean 'eagle-table-"),
         (["--set", "gsm8k"], "--set gsm8k: give NAME=PATH"),
+        (
+            ["--set", "xsum=a.jsonl", "--set", "xsum=b.jsonl"],
+            "--set xsum is given twice, a.jsonl and b.jsonl",
+        ),
         (["--set", "gsm=x.jsonl"], "Unknown set: 'gsm'"),
         (["eagle-table-1", "--set", "gsm8k=missing.jsonl"], "missing.jsonl cannot be read"),
         (["--head", "egle=runs/x"], "Unknown head: 'egle'"),

@@ -210,10 +210,12 @@ def reproduce(
 
 
 def _pairs(given: list[str], option: str) -> dict[str, str]:
-    pairs = {}
+    pairs: dict[str, str] = {}
     for each in given:
         name, equals, value = each.partition("=")
         if not (name and equals and value):
             raise ValueError(f"{option} {each}: give NAME=PATH, such as gsm8k=gsm8k.jsonl")
+        if name in pairs:
+            raise ValueError(f"{option} {name} is given twice, {pairs[name]} and {value}: give one")
         pairs[name] = value
     return pairs
