@@ -126,6 +126,25 @@ def test_results_that_do_not_go_where_they_should_go_elsewhere(tmp_path, monkeyp
     assert json.loads(Path(str(refused.value).rsplit(" ", 1)[1]).read_text("utf-8")) == {"τ": 2}
 
 
+def test_files_of_similar_names_are_written_at_once(tmp_path):
+    """Threads, and containers on one disk, whose processes have one number: one took the other's half-written
+    file for its own."""
+    paths = [tmp_path / f"{'a' * 40}{i}.json" for i in range(2)]
+    with replacing(str(paths[0])) as one, replacing(str(paths[1])) as other:
+        one.write("1" * 9)
+        other.write("2")
+    assert [path.read_text() for path in paths] == ["1" * 9, "2"]
+
+
+@pytest.mark.parametrize("name", ["a" * 45, "ä" * 120])
+def test_files_of_similar_names_are_locked_apart(tmp_path, name):
+    """Two runs of synthesize, into answers of seed 1 and of seed 2: the second was refused."""
+    one, other = (tmp_path / f"{name}{i}.jsonl" for i in range(2))
+    with locked(one), locked(other), pytest.raises(ValueError, match="is being written by"), locked(other):
+        pass
+    assert not [*tmp_path.iterdir()]
+
+
 def test_what_is_replaced_keeps_its_permissions(tmp_path):
     """A private file that everybody could read behind its second writing."""
     path = tmp_path / "private.json"

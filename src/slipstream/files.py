@@ -2,6 +2,7 @@
 
 import fcntl
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from fnmatch import fnmatch
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
@@ -165,7 +167,7 @@ def replacing(path: str) -> Iterator[TextIO]:
     place = beside = Path(path)  # a pipe is written directly
     if path not in STANDARD and (place.is_file() or not place.exists()):
         place = Path(os.path.realpath(place))  # a link stays a link, and its file is replaced
-        beside = place.with_name(f".{place.name[:40]}.{os.getpid()}")
+        beside = place.with_name(f".{place.name[:40]}.{token_hex(8)}")  # two containers may share a pid
     try:
         with nullcontext(sys.stdout) if path in STANDARD else open(beside, "w", encoding="utf-8") as file:
             yield file
@@ -189,7 +191,10 @@ def locked(path: str | Path, wait: bool = False) -> Iterator[None]:
     """Lock a file or a directory in this context. A process that dies lets go of it. Raises ValueError where
     another process, which is named, holds it, unless told to `wait` for it, or where it cannot be locked."""
     place = Path(os.path.realpath(path))
-    beside = place / LOCK if place.is_dir() else place.with_name(f".{place.name[:40]}{LOCK}")
+    name = place.name
+    if len(name.encode(errors="replace")) > 200:  # file systems allow 255 bytes
+        name = name[:40] + hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+    beside = place / LOCK if place.is_dir() else place.with_name(f".{name}{LOCK}")
     try:
         file = _lock(beside, wait)
     except OSError as error:
