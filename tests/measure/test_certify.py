@@ -13,6 +13,7 @@ from slipstream.core import verify
 from slipstream.core.tree import PAD, chain
 from slipstream.drafters.ngram import NGram
 from slipstream.drafters.tree_oracle import TreeOracle
+from slipstream.measure import contest
 from slipstream.measure.certify import Certificate, certify
 from slipstream.measure.demo import demo
 from slipstream.measure.questions import Question
@@ -208,6 +209,29 @@ def test_a_drafter_of_another_law_is_tested_where_it_keeps_the_distribution_alon
     assert made.certified
     assert "finds with 95%" in str(made)
     assert f"distance {made.distribution[0].detectable:.3f}" in str(made)
+
+
+def test_what_is_certified_is_what_answers_at_that_temperature(monkeypatch):
+    """At T = 1 `auto` guesses with the target's noise, and was certified as it guesses at T = 0."""
+    target, asked = tiny.target("llama"), []
+
+    def load(name, of, temperature=0.0, texts=1):
+        asked.append(temperature > 0)
+        return tiny.eagle(of, "chain-3", "noise" if temperature else "top-k")
+
+    monkeypatch.setattr(contest, "load_drafter", load)
+    ask = Contest.ask
+
+    def watched(self, method, prompt, show=None):
+        if method == "mine":
+            assert self.drafters[method].peeks == (self.temperature > 0)
+        return ask(self, method, prompt, show)
+
+    monkeypatch.setattr(Contest, "ask", watched)
+    made = certify(target, "mine", [QUESTION], temperatures=[0.0, 0.7, 1.0], max_new_tokens=8, draws=2)
+    assert made.certified
+    assert sorted(asked) == [False, True]
+    assert made.settings.drafters == ["mine"]
 
 
 def test_a_failed_test_certifies_nothing(monkeypatch):

@@ -26,6 +26,7 @@ from slipstream.targets.load import AnyTarget, loaded
 
 ORACLE = "tree-oracle"
 Pairs = list[tuple[Question, list[int]]]  # questions and their prompts
+Loaded = dict[bool, dict[str, Drafter]]  # by name, for greedy answers and for drawn ones
 
 
 class Certified(Part):
@@ -54,18 +55,19 @@ class Settings(Part):
     def of(
         cls,
         target: HFTarget,
-        drafters: dict[str, Drafter],
+        drafters: Loaded,
         temperatures: Sequence[float],
         asked: Pairs,
         draws: int,
     ) -> "Settings":
         """What a call of `certify` asks."""
-        prompts = [prompt for _, prompt in asked]
+        prompts, some = [prompt for _, prompt in asked], [*drafters.values()]
+        told = [marks(drafter) for of in some for drafter in of.values()]
         return cls(
-            drafters=[*drafters],
+            drafters=[*some[0]],
             temperatures=[float(heat) for heat in dict.fromkeys(temperatures)],
             questions=[question.name for question, _ in asked],
-            fingerprint=fingerprint(target.fingerprint, prompts, [*map(marks, drafters.values())]),
+            fingerprint=fingerprint(target.fingerprint, prompts, told),
             draws=draws,
         )
 
@@ -136,7 +138,7 @@ class _Run:
     """A run under way: what is asked of whom, and what was found so far."""
 
     contest: Contest
-    drafters: dict[str, Drafter]
+    drafters: Loaded
     settings: Settings
     asked: Pairs
     results: dict[tuple[str, float], Certified] = field(default_factory=dict)
@@ -166,12 +168,13 @@ class _Run:
 
     def coupled(self, heat: float) -> dict[str, Drafter]:
         """Drafters whose text must be plain decoding's: greedy text does not depend on the law."""
-        return {name: each for name, each in self.drafters.items() if not heat or each.law == "coupled"}
+        known = self.drafters[heat > 0].items()
+        return {name: each for name, each in known if not heat or each.law == "coupled"}
 
     @property
     def tested(self) -> dict[str, Drafter]:
         """Whose draws are tested: plain decoding's stand for those of every drafter with the same text."""
-        others = {name: each for name, each in self.drafters.items() if each.law != "coupled"}
+        others = {name: each for name, each in self.drafters[True].items() if each.law != "coupled"}
         return {"vanilla": Vanilla(), **others}
 
     def _with(self, name: str, answer: Answered) -> Certified:
@@ -265,7 +268,7 @@ def certify(
     target = loaded(target)
     for temperature in temperatures:
         resolve_sampling(target, temperature=temperature, seed=seed)
-    contestants = drafters_of(drafters, target)
+    contestants = _loaded(drafters, target, temperatures)
     pairs = [*zip(asked, first_prompts(target, asked, max_new_tokens), strict=True)]
     settings = Settings.of(target, contestants, temperatures, pairs, draws)
     run = _Run(Contest.of(target, {}, max_new_tokens, 0.0, seed), contestants, settings, pairs)
@@ -279,6 +282,12 @@ def certify(
             keep(run.report(UNFINISHED).ended_by(error))
         raise
     return run.report(None)
+
+
+def _loaded(drafters: Drafters, target: HFTarget, temperatures: Sequence[float]) -> Loaded:
+    """Drafters as they draft for greedy answers, and for drawn ones: other trees and proposals are tuned."""
+    heats = {heat > 0: heat for heat in temperatures}
+    return {hot: drafters_of(drafters, target, heat) for hot, heat in heats.items()}
 
 
 def _audit(
