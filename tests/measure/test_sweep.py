@@ -70,6 +70,8 @@ def test_each_pair_is_a_run_and_a_sweep_goes_on(target):
     places = [(run.target, run.temperature, run.batch) for run in made.runs]
     assert places == [(name, heat, n) for name in ("first", "second") for heat in (0, 1) for n in (1, 2)]
     assert made.stopped is None
+    with pytest.raises(ValueError, match="drafters are others"):  # the file of the whole sweep stays as it is
+        sweep([target], "suffix", ASKED, **HOW, begun=made, keep=lambda found: pytest.fail("kept"))
     assert made.runs[:2] == begun.runs[:2]
     assert all(row.identical for run in made.runs for row in run.results)
     assert str(made).count("ngram") == 8

@@ -61,7 +61,7 @@ def sweep(
         targets: loaded one after the other. Speeds compare within a run of `bench`; runs follow each other.
         temperatures, batches: each pair of them is a run.
         begun: a sweep that is gone on with. Its runs that are not asked now stay in it.
-        keep: as `bench` calls it, with all runs until then.
+        keep: as `bench` calls it, with all runs until then, if one of them is new.
         others: as `bench` takes them.
 
     Raises:
@@ -70,6 +70,7 @@ def sweep(
     check_counts(temperatures=len(temperatures), batches=len(batches))
     asked = load_questions(questions, limit)
     runs = {_place(run): run for run in begun.runs} if begun else {}
+    before = dict(runs)
     called: dict[tuple[str, str, bool], str] = {}
 
     def store(run: BenchReport) -> None:
@@ -92,7 +93,7 @@ def sweep(
                 runs[place] = bench(target, drafters, asked, **how)
             del each, target  # their memory is the next one's
     except BaseException as error:
-        if runs:
+        if any(run is not before.get(place) for place, run in runs.items()):
             keep(_sweep(runs, first_line(error)))
         raise
     return _sweep(runs, None)
