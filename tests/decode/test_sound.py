@@ -10,6 +10,8 @@ import tiny
 from slipstream import generate
 from slipstream.core.sampling import Sampling
 from slipstream.decode.audit import audit
+from slipstream.decode.session import Session
+from slipstream.drafters import load_drafter
 from slipstream.measure.certify import certify
 from slipstream.measure.questions import Question
 from slipstream.targets import HFTarget
@@ -62,3 +64,22 @@ def test_features_to_train_on_stop():
     """A head that learns from NaN, and is said to reach a τ of 1.98."""
     with pytest.raises(ValueError, match=SAYS):
         broken(math.nan).features([PROMPT], ("final",))
+
+
+@pytest.mark.parametrize("drafter", ["vanilla", "self-speculative:skip=0"])
+@pytest.mark.parametrize("step", [False, True])
+def test_a_text_in_the_row_of_an_unsound_one_is_sound(drafter, step):
+    """A masked key that is NaN, left in a row's memory, ended every later text of that row."""
+    sound = generate(tiny.target("llama"), PROMPT, max_new_tokens=3, eos_token_ids=()).tokens
+    target = broken(math.nan, token=sound[1] if step else PROMPT[-1])
+    session = Session(target, load_drafter(drafter, target), rows=1)
+    news = session.admit([PROMPT], [Sampling()])
+    while news[0].sound:
+        news = session.step()
+    session.retire([0])
+    other = [token for token in tiny.prompts(5)[0] if token not in (sound[1], PROMPT[-1])]
+    made = [*session.admit([other], [Sampling()]), *session.step()]
+    assert all(each.sound for each in made)
+    assert [token for each in made for token in each.tokens] == generate(
+        target, other, "vanilla", max_new_tokens=sum(len(each.tokens) for each in made), eos_token_ids=()
+    ).tokens

@@ -178,6 +178,11 @@ class KVCache:
         self.lengths, self.texts = self.lengths[index], self.texts[index]
         self.stored = self._stored()
 
+    def wipe(self, rows: list[int]) -> None:
+        """Zero all slots of some rows. What is not finite would reach the next text there, though masked."""
+        for stored in self._stored():
+            stored[:, rows, :, self.prefix :] = 0
+
     def row(self, row: int) -> list[Float[Tensor, "L heads T _"]]:
         """A copy of one text's keys and values; none where nothing is allocated."""
         used = slice(self.prefix, self.prefix + int(self.lengths[row]))

@@ -311,7 +311,7 @@ class Sampler:
             if made._seen is not None and sampler._seen is not None:
                 for new, old in zip(made._seen, sampler._seen, strict=True):
                     new[i] = old[b]
-            made.walks[i] = sampler.walks[b]
+            made.walks[i], made.sound[i] = sampler.walks[b], sampler.sound[b]
         return made
 
 

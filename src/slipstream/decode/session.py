@@ -340,6 +340,9 @@ class Session:
         self.cache.settle(self.lengths)
         read = {row: self._said[row][: self.lengths[row]] for row in sorted(gone)}
         self._keep(read, self.sampler, self.cache, self.state)
+        if unsound := [row for row, sound in enumerate(self.sampler.sound.tolist()) if not sound]:
+            for cache in (self.cache, *self.state.caches):
+                cache.wipe(unsound)
         self.cache.select(order)
         self.state.select(order)
         self.sampler = self.sampler.select(order)
