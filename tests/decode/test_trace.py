@@ -52,6 +52,20 @@ def test_p_is_the_targets_and_q_the_drafters(temperature):
     assert checked > 20
 
 
+@pytest.mark.parametrize("tree", ["fig9", "cape-3x8", "chain-2"])
+def test_a_head_that_says_no_numbers_is_traced(tree):
+    """A trace, or a stream of the server, that ended in an error of JSON, where an answer alone did not."""
+
+    def damaged(target):
+        made = tiny.eagle(target, tree)
+        made.head.fc.weight.fill_(torch.nan)
+        return made
+
+    _, made, text = traced(damaged)
+    assert [a.tokens for a in made] == [a.tokens for a in traced(lambda target: "vanilla")[1]]
+    assert all(0 <= q <= 1 for rounds in read_trace("", text) for r in rounds for q in r.q if q is not None)
+
+
 def test_a_line_tells_the_answers_text_and_time():
     """Pieces that are not the answer's text, tokens behind its end, seconds that are counted twice."""
     _, made, text = traced(lambda target: tiny.eagle(target, "chain-2"))

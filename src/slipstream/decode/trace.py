@@ -211,8 +211,8 @@ def _known(values: Tensor, tokens: list[int]) -> list[float | None]:
 
 
 def _short(value: float | Tensor) -> float:
-    """Four digits of a probability."""
-    return float(f"{min(max(float(value), 0.0), 1.0):.4g}")
+    """Four digits of a probability; 0 for NaN, as of a guess behind one that cannot be."""
+    return float(f"{min(max(0.0, float(value)), 1.0):.4g}")  # of 0 and NaN, in this order, max takes 0
 
 
 def read_trace(path: str | PathLike[str], text: str | None = None) -> list[list[Round]]:
