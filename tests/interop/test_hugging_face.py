@@ -294,6 +294,33 @@ def test_weights_that_an_adapter_was_merged_into_are_seen(inputs):
     assert torch.equal(after, deepcopy(model).generate(**inputs, max_new_tokens=16, **OURS))
 
 
+class Adapted(torch.nn.Linear):
+    """A layer with adapters, of which some are active, as in PEFT."""
+
+    _active = ("none",)
+
+    def forward(self, x):
+        return super().forward(x) * (1.0 if "none" in self._active else -2.0)
+
+
+def test_another_adapter_and_a_hook_are_seen(inputs):
+    """A target that was kept says what the model said with the adapter before."""
+    model = deepcopy(tiny.reference("llama"))
+    layer = model.model.layers[1].mlp.down_proj
+    layer.__class__ = Adapted
+    first = model.generate(**inputs, max_new_tokens=8, **OURS)
+    layer._active = ("other",)
+    other = model.generate(**inputs, max_new_tokens=8, **OURS)
+    assert not torch.equal(first, other)
+    assert torch.equal(other, model.generate(**inputs, max_new_tokens=8))
+    hook = layer.register_forward_hook(lambda module, args, out: 0 * out)
+    hooked = model.generate(**inputs, max_new_tokens=8, **OURS)
+    assert not torch.equal(other, hooked)
+    assert torch.equal(hooked, model.generate(**inputs, max_new_tokens=8))
+    hook.remove()
+    assert torch.equal(other, model.generate(**inputs, max_new_tokens=8, **OURS))
+
+
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
     """With `auto`, whose first use measures rounds."""
     tokenizer = deepcopy(tiny.tokenizer())

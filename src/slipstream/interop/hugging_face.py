@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation import (
     EosTokenCriteria,
@@ -32,6 +32,7 @@ DIRECTORY = str(Path(__file__).with_name("hf"))  # for those who give `custom_ge
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 # Arguments of `generate` that ask for what is not done here, beside those of generation_config.
 REFUSED = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask", "synced_gpus")
+OF_MODULES = vars(nn.Module()).keys()
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -51,7 +52,7 @@ def custom_generate(
 
     Its arguments hold as they do there, padding on the left, streamers and stopping criteria included, or are
     refused by name. Each row's answer is that to its prompt alone. The model stays as it is, and changes of
-    its weights are seen.
+    its weights, hooks and adapters are seen.
 
     Args:
         model, input_ids, generation_config, stopping_criteria, prepared: from Hugging Face.
@@ -146,6 +147,7 @@ def _target(model: PreTrainedModel, compile: bool) -> HFTarget:
         (name, x.data_ptr(), x.dtype, 0 if x.is_inference() else x._version) for name, x in weights
     ]
     stamp.append(torch.cat([_some(x) for _, x in weights]).tolist())  # changes by `.data` have no version
+    stamp += [_switches(each) for each in model.modules()]
     known, made = _targets.get(model, (None, {}))
     if known != stamp:
         made = {}
@@ -159,6 +161,22 @@ def _some(x: Tensor) -> Tensor:
     """Numbers from all over a tensor that lies in one piece, up to 17."""
     flat = x.detach().view(-1) if x.is_contiguous() else x.new_zeros(0)
     return flat[:: max(1, flat.numel() // 16)].double().cpu()
+
+
+def _switches(module: nn.Module) -> Any:
+    """What else a module goes by: numbers and words that it holds, such as the adapter that PEFT has chosen,
+    and hooks."""
+    own = [(name, _plainly(value)) for name, value in vars(module).items() if name not in OF_MODULES]
+    return own, list(module._forward_pre_hooks), list(module._forward_hooks)
+
+
+def _plainly(value: Any) -> Any:
+    """Numbers and words, in lists and dictionaries too; None for anything else."""
+    if isinstance(value, dict):
+        return [(name, _plainly(each)) for name, each in value.items()]
+    if isinstance(value, (list, tuple, set)):
+        return list(map(_plainly, value))
+    return value if isinstance(value, (bool, int, float, str)) else None
 
 
 def _asked() -> Mapping[str, Any]:
