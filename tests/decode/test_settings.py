@@ -8,6 +8,7 @@ from jaxtyping import config as checks
 from transformers import (
     GenerationConfig,
     NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
@@ -136,8 +137,15 @@ def test_stop_strings_and_limits_of_the_target_hold(plain):
         generate(long, PROMPTS[1])
 
 
-def test_a_processor_of_ones_own_takes_the_place_of_the_targets():
-    target, own = configured(no_repeat_ngram_size=1), [NoRepeatNGramLogitsProcessor(2)]
+@pytest.mark.parametrize(
+    ("setting", "own"),
+    [
+        ({"no_repeat_ngram_size": 1}, [NoRepeatNGramLogitsProcessor(2)]),
+        ({"repetition_penalty": 1.5}, [RepetitionPenaltyLogitsProcessor(1.1)]),  # the sampler has its own
+    ],
+)
+def test_a_processor_of_ones_own_takes_the_place_of_the_targets(setting, own):
+    target = configured(**setting)
     want = theirs(target, PROMPTS[0], logits_processor=own)
     assert generate(target, PROMPTS[0], max_new_tokens=NEW, processors=own, eos_token_ids=()).tokens == want
     assert want != theirs(target, PROMPTS[0])

@@ -212,7 +212,8 @@ class Settings:
         if config.min_new_tokens is not None:
             made.pop("min_length", None)
         penalty = own.repetition_penalty
-        if next(iter(made), None) == "repetition_penalty":
+        given = any(type(each) is hf.RepetitionPenaltyLogitsProcessor for each in own.processors)
+        if next(iter(made), None) == "repetition_penalty" and not given:
             del made["repetition_penalty"]  # the sampler's own penalty also comes first, and is faster
         elif "repetition_penalty" in made:
             penalty = 1.0
