@@ -113,6 +113,23 @@ def test_layers_that_differ_in_a_number_share_no_graph():
     assert backends[3] is not backends[0]
 
 
+def test_layers_that_differ_in_an_adapter_or_a_hook_share_no_graph():
+    """PEFT keeps the adapter in use in an attribute of its own, and factors in dictionaries: a target with
+    another one took the graph of the first."""
+
+    def layer(**more):
+        made = nn.Sequential(nn.Linear(4, 4))
+        vars(made[0]).update({"_active_adapter": ["one"], "scaling": {"one": 2.0}} | more)
+        return made
+
+    hooked = layer()
+    hooked[0].register_forward_hook(lambda module, args, out: 0 * out)
+    others = [layer(_active_adapter=["two"]), layer(scaling={"one": 1.0}), hooked]
+    first, same, *rest = map(backend_for, [layer(), layer(), *others])
+    assert first is same
+    assert len({id(first), *map(id, rest)}) == 4
+
+
 def test_heads_of_one_kind_share_a_backend_and_no_others_do():
     """A graph of another head whose weights have the same shapes: Dynamo would not look."""
     sizes: dict[str, Any] = {

@@ -112,7 +112,8 @@ def _of_inputs(guards: Sequence[Any]) -> list[bool]:
     return [not (guard.is_global or guard.orig_guard.source.is_unspecialized_nn_module()) for guard in guards]
 
 
-NUMBERS = ("layer_idx", "layer_id")  # of a layer among its like
+# Of a module, but not given: a layer's number among its like, packed copies, and what PyTorch keeps there.
+LEFT_OUT = {"layer_idx", "layer_id", "held", *vars(nn.Module())}
 
 
 def _kind_of(module: nn.Module) -> Hashable:
@@ -123,14 +124,19 @@ def _kind_of(module: nn.Module) -> Hashable:
         found.append((name, type(part), part.training))
         tensors = [*part._parameters.items(), *part._buffers.items()]
         found += [(key, tuple(x.shape), x.dtype) for key, x in tensors if x is not None]
-        own = ((key, value) for key, value in vars(part).items() if key not in NUMBERS)
-        found += [(key, _fixed(value)) for key, value in own if not key.startswith("_")]
+        found += [(key, _fixed(value)) for key, value in vars(part).items() if key not in LEFT_OUT]
+        if name:  # a module's own hooks stand around its `forward`
+            found += [*part._forward_pre_hooks, *part._forward_hooks]
     return tuple(found)
 
 
 def _fixed(value: Any) -> Hashable:
     if isinstance(value, (bool, int, float, str, torch.dtype, type(None))):
         return value
+    if isinstance(value, dict):  # such as the factors of PEFT's adapters
+        return tuple((key, _fixed(each)) for key, each in value.items())
+    if isinstance(value, (list, tuple, set)):
+        return tuple(map(_fixed, value))
     if hasattr(value, "to_json_string"):  # a configuration
         return value.to_json_string(), value._attn_implementation
     if is_dataclass(value):  # that of a head
