@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -32,8 +31,9 @@ def record(
 ) -> RecordedTarget:
     """Record the target's answers of at most `new` tokens, made `batch` at once. Answers of one token, behind
     which nothing is drafted, are left out. Raises ValueError if no other is left."""
-    drawn: Any = {"temperature": temperature, "seed": seed}
-    made = generate(target, prompts, "vanilla", max_new_tokens=new, batch=batch, **drawn)
+    made = generate(
+        target, prompts, "vanilla", max_new_tokens=new, temperature=temperature, batch=batch, seed=seed
+    )
     made = [answer for answer in made if len(answer.tokens) > 1]
     if not made:
         raise ValueError(
@@ -128,8 +128,9 @@ def decoded(drafter: Drafter, recorded: RecordedTarget) -> Prediction:
     """The same by decoding the record's prompts anew."""
     prompts, new = _prompts(recorded), int((recorded.lengths - recorded.prompts).max())
     first = recorded.sampling[0]
-    drawn: Any = {"temperature": first.temperature, "seed": first.seed}
-    answers = generate(recorded.target, prompts, drafter, max_new_tokens=new, **drawn)
+    answers = generate(
+        recorded.target, prompts, drafter, max_new_tokens=new, temperature=first.temperature, seed=first.seed
+    )
     return _prediction([[r.kept for r in answer.rounds] for answer in answers], drafter.depth)
 
 

@@ -57,7 +57,7 @@ class CostReport(Report):
         """A row per number of rows, a column per context and batch, and the speed at which the one-row pass
         reads the weights."""
         settings = dict.fromkeys((cost.context, cost.batch) for cost in self.passes)
-        title = f"{self.target}, {self.dtype}{', compiled' * self.compiled}: ms of a pass, by its rows; "
+        title = f"{self.model}: ms of a pass, by its rows; "
         title += "columns: tokens of context × texts"
         table = Figures(title, "rows", *(f"{context} × {batch}" for context, batch in settings))
         ms = {(cost.rows, cost.context, cost.batch): cost.ms for cost in self.passes}

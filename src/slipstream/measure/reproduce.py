@@ -91,11 +91,9 @@ def reproduce(
     target = loaded(target)
     if not mixtures(target):
         entries = [replace(entry, lines=(), claims=()) if entry.experts else entry for entry in entries]
+    told = {name: _asked(some) for name, some in asked.items()}
     settings = Settings(
-        limit=limit,
-        sets={name: _asked(some) for name, some in asked.items()},
-        heads=dict(heads or {}),
-        fingerprint=target.fingerprint,
+        limit=limit, sets=told, heads=dict(heads or {}), fingerprint=target.fingerprint, marks={}
     )
     run = _Run(target, entries, asked, settings, max_new_tokens, seed)
     if begun is not None:
@@ -185,16 +183,16 @@ class _Run:
         shared = {  # other sets and heads than before may come to them
             "sets": {name: sets[name] for name in before.sets},
             "heads": {name: heads[name] for name in before.heads},
+            "marks": before.marks,
         }
-        shared["marks"] = before.marks
         check_goes_on("run", begun, ours, self.settings.model_copy(update=shared))
         self.cells, self.tables = {cell.place: cell for cell in begun.cells}, begun.tables
-        self.settings = self.settings.model_copy(update={"sets": sets, "heads": heads, "marks": before.marks})
+        whole = {"sets": sets, "heads": heads, "marks": {**before.marks}}
+        self.settings = self.settings.model_copy(update=whole)
 
     def plan(self, speed: bool) -> None:
         """Find what is to be measured, what is not here, and how long it will take. Raises ValueError where
         an earlier run's cells are of other drafters."""
-        self.settings = self.settings.model_copy(update={"marks": {**self.settings.marks}})
         figures = dict.fromkeys(figure for entry in self.entries for figure in entry.figures)
         for drafter, head in {figure.drafter: figure.head for figure in figures}.items():
             if head not in BASELINES:

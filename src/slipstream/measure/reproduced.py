@@ -148,7 +148,7 @@ class ReproduceReport(Report):
         verdicts = Counter(each.verdict for table in self.tables for each in table.relations)
         sizes = [len(asked.categories) for asked in self.settings.sets.values()]
         most = " to ".join(map(str, sorted({min(sizes), max(sizes)}))) if sizes else "no"
-        title = f"{self.target}, {self.dtype}{', compiled' * self.compiled}, {self.hardware['cpu']}: "
+        title = f"{self.model}, {self.hardware['cpu']}: "
         title += f"{most} questions of each set, {self.max_new_tokens} tokens"
         sets = ", ".join(f"{name} is {asked.source}" for name, asked in self.settings.sets.items())
         told = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in (HOLDS, FAILS, *OTHERS))
