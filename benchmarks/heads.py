@@ -41,7 +41,7 @@ from slipstream.files import check_writable
 from slipstream.measure.cost import PARTS, Rounds
 from slipstream.measure.paired import interval
 from slipstream.measure.questions import Asking
-from slipstream.measure.tune import proposing
+from slipstream.measure.trees import proposing
 from slipstream.picture import picture
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget, RecordedTarget

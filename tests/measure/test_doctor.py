@@ -19,7 +19,7 @@ from slipstream.measure.doctor import CHECKS, DoctorReport, Finding, doctor
 from slipstream.measure.fits import _unnormed
 from slipstream.measure.patient import Patient
 from slipstream.measure.questions import Question, load_questions
-from slipstream.measure.tune import Costs
+from slipstream.measure.trees import Costs
 from slipstream.targets import HFTarget
 
 OF_HEADS = [check for check in CHECKS if check.examine.__module__ == faults.__name__]

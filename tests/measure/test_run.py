@@ -228,6 +228,15 @@ def test_a_run_goes_on_with_the_drafters_that_it_began_with(target):
             bench(target, {"mine": other}, **how, begun=begun)
 
 
+def test_a_run_goes_on_under_the_generation_config_that_it_began_with(target, monkeypatch):
+    """A penalty that was written into it meanwhile: half of the turns were other texts."""
+    how = {"drafters": ["ngram"], "questions": LONG, "max_new_tokens": 8}
+    begun = bench(target, **how)
+    monkeypatch.setattr(target.generation_config, "repetition_penalty", 1.5)
+    with pytest.raises(ValueError, match="fingerprint was"):
+        bench(target, **how, begun=begun)
+
+
 def test_texts_at_once_are_the_texts_of_one_at_a_time(target):
     """Greedy answers do not depend on the batch; Hugging Face's rows are padded on the left."""
     one, two = (bench(target, "ngram", LONG, max_new_tokens=8, batch=batch) for batch in (1, 2))

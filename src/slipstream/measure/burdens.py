@@ -10,7 +10,7 @@ import torch
 
 from slipstream.core.shape import Shape
 from slipstream.measure.patient import Patient, Seen, Unmeasured, cores
-from slipstream.measure.tune import every_size
+from slipstream.measure.trees import every_size
 from slipstream.measure.tuned import Size
 from slipstream.packing import HAS_BF16
 

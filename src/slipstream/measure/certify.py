@@ -18,7 +18,7 @@ from slipstream.measure.contest import HF, Contest, Drafters, drafters_of, first
 from slipstream.measure.draws import BATCH, CLASSES, LENGTH, POWER, SIGNIFICANCE, Drawn, draw, drawn
 from slipstream.measure.questions import Asking, Question, load_questions
 from slipstream.measure.report import Difference, promise
-from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, marks
+from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, manner, marks
 from slipstream.measure.tally import Answered
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
@@ -48,7 +48,7 @@ class Settings(Part):
     drafters: list[str]
     temperatures: list[float]
     questions: list[str]
-    fingerprint: str  # of the target, the prompts' tokens, and the drafters' trees and weights
+    fingerprint: str  # of the target as it answers, the prompts, the drafters' trees and weights
     draws: int  # answers of each distribution test
 
     @classmethod
@@ -67,7 +67,7 @@ class Settings(Part):
             drafters=[*some[0]],
             temperatures=[float(heat) for heat in dict.fromkeys(temperatures)],
             questions=[question.name for question, _ in asked],
-            fingerprint=fingerprint(target.fingerprint, prompts, told),
+            fingerprint=fingerprint(manner(target), prompts, told),
             draws=draws,
         )
 

@@ -21,7 +21,7 @@ from slipstream.decode.predict import record
 from slipstream.drafters.proposer import Proposer
 from slipstream.measure.contest import first_prompts
 from slipstream.measure.questions import Asking, load_questions
-from slipstream.measure.tune import ranked, ranks
+from slipstream.measure.trees import ranked, ranks
 from slipstream.picture import picture
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget, RecordedTarget

@@ -9,7 +9,7 @@ from slipstream.drafters.store import VOCAB
 from slipstream.measure.fits import GAIN, Gain, fit
 from slipstream.measure.frames import system_surprise
 from slipstream.measure.patient import Patient, Seen, Unmeasured
-from slipstream.measure.tune import proposing
+from slipstream.measure.trees import proposing
 
 SURPRISED = 0.5  # nats a token: marks of a template that the target knows surprise it less
 MISSED = 1.0  # the same of what a system prompt changes

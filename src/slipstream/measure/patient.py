@@ -27,7 +27,7 @@ from slipstream.measure.cost import pass_seconds
 from slipstream.measure.fits import Change, Fit, Gain, changes, fit, shifted
 from slipstream.measure.frames import Framing, framing
 from slipstream.measure.questions import Question
-from slipstream.measure.tune import Costs, acceptance, proposing
+from slipstream.measure.trees import Costs, acceptance, proposing
 from slipstream.targets import HFTarget
 from slipstream.targets.prompts import encode
 from slipstream.targets.recorded import RecordedTarget

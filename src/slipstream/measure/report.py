@@ -97,7 +97,8 @@ class Settings(Part):
     """What was asked: a run goes on only under the same settings.
 
     Attributes:
-        fingerprint: of the target, of the questions' texts, and of the drafters' trees and weights.
+        fingerprint: of the target and its generation_config, of the questions' texts, and of the drafters'
+            trees and weights.
     """
 
     drafters: list[str]

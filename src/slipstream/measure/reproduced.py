@@ -28,7 +28,7 @@ class Settings(Part):
     limit: int | None
     sets: dict[str, Asked]
     heads: dict[str, str]
-    fingerprint: str  # of the target
+    fingerprint: str  # of the target and its generation_config
     marks: dict[str, str] = {}  # by drafter: a fingerprint of its trees and weights
 
 

@@ -23,6 +23,11 @@ def fingerprint(*asked: Any) -> str:
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
 
+def manner(target: Target) -> list[Any]:
+    """What decides a target's answers: its weights, and what its generation_config says."""
+    return [target.fingerprint, target.generation_config.to_json_string(ignore_metadata=True)]
+
+
 @torch.inference_mode()
 def marks(drafter: Drafter) -> list[Any]:
     """What tells a drafter from another of its name: its law, its trees, the tokens that it says, and some of

@@ -9,25 +9,16 @@ target's own passes, the texts are decoded anew. The best tree of each size is o
 
 import json
 from collections.abc import Callable, Sequence
-from copy import copy
-from itertools import cycle, islice, product
-from statistics import mean
+from itertools import product
 from typing import Any
-
-import numpy as np
-import torch
-import torch.nn.functional as F
-from jaxtyping import Int
-from torch import Tensor
 
 from slipstream.command import public
 from slipstream.core.drafter import Drafter
 from slipstream.core.grow import Path
-from slipstream.core.optimal import optimal_trees
 from slipstream.core.shape import Shape
 from slipstream.core.target import Target
 from slipstream.decode.costs import learn
-from slipstream.decode.predict import decoded, one_by_one, predict, record, rounds
+from slipstream.decode.predict import decoded, predict, record, rounds
 from slipstream.decode.session import Seconds
 from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.auto import tuned_head
@@ -38,20 +29,18 @@ from slipstream.drafters.store import save_tuned, tuned_file
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_counts, evenly, read_results
 from slipstream.measure.contest import first_prompts
-from slipstream.measure.cost import PARTS, ROWS, Rounds, pass_seconds
+from slipstream.measure.cost import PARTS, Rounds
 from slipstream.measure.questions import Asking, load_questions
 from slipstream.measure.skip import skippable
-from slipstream.measure.tuned import Held, Proposed, Raced, Size, Skipped, Timing, Tuned, TuneReport
+from slipstream.measure.trees import ROUNDS, Costs, acceptance, best_sizes, deepest, proposing
+from slipstream.measure.tuned import Held, Proposed, Raced, Skipped, Timing, Tuned, TuneReport
 from slipstream.methods import named
 from slipstream.results import heading
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.targets.recorded import RecordedTarget
 
-BUDGETS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 16, 20, 26, 32, 40, 48, 64)  # nodes, root included
-DEPTH, RANKS, WIDTH = 7, 10, 8  # at most
-GAMMA = 10  # the longest chain of draft models: the papers tune γ over 2 to 10
-SIZES = 4  # whose trees are raced: the best of each octave of nodes
-ROUNDS = 5  # of each tree before the slower half is dropped
+WIDTH = 8  # children of a dynamic tree's nodes, at most
+SIZES = 4  # octaves of nodes whose best trees are raced
 TREELESS = (
     "grows no trees that tune could choose among: it takes {names} or a drafter directory; of the others "
     "compare options by bench (--drafter ngram:depth=4 --drafter ngram:depth=8); of hybrid tune the head"
@@ -130,7 +119,7 @@ def _grower(drafter: Spec | Drafter, target: Target) -> Proposer:
     return made
 
 
-def _store(target: Target, spec: Spec, recorded: RecordedTarget, found: Tuned, costs: "Costs") -> None:
+def _store(target: Target, spec: Spec, recorded: RecordedTarget, found: Tuned, costs: Costs) -> None:
     """Keep what was found, then measure what `auto` has to know of it."""
     temperature, entry = found.temperature, {"context": costs.context, "rungs": found.rungs}
     entry = found.chosen.stored() | entry
@@ -141,7 +130,7 @@ def _store(target: Target, spec: Spec, recorded: RecordedTarget, found: Tuned, c
     learn(target, auto, costs.batch, costs.context, lambda policy: rounds(auto, recorded, law, policy=policy))
 
 
-def _report(target: Target, costs: "Costs", done: list[Tuned], skipping: list[Skipped]) -> TuneReport:
+def _report(target: Target, costs: Costs, done: list[Tuned], skipping: list[Skipped]) -> TuneReport:
     return TuneReport(
         **heading(target),
         context=costs.context,
@@ -158,7 +147,7 @@ def _tuned(
     drafter: Proposer,
     recorded: RecordedTarget,
     temperature: float,
-    costs: "Costs",
+    costs: Costs,
     skip: str | None,
     progress: Callable[[str], None],
 ) -> Tuned:
@@ -169,7 +158,7 @@ def _tuned(
         progress(f"T = {temperature:g}: {proposal}, ranks")
         rates = acceptance(drafter, recorded, proposal)
         rounded = [[round(rate, 4) for rate in depth] for depth in rates]
-        proposals.append(Proposed(proposal=proposal, acceptance=rounded, budgets=_sizes(rates, costs)))
+        proposals.append(Proposed(proposal=proposal, acceptance=rounded, budgets=best_sizes(rates, costs)))
     progress(f"T = {temperature:g}: drafts along the answers")
     pairs = [*product(kinds, _masked(drafter))] if drafter.probes is not None else _promising(proposals)
     if temperature:
@@ -220,96 +209,12 @@ def _without_gaps(tree: str) -> str:
 def _masked(drafter: Proposer) -> list[str]:
     """Trees of a drafter whose guesses no record knows: with one of its masks, with half and with all of
     them."""
-    most = _deepest(drafter)
+    most = deepest(drafter)
     trees = []
     for depth in sorted({1, (1 + most) // 2, most}):
         nodes = [n for n in (4, 8, 16) if depth + 1 < n <= 6 * depth]
         trees += [f"chain-{depth}", *(f"best-first-{depth}x{n}" for n in nodes)]
     return trees
-
-
-class Costs:
-    """Measured seconds of `batch` texts: `passes`, of target passes behind `context` tokens, by their rows;
-    and of rounds behind `prompts`, without a drafter (`plain`), with chains of 1 (`short`) and of `depth`
-    tokens (`long`). Raises ValueError for a context that leaves no room for rounds."""
-
-    def __init__(
-        self,
-        target: Target,
-        drafter: Proposer,
-        prompts: Sequence[list[int]],
-        max_new_tokens: int,
-        batch: int,
-        context: int | None,
-        sizes: Sequence[int] = ROWS,
-    ) -> None:
-        self.depth = _deepest(drafter)
-        most = target.window - 4 * (1 + self.depth)
-        if context is not None and context > most:
-            raise ValueError(
-                f"context is {context:,}; this target reads {target.window:,} tokens, so that rounds have "
-                f"room behind at most {most:,}"
-            )
-        usual = sum(map(len, prompts)) // len(prompts) + max_new_tokens // 2
-        self.batch, self.context = batch, context or usual
-        self.passes = _rising(pass_seconds(target, sizes, self.context, batch, repeats=3))
-        self.prompts = [
-            (prompt * (1 + context // len(prompt)))[:context] if context else prompt
-            for prompt in islice(cycle(sorted(prompts, key=len)), batch)
-        ]
-        drafter = proposing(drafter, "top-k")
-        chains = [(drafter, Shape.parse(f"chain-{tokens}")) for tokens in (1, self.depth)]
-        rounds = Rounds(target, [(Vanilla(), None), *chains], self.prompts)
-        self.plain, self.short, self.long = rounds.run(ROUNDS)
-
-    @property
-    def step(self) -> float:
-        return max(0.0, (self.long.draft - self.short.draft) / max(1, self.depth - 1))
-
-    def speedup(self, tau: float, rows: int, depth: int) -> float:
-        """The estimated speed-up of a tree over plain decoding."""
-        drafted = self._pass(rows) + self.short.draft + (depth - 1) * self.step + self.short.host
-        return tau * (self._pass(1) + self.plain.host) / drafted
-
-    def _pass(self, rows: int) -> float:
-        """Linear between measured sizes."""
-        return float(np.interp(rows, [*self.passes], [*self.passes.values()]))
-
-
-def acceptance(drafter: Proposer, recorded: RecordedTarget, proposal: str) -> list[list[float]]:
-    """[d][r]: how often, behind d right first candidates, the next token is the r-th candidate."""
-    children = min(RANKS, len(drafter.vocab))
-    shape = Shape.parse(f"backbone-{_deepest(drafter)}x{children}")
-    drafts = ranks(proposing(drafter, proposal), recorded, shape)
-    counts = torch.stack([torch.bincount(depth[depth >= 0], minlength=children + 1) for depth in drafts.T])
-    return (counts[:, :-1] / counts.sum(1, keepdim=True).clamp(min=1)).tolist()
-
-
-def ranks(drafter: Proposer, recorded: RecordedTarget, shape: Shape) -> Int[Tensor, "n depth"]:
-    """The ranks of the right candidates of drafts that begin at every token of the recorded answers. The
-    shape is a backbone. Its width stands for a position where no candidate is right; −1 for one behind a
-    wrong first candidate or past the end of the text."""
-    return ranked(drafter, recorded, shape)[1]
-
-
-def ranked(
-    drafter: Proposer, recorded: RecordedTarget, shape: Shape
-) -> tuple[Int[Tensor, " n"], Int[Tensor, "n depth"]]:
-    """The texts that drafts begin in, and their `ranks`."""
-    depth, width = shape.depth, shape.children
-    last = recorded.tokens.shape[1] - 1
-    texts, parts = [], []
-    for session, _ in rounds(drafter, recorded, one_by_one, shape):
-        span = session.span
-        assert span is not None and span.tree is not None
-        at = span.start[:, None] + torch.arange(1, depth + 1, device=span.start.device)
-        right = recorded.tokens[session.cache.texts[:, None], at.clamp(max=last)]
-        hits = span.tree.tokens[:, 1:].unflatten(1, (depth, width)) == right[..., None]
-        rank = torch.where(hits.any(2), hits.int().argmax(2), width)
-        behind = F.pad((rank == 0).cumprod(1), (1, -1), value=1).bool()
-        parts.append(torch.where(behind & (right >= 0), rank, -1))
-        texts.append(session.cache.texts.clone())
-    return torch.cat(texts), torch.cat(parts)
 
 
 def _held(drafter: Proposer, recorded: RecordedTarget, proposal: str, tree: str, costs: Costs) -> Held:
@@ -348,50 +253,6 @@ def _race(
         ranking = [times[i] for i in running[left:]] + ranking
         running = running[:left]
     return _timing(1.0, plain, plain, len(prompts)), ranking
-
-
-def proposing(drafter: Proposer, proposal: str, tree: str = "chain-1") -> Proposer:
-    """The same head with candidates of another kind, and another tree of its own."""
-    made = copy(drafter)
-    made.grow_as(tree, proposal)
-    return made
-
-
-def _deepest(drafter: Proposer) -> int:
-    most = GAMMA if isinstance(drafter, DraftModel) else DEPTH
-    return min(most, drafter.deepest or most)
-
-
-def every_size(rates: list[list[float]], costs: Costs) -> list[Size]:
-    """The best static tree of each budget and depth."""
-    found = []
-    for depth in range(1, len(rates) + 1):
-        for nodes, (paths, tau) in optimal_trees(rates[:depth], BUDGETS).items():
-            if len(paths) == nodes - 1 and max(map(len, paths)) == depth:  # spends all and goes as deep
-                tree = json.dumps(sorted(paths, key=lambda p: (len(p), p)))
-                estimate = costs.speedup(tau, nodes, depth)
-                found.append(Size(nodes=nodes, depth=depth, tree=tree, estimate=estimate))
-    return found
-
-
-def _sizes(rates: list[list[float]], costs: Costs) -> list[Size]:
-    """The best static tree of each budget."""
-    best: dict[int, Size] = {}
-    for size in every_size(rates, costs):
-        best[size.nodes] = max(best.get(size.nodes, size), size, key=lambda size: size.estimate)
-    return [best[nodes] for nodes in sorted(best)]
-
-
-def _rising(seconds: dict[int, float]) -> dict[int, float]:
-    """Costs that do not fall as rows are added: falling ones are noise, and become their mean (pool adjacent
-    violators)."""
-    pools: list[list[float]] = []
-    for value in seconds.values():
-        pools.append([value])
-        while len(pools) > 1 and mean(pools[-2]) > mean(pools[-1]):
-            last = pools.pop()
-            pools[-1] += last
-    return dict(zip(seconds, (mean(pool) for pool in pools for _ in pool), strict=True))
 
 
 def _timing(tau: float, cost: Seconds, plain: Seconds, texts: int) -> Timing:
