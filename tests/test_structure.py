@@ -34,7 +34,7 @@ ROOMS = {  # DESIGN, "Rooms": a room may import itself and these
     "interop": {"core", "targets", "drafters", "decode"},
     "serve": {"core", "targets", "drafters", "decode"},
 }
-CORE_MAY_IMPORT = {"torch", "numpy", "jaxtyping"}  # NumPy for its Philox alone
+CORE_MAY_IMPORT = {"torch", "numpy", "jaxtyping"}  # NumPy for noise on the host alone
 
 
 def _imports(path: Path) -> set[str]:

@@ -17,6 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from slipstream.core.noise import words
 from slipstream.core.sampling import RECENT, SHORTLIST, Sampler, Sampling, rows_of
 from slipstream.core.tree import chain
 from slipstream.core.verify import verify
@@ -346,8 +347,18 @@ def test_warpers_come_last_and_for_greedy_rows_too():
 def test_noise_of_the_positions_ahead_is_held(monkeypatch):
     """A walk drew anew what five guesses had looked at."""
     sampler, drawn = Sampler([Sampling(1.0)], [[0]], V), []
-    made = sampler._noise
-    monkeypatch.setattr(sampler, "_noise", lambda at, *rows: drawn.append(int(at)) or made(at, *rows))
-    for position in [*range(3, 3 + RECENT), *range(3, 3 + RECENT)]:
-        sampler.noise(torch.tensor([position]))
+    monkeypatch.setattr(
+        "slipstream.core.sampling.words", lambda *how: drawn.append(int(how[2])) or words(*how)
+    )
+    for position in range(3, 3 + RECENT):
+        sampler.noise(torch.tensor([position]), torch.tensor([1, 2]))
+    for position in range(3, 3 + RECENT):
+        sampler.draw_alone(0, logits_of(1)[0], position)
     assert drawn == [*range(3, 3 + RECENT)]
+
+
+def test_noise_of_some_tokens_is_that_of_all():
+    sampler, at = Sampler([Sampling(1.0), Sampling()], [[0], [1]], V), torch.tensor([3, 5])
+    some = torch.tensor([4, 0, 2])
+    assert torch.equal(sampler.noise(at, some), sampler.noise(at)[:, some])
+    assert sampler.noise(at)[1].count_nonzero() == 0

@@ -4,6 +4,7 @@ A CPU runs NumPy's, 10 times as fast there; other devices run integer tensor ari
 synchronisation. Both give the same bits.
 """
 
+import math
 from enum import IntEnum
 
 import numpy as np
@@ -17,6 +18,9 @@ ROUNDS = 10
 MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 LOW32 = 0xFFFFFFFF
+LOUD = 2**52 - 2**44  # one word in 256 is above it
+# Above the noise of all others, however it rounds.
+MURMUR = -math.log(-math.log(LOUD / 2**52)) + 1e-9
 
 
 class Stream(IntEnum):
@@ -27,19 +31,37 @@ class Stream(IntEnum):
     DRAFT = 2  # draws a sampled drafter's candidates; multi-round verification must not share it
 
 
-def uniform(
+def words(
     keys: Int[Tensor, "B 2"], stream: Stream, positions: Int[Tensor, " B"], n: int
-) -> Float[Tensor, "B n"]:
-    """`n` float64 uniforms per row by (seed, row) and position: odd multiples of 2⁻⁵³, so never 0 or 1."""
-    words = _words_numpy if look.may_look(positions) else _words_torch
-    return words(keys, stream, positions, n).double().add_(0.5).mul_(2.0**-52)
+) -> Int[Tensor, "B n"]:
+    """`n` words of 52 bits per row, by (seed, row) and position."""
+    make = _words_numpy if look.may_look(positions) else _words_torch
+    return make(keys, stream, positions, n)
 
 
-def gumbel(
-    keys: Int[Tensor, "B 2"], stream: Stream, positions: Int[Tensor, " B"], n: int
-) -> Float[Tensor, "B n"]:
-    """Standard Gumbel noise, so that argmax(log p + g) is a draw from p."""
-    return uniform(keys, stream, positions, n).log_().neg_().log_().neg_()
+def uniform(bits: Int[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+    """A float64 uniform of each word: odd multiples of 2⁻⁵³, so never 0 or 1."""
+    return bits.double().add_(0.5).mul_(2.0**-52)
+
+
+def gumbel(bits: Int[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+    """Standard Gumbel noise of each word, so that argmax(log p + g) is a draw from p."""
+    return uniform(bits).log_().neg_().log_().neg_()
+
+
+def winner(scores: Float[Tensor, " V"], bits: Int[Tensor, " V"]) -> int:
+    """argmax(scores + g) on the host, the lower id in a tie. Noise grows with its word, so logarithms are
+    taken only of the few that are loud, and of what may win although it is not."""
+    x = scores.double().numpy()
+    best = int(x.argmax())
+    if not np.isfinite(x[best]):
+        return best
+    loud = bits.numpy() > LOUD
+    some = np.append(np.flatnonzero(loud), best)
+    least = float((scores[some] + gumbel(bits[some])).max())
+    floor = least - MURMUR - 1e-12 * abs(least)  # whoever is below it and not loud is below the least
+    some = np.flatnonzero(loud | (x >= floor))
+    return int(some[(scores[some] + gumbel(bits[some])).argmax()])
 
 
 def _words_numpy(keys: Tensor, stream: Stream, positions: Tensor, n: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.core import look
 from slipstream.core.grammar import Grammar, Walk
-from slipstream.core.noise import Stream, gumbel, uniform
+from slipstream.core.noise import Stream, gumbel, uniform, winner, words
 
 RECENT = 8  # positions of each row whose noise is held
 SHORTLIST = 1024  # tokens that top-p looks at before it sorts the whole vocabulary
@@ -142,7 +142,7 @@ class Sampler:
             self._seen = seen, count
             for line, prompt in zip(seen, self.history, strict=True):
                 line[torch.tensor(prompt, dtype=torch.long, device=self.device)] = True
-        self._recent: list[dict[int, Float[Tensor, "1 V"]]] = [{} for _ in self.rows]  # noise, by position
+        self._recent: list[dict[int, Int[Tensor, " V"]]] = [{} for _ in self.rows]  # words, by position
         self.remembers = self._seen is not None or self._processed or self._guided
         self.tempers_only = not (self._cuts or self.remembers)
 
@@ -258,38 +258,41 @@ class Sampler:
 
     def draw_alone(self, row: int, scores: Float[Tensor, " V"], position: int) -> int:
         """The same for one row, on the host."""
-        perturbed = scores if self.greedy else scores + self._held(row, position)[0]
-        token = int(perturbed.numpy().argmax())  # the lower id in a tie
-        if not math.isfinite(perturbed[token]):
+        if self.rows[row].temperature == 0:
+            token = int(scores.numpy().argmax())  # the lower id in a tie
+        else:
+            token = winner(scores, self._words(row, position))
+        if not math.isfinite(scores[token]):
             self.sound[row] = False
         return token
 
-    def noise(self, positions: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
-        """The Gumbel noise of `draw`, 0 for greedy rows. Under the coupled law a drafter may look at it."""
-        if self.greedy:
-            return torch.zeros(len(self), self.vocab, dtype=torch.float64, device=self.device)
-        if not look.may_look(positions):
-            return self._noise(positions)
-        return torch.cat([self._held(row, position) for row, position in enumerate(positions.tolist())])
+    def noise(
+        self, positions: Int[Tensor, " B"], tokens: Int[Tensor, " n"] | None = None
+    ) -> Float[Tensor, "B n"]:
+        """The Gumbel noise of `draw`, of some or all tokens; 0 for greedy rows. Under the coupled law a
+        drafter may look at it."""
+        if look.may_look(positions):
+            bits = torch.stack(
+                [self._words(row, position) for row, position in enumerate(positions.tolist())]
+            )
+        else:
+            bits = words(self._keys, Stream.TARGET, positions, self.vocab)
+        return gumbel(bits if tokens is None else bits[:, tokens]).mul_(self.temperature > 0)
 
-    def _held(self, row: int, position: int) -> Float[Tensor, "1 V"]:
-        """One row's noise. A drafter that looks at it and the walk ask for the same, and guesses that were
-        refused asked for that of rounds to come."""
+    def _words(self, row: int, position: int) -> Int[Tensor, " V"]:
+        """The words of one row's noise. A drafter that looks at it and the walk ask for the same, and guesses
+        that were refused asked for that of rounds to come."""
         held = self._recent[row]
         if position not in held:
             for oldest in list(held)[: max(0, len(held) + 1 - RECENT)]:
                 del held[oldest]
             at = torch.tensor([position], device=self.device)
-            held[position] = self._noise(at, slice(row, row + 1))
+            held[position] = words(self._keys[row : row + 1], Stream.TARGET, at, self.vocab)[0]
         return held[position]
-
-    def _noise(self, positions: Int[Tensor, " B"], rows: slice = slice(None)) -> Float[Tensor, "B V"]:
-        drawn = gumbel(self._keys[rows], Stream.TARGET, positions, self.vocab)
-        return drawn.mul_(self.temperature[rows] > 0)
 
     def uniform(self, stream: Stream, positions: Int[Tensor, " B"], n: int) -> Float[Tensor, "B n"]:
         """Uniforms of another stream than the target's."""
-        return uniform(self._keys, stream, positions, n)
+        return uniform(words(self._keys, stream, positions, n))
 
     def accept(
         self, ratio: Float[Tensor, " B"], positions: Int[Tensor, " B"], sibling: int

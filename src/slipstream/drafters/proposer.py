@@ -184,9 +184,7 @@ class Draft:
         if drafter.proposal == "sampled" and not sampler.greedy:
             return self._sample(self._processed(scores), position)
         if self.noisy:
-            noise = sampler.noise(position)
-            whole = noise if len(drafter.vocab) == drafter.width else noise[:, drafter.vocab]
-            scores = self._tempered(scores) + whole[:, None]
+            scores = self._tempered(scores) + sampler.noise(position, drafter.vocab)[:, None]
         if not self.walks:
             log_q, index = scores.log_softmax(-1).topk(self.shape.children)
             return drafter.vocab[index], log_q
