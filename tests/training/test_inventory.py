@@ -47,6 +47,14 @@ def test_conversations_without_a_question_are_counted(chat, tmp_path):
     assert report.kinds["dump"].finished == round(2 / 3, 4)
 
 
+def test_raw_text_keeps_its_kind(chat, tmp_path):
+    """It was counted under its file's name, and written without."""
+    path = write(tmp_path / "own.jsonl", {"text": A, "kind": "letters"}, {"text": B})
+    report = inventory(chat, [path], out=tmp_path / "kept.jsonl")
+    assert [*report.kinds] == ["letters", "own", "all"]
+    assert json.loads((tmp_path / "kept.jsonl").read_text().split("\n")[0]) == {"text": A, "kind": "letters"}
+
+
 def test_what_is_read_is_not_written_over(chat, tmp_path):
     """From Python: the rows that were dropped were gone from the file itself."""
     path = write(tmp_path / "own.jsonl", row("q", A), row("q", A))
