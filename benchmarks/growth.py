@@ -27,6 +27,7 @@ Numbers = NDArray[np.float64]
 Law = Callable[[Numbers], Numbers]
 POWERS = np.linspace(0.05, 2, 391)  # of the second law, tried in turn
 FIRST = "first depth"
+MANY = "heads_growth_kinds.json"  # arms of answers of many kinds, beside those of greedy ones
 AHEAD = (2e6, 4e6, 8e6, 16e6, 32e6)  # tokens
 
 
@@ -87,15 +88,23 @@ def growth(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(result: Path, path: str) -> None:
-    """τ against tokens for each tree, with both laws. Raises ValueError."""
-    grown = [arm for arm in arms(HeadsReport.read(result)) if FIRST not in arm[1]]
-    trees = list(dict.fromkeys(tree for _, tree, _, _ in grown))
+    """τ against tokens for each tree, with both laws. Squares are arms of answers of many kinds. Raises
+    ValueError."""
+    grown, many = (
+        [arm for arm in arms(HeadsReport.read(each)) if FIRST not in arm[1]]
+        for each in (result, result.with_name(MANY))
+    )
+    trees, colours = list(dict.fromkeys(tree for _, tree, _, _ in grown)), {}
     with picture(path, len(trees)) as axes:
         for method, tree, tokens, taus in grown:
             ax = axes[trees.index(tree)]
             (points,) = ax.plot(tokens / 1e6, taus, "o", markersize=4, label=method)
+            colours[method] = points.get_color()
             D = np.geomspace(tokens.min(), AHEAD[-1], 60)
             for law, style in ((steady, ":"), (levelling, "-")):
-                ax.plot(D / 1e6, law(tokens, taus)[1](D), style, color=points.get_color(), linewidth=1)
+                ax.plot(D / 1e6, law(tokens, taus)[1](D), style, color=colours[method], linewidth=1)
             ax.set(xlabel="tokens learnt from (millions)", ylabel="τ", title=tree, xscale="log")
+        for method, tree, tokens, taus in many:
+            axes[trees.index(tree)].plot(tokens / 1e6, taus, "s", color=colours[method], fillstyle="none")
+        axes[0].plot([], [], "s", color="black", fillstyle="none", label="answers of many kinds")
         axes[0].legend(frameon=False, fontsize=8, loc="upper left")

@@ -165,6 +165,23 @@ def test_what_was_accepted_is_learnt_anew_where_it_is_damaged(auto, damaged):
         assert not costs.ledger(target, drafter).accepted
 
 
+@pytest.mark.parametrize("damaged", ["x", None, [], 0, -1.0, float("nan")])
+def test_costs_are_measured_anew_where_they_are_damaged(auto, damaged):
+    """Arithmetic with whatever the file holds ended in a traceback."""
+    target, drafter = auto
+    each = {rung.name: damaged for rung in drafter.rungs} | {costs.PACE: 0.0}
+    stored = {costs._setting(target, texts): {costs._key(target, drafter): each} for texts in (1, "one")}
+    costs.update_json(cache_home() / costs.FILE, stored)
+    assert min(costs._seconds(target, drafter, 1)[1]) > 0
+
+
+def test_rounds_are_measured_in_a_short_window(auto, monkeypatch):
+    """Warming up ran past the window's end."""
+    target, drafter = auto
+    monkeypatch.setattr(target, "window", 16)
+    assert min(costs.measured(target, drafter, 1)) > 0
+
+
 def test_a_drafter_made_anew_in_each_call_measures_nothing_anew(auto, monkeypatch):
     """Rounds to warm up before every answer of `generate(target, prompt)`."""
     target, drafter = auto

@@ -76,3 +76,15 @@ def test_each_pair_is_a_run_and_a_sweep_goes_on(target):
     assert all(row.identical for run in made.runs for row in run.results)
     assert str(made).count("ngram") == 8
     assert Sweep.from_json(made.to_json()) == made
+
+
+def test_a_sweep_holds_runs_of_one_kind_and_says_which_did_not_end(target):
+    """Runs that are not asked now stayed in it, whatever they had been asked, and it was called whole."""
+    made = sweep([target], "ngram", ASKED, max_new_tokens=4)
+    for other in ({"seed": 5}, {"max_new_tokens": 6}, {"questions": ASKED[:2]}):
+        how = {"questions": ASKED, "max_new_tokens": 4, "temperatures": [1.0]} | other
+        with pytest.raises(ValueError, match="this sweep cannot be gone on with"):
+            sweep([target], "ngram", **how, begun=made)
+    killed = made.model_copy(update={"runs": [made.runs[0].model_copy(update={"stopped": "killed"})]})
+    whole = sweep([target], "ngram", ASKED, max_new_tokens=4, temperatures=[1.0], begun=killed)
+    assert whole.stopped == "killed"

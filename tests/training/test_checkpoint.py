@@ -100,6 +100,29 @@ def test_ctrl_c_leaves_a_checkpoint_at_the_step_it_came(chat, data, tmp_path):
     assert same(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_ctrl_c_in_the_last_evaluation_of_a_stage_ends_the_run_there(chat, data, tmp_path, monkeypatch):
+    """The next stage's features were read first."""
+    staged = recipe(data, evaluate_every=1000)
+    staged = staged.model_copy(update={"stages": [{}, {"loss": {"unroll": 1}}]})
+    trainer, evaluate = Trainer(chat, staged, str(tmp_path / "parts")), Trainer._evaluate
+
+    def interrupted(self, loss=None):
+        if loss is not None and self.progress.stage == 0:  # behind its last step
+            os.kill(os.getpid(), signal.SIGINT)
+        evaluate(self, loss)
+
+    monkeypatch.setattr(Trainer, "_evaluate", interrupted)
+    trainer.prepare()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    assert trainer.progress.stage == 0
+    assert trainer.checkpoint == f"step {trainer.progress.step} of stage 1"
+    monkeypatch.setattr(Trainer, "_evaluate", evaluate)
+    train(chat, staged, tmp_path / "parts", resume=True)
+    train(chat, staged, tmp_path / "whole")
+    assert same(tmp_path / "whole", tmp_path / "parts")
+
+
 def test_sigterm_leaves_a_checkpoint_and_ends_the_process_as_ever(chat, data, tmp_path):
     """A preempted machine's run, begun anew. Whoever waits for the signal (the command line, for 143) hears
     of it."""

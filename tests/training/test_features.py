@@ -106,6 +106,17 @@ def test_the_same_weights_under_another_rope_have_features_of_their_own(chat, fe
     assert keys[0] == features.key != keys[1]
 
 
+def test_a_model_that_was_tuned_has_features_of_its_own(chat, features):
+    """The signs of weights stay, and the states of the model before were learnt."""
+    tuned = deepcopy(chat.model)
+    with torch.no_grad():
+        tuned.model.norm.weight.mul_(1.5)
+    other = HFTarget(tuned, chat.text.tokenizer, chat.name)
+    assert other.fingerprint == chat.fingerprint
+    theirs = Features(other, features.examples, features.batches, ("final",), 2**30)
+    assert theirs.key != features.key
+
+
 def test_a_run_of_other_batches_goes_on_in_a_file_that_is_read(chat, features):
     """It cut the file at the end of a batch of its own, which the other still read."""
     tokens, token = features._starts[3], chat.dtype.itemsize * chat.width

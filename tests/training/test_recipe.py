@@ -1,5 +1,6 @@
 """Recipes: unknown keys and impossible values are refused with what to do."""
 
+import json
 import shlex
 from pathlib import Path
 from string import Template
@@ -139,6 +140,21 @@ def test_what_a_method_does_not_read_is_refused(method, override, says):
 def test_stages_are_refused_alike():
     with pytest.raises(ValueError, match=r"loss\.unroll=3 is read by eagle, eagle3, not by fasteagle"):
         load_recipe(None, method="fasteagle", stages=[{}, {"loss": {"unroll": 3}}])
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        ([{}, {"schedule": {"precision": "bf16"}}], "a stage has schedule.precision=bf16, and the run no"),
+        (["loss", 5], r"stages\.0"),
+    ],
+)
+def test_what_stages_cannot_have_is_refused(stages, says, tmp_path):
+    """A precision was ignored, and a stage that is no mapping became one of all defaults."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps({"stages": stages}))
+    with pytest.raises(ValueError, match=says):
+        load_recipe(str(path), method="eagle")
 
 
 def test_old_recipes_load(tmp_path):

@@ -64,6 +64,11 @@ def test_thirteen_words_in_a_row_are_recognised(tmp_path):
     assert holds("Before it: " + " ".join(inside[3:16]).upper() + "! And behind it.", words)
     assert not holds("Before it: " + " ".join(inside[3:15]) + " and behind it there are others.", words)
     assert holds(text(15, 7), words)
+    path.write_text(json.dumps({"turns": ["What is the capital?", "of it"]}))
+    words = excluded_words([path])
+    assert holds("what is the capital", words)
+    assert not holds("So what is the capital?", words)
+    assert not holds("of it", words)  # three words say nothing
     path.write_text("{\n")
     with pytest.raises(ValueError, match=r"question file .*: '{' is no JSON object"):
         excluded_words([path])

@@ -117,6 +117,20 @@ def test_a_file_of_something_else_is_not_gone_on_with(chat, tmp_path, messages):
     assert out.read_text() == row
 
 
+def test_a_file_is_gone_on_with_under_the_generation_config_that_it_was_begun(chat, tmp_path, monkeypatch):
+    """A penalty that was set meanwhile. What earlier versions wrote does not say under which it was."""
+    out, how = tmp_path / "out.jsonl", {"max_new_tokens": 8, "batch": 2}
+    regenerate(chat, ROWS[:4], out, **how)
+    monkeypatch.setattr(chat.generation_config, "repetition_penalty", 1.5)
+    with pytest.raises(ValueError, match="was made with generation_config"):
+        regenerate(chat, ROWS, out, **how)
+    rows = lines(out)
+    for row in rows:
+        del row["made"]["generation_config"]
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert regenerate(chat, ROWS, out, **how).lines == 7
+
+
 def test_one_run_writes_a_file(chat, tmp_path):
     """Two on one --out: both said success over a mixed file."""
     out = str(tmp_path / "out.jsonl")

@@ -16,6 +16,7 @@ from slipstream.decode.predict import record
 from slipstream.drafters import load_drafter
 from slipstream.methods import METHODS
 from slipstream.targets import HFTarget
+from slipstream.training.data import load_examples
 from slipstream.training.recipe import load_recipe
 from slipstream.training.trainer import Trainer, rate
 
@@ -136,6 +137,30 @@ def test_no_row_that_asks_a_held_out_question_is_learnt(chat, tmp_path):
         trainer._features(stage)
         assert len(trainer._all) > 20
         assert judged.isdisjoint(example.question for example in trainer._all)
+
+
+def test_a_held_out_question_is_not_learnt_behind_a_system_message(chat, tmp_path):
+    """`regenerate --system` asks each question twice; and raw text, which an earlier stage cuts."""
+    texts = [(a + b, b * 9) for a in "abcdef" for b in "abcdef"]
+    bare = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in texts]
+    rows = [*bare, *([{"role": "system", "content": "be kind"}, *row] for row in bare)]
+    raw = [{"text": " ".join(q + a)} for q, a in texts]
+    lines = [*({"messages": row} for row in rows), *raw]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    examples = load_examples([str(tmp_path / "a.jsonl")], chat, 64)
+    assert examples[0].question == examples[len(bare)].question
+    staged = recipe(str(tmp_path / "a.jsonl")).model_copy(
+        update={"stages": [{"data": {"max_length": 9}}, {}]}
+    )
+    trainer = Trainer(chat, staged, str(tmp_path / "run"))
+    trainer.prepare()
+    judged = {example.question for example in trainer._held_out}
+    for stage in (trainer.stages[1], trainer.stages[0]):
+        trainer._features(stage)
+        assert judged.isdisjoint(example.question for example in trainer._all)
+        left = {tuple(example.tokens) for example in trainer._all if all(example.loss)}
+        cut = {tuple(example.tokens[:9]) for example in trainer._held_out if all(example.loss)}
+        assert left.isdisjoint(cut)
 
 
 def test_data_of_one_question_is_refused(chat, tmp_path):

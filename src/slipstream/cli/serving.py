@@ -73,11 +73,11 @@ def serve(
         loaded = load(target, dtype, device, compile, quantize)
         guide = load_drafter(drafter, loaded, temperature=1.0, texts=rows)
         held = needed.memory(loaded, guide, limits.tokens(loaded))
+        kept = keep / held.tokens * held.text / needed.GIB
         if memory is not None:
-            limits = replace(limits, rows=min(rows, held.batch(memory)))
-        err.print(
-            f"{limits.rows} rows, {limits.rows * held.text / needed.GIB:.2f} GiB: {held}", soft_wrap=True
-        )
+            limits = replace(limits, rows=min(rows, held.batch(memory, kept)))
+        size = limits.rows * held.text / needed.GIB + kept
+        err.print(f"{limits.rows} rows and {keep:,} kept tokens, {size:.2f} GiB: {held}", soft_wrap=True)
         run(loaded, guide, drafter, limits, api_key or None, grace, listener, err.print)
 
 

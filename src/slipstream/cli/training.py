@@ -110,7 +110,9 @@ Kinds = Annotated[list[str], on_questions(KIND, "NAME", "--kind")]
 SENT = f"{SAME} (default: 0; a server is sent none)"
 WrittenSeed = Annotated[int | None, on_sampling(SENT, "N", min=0, callback=in_64_bits)]
 AnswerFile = Annotated[str, option("JSONL; an interrupted file is gone on with", "FILE", "--out")]
-EXCLUDE = "questions: rows that share 13 words in a row with them are dropped; repeatable"
+EXCLUDE = (
+    "questions: rows that share 13 words in a row with one, or a shorter one whole, are dropped; repeatable"
+)
 BEHIND = "ask each question once more behind this system message; may be repeated"
 
 

@@ -129,6 +129,7 @@ class Target(ABC):
         source: directory or hub id of its weights, or "".
         fingerprint: a hash of the weights as loaded from their source, which a drafter is made for. A
             quantised copy keeps it.
+        values: a hash of more of them, which a model that was tuned a little differs in.
     """
 
     name: str
@@ -145,6 +146,7 @@ class Target(ABC):
     text: Text | None
     source: str
     fingerprint: str
+    values: str
 
     @property
     def dtype_name(self) -> str:

@@ -1,6 +1,7 @@
 """What rounds of a drafter's rungs cost here, measured once in a few seconds, and what they brought: kept in
 the user's cache."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -141,9 +142,14 @@ def _seconds(target: Target, drafter: Drafter, texts: int) -> dict[int, list[flo
     names, place = [rung.name for rung in drafter.rungs], _setting(target, "")
     kept, paces = dict[int, list[float]](), dict[int, float]()
     for what, known in _stored(target, drafter).items():
-        if what.startswith(place) and list(known) == [*names, PACE]:
-            *seconds, pace = known.values()
-            kept[number := int(what.removeprefix(place))], paces[number] = seconds, pace
+        number = what.removeprefix(place)
+        if (
+            what.startswith(place)
+            and number.isdigit()
+            and list(known) == [*names, PACE]
+            and _are_seconds(known)
+        ):
+            *kept[int(number)], paces[int(number)] = known.values()
     if texts not in kept:
         kept[texts] = measured(target, drafter, texts)
         _store(target, drafter, _costs(target, drafter, {texts: kept[texts]}))
@@ -152,6 +158,12 @@ def _seconds(target: Target, drafter: Drafter, texts: int) -> dict[int, list[flo
             next(_laps(target, drafter, rows))
     drafter.pace = paces.get(texts, drafter.pace)
     return kept
+
+
+def _are_seconds(known: Mapping[str, Any]) -> bool:
+    """Whether what a file holds are a round's costs. A head may take no time."""
+    numbers = all(isinstance(each, int | float) and 0 <= each < math.inf for each in known.values())
+    return numbers and all(each for name, each in known.items() if name != PACE)
 
 
 def measured(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) -> list[float]:
@@ -174,19 +186,25 @@ def measured(target: Target, drafter: Drafter, texts: int, context: int = CONTEX
 
 def _laps(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) -> Iterator[list[float]]:
     """Seconds of a round of every rung, again and again. The first lap makes buffers and graphs."""
+    deepest = max(rung.depth for rung in drafter.rungs)
+    most = min(target.window, context + CONTEXT)  # a longer text makes all rounds alike
     session = _session(target, drafter, texts, context)
+
+    def ready() -> Session:
+        """With room for the rounds of a rung."""
+        fits = max(session.lengths) + 3 * (deepest + 2) <= most
+        return session if fits else _session(target, drafter, texts, context)
+
     for rung in drafter.rungs:
+        session = ready()
         session.step(shape=rung)
         session.state.settle()  # a drafter that waits reads now, and then has one token to read
         session.step(shape=PLAIN)
         session.step(shape=rung)
-    deepest = max(rung.depth for rung in drafter.rungs)
-    most = min(target.window, context + CONTEXT)  # a longer text makes all rounds alike
     while True:
         lap = []
         for rung in drafter.rungs:
-            if max(session.lengths) + 2 * (deepest + 2) > most:
-                session = _session(target, drafter, texts, context)
+            session = ready()
             # The timed round reads what this one brings, and its masks guess. Plain rounds of eight texts
             # took half as long again where they were timed behind the largest tree's.
             session.step(shape=rung)

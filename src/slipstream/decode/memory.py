@@ -30,10 +30,12 @@ class Memory:
         """Bytes in all."""
         return self.target + self.drafter
 
-    def batch(self, gib: float) -> int:
-        """The most texts that so much memory holds at once. Raises ValueError where it holds none."""
-        if not 0 < gib < math.inf or (batch := int(gib * GIB // self.text)) < 1:
-            raise ValueError(f"memory is {gib:g} GiB. {self}: give at least {self.text / GIB:.2g} GiB")
+    def batch(self, gib: float, beside: float = 0.0) -> int:
+        """The most texts that so much memory holds at once, `beside` other things of so many GiB. Raises
+        ValueError where it holds none."""
+        if not 0 < gib < math.inf or (batch := int((gib - beside) * GIB // self.text)) < 1:
+            least = f"{self.text / GIB + beside:.2g} GiB"
+            raise ValueError(f"memory is {gib:g} GiB. {self}: give at least {least}")
         return batch
 
 

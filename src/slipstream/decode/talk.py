@@ -28,7 +28,8 @@ class Talk:
         options: of `generate`, but for `law` and `trace`.
 
     Attributes:
-        plain: the next answers are decoded plainly. They say the same.
+        plain: the next answers are decoded plainly. They say the same, but for a drafter of
+            `proposal=sampled` at T > 0.
         made: the last answer, as far as it came.
         shared: tokens of its prompt that were not read again.
         rounds: its rounds, with their trees.

@@ -70,6 +70,8 @@ def sweep(
     check_counts(temperatures=len(temperatures), batches=len(batches))
     asked = load_questions(questions, limit)
     runs = {_place(run): run for run in begun.runs} if begun else {}
+    for run in runs.values():
+        _check_shared(run, max_new_tokens=max_new_tokens, seed=seed, questions=[each.name for each in asked])
     before = dict(runs)
     called: dict[tuple[str, str, bool], str] = {}
 
@@ -96,7 +98,17 @@ def sweep(
         if any(run is not before.get(place) for place, run in runs.items()):
             keep(_sweep(runs, first_line(error)))
         raise
-    return _sweep(runs, None)
+    return _sweep(runs, next((run.stopped for run in runs.values() if run.stopped), None))
+
+
+def _check_shared(run: BenchReport, **asked: Any) -> None:
+    """Raise ValueError where a run that stays in a sweep was asked other things than the sweep is."""
+    was: dict[str, Any] = {"max_new_tokens": run.max_new_tokens, "seed": run.seed}
+    was["questions"] = run.settings.questions if run.settings else asked["questions"]
+    for name, given in asked.items():
+        if was[name] != given:
+            told = "are others" if isinstance(given, list) else f"was {was[name]}, and is {given}"
+            raise ValueError(f"this sweep cannot be gone on with: {name} {told}")
 
 
 def _place(run: BenchReport) -> tuple[str, str, bool, float, int]:

@@ -188,7 +188,7 @@ class Asked(Part):
     """What both kinds of requests may hold. What is not given comes from the target, as in `generate`.
 
     Attributes:
-        drafter: "vanilla" decodes this request plainly; the text is the same.
+        drafter: "vanilla" decodes this request plainly. The text is the same, but for proposal=sampled.
         trace: each event of a stream holds the tree of its round.
     """
 

@@ -135,6 +135,12 @@ def fingerprint_of(model: Any) -> str:
     return f"{kind}-{hashlib.sha256(b'|'.join(sorted(parts))).hexdigest()[:12]}"
 
 
+def values_of(model: Any) -> str:
+    """A hash of each weight's first values."""
+    parts = [dense(p).flatten()[:256].double().numpy(force=True).tobytes() for p in model.parameters()]
+    return hashlib.sha256(b"|".join(sorted(parts))).hexdigest()[:12]
+
+
 @torch.inference_mode()
 def first_unsound(model: Any, tokens: Sequence[int]) -> str | None:
     """The first module that returns numbers which are not finite in a pass over a text; None if none does."""

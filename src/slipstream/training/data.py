@@ -26,11 +26,13 @@ class Example:
         tokens: ids as decoding reads them: each prompt through the chat template, then its answer.
         loss: true for the tokens to learn, which are the assistant's own and the token that ends its turn.
         greedy: the row says that the answer is the target's at T = 0.
+        asked: the question's tokens, where the prompt holds a system message or raw text is cut.
     """
 
     tokens: list[int]
     loss: list[bool]
     greedy: bool = False
+    asked: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> list[int]:
@@ -39,8 +41,9 @@ class Example:
 
     @property
     def question(self) -> tuple[int, ...]:
-        """What no other example may ask if this one is held out. Raw text asks nothing: it is all of it."""
-        return tuple(self.tokens if all(self.loss) else self.prompt)
+        """What no other example may ask if this one is held out, behind whatever system message. Raw text
+        asks nothing: it is all of it."""
+        return self.asked or tuple(self.tokens if all(self.loss) else self.prompt)
 
     @property
     def answer(self) -> list[int]:
@@ -143,8 +146,9 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
     if (words := target.text) is None:
         raise ValueError(f"target {target.name} has no tokenizer to read training data with")
     if "text" in row:
-        tokens = words.ids(row["text"], special=True)[:max_length]
-        return Example(tokens, [True] * len(tokens))
+        ids = words.ids(row["text"], special=True)
+        tokens = ids[:max_length]
+        return Example(tokens, [True] * len(tokens), asked=tuple(ids) if len(ids) > max_length else ())
     if not words.has_chat:
         raise ValueError(
             f'target {target.name} has no chat template: give raw text ({{"text": …}} or a .txt file)'
@@ -168,7 +172,10 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
         tokens += prompt + answer
         loss += [False] * len(prompt) + [j < own for j in range(len(answer))]
         text = answered
-    return Example(tokens[:max_length], loss[:max_length], row.get("temperature") == 0)
+    first = messages[: answers[0]] if answers else []
+    bare = [message for message in first if message["role"] != "system"]
+    question = tuple(words.ids(words.render(bare, ask=True))) if 0 < len(bare) < len(first) else ()
+    return Example(tokens[:max_length], loss[:max_length], row.get("temperature") == 0, question)
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:

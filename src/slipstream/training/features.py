@@ -60,7 +60,7 @@ class Features:
         for name in [name for name in config if name.startswith("_") or name in UNREAD]:
             del config[name]
         described = json.dumps(config, sort_keys=True, default=str)
-        key = hashlib.sha256(f"{target.fingerprint} {target.precision} {described}".encode())
+        key = hashlib.sha256(f"{target.fingerprint} {target.values} {target.precision} {described}".encode())
         for i in chain.from_iterable(self.batches):
             key.update(np.asarray(self.examples[i].tokens, dtype=np.int32).tobytes() + b"|")
         return key.hexdigest()[:16]

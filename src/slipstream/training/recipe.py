@@ -144,10 +144,17 @@ class Recipe(Section):
         return kind
 
     def staged(self) -> list["Recipe"]:
-        """One recipe without stages for each stage."""
+        """One recipe without stages for each stage. Raises ValueError for stages of several precisions."""
         base = self.model_dump(exclude={"stages"})
         merged = [{name: {**base[name], **stage[name]} for name in stage} for stage in self.stages or [{}]]
-        return [self.model_validate({**base, **sections}) for sections in merged]
+        staged = [self.model_validate({**base, **sections}) for sections in merged]
+        own = self.schedule.precision
+        if others := {stage.schedule.precision for stage in staged} - {own}:
+            raise ValueError(
+                f"a stage has schedule.precision={others.pop()}, and the run {own}: all stages share one, so "
+                "give it outside of stages"
+            )
+        return staged
 
 
 # Recipes once had every setting for every method, most of them without effect. A setting that the method does
@@ -229,7 +236,10 @@ def _without_others(values: dict[str, Any], kind: type[Recipe]) -> dict[str, Any
 
     kept = {section: read(section, given) for section, given in values.items()}
     if isinstance(stages := values.get("stages"), list):
-        kept["stages"] = [{name: read(name, given) for name, given in _dict(s).items()} for s in stages]
+        kept["stages"] = [
+            {name: read(name, given) for name, given in stage.items()} if isinstance(stage, dict) else stage
+            for stage in stages
+        ]
     return kept
 
 

@@ -15,6 +15,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from slipstream.files import parsed, read_text
 
 EXCLUDED = 13  # words in a row that a row may not share with a question set
+WHOLE = 4  # words: a question of as many, and fewer than `EXCLUDED`, is no message of a row
 COMPARED = 5  # words in a row that near copies share
 NEAR = 0.7  # of the rows of `COMPARED` words of either text: near copies share as much
 BANDS, IN_BAND = 16, 4  # of MinHash: texts of which half is shared meet in a band with probability 0.64
@@ -40,8 +41,14 @@ def shingles(text: str, n: int) -> UInt64[np.ndarray, " S"]:
     return (sliding_window_view(hashes, n) * WEIGHTS[:n]).sum(1)
 
 
+def _marks(text: str) -> list[int]:
+    """Its rows of `EXCLUDED` words; of a shorter text all of its words, from `WHOLE` on."""
+    count = min(EXCLUDED, len(re.findall(r"\w+", text)))
+    return shingles(text, count).tolist() if count >= WHOLE else []
+
+
 def excluded_words(paths: Iterable[str | PathLike[str]]) -> set[int]:
-    """`EXCLUDED` words in a row of all texts in JSONL files. Raises ValueError where one cannot be read."""
+    """What no row may hold of the texts in JSONL files. Raises ValueError where one cannot be read."""
     found: set[int] = set()
     for path in paths:
         lines = [line for line in read_text(path, "question file").split("\n") if line.strip()]
@@ -55,7 +62,7 @@ def excluded_words(paths: Iterable[str | PathLike[str]]) -> set[int]:
             except ValueError as error:
                 raise ValueError(f"question file {path}: {line[:40]!r} is no JSON object: {error}") from error
             for text in _texts(row):
-                found.update(shingles(text, EXCLUDED).tolist())
+                found.update(_marks(text))
     return found
 
 
@@ -68,8 +75,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def holds(text: str, words: set[int]) -> bool:
-    """Whether a text has one of the rows of `EXCLUDED` words."""
-    return not words.isdisjoint(shingles(text, EXCLUDED).tolist())
+    """Whether a text has one of the rows of `EXCLUDED` words, or is a shorter one of the texts."""
+    return not words.isdisjoint(_marks(text))
 
 
 def loops(text: str) -> bool:

@@ -94,7 +94,7 @@ def train(
             _draw_curve(trainer, directory)
         if not isinstance(stopped, KeyboardInterrupt) or trainer is None or trainer.checkpoint is None:
             raise
-        where = f"checkpoint at step {trainer.checkpoint} in {directory}"
+        where = f"checkpoint at {trainer.checkpoint} in {directory}"
         raise KeyboardInterrupt(f"{where}: go on with --resume") from stopped
     _draw_curve(trainer, directory)
     return TrainingRun(

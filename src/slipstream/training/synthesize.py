@@ -250,12 +250,13 @@ def _appending(
 
 def _check_made(path: str, theirs: Any, ours: dict[str, Any]) -> None:
     """Raise ValueError if a row was made by another model or under other writing. A target may have several
-    names, so its name is not compared."""
+    names, so its name is not compared; nor is what earlier versions did not record."""
     if not isinstance(theirs, dict):
         raise ValueError(
             f"{path} does not say how it was made, as earlier versions did not: train on it, and name "
             "another file"
         )
+    theirs = {"generation_config": ours.get("generation_config"), **theirs}
     names = [name for name in ours | theirs if name != "target" and ours.get(name) != theirs.get(name)]
     if names:
         was, now = (", ".join(f"{name} {of.get(name, 'none')}" for name in names) for of in (theirs, ours))

@@ -71,7 +71,7 @@ class Trainer:
         self.progress = Progress()
         self.leads = self.accelerator.is_main_process  # only this process writes
         self._stop, self._data_key = 0, ""
-        self.checkpoint: int | None = None  # the step of the last checkpoint
+        self.checkpoint: str | None = None  # where the last one was made
         self._held, self._saved = ExitStack(), None
         self._judged: frozenset[tuple[int, ...]] = frozenset()  # the last stage's held-out questions
         with self._claimed():
@@ -199,6 +199,10 @@ class Trainer:
                     self._save(optimizer)
                 if stop:
                     raise KeyboardInterrupt
+            # The next stage may read features for hours.
+            if accelerator.reduce(torch.tensor(float(self._stop), device=accelerator.device), "sum") > 0:
+                self._save(optimizer)
+                raise KeyboardInterrupt
         accelerator.free_memory()  # of the optimizer, which it holds
 
     def _features(self, recipe: Recipe) -> Features:
@@ -298,7 +302,7 @@ class Trainer:
             "stage": progress.stage,
             "step": progress.step,
             "recipe": self.recipe.model_dump(exclude={"data": {"files"}}),
-            "data": [Path(file).name for file in self.recipe.data.files],
+            "data": list(dict.fromkeys(Path(file).name for each in self.stages for file in each.data.files)),
         }
 
     def _save(self, optimizer: Any) -> None:
@@ -318,7 +322,9 @@ class Trainer:
             "recipe": self.recipe.model_dump(mode="json"),
         }
         write_checkpoint(self.home / STATE, state)
-        self.checkpoint = self.progress.step
+        self.checkpoint = f"step {self.progress.step}"
+        if len(self.stages) > 1:
+            self.checkpoint += f" of stage {self.progress.stage + 1}"
 
     def _write_recipe(self) -> None:
         if self.leads:

@@ -1,5 +1,6 @@
 """What writes training data: a target in this process, or a server that holds the same model."""
 
+import hashlib
 import json
 import sys
 import time
@@ -82,7 +83,9 @@ class TargetWriter(Writer):
     @property
     def about(self) -> dict[str, str]:
         target = self.target
-        return {"target": target.name, "fingerprint": target.fingerprint, "dtype": target.precision}
+        says = hashlib.sha256(target.generation_config.to_json_string(ignore_metadata=True).encode())
+        about = {"target": target.name, "fingerprint": target.fingerprint, "dtype": target.precision}
+        return about | {"generation_config": says.hexdigest()[:12]}
 
     def check(self, prompts: Sequence[Messages], limit: int) -> None:
         for number, prompt in enumerate(prompts, 1):
