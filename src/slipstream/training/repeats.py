@@ -15,7 +15,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from slipstream.files import parsed, read_text
 
 EXCLUDED = 13  # words in a row that a row may not share with a question set
-WHOLE = 4  # words: a question of as many, and fewer than `EXCLUDED`, is no message of a row
+WHOLE = 4  # words from which on a text of fewer than `EXCLUDED` may be no message of a row
 COMPARED = 5  # words in a row that near copies share
 NEAR = 0.7  # of the rows of `COMPARED` words of either text: near copies share as much
 BANDS, IN_BAND = 16, 4  # of MinHash: texts of which half is shared meet in a band with probability 0.64
