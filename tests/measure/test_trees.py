@@ -12,16 +12,6 @@ from slipstream.drafters.draft_model import DraftModel
 from slipstream.measure.trees import GAMMA, RANKS, _rising, acceptance, proposing, ranks
 
 
-@pytest.fixture(scope="module")
-def target():
-    return tiny.target("llama")
-
-
-@pytest.fixture(scope="module")
-def drafter(target):
-    return tiny.eagle(target)
-
-
 def test_a_cascade_is_followed_as_deep_as_it_drafts(target):
     """Every depth's law is known at once, and says nothing of the draft before it."""
     cascade = tiny.fasteagle(target)

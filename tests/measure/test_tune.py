@@ -28,16 +28,6 @@ ASKED = [Question("f", "1", "letters", ("a b a",)), Question("f", "2", "letters"
 
 
 @pytest.fixture(scope="module")
-def target():
-    return tiny.target("llama")
-
-
-@pytest.fixture(scope="module")
-def drafter(target):
-    return tiny.eagle(target)
-
-
-@pytest.fixture(scope="module")
 def tuned(target, drafter):
     return tune(target, drafter, ASKED, max_new_tokens=8)
 

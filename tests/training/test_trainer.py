@@ -121,46 +121,42 @@ def test_stages_of_other_data_do_not_learn_what_is_held_out(chat, data, tmp_path
     assert judged.isdisjoint(example.question for example in trainer._all)
 
 
+TEXTS = [(a + b, b * 9) for a in "abcdef" for b in "abcdef"]
+CONVERSATIONS = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in TEXTS]
+
+
+def stages_of_two_lengths(chat, rows, home):
+    """A trainer on these rows, once for each stage, of which the first cuts them."""
+    (home / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    staged = recipe(str(home / "a.jsonl")).model_copy(update={"stages": [{"data": {"max_length": 9}}, {}]})
+    trainer = Trainer(chat, staged, str(home / "run"))
+    trainer.prepare()
+    for stage in (trainer.stages[1], trainer.stages[0]):
+        judged = {example.question for example in trainer._held_out}
+        trainer._features(stage)
+        assert judged.isdisjoint(example.question for example in trainer._all)
+        yield trainer
+
+
 def test_no_row_that_asks_a_held_out_question_is_learnt(chat, tmp_path):
     """The same text once more, a conversation that goes on from it, and texts that a stage cuts."""
-    texts = [(a + b, b * 9) for a in "abcdef" for b in "abcdef"]
-    rows = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in texts]
-    rows += [row + row for row in rows] + rows[::2]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    staged = recipe(str(tmp_path / "a.jsonl")).model_copy(
-        update={"stages": [{"data": {"max_length": 9}}, {}]}
-    )
-    trainer = Trainer(chat, staged, str(tmp_path / "run"))
-    trainer.prepare()
-    judged = {example.question for example in trainer._held_out}
-    for stage in (trainer.stages[1], trainer.stages[0]):
-        trainer._features(stage)
+    rows = [*CONVERSATIONS, *(row + row for row in CONVERSATIONS)]
+    rows += rows[::2]
+    for trainer in stages_of_two_lengths(chat, [{"messages": row} for row in rows], tmp_path):
         assert len(trainer._all) > 20
-        assert judged.isdisjoint(example.question for example in trainer._all)
 
 
 def test_a_held_out_question_is_not_learnt_behind_a_system_message(chat, tmp_path):
     """`regenerate --system` asks each question twice; and raw text, which an earlier stage cuts."""
-    texts = [(a + b, b * 9) for a in "abcdef" for b in "abcdef"]
-    bare = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in texts]
-    rows = [*bare, *([{"role": "system", "content": "be kind"}, *row] for row in bare)]
-    raw = [{"text": " ".join(q + a)} for q, a in texts]
-    lines = [*({"messages": row} for row in rows), *raw]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    examples = load_examples([str(tmp_path / "a.jsonl")], chat, 64)
-    assert examples[0].question == examples[len(bare)].question
-    staged = recipe(str(tmp_path / "a.jsonl")).model_copy(
-        update={"stages": [{"data": {"max_length": 9}}, {}]}
-    )
-    trainer = Trainer(chat, staged, str(tmp_path / "run"))
-    trainer.prepare()
-    judged = {example.question for example in trainer._held_out}
-    for stage in (trainer.stages[1], trainer.stages[0]):
-        trainer._features(stage)
-        assert judged.isdisjoint(example.question for example in trainer._all)
+    rows = [{"messages": row} for row in CONVERSATIONS]
+    rows += [{"messages": [{"role": "system", "content": "be kind"}, *row]} for row in CONVERSATIONS]
+    rows += [{"text": " ".join(q + a)} for q, a in TEXTS]
+    for trainer in stages_of_two_lengths(chat, rows, tmp_path):
         left = {tuple(example.tokens) for example in trainer._all if all(example.loss)}
         cut = {tuple(example.tokens[:9]) for example in trainer._held_out if all(example.loss)}
         assert left.isdisjoint(cut)
+    examples = load_examples([str(tmp_path / "a.jsonl")], chat, 64)
+    assert examples[0].question == examples[len(CONVERSATIONS)].question
 
 
 def test_data_of_one_question_is_refused(chat, tmp_path):

@@ -1,5 +1,6 @@
 """The Target: a frozen LLM, as passes over trees and as what drafters share with it."""
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -183,6 +184,12 @@ class Target(ABC):
     @abstractmethod
     def generation_config(self) -> Any:
         """Hugging Face's `GenerationConfig`, for settings that the caller does not give."""
+
+    @property
+    def manner(self) -> str:
+        """A hash of what the generation_config says: under another the same weights answer otherwise."""
+        says = self.generation_config.to_json_string(ignore_metadata=True)
+        return hashlib.sha256(says.encode()).hexdigest()[:12]
 
     @property
     @abstractmethod

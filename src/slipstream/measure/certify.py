@@ -18,7 +18,7 @@ from slipstream.measure.contest import HF, Contest, Drafters, drafters_of, first
 from slipstream.measure.draws import BATCH, CLASSES, LENGTH, POWER, SIGNIFICANCE, Drawn, draw, drawn
 from slipstream.measure.questions import Asking, Question, load_questions
 from slipstream.measure.report import Difference, promise
-from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, manner, marks
+from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, marks
 from slipstream.measure.tally import Answered
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
@@ -67,7 +67,7 @@ class Settings(Part):
             drafters=[*some[0]],
             temperatures=[float(heat) for heat in dict.fromkeys(temperatures)],
             questions=[question.name for question, _ in asked],
-            fingerprint=fingerprint(manner(target), prompts, told),
+            fingerprint=fingerprint(target.fingerprint, target.manner, prompts, told),
             draws=draws,
         )
 

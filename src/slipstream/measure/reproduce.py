@@ -27,7 +27,7 @@ from slipstream.measure.papers.entry import CONFIDENCE, HF, RACE, VANILLA, Entry
 from slipstream.measure.questions import SHIPPED, Asking, Question, load_questions
 from slipstream.measure.report import BenchReport, Counted
 from slipstream.measure.reproduced import Asked, ReproduceReport, Settings, Table
-from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, manner, marks
+from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, marks
 from slipstream.measure.run import bench, steps
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, RecordedTarget
@@ -92,7 +92,7 @@ def reproduce(
     if not mixtures(target):
         entries = [replace(entry, lines=(), claims=()) if entry.experts else entry for entry in entries]
     told = {name: _asked(some) for name, some in asked.items()}
-    own = fingerprint(manner(target))
+    own = fingerprint(target.fingerprint, target.manner)
     settings = Settings(limit=limit, sets=told, heads=dict(heads or {}), fingerprint=own, marks={})
     run = _Run(target, entries, asked, settings, max_new_tokens, seed)
     if begun is not None:

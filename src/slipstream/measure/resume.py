@@ -23,11 +23,6 @@ def fingerprint(*asked: Any) -> str:
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
 
-def manner(target: Target) -> list[Any]:
-    """What decides a target's answers: its weights, and what its generation_config says."""
-    return [target.fingerprint, target.generation_config.to_json_string(ignore_metadata=True)]
-
-
 @torch.inference_mode()
 def marks(drafter: Drafter) -> list[Any]:
     """What tells a drafter from another of its name: its law, its trees, the tokens that it says, and some of
@@ -59,6 +54,11 @@ def check_goes_on(what: str, begun: Any, ours: Mapping[str, Any], settings: Part
         raise ValueError(f"this {what} cannot be gone on with: it does not say what was asked")
     pairs = {name: (getattr(begun, name), ours[name]) for name in SHARED if name in ours}
     pairs |= {name: (was, getattr(settings, name)) for name, was in begun.settings}
+    check_same(what, pairs)
+
+
+def check_same(what: str, pairs: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raise ValueError where of something by name what was and what is differ."""
     for name, (was, now) in pairs.items():
         if was != now:
             told = "are others" if isinstance(now, list | dict) else f"was {was}, and is {now}"

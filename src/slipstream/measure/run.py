@@ -23,7 +23,7 @@ from slipstream.measure.report import (
     Speedup,
     Turn,
 )
-from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, manner, marks
+from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, marks
 from slipstream.measure.tally import TINY, Answered, Tally, expected, ledger
 from slipstream.results import heading
 from slipstream.targets.load import AnyTarget, loaded
@@ -102,7 +102,8 @@ def settings_of(contest: Contest, asked: Sequence[Question]) -> Settings:
         temperature=contest.temperature,
         batch=contest.batch,
         fingerprint=fingerprint(
-            manner(contest.target),
+            contest.target.fingerprint,
+            contest.target.manner,
             [question.turns for question in asked],
             [marks(drafter) for drafter in contest.drafters.values()],
         ),

@@ -7,9 +7,9 @@ from typing import Any
 from slipstream.command import public
 from slipstream.files import check_counts, first_line
 from slipstream.measure.contest import Drafters
-from slipstream.measure.questions import Asking, load_questions
+from slipstream.measure.questions import Asking, Question, load_questions
 from slipstream.measure.report import BenchReport
-from slipstream.measure.resume import UNFINISHED
+from slipstream.measure.resume import UNFINISHED, check_same
 from slipstream.measure.run import bench
 from slipstream.results import Figures, Result, made
 from slipstream.targets.load import AnyTarget, loaded
@@ -70,8 +70,7 @@ def sweep(
     check_counts(temperatures=len(temperatures), batches=len(batches))
     asked = load_questions(questions, limit)
     runs = {_place(run): run for run in begun.runs} if begun else {}
-    for run in runs.values():
-        _check_shared(run, max_new_tokens=max_new_tokens, seed=seed, questions=[each.name for each in asked])
+    _check_runs(runs.values(), asked, max_new_tokens=max_new_tokens, seed=seed)
     before = dict(runs)
     called: dict[tuple[str, str, bool], str] = {}
 
@@ -101,14 +100,13 @@ def sweep(
     return _sweep(runs, next((run.stopped for run in runs.values() if run.stopped), None))
 
 
-def _check_shared(run: BenchReport, **asked: Any) -> None:
-    """Raise ValueError where a run that stays in a sweep was asked other things than the sweep is."""
-    was: dict[str, Any] = {"max_new_tokens": run.max_new_tokens, "seed": run.seed}
-    was["questions"] = run.settings.questions if run.settings else asked["questions"]
-    for name, given in asked.items():
-        if was[name] != given:
-            told = "are others" if isinstance(given, list) else f"was {was[name]}, and is {given}"
-            raise ValueError(f"this sweep cannot be gone on with: {name} {told}")
+def _check_runs(runs: Iterable[BenchReport], asked: Sequence[Question], **how: Any) -> None:
+    """Raise ValueError where a run, which may not be asked now, was asked other things than the sweep is."""
+    for run in runs:
+        check_same("sweep", {name: (getattr(run, name), now) for name, now in how.items()})
+        if run.settings is not None:
+            names = [question.name for question in asked]
+            check_same("sweep", {"questions": (run.settings.questions, names)})
 
 
 def _place(run: BenchReport) -> tuple[str, str, bool, float, int]:

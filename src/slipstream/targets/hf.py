@@ -85,7 +85,7 @@ class HFTarget(Target):
         support.check_model(model, config)
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.device, self.dtype, self.quantize = model.device, model.dtype, quantize
-        self.fingerprint, self.values = support.fingerprint_of(model), support.values_of(model)
+        self.fingerprint, self.values = support.hashes_of(model)
         self._weights = model.num_parameters()
         self.model = model if quantize is None else quantised(model, quantize, self.name)
         self.text = None if tokenizer is None else HFText(tokenizer, self.name)

@@ -2,7 +2,7 @@
 targets. Others are refused by name, with the reason."""
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from inspect import signature
@@ -128,16 +128,16 @@ def longest_text(model: Any) -> int:
     return min(longest, *named) if torch.equal(near, whole) else longest
 
 
-def fingerprint_of(model: Any) -> str:
-    """The model's type and a hash of the signs of each weight's first values: no precision changes it."""
+def hashes_of(model: Any) -> tuple[str, str]:
+    """The model's type and a hash of the signs of each weight's first values, which no precision changes; and
+    a hash of these values."""
     kind = model.config.get_text_config(decoder=True).model_type
-    parts = [bytes(torch.signbit(dense(p).flatten()[:256]).tolist()) for p in model.parameters()]
-    return f"{kind}-{hashlib.sha256(b'|'.join(sorted(parts))).hexdigest()[:12]}"
+    firsts = [dense(p).flatten()[:256] for p in model.parameters()]
+    signs = _hash(bytes(torch.signbit(first).tolist()) for first in firsts)
+    return f"{kind}-{signs}", _hash(first.double().numpy(force=True).tobytes() for first in firsts)
 
 
-def values_of(model: Any) -> str:
-    """A hash of each weight's first values."""
-    parts = [dense(p).flatten()[:256].double().numpy(force=True).tobytes() for p in model.parameters()]
+def _hash(parts: Iterable[bytes]) -> str:
     return hashlib.sha256(b"|".join(sorted(parts))).hexdigest()[:12]
 
 

@@ -1,6 +1,5 @@
 """What writes training data: a target in this process, or a server that holds the same model."""
 
-import hashlib
 import json
 import sys
 import time
@@ -83,9 +82,8 @@ class TargetWriter(Writer):
     @property
     def about(self) -> dict[str, str]:
         target = self.target
-        says = hashlib.sha256(target.generation_config.to_json_string(ignore_metadata=True).encode())
         about = {"target": target.name, "fingerprint": target.fingerprint, "dtype": target.precision}
-        return about | {"generation_config": says.hexdigest()[:12]}
+        return about | {"generation_config": target.manner}
 
     def check(self, prompts: Sequence[Messages], limit: int) -> None:
         for number, prompt in enumerate(prompts, 1):
