@@ -20,11 +20,21 @@ ARMS = {  # heads that no weights ship for, and how to train them
     "masks_only": "slipstream train bita --data answers.jsonl.gz --out runs/masks_only head.prompts=0",
     "shallow": "slipstream train bita --data answers.jsonl.gz --out runs/shallow head.deep=false",
     "deep": "slipstream train bita --data answers.jsonl.gz --out runs/deep",
+    **{
+        f"prompts_{count}": f"slipstream train bita --data answers.jsonl.gz --out runs/prompts_{count} "
+        f"head.prompts={count}"
+        for count in bita.PROMPTS
+    },
     "distilled": f"slipstream train draft-model {EQUAL} --out runs/distilled",
     "blind": f"slipstream train glide {EQUAL} --out runs/blind head.glimpses=false",
     "glide_low": f'slipstream train glide {EQUAL} --out runs/glide_low "head.taps=[cache of block 10]"',
     "glide_hard": f"slipstream train glide {EQUAL} --out runs/glide_hard loss.hard=true",
     "glide_two": f"slipstream train glide {EQUAL} --out runs/glide_two head.depth=2",
+    **{
+        f"glide_{width}": f"slipstream train glide {EQUAL} --out runs/glide_{width} "
+        f"head.intermediate_size={width}"
+        for width in glide.WIDTHS
+    },
 }
 
 

@@ -1,6 +1,6 @@
 """BiTA (Lin et al. 2024): Figures 1, 7, 8, 9 and Tables 1–4, 7–9."""
 
-from slipstream.measure.papers.entry import VANILLA, Entry, Figure, Line, by_set, over
+from slipstream.measure.papers.entry import VANILLA, Entry, Figure, Line, by_set, near, over
 
 SETS = ("xsum", "mt_bench", "cip", "humaneval")
 EFFICIENT = "bita:tree=backbone-3x5,hosts=4"
@@ -16,6 +16,7 @@ MT = ("mt_bench",)
 CODE = ("humaneval",)
 HOSTS = "Four hosts carry masks; at hosts=0 every node does, as in the paper."
 DESIGNS = {"mask tokens only": "masks_only:tree=chain-3", "shallow prompts": "shallow:tree=chain-3"}
+PROMPTS = {count: f"prompts_{count}:tree=chain-3" for count in (4, 16, 64)}
 ROWS = (*DESIGNS, "bi-directional tuning")
 
 
@@ -82,7 +83,15 @@ ENTRIES = (
         "bita-figure-8",
         "speed by the number of prompt tokens",
         "LLaMA-2-7B",
-        note="Each number is an arm of its own: `slipstream train bita … head.prompts=N`; none are here.",
+        tuple(
+            Line(f"{count} prompts", kind, Figure(prompts, MT, kind))
+            for count, prompts in PROMPTS.items()
+            for kind in ("× plain", "τ")
+        ),
+        (
+            over("16 prompts are faster than 4", _speed(PROMPTS[16]), _speed(PROMPTS[4])),
+            near("64 prompts are as fast as 16, to 0.1", _speed(PROMPTS[64]), _speed(PROMPTS[16]), 0.1),
+        ),
     ),
     Entry(
         "bita-figure-9",

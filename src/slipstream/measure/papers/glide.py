@@ -1,5 +1,7 @@
 """GLIDE with a CAPE (Du et al. 2024): Tables 1–4 and Figures 1b, 4–9."""
 
+from itertools import pairwise
+
 from slipstream.measure.papers.entry import VANILLA, Entry, Figure, Line, by_set, near, over
 
 MT = ("mt_bench",)
@@ -16,6 +18,7 @@ ARMS = {  # name: what it is
     "glide_hard": "the text's own tokens as labels",
     "glide_two": "two layers",
 }
+WIDTHS = {width: f"glide_{width}:tree=chain-5" for width in (384, 768, 1536)}
 
 
 def _alpha(drafter: str) -> Figure:
@@ -173,6 +176,15 @@ ENTRIES = (
         "glide-figure-9",
         "speed by the head's width",
         "Vicuna 7B",
-        note="Heads of other widths: `slipstream train glide … head.intermediate_size=N`; none are here.",
+        tuple(
+            Line(f"an MLP of {width}", kind, Figure(head, MT, kind))
+            for width, head in WIDTHS.items()
+            for kind in ("× plain", "α")
+        ),
+        tuple(
+            over(f"{wide} is faster than {narrow}", _speed(WIDTHS[wide]), _speed(WIDTHS[narrow]))
+            for narrow, wide in pairwise(WIDTHS)
+        ),
+        "The paper widens the whole layer, from 768 to 4,096. Here it is as wide as the target's states.",
     ),
 )
