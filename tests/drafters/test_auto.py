@@ -14,6 +14,7 @@ from slipstream.decode.session import Session
 from slipstream.drafters import auto as auto_module, load_drafter
 from slipstream.drafters.auto import Auto
 from slipstream.drafters.ngram import TextState
+from slipstream.drafters.store import save_drafter
 
 PROMPTS = tiny.prompts(9, 14, 5)
 
@@ -175,3 +176,14 @@ def test_masks_ride_with_the_heads_trees_alone():
 def test_a_head_without_trees_is_refused():
     with pytest.raises(ValueError, match="drafter 'auto': 'ngram' has no trees to choose among"):
         load_drafter("auto:head=ngram", tiny.target("llama"))
+
+
+def test_what_the_head_is_told_is_kept_or_refused(tmp_path):
+    """A tree and a proposal were thrown away without a word."""
+    target = tiny.target("llama")
+    save_drafter(tmp_path, "eagle", target, *tiny.eagle(target).pack(), {}, dtype=None)
+    made = load_drafter(f"auto:head={tmp_path}:proposal=top-k", target, 1.0)
+    assert made.hybrid.head.proposal == "top-k"
+    assert load_drafter(f"auto:head={tmp_path}", target, 1.0).hybrid.head.proposal == "noise"
+    with pytest.raises(ValueError, match="names a tree"):
+        load_drafter(f"auto:head={tmp_path}:tree=chain-3", target)

@@ -125,7 +125,7 @@ def test_the_default_tree_follows_the_head(tmp_path):
     head = f"hybrid:head={tmp_path}"
     assert made(head) == ("best-first-2x10", "top-k", 10)
     assert made(f"{head}:proposal=noise,depth=3") == ("best-first-2x10", "noise", 10)
-    assert made(f"{head}:tree=chain-3") == ("best-first-3x8", "top-k", 8)
+    assert made(f"{head}:tree=chain-3") == ("chain-3", "top-k", 4)
     assert made(f"{head},tree=chain-3") == ("chain-3", "top-k", 4)
     assert made("hybrid:head=self-speculative:skip=0") == ("best-first-4x8", "top-k", 8)
     save_tuned(tmp_path, target.place, {1.0: {"tree": "dynamic-2x8x12", "proposal": "noise"}})

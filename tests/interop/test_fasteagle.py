@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import CohereConfig
 
 import slipstream
 import tiny
@@ -70,11 +71,25 @@ def test_an_engine_finds_what_it_reads(target, public):
     assert torch.equal(tensors["norm.weight"], target.model.model.norm.weight)
 
 
-def test_another_norm_is_refused(tmp_path):
-    gemma = tiny.target("gemma3")
-    save_drafter(tmp_path / "d", "fasteagle", gemma, *tiny.fasteagle(gemma).pack(), {}, dtype=None)
+@pytest.mark.parametrize(
+    "config", [tiny.FAMILIES["gemma3"], CohereConfig(**tiny.GROUPED)], ids=["gemma3", "cohere"]
+)
+def test_another_norm_is_refused(tmp_path, config):
+    """Cohere's takes the mean away, which states without one do not show."""
+    other = HFTarget(tiny.build(config), tiny.tokenizer())
+    save_drafter(tmp_path / "d", "fasteagle", other, *tiny.fasteagle(other).pack(), {}, dtype=None)
     with pytest.raises(ValueError, match="no plain RMSNorm"):
-        export(gemma, str(tmp_path / "d"), str(tmp_path / "p"))
+        export(other, str(tmp_path / "d"), str(tmp_path / "p"))
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "norm.weight"])
+def test_a_head_of_another_target_is_refused(target, tmp_path, public, name):
+    """It was imported without a word, and drafted badly."""
+    _, written = public
+    tensors = load_file(written / "model.safetensors")
+    save_file({**tensors, name: -tensors[name]}, written / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{name} is not this target's"):
+        import_checkpoint(target, str(written), str(tmp_path / "again"))
 
 
 def test_states_in_another_order_are_refused(target, tmp_path):

@@ -272,6 +272,25 @@ def test_our_own_heads_in_both_layouts(tmp_path):
         assert torch.equal(again.head.state_dict()[name], tensor)
 
 
+def test_a_directory_holds_one_export(tmp_path):
+    """Another layout left the first one's tensors beside its own, and `import` took them."""
+    target = tiny.target("llama")
+    drafter = tiny.medusa(target)
+    for name in ("d0", "d1"):
+        drafter.head.load_state_dict({key: -t for key, t in drafter.head.state_dict().items()})
+        save_drafter(tmp_path / name, "medusa", target, *drafter.pack(), {}, dtype=None)
+    for first, second in (("medusa-vllm", "medusa"), ("medusa", "medusa-vllm")):
+        export(target, str(tmp_path / "d0"), str(tmp_path / "p"), layout=first)
+        export(target, str(tmp_path / "d1"), str(tmp_path / "p"), layout=second)
+        assert len([*(tmp_path / "p").glob("*.safetensors")]) == 1
+        import_checkpoint(target, str(tmp_path / "p"), str(tmp_path / "again"))
+        again = load_drafter(str(tmp_path / "again"), target).head.state_dict()
+        assert all(torch.equal(again[name], tensor) for name, tensor in drafter.head.state_dict().items())
+    (tmp_path / "p" / "medusa_lm_head.safetensors").write_bytes(b"another's")
+    with pytest.raises(ValueError, match="leave the one that config"):
+        import_checkpoint(target, str(tmp_path / "p"), str(tmp_path / "more"))
+
+
 @pytest.mark.parametrize("layout", ["medusa", "medusa-vllm"])
 def test_blocks_alone_say_with_the_targets_own_lm_head(tmp_path, layout):
     """As the legacy trainer writes them; vLLM's file has that LM head once (`original_lm_head`)."""

@@ -96,6 +96,17 @@ def test_our_own_head_comes_back_with_its_draft_vocabulary_and_its_tree(target, 
     assert (tmp_path / "b" / "config.json").read_text() == (tmp_path / "p" / "config.json").read_text()
 
 
+def test_another_tree_stays_with_an_imported_head(target, tmp_path):
+    """What `import --tree` chose was lost by the next export."""
+    config, tensors = public(target, KINDS["MHA"])
+    import_checkpoint(
+        target, write(tmp_path / "a", config, tensors), str(tmp_path / "d"), tree="best-first-2x3"
+    )
+    export(target, str(tmp_path / "d"), str(tmp_path / "b"))
+    import_checkpoint(target, str(tmp_path / "b"), str(tmp_path / "again"))
+    assert load_drafter(str(tmp_path / "again"), target).shape.name == "best-first-2x3"
+
+
 def test_sglang_gets_a_bias_and_a_class_of_its_own(target, tmp_path):
     """Its fc has a bias whether the file has one or not, and then one that nobody initialised."""
     drafter = tiny.eagle(target, "chain-3")

@@ -3,11 +3,15 @@
 import asyncio
 import json
 import socket
+from copy import deepcopy
 from time import perf_counter
+
+import pytest
 
 import tiny
 from slipstream import generate
 from slipstream.serve.replies import Form
+from slipstream.targets import HFTarget
 
 LONG = {"model": "tiny", "prompt": "abc", "max_tokens": 120}
 SHORT = LONG | {"max_tokens": 10}
@@ -70,8 +74,10 @@ def test_a_slow_reader_slows_nobody(client):
 def test_a_request_may_take_so_long(client):
     """Without a reader, too: one that never reads holds nothing for ever."""
     here = client(seconds=0.05)
-    status, made = here.post("/v1/completions", LONG)
-    assert (status, made["error"]["type"]) == (504, "timeout")
+    long = json.dumps(LONG).encode()
+    status, headers, body = here.loop.run_until_complete(here.send("/v1/completions", long))
+    assert (status, json.loads(body)["error"]["type"]) == (504, "timeout")
+    assert headers[b"x-should-retry"] == b"false"  # OpenAI's client asked three times
     assert here.idle()
 
     async def never(message):
@@ -82,6 +88,31 @@ def test_a_request_may_take_so_long(client):
     here.loop.run_until_complete(here.send("/v1/completions", data, reads=never))
     assert perf_counter() - began < 5
     assert here.idle()
+
+
+def test_a_seed_is_a_number_that_javascript_has(client):
+    """What it rounds made another text."""
+    here = client()
+    seeds = [here.post("/v1/completions", SHORT)[1]["seed"] for _ in range(8)]
+    assert len(set(seeds)) == 8
+    assert max(seeds) < 2**53
+
+
+def test_a_trace_shows_nothing_of_other_requests(client):
+    """Guesses from what is remembered are another client's words."""
+    traced = SHORT | {"stream": True, "trace": True}
+    status, made = client(drafter="suffix:remember=1").post("/v1/completions", traced)
+    assert (status, made["error"]["param"]) == (400, "trace")
+    here = client(drafter="suffix")
+    assert here.loop.run_until_complete(here.send("/v1/completions", json.dumps(traced).encode()))[0] == 200
+
+
+def test_a_generation_config_that_cannot_be_honoured_is_refused_at_the_start(serve, chatting):
+    """Every request got a 400 that told the client to change the server's model."""
+    beams = HFTarget(deepcopy(chatting.model), chatting.text.tokenizer)
+    beams.model.generation_config.num_beams = 4
+    with pytest.raises(ValueError, match="num_beams"):
+        serve(target=beams)
 
 
 def test_a_full_server_says_when_to_come_again(client):

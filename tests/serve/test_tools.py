@@ -34,12 +34,16 @@ TOOLS = [
         ("a <b> <tool", "a <b> <tool", []),
         ("<tool_call>\nno JSON\n</tool_call>", "<tool_call>\nno JSON\n</tool_call>", []),
         ('<tool_call>{"name": 7}</tool_call>', '<tool_call>{"name": 7}</tool_call>', []),
+        ('<tool_call>{"name": "g"}</tool_call>', '<tool_call>{"name": "g"}</tool_call>', []),
+        ('<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", ["f"]),
+        ('<tool_call>{"name": "f", "arguments": "a"}', '<tool_call>{"name": "f", "arguments": "a"}', []),
+        ("<tool_call>[]</tool_call>", "<tool_call>[]</tool_call>", []),
         ("", "", []),
     ],
 )
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_calls_are_parted_from_what_is_said(text, said, names, size):
-    parts = Calls()
+    parts = Calls({"weather", "f"})
     given = "".join(parts.push(text[at : at + size]) for at in range(0, len(text), size))
     rest, calls = parts.end()
     assert given + rest == said
@@ -48,10 +52,17 @@ def test_calls_are_parted_from_what_is_said(text, said, names, size):
     assert len({call["id"] for call in calls}) == len(calls)
 
 
+def test_the_first_call_counts_where_one_is_asked_for():
+    parts = Calls({"weather"}, several=False)
+    assert parts.push(f"{CALL}{CALL}") == ""
+    rest, calls = parts.end()
+    assert (rest, len(calls)) == ("", 1)
+
+
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools> Answer with <tool_call>{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.arguments.city }}{% endfor %}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "{% endfor %}"
 )
 

@@ -172,3 +172,20 @@ def test_a_template_that_fails_in_python_refuses_the_turns():
     text = HFTarget(tiny.reference("llama"), tokenizer, "failing").text
     with pytest.raises(ValueError, match="template of failing refuses these turns: unsupported operand"):
         text.render([{"role": "user", "content": "abc"}], ask=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "known"),
+    [
+        ("<tool_call>\n{{ call.function | tojson }}\n</tool_call>", True),
+        ("<tool_call>\n<function={{ call.function.name }}></function>\n</tool_call>", False),
+        ("{{ call.function | tojson }}", False),
+    ],
+    ids=["JSON", "XML", "bare"],
+)
+def test_tools_are_for_templates_whose_calls_can_be_read(call, known):
+    """XML between the same tags was sent as the answer."""
+    tokenizer = deepcopy(tiny.tokenizer())
+    turns = "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}" + call
+    tokenizer.chat_template = "{{ tools }} <tool_call>" + turns + "{% endfor %}{% endfor %}"
+    assert HFTarget(tiny.reference("llama"), tokenizer, "calling").text.calls_tools == known

@@ -30,6 +30,7 @@ from transformers import (
     T5Config,
 )
 
+import slipstream
 import tiny
 from slipstream.decode.generate import generate
 from slipstream.targets import HFTarget
@@ -113,6 +114,16 @@ def test_a_model_that_runs_layers_several_times_is_refused():
 def test_a_model_without_an_lm_head_is_refused():
     with pytest.raises(ValueError, match=r"a LlamaModel has no LM head: load it with AutoModelForCausalLM"):
         HFTarget(tiny.reference("llama").model)
+
+
+def test_offloaded_weights_are_refused():
+    """They ended in a traceback about meta tensors."""
+    model = deepcopy(tiny.reference("llama"))
+    model.model.norm.to("meta")
+    with pytest.raises(ValueError, match="load all on one device"):
+        HFTarget(model)
+    with pytest.raises(ValueError, match="load all on one device"):
+        model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, custom_generate=slipstream.custom_generate)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

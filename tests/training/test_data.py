@@ -34,6 +34,13 @@ def test_three_shapes_say_the_same(chat, tmp_path):
     assert learnt(chat, examples[0]) == "cd</s>"
 
 
+@pytest.mark.parametrize("row", [OPENAI, SHAREGPT, ALPACA])
+def test_turns_are_read_although_they_stand_beside_their_text(chat, tmp_path, row):
+    """The sets of the hub that hold both were learnt without the chat template, questions and all."""
+    rows = write(tmp_path / "a.jsonl", {**row, "text": "Below ab Response cd"})
+    assert learnt(chat, load_examples([rows], chat, 64)[0]) == "cd</s>"
+
+
 def test_a_prompt_is_read_as_decoding_reads_it(chat, tmp_path):
     """Templates and loss masks that are off by one: good losses, and drafts that nobody accepts."""
     example = load_examples([write(tmp_path / "a.jsonl", OPENAI)], chat, 64)[0]

@@ -106,11 +106,13 @@ def test_the_same_weights_under_another_rope_have_features_of_their_own(chat, fe
     assert keys[0] == features.key != keys[1]
 
 
-def test_a_model_that_was_tuned_has_features_of_its_own(chat, features):
-    """The signs of weights stay, and the states of the model before were learnt."""
+@pytest.mark.parametrize("tuned_part", ["norm.weight", "embed_tokens.weight"])
+def test_a_model_that_was_tuned_has_features_of_its_own(chat, features, tuned_part):
+    """The signs of weights stay, or all of their first values, and the states of the model before were
+    learnt."""
     tuned = deepcopy(chat.model)
     with torch.no_grad():
-        tuned.model.norm.weight.mul_(1.5)
+        tuned.model.get_parameter(tuned_part)[-1:].mul_(1.5)
     other = HFTarget(tuned, chat.text.tokenizer, chat.name)
     assert other.fingerprint == chat.fingerprint
     theirs = Features(other, features.examples, features.batches, ("final",), 2**30)

@@ -130,7 +130,6 @@ class Target(ABC):
         source: directory or hub id of its weights, or "".
         fingerprint: a hash of the weights as loaded from their source, which a drafter is made for. A
             quantised copy keeps it.
-        values: a hash of more of them, which a model that was tuned a little differs in.
     """
 
     name: str
@@ -147,7 +146,6 @@ class Target(ABC):
     text: Text | None
     source: str
     fingerprint: str
-    values: str
 
     @property
     def dtype_name(self) -> str:
@@ -190,6 +188,11 @@ class Target(ABC):
         """A hash of what the generation_config says: under another the same weights answer otherwise."""
         says = self.generation_config.to_json_string(ignore_metadata=True)
         return hashlib.sha256(says.encode()).hexdigest()[:12]
+
+    @property
+    @abstractmethod
+    def values(self) -> str:
+        """A hash of all weights, in which a model that was tuned a little differs. It is made when used."""
 
     @property
     @abstractmethod

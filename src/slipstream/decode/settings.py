@@ -191,7 +191,8 @@ class Settings:
         if new is None and len(prompt) >= config.max_length:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens; the generation_config of {self.target.name} has a "
-                f"max_length of {config.max_length} for prompt and answer: give max_new_tokens"
+                f"max_length of {config.max_length} for prompt and answer: give max_new_tokens, or "
+                "max_tokens in a request"
             )
         if len(prompt) >= self.target.window:
             raise ValueError(

@@ -121,7 +121,8 @@ class Auto(Drafter):
         `tune` found for it.
 
         Raises:
-            ValueError: the head grows no trees, or what `tune` stored is damaged; also see `load_drafter`.
+            ValueError: the head grows no trees or names one, or what `tune` stored is damaged; also see
+                `load_drafter`.
         """
         from slipstream.drafters import load_drafter, tuned_home
 
@@ -134,8 +135,15 @@ class Auto(Drafter):
                 f"drafter 'auto': {head!r} has no trees to choose among: take a head such as eagle or "
                 "fasteagle, or its directory"
             )
+        options = Spec.parse(head).options
+        if "tree" in options:
+            raise ValueError(
+                f"drafter 'auto': {head!r} names a tree, and auto chooses its own: leave it out, or take "
+                "hybrid or the head alone"
+            )
         trees = read_rungs(tuned_home(head, target), target.place, temperature, texts)
-        kept = trees and drafter.law == "coupled"  # `tune` chose the proposal, too
+        tuned = trees and drafter.law == "coupled"  # `tune` chose the proposal, too
+        kept = tuned or "proposal" in options
         drafter.grow_as("chain-1", drafter.proposal if kept else "noise" if temperature else "top-k")
         return cls(drafter, f"auto:head={head}{', T > 0' * bool(temperature)}", remember, trees)
 

@@ -16,6 +16,7 @@ from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import PAD, Tree
 from slipstream.drafters.proposer import Proposer
+from slipstream.drafters.spec import Spec
 from slipstream.drafters.suffix import Suffix, SuffixState
 
 SMALLEST = 8  # nodes of the default tree, at least
@@ -57,8 +58,9 @@ class Hybrid(Drafter):
         `load_drafter` do.
 
         Args:
-            tree: of the head; by default the tree that it grows alone, as `tune` chose it, or where that has
-                fewer than `SMALLEST` nodes the best-first tree of so many, at most four deep.
+            tree: of the head; by default the one that `head` names, or that it grows alone, as `tune` chose
+                it. Where the last has fewer than `SMALLEST` nodes, the best-first tree of so many, at most
+                four deep.
             depth, remember: of matches, as `Suffix` takes them.
         """
         from slipstream.drafters import load_drafter
@@ -69,7 +71,8 @@ class Hybrid(Drafter):
                 f"drafter 'hybrid': {head!r} grows no tree: take a head such as fasteagle, or a drafter "
                 "directory"
             )
-        if tree is not None or drafter.shape.nodes < SMALLEST:
+        named = "tree" in Spec.parse(head).options
+        if tree is not None or (drafter.shape.nodes < SMALLEST and not named):
             default = f"best-first-{min(4, drafter.deepest or 4)}x{SMALLEST}"
             drafter.grow_as(tree or default, drafter.proposal)
         return cls(drafter, Suffix(max(2, drafter.shape.nodes), depth, remember))

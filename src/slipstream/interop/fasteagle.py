@@ -9,11 +9,9 @@ from slipstream.core.drafter import FINAL, INPUT
 from slipstream.core.target import Target
 from slipstream.drafters.fasteagle import FastEagleConfig
 from slipstream.drafters.store import VOCAB
-from slipstream.interop.layouts import Config, Layout, Tensors, lm_head_rows
+from slipstream.interop.layouts import Config, Layout, Tensors, close, lm_head_rows
 from slipstream.interop.sizes import IDS, SHARED, described, fits, layer, written
 from slipstream.interop.vllm_plugin import FASTEAGLE
-
-LENT = ("lm_head.weight", "norm.weight")  # the target's own
 
 
 @final
@@ -65,9 +63,17 @@ class FastEagleLayout(Layout):
         return {**described(self.target), **written(head), **own, IDS: ids}
 
     def take(self, tensors: Tensors) -> Tensors:
-        taken = {name: tensor for name, tensor in tensors.items() if name not in LENT}
+        taken = dict(tensors)
         if (d2t := taken.pop("d2t", None)) is not None:
             taken[VOCAB] = d2t + torch.arange(len(d2t))
+        lent = {
+            "lm_head.weight": lambda: lm_head_rows(self.target, taken.get(VOCAB)),
+            "norm.weight": self._norm,
+        }
+        for name, own in lent.items():
+            if name in taken and not close(taken.pop(name), own()):
+                raise ValueError(f"{name} is not this target's: import it for the target it was made for")
+        self.notes.append(f"{', '.join(lent)}: the target's own, left out")
         return taken
 
     def give(self, tensors: Tensors) -> Tensors:
@@ -84,7 +90,7 @@ class FastEagleLayout(Layout):
         for module in self.target.trunk()["between"].children():
             weight = getattr(module, "weight", None)
             if isinstance(weight, Tensor) and weight.shape == (self.target.width,):
-                x = torch.linspace(-1, 1, len(weight), dtype=weight.dtype, device=weight.device)
+                x = torch.linspace(-1, 2, len(weight), dtype=weight.dtype, device=weight.device)
                 plain = torch.nn.functional.rms_norm(x, x.shape, weight, self.target.sizes.rms_norm_eps)
                 if torch.allclose(module(x[None])[0], plain, rtol=2e-2, atol=1e-3):
                     return weight.detach().cpu()

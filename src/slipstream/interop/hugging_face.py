@@ -27,6 +27,7 @@ from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.spec import Named
 from slipstream.targets import HFTarget
 from slipstream.targets.inside import twin
+from slipstream.targets.support import check_whole
 
 DIRECTORY = str(Path(__file__).with_name("hf"))  # for those who give `custom_generate` a directory
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
@@ -141,7 +142,8 @@ _targets: WeakKeyDictionary[PreTrainedModel, tuple[Any, dict[bool, HFTarget]]] =
 
 def _target(model: PreTrainedModel, compile: bool) -> HFTarget:
     """A target over the model's weights, made again once they have changed. It holds a twin, so it ends with
-    the model, whose generation_config also stays its own."""
+    the model, whose generation_config also stays its own. Raises ValueError as `check_whole` does."""
+    check_whole(model)
     weights = [*model.named_parameters(), *model.named_buffers()]
     stamp: list[Any] = [
         (name, x.data_ptr(), x.dtype, 0 if x.is_inference() else x._version) for name, x in weights

@@ -1,13 +1,16 @@
 """Import and export of public checkpoints: config.json and a file of tensors, in one of the `layouts`."""
 
 import hashlib
+from contextlib import suppress
 from dataclasses import asdict
 from os import PathLike, fspath
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from rich.text import Text
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -25,7 +28,7 @@ from slipstream.drafters.store import (
     write_directory,
 )
 from slipstream.files import check_regular, first_line, name_of, read_json, understood
-from slipstream.interop.layouts import Config, Tensors, close, layouts
+from slipstream.interop.layouts import Config, Layout, Tensors, close, layouts
 from slipstream.interop.sizes import unread
 from slipstream.methods import METHODS
 from slipstream.results import Result, made
@@ -107,7 +110,7 @@ def _converted(
         taken |= kept
     notes.append(f"config keys kept for export that change nothing here: {', '.join(ignored) or 'none'}")
     named = asdict(sizes)
-    tree = Shape.parse(tree or ours.get("tree") or layout.tree(sizes)).name
+    tree = Shape.parse(tree).name if tree else _tree(config, layout, sizes)
     config_json: Config = {"taps": list(named.pop("taps")), "head": named, "tree": tree, "public": config}
     config_json |= {"layout": called, "public_embedding": None if embedding is None else _about(embedding)}
     drafter_class(method, called).load(config_json, taken, target)
@@ -201,11 +204,30 @@ def _export(source: str, home: Path, target: Target, layout: str | None, directo
                 f"drafter {source}: load the target in the precision this head was imported with (--dtype)"
             )
         notes.append(f"{EMBEDDING}: a copy of the target's")
-    config_json = config.get("public") if layout == imported else None
-    if config_json is None:
+    if layout == imported and "public" in config:
+        config_json = config["public"]
+        if _tree(config_json, written, drafter.head.config) != config["tree"]:
+            config_json = config_json | {OURS: config_json.get(OURS, {}) | {"tree": config["tree"]}}
+    else:
         config_json = {**written.config(drafter.head.config, config["target"]["name"]), OURS: ours}
     write_directory(directory, config_json, given, written.file, by="export")
+    _remove_others(Path(directory), written.file)
     return Conversion(**made(), directory=directory, used=list(given), notes=notes)
+
+
+def _tree(config: Config, layout: Layout, sizes: Any) -> str:
+    """The tree that a checkpoint's config.json says, or else its layout."""
+    return Shape.parse(config.get(OURS, {}).get("tree") or layout.tree(sizes)).name
+
+
+def _remove_others(home: Path, written: str) -> None:
+    """Remove an earlier export's tensors in a layout that names their file otherwise."""
+    for path in (home / name for name in SAFE if name != written):
+        with suppress(OSError, SafetensorError):  # there is none
+            with safe_open(path, "pt") as tensors:
+                ours = (tensors.metadata() or {}).get("slipstream") == "export"
+            if ours:
+                path.unlink()
 
 
 def _about(embedding: Tensor) -> dict[str, str]:
@@ -219,7 +241,12 @@ def _embedding(target: Target) -> Tensor:
 
 
 def _read(home: Path) -> tuple[Config, Tensors]:
-    path = next((home / name for name in (*SAFE, *PICKLES) if (home / name).exists()), home / SAFE[0])
+    found = [home / name for name in (*SAFE, *PICKLES) if (home / name).exists()]
+    if {*SAFE} <= {path.name for path in found}:
+        raise ValueError(
+            f"checkpoint {home} holds {' and '.join(SAFE)}: leave the one that config.json describes"
+        )
+    path = found[0] if found else home / SAFE[0]
     for needed in (home / "config.json", path):
         if not needed.exists():
             raise ValueError(

@@ -37,7 +37,7 @@ def marks(drafter: Drafter) -> list[Any]:
             weights = part.named_parameters()
             found.append({each: dense(w).flatten()[:256].double().tolist() for each, w in weights})
         elif isinstance(part, Target) and name != "target":
-            found.append(part.fingerprint)
+            found.append(part.values)
     return found
 
 

@@ -103,6 +103,7 @@ def settings_of(contest: Contest, asked: Sequence[Question]) -> Settings:
         batch=contest.batch,
         fingerprint=fingerprint(
             contest.target.fingerprint,
+            contest.target.values,
             contest.target.manner,
             [question.turns for question in asked],
             [marks(drafter) for drafter in contest.drafters.values()],

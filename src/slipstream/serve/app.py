@@ -23,6 +23,7 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.target import Target
 from slipstream.decode.answer import Answer
 from slipstream.decode.settings import Settings
+from slipstream.drafters.suffix import Suffix
 from slipstream.serve.bias import Bias
 from slipstream.serve.engine import Busy, Engine, News, Task
 from slipstream.serve.guard import Guard
@@ -30,6 +31,7 @@ from slipstream.serve.metrics import Metrics
 from slipstream.serve.page import page
 from slipstream.serve.replies import Events, Form, Refused, Reply, Ticket, Whole
 from slipstream.serve.schema import Asked, ChatCompletion, Completion
+from slipstream.serve.tools import Calls
 from slipstream.targets.prompts import check_readable, checked_ids, encode
 
 COMPLETION_TOKENS = 16  # of a completion that names no number, as OpenAI has it
@@ -70,6 +72,7 @@ class Server:
 
     Attributes:
         app: the server for ASGI.
+        remembers: its drafter guesses from the answers to other requests.
     """
 
     def __init__(
@@ -84,7 +87,10 @@ class Server:
         if target.text is None:
             raise ValueError(f"target {target.name} has no tokenizer: a server cannot read text with it")
         self.target, self.spec, self.limits, self.text = target, spec, limits, target.text
+        Settings.of(target)  # what its generation_config asks for can be honoured
         self.context = limits.tokens(target)
+        matches = getattr(drafter, "matches", drafter)  # of hybrid and auto
+        self.remembers = isinstance(matches, Suffix) and matches.remember > 0
         self.engine = Engine(
             target, drafter, limits.rows, self.context, limits.queue, self._post, limits.keep
         )
@@ -123,7 +129,7 @@ class Server:
 
     async def playground(self) -> Response:
         """A chat in the browser, which shows what was drafted."""
-        return HTMLResponse(page(self.target.name, self.spec))
+        return HTMLResponse(page(self.target.name, self.spec, not self.remembers))
 
     async def health(self) -> Response:
         """200 while texts are made."""
@@ -178,7 +184,10 @@ class Server:
         if asked.drafter not in (None, PLAIN, self.spec):
             fault = f"drafter is {asked.drafter!r}; this server has {PLAIN!r} and {self.spec!r}"
             raise Refused(fault, param="drafter")
-        seed = secrets.randbits(62) if asked.seed is None else asked.seed
+        if asked.trace and self.remembers:
+            fault = f"the guesses of {self.spec!r} are of other requests' answers, which a trace would show"
+            raise Refused(fault, param="trace")
+        seed = secrets.randbits(53) if asked.seed is None else asked.seed
         ticket = Ticket(self.engine, self.metrics)
         loop = asyncio.get_running_loop()
         try:
@@ -191,7 +200,9 @@ class Server:
             raise Refused(str(error), 429, "rate_limit_error", Retry_After=wait) from error
         form = Form(chat, self.target.name, seed, self.fingerprint, self.text)
         if isinstance(asked, ChatCompletion):
-            form.calls = bool(asked.offered)
+            names = {tool["function"]["name"] for tool in asked.offered}
+            several = asked.parallel_tool_calls is not False
+            form.calls = partial(Calls, names, several) if names else None
         elif isinstance(asked, Completion) and asked.echo:
             said = [self.text.decode(each) if isinstance(each, list) else each for each in asked.prompts]
             form.echoes = [each for each in said for _ in range(asked.n or 1)]

@@ -10,13 +10,13 @@ from string import Template
 SHARED = ("dom", "tree")  # scripts of the report's page, which draws the same trees
 
 
-def page(model: str, drafter: str) -> str:
-    """The page for a server's model and drafter, as HTML."""
+def page(model: str, drafter: str, traces: bool) -> str:
+    """The page for a server's model and drafter, as HTML; `traces`: it may ask for the trees of rounds."""
     report, own = files("slipstream.measure") / "page", files("slipstream.serve") / "page"
     scripts = [*(report / f"{part}.js" for part in SHARED), own / "playground.js"]
     script = "".join(each.read_text("utf-8") for each in scripts)
     style = "".join(each.read_text("utf-8") for each in (report / "page.css", own / "playground.css"))
-    data = json.dumps({"model": model, "drafter": drafter}, ensure_ascii=False)
+    data = json.dumps({"model": model, "drafter": drafter, "trace": traces}, ensure_ascii=False)
     return Template((own / "playground.html").read_text("utf-8")).substitute(
         title=escape(model),
         style=style,

@@ -3,10 +3,11 @@
 import asyncio
 import json
 from abc import abstractmethod
-from collections.abc import AsyncIterator, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter, time
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -37,13 +38,13 @@ class Refused(Exception):
         **headers: str,
     ) -> None:
         super().__init__(message)
-        self.status, self.headers = status, headers
+        self.status = status
+        self.headers = {name.replace("_", "-").lower(): value for name, value in headers.items()}
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> Response:
         """As a response. Characters that UTF-8 does not have are escaped."""
-        headers = {name.replace("_", "-"): value for name, value in self.headers.items()}
-        return Response(json.dumps(self.body), self.status, headers, "application/json")
+        return Response(json.dumps(self.body), self.status, self.headers, "application/json")
 
 
 class Ticket:
@@ -116,7 +117,7 @@ class Form:
         fingerprint: of the weights and their precision, on which texts depend as well.
 
     Attributes:
-        calls: answers may call tools.
+        calls: parts an answer's text, where it may call tools.
         echoes: the prompts that stand before the texts, if they are wanted.
     """
 
@@ -125,7 +126,7 @@ class Form:
     seed: int
     fingerprint: str
     text: Text
-    calls: bool = False
+    calls: Callable[[], Calls] | None = None
     echoes: list[str] = field(default_factory=list)
     id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time()))
@@ -224,7 +225,8 @@ class Reply(Response):
         if late:
             with suppress(TimeoutError):  # a reader so slow that not even this can be sent
                 fault = f"it took longer than {self.seconds:g} s, which is this server's limit"
-                await asyncio.wait_for(self._fail(send, Refused(fault, 504, "timeout")), 1)
+                again: Any = {"x_should_retry": "false"}  # OpenAI's clients would, and run into it once more
+                await asyncio.wait_for(self._fail(send, Refused(fault, 504, "timeout", **again)), 1)
         if not work.cancelled():
             work.result()
 
@@ -259,8 +261,8 @@ class Whole(Reply):
             likely = [each for news in all_news for each in news.likely]
             shown = self.form.likely(likely, 0) if asked else None
             calls = list[dict[str, Any]]()
-            if self.form.calls:
-                parts = Calls()
+            if self.form.calls is not None:
+                parts = self.form.calls()
                 text, (rest, calls) = parts.push(text), parts.end()
                 text += rest
             elif self.form.echoes:
@@ -269,7 +271,7 @@ class Whole(Reply):
         await _send(send, 200, self.form.whole(choices, self.ticket.usage))
 
     async def _fail(self, send: Send, refused: Refused) -> None:
-        await _send(send, refused.status, refused.body)
+        await _send(send, refused.status, refused.body, refused.headers)
 
 
 class Events(Reply):
@@ -304,7 +306,7 @@ class Events(Reply):
                 made.append(form.event([opening], **more))
             elif form.echoes:
                 made.append(form.event([form.choice(i, form.echoes[i], None, None, False)], **more))
-        text, calls = self._parted(i, news) if form.calls else (news.text, [])
+        text, calls = (news.text, []) if form.calls is None else self._parted(i, news, form.calls)
         if news.tree is not None:
             more = more | {"trace": news.tree}
         if text or news.likely or news.finish or news.tree:
@@ -315,9 +317,9 @@ class Events(Reply):
             made.append(form.event([form.choice(i, text, likely, news.finish, False, calls)], **more))
         return made
 
-    def _parted(self, i: int, news: News) -> tuple[str, list[dict[str, Any]]]:
+    def _parted(self, i: int, news: News, begin: Callable[[], Calls]) -> tuple[str, list[dict[str, Any]]]:
         """What a text has said for certain, and at its end what it calls."""
-        parts = self._calls.setdefault(i, Calls())
+        parts = self._calls.setdefault(i, begin())
         text = parts.push(news.text)
         if not news.finish:
             return text, []
@@ -333,15 +335,18 @@ class Events(Reply):
 
     async def _fail(self, send: Send, refused: Refused) -> None:
         if not self._started:
-            await _send(send, refused.status, refused.body)
+            await _send(send, refused.status, refused.body, refused.headers)
             return
         body = f"data: {json.dumps(refused.body)}\n\n".encode()
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def _send(send: Send, status: int, body: dict[str, Any]) -> None:
+async def _send(
+    send: Send, status: int, body: dict[str, Any], more: Mapping[str, str] = MappingProxyType({})
+) -> None:
     data = json.dumps(body).encode()
     headers = [JSON, (b"content-length", str(len(data)).encode())]
+    headers += [(name.encode(), value.encode()) for name, value in more.items()]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": data})
 

@@ -19,7 +19,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "metadata": (ANY,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (ANY,),
     "prediction": (),
     "prompt_cache_key": (ANY,),
     "reasoning_effort": (),
@@ -141,7 +140,7 @@ class Message(Part):
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text or "{}")  # some clients write nothing for a call without arguments
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the arguments of a call are no JSON: {error}") from error
 
@@ -285,6 +284,7 @@ class ChatCompletion(Asked):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELY)] | None = None
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 from uuid import uuid4
 
@@ -10,9 +11,15 @@ CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class Calls:
-    """Parts an answer's text, as it comes, into what is said and what is called."""
+    """Parts an answer's text, as it comes, into what is said and what is called.
 
-    def __init__(self) -> None:
+    Args:
+        names: of the tools that may be called. Another call is said.
+        several: an answer may call more than once; otherwise the first call counts.
+    """
+
+    def __init__(self, names: Collection[str], several: bool = True) -> None:
+        self._names, self._several = names, several
         self._held = ""  # from the first call on, or what may become one
 
     def push(self, text: str) -> str:
@@ -31,21 +38,21 @@ class Calls:
         """The rest of what is said, and the calls, once the text has ended. What is no call is said, between
         and behind calls, too."""
         calls = [_call(match[1]) for match in CALL.finditer(self._held)]
-        known = [call for call in calls if call is not None]
+        known = [call for call in calls if call is not None and call["function"]["name"] in self._names]
         if known and len(known) == len(calls):
-            return CALL.sub("", self._held).strip(), known
+            return CALL.sub("", self._held).strip(), known if self._several else known[:1]
         return self._held, []
 
 
 def _call(text: str) -> dict[str, Any] | None:
-    """A call as OpenAI has it, from JSON with a name and arguments."""
+    """A call as OpenAI has it, from JSON with a name and arguments by name, which may be text once more."""
     try:
         called = json.loads(text)
-    except (ValueError, RecursionError):
+        given = called.get("arguments", called.get("parameters", {}))
+        arguments = json.loads(given or "{}") if isinstance(given, str) else given
+    except (ValueError, RecursionError, AttributeError):
         return None
-    if not isinstance(called, dict) or not isinstance(called.get("name"), str):
+    if not isinstance(arguments, dict) or not isinstance(called.get("name"), str):
         return None
-    given = called.get("arguments", called.get("parameters", {}))
-    arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    function = {"name": called["name"], "arguments": arguments}
+    function = {"name": called["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}

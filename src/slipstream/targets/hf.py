@@ -85,7 +85,7 @@ class HFTarget(Target):
         support.check_model(model, config)
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.device, self.dtype, self.quantize = model.device, model.dtype, quantize
-        self.fingerprint, self.values = support.hashes_of(model)
+        self.fingerprint = support.fingerprint_of(model)
         self._weights = model.num_parameters()
         self.model = model if quantize is None else quantised(model, quantize, self.name)
         self.text = None if tokenizer is None else HFText(tokenizer, self.name)
@@ -155,6 +155,10 @@ class HFTarget(Target):
         if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
             plain.set_attn_implementation("eager")
         return plain
+
+    @cached_property
+    def values(self) -> str:
+        return support.hash_of(self.model)
 
     def release(self) -> None:
         """Release the weights, with their packed copies, but not the caller's model. `with HFTarget(model) as

@@ -1,7 +1,9 @@
 """Prompts: token ids from text, messages, ids or a tokenizer's output; Hugging Face's tokenizers."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any, final
@@ -38,10 +40,24 @@ class HFText(Text):
     def vocabulary(self) -> dict[str, int]:
         return self.tokenizer.get_vocab()
 
-    @property
+    @cached_property
     def calls_tools(self) -> bool:
-        template = str(self.tokenizer.chat_template)
-        return "tools" in template and "<tool_call>" in template
+        call = {"name": "f", "arguments": {"a": "b"}}
+        tool: Any = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+        calls = [{"id": "call_0", "type": "function", "function": call}]
+        turns: Any = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+        ]
+        try:
+            bare, told = (
+                self.tokenizer.apply_chat_template(turns, tools=tools, tokenize=False)
+                for tools in (None, [tool])
+            )
+            written = str(told).rpartition("<tool_call>")[2].partition("</tool_call>")[0]
+            return bare != told and json.loads(written) == call
+        except Exception:  # no JSON, such as Qwen3-Coder's XML; templates raise errors of many types
+            return False
 
     def encode(self, prompt: str | Messages, tools: Messages = ()) -> list[int]:
         if not self.has_chat:

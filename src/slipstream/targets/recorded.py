@@ -136,6 +136,7 @@ class RecordedTarget(Target):
     place: Any = property(attrgetter("target.place"))
     generation_config: Any = property(attrgetter("target.generation_config"))
     described: Any = property(attrgetter("target.described"))
+    values: Any = property(attrgetter("target.values"))
     lm_head: Any = property(attrgetter("target.lm_head"))
     lend_products: Any = property(attrgetter("target.lend_products"))
     widths: Any = property(attrgetter("target.widths"))

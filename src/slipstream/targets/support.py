@@ -20,6 +20,7 @@ LAYERS_KNOWN = ("full_attention", "sliding_attention")
 # How much of their spread a causal model's logits may change by rounding; the second limit is for models
 # with routed experts, which read other rows with them.
 LEAK, ROUTED = 1e-3, 0.05
+WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # whole numbers of so many bytes
 SUPPORTED = "Supported: decoder-only models with attention in every layer"
 
 
@@ -68,10 +69,18 @@ def check_supported(
 
 
 def check_model(model: Any, config: Any) -> None:
-    """`check_supported` for a model with this text config, which must have an LM head, too."""
+    """`check_supported` for a model with this text config, which must be whole and have an LM head."""
+    check_whole(model)
     check_supported(config, model._is_stateful, signature(model.forward).parameters)
     if model.get_output_embeddings() is None:
         raise ValueError(f"a {type(model).__name__} has no LM head: load it with AutoModelForCausalLM")
+
+
+def check_whole(model: Any) -> None:
+    """Raise ValueError for a model whose weights come from elsewhere in each pass, as accelerate has them."""
+    if any(weight.is_meta for weight in model.parameters()):
+        kind = type(model).__name__
+        raise ValueError(f"weights of this {kind} are offloaded, to memory or disk: load all on one device")
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:
@@ -128,13 +137,22 @@ def longest_text(model: Any) -> int:
     return min(longest, *named) if torch.equal(near, whole) else longest
 
 
-def hashes_of(model: Any) -> tuple[str, str]:
-    """The model's type and a hash of the signs of each weight's first values, which no precision changes; and
-    a hash of these values."""
+def fingerprint_of(model: Any) -> str:
+    """The model's type and a hash of the signs of each weight's first values, which no precision changes."""
     kind = model.config.get_text_config(decoder=True).model_type
-    firsts = [dense(p).flatten()[:256] for p in model.parameters()]
-    signs = _hash(bytes(torch.signbit(first).tolist()) for first in firsts)
-    return f"{kind}-{signs}", _hash(first.double().numpy(force=True).tobytes() for first in firsts)
+    firsts = (dense(p).flatten()[:256] for p in model.parameters())
+    return f"{kind}-{_hash(bytes(torch.signbit(first).tolist()) for first in firsts)}"
+
+
+@torch.inference_mode()
+def hash_of(model: Any) -> str:
+    """A hash of all weights, by the sum of each row's bits: one pass over memory, in any order the same."""
+    return _hash(_row_sums(dense(p)).numpy(force=True).tobytes() for p in model.parameters())
+
+
+def _row_sums(weight: Tensor) -> Tensor:
+    rows = weight.reshape(len(weight) if weight.dim() else 1, -1)
+    return rows.view(WHOLE[weight.element_size()]).sum(1, dtype=torch.int64)
 
 
 def _hash(parts: Iterable[bytes]) -> str:

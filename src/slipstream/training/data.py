@@ -15,6 +15,7 @@ from slipstream.files import evenly, parsed, read_text
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 SHAPES = '{"messages": […]}, {"conversations": […]}, {"instruction", "input", "output"} or {"text"}'
+TURNS = {"messages", "conversations", "instruction"}
 RECORDED = ["source", "made", "kind", "temperature", "finished"]  # what is said of a row
 
 
@@ -181,7 +182,7 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
 def _row(row: dict[str, Any]) -> dict[str, Any]:
     """The text of a row or its messages, and what is `RECORDED` of it. Raises ValueError."""
     recorded = {key: row[key] for key in RECORDED if key in row}
-    if "text" not in row:
+    if "text" not in row or TURNS & row.keys():  # beside turns it is the same once more, rendered
         return {"messages": messages_of(row)} | recorded
     if not isinstance(row["text"], str) or not row["text"]:
         raise ValueError("text is empty or no string")

@@ -1,6 +1,6 @@
 // A chat with the server that sent this page.
 
-const { model, drafter } = JSON.parse(document.getElementById("data").textContent);
+const { model, drafter, trace } = JSON.parse(document.getElementById("data").textContent);
 const at = (id) => document.getElementById(id);
 let turns = []; // what was said: { role, content }
 let failed = null; // the last question, where it got no answer: it is not among the turns
@@ -140,7 +140,7 @@ async function run(body, name, sides) {
   made.begin();
   let stopped = false;
   try {
-    const stream = asked({ ...body, stream: true, stream_options: { include_usage: true }, trace: true }, stopping.signal);
+    const stream = asked({ ...body, stream: true, stream_options: { include_usage: true }, trace }, stopping.signal);
     for await (const event of stream) made.take(event);
   } catch (fault) {
     stopped = fault.name === "AbortError";
