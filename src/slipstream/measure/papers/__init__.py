@@ -27,7 +27,10 @@ ARMS = {  # heads that no weights ship for, and how to train them
     },
     "distilled": f"slipstream train draft-model {EQUAL} --out runs/distilled",
     "blind": f"slipstream train glide {EQUAL} --out runs/blind head.glimpses=false",
-    "glide_low": f'slipstream train glide {EQUAL} --out runs/glide_low "head.taps=[cache of block 10]"',
+    **{
+        name: f'slipstream train glide {EQUAL} --out runs/{name} "head.taps=[cache of block {block}]"'
+        for name, block in {"glide_low": 3, "glide_middle": 16}.items()
+    },
     "glide_hard": f"slipstream train glide {EQUAL} --out runs/glide_hard loss.hard=true",
     "glide_two": f"slipstream train glide {EQUAL} --out runs/glide_two head.depth=2",
     **{

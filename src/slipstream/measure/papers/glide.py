@@ -14,10 +14,12 @@ DATA = "Finance-Alpaca stands for instructions and Code-Python for code; Spider 
 CONFIDENT = {"GLIDE": CHAIN, "EAGLE": "eagle:tree=chain-5", "FastEagle": "fasteagle:tree=chain-3"}
 ARMS = {  # name: what it is
     "blind": "without glimpses",
-    "glide_low": "a lower block's cache",
+    "glide_low": "block 3's cache",
+    "glide_middle": "block 16's cache",
     "glide_hard": "the text's own tokens as labels",
     "glide_two": "two layers",
 }
+LOWER = ("glide_middle", "glide_low")
 WIDTHS = {width: f"glide_{width}:tree=chain-5" for width in (384, 768, 1536)}
 
 
@@ -158,8 +160,15 @@ ENTRIES = (
         "glide-figure-7",
         "α by the block whose cache is read",
         "Mistral 7B",
-        by_set({"the last block's": CHAIN, ARMS["glide_low"]: _arm("glide_low")}, SETS, "α", {}),
-        (over("the last block's cache gives a larger α", _alpha(CHAIN), _alpha(_arm("glide_low"))),),
+        by_set({"the last block's": CHAIN} | {ARMS[name]: _arm(name) for name in LOWER}, SETS, "α", {}),
+        (
+            over(
+                "the last block's cache gives a larger α than block 16's",
+                _alpha(CHAIN),
+                _alpha(_arm(LOWER[0])),
+            ),
+            over("block 16's cache gives a larger α than block 3's", *map(_alpha, map(_arm, LOWER))),
+        ),
         DATA,
     ),
     Entry(
