@@ -239,9 +239,12 @@ inline Vec silu(Vec x) {
   return (max(x, zero) - max(zero - x, zero) * e) / (Vec::set(1) + e);
 }
 
-// Calls f(kind of weight, a number of x's type).
+// Calls f(kind of weight, a number of x's type), with a processor that was made ready for tiles.
 template <class F>
 void by_kind(const Tensor& x, const Tensor& weight, F f) {
+#if defined(__AMX_INT8__)
+  at::cpu::init_amx();
+#endif
   auto go = [&](auto kind) { x.scalar_type() == at::kFloat ? f(kind, 0.0f) : f(kind, bf16()); };
 #if defined(__AVX512BF16__)
   if (weight.scalar_type() == at::kBFloat16) return go(Bf16());
@@ -259,7 +262,7 @@ int64_t dims_of(const Tensor& x, const Tensor& weight) {
   return weight.scalar_type() != x.scalar_type() ? -1 : HAS_BF16 && x.scalar_type() == at::kBFloat16 ? 5 : 3;
 }
 
-// Weights in tiles that fit rows x, before the first of which the processor is made ready.
+// Weights in tiles that fit rows x.
 std::vector<Weight> weights_of(const Tensor& x, at::TensorList weights, at::TensorList scales) {
   TORCH_CHECK(
       x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
@@ -276,9 +279,6 @@ std::vector<Weight> weights_of(const Tensor& x, at::TensorList weights, at::Tens
         "products in tiles: weights and scales do not fit");
     made.emplace_back(weights[i], scales[i]);
   }
-#if defined(__AMX_INT8__)
-  at::cpu::init_amx();
-#endif
   return made;
 }
 

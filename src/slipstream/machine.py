@@ -26,12 +26,28 @@ def hardware() -> dict[str, Any]:
 
 
 def available_memory() -> float:
-    """Bytes that can be had without swapping; infinite where the system does not say."""
+    """Bytes that can be had without swapping, and within a container's limit; infinite where the system does
+    not say."""
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return 1024.0 * int(lines["MemAvailable"].split()[0])
+        system = 1024.0 * int(lines["MemAvailable"].split()[0])
     except (OSError, KeyError, ValueError):
+        system = float("inf")
+    return min(system, *(left_in_group(Path(home)) for home in ("/sys/fs/cgroup", "/sys/fs/cgroup/memory")))
+
+
+def left_in_group(home: Path) -> float:
+    """Bytes that a control group may still have, of version 2 or 1; infinite without a limit. What is held of
+    files is given back when it is needed."""
+    old = (home / "memory.limit_in_bytes").exists()
+    limit, used = ("limit_in_bytes", "usage_in_bytes") if old else ("max", "current")
+    try:
+        most, held = (int((home / f"memory.{name}").read_text()) for name in (limit, used))
+        says = dict(line.split() for line in (home / "memory.stat").read_text().splitlines())
+        files = sum(int(says[f"{'total_' * old}{kind}_file"]) for kind in ("active", "inactive"))
+    except (OSError, KeyError, ValueError):  # "max" is no number
         return float("inf")
+    return max(0.0, float(most - held + files))
 
 
 @dataclass

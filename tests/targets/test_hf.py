@@ -6,7 +6,17 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, Gemma2Config, ModernBertDecoderConfig
+from transformers import (
+    CLIPVisionConfig,
+    DynamicCache,
+    Gemma2Config,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    ModernBertDecoderConfig,
+    OPTConfig,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import slipstream.decode.session
 import tiny
@@ -16,6 +26,7 @@ from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.shape import Shape
 from slipstream.core.span import Output, Span
 from slipstream.core.tree import PAD, Probes, Tree, chain
+from slipstream.decode.generate import generate
 from slipstream.decode.session import Session
 from slipstream.measure.baseline import hf_generate
 from slipstream.targets import HFTarget
@@ -272,6 +283,63 @@ def test_taps_are_what_blocks_and_head_receive(family):
         seen = watched(family, text)
         want = torch.cat([seen[tap][len(PROMPTS[b]) :] for tap in taps], -1)
         assert_equal(family, features[b, path], want)
+
+
+class Whole(LlamaForCausalLM):
+    """Code of its own, which knows no `logits_to_keep`, and may swallow it."""
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+    ):
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        given |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
+        out = self.model(**given, use_cache=use_cache)
+        logits = self.lm_head(out.last_hidden_state)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=out.past_key_values)
+
+
+class Swallowing(Whole):
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, logits_to_keep=0, **kwargs):
+        given = {"position_ids": position_ids, "past_key_values": past_key_values}
+        return super().forward(input_ids, **given, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Whole, Swallowing])
+@pytest.mark.parametrize("drafter", ["vanilla", "ngram"])
+def test_models_that_say_all_logits_are_read_at_the_right_rows(kind, drafter):
+    """The first token was what the first row said, and the audit read the same wrong row."""
+    reference = tiny.reference("llama")
+    model = kind(reference.config).to(reference.dtype).eval()
+    model.load_state_dict(reference.state_dict())
+    ours = generate(HFTarget(model), PROMPTS, drafter, max_new_tokens=6)
+    theirs = generate(tiny.target("llama"), PROMPTS, "vanilla", max_new_tokens=6)
+    assert [made.tokens for made in ours] == [made.tokens for made in theirs]
+
+
+def test_a_vision_tower_of_as_many_layers_is_not_the_decoder():
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16
+    )
+    text = tiny.FAMILIES["llama"]
+    config = LlavaConfig(vision_config=vision, text_config=deepcopy(text), image_token_index=1)
+    target = HFTarget(LlavaForConditionalGeneration(config))
+    assert len(target.blocks) == vision.num_hidden_layers
+    assert type(target.blocks[0]).__name__ == "LlamaDecoderLayer"
+    assert target.features([[3, 4, 5]], ("input of block 1",)).shape == (1, 3, text.hidden_size)
+
+
+def test_the_final_states_may_be_narrower_than_the_layers():
+    """OPT-350m's are."""
+    config = OPTConfig(**(tiny.SHAPE | {"pad_token_id": 1}), ffn_dim=48, word_embed_proj_dim=16)
+    target, taps = HFTarget(tiny.build(config)), ("final", "input of block 1")
+    assert target.widths(taps) == [16, config.hidden_size]
+    assert target.features([[3, 4, 5]], taps).shape[-1] == sum(target.widths(taps))
 
 
 @pytest.mark.parametrize("tap", ["input of block 2", "input of block -1", "Final", "block 1"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from jaxtyping import config
-from transformers import BioGptConfig
+from transformers import BioGptConfig, PhimoeConfig
 from transformers.pytorch_utils import Conv1D
 
 import tiny
@@ -221,6 +221,15 @@ def test_an_embedding_may_have_a_factor_that_is_a_number():
     model = tiny.build(config).to(torch.float32)
     embedding = quantised(model, "int8", "biogpt").get_input_embeddings()
     assert float(embedding.factor) == pytest.approx(tiny.SHAPE["hidden_size"] ** 0.5)
+
+
+def test_a_router_that_says_more_than_a_product_stays():
+    """It became a product, whose answer the experts could not read."""
+    config = PhimoeConfig(**tiny.GROUPED, num_local_experts=4, num_experts_per_tok=2)
+    model = tiny.build(config).float()
+    target = HFTarget(model, quantize="int8")
+    assert generate(target, [3, 4, 5], "ngram", max_new_tokens=4).tokens
+    assert type(target.blocks[0].mlp.router) is type(model.model.layers[0].mlp.router)
 
 
 def test_what_cannot_be_quantised_is_refused(unchecked):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from time import perf_counter
 from typing import Any, final
@@ -20,7 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from slipstream import kernels
 from slipstream.core.cache import KVCache
-from slipstream.core.drafter import CACHE
+from slipstream.core.drafter import CACHE, FINAL
 from slipstream.core.span import Output
 from slipstream.core.target import LMHead, Target
 from slipstream.core.tree import Layout, Tree, chain
@@ -319,9 +320,19 @@ class HFTarget(Target):
         if logits is None:
             own = {"position_ids": positions, "attention_mask": mask, "past_key_values": view}
             with self._calls:
-                logits = self.twin(**inputs, **own, use_cache=True, logits_to_keep=keep).logits
+                logits = self.twin(**inputs, **own, use_cache=True, **self._keeping(keep)).logits
+            if isinstance(keep, Tensor) and logits.shape[1] != len(keep):  # it has made those of all rows
+                logits = logits[:, keep]
         features = self._taps.take(taps, cache, view)
         return logits if logits.dtype == torch.float64 else logits.float(), features
+
+    def _keeping(self, keep: int | Tensor) -> dict[str, Any]:
+        """Which rows the LM head is to read, for models that can be told so."""
+        return {"logits_to_keep": keep} if self._told else {}
+
+    @cached_property
+    def _told(self) -> bool:
+        return "logits_to_keep" in signature(type(self.model).forward).parameters
 
     @cached_property
     def _taps(self) -> Taps:
@@ -336,10 +347,12 @@ class HFTarget(Target):
         return Straight(self.twin, self.blocks, [*between(self.twin, self.blocks).values()])
 
     def widths(self, taps: Sequence[str]) -> list[int]:
-        def cached() -> int:
-            return sum(x.shape[1] * x.shape[3] for x in self._cached)
+        def width(tap: str) -> int:
+            if tap.startswith(CACHE):
+                return sum(x.shape[1] * x.shape[3] for x in self._cached)
+            return self.width if tap == FINAL else self.sizes.hidden_size
 
-        return [cached() if tap.startswith(CACHE) else self.sizes.hidden_size for tap in taps]
+        return [width(tap) for tap in taps]
 
     @cached_property
     def _cached(self) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from copy import copy, deepcopy
+from itertools import chain
 from typing import Any
 
 from jaxtyping import Int
@@ -48,7 +49,8 @@ def part(
 
 def own_blocks(model: PreTrainedModel, count: int) -> Blocks:
     """A model's layers, of which there are so many, as `Blocks` in their place. Raises ValueError."""
-    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    modules = chain(model.get_decoder().modules(), model.modules())  # a vision tower may have as many layers
+    lists = (m for m in modules if isinstance(m, nn.ModuleList) and len(m) == count)
     if (layers := next(lists, None)) is None:
         raise ValueError(
             f"Unsupported target: {model.config.model_type}: its {count} layers are not one list of modules, "

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from slipstream import kernels
@@ -158,7 +159,7 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
     stored: dict[int, tuple[Tensor, Tensor, int, torch.dtype]] = {}  # a weight may be embedding and LM head
 
     def made(module: Any) -> nn.Module | None:
-        own = isinstance(module, (nn.Linear, Conv1D))
+        own = is_linear(module)
         if not own and module is not embedding:
             return None
         key = id(module.weight)
@@ -173,6 +174,11 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
 
     _replace(copy, made)
     return copy
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a product with its weight. Subclasses may do more, such as routers of experts."""
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward, FalconLinear.forward)
 
 
 def _replace(model: nn.Module, made: Callable[[Any], nn.Module | None]) -> None:
@@ -193,7 +199,7 @@ def on_gpu(copy: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
         _four_bits(copy, name, lambda part: part is not head and part.in_features % GROUP == 0)
 
     def eight_bits(part: Any) -> nn.Module | None:
-        if not isinstance(part, nn.Linear) or _parts(part.weight):
+        if not is_linear(part) or _parts(part.weight):
             return None
         whole = kernels.whole_numbers(part.weight.detach())
         return WholeLinear(*whole, part.in_features, copy.dtype, part.bias)
@@ -210,7 +216,7 @@ def _four_bits(copy: PreTrainedModel, name: str, narrow: Callable[[nn.Linear], b
             f"target {name} cannot be int4 on {copy.device} without torchao: pip install 'slipstream[gpu]'"
         ) from error
     four = Int4WeightOnlyConfig(GROUP, set_inductor_config=False, int4_packing_format=INT4_LAYOUT)
-    quantize_(copy, four, lambda module, _: isinstance(module, nn.Linear) and narrow(module))
+    quantize_(copy, four, lambda module, _: is_linear(module) and narrow(module))
 
 
 def _turned(module: Any) -> nn.Linear:

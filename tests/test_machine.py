@@ -1,0 +1,26 @@
+"""What a machine has, as far as it can be told without one."""
+
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from slipstream.machine import left_in_group
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_container_has_its_limit(tmp_path: Path, old: bool):
+    """Packed copies of the weights were made as if it had its host's memory."""
+    limit, used = ("limit_in_bytes", "usage_in_bytes") if old else ("max", "current")
+    (tmp_path / f"memory.{limit}").write_text("1000\n")
+    (tmp_path / f"memory.{used}").write_text("900\n")
+    named = "total_" * old
+    (tmp_path / "memory.stat").write_text(f"{named}active_file 100\n{named}inactive_file 50\n")
+    assert left_in_group(tmp_path) == 250
+
+
+def test_without_a_limit_there_is_none(tmp_path: Path):
+    assert left_in_group(tmp_path) == inf
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    assert left_in_group(tmp_path) == inf
