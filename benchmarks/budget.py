@@ -19,7 +19,7 @@ import torch
 import typer
 from torch import Tensor
 
-from common import pooled, prompts_by_file, records, run
+from common import between, drawn_of, pooled, prompts_by_file, records, run
 from slipstream.cli import common as cli
 from slipstream.core.drafter import Drafter, Room, State
 from slipstream.core.sampling import Sampler
@@ -30,7 +30,6 @@ from slipstream.decode.predict import Prediction, predict
 from slipstream.drafters import load_drafter
 from slipstream.drafters.proposer import Proposer
 from slipstream.files import check_writable, write_json
-from slipstream.measure.paired import SAMPLES, interval
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget
 
@@ -75,14 +74,15 @@ def likeliest(scores: Tensor, budget: int) -> Tensor:
 
 def gained(shared: Prediction, same: Prediction) -> list[float]:
     """The ratio of two τ, and the ends of the bootstrap's 95 % of it over texts."""
-    count, chance = shared.committed.shape[1], torch.Generator().manual_seed(0)
-    drawn = torch.randint(count, (SAMPLES, count), generator=chance)
+    count = shared.committed.shape[1]
+    drawn = drawn_of(count)
 
     def taus(made: Prediction) -> Tensor:
         tokens, rounds = made.committed.sum(0).double(), (made.committed > 0).sum(0).double()
         return tokens[drawn].sum(1) / rounds[drawn].sum(1)
 
-    return [round(float(each), 4) for each in (shared.tau / same.tau, *interval(taus(shared) / taus(same)))]
+    ends = between(taus(shared) / taus(same), count)
+    return [round(float(each), 4) for each in (shared.tau / same.tau, *ends)]
 
 
 def compare(

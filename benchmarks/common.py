@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from jaxtyping import Float, Int
+from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.cli import common as cli
@@ -104,10 +106,20 @@ def digits(value: Any) -> Any:
     return [digits(each) for each in value] if isinstance(value, list | tuple) else round(value, 4)
 
 
+def drawn_of(count: int) -> Int[Tensor, "draws drawn"]:
+    """Which of so many are in each draw of a bootstrap: one less, as `paired` explains."""
+    return torch.randint(count, (SAMPLES, max(1, count - 1)), generator=torch.Generator().manual_seed(0))
+
+
+def between(figures: Float[Tensor, " draws"], count: int) -> tuple[float, float]:
+    """The 95 % interval of a figure from its draws of so many; of one alone it is a point."""
+    return interval(figures, max(1, count - 1))
+
+
 def ratio(ours: Sequence[Turn], theirs: Sequence[Turn]) -> list[float]:
-    """The ratio of two speeds, and the ends of the bootstrap's 95 % of it over turns."""
+    """The ratio of two speeds, and the ends of the bootstrap's 95 % of it over two turns or more."""
     a, b = (torch.tensor(some, dtype=torch.float64) for some in (ours, theirs))
-    drawn = torch.randint(len(a), (SAMPLES, len(a)), generator=torch.Generator().manual_seed(0))
+    drawn = drawn_of(len(a))
     ratios = [x.sum(-2)[..., 0] / x.sum(-2)[..., 1] for x in (a, b, a[drawn], b[drawn])]
-    low, high = interval(ratios[2] / ratios[3])
+    low, high = between(ratios[2] / ratios[3], len(a))
     return [round(float(each), 3) for each in (ratios[0] / ratios[1], low, high)]

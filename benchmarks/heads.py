@@ -27,7 +27,7 @@ from jaxtyping import Float
 from rich.console import Group
 from torch import Tensor
 
-from common import Plot, compiled, digits, pooled, prompts_by_file, records, run, shortest
+from common import Plot, between, compiled, digits, drawn_of, pooled, prompts_by_file, records, run, shortest
 from slipstream.cli import common as cli
 from slipstream.command import public
 from slipstream.core.shape import Shape
@@ -39,7 +39,6 @@ from slipstream.drafters.store import find_drafter, read_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_writable
 from slipstream.measure.cost import PARTS, Rounds
-from slipstream.measure.paired import interval
 from slipstream.measure.questions import Asking
 from slipstream.measure.trees import proposing
 from slipstream.picture import picture
@@ -47,7 +46,6 @@ from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget, RecordedTarget
 
 TREES = ("chain-3", "best-first-2x4", "best-first-3x8", "best-first-3x16")
-SAMPLES = 2000
 Interval = tuple[float, float]
 Temperatures = Annotated[list[float], cli.option("answered in turn; repeatable", "T", "--temperature", min=0)]
 
@@ -185,8 +183,8 @@ class HeadsReport(Report):
 
 @dataclass(frozen=True)
 class Draws:
-    """A prediction, and its figures of the questions drawn anew, with replacement; the same draws for all
-    drafters.
+    """A prediction, and its figures: of all questions, and behind that of questions drawn anew, with
+    replacement; the same draws for all drafters.
 
     Attributes:
         alpha: of a chain.
@@ -203,30 +201,34 @@ class Draws:
         committed, depth = found.committed, found.depth
         reached = [(committed > d).sum(0) for d in range(depth + 1)]  # by depth, rounds of each question
         sums = torch.stack([committed.sum(0), committed.clamp(max=depth).sum(0), *reached]).double()
-        n, generator = sums.shape[1], torch.Generator().manual_seed(0)
-        drawn = torch.randint(n, (SAMPLES, n), generator=generator)
-        tokens, looked, *reached = sums[:, drawn].sum(-1)
+        drawn = sums[:, drawn_of(sums.shape[1])].sum(-1)
+        # The first of all questions, the others drawn.
+        tokens, looked, *reached = torch.cat([sums.sum(1, keepdim=True), drawn], 1)
         kept = torch.stack([below / above.clamp(min=1) for above, below in pairwise(reached)])
         return cls(found, tokens / reached[0], (tokens - reached[0]) / looked, kept)
+
+    def between(self, figure: Float[Tensor, " draws"]) -> Interval:
+        """The interval of a figure."""
+        return between(figure[1:], self.found.committed.shape[1])
 
     def against(self, base: "Draws", first: "Draws", chain: bool) -> dict[str, Any]:
         """The figures of `TreeTau`. `base`: of the first head with this tree; `first`: of this head's first
         tree."""
         reached, of_chain = [1.0, *self.found.acceptance], dict[str, Any]()
         if chain:
-            of_chain = {"alpha": float(self.alpha.mean()), "alpha_interval": interval(self.alpha)}
-            of_chain["alpha_gain"] = interval(self.alpha - base.alpha)
+            of_chain = {"alpha": float(self.alpha[0]), "alpha_interval": self.between(self.alpha)}
+            of_chain["alpha_gain"] = self.between(self.alpha - base.alpha)
         return digits(
             {
                 "tau": self.found.tau,
                 "acceptance_by_depth": self.found.acceptance,
                 "share": self.found.tau / base.found.tau,
-                "interval": interval(self.tau / base.tau),
+                "interval": self.between(self.tau / base.tau),
                 "over_first_tree": self.found.tau / first.found.tau,
-                "over_first_tree_interval": interval(self.tau / first.tau),
+                "over_first_tree_interval": self.between(self.tau / first.tau),
                 "kept_by_depth": [below / max(above, 1e-9) for above, below in pairwise(reached)],
-                "kept_intervals": [interval(depth) for depth in self.kept],
-                "kept_last_of_first": interval(self.kept[-1] / self.kept[0].clamp(min=1e-9)),
+                "kept_intervals": [self.between(depth) for depth in self.kept],
+                "kept_last_of_first": self.between(self.kept[-1] / self.kept[0].clamp(min=1e-9)),
                 **of_chain,
             }
         )

@@ -14,12 +14,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from common import run
+from common import between, drawn_of, run
 from slipstream.cli import common as cli
 from slipstream.core.tree import chain
 from slipstream.decode.generate import generate
 from slipstream.files import check_writable
-from slipstream.measure.paired import SAMPLES, interval
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget, load_target
 from slipstream.targets.quantised import KINDS
@@ -75,8 +74,7 @@ def _said(ratio: Ratio) -> str:
 def over(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     """The median of pairs' ratios, and the ends of the bootstrap's 95 % of it."""
     a, b = (torch.tensor(some, dtype=torch.float64) for some in (ours, theirs))
-    drawn = torch.randint(len(a), (SAMPLES, len(a)), generator=torch.Generator().manual_seed(0))
-    low, high = interval((a / b)[drawn].median(-1).values)
+    low, high = between((a / b)[drawn_of(len(a))].median(-1).values, len(a))
     return round(float((a / b).median()), 3), round(float(low), 3), round(float(high), 3)
 
 

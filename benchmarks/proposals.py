@@ -21,15 +21,13 @@ import typer
 from torch import Tensor
 
 import slipstream
-from common import digits, run
+from common import between, digits, drawn_of, run
 from slipstream.cli import common as cli
 from slipstream.files import check_writable, write_json
-from slipstream.measure.paired import interval
 from slipstream.measure.questions import Question, load_questions
 from slipstream.results import Figures, heading
 
 PROPOSALS = ("top-k", "noise", "sampled")
-SAMPLES = 2000
 
 
 @dataclass
@@ -72,7 +70,7 @@ def summary(counts: dict[str, Counts]) -> dict[str, Any]:
     reached = [sum(c.reached[d] for c in counts.values() if len(c.reached) > d) for d in range(depth)]
     return {
         "tau": digits(committed / passes),
-        "interval": digits(interval(draws(counts))),
+        "interval": digits(between(draws(counts), len(counts))),
         "committed": committed,
         "target_passes": passes,
         "acceptance_by_depth": digits([r / passes for r in reached]),
@@ -83,8 +81,7 @@ def summary(counts: dict[str, Counts]) -> dict[str, Any]:
 def draws(counts: dict[str, Counts]) -> Tensor:
     """τ of the questions drawn anew, the same draws for all proposals."""
     sums = torch.tensor([[c.committed, c.passes] for c in counts.values()], dtype=torch.float64)
-    drawn = torch.randint(len(sums), (SAMPLES, len(sums)), generator=torch.Generator().manual_seed(0))
-    committed, passes = sums[drawn].sum(1).unbind(-1)
+    committed, passes = sums[drawn_of(len(sums))].sum(1).unbind(-1)
     return committed / passes
 
 
@@ -104,7 +101,8 @@ def compare(
         for below, above in combinations(PROPOSALS, 2):
             share = draws(found[above]) / draws(found[below])
             mean = summary(found[above])["tau"] / summary(found[below])["tau"]
-            ratios[drafter][f"{above} over {below}"] = digits({"ratio": mean, "interval": interval(share)})
+            made = {"ratio": mean, "interval": between(share, len(found[above]))}
+            ratios[drafter][f"{above} over {below}"] = digits(made)
     return {"arms": arms, "ratios": ratios}
 
 

@@ -30,11 +30,11 @@ from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_writable, read_json, write_json
 from slipstream.measure.cost import PARTS, Rounds
+from slipstream.measure.paired import student
 from slipstream.measure.questions import load_questions
 from slipstream.results import Figures, heading
 from slipstream.targets.prompts import encode
 
-STUDENT = dict(enumerate((12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26), 2))  # 95 %, by races
 Race = dict[tuple[str, str], Seconds]  # by head and tree
 
 
@@ -56,7 +56,7 @@ def race(
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """Mean over the races, and its t interval."""
     middle = mean(values)
-    half = STUDENT[len(values)] * stdev(values) / math.sqrt(len(values))
+    half = student(len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return {"mean": round(middle, 4), "interval": [round(middle - half, 4), round(middle + half, 4)]}
 
 
@@ -129,7 +129,7 @@ def main(
     trees: Annotated[list[str], cli.option("repeatable", "TREE", "--tree")],
     target: cli.TargetName = "smollm2",
     questions: cli.Files = [],  # noqa: B006
-    races: Annotated[int, cli.option("of all heads and trees", "N", min=min(STUDENT), max=max(STUDENT))] = 7,
+    races: Annotated[int, cli.option("of all heads and trees", "N", min=2)] = 7,
     rounds: Annotated[int, cli.option("of each head and tree in a race", "N", min=1)] = 15,
     dtype: cli.Dtype = "float32",
     compile: cli.Compile = False,

@@ -60,6 +60,27 @@ def test_questions_that_were_answered_at_once_are_drawn_together():
     assert whole.value(Figure("x", ("a",), "× plain", batch=16)) == (value, None)  # one group says nothing
 
 
+def test_what_is_compared_is_of_the_same_questions():
+    """A race of four texts at once beside one of single texts, and a record that lacks a question: each side
+    had draws of its own."""
+    columns = ["tokens", "seconds", "plain tokens", "plain seconds"]
+    speeds = [0.5, 2.0, 1.0, 1.5, 0.7, 0.6, 1.9, 1.1, 0.8, 1.4, 1.3, 0.9]
+    alone = [(10, 1 / each, 10, 1) for each in speeds]
+    shared = [(10, sum(1 / each for each in speeds[i // 4 * 4 :][:4]) / 3, 10, 1) for i in range(12)]
+    how = {"how": "race", "columns": columns}
+    known = evidence(cell("x", *alone, **how), cell("x", *shared, batch=4, **how))
+    one, four = (Figure("x", ("a",), "× plain", batch=batch) for batch in (1, 4))
+    verdict, _, (low, high) = known.verdict(Claim("…", one, four))
+    assert verdict == HOLDS
+    assert high - low < 0.5 * (known.value(four)[1][1] - known.value(four)[1][0])
+    less = [(12 + 4 * (i % 3), 10 + i, 4, 2) for i in range(9)]
+    more = [(row[0] + 2, *row[1:]) for row in less]
+    lacking = cell("right", *less)
+    lacking.questions.pop("a:4")
+    claim = Claim("…", Figure("left", ("a",)), Figure("right", ("a",)))
+    assert evidence(cell("left", *more), lacking).verdict(claim)[0] == HOLDS
+
+
 BASE = [(10 + i, 10, 4, 2) for i in range(8)]
 
 

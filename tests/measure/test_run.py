@@ -203,7 +203,7 @@ def test_a_run_goes_on_where_it_was_ended(target, monkeypatch):
         ({"temperature": 0.5}, "temperature was 1.0, and is 0.5"),
         ({"batch": 2}, "batch was 1, and is 2"),
         ({"drafters": ["ngram", "suffix"]}, "drafters are others"),
-        ({"questions": [*LONG[:2], Question("f", "2", "a", ("another",))]}, "fingerprint was"),
+        ({"questions": [*LONG[:2], Question("f", "2", "a", ("another",))]}, "texts was"),
         ({"max_new_tokens": 9}, "max_new_tokens was 8, and is 9"),
     ],
 )
@@ -233,7 +233,7 @@ def test_a_run_goes_on_under_the_generation_config_that_it_began_with(target, mo
     how = {"drafters": ["ngram"], "questions": LONG, "max_new_tokens": 8}
     begun = bench(target, **how)
     monkeypatch.setattr(target.generation_config, "repetition_penalty", 1.5)
-    with pytest.raises(ValueError, match="fingerprint was"):
+    with pytest.raises(ValueError, match="weights was"):
         bench(target, **how, begun=begun)
 
 

@@ -3,6 +3,7 @@
 from copy import deepcopy
 
 import pytest
+import torch
 
 import tiny
 from slipstream.measure.questions import Question
@@ -85,6 +86,19 @@ def test_a_sweep_holds_runs_of_one_kind_and_says_which_did_not_end(target):
         how = {"questions": ASKED, "max_new_tokens": 4, "temperatures": [1.0]} | other
         with pytest.raises(ValueError, match="this sweep cannot be gone on with"):
             sweep([target], "ngram", **how, begun=made)
+    elsewhere = made.model_copy(update={"runs": [made.runs[0].model_copy(update={"hardware": {}})]})
+    tuned = HFTarget(deepcopy(target.model), target.text.tokenizer, target.name)
+    with torch.no_grad():
+        tuned.model.model.norm.weight.mul_(1.5)
+    others = [Question(each.file, each.id, each.category, ("another",)) for each in ASKED]
+    for model, drafter, asked, begun, told in (
+        (target, "ngram", ASKED, elsewhere, "hardware are others"),
+        (target, "suffix", ASKED, made, "drafters are others"),
+        (target, "ngram", others, made, "texts was"),
+        (tuned, "ngram", ASKED, made, "two targets are called first"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            sweep([model], drafter, asked, max_new_tokens=4, temperatures=[1.0], begun=begun)
     killed = made.model_copy(update={"runs": [made.runs[0].model_copy(update={"stopped": "killed"})]})
     whole = sweep([target], "ngram", ASKED, max_new_tokens=4, temperatures=[1.0], begun=killed)
     assert whole.stopped == "killed"

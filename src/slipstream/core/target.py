@@ -195,6 +195,11 @@ class Target(ABC):
         """A hash of all weights, in which a model that was tuned a little differs. It is made when used."""
 
     @property
+    def stamp(self) -> str:
+        """A hash of weights and generation_config: with another one, answers may differ."""
+        return hashlib.sha256(f"{self.fingerprint} {self.values} {self.manner}".encode()).hexdigest()[:16]
+
+    @property
     @abstractmethod
     def described(self) -> dict[str, Any]:
         """The configuration that its config.json holds."""

@@ -67,7 +67,7 @@ class Settings(Part):
             drafters=[*some[0]],
             temperatures=[float(heat) for heat in dict.fromkeys(temperatures)],
             questions=[question.name for question, _ in asked],
-            fingerprint=fingerprint(target.fingerprint, target.values, target.manner, prompts, told),
+            fingerprint=fingerprint(target.stamp, prompts, told),
             draws=draws,
         )
 

@@ -1,6 +1,7 @@
 """Figures of the papers' tables, from sums over questions: their values, intervals, and what they decide."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from zlib import crc32
 
@@ -46,6 +47,25 @@ def place(figure: Figure, asked: str) -> Place:
     return figure.drafter, asked.partition("/")[0], figure.temperature, figure.batch, figure.how
 
 
+@dataclass(frozen=True)
+class Draws:
+    """A figure, and below it the figure of questions drawn anew, which is not a number where a set has one
+    question only. `freedom`: as `interval` takes it."""
+
+    figures: Float[Tensor, " draws"]
+    freedom: int
+
+    @property
+    def measured(self) -> tuple[float | None, Interval | None]:
+        """The figure and its interval, rounded to four digits; None where it, or some draw, has no value: a
+        share of nothing."""
+        value = round(float(self.figures[0]), 4) if self.figures[0].isfinite() else None
+        if not self.figures.isfinite().all():
+            return value, None
+        low, high = interval(self.figures[1:], self.freedom)
+        return value, (round(low, 4), round(high, 4))
+
+
 class Evidence:
     """Cells, and what figures and claims they make.
 
@@ -56,54 +76,67 @@ class Evidence:
     def __init__(self, cells: Mapping[Place, Cell], categories: Mapping[str, Mapping[str, str]]) -> None:
         self._cells, self._categories = cells, categories
 
-    def draws(self, figure: Figure) -> Float[Tensor, " draws"] | None:
-        """The figure, and below it the figure of questions drawn anew; not a number where a set has one
-        question only. None where a set was not measured."""
-        parts = []
+    def draws(self, figure: Figure, beside: Figure | None = None) -> "Draws | None":
+        """A figure, over the questions that the one `beside` it was measured of as well, where that has the
+        same set. None where a set was not measured."""
+        parts, freedom = [], 0
         for asked in figure.sets:
-            if (sums := self._sums(figure, asked)) is None:
+            paired = beside is not None and asked in beside.sets
+            groups = self._groups(figure, beside if beside is not None and paired else figure, asked)
+            if not groups:
                 return None
+            sums = self._sums(figure, asked, groups)
             parts.append(FORMULAS[figure.kind](sums))
-        return torch.stack(parts).mean(0)
+            freedom += len(groups) - 1
+        return Draws(torch.stack(parts).mean(0), freedom)
 
     def questions(self, figure: Figure) -> int:
         """Of the smallest set of the figure's."""
         return min(len(self._chosen(figure, asked)) for asked in figure.sets)
 
-    def _chosen(self, figure: Figure, asked: str) -> dict[int, list[float]]:
-        """What was counted of each question, by its place among those of its cell."""
+    def _chosen(self, figure: Figure, asked: str) -> dict[str, list[float]]:
+        """What was counted of each question."""
         cell, (name, _, category) = self._cells.get(place(figure, asked)), asked.partition("/")
         if cell is None:
             return {}
         of = self._categories[name]
-        rows = enumerate(cell.questions.items())
-        return {i: row for i, (question, row) in rows if not category or of[question] == category}
+        return {each: row for each, row in cell.questions.items() if not category or of[each] == category}
 
-    def _sums(self, figure: Figure, asked: str) -> Sums | None:
-        if not (rows := self._chosen(figure, asked)):
-            return None
-        counts = torch.tensor([*rows.values()], dtype=torch.float64)
-        if figure.batch > 1:  # those that were answered at once share their time, and are drawn together
-            groups = (torch.tensor([*rows]) // figure.batch).unique(return_inverse=True)[1]
-            counts = counts.new_zeros(int(groups.max()) + 1, counts.shape[1]).index_add(0, groups, counts)
+    def _groups(self, figure: Figure, other: Figure, asked: str) -> list[list[str]]:
+        """The questions of both figures. Those that were answered at once share their time: they are one."""
+        both = self._chosen(figure, asked).keys() & self._chosen(other, asked).keys()
+        wide = max(figure, other, key=lambda each: each.batch)
+        groups: dict[int, list[str]] = {}
+        for i, name in enumerate(self._cells[place(wide, asked)].questions if both else ()):
+            if name in both:
+                groups.setdefault(i // wide.batch, []).append(name)
+        return [*groups.values()]
+
+    def _sums(self, figure: Figure, asked: str, groups: Sequence[Sequence[str]]) -> Sums:
+        """Sums over the groups, and over groups drawn anew: the same for all figures of the same groups."""
+        rows = self._chosen(figure, asked)
+        counts = torch.stack(
+            [torch.tensor([rows[name] for name in group], dtype=torch.float64).sum(0) for group in groups]
+        )
         n, generator = len(counts), torch.Generator().manual_seed(crc32(asked.encode()))
         drawn = torch.full((SAMPLES, counts.shape[1]), torch.nan, dtype=torch.float64)
-        if n > 1:  # n − 1 of them, as `paired` explains; the same for all drafters
+        if n > 1:  # n − 1 of them are drawn, as `paired` explains
             drawn = counts[torch.randint(n, (SAMPLES, n - 1), generator=generator)].sum(1)
         sums = torch.cat([counts.sum(0, keepdim=True), drawn])
         return dict(zip(self._cells[place(figure, asked)].columns, sums.T, strict=True))
 
     def value(self, figure: Figure) -> tuple[float | None, Interval | None]:
         """The figure and its interval over questions; None where it was not measured."""
-        return (None, None) if (draws := self.draws(figure)) is None else measured(draws)
+        return (None, None) if (draws := self.draws(figure)) is None else draws.measured
 
     def verdict(self, claim: Claim) -> tuple[str, float | None, Interval | None]:
         """Whether the claim holds, and by how much the left figure exceeds the right one, or what it is told
         to exceed. Intervals over questions decide."""
-        left, right = self.draws(claim.left), self.draws(claim.right)
+        left, right = self.draws(claim.left, claim.right), self.draws(claim.right, claim.left)
         if left is None or right is None:
             return ABSENT, None, None
-        value, between = measured(left - claim.times * right)
+        by = left.figures - claim.times * right.figures
+        value, between = Draws(by, min(left.freedom, right.freedom)).measured
         if between is None:
             return OPEN, value, None
         low, high = between
@@ -111,16 +144,6 @@ class Evidence:
             return (HOLDS if low > 0 else FAILS if high < 0 else OPEN), value, between
         inside, outside = max(-low, high) <= claim.within, max(low, -high) > claim.within
         return (HOLDS if inside else FAILS if outside else OPEN), value, between
-
-
-def measured(draws: Float[Tensor, " draws"]) -> tuple[float | None, Interval | None]:
-    """A figure and its interval, rounded to four digits; None where it, or some draw, has no value: a share
-    of nothing."""
-    value = round(float(draws[0]), 4) if draws[0].isfinite() else None
-    if not draws.isfinite().all():
-        return value, None
-    low, high = interval(draws[1:])
-    return value, (round(low, 4), round(high, 4))
 
 
 def levels(sums: Mapping[str, Tensor]) -> list[Tensor]:

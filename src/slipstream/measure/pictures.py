@@ -1,6 +1,7 @@
 """Pictures of runs of `bench`: what a run's drafters brought, and throughput against texts at once."""
 
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 from slipstream.measure.paired import paired
@@ -28,7 +29,7 @@ def draw_run(run: BenchReport, path: str) -> None:
         lengths.set(
             title="Accepted lengths", xlabel="tokens accepted", ylabel="share of rounds", ylim=(0, None)
         )
-        _times(times, run.results)
+        _times(times, run.results, run.batch)
         for axes in (depths, lengths):
             axes.xaxis.get_major_locator().set_params(integer=True)
         depths.legend(frameon=False, fontsize="x-small")
@@ -52,15 +53,16 @@ def _tasks(axes: Any, plain: DrafterResult, drafters: list[DrafterResult]) -> No
 
 
 def _over(row: DrafterResult, plain: DrafterResult, part: str, name: str) -> Any:
-    chosen = {q for q, each in plain.by_question.items() if (getattr(each, part) or each.file) == name}
+    chosen = [q for q, each in plain.by_question.items() if (getattr(each, part) or each.file) == name]
     ours, theirs = ({q: of.by_question[q] for q in chosen} for of in (row, plain))
     return paired(ours, theirs)
 
 
-def _times(axes: Any, rows: list[DrafterResult]) -> None:
+def _times(axes: Any, rows: list[DrafterResult], batch: int) -> None:
+    """Of a round: `seconds` are a text's share of those that it had with others."""
     left = [0.0] * len(rows)
     for part, shade in zip(PARTS, SHADES, strict=True):
-        ms = [1e3 * getattr(row.seconds, part) / max(row.target_passes, 1) for row in rows]
+        ms = [1e3 * batch * getattr(row.seconds, part) / max(row.target_passes, 1) for row in rows]
         axes.barh(range(len(rows)), ms, left=left, label=part, color=shade)
         left = [start + more for start, more in zip(left, ms, strict=True)]
     axes.set(title="Time split of a round", xlabel="milliseconds")
@@ -78,6 +80,7 @@ def draw_sweep(sweep: Sweep, path: str) -> None:
     targets = {target for target, _, _ in lines}
     with picture(path, 2) as (speeds, ratios):
         for (target, heat, name), rows in lines.items():
+            rows.sort(key=itemgetter(0))
             label = f"{f'{target}, ' * (len(targets) > 1)}{name}, T = {heat:g}"
             batches = [batch for batch, _ in rows]
             speeds.plot(batches, [row.tokens_per_second for _, row in rows], label=label, **MARKED)

@@ -60,7 +60,7 @@ def _read(path: str, name: str) -> list[Question]:
     if path.startswith(HUB):
         rows = enumerate(hub_rows(path), 1)
         return [Question(name, str(i), category or name, turns) for i, (category, turns) in rows]
-    if path in SHIPPED and not Path(path).exists():
+    if path in SHIPPED and not Path(path).is_file():
         return _parsed(name, (SETS / f"{path}.jsonl").read_text("utf-8"))
     return _parsed(name, read_text(path, "question file"))
 

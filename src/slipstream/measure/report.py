@@ -97,14 +97,17 @@ class Settings(Part):
     """What was asked: a run goes on only under the same settings.
 
     Attributes:
-        fingerprint: of the target and its generation_config, of the questions' texts, and of the drafters'
-            trees and weights.
+        weights: a hash of the target's, and of its generation_config.
+        texts: a hash of the questions.
+        fingerprint: a hash of the drafters' trees and weights.
     """
 
     drafters: list[str]
     questions: list[str]
     temperature: float
     batch: int
+    weights: str = ""  # older results have both in the fingerprint
+    texts: str = ""
     fingerprint: str
 
 

@@ -92,7 +92,7 @@ def reproduce(
     if not mixtures(target):
         entries = [replace(entry, lines=(), claims=()) if entry.experts else entry for entry in entries]
     told = {name: _asked(some) for name, some in asked.items()}
-    own = fingerprint(target.fingerprint, target.values, target.manner)
+    own = target.stamp
     settings = Settings(limit=limit, sets=told, heads=dict(heads or {}), fingerprint=own, marks={})
     run = _Run(target, entries, asked, settings, max_new_tokens, seed)
     if begun is not None:

@@ -101,13 +101,9 @@ def settings_of(contest: Contest, asked: Sequence[Question]) -> Settings:
         questions=[question.name for question in asked],
         temperature=contest.temperature,
         batch=contest.batch,
-        fingerprint=fingerprint(
-            contest.target.fingerprint,
-            contest.target.values,
-            contest.target.manner,
-            [question.turns for question in asked],
-            [marks(drafter) for drafter in contest.drafters.values()],
-        ),
+        weights=contest.target.stamp,
+        texts=fingerprint([question.turns for question in asked]),
+        fingerprint=fingerprint([marks(drafter) for drafter in contest.drafters.values()]),
     )
 
 
@@ -300,7 +296,7 @@ class _Speeds:
     def of(self, chosen: Callable[[Question], bool]) -> Speed:
         """τ, speed, and ratios of tokens per second, so that answers of different length compare."""
         tally, *bases = (_all([turn for turn in turns if chosen(turn[0])]) for turns in self.methods)
-        names = {question.name for question, *_ in self.methods[0] if chosen(question)}
+        names = dict.fromkeys(question.name for question, *_ in self.methods[0] if chosen(question))
         ours, *theirs = ({name: asked[name] for name in names} for asked in self.asked)
         speed = tally.tokens_per_second
         over = (round(speed / max(base.tokens_per_second, TINY), 3) for base in bases)

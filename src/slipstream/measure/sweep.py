@@ -6,10 +6,11 @@ from typing import Any
 
 from slipstream.command import public
 from slipstream.files import check_counts, first_line
+from slipstream.machine import hardware, versions
 from slipstream.measure.contest import Drafters
 from slipstream.measure.questions import Asking, Question, load_questions
 from slipstream.measure.report import BenchReport
-from slipstream.measure.resume import UNFINISHED, check_same
+from slipstream.measure.resume import UNFINISHED, check_same, fingerprint
 from slipstream.measure.run import bench
 from slipstream.results import Figures, Result, made
 from slipstream.targets.load import AnyTarget, loaded
@@ -70,9 +71,9 @@ def sweep(
     check_counts(temperatures=len(temperatures), batches=len(batches))
     asked = load_questions(questions, limit)
     runs = {_place(run): run for run in begun.runs} if begun else {}
-    _check_runs(runs.values(), asked, max_new_tokens=max_new_tokens, seed=seed)
+    _check_runs(runs.values(), asked, drafters, max_new_tokens=max_new_tokens, seed=seed)
     before = dict(runs)
-    called: dict[tuple[str, str, bool], str] = {}
+    called = {_place(run)[:3]: run.settings.weights for run in before.values() if run.settings}
 
     def store(run: BenchReport) -> None:
         runs[_place(run)] = run
@@ -83,9 +84,10 @@ def sweep(
         for each in targets:
             target = loaded(each)
             model = (target.name, target.precision, target.compiles)
-            if called.setdefault(model, target.fingerprint) != target.fingerprint:
+            if called.setdefault(model, target.stamp) != target.stamp:
                 raise ValueError(
-                    f"two targets are called {target.name}: name each, HFTarget(model, tokenizer, name)"
+                    f"two targets are called {target.name}: name each, HFTarget(model, tokenizer, name), and "
+                    "otherwise than in a sweep that is gone on with"
                 )
             for heat, batch in product(dict.fromkeys(temperatures), dict.fromkeys(batches)):
                 how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "progress": progress}
@@ -100,13 +102,22 @@ def sweep(
     return _sweep(runs, next((run.stopped for run in runs.values() if run.stopped), None))
 
 
-def _check_runs(runs: Iterable[BenchReport], asked: Sequence[Question], **how: Any) -> None:
-    """Raise ValueError where a run, which may not be asked now, was asked other things than the sweep is."""
+def _check_runs(
+    runs: Iterable[BenchReport], asked: Sequence[Question], drafters: Drafters, **how: Any
+) -> None:
+    """Raise ValueError where a run, which may not be asked now, was asked other things than the sweep is, or
+    elsewhere."""
+    how |= {"hardware": hardware(), "versions": versions()}
+    names = dict.fromkeys([drafters] if isinstance(drafters, str) else drafters)
+    settings = {
+        "drafters": ["vanilla", *names],
+        "questions": [question.name for question in asked],
+        "texts": fingerprint([question.turns for question in asked]),
+    }
     for run in runs:
         check_same("sweep", {name: (getattr(run, name), now) for name, now in how.items()})
         if run.settings is not None:
-            names = [question.name for question in asked]
-            check_same("sweep", {"questions": (run.settings.questions, names)})
+            check_same("sweep", {name: (getattr(run.settings, name), now) for name, now in settings.items()})
 
 
 def _place(run: BenchReport) -> tuple[str, str, bool, float, int]:

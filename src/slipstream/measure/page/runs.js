@@ -36,7 +36,7 @@ function runSection(run, title) {
     el("p", {}, asked(run)),
     el("h3", {}, "Every drafter"),
     resultsTable(run),
-    el("div", { class: "figures" }, speeds(rows), timeSplit(rows), againstNodes(drafters(run), best)),
+    el("div", { class: "figures" }, speeds(rows), timeSplit(rows, run.batch), againstNodes(drafters(run), best)),
     el("h3", {}, "One drafter"),
     rows.length > 1 ? choice("Drafter:", rows.map((row) => row.drafter), rows.indexOf(best), (i) => show(rows[i])) : null,
     shownPart,
@@ -91,8 +91,8 @@ function resultsTable(run) {
     { head: "rows", value: (row) => row.rows },
     ...PARTS.map((part, i) => ({
       head: `${part} ms`,
-      value: (row) => (row.hf ? null : msPerRound(row)[i]),
-      show: (row) => (row.hf ? NONE : fixed(msPerRound(row)[i], 1)),
+      value: (row) => (row.hf ? null : msPerRound(row, run.batch)[i]),
+      show: (row) => (row.hf ? NONE : fixed(msPerRound(row, run.batch)[i], 1)),
     })),
     { head: "same text", value: (row) => (row.hf ? "" : sameness(row)), show: (row) => (row.hf ? NONE : sameness(row)) },
   ];

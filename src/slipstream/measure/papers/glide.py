@@ -167,7 +167,11 @@ ENTRIES = (
                 _alpha(CHAIN),
                 _alpha(_arm(LOWER[0])),
             ),
-            over("block 16's cache gives a larger α than block 3's", *map(_alpha, map(_arm, LOWER))),
+            over(
+                "block 16's cache gives a larger α than block 3's",
+                _alpha(_arm(LOWER[0])),
+                _alpha(_arm(LOWER[1])),
+            ),
         ),
         DATA,
     ),
