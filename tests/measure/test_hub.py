@@ -31,6 +31,7 @@ def data(tmp_path, monkeypatch):
         ({"turns": ["a", "b"], "category": "chat"}, ("a", "b")),
         ({"instruction": "Add.", "input": "1, 1"}, ("Add.\n\n1, 1",)),
         ({"prompt": "def f():"}, ("def f():",)),
+        ({"prompt": ["a", "b"]}, ("a", "b")),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, ("a",)),
         ({"document": "Long."}, ("Summarize: Long.",)),
     ],

@@ -74,7 +74,9 @@ def _talk(messages: Any, _: Mapping[str, Any]) -> list[str]:
 
 
 def _prompt(value: Any, row: Mapping[str, Any]) -> list[str]:
-    return [value] if isinstance(value, str) else _talk(value, row)
+    """Of a text, of several turns' texts, or of messages."""
+    turns = [value] if isinstance(value, str) else value
+    return list(turns) if all(isinstance(turn, str) for turn in turns) else _talk(value, row)
 
 
 def _instruction(value: str, row: Mapping[str, Any]) -> list[str]:
