@@ -81,8 +81,8 @@ class Evidence:
         same set. None where a set was not measured."""
         parts, freedom = [], 0
         for asked in figure.sets:
-            paired = beside is not None and asked in beside.sets
-            groups = self._groups(figure, beside if beside is not None and paired else figure, asked)
+            other = beside if beside is not None and asked in beside.sets else figure
+            groups = self._groups(figure, other, asked)
             if not groups:
                 return None
             sums = self._sums(figure, asked, groups)
