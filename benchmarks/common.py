@@ -1,5 +1,6 @@
 """What the scripts share: their command line, prompts by file, and records of the target's answers."""
 
+import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -121,5 +122,5 @@ def ratio(ours: Sequence[Turn], theirs: Sequence[Turn]) -> list[float]:
     a, b = (torch.tensor(some, dtype=torch.float64) for some in (ours, theirs))
     drawn = drawn_of(len(a))
     ratios = [x.sum(-2)[..., 0] / x.sum(-2)[..., 1] for x in (a, b, a[drawn], b[drawn])]
-    low, high = between(ratios[2] / ratios[3], len(a))
-    return [round(float(each), 3) for each in (ratios[0] / ratios[1], low, high)]
+    low, high = between((ratios[2] / ratios[3]).log(), len(a))
+    return [round(float(each), 3) for each in (ratios[0] / ratios[1], math.exp(low), math.exp(high))]
