@@ -168,6 +168,11 @@ ENTRIES = (
                 _alpha(_arm(LOWER[0])),
             ),
             over(
+                "the last block's cache gives a larger α than block 3's",
+                _alpha(CHAIN),
+                _alpha(_arm(LOWER[1])),
+            ),
+            over(
                 "block 16's cache gives a larger α than block 3's",
                 _alpha(_arm(LOWER[0])),
                 _alpha(_arm(LOWER[1])),
@@ -183,7 +188,10 @@ ENTRIES = (
             *by_set({"one layer": CHAIN, ARMS["glide_two"]: _arm("glide_two")}, MT, "× plain", {}),
             *by_set({"one layer": CHAIN, ARMS["glide_two"]: _arm("glide_two")}, MT, "α", {}),
         ),
-        (over("one layer is faster", _speed(CHAIN), _speed(_arm("glide_two"))),),
+        (
+            over("one layer is faster", _speed(CHAIN), _speed(_arm("glide_two"))),
+            over("two layers give a larger α", Figure(_arm("glide_two"), MT, "α"), Figure(CHAIN, MT, "α")),
+        ),
     ),
     Entry(
         "glide-figure-9",
