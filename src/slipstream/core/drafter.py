@@ -107,6 +107,7 @@ class Drafter(ABC):
         depth: of its deepest own tree.
         law: how its trees are verified: "coupled", or "multi-round" for children sampled from `Tree.law`.
         peeks: its candidates depend on `sampler.noise`, so that only the coupled law is exact for it.
+        remembers: it guesses from texts that have ended, too, which its trees then show.
         probes: vectors [M, H] that the prompt's last token hosts; later trees carry their own.
         memory: keys and values [L, 2, P, heads, D] that its probes read in the target's attention.
         rungs: trees, the bare root first, of which a policy chooses one in each round. Empty: the drafter
@@ -121,6 +122,7 @@ class Drafter(ABC):
     depth: int = 0
     law: str = "coupled"
     peeks: bool = False
+    remembers: bool = False
     probes: Float[Tensor, "M H"] | None = None
     memory: Float[Tensor, "L 2 P heads D"] | None = None
     rungs: tuple[Shape, ...] = ()

@@ -95,7 +95,7 @@ class Auto(Drafter):
         self.matches, self.hybrid, self.name = Suffix(max(MATCHES), remember=remember), None, name
         found = [Shape(f"matches-{n}", (), n - 1, n, 0, 0) for n in MATCHES]
         self.rungs = (PLAIN, *found)
-        self.rows, self.depth = self.matches.rows, self.matches.depth
+        self.rows, self.depth, self.remembers = self.matches.rows, self.matches.depth, self.matches.remembers
         if head is not None:
             deepest = min(DEEPEST, head.deepest or DEEPEST)
             ladder = [Shape.parse(f"best-first-{max(1, min(deepest, n // 2))}x{n}") for n in NODES]

@@ -41,7 +41,7 @@ class Hybrid(Drafter):
             raise ValueError("hybrid drafts take proposal=top-k or noise: a match was drawn from no law")
         self.head, self.matches, self.taps, self.peeks = head, matches, head.taps, head.peeks
         self.rows, self.depth = max(head.rows, matches.rows), max(head.depth, matches.depth)
-        self.probes, self.memory = head.probes, head.memory
+        self.probes, self.memory, self.remembers = head.probes, head.memory, matches.remembers
 
     @classmethod
     def named(

@@ -90,10 +90,15 @@ def made_by(home: Path) -> str | None:
         config = read_json(home / "config.json", "")
         if isinstance(config.get("target"), dict) and "fingerprint" in config["target"]:
             return "import" if "imported_from" in config.get("training", {}) else "train"
-        with safe_open(next(home.glob("*.safetensors")), "pt") as weights:
-            return (weights.metadata() or {}).get("slipstream")
+        return mark_of(next(home.glob("*.safetensors")))
     except (OSError, ValueError, TypeError, StopIteration, SafetensorError):
         return None
+
+
+def mark_of(path: Path) -> str | None:
+    """The command that wrote a file of tensors, if it says so. Raises OSError and SafetensorError."""
+    with safe_open(path, "pt") as tensors:
+        return (tensors.metadata() or {}).get("slipstream")
 
 
 def save_drafter(

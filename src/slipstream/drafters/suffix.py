@@ -89,6 +89,7 @@ class Suffix(Drafter):
                 f"{ROWS:,}, depth from 1 to {DEEPEST} and remember from 0 to 1024"
             )
         self.rows, self.depth, self.remember = rows, min(depth, rows - 1), remember
+        self.remembers = remember > 0
         self._memory: Memory | None = None
 
     def start(self, batch: int, device: torch.device) -> SuffixState:

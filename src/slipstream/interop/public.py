@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from rich.text import Text
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from slipstream.drafters.store import (
     VOCAB,
     claimed,
     find_drafter,
+    mark_of,
     read_drafter,
     save_drafter,
     write_directory,
@@ -224,9 +225,7 @@ def _remove_others(home: Path, written: str) -> None:
     """Remove an earlier export's tensors in a layout that names their file otherwise."""
     for path in (home / name for name in SAFE if name != written):
         with suppress(OSError, SafetensorError):  # there is none
-            with safe_open(path, "pt") as tensors:
-                ours = (tensors.metadata() or {}).get("slipstream") == "export"
-            if ours:
+            if mark_of(path) == "export":
                 path.unlink()
 
 

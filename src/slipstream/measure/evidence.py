@@ -76,9 +76,9 @@ class Evidence:
     def __init__(self, cells: Mapping[Place, Cell], categories: Mapping[str, Mapping[str, str]]) -> None:
         self._cells, self._categories = cells, categories
 
-    def draws(self, figure: Figure, beside: Figure | None = None) -> "Draws | None":
-        """A figure, over the questions that the one `beside` it was measured of as well, where that has the
-        same set. None where a set was not measured."""
+    def draws(self, figure: Figure, beside: Figure | None = None) -> Draws | None:
+        """A figure; None where a set was not measured. `beside`: what it is compared with. Of a set that both
+        have, the questions of both count."""
         parts, freedom = [], 0
         for asked in figure.sets:
             other = beside if beside is not None and asked in beside.sets else figure

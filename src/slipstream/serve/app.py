@@ -23,7 +23,6 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.target import Target
 from slipstream.decode.answer import Answer
 from slipstream.decode.settings import Settings
-from slipstream.drafters.suffix import Suffix
 from slipstream.serve.bias import Bias
 from slipstream.serve.engine import Busy, Engine, News, Task
 from slipstream.serve.guard import Guard
@@ -72,7 +71,6 @@ class Server:
 
     Attributes:
         app: the server for ASGI.
-        remembers: its drafter guesses from the answers to other requests.
     """
 
     def __init__(
@@ -89,8 +87,6 @@ class Server:
         self.target, self.spec, self.limits, self.text = target, spec, limits, target.text
         Settings.of(target)  # what its generation_config asks for can be honoured
         self.context = limits.tokens(target)
-        matches = getattr(drafter, "matches", drafter)  # of hybrid and auto
-        self.remembers = isinstance(matches, Suffix) and matches.remember > 0
         self.engine = Engine(
             target, drafter, limits.rows, self.context, limits.queue, self._post, limits.keep
         )
@@ -129,7 +125,7 @@ class Server:
 
     async def playground(self) -> Response:
         """A chat in the browser, which shows what was drafted."""
-        return HTMLResponse(page(self.target.name, self.spec, not self.remembers))
+        return HTMLResponse(page(self.target.name, self.spec, not self.engine.drafter.remembers))
 
     async def health(self) -> Response:
         """200 while texts are made."""
@@ -184,7 +180,7 @@ class Server:
         if asked.drafter not in (None, PLAIN, self.spec):
             fault = f"drafter is {asked.drafter!r}; this server has {PLAIN!r} and {self.spec!r}"
             raise Refused(fault, param="drafter")
-        if asked.trace and self.remembers:
+        if asked.trace and self.engine.drafter.remembers:
             fault = f"the guesses of {self.spec!r} are of other requests' answers, which a trace would show"
             raise Refused(fault, param="trace")
         seed = secrets.randbits(53) if asked.seed is None else asked.seed

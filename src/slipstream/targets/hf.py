@@ -318,20 +318,19 @@ class HFTarget(Target):
             logits = self._straight.run(inputs["input_ids"], positions, mask, view)
             view = view.again() if logits is None else view
         if logits is None:
-            own = {"position_ids": positions, "attention_mask": mask, "past_key_values": view}
+            own: Any = {"position_ids": positions, "attention_mask": mask, "past_key_values": view}
+            if self._selects_rows:
+                own["logits_to_keep"] = keep
             with self._calls:
-                logits = self.twin(**inputs, **own, use_cache=True, **self._keeping(keep)).logits
+                logits = self.twin(**inputs, **own, use_cache=True).logits
             if isinstance(keep, Tensor) and logits.shape[1] != len(keep):  # it has made those of all rows
                 logits = logits[:, keep]
         features = self._taps.take(taps, cache, view)
         return logits if logits.dtype == torch.float64 else logits.float(), features
 
-    def _keeping(self, keep: int | Tensor) -> dict[str, Any]:
-        """Which rows the LM head is to read, for models that can be told so."""
-        return {"logits_to_keep": keep} if self._told else {}
-
     @cached_property
-    def _told(self) -> bool:
+    def _selects_rows(self) -> bool:
+        """Whether the model can be told which rows its LM head reads."""
         return "logits_to_keep" in signature(type(self.model).forward).parameters
 
     @cached_property
