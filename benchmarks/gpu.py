@@ -279,7 +279,7 @@ def attention_costs(
     """Attention over lists of keys beside Hugging Face's sdpa under a dense mask. Row r reads the context,
     itself and at most seven rows before it. Calls go through so many MiB of keys and values, that no cache
     holds."""
-    if not kernels.serve(target.device, target.dtype):
+    if not kernels.has_kernels(target.device, target.dtype):
         return []
     sizes, how, found = target.sizes, {"device": target.device, "dtype": target.dtype}, []
     heads, kv, D = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
@@ -308,7 +308,7 @@ def product_costs(
     target: HFTarget, rows: Sequence[int] = (1, 8, 16, 32, 64, 512), mib: int = 256
 ) -> list[Against]:
     """Products of the sizes of the target's linear layers beside torch's, by weights that no cache holds."""
-    if not kernels.serve(target.device, target.dtype):
+    if not kernels.has_kernels(target.device, target.dtype):
         return []
     how, found = {"device": target.device, "dtype": target.dtype}, []
     for N, K in sorted({m.weight.shape for m in target.twin.modules() if isinstance(m, nn.Linear)}):

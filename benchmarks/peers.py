@@ -26,7 +26,7 @@ from slipstream.cli import common as cli
 from slipstream.files import cache_home, check_counts, check_writable
 from slipstream.measure.contest import first_prompts
 from slipstream.measure.paired import Asked, Paired, paired
-from slipstream.measure.questions import Asking, Question, alternated, load_questions
+from slipstream.measure.questions import Asking, Question, batches, load_questions
 from slipstream.picture import picture
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
@@ -135,7 +135,7 @@ def compare(
         ValueError: a file or a setting is out of range, or plain decoding cannot run.
     """
     check_counts(max_new_tokens=max_new_tokens)
-    asked = alternated(load_questions(questions, limit))
+    asked = [question for (question,) in batches(load_questions(questions, limit), 1)]
     prompts = first_prompts(target, asked, max_new_tokens)
     turns = [(max(prompts, key=len), WARM_UP), *((prompt, max_new_tokens) for prompt in prompts)]
     with ExitStack() as last:

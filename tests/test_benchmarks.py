@@ -308,8 +308,8 @@ def test_auto_is_compared_at_equal_tokens(target, tmp_path, monkeypatch):
     monkeypatch.setattr(policy, "NEW", 16)
     asked = common.texts_behind(tiny.prompts(9, 7), 2, 8)
     groups = [(policy.read(target, load_drafter("auto", target), asked), asked)] * 2
-    for heat in (0.0, 1.0):
-        found = policy.cell(target, groups, heat)
+    for temperature in (0.0, 1.0):
+        found = policy.cell(target, groups, temperature)
         assert {"plain", "auto"} < set(found["tokens_per_second"])
         assert len(found["tokens_per_second"]) == 3
         assert found["stretches"] == 2 * 2
@@ -336,8 +336,8 @@ def test_forked_sessions_decode_what_one_that_read_the_prompts_does(target):
     """Arms that share caches, or a sampler of another temperature."""
     asked, auto = common.texts_behind(tiny.prompts(9, 7), 2, 12), load_drafter("auto", target)
     session = policy.read(target, auto, asked)
-    for heat in (0.0, 1.0):
-        arms = [policy.Arm(policy.forked(session, asked, heat, each)) for each in (None, None, auto)]
+    for temperature in (0.0, 1.0):
+        arms = [policy.Arm(policy.forked(session, asked, temperature, each)) for each in (None, None, auto)]
         arms[2].shape = auto.rungs[2]
         lines = []
         for arm in arms:
@@ -381,7 +381,7 @@ def test_undecided_cells_are_made_again_on_more_texts(target, tmp_path, monkeypa
     assert 0 < len(undecided) < len(before)
     found = {"tokens_per_second": speeds, "over_plain": ratio, "best": "plain", "over_best": ratio}
 
-    def cell(target, groups, heat):
+    def cell(target, groups, temperature):
         texts.append(sum(len(some) for _, some in groups))
         return {"stretches": len(groups) * policy.NEW // policy.STRETCH, **found}
 

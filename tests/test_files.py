@@ -19,6 +19,7 @@ from slipstream.files import (
     parsed,
     read_text,
     replacing,
+    several,
     understood,
     update_json,
     write_json,
@@ -73,6 +74,15 @@ def test_json_that_nobody_can_use_is_refused(text, says):
     with pytest.raises(ValueError, match=says):
         parsed(text)
     assert parsed('"\\ud83d\\ude00"') == "😀"  # two halves are a whole
+
+
+def test_one_thing_may_stand_for_several():
+    """A text was taken for its letters: as system messages, each of them."""
+    assert several("ab") == ["ab"]
+    assert several(Path("ab")) == [Path("ab")]
+    assert several(0.7) == [0.7]
+    assert several(("ab", "c")) == ["ab", "c"]
+    assert several(()) == []
 
 
 def test_counts_begin_at_one():

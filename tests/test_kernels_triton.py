@@ -316,7 +316,7 @@ def as_on_a_gpu(monkeypatch):
         for name in ("attention", "linear", "mean"):
             monkeypatch.setattr(ours, name, getattr(kernels_triton, name))
         monkeypatch.setattr(ours, "called_directly", lambda *_: True)
-        monkeypatch.setattr(kernels, "serve", lambda device, dtype: dtype in kernels.ON_CUDA)
+        monkeypatch.setattr(kernels, "has_kernels", lambda device, dtype: dtype in kernels.ON_CUDA)
 
 
 WHOLE = {  # vectors, so that no row's activations lie behind one, where some CPUs round otherwise

@@ -114,5 +114,5 @@ def test_a_gpu_must_hold_a_tile(device, capability, hip, said, monkeypatch):
     """A compiled target on an older GPU that fails where it only was slower."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(merging, "serve", lambda device, dtype: True)
+    monkeypatch.setattr(merging, "has_kernels", lambda device, dtype: True)
     assert merging.merges(torch.device(device)) is said

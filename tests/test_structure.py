@@ -112,7 +112,8 @@ def test_public_surface():
     using += " HFTarget RecordedTarget Target load_target"
     measuring = "BenchReport Certificate DoctorReport Question ReproduceReport Sweep TuneReport"
     measuring += " bench certify doctor reproduce sweep tune"
-    making = "Answers Conversion export import_checkpoint TrainingRun regenerate synthesize train"
+    making = "Answers Conversion Inventory ParityReport export import_checkpoint inventory parity"
+    making += " TrainingRun regenerate synthesize train"
     assert sorted(slipstream.__all__) == sorted(" ".join((drafting, using, measuring, making)).split())
     for name in slipstream.__all__:
         assert getattr(slipstream, name).__doc__, name

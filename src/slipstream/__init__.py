@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from slipstream.drafters.tree_oracle import TreeOracle as TreeOracle
     from slipstream.drafters.vanilla import Vanilla as Vanilla
     from slipstream.interop.hugging_face import custom_generate as custom_generate
+    from slipstream.interop.parity import ParityReport as ParityReport, parity as parity
     from slipstream.interop.public import (
         Conversion as Conversion,
         export as export,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         RecordedTarget as RecordedTarget,
         load_target as load_target,
     )
+    from slipstream.training.inventory import Inventory as Inventory, inventory as inventory
     from slipstream.training.run import TrainingRun as TrainingRun, train as train
     from slipstream.training.synthesize import (
         Answers as Answers,

@@ -28,7 +28,8 @@ def compiled(
     """`function` compiled for all sizes of `freed` dimensions. Graphs are cached across processes.
 
     Modules of one class share their graphs. On the CPU `F.linear` reads a packed copy of its weights, which
-    does not follow later changes of the weights. The process gets two other settings of Dynamo's.
+    does not follow later changes of the weights. The process gets two other settings of Dynamo's. On a
+    GPU, and on a CPU without oneDNN, both arguments below are ignored.
 
     Args:
         backend: for a function whose modules nobody changes, `backend_for` these. Dynamo then looks at

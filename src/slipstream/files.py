@@ -21,6 +21,7 @@ from secrets import token_hex
 from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 STANDARD = ("-", "/dev/stdout")
 HANDED = ("/dev/stdin", "/dev/fd/")  # a shell passes files and pipes under these names
 LOCK = ".lock"
@@ -35,6 +36,11 @@ def check_counts(**counts: int | None) -> None:
     for name, count in counts.items():
         if count is not None and count < 1:
             raise ValueError(f"{name} is {count}; it must be at least 1")
+
+
+def several(given: Any) -> list[Any]:
+    """A list of what is given, be it one thing or several. A text is one."""
+    return [*given] if isinstance(given, Iterable) and not isinstance(given, str) else [given]
 
 
 def evenly(rows: Sequence[T], limit: int | None) -> list[T]:

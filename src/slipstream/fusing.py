@@ -16,7 +16,7 @@ LINEAR, GATED = "slipstream.tiled_linear.default", "slipstream.tiled_gated.defau
 # A pattern is (target, arguments…); strings among the arguments are names for anything.
 SQUARES = ("mean", ("pow", "rows", 2), -1)
 NORM = (mul, "norm", ("to", (mul, "rows", (torch.rsqrt, (add, SQUARES, "eps"))), "dtype"))
-GATE, UP = ((LINEAR, "x", f"{name}", f"{name} scales", None, 0.0, None) for name in ("gate", "up"))
+GATE, UP = ((LINEAR, "x", name, f"{name} scales", None, 0.0, None) for name in ("gate", "up"))
 BETWEEN = (mul, (F.silu, (getitem, GATE, 0)), (getitem, UP, 0))
 DOWN = (getitem, (LINEAR, BETWEEN, "down", "down scales", None, 0.0, None), 0)
 QKV = (LINEAR, "x", "weights", "scales", "norm", "eps", None)

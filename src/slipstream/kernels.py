@@ -43,7 +43,7 @@ INSTRUCTIONS = {
 }
 
 
-def serve(device: torch.device, dtype: torch.dtype) -> bool:
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there are kernels for this device and precision. On a GPU the first call registers them."""
     if device.type != "cuda" or dtype not in ON_CUDA or find_spec("triton") is None:
         return device.type == "cpu" and dtype in PRECISIONS and available()
@@ -58,7 +58,7 @@ def available() -> bool:
     yet."""
     processor = _processor()
     compiler = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *INSTRUCTIONS.get(processor, [])]
-    if _is_intels():
+    if _is_intel():
         compiler.append("-DHALF_RATE_PAIRS")  # vdpbf16ps, beside two vfmadd231ps
     key = _hash_of("kernels*.[ch]*", torch.__version__, compiler)[:16]
     library = cache_home() / "kernels" / f"{processor.lower()}-{key}.so"
@@ -101,7 +101,7 @@ def _processor() -> str:
     return capability
 
 
-def _is_intels() -> bool:
+def _is_intel() -> bool:
     """Whether Intel made the processor."""
     with suppress(OSError):
         return "GenuineIntel" in Path("/proc/cpuinfo").read_text()

@@ -14,7 +14,7 @@ from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.fusing import in_place
-from slipstream.kernels import HALVES, serve
+from slipstream.kernels import HALVES, has_kernels
 
 OURS = "slipstream.linear_cuda"
 MOST = 4  # weights of one launch
@@ -25,7 +25,7 @@ def merges(device: torch.device) -> bool:
     Ampere, with Triton."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 0) and serve(device, torch.bfloat16)
+    return torch.cuda.get_device_capability(device) >= (8, 0) and has_kernels(device, torch.bfloat16)
 
 
 def merging(module: fx.GraphModule, inputs: list[Any]) -> Any:

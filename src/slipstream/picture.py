@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from slipstream.files import replacing
@@ -45,6 +46,13 @@ def picture(path: str, columns: int, otherwise: str = "") -> Iterator[Any]:
                     file.write(_slim(text.getvalue()))
         except ValueError as error:
             raise ValueError(f"picture: {error}{otherwise}") from error
+
+
+def check_picture(path: str | None) -> None:
+    """Raise ValueError for a name of another form than SVG, which a name without a suffix is, and PNG."""
+    suffix = Path(path).suffix if path is not None else ""
+    if suffix.lower() not in ("", ".svg", ".png"):
+        raise ValueError(f"picture {path} is to be {suffix}: give a name that ends in .svg or .png")
 
 
 def _slim(svg: str) -> str:

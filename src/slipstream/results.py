@@ -20,6 +20,7 @@ from slipstream.files import first_line, parsed, read_text, write_json
 from slipstream.machine import SCHEMA, hardware, versions
 
 R = TypeVar("R", bound="Result")
+Q = TypeVar("Q", bound="Report")
 
 
 class Part(BaseModel):
@@ -106,9 +107,13 @@ class Report(Result):
         """The target as it was run, for people."""
         return f"{self.target}, {self.dtype}{', compiled' * self.compiled}"
 
-    def ended_by(self: R, error: BaseException) -> R:
+    def stopped_by(self: Q, reason: str, **fields: Any) -> Q:
+        """The same report, of a run that was not finished. `fields`: what else changes."""
+        return self.model_copy(update={"stopped": reason, **fields})
+
+    def ended_by(self: Q, error: BaseException) -> Q:
         """The same report, of a run that an error ended."""
-        return self.model_copy(update={"stopped": first_line(error)})
+        return self.stopped_by(first_line(error))
 
 
 def check_schema(number: Any) -> None:

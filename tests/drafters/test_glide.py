@@ -12,7 +12,7 @@ import tiny
 from slipstream.core.span import Span
 from slipstream.core.tree import chain
 from slipstream.decode.generate import generate
-from slipstream.drafters.glide import CrossAttention, Glide, apart, turns_pairs
+from slipstream.drafters.glide import CrossAttention, Glide, apart, rotates_pairs
 from slipstream.drafters.layers import Rope, attend_cache
 from slipstream.targets import HFTarget
 from slipstream.targets.support import rope
@@ -250,7 +250,7 @@ def test_queries_are_turned_as_the_targets_keys_are(family):
         target = HFTarget(tiny.build(CohereConfig(**tiny.GROUPED, logit_scale=1.0)), None, family)
     else:
         target = tiny.target(family)
-    D, pairs = target.sizes.head_dim, turns_pairs(target)
+    D, pairs = target.sizes.head_dim, rotates_pairs(target)
     config = replace(
         tiny.glide(tiny.target("llama")).head.config,
         **{"target_head_dim": D, "target_rope": [target.rope(0)], "target_pairs": pairs},

@@ -83,6 +83,11 @@ def test_the_page_holds_runs_and_traces(tmp_path):
     ]
 
 
+def test_a_file_that_is_given_twice_gets_a_number():
+    runs = held(page([RUNS[0]] * 2))["runs"]
+    assert [run["name"] for run in runs] == ["bench_auto.json", "bench_auto.json (2)"]
+
+
 def test_a_name_of_other_bytes_than_utf_8_is_shown(tmp_path):
     """The page could not be written."""
     made = page([trace(tmp_path / "answer \udcff.jsonl", 3)])

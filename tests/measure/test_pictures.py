@@ -6,6 +6,7 @@ import matplotlib
 import pytest
 
 import tiny
+from slipstream.cli import main
 from slipstream.measure.pictures import draw_run, draw_sweep
 from slipstream.measure.questions import Question
 from slipstream.measure.report import BenchReport
@@ -25,6 +26,16 @@ def test_a_run_is_drawn_by_task_depth_and_round(tmp_path):
     assert len(text) < 40_000
     draw_run(bench(tiny.target("llama"), "ngram", ASKED, max_new_tokens=6), str(tmp_path / "new.png"))
     assert (tmp_path / "new.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_a_picture_of_another_form_is_refused_before_the_work(command, tmp_path, monkeypatch, capsys):
+    """What was called .pdf held SVG."""
+    path = str(tmp_path / "made.pdf")
+    monkeypatch.setattr("sys.argv", ["slipstream", command, "--plot", path])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert f"picture {path} is to be .pdf: give a name that ends in .svg or .png" in capsys.readouterr().err
 
 
 def test_pictures_leave_the_callers_own_style_and_backend(tmp_path):

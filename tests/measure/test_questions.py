@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.measure.questions import SETS, Question, _names, alternated, batches, load_questions
+from slipstream.measure.questions import SETS, Question, _names, batches, load_questions
 
 CATEGORIES = {"chat", "two-turn", "math", "code", "summarization", "extraction", "translation", "editing"}
 
@@ -68,7 +68,8 @@ def test_files_take_turns():
         for file, count in (("a", 3), ("b", 1), ("c", 2))
         for i in range(count)
     ]
-    assert [question.name for question in alternated(asked)] == ["a:0", "b:0", "c:0", "a:1", "c:1", "a:2"]
+    names = [[question.name for question in group] for group in batches(asked, 1)]
+    assert names == [["a:0"], ["b:0"], ["c:0"], ["a:1"], ["c:1"], ["a:2"]]
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,7 @@ def test_interrupted_runs_keep_their_cells(target, heads, monkeypatch):
         ({"sets": {"mtbench": "x.jsonl"}}, "Unknown set: 'mtbench'. Sets: mt_bench"),
         ({"heads": {"eagel": "runs/x"}}, "Unknown head: 'eagel'"),
         ({"sets": {"xsum": "missing.jsonl"}}, "missing.jsonl cannot be read"),
+        ({"heads": {"glide": "missing"}}, "Unknown drafter: 'missing'"),
         ({"limit": 0}, "limit is 0"),
     ],
 )

@@ -69,7 +69,9 @@ def test_each_pair_is_a_run_and_a_sweep_goes_on(target):
     other = HFTarget(deepcopy(tiny.reference("qwen2")), tiny.tokenizer(), "second")
     made = sweep([target, other], "ngram", ASKED, **HOW, begun=begun)
     places = [(run.target, run.temperature, run.batch) for run in made.runs]
-    assert places == [(name, heat, n) for name in ("first", "second") for heat in (0, 1) for n in (1, 2)]
+    assert places == [
+        (name, temperature, n) for name in ("first", "second") for temperature in (0, 1) for n in (1, 2)
+    ]
     assert made.stopped is None
     with pytest.raises(ValueError, match="drafters are others"):  # the file of the whole sweep stays as it is
         sweep([target], "suffix", ASKED, **HOW, begun=made, keep=lambda found: pytest.fail("kept"))

@@ -303,6 +303,14 @@ def test_a_body_that_is_no_json_object_is_called_so(client, body, kind, says):
     assert ";" not in error["message"]
 
 
+def test_what_clients_look_for_in_an_error(client):
+    made = client()
+    status, told = made.post("/v1/completions", {"model": "tiny", "prompt": "abc", "max_tokens": 9999})
+    assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
+    status, headers, _ = made.loop.run_until_complete(made.send("/v1/models", b"", method="PUT"))
+    assert (status, dict(headers)[b"allow"]) == (405, b"GET")
+
+
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
@@ -331,4 +339,5 @@ def test_a_fault_of_a_field_is_told_whole(client, asked, says):
 
 def test_what_changes_nothing_is_taken(chat):
     harmless = {"user": "me", "metadata": {"a": "b"}, "tools": [], "response_format": {"type": "text"}}
+    harmless |= {"reasoning_effort": "none", "verbosity": "medium", "extra_body": {"of_another_server": None}}
     assert chat(**harmless, n=None, stop=None).choices[0].message.content == chat().choices[0].message.content

@@ -10,7 +10,8 @@ import pytest
 
 import tiny
 from slipstream import generate
-from slipstream.serve.replies import Form
+from slipstream.serve.engine import Likely
+from slipstream.serve.replies import Form, Place
 from slipstream.targets import HFTarget
 
 LONG = {"model": "tiny", "prompt": "abc", "max_tokens": 120}
@@ -161,9 +162,20 @@ def test_a_failure_in_the_midst_of_a_stream_is_an_event(client, monkeypatch):
     assert here.post("/v1/completions", SHORT)[0] == 200
 
 
-def test_a_part_of_a_character_has_no_bytes(chatting):
-    form = Form(True, "tiny", 0, "", chatting.text)
-    assert form._entry(0, -1.0) == {"token": "a", "logprob": -1.0, "bytes": [97]}
+def test_parts_of_a_character_have_its_bytes(smollm2):
+    """Clients join them. Completions name such tokens by their bytes; they begin where the character does."""
+    text = smollm2[0].target.text
+    tokens = text.ids("a😀é")
+    entries = [Form(True, "smollm2", 0, "", text)._entry(token, -1.0) for token in tokens]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "a😀é"
+    assert len(tokens) > 3
+    told = [Likely(token, -1.0, [(other, -2.0) for other in tokens]) for token in tokens]
+    given = Form(False, "smollm2", 0, "", text).likely(told, Place())
+    assert given["tokens"][0] == "a"
+    assert given["tokens"][1].startswith("bytes:\\xf0")
+    assert all(len(top) == len({*tokens}) for top in given["top_logprobs"])
+    assert given["text_offset"][:3] == [0, 1, 1]
+    assert given["text_offset"][-1] == 2
 
 
 def events(data: bytes) -> list:

@@ -64,6 +64,13 @@ def test_a_question_is_asked_under_each_template():
     assert templated([[user]], []) == [[user]]
 
 
+def test_one_system_message_and_one_temperature_need_no_list(chat, tmp_path):
+    how = {"max_new_tokens": 2, "limit": 2}
+    one = regenerate(chat, ROWS, tmp_path / "one.jsonl", systems="be brief", temperatures=0.0, **how)
+    two = regenerate(chat, ROWS, tmp_path / "two.jsonl", systems=["be brief"], temperatures=[0.0], **how)
+    assert one.lines == two.lines == 4
+
+
 def test_an_interrupted_file_is_gone_on_with(chat, tmp_path):
     """Answers written twice, lost, or glued to half a line."""
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"

@@ -190,7 +190,9 @@ def unfinished(resume: bool, json_path: str | None, kind: Any) -> Any:
     try:
         return kind.read(json_path)
     except ValueError as error:
-        raise ValueError(f"--resume: {json_path}: {error}") from error
+        raise ValueError(
+            f"--json {json_path}: {error}: name a run of this command, or another file"
+        ) from error
 
 
 def storing(keep: Callable[[Any], None], json_path: str | None) -> Callable[[Any], None]:

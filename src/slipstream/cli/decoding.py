@@ -37,6 +37,7 @@ from slipstream.cli.common import (
 from slipstream.files import check_writable, evenly, read_results
 from slipstream.measure.questions import load_questions
 from slipstream.methods import named
+from slipstream.picture import check_picture
 
 if TYPE_CHECKING:
     from slipstream.targets import HFTarget
@@ -72,9 +73,9 @@ def demo(
 
 
 TUNED = [method for method in named() if method.tunes]
-Prompts = Annotated[int, on_questions("prompts that drafts are held against, in all", "N", min=1)]
-TEXTS = "texts that share a round; kept for the nearest number"
-CONTEXT = "tokens behind which rounds are timed (default: as the questions have)"
+Prompts = Annotated[int, on_questions("prompts to measure on, in all", "N", min=1)]
+TEXTS = "texts decoded at once; what is found serves the nearest number"
+CONTEXT = "length of the context at which rounds are timed, in tokens (default: the questions')"
 
 
 @command(
@@ -91,14 +92,14 @@ def tune(
     drafter: Annotated[str, option("one of those below", "NAME")] = "auto",
     questions: Files = [],
     limit: Prompts = 8,
-    batch: Annotated[int, on_questions(TEXTS, "N", min=1)] = 1,
+    batch: Annotated[int, on_questions(TEXTS, "N", min=1, max=4096)] = 1,
     context: Annotated[int | None, on_questions(CONTEXT, "N", min=1)] = None,
     measure: Annotated[bool, flag("only measure what passes of 1 to 64 rows cost", "--measure")] = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     compile: Compile = False,
     quantize: Quantize = None,
-    plot: Annotated[str | None, on_results("draw it, as SVG", "FILE")] = None,
+    plot: Annotated[str | None, on_results("draw it, as SVG or PNG", "FILE")] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Find the tree that pays most on this machine; generate and bench then grow it unless told otherwise.
@@ -112,6 +113,7 @@ def tune(
     from slipstream.measure.tune import tune as run
     from slipstream.measure.tuned import TuneReport
 
+    check_picture(plot)
     check_writable(plot, json_path, reads=inputs(target, [drafter], questions))
     if measure and (drafter != "auto" or questions or batch > 1 or context is not None):
         raise ValueError(
@@ -151,7 +153,7 @@ def _measure(target: "HFTarget", plot: str | None, json_path: str | None) -> Non
 
 
 AT_ONCE = "answers that are made at once"
-USED = "tokens of the texts in use (default: as the questions have)"
+USED = "length of your texts, in tokens (default: the questions')"
 
 
 @command(
@@ -167,7 +169,7 @@ def doctor(
     limit: Prompts = 8,
     max_new_tokens: MaxNewTokens = 32,
     temperature: Temperature = 0.0,
-    batch: Annotated[int, on_questions(AT_ONCE, "N", min=1)] = 1,
+    batch: Annotated[int, on_questions(AT_ONCE, "N", min=1, max=4096)] = 1,
     context: Annotated[int | None, on_questions(USED, "N", min=1)] = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",

@@ -96,8 +96,8 @@ def generate(
     aside = redirect_stdout(sys.stderr) if {trace, json_path} & {*STANDARD} else nullcontext()
     text = sys.stdin.read() if prompt == "-" else prompt
     loaded = load(target, dtype, device, compile, quantize)
-    heat = resolve_sampling(loaded, temperature=temperature).temperature
-    guide = _guide(loaded, drafter, heat, explain, text)
+    T = resolve_sampling(loaded, temperature=temperature).temperature
+    guide = _guide(loaded, drafter, T, explain, text)
     cuts = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     penalties = {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty}
     how: dict[str, Any] = {**cuts, **penalties, **bounds, "repetition_penalty": repetition_penalty}
@@ -108,7 +108,7 @@ def generate(
         for piece in pieces:
             print(piece, end="", flush=True)
         print()
-    idle = [f"--{name.replace('_', '-')}" for name, value in cuts.items() if value is not None and not heat]
+    idle = [f"--{name.replace('_', '-')}" for name, value in cuts.items() if value is not None and not T]
     _figures(pieces.generation, law or guide.law, idle, json_path)
     if explain:
         err.print(explained(loaded, guide, pieces.tokens))

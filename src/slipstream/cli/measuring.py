@@ -36,6 +36,7 @@ from slipstream.cli.common import (
 )
 from slipstream.files import check_writable
 from slipstream.measure.questions import load_questions
+from slipstream.picture import check_picture
 
 SEVERAL = "0 is greedy; repeatable"
 PLOT = "draw it, as SVG or PNG: by task and round, or of several runs by texts at once"
@@ -57,7 +58,7 @@ def bench(
     limit: Limit = None,
     max_new_tokens: MaxNewTokens = 128,
     temperatures: Temperatures = [0.0],
-    batch: Annotated[list[int], on_questions(BATCHES, "N", "--batch", min=1)] = [1],
+    batch: Annotated[list[int], on_questions(BATCHES, "N", "--batch", min=1, max=4096)] = [1],
     seed: Seed = 0,
     dtype: Dtype = "auto",
     device: Device = "cpu",
@@ -77,6 +78,7 @@ def bench(
     from slipstream.measure.run import bench as run, steps
     from slipstream.measure.sweep import Sweep, sweep
 
+    check_picture(plot)
     check_writable(plot, json_path, reads=[*inputs(target[0], drafter, questions), *target])
     asked, others = load_questions(questions, limit), len(set(drafter) - {"vanilla"})
     several = len(target) * len(temperatures) * len(batch) > 1

@@ -22,10 +22,10 @@ PANEL = "Limits"
 HOST = "address to listen at; 0.0.0.0 lets other machines in"
 KEY = "key that requests must give; better in the environment, where ps does not show it"
 CONTEXT = "tokens of prompt and answer together (default: the target's window, 4096 at most)"
-MEMORY = "for keys and values: fewer rows where they do not fit"
-KEEP = "tokens of ended texts whose caches are kept for prompts that begin alike; 0 keeps none"
-SECONDS = "a request may take, its reader included"
-GRACE = "what is under way may take after Ctrl-C or SIGTERM"
+MEMORY = "memory for the KV cache; fewer rows if they do not fit"
+KEEP = "tokens of finished texts whose KV cache is kept for prompts that begin alike; 0 keeps none"
+SECONDS = "time a request may take, until its client has read the answer"
+GRACE = "time that requests under way get after Ctrl-C or SIGTERM"
 
 
 @command(
@@ -62,7 +62,7 @@ def serve(
         from slipstream.serve.run import run
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"the server needs {error.name}, which is not installed: pip install 'slipstream[serve]'"
+            f"the server needs {error.name}, which is not installed: pip install -e '.[serve]'"
         ) from error
     from slipstream.decode import memory as needed
     from slipstream.drafters import load_drafter

@@ -76,6 +76,8 @@ def train(
     from slipstream.training.run import Watch, preview as show_preview, recipe_of, train as run
 
     settled = recipe_of(method, directory, data, recipe, overrides, resume)
+    if preview and resume:
+        raise ValueError("--preview only shows data: leave out --resume")
     if directory is None and not preview:
         raise ValueError("no place for the drafter: give --out DIR (or --preview to look at the data)")
     if device == "cuda" and "LOCAL_RANK" in os.environ:  # one process a device, as accelerate launches them
@@ -99,12 +101,12 @@ def train(
 
 SERVER = "let this OpenAI-compatible server write (vllm serve, …)"
 Server = Annotated[str | None, option(SERVER, "URL", "--server")]
-IN_TURN = "of the answers, taken in turn; repeatable"
+IN_TURN = "temperature of the answers; several take turns; repeatable"
 Temperatures = Annotated[list[float], on_sampling(IN_TURN, "T", "--temperature", min=0)]
 Batch = Annotated[int, on_machine("texts written at once: all in memory", "N", min=1, max=4096)]
 KIND = (
-    "of prompts, in turn: any, maths, code, writing, questions; and about earlier answers: reading, "
-    "summaries, translation, turns; repeatable"
+    "kind of prompt; several take turns: any, maths, code, writing, questions; and about earlier answers: "
+    "reading, summaries, translation, turns; repeatable"
 )
 Kinds = Annotated[list[str], on_questions(KIND, "NAME", "--kind")]
 SENT = f"{SAME} (default: 0; a server is sent none)"
@@ -113,7 +115,7 @@ AnswerFile = Annotated[str, option("JSONL; an interrupted file is gone on with",
 EXCLUDE = (
     "questions: rows that share 13 words in a row with one, or a shorter one whole, are dropped; repeatable"
 )
-BEHIND = "ask each question once more behind this system message; may be repeated"
+BEHIND = "ask each question once more after this system message; repeatable"
 
 
 @command(
@@ -128,7 +130,7 @@ def synthesize(
     target: TargetName = "smollm2",
     server: Server = None,
     temperatures: Temperatures = [0.0, 0.7, 1.0],
-    prompt_temperature: Annotated[float, on_sampling("of the prompts", "T", min=0)] = 0.8,
+    prompt_temperature: Annotated[float, on_sampling("temperature of the prompts", "T", min=0)] = 0.8,
     max_new_tokens: MaxNewTokens = 512,
     batch: Batch = 32,
     seed: WrittenSeed = None,
@@ -202,12 +204,16 @@ def data(
     deliver(report, json_path, path)
 
 
+IMPORTED = "the drafter's own tree (default: the checkpoint's, else its layout's)"
+LAYOUT = f"{PUBLIC} (default: that of an imported head, else the method's first)"
+
+
 @command("import ./EAGLE-LLaMA3-8B --target ./llama3-8b --out drafters/llama3-eagle", name="import")
 def import_(
     source: Annotated[str, typer.Argument(metavar="DIR", help=f"a checkpoint written as {PUBLIC}")],
     directory: Annotated[str, option("the drafter directory to write", "DIR", "--out")],
     target: TargetName = "smollm2",
-    tree: Annotated[str | None, option("the drafter's own tree (default: the method's)", "NAME")] = None,
+    tree: Annotated[str | None, option(IMPORTED, "NAME")] = None,
     force: Force = False,
     dtype: Dtype = "bfloat16",
 ) -> None:
@@ -220,12 +226,13 @@ def import_(
 
 @command("export eagle --out vllm-head", "export runs/eagle3 --out vllm-head --layout speculators")
 def export(
-    drafter: Annotated[
-        str, typer.Argument(help="eagle, or a drafter directory of a method that has a public layout")
-    ],
+    drafter: Annotated[str, typer.Argument(help="eagle, eagle3, fasteagle or medusa, or a directory of one")],
     directory: Annotated[str, option("the checkpoint to write", "DIR", "--out")],
     target: TargetName = "smollm2",
-    layout: Annotated[str | None, option(f"{PUBLIC} (default: the method's own)", "NAME")] = None,
+    layout: Annotated[
+        str | None,
+        option(LAYOUT, "NAME"),
+    ] = None,
     force: Force = False,
     dtype: Dtype = "bfloat16",
 ) -> None:
@@ -238,9 +245,7 @@ def export(
 
 @command("parity eagle --questions gsm8k.jsonl --limit 20 --json parity.json")
 def parity(
-    drafter: Annotated[
-        str, typer.Argument(help="eagle, or the directory of an eagle, eagle3, fasteagle or medusa drafter")
-    ],
+    drafter: Annotated[str, typer.Argument(help="eagle, eagle3, fasteagle or medusa, or a directory of one")],
     python: Annotated[
         str, option("interpreter of vLLM's environment (make vllm)", "FILE")
     ] = ".venv-vllm/bin/python",

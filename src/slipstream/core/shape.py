@@ -65,7 +65,7 @@ class Shape:
         match plain[1] if plain and 0 not in numbers else None, numbers:
             case ("chain", [depth]) | ("backbone", [depth, _]):
                 width = [*numbers, 1][1]
-                affordable(text, depth, 1 + depth * width, depth - 1)
+                check_affordable(text, depth, 1 + depth * width, depth - 1)
                 return cls._static(text, backbone(depth, width))
             case "full", [depth, width]:
                 if depth * math.log2(max(width, 2)) > 10:
@@ -73,13 +73,13 @@ class Shape:
                 levels = (product(range(width), repeat=d + 1) for d in range(depth))
                 return cls._static(text, tuple(chain.from_iterable(levels)))
             case "dynamic", [depth, width, nodes]:
-                affordable(text, depth, nodes, width * (depth - 1))
+                check_affordable(text, depth, nodes, width * (depth - 1))
                 return cls(text, (), depth, min(nodes, 1 + width + (depth - 1) * width**2), width, width)
             case "best-first", [depth, nodes]:  # nothing outside the best `nodes` is expanded
-                affordable(text, depth, nodes, (nodes - 1) * (depth - 1))
+                check_affordable(text, depth, nodes, (nodes - 1) * (depth - 1))
                 return cls(text, (), depth, nodes, max(nodes - 1, 1), max(nodes - 1, 1))
             case "beam", [depth, width]:
-                affordable(text, depth, 1 + depth * width, width * (depth - 1))
+                check_affordable(text, depth, 1 + depth * width, width * (depth - 1))
                 return Beam(text, (), depth, 1 + depth * width, width, width)
         if match := re.fullmatch(r"cape-([1-9]\d*)(?:x([1-9]\d*))?((?:-\d+@[01]?\.\d+)*-\d+)?", text):
             return Cape.of(text, int(match[1]), int(match[2] or 32), match[3] or CAPE)
@@ -92,7 +92,7 @@ class Shape:
                 isinstance(path, list) and all(type(rank) is int and rank >= 0 for rank in path)
                 for path in paths
             ):
-                affordable(name, max(map(len, paths), default=0), 1 + len(paths))
+                check_affordable(name, max(map(len, paths), default=0), 1 + len(paths))
                 return cls._static(text, tuple(map(tuple, paths)))
         raise ValueError(f"Unknown tree: {name!r}. Available: {KINDS}")
 
@@ -138,7 +138,7 @@ class Shape:
 PLAIN = Shape("plain", (), 0, 1, 0, 0)  # a bare root: plain decoding
 
 
-def affordable(name: str, depth: int, rows: int, drafted: int = 0) -> None:
+def check_affordable(name: str, depth: int, rows: int, drafted: int = 0) -> None:
     """Raises ValueError if a round would cost too many draft steps, rows that they read, or rows of the
     target's pass."""
     if depth > DEEPEST or drafted > DRAFTED or rows > ROWS:
@@ -179,7 +179,7 @@ class Cape(Shape):
             raise ValueError(
                 f"tree {name!r}: limits must rise, and {depth} tokens or more be drafted (cape-5x32{CAPE})"
             )
-        affordable(name, depth, 1 + drafted, depth - 1)
+        check_affordable(name, depth, 1 + drafted, depth - 1)
         children = 1 + max(counts)
         return cls(name, (), depth, 1 + min(drafted, depth * children), 1, children, limits, counts)
 

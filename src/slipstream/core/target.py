@@ -79,6 +79,11 @@ class Text(ABC):
     def written(self, token: int) -> str:
         """One token as the vocabulary writes it."""
 
+    @abstractmethod
+    def bytes_of(self, token: int) -> bytes | None:
+        """The UTF-8 that a token stands for, which may be a part of a character; None where the vocabulary
+        does not say."""
+
 
 @final
 class LMHead(nn.Module):

@@ -46,8 +46,8 @@ class Talk:
 
     def draft_with(self, drafter: Named | Drafter) -> None:
         """Take another drafter from now on, which has read nothing yet. Raises ValueError."""
-        heat = Settings.of(self.target, **self.options).sampling.temperature
-        made = drafter if isinstance(drafter, Drafter) else kept_drafter(drafter, self.target, heat)
+        temperature = Settings.of(self.target, **self.options).sampling.temperature
+        made = drafter if isinstance(drafter, Drafter) else kept_drafter(drafter, self.target, temperature)
         chooses = policy(self.target, made, 1)
         law = LAWS[made.law]
         self._session = Session(self.target, made, law, policy=chooses, keep=min(KEEP, self.target.window))
@@ -86,7 +86,13 @@ class Talk:
                 pieces, shown = answer.pieces[shown:], len(answer.pieces)
                 spent = session.seconds - began
                 self.made = Generation(
-                    prompt, answer.tokens, answer.text, answer.finish or "length", answer.rounds, spent
+                    prompt,
+                    answer.tokens,
+                    answer.text,
+                    answer.finish or "length",
+                    answer.rounds,
+                    spent,
+                    sampling,
                 )
                 yield pieces
                 if answer.finish is not None:

@@ -69,7 +69,7 @@ class AutoState(HybridState):
         elif other.missed:
             missed = merged(other.missed)
             self.missed = [beside(merged(self.missed), missed) if self.missed else missed]
-        self.columns += other.columns
+        self.columns = sum(span.tokens.numel() for span in self.missed)
         self.reads |= other.reads
         super().join(other)
 
@@ -202,7 +202,7 @@ class Auto(Drafter):
         return self.pace * min(state.columns, self._worth(state))
 
     def signs(self, state: AutoState) -> list[int]:
-        """How long a match there is: none, short, long, very long."""
+        """How long a match there is: shorter than all of `LONG`, or as long as the first, second or third."""
         if not look.may_look(state.root):
             return super().signs(state)
         return state.matches.matched(LONG)
@@ -228,7 +228,7 @@ def tuned_head(spec: Named, target: Target) -> Spec:
 
 
 def shipped(target: Target) -> str | None:
-    """The method whose weights ship for the target: the best, if there are several."""
+    """The method whose weights ship for the target: the first of `HEADS`, if there are several."""
     for name in HEADS:
         for config in SHIPPED.glob(f"*/{name}/config.json"):
             if json.loads(config.read_text("utf-8"))["target"]["fingerprint"] == target.fingerprint:

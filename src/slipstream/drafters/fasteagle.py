@@ -90,9 +90,9 @@ class FastEagleHead(Head):
         target's LM head turns into t_{i+2} … t_{i+1+N}."""
         x = first = self.fc(torch.cat([self.fuse(features), embedded], -1))
         attention: Any = self.layers[0].self_attn
-        states, turns = [], attention.rope(positions, x.dtype)
+        states, rotary = [], attention.rope(positions, x.dtype)
         for layer, attend in zip(self.layers, attends, strict=True):
-            x = layer(x if self.config.cascade else first, turns, attend)
+            x = layer(x if self.config.cascade else first, rotary, attend)
             states.append(x)
         return torch.stack(states, 2)
 

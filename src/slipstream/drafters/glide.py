@@ -80,10 +80,10 @@ class CrossAttention(nn.Module):
         """Rows of x attend to the keys and values that the glimpse's mask shows them."""
         key, value, mask = glimpse
         q = self.q_proj(x).unflatten(-1, (-1, self.config.target_head_dim)).transpose(1, 2)
-        out = attended(self.turned(q, positions), key, value, mask)
+        out = attended(self.rotated(q, positions), key, value, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
-    def turned(self, q: Float[Tensor, "B A T D"], positions: Int[Tensor, "#B T"]) -> Tensor:
+    def rotated(self, q: Float[Tensor, "B A T D"], positions: Int[Tensor, "#B T"]) -> Tensor:
         """Queries at their positions."""
         if not (rotated := 2 * len(self.rope.frequencies)):
             return q
@@ -251,13 +251,13 @@ def _freed(keys: Tensor, values: Tensor, mask: Tensor) -> Any:
 
 
 def paired(x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
-    """What was turned by halves, as those lie who turn neighbours: 0, D/2, 1, D/2 + 1, …"""
+    """What was rotated by halves, as those lie who rotate neighbours: 0, D/2, 1, D/2 + 1, …"""
     return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
-def turns_pairs(target: Target) -> bool:
-    """Whether the target's rotary positions turn neighbouring numbers. In block 0 keys of equal tokens differ
-    by their positions alone."""
+def rotates_pairs(target: Target) -> bool:
+    """Whether the target's RoPE rotates neighbouring numbers. In block 0 keys of equal tokens differ by their
+    positions alone."""
     if not (about := target.rope(0))[0]:
         return False
     features = target.features([[target.vocab // 2] * 16], (f"{CACHE}0",))[0]

@@ -80,7 +80,7 @@ class HeadDrafter(Proposer):
         super().__init__(ids, V, tree, proposal)
         if (said := getattr(head.config, "draft_vocab_size", 0)) not in (0, len(ids)):
             raise ValueError(
-                f"this {self.method} head says {said} tokens, and its draft vocabulary names {len(ids)}"
+                f"this {self.method} head's LM head has {said} tokens, and its draft vocabulary {len(ids)}"
             )
         self.lm_head = None if self.head.own_lm_head else target.lm_head(None if len(ids) == V else ids)
         if target.compiles:

@@ -19,6 +19,7 @@ from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.spec import Spec
 from slipstream.drafters.suffix import Suffix, SuffixState
 
+HEAD = "eagle"  # where none is named
 SMALLEST = 8  # nodes of the default tree, at least
 
 
@@ -47,7 +48,7 @@ class Hybrid(Drafter):
     def named(
         cls,
         target: Target,
-        head: str = "eagle",
+        head: str = HEAD,
         tree: str | None = None,
         depth: int = 16,
         remember: int = 0,

@@ -8,12 +8,13 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.target import Target
 from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.auto import shipped
+from slipstream.drafters.hybrid import HEAD
 from slipstream.drafters.spec import Named, Spec
 from slipstream.drafters.store import find_drafter, tuned_file
 
 KEPT = 4  # drafters of a target, at most
 READ = ("config.json", "model.safetensors", "model.safetensors.index.json")
-HEADS = {"auto": shipped, "hybrid": lambda target: "eagle"}  # the head where none is named
+HEADS = {"auto": shipped, "hybrid": lambda target: HEAD}  # the head where none is named
 
 
 def kept_drafter(spec: Named, target: Target, temperature: float = 0.0, texts: int = 1) -> Drafter:

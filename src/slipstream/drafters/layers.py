@@ -19,7 +19,7 @@ from slipstream.core.cache import KVCache, LayerView
 Seen = Bool[Tensor, "#B 1 T S"] | Int[Tensor, "B 1 T L"]
 # Takes the rows' keys and values; returns all keys and values that are read, and which of them each row sees.
 Attend = Callable[[Tensor, Tensor], tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Seen]]
-Turns = tuple[Float[Tensor, "#B T D"], Float[Tensor, "#B T D"]]  # cos and sin of rotary positions
+CosSin = tuple[Float[Tensor, "#B T D"], Float[Tensor, "#B T D"]]  # cos and sin of rotary positions
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -77,7 +77,7 @@ class Rope:
         )
         return cls(frequencies.tolist(), float(factor))
 
-    def __call__(self, positions: Int[Tensor, "#B T"], dtype: torch.dtype) -> Turns:
+    def __call__(self, positions: Int[Tensor, "#B T"], dtype: torch.dtype) -> CosSin:
         """cos and sin, computed in float32 at least."""
         if self.frequencies.device != positions.device:
             self.frequencies = self.frequencies.to(positions.device)
@@ -100,11 +100,11 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * D, H, config.output_bias)
         self.head_dim, self.rope = D, Rope.of(config)  # last: a D that no memory holds has failed by now
 
-    def forward(self, x: Float[Tensor, "B T I"], turns: Turns, attend: Attend) -> Float[Tensor, "B T H"]:
-        """Rows of x, turned by their `rope`, attend to the keys and values that `attend` returns."""
+    def forward(self, x: Float[Tensor, "B T I"], rotary: CosSin, attend: Attend) -> Float[Tensor, "B T H"]:
+        """Rows of x, rotated by their `rope`, attend to the keys and values that `attend` returns."""
         shape = (*x.shape[:-1], -1, self.head_dim)
         q, k, v = (proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(q, *turns), rotate(k, *turns)
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
         key, value, seen = attend(k, v)
         if seen.dtype == torch.int32:
             out = kernels.attention(q, key, value, seen, self.head_dim**-0.5)
@@ -154,9 +154,9 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
         self.post_attention_layernorm = RMSNorm(H, eps)
 
-    def forward(self, x: Float[Tensor, "B T H"], turns: Turns, attend: Attend) -> Float[Tensor, "B T H"]:
+    def forward(self, x: Float[Tensor, "B T H"], rotary: CosSin, attend: Attend) -> Float[Tensor, "B T H"]:
         """One layer."""
-        x = x + self.self_attn(self.input_layernorm(x), turns, attend)
+        x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -206,9 +206,10 @@ def attend_cache(
         compiles: attend through the cache's `LayerView`s, once it has storage.
     """
     cache.reserve(rows, after)
-    depths = after + torch.arange(rows, device=cache.used.device)
+    at = cache.used.device
+    depths = after + torch.arange(rows, device=at)
     views = compiles and bool(cache.stored)
-    listed = views and not cache.used.is_cuda and kernels.serve(cache.used.device, cache.stored[0].dtype)
+    listed = views and at.type != "cuda" and kernels.has_kernels(at, cache.stored[0].dtype)
     seen = (_listed if listed else _masked)(cache, depths, among)
     seen = freed(seen, 0, 2, 3) if views else seen
     attends = [CacheAttend(cache.layer(i) if views else cache, i, seen) for i in range(cache.layers)]

@@ -57,7 +57,7 @@ class Lookahead(Drafter):
         self._column = column
         self._parents = parents[None]
         self.rows = len(parents)
-        self.depth = max(window + ngram - 2, ngram - 1)
+        self.depth = window + ngram - 2
 
     def start(self, batch: int, device: torch.device) -> LookaheadState:
         zeros = torch.zeros(batch, dtype=torch.long, device=device)

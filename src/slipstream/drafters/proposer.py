@@ -73,7 +73,7 @@ class Proposer(Drafter):
         """Raises ValueError for a tree that cannot be grown, or that would not be exact."""
         if self.deepest is not None and shape.depth > self.deepest:
             raise ValueError(
-                f"tree {shape.name!r} is {shape.depth} deep and this drafter says {self.deepest} tokens: "
+                f"tree {shape.name!r} is {shape.depth} deep and this drafter drafts {self.deepest} tokens: "
                 "name a lower tree"
             )
         if self.proposal == "sampled" and not shape.keeps_first_children:

@@ -292,7 +292,7 @@ def save_tuned(
     """Store what `tune` chose for so many texts at once, by temperature. Raises ValueError if it cannot be
     written."""
     path = tuned_file(directory)
-    update_json(path, {place: {_setting(heat, texts): entry for heat, entry in chosen.items()}})
+    update_json(path, {place: {_setting(temperature, texts): entry for temperature, entry in chosen.items()}})
     return path
 
 

@@ -23,7 +23,6 @@ LONGEST = 16  # tokens of a match that count
 MATCHES = 8  # in the text, and as many in the memory: the longest, and of equally long ones the latest
 POWER, DOUBT = 1.5, 4.0  # a match of n tokens weighs n^POWER; that none of them goes on weighs DOUBT
 EARLIER = 0.25  # of the weight, for a match in an earlier answer
-THOUSAND = 1024
 
 
 class Memory:
@@ -94,7 +93,7 @@ class Suffix(Drafter):
 
     def start(self, batch: int, device: torch.device) -> SuffixState:
         if self.remember and (self._memory is None or self._memory.ring.device != device):
-            self._memory = Memory(self.remember * THOUSAND, device)
+            self._memory = Memory(self.remember * 1000, device)
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
         return SuffixState(zeros, zeros.new_zeros(batch, 0), zeros.clone(), zeros + PAD, self._memory)
 

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -114,7 +114,7 @@ class Rows:
     answers: Sequence[Answer]
     pad: Tensor | None
     streamer: Streamer | None
-    told: int = field(default=0)
+    told: int = 0
 
     def tell(self) -> None:
         """Give the streamer the columns that no row still lacks, one by one."""

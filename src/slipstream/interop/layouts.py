@@ -288,7 +288,7 @@ class MedusaLayout(Layout):
     def give(self, tensors: Tensors) -> Tensors:
         if VOCAB in tensors:
             raise ValueError(
-                f"this head says {len(tensors[VOCAB])} of {self.target.vocab} tokens, which layout medusa "
+                f"this head drafts {len(tensors[VOCAB])} of {self.target.vocab} tokens, which layout medusa "
                 "cannot express: export it as medusa-vllm, or train one with head.draft_vocab=0"
             )
         layers = 1 + max(int(match[2]) for match in map(BLOCK.fullmatch, tensors) if match)

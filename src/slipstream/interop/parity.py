@@ -60,7 +60,7 @@ class Deviation(Part):
 
     answer: str
     question: int
-    against: str
+    against: str = "vLLM, plain"
     position: int | None
     margin: float
 
@@ -203,7 +203,7 @@ def _deviations(
             audits = (audit(target, prompt, text, Sampling()) for text in (answer, reference))
             margin = max((each.margin for audited in audits for each in audited), default=0.0)
             margin = math.inf if at is None else margin
-            off = Deviation(answer=name, question=i, against="vLLM, plain", position=at, margin=margin)
+            off = Deviation(answer=name, question=i, position=at, margin=margin)
             deviations.append(off)
     return deviations
 

@@ -38,10 +38,12 @@ def precision(patient: Patient) -> Seen:
     here = patient.target.device.type
     if patient.target.quantize is not None or not (HAS_BF16 or here != "cpu"):
         raise Unmeasured("quantised" if patient.target.quantize else "no bf16 instructions here")
+    if patient.target.dtype == torch.bfloat16:
+        raise Unmeasured("in bfloat16 already")
     patient.progress("passes in bfloat16")
     own, half = _alternated(patient.small_pass, partial(patient.small_pass, torch.bfloat16))
     return Seen(
-        found=patient.target.dtype != torch.bfloat16 and own / half > PAYS,
+        found=own / half > PAYS,
         measured=f"{1e3 * own:.2f} ms in {patient.target.dtype_name}; bfloat16 {1e3 * half:.2f}",
         normal=f"below {PAYS} × bfloat16",
         cause=f"this machine multiplies bfloat16, in which passes cost {own / half:.2f} times less than in "

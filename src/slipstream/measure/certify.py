@@ -13,10 +13,10 @@ from slipstream.core.drafter import Drafter
 from slipstream.decode.settings import resolve_sampling
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.files import check_counts
+from slipstream.files import check_counts, several
 from slipstream.measure.contest import HF, Contest, Drafters, drafters_of, first_prompts
 from slipstream.measure.draws import BATCH, CLASSES, LENGTH, POWER, SIGNIFICANCE, Drawn, draw, drawn
-from slipstream.measure.questions import Asking, Question, load_questions
+from slipstream.measure.questions import Question, Questions, load_questions
 from slipstream.measure.report import Difference, promise
 from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, marks
 from slipstream.measure.tally import Answered
@@ -65,7 +65,7 @@ class Settings(Part):
         told = [marks(drafter) for of in some for drafter in of.values()]
         return cls(
             drafters=[*some[0]],
-            temperatures=[float(heat) for heat in dict.fromkeys(temperatures)],
+            temperatures=[float(temperature) for temperature in dict.fromkeys(temperatures)],
             questions=[question.name for question, _ in asked],
             fingerprint=fingerprint(target.stamp, prompts, told),
             draws=draws,
@@ -152,24 +152,26 @@ class _Run:
 
     def pieces(self, progress: Callable[[str], None]) -> Iterator[None]:
         """Do what is left, piece by piece."""
-        for heat in self.settings.temperatures:
-            contest = self.contest = replace(self.contest, temperature=heat)
-            done = self.results[ORACLE, heat].questions if (ORACLE, heat) in self.results else 0
+        for temperature in self.settings.temperatures:
+            contest = self.contest = replace(self.contest, temperature=temperature)
+            done = self.results[ORACLE, temperature].questions if (ORACLE, temperature) in self.results else 0
             for question, prompt in self.asked[done:]:
-                answers = _audit(contest, self.coupled(heat), question, prompt, progress)
-                self.results |= {(name, heat): self._with(name, answer) for name, answer in answers.items()}
+                answers = _audit(contest, self.coupled(temperature), question, prompt, progress)
+                self.results |= {
+                    (name, temperature): self._with(name, answer) for name, answer in answers.items()
+                }
                 yield
-            for name, drafter in self.tested.items() if heat else ():
-                before = self.distribution.get((name, heat))
+            for name, drafter in self.tested.items() if temperature else ():
+                before = self.distribution.get((name, temperature))
                 for first in range(before.answers if before else 0, self.settings.draws, BATCH):
-                    progress(f"T={heat:g} drawing {name}")
+                    progress(f"T={temperature:g} drawing {name}")
                     self._draw(name, drafter, first)
                     yield
 
-    def coupled(self, heat: float) -> dict[str, Drafter]:
+    def coupled(self, temperature: float) -> dict[str, Drafter]:
         """Drafters whose text must be plain decoding's: greedy text does not depend on the law."""
-        known = self.drafters[heat > 0].items()
-        return {name: each for name, each in known if not heat or each.law == "coupled"}
+        known = self.drafters[temperature > 0].items()
+        return {name: each for name, each in known if not temperature or each.law == "coupled"}
 
     @property
     def tested(self) -> dict[str, Drafter]:
@@ -179,13 +181,13 @@ class _Run:
 
     def _with(self, name: str, answer: Answered) -> Certified:
         """A drafter's row with one more answer."""
-        heat = self.contest.temperature
-        row = self.results.get((name, heat))
+        temperature = self.contest.temperature
+        row = self.results.get((name, temperature))
         found = [*(row.divergences if row else ()), *answer.differences]
         margins = [each.margin for each in found]
         return Certified(
             drafter=name,
-            temperature=heat,
+            temperature=temperature,
             questions=(row.questions if row else 0) + 1,
             tokens=(row.tokens if row else 0) + len(answer.tokens),
             identical=(row.identical if row else 0) + answer.identical,
@@ -195,14 +197,14 @@ class _Run:
         )
 
     def _draw(self, name: str, drafter: Drafter, first: int) -> None:
-        contest, heat = self.contest, self.contest.temperature
-        row = self.distribution.get((name, heat))
+        contest, temperature = self.contest, self.contest.temperature
+        row = self.distribution.get((name, temperature))
         count = min(BATCH, self.settings.draws - first)
         how = {**contest.settings, "max_new_tokens": min(LENGTH, contest.max_new_tokens)}
         prompts = [prompt for _, prompt in self.asked]
         more = draw(contest.target, drafter, prompts, first, count, **how)
         classes = [a + b for a, b in zip(row.classes if row else [0] * CLASSES, more, strict=True)]
-        self.distribution[name, heat] = drawn(name, heat, drafter.law, first + count, classes)
+        self.distribution[name, temperature] = drawn(name, temperature, drafter.law, first + count, classes)
 
     def report(self, stopped: str | None) -> Certificate:
         results, distribution = [*self.results.values()], [*self.distribution.values()]
@@ -218,16 +220,16 @@ class _Run:
             results=results,
             distribution=distribution,
         )
-        return made if stopped is None else made.model_copy(update={"stopped": stopped})
+        return made if stopped is None else made.stopped_by(stopped)
 
 
 @public
 def certify(
     target: AnyTarget,
     drafters: Drafters = "auto",
-    questions: Sequence[Asking] = (),
+    questions: Questions = (),
     *,
-    temperatures: Sequence[float] = (0.0, 1.0),
+    temperatures: float | Sequence[float] = (0.0, 1.0),
     limit: int | None = None,
     max_new_tokens: int = 128,
     seed: int = 0,
@@ -263,8 +265,8 @@ def certify(
         ValueError: a drafter, a file or a setting is unknown or out of range, a question leaves no room for
             an answer, or `begun` was begun under other settings, by another version or on another machine.
     """
+    asked, temperatures = load_questions(questions, limit), several(temperatures)
     check_counts(temperatures=len(temperatures), draws=draws)
-    asked = load_questions(questions, limit)
     target = loaded(target)
     for temperature in temperatures:
         resolve_sampling(target, temperature=temperature, seed=seed)
@@ -286,8 +288,8 @@ def certify(
 
 def _loaded(drafters: Drafters, target: HFTarget, temperatures: Sequence[float]) -> Loaded:
     """Drafters as they draft for greedy answers, and for drawn ones: other trees and proposals are tuned."""
-    heats = {heat > 0: heat for heat in temperatures}
-    return {hot: drafters_of(drafters, target, heat) for hot, heat in heats.items()}
+    last = {temperature > 0: temperature for temperature in temperatures}
+    return {samples: drafters_of(drafters, target, temperature) for samples, temperature in last.items()}
 
 
 def _audit(
@@ -298,14 +300,14 @@ def _audit(
     progress: Callable[[str], None],
 ) -> dict[str, Answered]:
     """Let everybody answer a question. Returns the answers, audited."""
-    heat, target = contest.temperature, contest.target
+    temperature, target = contest.temperature, contest.target
     plain = replace(contest, drafters={"vanilla": Vanilla()}).ask("vanilla", prompt)
     oracle = TreeOracle([prompt + plain.tokens], target.vocab)
     contest = replace(contest, drafters={**drafters, ORACLE: oracle})
     given = {}
     # Rounding inputs to 8 bits turns a difference in the last bit into one of a step, beyond any margin.
-    theirs = [] if heat or target.quantize is not None else [HF]
+    theirs = [] if temperature or target.quantize is not None else [HF]
     for name in [*contest.drafters, *theirs]:
-        progress(f"T={heat:g} {question.name} {name}")
+        progress(f"T={temperature:g} {question.name} {name}")
         given[name] = contest.ask(name, prompt)
     return {name: contest.audited(name, answer, plain, question, prompt) for name, answer in given.items()}

@@ -5,7 +5,7 @@ all before it were right. The calibration error is the mean distance of confiden
 by their size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from slipstream.core.tree import Tree
 from slipstream.decode.predict import record
 from slipstream.drafters.proposer import Proposer
 from slipstream.measure.contest import first_prompts
-from slipstream.measure.questions import Asking, load_questions
+from slipstream.measure.questions import Questions, load_questions
 from slipstream.measure.trees import ranked, ranks
 from slipstream.picture import picture
 from slipstream.results import Figures, Part, Report, heading
@@ -55,7 +55,7 @@ class Calibration(Part):
 
 
 class ConfidenceReport(Report):
-    """What `confidence` found. `limit`: questions of each file."""
+    """What `calibrate` found. `limit`: questions of each file."""
 
     max_new_tokens: int
     questions: list[str]
@@ -116,15 +116,16 @@ class Watched(Shape):
 def calibrate(
     target: HFTarget,
     drafters: Mapping[str, Proposer],
-    questions: Sequence[Asking] = (),
+    questions: Questions = (),
     *,
     depth: int = 3,
     limit: int | None = 10,
     max_new_tokens: int = 128,
 ) -> ConfidenceReport:
-    """Confidence and acceptance of drafters, by their names.
+    """Confidence and acceptance of drafters.
 
     Args:
+        drafters: by the names that the report gives them.
         depth: tokens drafted ahead, where the drafter can.
         limit: questions of each file.
 

@@ -44,9 +44,7 @@ class CostReport(Report):
     bandwidth_gb_s: float  # of the memory
     weights_gb: float  # what a pass must read; of a mixture of experts, if it reads all of them
     passes: list[PassCost]
-    experts: dict[
-        int, float
-    ] = {}  # of a mixture of experts: distinct ones a layer that a pass reads, by rows
+    experts: dict[int, float] = {}  # a mixture's distinct ones a layer that a pass reads, by rows
 
     @property
     def limit_ms(self) -> float:
@@ -149,12 +147,9 @@ class Rounds:
     def _session(self, drafter: Drafter, shape: Shape | None) -> Session:
         """A session under way."""
         depth = drafter.depth if shape is None else shape.depth
-        capacity, shapes = (
-            max(map(len, self._prompts)) + (self._most + 1) * (1 + depth),
-            [shape] if shape else [],
-        )
+        capacity = max(map(len, self._prompts)) + (self._most + 1) * (1 + depth)
         rows, law = len(self._prompts), LAWS[drafter.law]
-        session = Session(self._target, drafter, law, rows, capacity, shapes)
+        session = Session(self._target, drafter, law, rows, capacity, [shape] if shape else [])
         session.admit(self._prompts, self._sampling)
         session.step(shape=shape)  # it makes buffers, and is not timed
         return session
@@ -165,10 +160,8 @@ class Rounds:
         for _ in range(rounds):
             for i in range(len(self._sessions)) if among is None else among:
                 session, (drafter, shape) = self._sessions[i], self._arms[i]
-                if (
-                    max(session.lengths) + drafter.depth + (shape.depth if shape else 0) + 2
-                    > session.target.window
-                ):
+                deepest = drafter.depth + (shape.depth if shape else 0)
+                if max(session.lengths) + deepest + 2 > session.target.window:
                     session = self._sessions[i] = self._session(drafter, shape)
                 before = replace(session.seconds)
                 session.step(shape=shape)

@@ -3,7 +3,7 @@
 A check measures something that only its fault spoils, and wherever it can it measures the remedy, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,7 @@ from slipstream.files import check_counts, evenly
 from slipstream.measure import burdens, faults
 from slipstream.measure.contest import first_prompts
 from slipstream.measure.patient import Patient, Seen, Unmeasured
-from slipstream.measure.questions import Asking, load_questions
+from slipstream.measure.questions import Questions, load_questions
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets.load import AnyTarget, loaded
 
@@ -121,7 +121,7 @@ class DoctorReport(Report):
 def doctor(
     target: AnyTarget,
     drafter: Named = "auto",
-    questions: Sequence[Asking] = (),
+    questions: Questions = (),
     *,
     temperature: float = 0.0,
     batch: int = 1,

@@ -10,12 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from slipstream.measure.confidence import BINS
-from slipstream.measure.paired import SAMPLES, interval
+from slipstream.measure.paired import SAMPLES, Interval, interval
 from slipstream.measure.papers.entry import Claim, Figure
 from slipstream.results import Part
 
 Sums = dict[str, Float[Tensor, " draws"]]  # by column; the first of all questions, the others drawn anew
-Interval = tuple[float, float]
 Place = tuple[str, str, float, int, str]
 HOLDS, FAILS, OPEN, ABSENT = "holds", "does not hold", "undecided", "not measured"
 
@@ -167,15 +166,17 @@ def _over(base: str, sums: Sums) -> Tensor:
     return sums["tokens"] / sums["seconds"] / theirs
 
 
+def _total(name: str, bins: range, sums: Sums) -> Tensor:
+    return torch.stack([sums[f"{name} {b}"] for b in bins]).sum(0)
+
+
 def _accepted(bins: range, sums: Sums) -> Tensor:
-    counts = (torch.stack([sums[f"{name} {b}"] for b in bins]).sum(0) for name in ("accepted", "judged"))
-    accepted, judged = counts
-    return accepted / judged
+    return _total("accepted", bins, sums) / _total("judged", bins, sums)
 
 
 def _calibration(sums: Sums) -> Tensor:
     off = torch.stack([(sums[f"confidence {b}"] - sums[f"accepted {b}"]).abs() for b in range(BINS)])
-    return off.sum(0) / torch.stack([sums[f"judged {b}"] for b in range(BINS)]).sum(0)
+    return off.sum(0) / _total("judged", range(BINS), sums)
 
 
 def _cost(sums: Sums) -> Tensor:

@@ -7,7 +7,7 @@ from slipstream.files import first_line, understood
 
 HUB = "hf:"
 FORM = "give hf:REPOSITORY:SPLIT, or hf:REPOSITORY:CONFIGURATION:SPLIT"
-INSTALL = "pip install 'slipstream[datasets]'"
+INSTALL = "pip install -e '.[datasets]'"
 USUAL = ("default", "main")  # configurations that are taken where none is named
 Row = tuple[str, tuple[str, ...]]  # category and turns
 

@@ -58,9 +58,14 @@ def page(paths: Sequence[str]) -> str:
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """The files' names; where two are the same, their paths."""
-    count = Counter(Path(path).name for path in paths)
-    return [printable(path if count[Path(path).name] > 1 else Path(path).name) for path in paths]
+    """The files' names; where two are the same, their paths. A file that is given twice gets a number."""
+    count, seen = Counter(Path(path).name for path in {*paths}), Counter[str]()
+    names = []
+    for path in paths:
+        seen[path] += 1
+        name = path if count[Path(path).name] > 1 else Path(path).name
+        names.append(printable(name if seen[path] == 1 else f"{name} ({seen[path]})"))
+    return names
 
 
 def _is_trace(text: str) -> bool:

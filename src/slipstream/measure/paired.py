@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.results import Part
 
+Interval = tuple[float, float]  # 95 % over the questions
 SAMPLES = 2000
 NORMAL = 1.959964  # the normal law's quantile of 97.5 %
 
@@ -33,7 +34,7 @@ class Paired:
     """`mean` over the questions' files; `interval`: 95 % of it, None where a file has one question only."""
 
     mean: float
-    interval: tuple[float, float] | None
+    interval: Interval | None
 
     def __str__(self) -> str:
         return f"{self.mean:.2f}" + (" [{:.2f}, {:.2f}]".format(*self.interval) if self.interval else "")
@@ -59,14 +60,14 @@ def paired(ours: Mapping[str, Asked], theirs: Mapping[str, Asked]) -> Paired:
     return Paired(mean, _of_ratios(torch.stack([_ratio(draw) for draw in drawn]).mean(0), sums))
 
 
-def together(ours: Mapping[str, Asked], theirs: Mapping[str, Asked]) -> tuple[float, float] | None:
+def together(ours: Mapping[str, Asked], theirs: Mapping[str, Asked]) -> Interval | None:
     """The interval of one method's tokens per second over another's, over all questions together; the draws
     are those of `paired`."""
     drawn = _drawn(sums := _by_file(ours, theirs))
     return None if drawn is None else _of_ratios(_ratio(torch.stack(drawn).sum(0)), sums)
 
 
-def interval(draws: Tensor, freedom: int) -> tuple[float, float]:
+def interval(draws: Tensor, freedom: int) -> Interval:
     """The interval that holds the middle 95 % of the draws, wider by Student's t over the normal law's. Draws
     of few units vary as if their spread were known, and the middle of 3 covers 74 %.
 
@@ -92,7 +93,7 @@ def student(freedom: int) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
-def _of_ratios(ratios: Tensor, sums: list[Tensor]) -> tuple[float, float]:
+def _of_ratios(ratios: Tensor, sums: list[Tensor]) -> Interval:
     """The interval of a ratio, which is as likely to be halved as doubled."""
     low, high = interval(ratios.log(), sum(len(q) - 1 for q in sums))
     return math.exp(low), math.exp(high)

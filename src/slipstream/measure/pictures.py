@@ -4,13 +4,13 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
+from slipstream.measure.cost import PARTS
 from slipstream.measure.paired import paired
 from slipstream.measure.report import BenchReport, DrafterResult
 from slipstream.measure.sweep import Sweep
 from slipstream.picture import picture
 
 MARKED: dict[str, Any] = {"marker": "o", "markersize": 4}
-PARTS = ("draft", "verify", "host")
 SHADES = ("#0072B2", "#E69F00", "#999999")  # dark, light and grey, also without colour
 
 
@@ -67,7 +67,8 @@ def _times(axes: Any, rows: list[DrafterResult], batch: int) -> None:
         left = [start + more for start, more in zip(left, ms, strict=True)]
     axes.set(title="Time split of a round", xlabel="milliseconds")
     axes.set_yticks(range(len(rows)), [row.drafter for row in rows], fontsize="x-small")
-    axes.legend(frameon=False, fontsize="x-small")
+    axes.set_ylim(-0.6, len(rows) + 0.2)  # room for the legend above the bars
+    axes.legend(frameon=False, fontsize="x-small", loc="upper center", ncol=len(PARTS))
 
 
 def draw_sweep(sweep: Sweep, path: str) -> None:
@@ -79,9 +80,9 @@ def draw_sweep(sweep: Sweep, path: str) -> None:
             lines.setdefault((run.model, run.temperature, row.drafter), []).append((run.batch, row))
     targets = {target for target, _, _ in lines}
     with picture(path, 2) as (speeds, ratios):
-        for (target, heat, name), rows in lines.items():
+        for (target, temperature, name), rows in lines.items():
             rows.sort(key=itemgetter(0))
-            label = f"{f'{target}, ' * (len(targets) > 1)}{name}, T = {heat:g}"
+            label = f"{f'{target}, ' * (len(targets) > 1)}{name}, T = {temperature:g}"
             batches = [batch for batch, _ in rows]
             speeds.plot(batches, [row.tokens_per_second for _, row in rows], label=label, **MARKED)
             means = [row.speedup.vanilla for _, row in rows]

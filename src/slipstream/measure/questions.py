@@ -9,7 +9,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from slipstream.files import check_counts, evenly, parsed, printable, read_text
+from slipstream.files import check_counts, evenly, parsed, printable, read_text, several
 from slipstream.measure.hub import HUB, hub_rows
 
 SETS = files("slipstream.measure") / "sets"
@@ -32,9 +32,10 @@ class Question:
 
 
 Asking = Question | str | PathLike[str]  # a question, a file of them, or a data set by name
+Questions = Asking | Sequence[Asking]
 
 
-def load_questions(given: Sequence[Asking] = (), limit: int | None = None) -> list[Question]:
+def load_questions(given: Questions = (), limit: int | None = None) -> list[Question]:
     """Questions, those of files, and those of data sets; the project's own where none is given.
 
     Files are in FastChat's form, as those of MT-bench and Spec-Bench are. `mt_bench` and `humaneval` ship.
@@ -49,6 +50,7 @@ def load_questions(given: Sequence[Asking] = (), limit: int | None = None) -> li
         ValueError: a file that cannot be read, or a malformed line (numbered).
     """
     check_counts(limit=limit)
+    given = several(given)
     chosen = evenly([question for question in given if isinstance(question, Question)], limit)
     paths = [fspath(path) for path in given if not isinstance(path, Question)]
     for path, name in zip(paths, _names(paths), strict=True):
@@ -108,11 +110,6 @@ def _parsed(name: str, text: str) -> list[Question]:
     if not lines:
         raise ValueError(f"question file {name} is empty: give one JSON object a line")
     return [_question(name, number, line) for number, line in lines]
-
-
-def alternated(questions: Sequence[Question]) -> list[Question]:
-    """The first of every file, then the second of every file, and so on."""
-    return [question for (question,) in batches(questions, 1)]
 
 
 def batches(questions: Sequence[Question], size: int) -> list[list[Question]]:

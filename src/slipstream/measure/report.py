@@ -4,7 +4,7 @@ from rich.console import Group
 from rich.text import Text
 
 from slipstream.decode.session import Seconds
-from slipstream.measure.paired import Asked, Paired
+from slipstream.measure.paired import Asked, Interval, Paired
 from slipstream.results import Figures, Part, Report
 
 WIDE = 12  # letters of a name that fits over a column
@@ -21,9 +21,6 @@ class Speedup(Part):
 
     vanilla: float
     hf_generate: float
-
-
-Interval = tuple[float, float]  # 95 % over the questions
 
 
 class Speed(Part):

@@ -16,6 +16,7 @@ from slipstream.core.drafter import Drafter
 from slipstream.decode.predict import decoded, predict, record
 from slipstream.drafters import load_drafter
 from slipstream.drafters.proposer import Proposer
+from slipstream.drafters.store import find_drafter, read_drafter
 from slipstream.files import check_counts, evenly
 from slipstream.measure.confidence import by_question
 from slipstream.measure.contest import first_prompts
@@ -92,6 +93,8 @@ def reproduce(
     if not mixtures(target):
         entries = [replace(entry, lines=(), claims=()) if entry.experts else entry for entry in entries]
     told = {name: _asked(some) for name, some in asked.items()}
+    for home in (heads or {}).values():
+        read_drafter(find_drafter(home, target), target)  # before hours of measuring the others
     own = target.stamp
     settings = Settings(limit=limit, sets=told, heads=dict(heads or {}), fingerprint=own, marks={})
     run = _Run(target, entries, asked, settings, max_new_tokens, seed)
@@ -125,11 +128,10 @@ def wanted(
     )
     made = {}
     for name in needed:
-        kinds = OWN[name]
         if name in given or name in SHIPPED:
             found = load_questions([given.get(name, name)], limit)
         else:
-            found = evenly([q for q in load_questions() if not kinds or q.category in kinds], limit)
+            found = evenly([q for q in load_questions() if q.category in OWN[name]], limit)
         made[name] = [replace(question, turns=question.turns[:1]) for question in found]
     return entries, made
 
@@ -242,8 +244,8 @@ class _Run:
         """Drafters that are still wanted, and how, by set, temperature, batch, and whether they race; races
         come last."""
         steps: dict[tuple[str, float, int, bool], list[tuple[str, str]]] = {}
-        for drafter, name, heat, batch, how in sorted(self.wanted, key=lambda each: each[4] == RACE):
-            steps.setdefault((name, heat, batch, how == RACE), []).append((drafter, how))
+        for drafter, name, temperature, batch, how in sorted(self.wanted, key=lambda each: each[4] == RACE):
+            steps.setdefault((name, temperature, batch, how == RACE), []).append((drafter, how))
         return steps
 
     @property
@@ -265,29 +267,29 @@ class _Run:
 
     def pieces(self, progress: Callable[[str], None]) -> Iterator[None]:
         """Measure what is wanted, step by step."""
-        for (name, heat, batch, raced), drafters in self._steps().items():
+        for (name, temperature, batch, raced), drafters in self._steps().items():
             if raced:
-                self._time(name, heat, batch, [drafter for drafter, _ in drafters], progress)
+                self._time(name, temperature, batch, [drafter for drafter, _ in drafters], progress)
                 yield
                 continue
-            progress(f"{name}, T = {heat:g}: the target answers")
-            made = {drafter: self._load(drafter, heat) for drafter, _ in drafters}
+            progress(f"{name}, T = {temperature:g}: the target answers")
+            made = {drafter: self._load(drafter, temperature) for drafter, _ in drafters}
             taps = tuple(dict.fromkeys(tap for drafter in made.values() for tap in drafter.taps))
             prompts = first_prompts(self.target, self.asked[name], self.new)
-            recorded = record(self.target, prompts, self.new, taps, 20, heat, self.seed)
+            recorded = record(self.target, prompts, self.new, taps, 20, temperature, self.seed)
             names = _rows(self.asked[name], prompts, recorded)
             for drafter, how in drafters:
-                progress(f"{name}, T = {heat:g}: {how} of {drafter}")
+                progress(f"{name}, T = {temperature:g}: {how} of {drafter}")
                 counted = _judged if how == CONFIDENCE else _predicted
-                self._add(drafter, name, heat, 1, how, *counted(made[drafter], recorded, names))
+                self._add(drafter, name, temperature, 1, how, *counted(made[drafter], recorded, names))
                 yield
 
     def _add(self, drafter: str, *where: Any) -> None:
-        asked, heat, batch, how, columns, questions = where
+        asked, temperature, batch, how, columns, questions = where
         cell = Cell(
             drafter=drafter,
             asked=asked,
-            temperature=heat,
+            temperature=temperature,
             batch=batch,
             how=how,
             columns=columns,
@@ -296,20 +298,20 @@ class _Run:
         self.cells[cell.place] = cell
 
     def _time(
-        self, name: str, heat: float, batch: int, drafters: list[str], progress: Callable[[str], None]
+        self, name: str, temperature: float, batch: int, drafters: list[str], progress: Callable[[str], None]
     ) -> None:
         """A race of plain decoding, Hugging Face and the drafters."""
-        made = {each: self._load(each, heat, batch) for each in drafters if each not in BASELINES}
+        made = {each: self._load(each, temperature, batch) for each in drafters if each not in BASELINES}
         reports: list[BenchReport] = []
-        how: dict[str, Any] = {"max_new_tokens": self.new, "temperature": heat, "batch": batch}
+        how: dict[str, Any] = {"max_new_tokens": self.new, "temperature": temperature, "batch": batch}
         how["seed"] = self.seed
-        told = f"{name}, T = {heat:g}, {batch} at once: "
+        told = f"{name}, T = {temperature:g}, {batch} at once: "
         how |= {"progress": lambda step: progress(told + step), "keep": reports.append}
         bench(self.target, made, self.asked[name], **how)
         turns = reports[-1].turns  # of all questions
         for method in (*BASELINES, *made):
             rows = {turn.question: _timed(turn.given, method) for turn in turns}
-            self._add(method, name, heat, batch, RACE, [*TIMED], rows)
+            self._add(method, name, temperature, batch, RACE, [*TIMED], rows)
 
     def report(self, stopped: str | None = None) -> ReproduceReport:
         """What was found; with its tables, unless more is to come. Those of an earlier run stand first."""
@@ -327,7 +329,7 @@ class _Run:
             cells=[*self.cells.values()],
             tables=[*(table for table in self.tables if table.name not in found), *tables],
         )
-        return made if stopped is None else made.model_copy(update={"stopped": stopped})
+        return made if stopped is None else made.stopped_by(stopped)
 
 
 def _rows(asked: Sequence[Question], prompts: Sequence[list[int]], recorded: RecordedTarget) -> list[str]:
@@ -351,8 +353,8 @@ def _judged(drafter: Drafter, recorded: RecordedTarget, names: Sequence[str]) ->
 
 def _predicted(drafter: Drafter, recorded: RecordedTarget, names: Sequence[str]) -> Counts:
     """Tokens, rounds, and rounds that accepted d guesses or more."""
-    heat = recorded.sampling[0].temperature
-    known = drafter.probes is None and not (heat and drafter.law == "multi-round")
+    temperature = recorded.sampling[0].temperature
+    known = drafter.probes is None and not (temperature and drafter.law == "multi-round")
     found = (predict if known else decoded)(drafter, recorded)
     depths = range(1, found.depth + 1)
     per = [found.committed.sum(0), *((found.committed > d).sum(0) for d in (0, *depths))]

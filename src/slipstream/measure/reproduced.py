@@ -5,7 +5,8 @@ from collections import Counter
 from rich.console import Group
 from rich.text import Text
 
-from slipstream.measure.evidence import ABSENT, FAILS, HOLDS, Cell, Evidence, Interval
+from slipstream.measure.evidence import ABSENT, FAILS, HOLDS, Cell, Evidence
+from slipstream.measure.paired import Interval
 from slipstream.measure.papers.entry import Entry
 from slipstream.results import Figures, Part, Report
 

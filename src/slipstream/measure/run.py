@@ -12,7 +12,7 @@ from slipstream.drafters.proposer import Proposer
 from slipstream.files import check_counts
 from slipstream.measure.contest import BASELINES, HF, Contest, Drafters, first_prompts
 from slipstream.measure.paired import Asked, paired, together
-from slipstream.measure.questions import Asking, Question, batches, load_questions
+from slipstream.measure.questions import Question, Questions, batches, load_questions
 from slipstream.measure.report import (
     BenchReport,
     Counted,
@@ -34,7 +34,7 @@ from slipstream.targets.prompts import encode
 def bench(
     target: AnyTarget,
     drafters: Drafters = "auto",
-    questions: Sequence[Asking] = (),
+    questions: Questions = (),
     *,
     limit: int | None = None,
     max_new_tokens: int = 128,
@@ -183,9 +183,7 @@ class _Run:
 
     def report(self, stopped: str | None) -> BenchReport:
         made = _report(self.contest, self.settings, self.turns, self.groups)
-        return (
-            made if stopped is None else made.model_copy(update={"stopped": stopped, "turns": [*self.turns]})
-        )
+        return made if stopped is None else made.stopped_by(stopped, turns=[*self.turns])
 
 
 Turns = list[tuple[Question, int, Counted]]  # of one method, with the number of the group

@@ -5,10 +5,11 @@ from itertools import product
 from typing import Any
 
 from slipstream.command import public
-from slipstream.files import check_counts, first_line
+from slipstream.core.sampling import Sampling
+from slipstream.files import check_counts, first_line, several
 from slipstream.machine import hardware, versions
 from slipstream.measure.contest import Drafters
-from slipstream.measure.questions import Asking, Question, load_questions
+from slipstream.measure.questions import Question, Questions, load_questions
 from slipstream.measure.report import BenchReport
 from slipstream.measure.resume import UNFINISHED, check_same, fingerprint
 from slipstream.measure.run import bench
@@ -45,10 +46,10 @@ class Sweep(Result):
 def sweep(
     targets: Iterable[AnyTarget],
     drafters: Drafters = "auto",
-    questions: Sequence[Asking] = (),
+    questions: Questions = (),
     *,
-    temperatures: Sequence[float] = (0.0,),
-    batches: Sequence[int] = (1,),
+    temperatures: float | Sequence[float] = (0.0,),
+    batches: int | Sequence[int] = (1,),
     limit: int | None = None,
     max_new_tokens: int = 128,
     seed: int = 0,
@@ -68,7 +69,9 @@ def sweep(
     Raises:
         ValueError: as `bench` does, and for two targets of one name.
     """
+    temperatures, batches = several(temperatures), several(batches)
     check_counts(temperatures=len(temperatures), batches=len(batches))
+    _ = [Sampling(temperature=temperature, seed=seed) for temperature in temperatures]  # raises
     asked = load_questions(questions, limit)
     runs = {_place(run): run for run in begun.runs} if begun else {}
     _check_runs(runs.values(), asked, drafters, max_new_tokens=max_new_tokens, seed=seed)
@@ -89,10 +92,10 @@ def sweep(
                     f"two targets are called {target.name}: name each, HFTarget(model, tokenizer, name), and "
                     "otherwise than in a sweep that is gone on with"
                 )
-            for heat, batch in product(dict.fromkeys(temperatures), dict.fromkeys(batches)):
+            for temperature, batch in product(dict.fromkeys(temperatures), dict.fromkeys(batches)):
                 how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "progress": progress}
-                place = (*model, float(heat), batch)
-                how |= {"temperature": heat, "batch": batch, "begun": runs.get(place), "keep": store}
+                place = (*model, float(temperature), batch)
+                how |= {"temperature": temperature, "batch": batch, "begun": runs.get(place), "keep": store}
                 runs[place] = bench(target, drafters, asked, **how)
             del each, target  # their memory is the next one's
     except BaseException as error:

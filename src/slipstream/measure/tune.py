@@ -30,7 +30,7 @@ from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_counts, evenly, read_results
 from slipstream.measure.contest import first_prompts
 from slipstream.measure.cost import PARTS, Rounds
-from slipstream.measure.questions import Asking, load_questions
+from slipstream.measure.questions import Questions, load_questions
 from slipstream.measure.skip import skippable
 from slipstream.measure.trees import ROUNDS, Costs, acceptance, best_sizes, deepest, proposing
 from slipstream.measure.tuned import Held, Proposed, Raced, Skipped, Timing, Tuned, TuneReport
@@ -51,7 +51,7 @@ TREELESS = (
 def tune(
     target: AnyTarget,
     drafter: Named | Proposer = "auto",
-    questions: Sequence[Asking] = (),
+    questions: Questions = (),
     *,
     temperatures: Sequence[float] = (0.0, 1.0),
     batch: int = 1,

@@ -138,7 +138,7 @@ class TuneReport(Report):
                 names = tuned.names()
                 shown.append(Text(f"auto chooses among: {', '.join(names[tree] for tree in tuned.rungs)}"))
         texts = f"{self.batch} texts a round, " if self.batch > 1 else ""
-        note = f"{texts}in brackets: as a shorter race had it, whose faster half ran on"
+        note = f"{texts}in brackets: timed over fewer rounds, as an earlier lap dropped it"
         shown.append(Text(note, "dim"))
         return Group(*shown)
 

@@ -228,14 +228,15 @@ class Server:
         return made
 
     def _limit(self, settings: Settings, prompt: list[int], wanted: int | None) -> int:
-        """The most tokens that an answer may have. Raises ValueError if the context is too short."""
+        """The most tokens that an answer may have. Raises Refused if the context is too short."""
         limit, room = settings.limit(prompt), self.context - len(prompt)
         if room < 1 or (wanted is not None and wanted > room):
             answer = "" if wanted is None else f" and the answer may have {wanted}"
-            raise ValueError(
+            fault = (
                 f"the prompt has {len(prompt)} tokens{answer}; this server takes at most {self.context} "
                 "tokens of prompt and answer together: shorten one of them"
             )
+            raise Refused(fault, code="context_length_exceeded")
         return min(limit, room)
 
     def _check_model(self, name: str) -> None:
@@ -295,7 +296,7 @@ async def _http(request: Request, error: Any) -> Response:
         detail = "the body is not UTF-8 text"
     elif isinstance(cause, (ValueError, RecursionError)):  # a number of too many digits, or too many brackets
         detail = f"the body cannot be read as JSON: {str(cause).split(';')[0]}"
-    return Refused(detail, error.status_code).response()
+    return Refused(detail, error.status_code, **(error.headers or {})).response()
 
 
 async def _broken(request: Request, error: Exception) -> Response:

@@ -140,7 +140,7 @@ class Engine:
         self._changed = threading.Condition()
         self._spent = Seconds()  # of the last round
         self._looked: Looked | None = None
-        for texts in {1, *(n for n in LADDER if n < rows), rows}:
+        for texts in {*(n for n in LADDER if n < rows), rows}:
             policy(target, drafter, texts)  # measures what rounds cost, unless it is known
         self._session = self._new_session()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from abc import abstractmethod
+from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -171,29 +172,54 @@ class Form:
         reason = FINISH.get(finish or "")
         return made | {"logprobs": likely, "finish_reason": "tool_calls" if calls and reason else reason}
 
-    def likely(self, tokens: Sequence[Likely], offset: int) -> dict[str, Any]:
-        """Log-probabilities of tokens, whose text begins `offset` characters after the answer."""
+    def likely(self, tokens: Sequence[Likely], place: "Place") -> dict[str, Any]:
+        """Log-probabilities of tokens; `place`: where they begin in the answer, which moves behind them."""
         if self.chat:
             content = []
             for each in tokens:
                 beside = [self._entry(token, logprob) for token, logprob in each.top]
                 content.append(self._entry(each.token, each.logprob) | {"top_logprobs": beside})
             return {"content": content, "refusal": None}
-        texts, offsets = [self.text.decode([each.token], special=True) for each in tokens], []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
         tops = []
         for each in tokens:
             top = [*each.top, (each.token, each.logprob)]
-            tops.append({self.text.decode([token], special=True): logprob for token, logprob in top})
-        logprobs = [each.logprob for each in tokens]
-        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+            tops.append({self._name(token): logprob for token, logprob in top})
+        return {
+            "tokens": [self._name(each.token) for each in tokens],
+            "token_logprobs": [each.logprob for each in tokens],
+            "top_logprobs": tops,
+            "text_offset": [place.behind(self._bytes(each.token)) for each in tokens],
+        }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        """A token alone. One that is a part of a character has no text of its own, and so no bytes."""
+        """A token alone. One that is a part of a character has bytes and no text of its own."""
         text = self.text.decode([token], special=True)
-        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else [*text.encode()]}
+        return {"token": text, "logprob": logprob, "bytes": [*self._bytes(token)]}
+
+    def _bytes(self, token: int) -> bytes:
+        known = self.text.bytes_of(token)
+        return self.text.decode([token], special=True).encode() if known is None else known
+
+    def _name(self, token: int) -> str:
+        """A token's text, or as OpenAI names a part of a character, by which it is told from others."""
+        try:
+            return self._bytes(token).decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._bytes(token))
+
+
+class Place:
+    """Where an answer's next token begins, in characters. A character begins with its first token."""
+
+    def __init__(self) -> None:
+        self._characters = 0
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def behind(self, token: bytes) -> int:
+        """Where this token begins; the next one begins behind it."""
+        began = self._characters
+        self._characters += len(self._decoder.decode(token))
+        return began
 
 
 class Reply(Response):
@@ -259,7 +285,7 @@ class Whole(Reply):
             text = "".join(news.text for news in all_news)
             asked = all_news[-1].task.most_likely is not None
             likely = [each for news in all_news for each in news.likely]
-            shown = self.form.likely(likely, 0) if asked else None
+            shown = self.form.likely(likely, Place()) if asked else None
             calls = list[dict[str, Any]]()
             if self.form.calls is not None:
                 parts = self.form.calls()
@@ -283,7 +309,7 @@ class Events(Reply):
 
     def __init__(self, ticket: Ticket, form: Form, seconds: float, usage: bool) -> None:
         super().__init__(ticket, form, seconds)
-        self.usage, self._offsets, self._started = usage, dict[int, int](), False
+        self.usage, self._places, self._started = usage, dict[int, Place](), False
         self._calls: dict[int, Calls] = {}
 
     async def _answer(self, send: Send) -> None:
@@ -299,8 +325,8 @@ class Events(Reply):
         """Of the i-th text: its role first, and then what it says."""
         made, form = [], self.form
         more: dict[str, Any] = {"usage": None} if self.usage else {}
-        if i not in self._offsets:
-            self._offsets[i] = 0
+        if i not in self._places:
+            self._places[i] = Place()
             if form.chat:
                 opening = {"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
                 made.append(form.event([opening], **more))
@@ -311,9 +337,7 @@ class Events(Reply):
             more = more | {"trace": news.tree}
         if text or news.likely or news.finish or news.tree:
             asked = news.task.most_likely is not None
-            likely = form.likely(news.likely, self._offsets[i]) if asked else None
-            if likely and not form.chat:
-                self._offsets[i] += sum(map(len, likely["tokens"]))
+            likely = form.likely(news.likely, self._places[i]) if asked else None
             made.append(form.event([form.choice(i, text, likely, news.finish, False, calls)], **more))
         return made
 

@@ -21,7 +21,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "prompt_cache_key": (ANY,),
-    "reasoning_effort": (),
+    "prompt_cache_retention": (ANY,),
+    "reasoning_effort": ("none",),
     "safety_identifier": (ANY,),
     "service_tier": (ANY,),
     "store": (ANY,),
@@ -29,7 +30,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto",),
     "tools": ([],),
     "user": (ANY,),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 
@@ -316,5 +317,5 @@ class ChatCompletion(Asked):
 
 
 def _harmless(field: str, value: Any) -> bool:
-    allowed = HARMLESS.get(field)
-    return allowed is not None and (value is None or ANY in allowed or value in allowed)
+    allowed = HARMLESS.get(field, ())
+    return value is None or ANY in allowed or value in allowed

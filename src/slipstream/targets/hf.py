@@ -117,7 +117,7 @@ class HFTarget(Target):
         theirs = self.config._attn_implementation
         settable = self.twin._can_set_attn_implementation()
         known = settable or self.config.model_type in ours.OWN_SDPA
-        self._ours = known and kernels.serve(self.device, self.dtype) and not of_torchao(self.twin)
+        self._ours = known and kernels.has_kernels(self.device, self.dtype) and not of_torchao(self.twin)
         if settable and (self._ours or theirs == "sdpa"):
             self.twin.set_attn_implementation(ours.OURS)
         if self._ours:

@@ -58,7 +58,7 @@ def load_target(
     if dtype == "auto":
         dtype = "bfloat16" if place.type != "cpu" or HAS_BF16 else "float32"
     if dtype not in DTYPES:
-        raise ValueError(f"Unknown dtype: {dtype!r}. Available: {', '.join(DTYPES)}")
+        raise ValueError(f"Unknown dtype: {dtype!r}. Available: auto, {', '.join(DTYPES)}")
     if quantize not in (None, *KINDS):
         raise ValueError(f"Unknown quantisation: {quantize!r}. Available: {', '.join(KINDS)}")
     path = resolve(name)

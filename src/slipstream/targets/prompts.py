@@ -21,6 +21,14 @@ FORMS = "text, messages, token ids, a tokenizer's output, or a list of such"
 UNREADABLE = re.compile("[\ud800-\udfff]")  # stands in Python's strings for bytes that are not UTF-8
 
 
+# How vocabularies write bytes: SentencePiece's as <0xF0>; GPT-2's as letters, those that print as themselves
+# and the others, in order, as the letters from 256 on.
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = sorted({*range(256)}.difference(PRINTED))
+LETTERS = {chr(byte): byte for byte in PRINTED} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
+
+
 @final
 class HFText(Text):
     """Text through a Hugging Face tokenizer; `name`: what errors call its target."""
@@ -94,6 +102,14 @@ class HFText(Text):
     def written(self, token: int) -> str:
         return str(self.tokenizer.convert_ids_to_tokens(token))
 
+    def bytes_of(self, token: int) -> bytes | None:
+        if "\ufffd" not in (text := self.decode([token], special=True)):
+            return text.encode()
+        word = self.written(token)
+        if byte := BYTE.fullmatch(word):
+            return bytes([int(byte[1], 16)])
+        return bytes(LETTERS[each] for each in word) if LETTERS.keys() >= {*word} else None
+
 
 def read_prompts(target: Target, prompts: Prompt | Sequence[Prompt]) -> tuple[list[list[int]], bool]:
     """Token ids of each prompt, and whether a single prompt was given (not a list of one). Raises ValueError:
@@ -155,7 +171,7 @@ def is_whole(value: Any) -> bool:
 
 def check_readable(texts: Any, what: str) -> None:
     """Raise ValueError for text, anywhere in lists and mappings, that no encoding can write."""
-    if any(map(UNREADABLE.search, _texts(texts))):
+    if any(map(UNREADABLE.search, texts_in(texts))):
         raise ValueError(f"{what} is no Unicode text (bytes that are not UTF-8?): give it as UTF-8")
 
 
@@ -216,9 +232,10 @@ def _part(part: Any) -> str:
     return text
 
 
-def _texts(given: Any) -> Iterator[str]:
+def texts_in(given: Any) -> Iterator[str]:
+    """Every text in nested lists and mappings, in order."""
     if isinstance(given, str):
         yield given
     elif isinstance(given, (Mapping, list, tuple)):
         for each in given.values() if isinstance(given, Mapping) else given:
-            yield from _texts(each)
+            yield from texts_in(each)

@@ -147,7 +147,7 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
         raise ValueError(f"Unknown quantisation: {kind!r}. Available: {', '.join(KINDS)}")
     if is_quantised(model):
         raise ValueError(f"target {name} is quantised already: leave quantize={kind!r} out")
-    if not kernels.serve(model.device, model.dtype):
+    if not kernels.has_kernels(model.device, model.dtype):
         found = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
         raise ValueError(f"target {name} cannot be {kind} in {found}: that takes {NEEDS}")
     copy = twin(model)
@@ -213,7 +213,7 @@ def _four_bits(copy: PreTrainedModel, name: str, narrow: Callable[[nn.Linear], b
         from torchao.quantization import Int4WeightOnlyConfig, quantize_
     except ImportError as error:
         raise ValueError(
-            f"target {name} cannot be int4 on {copy.device} without torchao: pip install 'slipstream[gpu]'"
+            f"target {name} cannot be int4 on {copy.device} without torchao: pip install -e '.[gpu]'"
         ) from error
     four = Int4WeightOnlyConfig(GROUP, set_inductor_config=False, int4_packing_format=INT4_LAYOUT)
     quantize_(copy, four, lambda module, _: is_linear(module) and narrow(module))

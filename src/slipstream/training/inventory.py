@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
+from slipstream.command import public
 from slipstream.core.target import Target
-from slipstream.files import check_writable, replacing
+from slipstream.files import Paths, check_writable, replacing, several
 from slipstream.results import Figures, Part, Result, made
 from slipstream.training.data import check_lines, encode_row, read_rows
 from slipstream.training.repeats import excluded_words, holds, loops, near_copies
@@ -91,10 +92,11 @@ class Inventory(Result):
         return Group(*tables)
 
 
+@public
 def inventory(
     target: Target,
-    files: Sequence[str | PathLike[str]],
-    exclude: Sequence[str | PathLike[str]] = (),
+    files: Paths,
+    exclude: Paths = (),
     out: str | PathLike[str] | None = None,
     progress: Told = lambda rows, of: None,
 ) -> Inventory:
@@ -108,7 +110,7 @@ def inventory(
         ValueError: a file cannot be read or written, `out` is read, too, or named like raw text, or a row is
             none that can be trained on.
     """
-    paths = [fspath(path) for path in files]
+    paths, exclude = [fspath(path) for path in several(files)], several(exclude)
     if out is not None:
         check_lines(fspath(out))
         check_writable(fspath(out), reads=[*paths, *(fspath(path) for path in exclude)])

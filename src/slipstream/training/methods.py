@@ -14,7 +14,7 @@ from slipstream.drafters.draft_model import DraftModel, Part
 from slipstream.drafters.eagle import Eagle, EagleConfig, EagleHead
 from slipstream.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from slipstream.drafters.fasteagle import FastEagle, FastEagleConfig, FastEagleHead
-from slipstream.drafters.glide import Glide, GlideConfig, GlideHead, Glimpse, apart, turns_pairs
+from slipstream.drafters.glide import Glide, GlideConfig, GlideHead, Glimpse, apart, rotates_pairs
 from slipstream.drafters.heads import rows_of
 from slipstream.drafters.medusa import Medusa, MedusaConfig, MedusaHead
 from slipstream.drafters.store import restored, stored
@@ -168,7 +168,7 @@ class GlideObjective(Objective):
         extra: dict[str, Any] = {"target_size": sizes["hidden_size"], "target_head_dim": sizes["head_dim"]}
         extra["target_heads"] = sizes["num_attention_heads"]
         extra["target_rope"] = tuple(target.rope(int(tap.removeprefix(CACHE))) for tap in sizes["taps"])
-        extra["target_pairs"] = bool(sizes["taps"]) and turns_pairs(target)
+        extra["target_pairs"] = bool(sizes["taps"]) and rotates_pairs(target)
         if recipe.hidden_size:
             heads = max(1, recipe.hidden_size // sizes["head_dim"])
             sizes |= {"hidden_size": recipe.hidden_size, "num_attention_heads": heads}

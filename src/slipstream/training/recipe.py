@@ -97,7 +97,14 @@ class Loss(Section):
 
 
 class Optimizer(Section):
-    """AdamW with a cosine schedule down to `floor` × `lr`; `clip` bounds the gradient's norm."""
+    """AdamW, with a rate that rises linearly and falls as a cosine.
+
+    Attributes:
+        lr: the largest rate.
+        clip: bound of the gradient's norm.
+        warmup: share of the steps over which the rate rises.
+        floor: the last rate, over `lr`.
+    """
 
     lr: float = Field(default=1e-3, gt=0, le=1)
     betas: tuple[Beta, Beta] = (0.9, 0.95)

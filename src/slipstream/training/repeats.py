@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from os import PathLike
-from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -13,6 +12,7 @@ from jaxtyping import UInt64
 from numpy.lib.stride_tricks import sliding_window_view
 
 from slipstream.files import parsed, read_text
+from slipstream.targets.prompts import texts_in
 
 EXCLUDED = 13  # words in a row that a row may not share with a question set
 WHOLE = 4  # words from which on a text of fewer than `EXCLUDED` may be no message of a row
@@ -61,17 +61,9 @@ def excluded_words(paths: Iterable[str | PathLike[str]]) -> set[int]:
                     raise ValueError(f"a {type(row).__name__}")
             except ValueError as error:
                 raise ValueError(f"question file {path}: {line[:40]!r} is no JSON object: {error}") from error
-            for text in _texts(row):
+            for text in texts_in(row):
                 found.update(_marks(text))
     return found
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _texts(each)
 
 
 def holds(text: str, words: set[int]) -> bool:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from slipstream.command import public
 from slipstream.core.target import Target
+from slipstream.files import Paths, several
 from slipstream.picture import picture
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
@@ -52,9 +53,9 @@ def train(
     method: str | Recipe,
     directory: str | PathLike[str],
     *,
-    data: Sequence[str] = (),
+    data: Paths = (),
     recipe: str | None = None,
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     resume: bool = False,
     force: bool = False,
     progress: Callable[[Seen], None] = lambda _: None,
@@ -112,9 +113,9 @@ def train(
 def recipe_of(
     method: str,
     directory: str | None,
-    data: Sequence[str] = (),
+    data: Paths = (),
     recipe: str | None = None,
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     resume: bool = False,
 ) -> Recipe:
     """The recipe of a file, with what else is given; a resumed run's own by default.
@@ -129,8 +130,8 @@ def recipe_of(
     """
     if resume and recipe is None and directory is not None:
         recipe = f"{directory}/{RECIPE}"
-    given = {"data": {"files": list(data)}} if data else {}
-    return load_recipe(recipe, overrides, method=method, **given)
+    given = {"data": {"files": [fspath(file) for file in several(data)]}} if data else {}
+    return load_recipe(recipe, several(overrides), method=method, **given)
 
 
 def preview(target: Target, data: Data, count: int = 3) -> Group:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from slipstream.command import public
 from slipstream.core.sampling import Sampling
-from slipstream.files import STANDARD, check_counts, check_writable, evenly, locked, parsed
+from slipstream.files import STANDARD, check_counts, check_writable, evenly, locked, parsed, several
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import check_lines, read_rows
@@ -97,10 +97,10 @@ def regenerate(
     source: str | PathLike[str] | Sequence[Messages],
     out: str | PathLike[str],
     *,
-    systems: Sequence[str] = (),
+    systems: str | Sequence[str] = (),
     limit: int | None = None,
     writer: str | Writer | None = None,
-    temperatures: Sequence[float] = (0.0, 0.7, 1.0),
+    temperatures: float | Sequence[float] = (0.0, 0.7, 1.0),
     max_new_tokens: int = 512,
     batch: int = 32,
     seed: int | None = None,
@@ -129,12 +129,12 @@ def regenerate(
     """
     out = _checked(out, source)
     rows = conversations(source) if isinstance(source, (str, PathLike)) else source
-    asked = list(filter(None, map(_question, templated(evenly(rows, limit), systems))))
+    asked = list(filter(None, map(_question, templated(evenly(rows, limit), several(systems)))))
     if not asked:
         raise ValueError(
             f"{len(rows)} conversations hold no question: give rows in which a user asks something"
         )
-    writing = Writing(writer_of(writer, target), temperatures, max_new_tokens, batch, seed)
+    writing = Writing(writer_of(writer, target), several(temperatures), max_new_tokens, batch, seed)
     writing.writer.check(asked, max_new_tokens)
     with _appending(out, writing.recorded) as (known, append):
         written = [_question(row["messages"]) for row in known]
@@ -171,9 +171,9 @@ def synthesize(
     out: str | PathLike[str],
     *,
     prompts: int = 200,
-    kinds: Sequence[str] = ("any",),
+    kinds: str | Sequence[str] = ("any",),
     writer: str | Writer | None = None,
-    temperatures: Sequence[float] = (0.0, 0.7, 1.0),
+    temperatures: float | Sequence[float] = (0.0, 0.7, 1.0),
     prompt_temperature: float = 0.8,
     max_new_tokens: int = 512,
     batch: int = 32,
@@ -195,8 +195,8 @@ def synthesize(
     """
     check_counts(prompts=prompts)
     out, target = _checked(out), loaded(target)
-    chosen = writer_of(writer, target)
-    writing = Writing(chosen, temperatures, max_new_tokens, batch, seed, prompt_temperature, kinds)
+    chosen, kinds = writer_of(writer, target), several(kinds)
+    writing = Writing(chosen, several(temperatures), max_new_tokens, batch, seed, prompt_temperature, kinds)
     opening_of(target, [])
     with _appending(out, writing.recorded) as (rows, append):
         progress(len(rows), prompts)

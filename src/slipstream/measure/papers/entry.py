@@ -114,11 +114,11 @@ def by_set(
     temperature: float = 0.0,
 ) -> tuple[Line, ...]:
     """A row a drafter and a column a set. `paper`: its figures, by row."""
-    heat = f", T = {temperature:g}" if temperature else ""
+    drawn = f", T = {temperature:g}" if temperature else ""
     return tuple(
         Line(
             row,
-            f"{name} {kind}{heat}",
+            f"{name} {kind}{drawn}",
             Figure(drafter, (name,), kind, temperature),
             paper[row][i] if row in paper else None,
         )
@@ -129,9 +129,9 @@ def by_set(
 
 def n_alpha(row: str, chain: str, name: str, paper: Sequence[float], temperature: float = 0.0) -> list[Line]:
     """n-α of a chain of five, for n = 0 … 4."""
-    heat = f", T = {temperature:g}" if temperature else ""
+    drawn = f", T = {temperature:g}" if temperature else ""
     return [
-        Line(row, f"{n}-α{heat}", Figure(chain, (name,), f"{n}-α", temperature), paper[n]) for n in range(5)
+        Line(row, f"{n}-α{drawn}", Figure(chain, (name,), f"{n}-α", temperature), paper[n]) for n in range(5)
     ]
 
 

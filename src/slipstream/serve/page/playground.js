@@ -200,9 +200,11 @@ function python(body) {
 
 async function copy(written) {
   let body = lastBody;
-  if (!body) {
-    const messages = [{ role: "user", content: at("said").value || "What is gravity?" }];
-    body = { ...settled(), messages };
+  try {
+    body ||= { ...settled(), messages: [{ role: "user", content: at("said").value || "What is gravity?" }] };
+  } catch (fault) {
+    at("status").textContent = `JSON schema: ${fault.message}`;
+    return;
   }
   const text = written(body);
   try {
