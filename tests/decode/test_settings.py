@@ -121,6 +121,22 @@ def test_a_first_token_is_forced_behind_a_prompt_of_one():
     assert generate(target, [3], "ngram", max_new_tokens=NEW, eos_token_ids=()).tokens == want
 
 
+def test_a_special_token_can_be_a_stop_string(plain):
+    """<|im_end|> among stop strings: an answer's text leaves it out, and went on."""
+    target = configured()
+    tokenizer = deepcopy(target.text.tokenizer)
+    word = tokenizer.convert_ids_to_tokens(plain[0][3])
+    tokenizer.add_special_tokens({"additional_special_tokens": [word]})
+    for new in (0, plain[0].index(plain[0][3]) + 4):  # the second: a processor that stops with the text
+        model = deepcopy(target.model)
+        model.generation_config = GenerationConfig(stop_strings=[word], min_new_tokens=new or None)
+        special = HFTarget(model, tokenizer, "llama")
+        want = hf_answer(special, PROMPTS[0], NEW, 0.0)
+        made = generate(special, PROMPTS[0], "ngram", max_new_tokens=NEW, eos_token_ids=())
+        assert (made.tokens, made.finish) == (want, "stop")
+        assert word not in made.text
+
+
 def test_stop_strings_and_limits_of_the_target_hold(plain):
     said = configured().text.decode(plain[0])
     target = configured(stop_strings=[said[6:8]])

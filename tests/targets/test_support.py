@@ -6,8 +6,11 @@ import pytest
 import torch
 from transformers import (
     BartConfig,
+    BigBirdConfig,
     BloomConfig,
+    DogeConfig,
     FalconConfig,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPTNeoConfig,
@@ -33,6 +36,7 @@ from transformers import (
 import slipstream
 import tiny
 from slipstream.decode.generate import generate
+from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.targets import HFTarget
 from slipstream.targets.inside import twin
 from slipstream.targets.support import attention_windows, check_supported, longest_text, rope
@@ -58,6 +62,10 @@ REFUSED_CONFIGS = [
     (BloomConfig(), "bloom: ALiBi derives positions from cache slots"),
     (MptConfig(), "mpt: ALiBi derives positions from cache slots"),
     (FalconConfig(**tiny.FALCON, alibi=True), "falcon: ALiBi derives positions from cache slots"),
+    (
+        BigBirdConfig(is_decoder=True, attention_type="block_sparse"),
+        "big_bird: its attention is sparse",
+    ),
     (LlamaConfig(**tiny.GROUPED, rope_parameters=DYNAMIC), "llama: dynamic RoPE scaling changes"),
     (Gemma3TextConfig(**tiny.MIXED, rope_parameters=BY_LAYER), "gemma3_text: dynamic RoPE scaling changes"),
     (Phi3Config(**PADDED, rope_parameters=LONG), "phi3: longrope RoPE scaling changes"),
@@ -166,6 +174,26 @@ def test_a_window_that_attention_has_ends_no_text(family: str):
     before = deepcopy(model.config)
     assert longest_text(model) == 128
     assert model.config.to_dict() == before.to_dict()
+
+
+def test_attention_that_drops_tokens_by_their_places_ends_texts():
+    """Doge behind its `keep_window_size`: a tree's text was not that of plain decoding."""
+    model = tiny.build(DogeConfig(**tiny.GROUPED, keep_window_size=12))
+    assert HFTarget(model).window == 12
+
+
+def test_masks_are_refused_where_blocks_look_tokens_up_themselves():
+    """Gemma 3n with BiTA: another text, without a word. MLPs of a width each ended its loading."""
+    sizes = PADDED | {"num_hidden_layers": 4, "head_dim": 8, "intermediate_size": [48] * 4}
+    sizes |= {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}
+    sizes |= {"laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4}
+    sizes |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    target, prompt = HFTarget(tiny.build(Gemma3nTextConfig(**sizes))), tiny.prompts(9)[0]
+    how = {"max_new_tokens": 12} | tiny.ENDLESS
+    plain = generate(target, prompt, "vanilla", **how).tokens
+    assert generate(target, prompt, TreeOracle([prompt + plain], target.vocab), **how).tokens == plain
+    with pytest.raises(ValueError, match="gemma3n_text reads tokens beside their embeddings"):
+        generate(target, prompt, tiny.bita(target), **how)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ the latter that change the text are honoured by Hugging Face's own processors, i
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from slipstream.core.grammar import Grammar
 from slipstream.core.sampling import Processor, Sampling
 from slipstream.core.target import Target
+from slipstream.decode.text import silent_stops
 from slipstream.targets.prompts import check_readable, checked_ids, is_whole
 
 GRAMMARS = ("json_schema", "regex", "grammar", "choice")  # arguments of `generate`, of which one may be given
@@ -232,7 +234,11 @@ class Settings:
         if not self.stop or self.target.text is None:
             return False
         text = self.target.text.decode(said)
-        return any(stop in text for stop in self.stop)
+        return any(stop in text for stop in self.stop) or not self._silent.isdisjoint(said)
+
+    @cached_property
+    def _silent(self) -> frozenset[int]:
+        return frozenset() if self.target.text is None else silent_stops(self.target.text, self.stop)
 
     def _made(self, table: Table, row: Row) -> dict[str, Processor]:
         made = {}

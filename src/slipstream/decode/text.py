@@ -8,6 +8,12 @@ from slipstream.core.target import Text
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of one byte; a run of them is decoded as a whole
 
 
+def silent_stops(text: Text, stop: Sequence[str]) -> frozenset[int]:
+    """Special tokens whose own text is a stop string. The text of an answer leaves them out."""
+    alone = (ids[0] for each in stop if len(ids := text.ids(each)) == 1 and not text.decode(ids))
+    return frozenset(alone)
+
+
 class Detokeniser:
     """Turns tokens into pieces of text, which together are the text of all tokens, up to a stop string.
 
@@ -22,6 +28,7 @@ class Detokeniser:
 
     def __init__(self, text: Text, stop: Sequence[str] = ()) -> None:
         self.text, self.stop = text, tuple(stop)
+        self._silent = silent_stops(text, stop)
         self.stopped = False
         self.given = self.read = 0
         self._context = list[int]()  # the tokens that were given out last
@@ -40,6 +47,7 @@ class Detokeniser:
         text = self._text()
         self.read = self._start + len(text)
         ends = [at for stop in self.stop if (at := text.find(stop)) >= 0]
+        ends += [len(text)] * (token in self._silent)
         self.stopped = bool(ends)
         return self._give(text, min(ends) if ends else self._certain(text))
 

@@ -272,15 +272,14 @@ class HFTarget(Target):
             inputs = {"input_ids": tokens}
         else:
             vectors, hosts = tree.probes
-            embedded = self.embed(tokens)
+            embedded = self._whole_embed(tokens)
             behind = vectors.to(embedded).repeat(hosts.shape[1], 1).expand(len(tokens), -1, -1)
             inputs = {"inputs_embeds": torch.cat([embedded, behind], 1)}
         keep: int | Tensor = 0
         if rows is not None or tree.probes is not None:
             keep = torch.arange(tree.nodes, device=self.device) if rows is None else rows.unique()
-            if len(keep) == 0:
-                # One row by its index: sliced states are not contiguous, and each text would copy the head.
-                keep = positions.new_zeros(1)
+            # One row by its index: sliced states are not contiguous, and each text would copy the head.
+            keep = keep if len(keep) else positions.new_zeros(1)
         probes = 0 if tree.probes is None else len(tree.probes.vectors)
         depth = 0 if tree.is_chain and not probes else tree.depth + 1 + probes
         mask = self._masks(layout, positions, cache, tree.nodes, depth)
@@ -327,6 +326,11 @@ class HFTarget(Target):
                 logits = logits[:, keep]
         features = self._taps.take(taps, cache, view)
         return logits if logits.dtype == torch.float64 else logits.float(), features
+
+    @cached_property
+    def _whole_embed(self) -> Any:
+        support.check_embedding(self.plain, self.embed)
+        return self.embed
 
     @cached_property
     def _selects_rows(self) -> bool:

@@ -54,6 +54,8 @@ def check_supported(
         refuse("its forward takes no past_key_values, and what was read cannot be kept")
     if kind == "gpt_neo":
         refuse("its local attention counts cache slots, where the nodes of a tree do not stand in order")
+    if getattr(config, "attention_type", None) == "block_sparse":
+        refuse('its attention is sparse in long texts alone: load it with attention_type="original_full"')
     uneven = {"head_dim", "num_key_value_heads"} & set(getattr(config, "per_layer_attributes", None) or ())
     if uneven or kind == "mimo_v2_flash":  # its sliding layers have twice the heads of keys
         refuse("its layers keep keys and values of different sizes")
@@ -108,6 +110,24 @@ def check_causal(model: Any) -> None:
 
 
 @torch.inference_mode()
+def check_embedding(model: Any, embed: Any) -> None:
+    """Raise ValueError for a model that looks its tokens up again behind the embedding, as Gemma 3n's blocks
+    do. Rows that are no tokens, such as BiTA's masks, cannot be read beside tokens then."""
+    text = (
+        torch.arange(1, 5, device=model.device)[None] % model.config.get_text_config(decoder=True).vocab_size
+    )
+    one, other = (
+        model(**{name: given}, use_cache=False).logits.double()
+        for name, given in (("input_ids", text), ("inputs_embeds", embed(text)))
+    )
+    if (one - other).pow(2).mean().sqrt() > LEAK * one.std():
+        raise ValueError(
+            f"{model.config.model_type} reads tokens beside their embeddings, and so no masks: take another "
+            "drafter than bita"
+        )
+
+
+@torch.inference_mode()
 def longest_text(model: Any) -> int:
     """How many tokens prompt and answer may have. Moshi's configuration names a sliding window, which Hugging
     Face's cache has and its attention has not, so its texts end where the two would differ. A window that
@@ -117,9 +137,10 @@ def longest_text(model: Any) -> int:
         model: a twin, whose window is another one for a pass.
     """
     config = model.config.get_text_config(decoder=True)
-    longest: int = getattr(config, "max_position_embeddings", None) or 2**31
-    named = [window for window in attention_windows(config).values() if window]
-    if not named:
+    named = (getattr(config, name, None) for name in ("max_position_embeddings", "keep_window_size"))
+    longest = min(filter(None, named), default=2**31)  # Doge drops tokens by their places in the cache
+    windows_named = [window for window in attention_windows(config).values() if window]
+    if not windows_named:
         return longest
     text = torch.arange(1, 7, device=model.device)[None] % config.vocab_size
     whole = model(input_ids=text, use_cache=False).logits
@@ -134,7 +155,7 @@ def longest_text(model: Any) -> int:
     finally:
         for each, window in windows:
             each.sliding_window = window
-    return min(longest, *named) if torch.equal(near, whole) else longest
+    return min(longest, *windows_named) if torch.equal(near, whole) else longest
 
 
 def fingerprint_of(model: Any) -> str:
@@ -184,9 +205,10 @@ def sizes_of(config: Any) -> Sizes:
         return getattr(config, name, None) or default
 
     shared = read("multi_query", False) and not read("new_decoder_architecture", False)  # Falcon's words
+    widths = read("intermediate_size", 4 * H)
     return Sizes(
         hidden_size=H,
-        intermediate_size=int(read("intermediate_size", 4 * H)),
+        intermediate_size=int(max(widths) if isinstance(widths, list) else widths),
         num_attention_heads=heads,
         num_key_value_heads=1 if shared else read("num_key_value_heads", heads),
         head_dim=read("head_dim", H // heads),

@@ -59,6 +59,7 @@ class BitaObjective(Objective):
     @classmethod
     def new(cls, given: Given) -> Prompting:
         recipe: BitaRecipe.Head = given.recipe
+        given.check_cache()
         sizes = given.sizes
         cache = (given.target.sizes.blocks, sizes["num_key_value_heads"], sizes["head_dim"])
         config = BitaConfig(sizes["hidden_size"], *cache, depth=recipe.depth, prompts=recipe.prompts)

@@ -164,6 +164,7 @@ class GlideObjective(Objective):
     @classmethod
     def new(cls, given: Given) -> GlideHead:
         recipe: GlideRecipe.Head = given.recipe
+        given.check_cache()
         target, sizes = given.target, dict(given.sizes)
         extra: dict[str, Any] = {"target_size": sizes["hidden_size"], "target_head_dim": sizes["head_dim"]}
         extra["target_heads"] = sizes["num_attention_heads"]

@@ -79,6 +79,15 @@ class Given:
     generator: torch.Generator
     start: Start | None
 
+    def check_cache(self) -> None:
+        """Raise ValueError where keys and values are of other sizes than the configuration says."""
+        wanted = 2 * self.sizes["num_key_value_heads"] * self.sizes["head_dim"]
+        if (width := self.target.widths([f"{CACHE}0"])[0]) != wanted:
+            raise ValueError(
+                f"this method reads the target's cache, of {wanted} numbers a token; {self.target.name} has "
+                f"{width}, as with multi-head latent attention: train eagle, eagle3, fasteagle or medusa"
+            )
+
 
 class Objective(nn.Module):
     """A head in training, and its loss.
