@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import DeepseekV3Config
 
 import slipstream
 import tiny
@@ -164,6 +165,16 @@ def test_data_of_one_question_is_refused(chat, tmp_path):
     (tmp_path / "a.jsonl").write_text(f"{json.dumps(row)}\n" * 9)
     with pytest.raises(ValueError, match="ask what held-out ones ask: give others"):
         train(chat, recipe(str(tmp_path / "a.jsonl")), tmp_path / "run")
+
+
+@pytest.mark.parametrize("method", ["bita", "glide"])
+def test_heads_that_read_the_cache_refuse_a_latent_one(data, chat, tmp_path, method):
+    """DeepSeek's holds keys and values of other sizes than its configuration says: a traceback."""
+    sizes = tiny.GROUPED | {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8}
+    sizes |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 9}
+    target = HFTarget(tiny.build(DeepseekV3Config(**sizes)), chat.text.tokenizer, "latent")
+    with pytest.raises(ValueError, match="train eagle, eagle3, fasteagle or medusa"):
+        train(target, recipe(data, method), tmp_path / "run")
 
 
 def test_one_process_trains_in_several_precisions(chat, data, tmp_path):
