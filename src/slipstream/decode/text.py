@@ -10,8 +10,9 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of one byte; a run of them is de
 
 def silent_stops(text: Text, stop: Sequence[str]) -> frozenset[int]:
     """Special tokens whose own text is a stop string. The text of an answer leaves them out."""
-    alone = (ids[0] for each in stop if len(ids := text.ids(each)) == 1 and not text.decode(ids))
-    return frozenset(alone)
+    written = ((each, text.ids(each)) for each in stop)
+    alone = (ids for each, ids in written if len(ids) == 1 and text.decode(ids, special=True) == each)
+    return frozenset(ids[0] for ids in alone if not text.decode(ids))
 
 
 class Detokeniser:

@@ -193,12 +193,11 @@ class Form:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         """A token alone. One that is a part of a character has bytes and no text of its own."""
-        text = self.text.decode([token], special=True)
-        return {"token": text, "logprob": logprob, "bytes": [*self._bytes(token)]}
+        text, known = self.text.decode([token], special=True), self.text.bytes_of(token)
+        return {"token": text, "logprob": logprob, "bytes": None if known is None else [*known]}
 
     def _bytes(self, token: int) -> bytes:
-        known = self.text.bytes_of(token)
-        return self.text.decode([token], special=True).encode() if known is None else known
+        return self.text.bytes_of(token) or self.text.decode([token], special=True).encode()
 
     def _name(self, token: int) -> str:
         """A token's text, or as OpenAI names a part of a character, by which it is told from others."""
