@@ -95,6 +95,8 @@ def make_drafter(target: HFTarget, home: Path, epochs: float) -> str:
         target, home / "prompts.jsonl", prompts=16, max_new_tokens=16
     )
     again = slipstream.regenerate(target, answers.path, home / "answers.jsonl", max_new_tokens=16)
+    held: slipstream.Inventory = slipstream.inventory(target, again.path)
+    print(held)
     run: slipstream.TrainingRun = slipstream.train(
         target,
         "eagle",
@@ -140,6 +142,13 @@ def measure(target: HFTarget, drafter: str, home: Path) -> None:
     assert certificate.certified, certificate
 
 
+def compare(target: HFTarget, drafter: str, python: str) -> None:
+    """The same head in vLLM, which `python` has: it accepts as much, and says the same."""
+    asked = slipstream.generate(target, "What is gravity?", max_new_tokens=1).prompt
+    served: slipstream.ParityReport = slipstream.parity(target, drafter, [asked], python, max_new_tokens=16)
+    print(served)
+
+
 def main() -> None:
     """The command line."""
     options = argparse.ArgumentParser(description=__doc__)
@@ -147,6 +156,7 @@ def main() -> None:
     options.add_argument("directory", type=Path)
     options.add_argument("--dtype", default="auto")
     options.add_argument("--epochs", type=float, default=1.0)
+    options.add_argument("--vllm", help="interpreter of vLLM's environment (make vllm)")
     given = options.parse_args()
     given.directory.mkdir(parents=True, exist_ok=True)
     slipstream.register(Method("stutter", "drafts what came twice", make=f"{__name__}:Stutter"))
@@ -155,6 +165,8 @@ def main() -> None:
     answer(target, "What is gravity?")
     drafter = make_drafter(target, given.directory, given.epochs)
     measure(target, drafter, given.directory)
+    if given.vllm:
+        compare(target, drafter, given.vllm)
 
 
 if __name__ == "__main__":

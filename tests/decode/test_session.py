@@ -188,7 +188,7 @@ def test_a_tree_that_cannot_be_grown_is_refused():
     """A shape that a drafter was not made with came past the checks of its own."""
     target = tiny.target(FAMILY)
     for drafter, tree, message in (
-        (tiny.fasteagle(target), "chain-4", "is 4 deep and this drafter says 3 tokens"),
+        (tiny.fasteagle(target), "chain-4", "is 4 deep and this drafter drafts 3 tokens"),
         (
             tiny.eagle(target, "chain-2", "sampled"),
             "dynamic-3x4x14",

@@ -129,5 +129,5 @@ def test_sampled_children_follow_the_law_behind_their_parent(vocab):
 
 
 def test_a_tree_deeper_than_the_cascade_is_refused():
-    with pytest.raises(ValueError, match="4 deep and this drafter says 3"):
+    with pytest.raises(ValueError, match="4 deep and this drafter drafts 3"):
         tiny.fasteagle(tiny.target("llama"), "chain-4")

@@ -258,7 +258,7 @@ def test_queries_are_turned_as_the_targets_keys_are(family):
     attention, q = CrossAttention(config, 0), tiny.noise(1, 1, 1, D)
     key, _ = apart(target.features([[7] * 40], ("cache of block 0",))[0][None], D)
     scores = [
-        (attention.turned(q, torch.tensor([[at]]))[0, 0, 0] * key[0, 0, at - 5]).sum() for at in (20, 30, 39)
+        (attention.rotated(q, torch.tensor([[at]]))[0, 0, 0] * key[0, 0, at - 5]).sum() for at in (20, 30, 39)
     ]
     torch.testing.assert_close(torch.stack(scores), scores[0].expand(3))
     assert pairs == (family == "cohere")

@@ -190,8 +190,8 @@ def test_weights_that_do_not_fit_are_one_line(target, drafter, tmp_path, name, c
         (tiny.eagle, torch.tensor([3, 64]), "names other tokens than this target's 64"),
         (tiny.eagle, torch.arange(64)[None], "draft_vocab has shape"),
         (tiny.distilled, torch.arange(64)[None], "draft_vocab has shape"),
-        (tiny.eagle3, torch.arange(40), "says 64 tokens, and its draft vocabulary names 40"),
-        (tiny.medusa, torch.arange(40), "says 64 tokens, and its draft vocabulary names 40"),
+        (tiny.eagle3, torch.arange(40), "LM head has 64 tokens, and its draft vocabulary 40"),
+        (tiny.medusa, torch.arange(40), "LM head has 64 tokens, and its draft vocabulary 40"),
     ],
 )
 def test_a_draft_vocabulary_that_does_not_fit_is_one_line(target, tmp_path, make, vocab, says):

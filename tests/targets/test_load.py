@@ -156,7 +156,7 @@ def test_a_directory_without_a_model_is_explained(tmp_path):
 def test_unknown_dtype_lists_the_choices():
     """A dtype that is guessed, or refused without the choices."""
     with pytest.raises(
-        ValueError, match=r"Unknown dtype: 'float8'\. Available: float32, bfloat16, float16, float64"
+        ValueError, match=r"Unknown dtype: 'float8'\. Available: auto, float32, bfloat16, float16, float64"
     ):
         load_target("smollm2", dtype="float8")
 

@@ -306,7 +306,7 @@ def test_without_torchao_it_says_so(monkeypatch):
     """A traceback of an import."""
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(
-        ValueError, match=r"cannot be int4 on cpu without torchao: pip install 'slipstream\[gpu\]'"
+        ValueError, match=r"cannot be int4 on cpu without torchao: pip install -e '\.\[gpu\]'"
     ):
         on_gpu(twin(tiny.reference("llama")), "int4", "tiny")
 
