@@ -73,7 +73,7 @@ class Given:
     sizes: dict[str, Any]
     lm_head: nn.Module
     vocab: int
-    states: Sequence[Float[Tensor, "T H"]]
+    states: Sequence[Float[Tensor, "T _"]]
     gains: Float[Tensor, " taps1"]
     target: Target
     generator: torch.Generator
