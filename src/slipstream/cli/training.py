@@ -229,10 +229,7 @@ def export(
     drafter: Annotated[str, typer.Argument(help="eagle, eagle3, fasteagle or medusa, or a directory of one")],
     directory: Annotated[str, option("the checkpoint to write", "DIR", "--out")],
     target: TargetName = "smollm2",
-    layout: Annotated[
-        str | None,
-        option(LAYOUT, "NAME"),
-    ] = None,
+    layout: Annotated[str | None, option(LAYOUT, "NAME")] = None,
     force: Force = False,
     dtype: Dtype = "bfloat16",
 ) -> None:
