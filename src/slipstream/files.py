@@ -40,7 +40,7 @@ def check_counts(**counts: int | None) -> None:
 
 def several(given: Any) -> list[Any]:
     """A list of what is given, be it one thing or several. A text is one."""
-    return [*given] if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    return [*given] if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else [given]
 
 
 def evenly(rows: Sequence[T], limit: int | None) -> list[T]:

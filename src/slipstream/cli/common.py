@@ -74,6 +74,7 @@ DrafterNames = Annotated[list[str], option("one of those below; repeatable", "NA
 QUESTIONS = "question.jsonl, mt_bench, humaneval or hf:REPOSITORY:SPLIT; repeatable (default: our own)"
 Files = Annotated[list[str], on_questions(QUESTIONS, "FILE", "--questions")]
 Limit = Annotated[int | None, on_questions("questions of each file, evenly over it", "N", min=1)]
+MOST_TEXTS = 4096  # at once
 MaxNewTokens = Annotated[int, on_questions("tokens per answer, at most", "N", min=1, max=2**20)]
 Temperature = Annotated[float, on_sampling("0 is greedy", "T", min=0)]
 OwnTemperature = Annotated[float | None, on_sampling("0 is greedy (default: the target's own)", "T")]

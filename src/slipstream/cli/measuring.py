@@ -6,6 +6,7 @@ import typer
 
 from slipstream.cli.common import (
     DRAFTERS,
+    MOST_TEXTS,
     Compile,
     Device,
     DrafterNames,
@@ -58,7 +59,7 @@ def bench(
     limit: Limit = None,
     max_new_tokens: MaxNewTokens = 128,
     temperatures: Temperatures = [0.0],
-    batch: Annotated[list[int], on_questions(BATCHES, "N", "--batch", min=1, max=4096)] = [1],
+    batch: Annotated[list[int], on_questions(BATCHES, "N", "--batch", min=1, max=MOST_TEXTS)] = [1],
     seed: Seed = 0,
     dtype: Dtype = "auto",
     device: Device = "cpu",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.common import (
+    MOST_TEXTS,
     SAME,
     Device,
     Dtype,
@@ -103,7 +104,7 @@ SERVER = "let this OpenAI-compatible server write (vllm serve, …)"
 Server = Annotated[str | None, option(SERVER, "URL", "--server")]
 IN_TURN = "temperature of the answers; several take turns; repeatable"
 Temperatures = Annotated[list[float], on_sampling(IN_TURN, "T", "--temperature", min=0)]
-Batch = Annotated[int, on_machine("texts written at once: all in memory", "N", min=1, max=4096)]
+Batch = Annotated[int, on_machine("texts written at once: all in memory", "N", min=1, max=MOST_TEXTS)]
 KIND = (
     "kind of prompt; several take turns: any, maths, code, writing, questions; and about earlier answers: "
     "reading, summaries, translation, turns; repeatable"

@@ -16,6 +16,7 @@ from slipstream.core.grammar import Grammar
 from slipstream.core.sampling import Processor, Sampling
 from slipstream.core.target import Target
 from slipstream.decode.text import silent_stops
+from slipstream.files import several
 from slipstream.targets.prompts import check_readable, checked_ids, is_whole
 
 GRAMMARS = ("json_schema", "regex", "grammar", "choice")  # arguments of `generate`, of which one may be given
@@ -72,7 +73,7 @@ class BeforeEnd:
 
 
 def _forced_eos(value: Any, row: Row) -> Processor:
-    ids = checked_ids(_listed(value), row.vocab, "it")
+    ids = checked_ids(several(value), row.vocab, "it")
     return hf.ForcedEOSTokenLogitsProcessor(row.start + row.limit, ids, row.device)
 
 
@@ -310,16 +311,16 @@ def _grammar(target: Target, asked: Mapping[str, Any], eos: frozenset[int]) -> G
 
 def _eos(target: Target, given: Any) -> frozenset[int]:
     if given is not None:
-        return frozenset(checked_ids(_listed(given), target.vocab, "eos_token_ids"))
+        return frozenset(checked_ids(several(given), target.vocab, "eos_token_ids"))
     ids = target.generation_config.eos_token_id
     if ids is None and target.text is not None:
         ids = target.text.eos
     with _blamed(target, "eos_token_id", ids):  # an id outside the vocabulary is no error: it never comes
-        return frozenset(() if ids is None else checked_ids(_listed(ids), 2**63))
+        return frozenset(() if ids is None else checked_ids(several(ids), 2**63))
 
 
 def _stops(target: Target, stop: Any) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else () if stop is None else tuple(_listed(stop))
+    stops = () if stop is None else tuple(several(stop))
     for each in stops:
         if not isinstance(each, str):
             raise ValueError(f"stop holds {each!r}, a {type(each).__name__}: give strings")
@@ -331,7 +332,3 @@ def _stops(target: Target, stop: Any) -> tuple[str, ...]:
             f"target {target.name} has no tokenizer: end answers with eos_token_ids, not with stop strings"
         )
     return stops
-
-
-def _listed(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else [value]

@@ -1,11 +1,9 @@
 """The text of tokens as they come. A character is given out once no later token can change it."""
 
-import re
 from collections.abc import Sequence
 
 from slipstream.core.target import Text
-
-BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of one byte; a run of them is decoded as a whole
+from slipstream.targets.prompts import BYTE
 
 
 def silent_stops(text: Text, stop: Sequence[str]) -> frozenset[int]:

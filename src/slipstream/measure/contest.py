@@ -16,6 +16,7 @@ from slipstream.decode.session import Seconds
 from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
+from slipstream.files import several
 from slipstream.machine import peak_memory
 from slipstream.measure.baseline import hf_answer, hf_answers
 from slipstream.measure.questions import Question
@@ -166,7 +167,7 @@ def drafters_of(
     """Drafters by name, loaded where they are only named. Raises ValueError for an unknown one."""
     if isinstance(given, Mapping):
         return dict(given)
-    names = dict.fromkeys([given] if isinstance(given, str) else given)
+    names = dict.fromkeys(several(given))
     return {name: load_drafter(name, target, temperature, batch) for name in names}
 
 

@@ -69,10 +69,10 @@ def sweep(
     Raises:
         ValueError: as `bench` does, and for two targets of one name.
     """
-    temperatures, batches = several(temperatures), several(batches)
+    asked, temperatures, batches = load_questions(questions, limit), several(temperatures), several(batches)
     check_counts(temperatures=len(temperatures), batches=len(batches))
-    _ = [Sampling(temperature=temperature, seed=seed) for temperature in temperatures]  # raises
-    asked = load_questions(questions, limit)
+    for temperature in temperatures:
+        Sampling(temperature=temperature, seed=seed)
     runs = {_place(run): run for run in begun.runs} if begun else {}
     _check_runs(runs.values(), asked, drafters, max_new_tokens=max_new_tokens, seed=seed)
     before = dict(runs)
@@ -83,6 +83,7 @@ def sweep(
         if run.stopped == UNFINISHED:
             keep(_sweep(runs, UNFINISHED))
 
+    how: Any = {"max_new_tokens": max_new_tokens, "seed": seed, "progress": progress, "keep": store}
     try:
         for each in targets:
             target = loaded(each)
@@ -93,9 +94,8 @@ def sweep(
                     "otherwise than in a sweep that is gone on with"
                 )
             for temperature, batch in product(dict.fromkeys(temperatures), dict.fromkeys(batches)):
-                how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "progress": progress}
                 place = (*model, float(temperature), batch)
-                how |= {"temperature": temperature, "batch": batch, "begun": runs.get(place), "keep": store}
+                how |= {"temperature": temperature, "batch": batch, "begun": runs.get(place)}
                 runs[place] = bench(target, drafters, asked, **how)
             del each, target  # their memory is the next one's
     except BaseException as error:
@@ -111,7 +111,7 @@ def _check_runs(
     """Raise ValueError where a run, which may not be asked now, was asked other things than the sweep is, or
     elsewhere."""
     how |= {"hardware": hardware(), "versions": versions()}
-    names = dict.fromkeys([drafters] if isinstance(drafters, str) else drafters)
+    names = dict.fromkeys(several(drafters))
     settings = {
         "drafters": ["vanilla", *names],
         "questions": [question.name for question in asked],

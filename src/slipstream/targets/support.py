@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.core.target import Sizes
+from slipstream.files import several
 from slipstream.targets.quantised import dense
 
 ROPE_REFUSED = ("dynamic", "longrope", "su")
@@ -102,11 +103,16 @@ def check_causal(model: Any) -> None:
     texts = (torch.tensor([[1 % V, 2 % V, 3 % V, last % V]], device=model.device) for last in (4, 5))
     one, other = (model(input_ids=text, use_cache=False).logits[0, :-1].double() for text in texts)
     limit = ROUTED if any("expert" in name for name, _ in model.named_parameters()) else LEAK
-    if (one - other).pow(2).mean().sqrt() > limit * one.std():
+    if _differ(one, other, limit):
         raise ValueError(
             f"Unsupported target: {model.config.model_type}: its attention is not causal: later tokens "
             f"change what it says of earlier ones. {SUPPORTED}"
         )
+
+
+def _differ(one: Tensor, other: Tensor, limit: float) -> bool:
+    """Whether logits differ by more than a share of their spread."""
+    return bool((one - other).pow(2).mean().sqrt() > limit * one.std())
 
 
 @torch.inference_mode()
@@ -120,7 +126,7 @@ def check_embedding(model: Any, embed: Any) -> None:
         model(**{name: given}, use_cache=False).logits.double()
         for name, given in (("input_ids", text), ("inputs_embeds", embed(text)))
     )
-    if (one - other).pow(2).mean().sqrt() > LEAK * one.std():
+    if _differ(one, other, LEAK):
         raise ValueError(
             f"{model.config.model_type} reads tokens beside their embeddings, and so no masks: take another "
             "drafter than bita"
@@ -205,10 +211,9 @@ def sizes_of(config: Any) -> Sizes:
         return getattr(config, name, None) or default
 
     shared = read("multi_query", False) and not read("new_decoder_architecture", False)  # Falcon's words
-    widths = read("intermediate_size", 4 * H)
     return Sizes(
         hidden_size=H,
-        intermediate_size=int(max(widths) if isinstance(widths, list) else widths),
+        intermediate_size=int(max(several(read("intermediate_size", 4 * H)))),  # Gemma 3n names each block's
         num_attention_heads=heads,
         num_key_value_heads=1 if shared else read("num_key_value_heads", heads),
         head_dim=read("head_dim", H // heads),
