@@ -1,11 +1,32 @@
 """What a machine has, as far as it can be told without one."""
 
+import resource
+import sys
 from math import inf
 from pathlib import Path
 
 import pytest
+import torch
 
-from slipstream.machine import left_in_group
+from slipstream.machine import left_in_group, memory_kept
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_freed_memory_is_had_again_without_new_pages():
+    """A training step was given the pages of its law anew each time: a fourth of its time."""
+
+    def pages() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(4):
+            torch.ones(2**24)  # 64 MiB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    outside = pages()
+    with memory_kept():
+        for _ in range(8):
+            pages()  # the heap grows until it has room
+        assert pages() < 0.1 * outside
+    assert pages() > 0.5 * outside
 
 
 @pytest.mark.parametrize("old", [False, True])

@@ -21,7 +21,7 @@ from slipstream.training.methods import (
     FastEagleObjective,
     Unrolled,
 )
-from slipstream.training.objective import Batch, check_size, coverage, frequent
+from slipstream.training.objective import ROWS, Batch, LossOfLaw, check_size, coverage, frequent
 from slipstream.training.recipe import load_recipe
 from slipstream.training.recipes import Eagle3Recipe, EagleRecipe, FastEagleRecipe
 
@@ -177,6 +177,15 @@ def test_the_loss_is_the_papers(drafter, acceptance):
             expected -= 0.1 * (p * q.log()).sum() + acceptance * torch.minimum(p, q).sum().log()
     assert torch.allclose(loss, expected, rtol=1e-4)
     assert int(batch.counts.sum()) == 5
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5])
+def test_the_gradient_of_a_law_is_that_of_its_loss(acceptance):
+    """It is made by hand, some rows at a time, the last of them fewer."""
+    drawn = torch.Generator().manual_seed(0)
+    logits, p = (torch.randn(ROWS + 3, 6, dtype=torch.float64, generator=drawn) for _ in range(2))
+    given = (p.softmax(-1), 0.7, acceptance)
+    assert torch.autograd.gradcheck(lambda z: LossOfLaw.apply(z, *given), logits.requires_grad_())
 
 
 def test_padding_and_other_rows_change_nothing(drafter):

@@ -15,7 +15,7 @@ from slipstream.decode.predict import Prediction, decoded
 from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
 from slipstream.drafters.store import stored
 from slipstream.targets.recorded import RecordedTarget
-from slipstream.training.objective import Batch, Given, Objective
+from slipstream.training.objective import Batch, Given, LossOfLaw, Objective
 from slipstream.training.recipes import BitaRecipe
 
 DROPOUT = 0.1  # of the prompts, in training
@@ -84,11 +84,11 @@ class BitaObjective(Objective):
         row = torch.arange(B, device=tokens.device)[:, None, None].expand_as(ahead)[learnt]
         assert f is not None
         law = self._law(f[row, at].clone(), tokens[row, (at + 1).clamp(max=S - 1)], settings.hard)
-        log_q = self.lm_head(states).log_softmax(-1)
+        logits = self.lm_head(states)
         share = batch.counts.sum() / learnt.sum().clamp(min=1)  # not NaN in a batch without groups
         first = learnt.nonzero()[:, 2] == 0
-        right = (log_q.argmax(-1) == law.argmax(-1))[first].sum() / first.sum().clamp(min=1)
-        return -(law * log_q).sum() * share, right * batch.counts.sum()
+        right = (logits.argmax(-1) == law.argmax(-1))[first].sum() / first.sum().clamp(min=1)
+        return LossOfLaw.apply(logits, law, 1.0, 0.0).sum() * share, right * batch.counts.sum()
 
     def _masks(
         self, context: KVCache, hosts: Int[Tensor, "B G"], generator: torch.Generator

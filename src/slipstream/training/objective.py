@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
 from slipstream.core.drafter import CACHE, FINAL
@@ -25,6 +26,7 @@ from slipstream.training.data import Example
 from slipstream.training.recipe import Head, Recipe
 from slipstream.training.start import Start
 
+ROWS = 32  # of logits, whose laws are looked at together
 SMALL = 2**27  # weights that a head may have whatever its target
 Tokens = Int[Tensor, "B T1"]
 States = Float[Tensor, "B T F"]
@@ -54,6 +56,38 @@ class Batch:
         counts = pad_sequence([torch.tensor(e.loss[2:]) for e in examples], batch_first=True)
         read = pad_sequence([f[:-1] for f in features], batch_first=True)
         return cls(read.to(device), tokens.to(device), counts.to(device))
+
+
+class LossOfLaw(torch.autograd.Function):
+    """token · soft cross-entropy + acceptance · −log Σ min(p, q) of each row, where q = softmax(logits).
+
+    Rows are taken a few at a time, and their gradient is made at once: what lies between logits and loss
+    stays in a core's cache. Of all rows together it is several times what the logits are.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Float[Tensor, "n Vd"], p: Float[Tensor, "n Vd"], token: float, acceptance: float
+    ) -> Float[Tensor, " n"]:
+        losses, gradients = logits.new_empty(len(logits)), torch.empty_like(logits)
+        parts = (x.split(ROWS) for x in (logits, p, losses, gradients))
+        for some, teacher, loss, gradient in zip(*parts, strict=True):
+            with torch.enable_grad():
+                log_q = (z := some.detach().requires_grad_()).log_softmax(-1)
+                own = token * -(teacher * log_q).sum(-1)
+                if acceptance:
+                    accepted = torch.minimum(teacher, log_q.exp()).sum(-1)
+                    own = own - acceptance * accepted.clamp(min=1e-6).log()
+            loss.copy_(own.detach())
+            gradient.copy_(*torch.autograd.grad(own, z, torch.ones_like(own)))
+        ctx.save_for_backward(gradients)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by: Float[Tensor, " n"]) -> tuple[Tensor, None, None, None]:
+        (gradients,) = ctx.saved_tensors
+        return gradients * by[:, None], None, None, None
 
 
 @dataclass(frozen=True)
@@ -197,11 +231,7 @@ class Objective(nn.Module):
         for j, predicted in enumerate(self.steps(batch.tokens[:, :-1], read, settings, generator)):
             mine = learnt(predicted)
             logits = self.student(mine, j, learnt(batch.tokens[:, 1:-1])).float()
-            log_q = logits.log_softmax(-1)
-            loss = settings.token * -(teacher * log_q).sum(-1)
-            if settings.acceptance:
-                accepted = torch.minimum(teacher, log_q.exp()).sum(-1)
-                loss = loss - settings.acceptance * accepted.clamp(min=1e-6).log()
+            loss = LossOfLaw.apply(logits, teacher, settings.token, settings.acceptance)
             if settings.feature:
                 distance = F.smooth_l1_loss(mine, learnt(labels), reduction="none").sum(-1)
                 loss = loss + settings.feature * distance / H

@@ -25,6 +25,7 @@ from slipstream.core.target import Target
 from slipstream.decode.predict import Prediction, record
 from slipstream.drafters.store import RUN, RUN_MARK, claimed, find_drafter, save_drafter
 from slipstream.files import replacing, understood
+from slipstream.machine import memory_kept
 from slipstream.methods import METHODS
 from slipstream.targets.recorded import RecordedTarget
 from slipstream.training.checkpoint import read_checkpoint, write_checkpoint
@@ -164,7 +165,7 @@ class Trainer:
         Raises:
             ValueError: a checkpoint cannot be written, or training diverges. The last checkpoint stays.
         """
-        with self._held, sdpa_kernel(BACKENDS):
+        with self._held, sdpa_kernel(BACKENDS), memory_kept():
             self._write_recipe()
             for stage in range(self.progress.stage, len(self.stages)):
                 self._run_stage(self.stages[stage], show)
