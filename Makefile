@@ -47,7 +47,7 @@ docs: $(READY)  ## the documentation as a site in site/, which asks no network f
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/mkdocs build --strict
 
-# torch first and alone, from its CPU wheel: a range would let pip take gigabytes of CUDA
+# torch first and alone, by its version: a range would let pip take another build, with gigabytes of CUDA
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
