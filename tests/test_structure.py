@@ -15,6 +15,7 @@ SHARED = {
     "files",
     "kernels",
     "machine",
+    "pages",
     "picture",
     "command",
     "compiled",

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+MOST = 64  # items of an argument that are shown: data are larger
 _command: ContextVar[str] = ContextVar("command", default="")
 
 
@@ -32,6 +33,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **named: P.kwargs) -> R:
+        if current():
+            return function(*args, **named)
         given = signature(function).bind(*args, **named).arguments.items()
         shown = ", ".join(f"{name}={_shown(value)}" for name, value in given if not isroutine(value))
         package = function.__module__.partition(".")[0]
@@ -43,6 +46,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 
 def _shown(value: Any) -> str:
     """Plain values as Python writes them, and the class of anything else."""
+    if isinstance(value, (list, tuple, dict)) and len(value) > MOST:
+        return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_shown, value))}]"
     if isinstance(value, dict):

@@ -181,6 +181,18 @@ def test_best_first_keeps_the_most_probable_of_all_paths(seed, D, K, budget):
         assert sorted(paths_of(tree, b)) == sorted(best)
 
 
+@pytest.mark.parametrize("name", ["full-3x3", "backbone-3x3", "cape-3x9-2@0.5-2"])
+def test_nothing_hangs_below_a_candidate_that_cannot_be(name):
+    """top-k may leave fewer candidates than a tree takes: it had children of none, and could not be drawn."""
+    ids, log_q = torch.arange(9).view(1, 3, 3), torch.zeros(1, 3, 3)
+    ids[0, 1, 1:], log_q[0, 1, 1:] = PAD, -torch.inf
+    ids[0, 0, 0], log_q[0, 0, 0] = PAD, -torch.inf
+    tree = Shape.parse(name).grow(torch.tensor([1]), independent(ids, log_q))
+    tokens, parents = tree.tokens[0].tolist(), tree.parent_slots().expand_as(tree.tokens)[0].tolist()
+    assert PAD in tokens
+    assert all(tokens[parent] != PAD for token, parent in zip(tokens, parents, strict=True) if token != PAD)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 5), st.integers(1, 12))
 def test_cape_hangs_candidates_by_confidence(seed, D, K, more):

@@ -3,12 +3,14 @@
 import json
 from copy import deepcopy
 from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
 from rich.console import Console
 
 import tiny
+from slipstream.command import commanded, current, public
 from slipstream.decode.answer import Round
 from slipstream.decode.session import Seconds
 from slipstream.drafters.auto import Auto
@@ -16,7 +18,7 @@ from slipstream.files import check_writable, write_json
 from slipstream.measure import baseline
 from slipstream.measure.certify import certify
 from slipstream.measure.questions import Question
-from slipstream.measure.report import BenchReport, Expected
+from slipstream.measure.report import BenchReport, Difference, Expected
 from slipstream.measure.resume import marks
 from slipstream.measure.run import Contest, bench
 from slipstream.measure.tally import Answered, Tally, expected
@@ -102,6 +104,35 @@ def test_each_turn_begins_with_another_method(target):
     bench(target, ["ngram", "suffix"], asked, max_new_tokens=2, batch=4, progress=steps.append)
     begin = [step.split()[-1] for step in steps[1::4]]
     assert len({*begin}) == len(begin) == 4
+
+
+def test_second_turns_begin_with_every_method(target):
+    """With four methods they began with two of them only, and first turns with the two others."""
+    steps, asked = [], [Question("f", str(i), "c", ("a b", "c d")) for i in range(4)]
+    bench(target, ["ngram", "suffix"], asked, max_new_tokens=2, progress=steps.append)
+    begin = [step.split()[-1] for step in steps[1::4]]
+    assert len({*begin[::2]}) == len({*begin[1::2]}) == 4
+
+
+def test_an_infinite_margin_is_json():
+    made = Difference(question="f/1", position=2, token=-1, plain=5, margin=inf)
+    text = json.dumps(made.model_dump(), allow_nan=False)
+    assert Difference.model_validate_json(text) == made
+
+
+def test_a_call_is_stored_without_its_data():
+    """Of 50,000 rows 41 MB were kept as the command; within another command they were written for nothing."""
+    seen = []
+
+    @public
+    def called(rows, names):
+        seen.append(current())
+
+    called([{"text": "a"}] * 65, ["b"])
+    with commanded("outside"):
+        called([1], ["b"])
+    assert seen[0].endswith("called(rows=list of 65, names=['b'])")
+    assert seen[1] == "outside"
 
 
 def test_the_report_has_designs_schema(report):

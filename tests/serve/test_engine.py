@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slipstream import generate
+from slipstream.core.grammar import DeadEnd
 from slipstream.decode import session
 from slipstream.decode.answer import Answer
 from slipstream.decode.prefixes import LEAST
@@ -94,6 +95,26 @@ def test_a_text_that_fails_takes_no_other_with_it(listen, chatting, at):
     here.engine.submit([after])
     here.wait(after)
     assert here.text(after) == alone(chatting, PROMPTS[0])
+
+
+def test_a_dead_end_is_of_texts_with_a_grammar(listen, chatting, monkeypatch):
+    """All that were under way began again, each alone: one client's grammar made a queue of everybody."""
+    here, step, failed = listen(), session.Session.step, []
+
+    def ends(this):
+        if len(this.texts) == 3 and not failed:
+            failed.append(this)
+            raise DeadEnd("the grammar cannot go on")
+        return step(this)
+
+    monkeypatch.setattr(session.Session, "step", ends)
+    bad = here.task([30, 31, 32], regex="[a-z]+")
+    good = [here.task(prompt) for prompt in PROMPTS[:2]]
+    here.engine.submit([good[0], bad, good[1]])
+    here.wait(bad, *good)
+    assert here.heard[bad][-1].error == "the grammar cannot go on"
+    assert not any(task.alone for task in good)
+    assert [here.text(task) for task in good] == [alone(chatting, prompt) for prompt in PROMPTS[:2]]
 
 
 def test_a_prompt_that_is_read_again_after_a_failure_counts_as_read(listen):

@@ -7,6 +7,8 @@ from copy import deepcopy
 
 import pytest
 
+from slipstream.serve.schema import Message
+
 CHAT = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "abc"}],
@@ -117,6 +119,30 @@ def test_malformed_requests_break_nothing(client):
     assert counts[200] > 100
     after = ask.post("/v1/completions", good)
     assert after[1]["choices"] == before[1]["choices"]
+
+
+def test_an_answer_may_be_sent_back_as_the_openai_client_has_it():
+    """After `parse` and after a stream it has fields that were refused, this server's `index` among them."""
+    function = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
+    call = {"id": "1", "type": "function", "index": 0, "function": function}
+    sent = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call],
+        "parsed": None,
+        "reasoning_content": None,
+    }
+    turn = Message.model_validate(sent).turn
+    assert turn["tool_calls"] == [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}]
+    assert (
+        Message.model_validate({"role": "assistant", "content": "{}", "parsed": {"a": 1}}).turn["content"]
+        == "{}"
+    )
+
+
+def test_a_developer_is_the_system():
+    """Templates know no developer: the shipped one put its own system prompt before it."""
+    assert Message(role="developer", content="Be brief.").turn == {"role": "system", "content": "Be brief."}
 
 
 @pytest.mark.parametrize("prompt", [[True], [1.0], ["5", 7], [["5"]]])

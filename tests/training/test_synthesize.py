@@ -213,6 +213,13 @@ def server():
             self._say({"data": [{"id": "tiny"}]})
 
         def do_POST(self):
+            if starting:
+                code = starting.pop()
+                assert (self.headers["Authorization"] == "Bearer abc") == (code != 401)
+                self.send_response(code)
+                self.end_headers()
+                self.wfile.write(b"the context\n is too short")
+                return
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked.append(body)
             if self.path == "/v1/chat/completions":
@@ -268,6 +275,23 @@ def test_a_server_is_sent_seeds_only_where_they_are_asked_for(server, tmp_path, 
 def test_a_target_is_seeded_by_default(chat, tmp_path):
     regenerate(chat, ROWS[:1], tmp_path / "out.jsonl", max_new_tokens=4)
     assert lines(tmp_path / "out.jsonl")[0]["made"]["seed"] == 0
+
+
+def test_a_server_that_refuses_a_question_says_why(server, tmp_path, monkeypatch):
+    """The advice was to give another address. A full queue ended the run, too."""
+    url, _, refusals = server
+    monkeypatch.setenv("OPENAI_API_KEY", "abc")
+    writer = ServerWriter(url)
+    refusals += [429]
+    how = {"writer": writer, "temperatures": [0.5], "max_new_tokens": 8, "batch": 1}
+    assert regenerate("never loaded", ROWS[:1], tmp_path / "out.jsonl", **how).lines == 1
+    refusals += [400]
+    with pytest.raises(ValueError, match="400: Bad Request: the context is too short; it was asked 'aaa'"):
+        regenerate("never loaded", ROWS[:1], tmp_path / "other.jsonl", **how)
+    monkeypatch.delenv("OPENAI_API_KEY")
+    refusals += [401]
+    with pytest.raises(ValueError, match="put its key into OPENAI_API_KEY"):
+        writer.go_on(["u"], 0.5, 9, 0)
 
 
 def test_a_starting_server_is_waited_for(server, monkeypatch, capsys):

@@ -42,10 +42,11 @@ def static(root: Int[Tensor, " B"], paths: Sequence[Path], expand: Expand) -> Tr
                 f"the tree asks for {level.ranks} children a node and the drafter offers {ids.shape[-1]}: "
                 "narrow the tree"
             )
-        children = ids[:, level.under, level.rank]
+        path = (score[..., None] + _certain(log_q))[:, level.under, level.rank]
+        children = ids[:, level.under, level.rank].masked_fill(path == -torch.inf, PAD)
         tokens.append(children)
         slots.append(level.parent)
-        scores.append((score[..., None] + _certain(log_q))[:, level.under, level.rank])
+        scores.append(path)
         frontier = children[:, level.grown].clamp(min=0)
         score = scores[-1][:, level.grown]
         origin = level.under[level.grown].expand(len(root), -1)
@@ -186,9 +187,9 @@ def cape(
     for _ in range(depth):
         ids, log_q = expand(frontier, origin)
         count = extra[torch.bucketize(log_q[:, 0, 0].exp().to(bounds), bounds)]
-        levels.append(ids[:, 0, : len(ranks)])
-        wanted.append(ranks <= count[:, None])
         scores.append(score + _certain(log_q[:, 0, : len(ranks)]))
+        levels.append(ids[:, 0, : len(ranks)].masked_fill(scores[-1] == -torch.inf, PAD))
+        wanted.append(ranks <= count[:, None])
         score = scores[-1][:, :1]
         frontier = ids[:, 0, :1].clamp(min=0)
     first = (ranks == 0).repeat(depth)

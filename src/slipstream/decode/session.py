@@ -1,6 +1,7 @@
 """Session: texts under way. Others join and leave at any round. No drafter is named here."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from operator import add, sub
@@ -171,11 +172,13 @@ class Session:
     def _keep(
         self, read: Mapping[int, Sequence[int]], sampler: Sampler, cache: KVCache, state: State
     ) -> None:
-        """Keep what was `read` in some rows, unless it has numbers that are not finite."""
+        """Keep what was `read` in some rows, where there is room, unless it has numbers that are not
+        finite."""
         sound = sampler.sound.tolist() if self._prefixes.most else []
         for row, tokens in read.items():
             if sound and sound[row]:
-                self._prefixes.put(list(tokens), cache, state, row)
+                with suppress(MemoryError, torch.OutOfMemoryError):
+                    self._prefixes.put(list(tokens), cache, state, row)
 
     @property
     def due(self) -> bool:

@@ -3,16 +3,11 @@
 This module reads and condenses; the page's own script, `page/*.js`, draws.
 """
 
-import base64
-import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from html import escape
 from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any, TypeVar
 
 from slipstream.decode.trace import Round, drawn, read_trace
@@ -21,6 +16,7 @@ from slipstream.measure.certify import Certificate
 from slipstream.measure.paired import Asked, paired
 from slipstream.measure.report import BenchReport, DrafterResult
 from slipstream.measure.sweep import Sweep
+from slipstream.pages import assembled
 
 R = TypeVar("R", BenchReport, Certificate, Sweep)
 SCRIPTS = ("dom", "charts", "runs", "certificates", "tree", "answers", "page")  # each needs those before
@@ -43,18 +39,9 @@ def page(paths: Sequence[str]) -> str:
         else:
             runs.append({"name": name, **_run(_read(path, text, BenchReport))})
     sources = files("slipstream.measure") / "page"
-    script = "".join((sources / f"{part}.js").read_text("utf-8") for part in SCRIPTS)
-    style = (sources / "page.css").read_text("utf-8")
-    held = _finite({"runs": runs, "certificates": certificates, "traces": traces})
-    data = json.dumps(held, ensure_ascii=False, separators=(",", ":"))
-    return Template((sources / "page.html").read_text("utf-8")).substitute(
-        title=escape(", ".join(_names(paths))),
-        style=style,
-        style_hash=_hash(style),
-        script=script,
-        script_hash=_hash(script),
-        data=data.replace("<", "\\u003c"),  # so that no text can end the element that holds it
-    )
+    scripts = [sources / f"{part}.js" for part in SCRIPTS]
+    data = _finite({"runs": runs, "certificates": certificates, "traces": traces})
+    return assembled(sources / "page.html", ", ".join(_names(paths)), [sources / "page.css"], scripts, data)
 
 
 def _names(paths: Sequence[str]) -> list[str]:
@@ -89,11 +76,6 @@ def _read(path: str, text: str, kind: type[R]) -> R:
         return kind.from_json(text)
     except ValueError as error:
         raise ValueError(f"{path} is no run of bench, certificate or trace: {error}") from error
-
-
-def _hash(text: str) -> str:
-    """What a Content-Security-Policy calls a script or a style that may stand in the page."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _finite(value: Any) -> Any:

@@ -1,5 +1,9 @@
 """What `bench` returns, and its tables."""
 
+import math
+from typing import Annotated
+
+from pydantic import BeforeValidator, PlainSerializer
 from rich.console import Group
 from rich.text import Text
 
@@ -45,16 +49,23 @@ class Speed(Part):
         return f"{getattr(self.speedup, baseline):.2f}{sure}"
 
 
+Margin = Annotated[
+    float,
+    PlainSerializer(lambda margin: margin if math.isfinite(margin) else None),  # JSON has no infinity
+    BeforeValidator(lambda margin: math.inf if margin is None else margin),
+]
+
+
 class Difference(Part):
     """A token that is not plain decoding's: `decode.audit.Divergence`, with where it was found. Where one of
-    the answers has ended, its token is −1 and the margin infinite."""
+    the answers has ended, its token is −1 and the margin infinite, which is null in JSON."""
 
     question: str
     turn: int = 0  # of the question, counted from 0; `certify` asks the first one only
     position: int
     token: int
     plain: int
-    margin: float
+    margin: Margin
 
 
 class Counted(Part):

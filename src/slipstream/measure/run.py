@@ -153,7 +153,7 @@ class _Run:
                 talks[question.name].append({"role": "user", "content": question.turns[turn]})
                 told = talks[question.name] if text.has_chat else question.turns[turn]
                 prompts.append(encode(contest.target, told))
-            for place, given in enumerate(self._answers(asked, prompts, turn, progress)):
+            for place, given in enumerate(self._answers(number, asked, prompts, turn, progress)):
                 question = asked[place]
                 counted = {name: answer.counted for name, answer in given.items()}
                 self.turns.append(Turn(question=question.name, turn=turn, group=number, given=counted))
@@ -161,12 +161,16 @@ class _Run:
                 talks[question.name].append({"role": "assistant", "content": said})
 
     def _answers(
-        self, asked: list[Question], prompts: list[list[int]], turn: int, progress: Callable[[str], None]
+        self,
+        number: int,
+        asked: list[Question],
+        prompts: list[list[int]],
+        turn: int,
+        progress: Callable[[str], None],
     ) -> list[dict[str, Answered]]:
         """Each question's answers, by method."""
         contest, methods = self.contest, self.contest.methods
-        times = len({(known.group, known.turn) for known in self.turns})  # that all methods were asked
-        first = times % len(methods)
+        first = (number + turn) % len(methods)  # each is first as often, in first turns and in later ones
         given: dict[str, list[Answered]] = {}
         for name in methods[first:] + methods[:first]:
             progress(f"{asked[0].name} {name}")

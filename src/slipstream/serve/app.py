@@ -5,7 +5,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -121,7 +121,8 @@ class Server:
     def _post(self, news: list[News]) -> None:
         """Pass news from the engine's thread to the server's."""
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(_tell, news)
+        with suppress(RuntimeError):  # a second Ctrl-C has closed the loop
+            self._loop.call_soon_threadsafe(_tell, news)
 
     async def playground(self) -> Response:
         """A chat in the browser, which shows what was drafted."""

@@ -343,6 +343,8 @@ class Engine:
             log.error("a pass failed", exc_info=error)
         under_way, read = list(self._running.values()), self._joining
         suspects = joining or under_way
+        if isinstance(error, DeadEnd):
+            suspects = [task for task in suspects if task.sampling.grammar is not None]
         self._running.clear()
         self._joining = []
         self._session = self._new_session()

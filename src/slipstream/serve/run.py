@@ -24,7 +24,7 @@ def run(
     listener: socket.socket,
     say: Callable[[str], Any],
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM. What is under way then has `grace` seconds to end; a second signal ends
+    """Serve until Ctrl-C or SIGTERM. What is under way then has `grace` seconds to end; a second Ctrl-C ends
     it at once. `say` gets what a person should know."""
     server = Server(target, drafter, spec, limits, key, lambda line: print(line, flush=True))
     host, port, *_ = listener.getsockname()

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, StrictInt, field_validator, model_validator
 from typing_extensions import TypeAliasType
@@ -64,16 +64,31 @@ class TextPart(Part):
 TextParts = TypeAliasType("TextParts", Annotated[list[TextPart], FailFast()])
 
 
-class Called(Part):
+class Echoed(Part):
+    """A part of an answer that clients send back, with fields that say nothing, or nothing new."""
+
+    known: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_known(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        return {key: value for key, value in given.items() if value is not None and key not in cls.known}
+
+
+class Called(Echoed):
     """The function of a call; `arguments` is JSON."""
 
+    known = ("parsed_arguments",)
     name: str
     arguments: str
 
 
-class ToolCall(Part):
+class ToolCall(Echoed):
     """A call that the assistant made."""
 
+    known = ("index",)
     id: str
     type: Literal["function"] = "function"
     function: Called
@@ -99,9 +114,10 @@ ToolCalls = TypeAliasType("ToolCalls", Annotated[list[ToolCall], FailFast()])
 Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast()])
 
 
-class Message(Part):
+class Message(Echoed):
     """One turn."""
 
+    known = ("parsed",)
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | TextParts | None = None
     name: str | None = None
@@ -134,6 +150,8 @@ class Message(Part):
     def turn(self) -> dict[str, Any]:
         """As a chat template takes it: arguments as values, and content that may be empty."""
         made = {"content": "", **self.model_dump(exclude_none=True)}
+        if self.role == "developer":  # OpenAI's newer word, which templates do not know
+            made["role"] = "system"
         for call in made.get("tool_calls", ()):
             call["function"]["arguments"] = _value(call["function"]["arguments"])
         return made

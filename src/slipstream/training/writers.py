@@ -1,6 +1,7 @@
 """What writes training data: a target in this process, or a server that holds the same model."""
 
 import json
+import os
 import sys
 import time
 import urllib.request
@@ -33,6 +34,8 @@ Messages = list[dict[str, str]]
 STARTING = 300  # seconds for which a server that is not there yet is waited for
 AUDITED, AUDITED_TOKENS = 8, 64  # texts of a batch that an audit reads, and how much of each
 LIKELIEST = 0.9  # the least share of a greedy text's tokens that are the likeliest, whatever rounding turned
+KEY = "OPENAI_API_KEY"  # the environment's
+BUSY, UNKNOWN = 429, (401, 403)  # HTTP's codes for a full queue, and for a key that is missing or wrong
 SILENCE = 3600  # seconds that a reply may take: a busy server holds requests back
 
 
@@ -154,7 +157,8 @@ def audit(
 
 @final
 class ServerWriter(Writer):
-    """Writes through an OpenAI-compatible server of the same model, such as `vllm serve`.
+    """Writes through an OpenAI-compatible server of the same model, such as `vllm serve`. A key is taken from
+    OPENAI_API_KEY; a server whose queue is full is asked again.
 
     Args:
         url: its base, http://host:port/v1.
@@ -172,7 +176,10 @@ class ServerWriter(Writer):
     def answer(self, asked: Iterable[Asked], limit: int, batch: int) -> Iterator[Written]:
         def one(each: Asked) -> Written:
             body = {"messages": each.messages, "temperature": each.temperature, "max_tokens": limit}
-            written = self._write("chat/completions", body, each.seed)
+            try:
+                written = self._write("chat/completions", body, each.seed)
+            except ValueError as error:
+                raise ValueError(f"{error}; it was asked {each.messages[-1]['content']!r:.80}") from error
             return Written(written.text.strip(), written.finished)
 
         pool, sent = ThreadPoolExecutor(batch), deque[Future[Written]]()
@@ -219,17 +226,25 @@ class ServerWriter(Writer):
 
     def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
         data = None if body is None else json.dumps(body).encode()
-        try:
-            request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=SILENCE) as reply:
-                return read(json.load(reply))
-        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:  # no such server
-            if isinstance(error, HTTPError):
-                error.close()
-            raise ValueError(
-                f"server {self.url}/{path}: {error}: give the base of an OpenAI-compatible server, such as "
-                "http://localhost:8000/v1"
-            ) from error
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY):
+            headers["Authorization"] = f"Bearer {key}"
+        until = time.monotonic() + SILENCE
+        while True:
+            advice = "give the base of an OpenAI-compatible server, such as http://localhost:8000/v1"
+            try:
+                request = urllib.request.Request(f"{self.url}/{path}", data, headers)
+                with urllib.request.urlopen(request, timeout=SILENCE) as reply:
+                    return read(json.load(reply))
+            except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+                if isinstance(error, HTTPError):
+                    with error:
+                        said = " ".join(error.read(500).decode(errors="replace").split())
+                    if error.code == BUSY and time.monotonic() < until:
+                        time.sleep(1)
+                        continue
+                    advice = f"put its key into {KEY}" if error.code in UNKNOWN else said or advice
+                raise ValueError(f"server {self.url}/{path}: {error}: {advice}") from error
 
 
 def _written(choice: Any) -> Written:
