@@ -100,7 +100,7 @@ def train(
         out.print(done)
 
 
-SERVER = "let this OpenAI-compatible server write (vllm serve, …)"
+SERVER = "let this OpenAI-compatible server write (vllm serve, …; key: $OPENAI_API_KEY)"
 Server = Annotated[str | None, option(SERVER, "URL", "--server")]
 IN_TURN = "temperature of the answers; several take turns; repeatable"
 Temperatures = Annotated[list[float], on_sampling(IN_TURN, "T", "--temperature", min=0)]
