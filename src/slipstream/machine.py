@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""The machine: what a figure was measured on, and its memory."""
 
 import ctypes
 import os
