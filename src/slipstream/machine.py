@@ -33,18 +33,18 @@ def memory_kept() -> Iterator[None]:
     """Inside, the process keeps the memory of freed tensors for the next ones. Otherwise glibc gives large
     ones back each time, and a CPU spends a fourth of a training step on being given the same pages, zeroed.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None:
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if libc is None or not hasattr(libc, "mallopt"):
         yield
         return
-    mallopt(M_MMAP_MAX, 0)
-    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    libc.mallopt(M_MMAP_MAX, 0)
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     try:
         yield
     finally:  # as in a process that has had large tensors
-        mallopt(M_MMAP_MAX, 2**16)
-        mallopt(M_TRIM_THRESHOLD, 2**26)
-        ctypes.CDLL(None).malloc_trim(0)
+        libc.mallopt(M_MMAP_MAX, 2**16)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**26)
+        libc.malloc_trim(0)
 
 
 def available_memory() -> float:

@@ -181,7 +181,7 @@ def test_the_loss_is_the_papers(drafter, acceptance):
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5])
 def test_the_gradient_of_a_law_is_that_of_its_loss(acceptance):
-    """It is made by hand, some rows at a time, the last of them fewer."""
+    """It is made with the loss, some rows at a time, the last of them fewer."""
     drawn = torch.Generator().manual_seed(0)
     logits, p = (torch.randn(ROWS + 3, 6, dtype=torch.float64, generator=drawn) for _ in range(2))
     given = (p.softmax(-1), 0.7, acceptance)

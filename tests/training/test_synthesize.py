@@ -292,6 +292,10 @@ def test_a_server_that_refuses_a_question_says_why(server, tmp_path, monkeypatch
     refusals += [401]
     with pytest.raises(ValueError, match="put its key into OPENAI_API_KEY"):
         writer.go_on(["u"], 0.5, 9, 0)
+    refusals += [404]
+    monkeypatch.setenv("OPENAI_API_KEY", "abc")
+    with pytest.raises(ValueError, match="give the base of an OpenAI-compatible server"):
+        writer.go_on(["u"], 0.5, 9, 0)
 
 
 def test_a_starting_server_is_waited_for(server, monkeypatch, capsys):

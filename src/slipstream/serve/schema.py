@@ -68,13 +68,15 @@ class Echoed(Part):
     """A part of an answer that clients send back, with fields that say nothing, or nothing new."""
 
     known: ClassVar[tuple[str, ...]] = ()
+    empty: ClassVar[tuple[str, ...]] = ()  # fields that may stand there with nothing in them
 
     @model_validator(mode="before")
     @classmethod
     def _without_known(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        return {key: value for key, value in given.items() if value is not None and key not in cls.known}
+        told = {key: value for key, value in given.items() if value is not None and key not in cls.known}
+        return {key: value for key, value in told.items() if value or key not in cls.empty}
 
 
 class Called(Echoed):
@@ -118,19 +120,12 @@ class Message(Echoed):
     """One turn."""
 
     known = ("parsed",)
+    empty = ("refusal", "annotations", "audio", "function_call", "tool_calls")
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | TextParts | None = None
     name: str | None = None
     tool_calls: ToolCalls | None = None
     tool_call_id: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_empty(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        empty = ("refusal", "annotations", "audio", "function_call", "tool_calls")
-        return {key: value for key, value in given.items() if value or key not in empty}
 
     @field_validator("content", mode="before")
     @classmethod

@@ -61,8 +61,8 @@ class Batch:
 class LossOfLaw(torch.autograd.Function):
     """token · soft cross-entropy + acceptance · −log Σ min(p, q) of each row, where q = softmax(logits).
 
-    Rows are taken a few at a time, and their gradient is made at once: what lies between logits and loss
-    stays in a core's cache. Of all rows together it is several times what the logits are.
+    On a CPU rows are taken a few at a time, and their gradient is made at once: what lies between logits and
+    loss stays in a core's cache. Of all rows together it is several times what the logits are.
     """
 
     @staticmethod
@@ -70,7 +70,8 @@ class LossOfLaw(torch.autograd.Function):
         ctx: Any, logits: Float[Tensor, "n Vd"], p: Float[Tensor, "n Vd"], token: float, acceptance: float
     ) -> Float[Tensor, " n"]:
         losses, gradients = logits.new_empty(len(logits)), torch.empty_like(logits)
-        parts = (x.split(ROWS) for x in (logits, p, losses, gradients))
+        rows = ROWS if logits.device.type == "cpu" else len(logits)  # a GPU's time would go into launches
+        parts = (x.split(rows) for x in (logits, p, losses, gradients))
         for some, teacher, loss, gradient in zip(*parts, strict=True):
             with torch.enable_grad():
                 log_q = (z := some.detach().requires_grad_()).log_softmax(-1)

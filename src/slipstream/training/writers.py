@@ -35,7 +35,8 @@ STARTING = 300  # seconds for which a server that is not there yet is waited for
 AUDITED, AUDITED_TOKENS = 8, 64  # texts of a batch that an audit reads, and how much of each
 LIKELIEST = 0.9  # the least share of a greedy text's tokens that are the likeliest, whatever rounding turned
 KEY = "OPENAI_API_KEY"  # the environment's
-BUSY, UNKNOWN = 429, (401, 403)  # HTTP's codes for a full queue, and for a key that is missing or wrong
+# HTTP's codes for a full queue, for a key that is missing or wrong, and for an address that is not the API's.
+BUSY, UNKNOWN, ELSEWHERE = 429, (401, 403), (404, 405)
 SILENCE = 3600  # seconds that a reply may take: a busy server holds requests back
 
 
@@ -231,20 +232,27 @@ class ServerWriter(Writer):
             headers["Authorization"] = f"Bearer {key}"
         until = time.monotonic() + SILENCE
         while True:
-            advice = "give the base of an OpenAI-compatible server, such as http://localhost:8000/v1"
             try:
                 request = urllib.request.Request(f"{self.url}/{path}", data, headers)
                 with urllib.request.urlopen(request, timeout=SILENCE) as reply:
                     return read(json.load(reply))
             except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
-                if isinstance(error, HTTPError):
-                    with error:
-                        said = " ".join(error.read(500).decode(errors="replace").split())
-                    if error.code == BUSY and time.monotonic() < until:
-                        time.sleep(1)
-                        continue
-                    advice = f"put its key into {KEY}" if error.code in UNKNOWN else said or advice
-                raise ValueError(f"server {self.url}/{path}: {error}: {advice}") from error
+                said = _said(error)
+                if getattr(error, "code", None) != BUSY or time.monotonic() >= until:
+                    raise ValueError(f"server {self.url}/{path}: {error}: {said}") from error
+                time.sleep(1)
+
+
+def _said(error: Exception) -> str:
+    """What a server says of its refusal, or what to do."""
+    if isinstance(error, HTTPError):
+        with error:
+            said = " ".join(error.read(500).decode(errors="replace").split())
+        if error.code in UNKNOWN:
+            return f"put its key into {KEY}"
+        if said and error.code not in ELSEWHERE:
+            return said
+    return "give the base of an OpenAI-compatible server, such as http://localhost:8000/v1"
 
 
 def _written(choice: Any) -> Written:
