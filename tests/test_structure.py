@@ -14,6 +14,7 @@ TESTS = Path(__file__).parent
 SHARED = {
     "files",
     "kernels",
+    "learning",
     "machine",
     "pages",
     "picture",

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from slipstream.drafters.layers import ROWS, SCALED, LayerConfig, Rope, attended
+from slipstream.drafters.layers import SCALED, LayerConfig, Rope, attended
+from slipstream.learning import ROWS
 from slipstream.training.methods import Unrolled
 
 NUMBERS = {"factor": 4.0, "original_max_position_embeddings": 32}

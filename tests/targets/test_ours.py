@@ -210,6 +210,14 @@ def test_a_mask_that_is_no_list_goes_to_torch():
         torch.testing.assert_close(got.transpose(1, 2), want, rtol=1e-5, atol=1e-6)
 
 
+@needs_kernels
+def test_rows_with_gradients_attend_alike():
+    """A mask that adds nothing was taken for one that hides."""
+    q, k, v, mask, _ = inputs()
+    want = attend(Layer(), q, k, v, mask, scaling=0.4)[0]
+    torch.testing.assert_close(attend(Layer(), q.requires_grad_(), k, v, mask, scaling=0.4)[0], want)
+
+
 @pytest.mark.parametrize("alike", [True, False])
 def test_a_packed_product_is_taken_where_its_rows_are_alike(monkeypatch, alike):
     """On a processor with bf16 instructions, which fp32 plays here: oneDNN's product for a size of which it

@@ -1,6 +1,6 @@
 """The decoder layer of learned drafters, with the tensor names of public checkpoints."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from slipstream import kernels
+from slipstream import kernels, learning
 from slipstream.compiled import freed
 from slipstream.core.cache import KVCache, LayerView
 
@@ -26,7 +26,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
-ROWS = 64  # of attention in training, taken together
 SCALED = ("linear", "llama3", "yarn")  # ropes whose frequencies do not depend on the text's length
 
 
@@ -165,22 +164,13 @@ def attended(
     q: Float[Tensor, "B A T D"], key: Float[Tensor, "B G S D"], value: Float[Tensor, "B G S D"], seen: Tensor
 ) -> Float[Tensor, "B A T D"]:
     """Attention where several heads may share keys. Branches: of free sizes Dynamo makes no bool."""
-    if q.requires_grad and not q.is_cuda:
-        return torch.cat([*_by_rows(q, key, value, seen)], 2)
+    if learning.learns(q):
+        return learning.attention(q, key, value, seen, q.shape[-1] ** -0.5)
     if q.requires_grad:  # under a mask only cuDNN shares them and stores no scores
         key, value = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (key, value))
     if q.shape[1] == key.shape[1]:
         return F.scaled_dot_product_attention(q, key, value, seen)
     return F.scaled_dot_product_attention(q, key, value, seen, enable_gqa=True)
-
-
-def _by_rows(q: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Iterator[Tensor]:
-    """Attention of some rows at a time to the keys that any of them sees: a CPU's kernel skips none. In
-    training most are hidden."""
-    for some, visible in zip(q.split(ROWS, 2), seen.split(ROWS, 2), strict=True):
-        at = visible.flatten(0, 2).any(0).nonzero()[:, 0]
-        k, v, mask = (x.index_select(d, at) for x, d in ((key, 2), (value, 2), (visible, 3)))
-        yield F.scaled_dot_product_attention(some, k, v, mask, enable_gqa=True)
 
 
 def rotate(x: Float[Tensor, "B heads T D"], cos: Tensor, sin: Tensor) -> Float[Tensor, "B heads T D"]:
