@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from slipstream import machine
+from slipstream.measure.paired import student
 
 WORKER = """
 import json, sys, time, slipstream
@@ -88,7 +89,8 @@ def main() -> None:
             spent = [total + own for total, own in zip(spent, seconds, strict=True)]
             ratios.append(math.log(seconds[0] / seconds[1]))
             alike += answers[0]["tokens"] == answers[1]["tokens"]
-        wide = 1.96 * stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else math.inf
+        own = [mean(ratios[i :: len(rows)]) for i in range(len(rows))]  # a prompt once
+        wide = student(len(own) - 1) * stdev(own) / len(own) ** 0.5 if len(own) > 1 else math.inf
         result = {
             "drafter": drafter,
             "answers": len(ratios),

@@ -94,7 +94,8 @@ def compare(
         raise ValueError(f"drafter {name!r} grows no trees: name a head such as fasteagle")
     depth = min(5, drafter.deepest or 5)
     prompts = [each for some in prompts_by_file(target, questions, limit).values() for each in some]
-    groups = {str(i): prompts[i :: len(prompts) // texts] for i in range(max(1, len(prompts) // texts))}
+    count = max(1, len(prompts) // texts)
+    groups = {str(i): prompts[i::count] for i in range(count)}
     recorded, rows = records(target, groups, new, drafter.taps).values(), []
     for budget in BUDGETS:
         drafter.grow_as(f"best-first-{min(depth, budget - 1)}x{budget}")

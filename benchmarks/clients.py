@@ -173,17 +173,23 @@ def main(
     started = [sys.executable, "-m", "slipstream", *command, "--rows", str(rows), "--queue", str(2 * rows)]
     with subprocess.Popen(started, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
-        lines = iter(server.stderr.readline, "")
-        port = next(int(at[1]) for line in lines if (at := re.search(r"127\.0\.0\.1:(\d+)", line)))
-        crowd = Clients(port, server.pid, bodies, clients * requests)
+        try:
+            lines = iter(server.stderr.readline, "")
+            ports = (int(at[1]) for line in lines if (at := re.search(r"127\.0\.0\.1:(\d+)", line)))
+            if (port := next(ports, None)) is None:
+                raise ValueError(f"the server did not start: slipstream {' '.join(command)}")
+            crowd = Clients(port, server.pid, bodies, clients * requests)
 
-        async def all_of_them() -> None:
-            await asyncio.gather(*(crowd.client(i, requests) for i in range(clients)))
+            async def all_of_them() -> None:
+                await asyncio.gather(*(crowd.client(i, requests) for i in range(clients)))
 
-        began = perf_counter()
-        asyncio.run(asyncio.wait_for(all_of_them(), AT_MOST))
-        seconds = perf_counter() - began
-        left = busy(port)
+            began = perf_counter()
+            asyncio.run(asyncio.wait_for(all_of_them(), AT_MOST))
+            seconds = perf_counter() - began
+            left = busy(port)
+        except BaseException:
+            server.kill()  # leaving `with` waits for it
+            raise
         server.send_signal(signal.SIGTERM)
         server.communicate(timeout=60)
     want = [alone(loaded, body) for body in bodies]

@@ -16,9 +16,11 @@ from torch.nn import functional as F
 from slipstream.cli import common as cli
 from slipstream.command import commanded
 from slipstream.decode.predict import Prediction, record
+from slipstream.machine import hardware
 from slipstream.measure.contest import first_prompts
 from slipstream.measure.paired import SAMPLES, interval
 from slipstream.measure.questions import Asking, load_questions
+from slipstream.measure.resume import check_same
 from slipstream.targets import HFTarget, RecordedTarget
 
 Prompts = dict[str, list[list[int]]]  # by file of questions
@@ -40,15 +42,18 @@ def run(command: Callable[..., None]) -> None:
             sys.exit(2)
 
 
-def cells_in(path: str, kind: Any) -> list[Any]:
+def cells_in(path: str, kind: Any, **settings: Any) -> list[Any]:
     """The cells that a result of this kind holds; none where there is no file. Raises ValueError for another
-    file."""
+    file, and for one of another machine or of other settings."""
     if not Path(path).exists():
         return []
     try:
-        cells: list[Any] = kind.read(path).cells
+        report = kind.read(path)
+        settings |= {"hardware": hardware()}
+        check_same("result", {name: (getattr(report, name), now) for name, now in settings.items()})
     except ValueError as error:
         raise ValueError(f"{path} cannot be gone on with: {error}; name another file for --json") from error
+    cells: list[Any] = report.cells
     return cells
 
 
@@ -61,12 +66,16 @@ def prompts_by_file(target: HFTarget, questions: Sequence[Asking], limit: int | 
 
 
 def texts_behind(prompts: list[list[int]], count: int, context: int) -> list[list[int]]:
-    """`count` prompts of `context` tokens each: a question behind as much of the others as is needed."""
+    """`count` prompts of `context` tokens each: a question behind as much of the others as is needed. Raises
+    ValueError where there are too few to differ."""
+    if len(prompts) < 2:
+        raise ValueError("one question: give two at least, which stand behind each other")
     lines = []
-    for i in range(count):
+    for lap, i in (divmod(i, len(prompts)) for i in range(count)):
         others = [token for other in prompts[i + 1 :] + prompts[:i] for token in other]
+        others = others[lap % len(others) :] + others[: lap % len(others)]  # another text each time
         filler = (others * (1 + context // len(others)))[-context:]
-        lines.append([*filler, *prompts[i % len(prompts)]][-context:])
+        lines.append([*filler, *prompts[i]][-context:])
     return lines
 
 

@@ -349,7 +349,7 @@ def _costs(
         speed = plain.total / (cost.draft + verify + cost.host)
         heads[label][tree] = RoundMs(
             **{part: round(1e3 * getattr(cost, part), 2) for part in PARTS},
-            c=digits(cost.draft / plain.total / Shape.parse(tree).depth),
+            c=digits(cost.draft / plain.verify / Shape.parse(tree).depth),
             expected={
                 str(row.temperature): digits(row.tau * speed) for row in rows[label] if row.tree == tree
             },

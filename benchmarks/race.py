@@ -75,7 +75,6 @@ def report(races: list[tuple[Seconds, Race]], trees: Sequence[str], stored: dict
     """Every head's costs with each tree, its expected speed, and both over the first head's."""
     heads = list(dict.fromkeys(head for head, _ in races[0][1]))
     heads.sort(key=list(stored["heads"]).index)
-    assert heads[0] == next(iter(stored["heads"])), "stored ratios are over the stored result's first head"
     found: dict[str, Any] = {}
     for tree in trees:
         shared = [median(race[head, tree].verify for head in heads) for _, race in races]
@@ -139,6 +138,13 @@ def main(
     stored = read_json(Path(tau), "result")
     loaded = cli.load(target, dtype, "cpu", compile)
     named = {Path(name).name: load_drafter(name, loaded) for name in heads}
+    known = {arm["tree"] for head in stored["heads"].values() for arm in head["trees"]}
+    if strange := [f"head {name}" for name in named if name not in stored["heads"]]:
+        raise ValueError(f"{tau} has no {', '.join(strange)}: it has {', '.join(stored['heads'])}")
+    if next(iter(stored["heads"])) not in named:
+        raise ValueError(f"the ratios in {tau} are over {next(iter(stored['heads']))}: name it, too")
+    if strange := [tree for tree in trees if tree not in known]:
+        raise ValueError(f"{tau} has no tree {', '.join(strange)}: it has {', '.join(sorted(known))}")
     if masked := [name for name, drafter in named.items() if drafter.probes is not None]:
         raise ValueError(f"{', '.join(masked)}: the pass has rows of masks, which others lack: use heads.py")
     probe = encode(loaded, load_questions(questions, 1)[0].turns[0])

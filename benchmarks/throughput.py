@@ -191,8 +191,10 @@ def main(
     check_writable(json, plot, reads=questions)
     if "vanilla" not in drafter:
         raise ValueError("ratios are over plain decoding: name the drafter vanilla, too")
-    cells = cells_in(json, ThroughputReport)
     model = cli.load(target, dtype, "cpu")
+    cells = cells_in(json, ThroughputReport, target=model.name, dtype=model.dtype_name)
+    if other := {cell.new for cell in cells} - {max_new_tokens}:
+        raise ValueError(f"{json} has answers of {other.pop()} tokens: name another file for --json")
     asked = [prompt for some in prompts_by_file(model, questions, None).values() for prompt in some]
     home = cache_home() / "peers" / f"{model.fingerprint}-{model.dtype_name}"
     sizes = [*((texts, 0.0) for texts in batch), *((0, gib) for gib in memory_gib)]

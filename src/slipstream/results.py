@@ -2,12 +2,13 @@
 
 import io
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from os import PathLike
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
@@ -21,6 +22,11 @@ from slipstream.machine import SCHEMA, hardware, versions
 
 R = TypeVar("R", bound="Result")
 Q = TypeVar("Q", bound="Report")
+Margin = Annotated[
+    float,
+    PlainSerializer(lambda margin: margin if math.isfinite(margin) else None),  # JSON has no infinity
+    BeforeValidator(lambda margin: math.inf if margin is None else margin),
+]
 
 
 class Part(BaseModel):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.measure.questions import SETS, Question, _names, batches, load_questions
+from slipstream.measure.questions import SETS, Question, batches, file_names, load_questions
 
 CATEGORIES = {"chat", "two-turn", "math", "code", "summarization", "extraction", "translation", "editing"}
 
@@ -58,8 +58,8 @@ def test_files_of_one_name_are_told_apart(tmp_path):
     assert names[0].endswith("a/data/q.jsonl:1")
     assert names[2].endswith("b/data/q.jsonl (2):1")
     sets = ["hf:cais/mmlu:anatomy:test", "hf:cais/mmlu:astronomy:test", "hf:openai/gsm8k:test"]
-    assert _names(sets) == ["cais/mmlu:anatomy:test", "cais/mmlu:astronomy:test", "gsm8k"]
-    assert _names(["a/question.jsonl", "b/question.jsonl"]) == ["a/question.jsonl", "b/question.jsonl"]
+    assert file_names(sets) == ["cais/mmlu:anatomy:test", "cais/mmlu:astronomy:test", "gsm8k"]
+    assert file_names(["a/question.jsonl", "b/question.jsonl"]) == ["a/question.jsonl", "b/question.jsonl"]
 
 
 def test_files_take_turns():

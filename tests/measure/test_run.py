@@ -84,6 +84,8 @@ def test_expected_speedup_is_the_papers_formula():
     assert expected(tally([Round(2, 2, 3)]), plain).speedup == 3  # all accepted
     found_once = tally([Round(2, 2, 3), Round(0, 0, 1)])
     assert expected(found_once, plain).speedup == 2
+    seldom = tally([Round(4, 0, 1), Round(0, 0, 1)], Seconds(draft=0.8))
+    assert expected(seldom, plain).c == 0.1  # of a level, not of a round
     found_nothing = tally([Round(0, 0, 1)], Seconds(draft=1.0))
     assert expected(found_nothing, plain).c == 0
     assert expected(plain, plain).speedup == 1
@@ -112,6 +114,21 @@ def test_second_turns_begin_with_every_method(target):
     bench(target, ["ngram", "suffix"], asked, max_new_tokens=2, progress=steps.append)
     begin = [step.split()[-1] for step in steps[1::4]]
     assert len({*begin[::2]}) == len({*begin[1::2]}) == 4
+
+
+def test_every_file_begins_with_every_method(target):
+    """Of four files that take turns each began with one method always."""
+    steps, asked = [], [Question(f"f{i % 4}", str(i), "c", ("a b",)) for i in range(16)]
+    bench(target, ["ngram", "suffix"], asked, max_new_tokens=2, progress=steps.append)
+    begin = [step.split()[-1] for step in steps[1::4]]
+    assert all(len({*begin[file::4]}) == 4 for file in range(4))
+
+
+def test_a_turn_without_room_is_named(target):
+    """It ended a run with "the prompt has 64 tokens", whose it did not say."""
+    long = Question("f", "7", "c", ("a b", " ".join(["a"] * target.window)))
+    with pytest.raises(ValueError, match="question f:7, turn 2: the prompt has"):
+        bench(target, "ngram", [long], max_new_tokens=2)
 
 
 def test_an_infinite_margin_is_json():

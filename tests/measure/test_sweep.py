@@ -75,6 +75,9 @@ def test_each_pair_is_a_run_and_a_sweep_goes_on(target):
     assert made.stopped is None
     with pytest.raises(ValueError, match="drafters are others"):  # the file of the whole sweep stays as it is
         sweep([target], "suffix", ASKED, **HOW, begun=made, keep=lambda found: pytest.fail("kept"))
+    with pytest.raises(ValueError, match="drafters are others"):  # of plain decoding alone
+        sweep([target], [], ASKED, **HOW, begun=made)
+    assert sweep([target, other], ["vanilla", "ngram"], ASKED, **HOW, begun=made).runs == made.runs
     assert made.runs[:2] == begun.runs[:2]
     assert all(row.identical for run in made.runs for row in run.results)
     assert str(made).count("ngram") == 8

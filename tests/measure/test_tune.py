@@ -152,6 +152,19 @@ def test_damaged_trees_for_auto_are_told_in_one_line(target, home, trees):
         load_drafter(f"auto:head={home}", target)
 
 
+def test_guesses_that_are_never_right_have_no_tree(target, monkeypatch):
+    """A head of another target's fell over the race of no tree."""
+    monkeypatch.setattr("slipstream.measure.tune.acceptance", lambda *_: [[0.0] * 4] * 2)
+    with pytest.raises(ValueError, match="no guess of this drafter is the target's"):
+        tune(target, tiny.DRAFTERS["fasteagle"](target, []), ASKED, temperatures=[0.0], max_new_tokens=4)
+
+
+def test_one_temperature_above_0_is_stored(target):
+    """The last of several was kept, without a word."""
+    with pytest.raises(ValueError, match="give one temperature above 0"):
+        tune(target, "auto", ASKED, temperatures=[0.7, 1.0])
+
+
 def test_auto_without_a_head_has_nothing_to_tune(target):
     with pytest.raises(ValueError, match="auto has no head to tune"):
         tune(target, "auto", ASKED)

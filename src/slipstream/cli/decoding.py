@@ -75,6 +75,7 @@ def demo(
 
 TUNED = [method for method in named() if method.tunes]
 Prompts = Annotated[int, on_questions("prompts to measure on, in all", "N", min=1)]
+PROMPTS = 8
 TEXTS = "texts decoded at once; what is found serves the nearest number"
 CONTEXT = "length of the context at which rounds are timed, in tokens (default: the questions')"
 
@@ -92,7 +93,7 @@ def tune(
     target: TargetName = "smollm2",
     drafter: Annotated[str, option("one of those below", "NAME")] = "auto",
     questions: Files = [],
-    limit: Prompts = 8,
+    limit: Prompts = PROMPTS,
     batch: Annotated[int, on_questions(TEXTS, "N", min=1, max=MOST_TEXTS)] = 1,
     context: Annotated[int | None, on_questions(CONTEXT, "N", min=1)] = None,
     measure: Annotated[bool, flag("only measure what passes of 1 to 64 rows cost", "--measure")] = False,
@@ -116,10 +117,10 @@ def tune(
 
     check_picture(plot)
     check_writable(plot, json_path, reads=inputs(target, [drafter], questions))
-    if measure and (drafter != "auto" or questions or batch > 1 or context is not None):
+    if measure and (drafter != "auto" or questions or limit != PROMPTS or batch > 1 or context is not None):
         raise ValueError(
             "--measure times passes of 1 and of 4 texts behind 128, 512 and 1024 tokens, without a drafter: "
-            "leave --drafter, --questions, --batch and --context out"
+            "leave --drafter, --questions, --limit, --batch and --context out"
         )
     asked = evenly(load_questions(questions), limit)
     loaded = load(target, dtype, device, compile, quantize)

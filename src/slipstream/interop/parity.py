@@ -26,7 +26,7 @@ from slipstream.drafters.heads import HeadDrafter
 from slipstream.drafters.layers import attend_cache
 from slipstream.files import check_counts
 from slipstream.interop.public import export
-from slipstream.results import Figures, Part, Report, heading
+from slipstream.results import Figures, Margin, Part, Report, heading
 from slipstream.targets import HFTarget
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -61,8 +61,8 @@ class Deviation(Part):
     answer: str
     question: int
     against: str = "vLLM, plain"
-    position: int | None
-    margin: float
+    position: int | None  # None: one of the answers only ends earlier
+    margin: Margin
 
 
 class ParityReport(Report):
@@ -95,6 +95,7 @@ class ParityReport(Report):
         lines = []
         for each in self.divergences:
             leaves = f"leaves plain vLLM at {each.position}, margin {each.margin:.2g}"
+            leaves = "ends elsewhere than plain vLLM" if each.position is None else leaves
             lines.append(Text(f"{each.answer}, question {each.question + 1}: {leaves}"))
         if self.first_tensor_that_differs:
             lines.append(Text(f"first tensor that differs: {self.first_tensor_that_differs}", "bold red"))

@@ -168,7 +168,7 @@ def _speedup(patient: Patient, texts: int) -> float:
     """Of the tree in use, or of the best one where the drafter chooses."""
     costs = patient.costs(texts)
     if patient.chooses:
-        return max(each.estimate for each in every_size(patient.rates, costs))
+        return max((each.estimate for each in every_size(patient.rates, costs)), default=1.0)
     shape = patient.grower.shape
     return costs.speedup(patient.drafted.tau, shape.nodes, shape.depth)
 

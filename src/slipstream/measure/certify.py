@@ -96,7 +96,7 @@ class Certificate(Report):
     def __rich__(self) -> Group:
         """One line per drafter and temperature, and the verdict."""
         strict, near = (promise(exactness, self.margin) for exactness in (self.exactness, "audited"))
-        title = f"{self.target}, {self.dtype}; held to plain decoding {strict}"
+        title = f"{self.model}; held to plain decoding {strict}"
         theirs = any(row.drafter == HF for row in self.results)
         title += f", hf_generate {near}" if theirs and strict != near else ""
         columns = ("T", "answers", "same", "tokens", "ties", "max margin", "unexplained")

@@ -176,11 +176,15 @@ def first_prompts(target: Target, questions: Sequence[Question], max_new_tokens:
     for an answer."""
     if not questions:
         raise ValueError("no questions: give one at least")
-    prompts = []
-    for question in questions:
-        try:
-            prompts.append(encode(target, question.turns[0]))
-            Settings.of(target, max_new_tokens).limit(prompts[-1])
-        except ValueError as error:
-            raise ValueError(f"question {question.name}: {error}") from error
-    return prompts
+    return [prompt_of(target, question, 0, question.turns[0], max_new_tokens) for question in questions]
+
+
+def prompt_of(target: Target, question: Question, turn: int, told: Any, max_new_tokens: int) -> list[int]:
+    """The tokens of a question's turn, or of the talk that leads to it. Raises ValueError, by name, where no
+    room is left for an answer."""
+    try:
+        prompt = encode(target, told)
+        Settings.of(target, max_new_tokens).limit(prompt)
+    except ValueError as error:
+        raise ValueError(f"question {question.name}{f', turn {1 + turn}' * bool(turn)}: {error}") from error
+    return prompt

@@ -50,8 +50,9 @@ class Fit:
 
     @property
     def hits(self) -> float:
-        """The share of first guesses that are right, of tokens that the draft vocabulary holds."""
-        return float(self._known.mean())
+        """The share of first guesses that are right, of tokens that the draft vocabulary holds; 0 where it
+        holds none."""
+        return float(self._known.mean()) if len(self._known) else 0.0
 
     @property
     def _known(self) -> Float[Tensor, " m"]:

@@ -4,16 +4,15 @@ This module reads and condenses; the page's own script, `page/*.js`, draws.
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.decode.trace import Round, drawn, read_trace
-from slipstream.files import parsed, printable, read_text
+from slipstream.files import parsed, read_text
 from slipstream.measure.certify import Certificate
 from slipstream.measure.paired import Asked, paired
+from slipstream.measure.questions import file_names
 from slipstream.measure.report import BenchReport, DrafterResult
 from slipstream.measure.sweep import Sweep
 from slipstream.pages import assembled
@@ -26,7 +25,7 @@ def page(paths: Sequence[str]) -> str:
     """The HTML page of runs, certificates and traces, in the order given. Raises ValueError, which names the
     file, for one that cannot be read or is none of them."""
     runs, certificates, traces = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
-    for path, name in zip(paths, _names(paths), strict=True):
+    for path, name in zip(paths, file_names(paths), strict=True):
         text = read_text(path, "run or trace")
         if _is_trace(text):
             traces.append({"name": name, **_trace(read_trace(path, text))})
@@ -41,18 +40,9 @@ def page(paths: Sequence[str]) -> str:
     sources = files("slipstream.measure") / "page"
     scripts = [sources / f"{part}.js" for part in SCRIPTS]
     data = _finite({"runs": runs, "certificates": certificates, "traces": traces})
-    return assembled(sources / "page.html", ", ".join(_names(paths)), [sources / "page.css"], scripts, data)
-
-
-def _names(paths: Sequence[str]) -> list[str]:
-    """The files' names; where two are the same, their paths. A file that is given twice gets a number."""
-    count, seen = Counter(Path(path).name for path in {*paths}), Counter[str]()
-    names = []
-    for path in paths:
-        seen[path] += 1
-        name = path if count[Path(path).name] > 1 else Path(path).name
-        names.append(printable(name if seen[path] == 1 else f"{name} ({seen[path]})"))
-    return names
+    return assembled(
+        sources / "page.html", ", ".join(file_names(paths)), [sources / "page.css"], scripts, data
+    )
 
 
 def _is_trace(text: str) -> bool:

@@ -53,7 +53,7 @@ def load_questions(given: Questions = (), limit: int | None = None) -> list[Ques
     given = several(given)
     chosen = evenly([question for question in given if isinstance(question, Question)], limit)
     paths = [fspath(path) for path in given if not isinstance(path, Question)]
-    for path, name in zip(paths, _names(paths), strict=True):
+    for path, name in zip(paths, file_names(paths), strict=True):
         chosen += evenly(_distinct(_read(path, name)), limit)
     return _distinct(chosen) if given else evenly(_parsed("questions.jsonl", OWN.read_text("utf-8")), limit)
 
@@ -67,15 +67,14 @@ def _read(path: str, name: str) -> list[Question]:
     return _parsed(name, read_text(path, "question file"))
 
 
-def _names(paths: Sequence[str]) -> list[str]:
+def file_names(paths: Sequence[str]) -> list[str]:
     """The files' names; where several are the same, with as much before them as tells them apart, as in
     mt_bench/question.jsonl. A file that is given twice gets a number."""
-    names = [_named(path, 1) for path in paths]
+    names = {path: _named(path, 1) for path in paths}
     for parts in range(2, max([3, *(len(Path(path).parts) for path in paths)]) + 1):
-        times = Counter(names)
-        pairs = zip(paths, names, strict=True)
-        names = [_named(path, parts) if times[name] > 1 else name for path, name in pairs]
-    return _numbered(names)
+        times = Counter(names.values())
+        names |= {path: _named(path, parts) for path, name in names.items() if times[name] > 1}
+    return _numbered([names[path] for path in paths])
 
 
 def _named(path: str, parts: int) -> str:

@@ -1,15 +1,11 @@
 """What `bench` returns, and its tables."""
 
-import math
-from typing import Annotated
-
-from pydantic import BeforeValidator, PlainSerializer
 from rich.console import Group
 from rich.text import Text
 
 from slipstream.decode.session import Seconds
 from slipstream.measure.paired import Asked, Interval, Paired
-from slipstream.results import Figures, Part, Report
+from slipstream.results import Figures, Margin, Part, Report
 
 WIDE = 12  # letters of a name that fits over a column
 FACTORS = {"tau": "τ", "rows": "rows", "draft": "draft", "host": "host", "prompt": "prompt"}
@@ -47,13 +43,6 @@ class Speed(Part):
         interval = self.intervals.get(baseline)
         sure = " [{:.2f}, {:.2f}]".format(*interval) if interval else ""
         return f"{getattr(self.speedup, baseline):.2f}{sure}"
-
-
-Margin = Annotated[
-    float,
-    PlainSerializer(lambda margin: margin if math.isfinite(margin) else None),  # JSON has no infinity
-    BeforeValidator(lambda margin: math.inf if margin is None else margin),
-]
 
 
 class Difference(Part):
@@ -213,7 +202,7 @@ class BenchReport(Report):
 
     def __rich__(self) -> Group:
         """One line per drafter, one per category and drafter, and where the time went."""
-        title = f"{self.target}, {self.dtype}, T = {self.temperature:g}, {self.hardware['cpu']}"
+        title = f"{self.model}, T = {self.temperature:g}, {self.hardware['cpu']}"
         title += f", {self.batch} texts at once" if self.batch > 1 else ""
         title += f"; held to plain decoding {promise(self.exactness, self.margin)}"
         main = Figures(title, "drafter", "τ", "tok/s", "× plain", "× HF", "draft", "verify", "host", "same")
@@ -237,6 +226,8 @@ def _by_part(results: list[DrafterResult]) -> Figures:
     table = Figures(title, "questions", "turns", *names)
     for parts in ([row.by_category for row in drafters], [row.by_file for row in drafters]):
         for key, first in parts[0].items():
+            if parts[0] is not drafters[0].by_file and key in drafters[0].by_file:
+                continue  # questions without a category have their file's name
             cells = (f"{part[key].tau:.2f}  {part[key].over('vanilla')}×" for part in parts)
             table.add_row(key, first.questions, *cells)
         table.add_section()

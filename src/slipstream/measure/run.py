@@ -10,7 +10,7 @@ from slipstream.command import public
 from slipstream.decode.session import Seconds
 from slipstream.drafters.proposer import Proposer
 from slipstream.files import check_counts
-from slipstream.measure.contest import BASELINES, HF, Contest, Drafters, first_prompts
+from slipstream.measure.contest import BASELINES, HF, Contest, Drafters, first_prompts, prompt_of
 from slipstream.measure.paired import Asked, paired, together
 from slipstream.measure.questions import Question, Questions, batches, load_questions
 from slipstream.measure.report import (
@@ -27,7 +27,6 @@ from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, ma
 from slipstream.measure.tally import TINY, Answered, Tally, expected, ledger
 from slipstream.results import heading
 from slipstream.targets.load import AnyTarget, loaded
-from slipstream.targets.prompts import encode
 
 
 @public
@@ -152,7 +151,7 @@ class _Run:
             for question in asked:
                 talks[question.name].append({"role": "user", "content": question.turns[turn]})
                 told = talks[question.name] if text.has_chat else question.turns[turn]
-                prompts.append(encode(contest.target, told))
+                prompts.append(prompt_of(contest.target, question, turn, told, contest.max_new_tokens))
             for place, given in enumerate(self._answers(number, asked, prompts, turn, progress)):
                 question = asked[place]
                 counted = {name: answer.counted for name, answer in given.items()}
@@ -170,7 +169,9 @@ class _Run:
     ) -> list[dict[str, Answered]]:
         """Each question's answers, by method."""
         contest, methods = self.contest, self.contest.methods
-        first = (number + turn) % len(methods)  # each is first as often, in first turns and in later ones
+        # Each is first as often, in first turns and in later ones, with the questions of every file.
+        earlier = sum(group[0].file == asked[0].file for group in self.groups[:number])
+        first = (earlier + turn) % len(methods)
         given: dict[str, list[Answered]] = {}
         for name in methods[first:] + methods[:first]:
             progress(f"{asked[0].name} {name}")

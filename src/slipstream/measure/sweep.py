@@ -111,9 +111,8 @@ def _check_runs(
     """Raise ValueError where a run, which may not be asked now, was asked other things than the sweep is, or
     elsewhere."""
     how |= {"hardware": hardware(), "versions": versions()}
-    names = dict.fromkeys(several(drafters))
     settings = {
-        "drafters": ["vanilla", *names],
+        "drafters": [*dict.fromkeys(("vanilla", *several(drafters)))],
         "questions": [question.name for question in asked],
         "texts": fingerprint([question.turns for question in asked]),
     }

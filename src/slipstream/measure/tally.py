@@ -83,10 +83,11 @@ def expected(tally: Tally, plain: Tally) -> Expected:
     gammas = [r.drafted for r in tally.rounds]
     judged = sum(min(r.accepted + 1, r.drafted) for r in tally.rounds)
     alpha = sum(r.accepted for r in tally.rounds) / max(judged, 1)
-    rounds, deepest = max(len(gammas), 1), max(gammas, default=0)
+    rounds = max(len(gammas), 1)
     one_pass = plain.seconds.verify / max(len(plain.rounds), 1)
-    c = tally.seconds.draft / rounds / max(one_pass, TINY) / deepest if deepest else 0.0
-    speedup = sum(promised(alpha, gamma, 0.0) for gamma in gammas) / rounds / (1 + c * deepest)
+    drafting = tally.seconds.draft / max(one_pass, TINY)  # in plain passes
+    c = drafting / sum(gammas) if any(gammas) else 0.0
+    speedup = sum(promised(alpha, gamma, 0.0) for gamma in gammas) / rounds / (1 + drafting / rounds)
     return Expected(alpha=round(alpha, 4), c=round(c, 4), speedup=round(speedup, 4))
 
 

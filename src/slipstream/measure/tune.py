@@ -61,7 +61,7 @@ def tune(
     progress: Callable[[str], None] = lambda _: None,
     keep: Callable[[TuneReport], None] = lambda _: None,
 ) -> TuneReport:
-    """Find the tree and the proposal that pay most on this machine, at each temperature.
+    """Find the tree and the proposal that pay most on this machine, at each temperature: 0, and one above it.
 
     Those of a drafter given by name are stored at once. `load_drafter` then uses them where no other tree is
     named, and `auto` with this head chooses among the best of each size. What its rounds cost and bring is
@@ -82,15 +82,15 @@ def tune(
     """
     asked = evenly(load_questions(questions), limit)
     target = loaded(target)
+    if sum(temperature > 0 for temperature in temperatures) > 1:
+        raise ValueError("trees are stored for T = 0 and for T > 0: give one temperature above 0")
     check_counts(temperatures=len(temperatures), max_new_tokens=max_new_tokens, batch=batch, context=context)
     spec = drafter if isinstance(drafter, Drafter) else tuned_head(drafter, target)
-    itself = spec == Spec("self-speculative")
-    skipping = skippable(target, first_prompts(target, asked), progress=progress) if itself else []
+    prompts, itself = first_prompts(target, asked), spec == Spec("self-speculative")
+    skipping = skippable(target, prompts, progress=progress) if itself else []
     skip = max(skipping, key=lambda each: each.expected).skip if skipping else None
     made = _grower(spec.replace(skip=skip) if skip and isinstance(spec, Spec) else spec, target)
-    prompts = first_prompts(target, asked)
-    home = None if isinstance(spec, Drafter) else tuned_home(spec, target)
-    if home is not None:
+    if isinstance(spec, Spec) and (home := tuned_home(spec, target)) is not None:
         read_results(tuned_file(home))
     progress("cost of a pass")
     costs = Costs(target, made, prompts, max_new_tokens, batch, context)
@@ -170,6 +170,10 @@ def _tuned(
         chains = (f"chain-{gamma}" for gamma in range(2, costs.depth + 1))
         gammas = [_held(drafter, recorded, "top-k", tree, costs) for tree in chains]
         candidates.append(max(gammas, key=lambda chain: chain.estimate))
+    if not candidates:
+        raise ValueError(
+            f"at T = {temperature:g} no guess of this drafter is the target's: slipstream doctor says why"
+        )
     progress(f"T = {temperature:g}: a race of {len(candidates)}")
     plain, raced = _race(target, drafter, candidates, costs.prompts, temperature)
     exact = [each for each in raced if each.proposal != "sampled"]

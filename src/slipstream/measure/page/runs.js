@@ -5,11 +5,8 @@ const drafters = (run) => run.results.filter((row) => row.drafter !== "vanilla")
 const settings = (run) =>
   [run.target, run.dtype, run.compiled ? "compiled" : null, `T = ${run.temperature}`].filter(Boolean).join(", ");
 
-// Speed over a baseline: the mean of the question sets with its interval where the run has it.
-function over(row, baseline) {
-  const mean = row.of_files?.[baseline];
-  return mean ? { value: mean.mean, interval: mean.interval } : { value: row.speedup[baseline], interval: null };
-}
+// Speed over a baseline, of all turns together, with its interval where the run has it.
+const over = (row, baseline) => ({ value: row.speedup[baseline], interval: row.intervals?.[baseline] ?? null });
 
 const sure = ({ value, interval }) => (interval ? `${fixed(value)} ${span(interval)}` : fixed(value));
 
@@ -96,8 +93,8 @@ function resultsTable(run) {
     })),
     { head: "same text", value: (row) => (row.hf ? "" : sameness(row)), show: (row) => (row.hf ? NONE : sameness(row)) },
   ];
-  const means = run.results.some((row) => row.of_files?.vanilla) ? " × are means of the question sets, with 95 % over questions." : "";
-  return table(`Drafters beside both baselines.${means} Milliseconds are of a round.`, columns, [...run.results, hf], 1);
+  const sure = run.results.some((row) => row.intervals?.vanilla) ? ", with 95 % over questions" : "";
+  return table(`Drafters beside both baselines, over all turns${sure}. Milliseconds are of a round.`, columns, [...run.results, hf], 1);
 }
 
 function speeds(rows) {

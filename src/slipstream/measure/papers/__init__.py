@@ -9,14 +9,18 @@ ENTRIES: dict[str, Entry] = {
     entry.name: entry for paper in (eagle, fasteagle, bita, glide) for entry in paper.ENTRIES
 }
 EQUAL = "--recipe recipes/equal_data.yaml --data answers.jsonl.gz"
+LABELS = "loss.feature=0 loss.token=1.0"  # of heads that do not say the target's states
+MLP = "head.intermediate_size=768"
+GLIDE, FAST = f"{LABELS} loss.noise=0 {MLP}", f"{MLP} head.depth=3 loss.decay=1.111"
 ARMS = {  # heads that no weights ship for, and how to train them
-    "fixed": "slipstream train eagle --data ready_made_answers.jsonl --out runs/fixed",
+    "fixed": "slipstream train eagle --recipe recipes/equal_data.yaml --data ready_made_answers.jsonl "
+    f"--out runs/fixed {MLP}",
     **{
-        inputs: f"slipstream train eagle {EQUAL} --out runs/{inputs} head.inputs={inputs}"
+        inputs: f"slipstream train eagle {EQUAL} --out runs/{inputs} {MLP} head.inputs={inputs}"
         for inputs in eagle.OTHERS
     },
-    "parallel": f"slipstream train fasteagle {EQUAL} --out runs/parallel head.depth=3 head.cascade=false",
-    "nofeature": f"slipstream train fasteagle {EQUAL} --out runs/nofeature head.depth=3 loss.feature=0",
+    "parallel": f"slipstream train fasteagle {EQUAL} --out runs/parallel {FAST} head.cascade=false",
+    "nofeature": f"slipstream train fasteagle {EQUAL} --out runs/nofeature {FAST} loss.feature=0",
     "masks_only": "slipstream train bita --data answers.jsonl.gz --out runs/masks_only head.prompts=0",
     "shallow": "slipstream train bita --data answers.jsonl.gz --out runs/shallow head.deep=false",
     "deep": "slipstream train bita --data answers.jsonl.gz --out runs/deep",
@@ -25,17 +29,17 @@ ARMS = {  # heads that no weights ship for, and how to train them
         f"head.prompts={count}"
         for count in bita.PROMPTS
     },
-    "distilled": f"slipstream train draft-model {EQUAL} --out runs/distilled",
-    "blind": f"slipstream train glide {EQUAL} --out runs/blind head.glimpses=false",
+    "distilled": f"slipstream train draft-model {EQUAL} --out runs/distilled {LABELS} optimizer.lr=5e-4",
+    "blind": f"slipstream train glide {EQUAL} --out runs/blind {GLIDE} head.glimpses=false",
     **{
-        name: f'slipstream train glide {EQUAL} --out runs/{name} "head.taps=[cache of block {block}]"'
+        name: f'slipstream train glide {EQUAL} --out runs/{name} {GLIDE} "head.taps=[cache of block {block}]"'
         for name, block in {"glide_low": 3, "glide_middle": 16}.items()
     },
-    "glide_hard": f"slipstream train glide {EQUAL} --out runs/glide_hard loss.hard=true",
-    "glide_two": f"slipstream train glide {EQUAL} --out runs/glide_two head.depth=2",
+    "glide_hard": f"slipstream train glide {EQUAL} --out runs/glide_hard {GLIDE} loss.hard=true",
+    "glide_two": f"slipstream train glide {EQUAL} --out runs/glide_two {GLIDE} head.depth=2",
     **{
         f"glide_{width}": f"slipstream train glide {EQUAL} --out runs/glide_{width} "
-        f"head.intermediate_size={width}"
+        f"{LABELS} loss.noise=0 head.intermediate_size={width}"
         for width in glide.WIDTHS
     },
 }

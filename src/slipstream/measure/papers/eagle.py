@@ -1,6 +1,17 @@
 """EAGLE (Li et al. 2024): Figures 1, 2, 4, 7, 8 and Tables 1–8."""
 
-from slipstream.measure.papers.entry import HF, VANILLA, Entry, Figure, Line, by_set, n_alpha, near, over
+from slipstream.measure.papers.entry import (
+    HF,
+    VANILLA,
+    Entry,
+    Figure,
+    Line,
+    alike,
+    by_set,
+    n_alpha,
+    near,
+    over,
+)
 
 TREE, CHAIN = "eagle:tree=fig9", "eagle:tree=chain-5"
 MT = ("mt_bench",)
@@ -75,7 +86,7 @@ ENTRIES = (
             ),
             over("features are faster than tokens", _speed(_arm("features")), _speed(_arm("tokens"))),
         ),
-        "Train all heads on the same answers, with --head eagle=runs/eagle, too.",
+        alike("eagle"),
     ),
     Entry(
         "eagle-figure-7",
@@ -120,8 +131,7 @@ ENTRIES = (
                 Figure(_arm("features", CHAIN), MT, "1-α"),
             ),
         ),
-        "The paper's figure has bars without numbers; those here are Table 2's. "
-        "Train all heads on the same answers, with --head eagle=runs/eagle, too.",
+        f"The paper's figure has bars without numbers; those here are Table 2's. {alike('eagle')}",
     ),
     Entry(
         "eagle-table-1",
@@ -206,6 +216,7 @@ ENTRIES = (
             Line("the target's answers", "τ", _tau("mt_bench"), 3.75),
         ),
         (over("the target's own answers give a larger τ", _tau("mt_bench"), Figure("fixed:tree=fig9", MT)),),
+        alike("eagle"),
     ),
     Entry(
         "eagle-table-7",

@@ -106,6 +106,11 @@ class Entry:
         return list(dict.fromkeys([*(line.figure for line in self.lines), *compared]))
 
 
+def alike(head: str) -> str:
+    """A note for what compares heads that were trained in several ways."""
+    return f"Train {head} as the others (recipes/equal_data.yaml), and name it: --head {head}=runs/{head}."
+
+
 def by_set(
     rows: Mapping[str, str],
     sets: Sequence[str],

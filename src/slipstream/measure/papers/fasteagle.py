@@ -1,6 +1,6 @@
 """FastEagle (2025): Tables 1–3 and Figure 3."""
 
-from slipstream.measure.papers.entry import VANILLA, Entry, Figure, Line, by_set, near, over
+from slipstream.measure.papers.entry import VANILLA, Entry, Figure, Line, alike, by_set, near, over
 
 SETS = ("mt_bench", "humaneval", "gsm8k", "alpaca", "cnn_dm")
 TREE = "best-first-3x16"
@@ -99,7 +99,7 @@ ENTRIES = (
             over(f"{row} commits fewer tokens", Figure(FAST, ABLATED), Figure(drafter, ABLATED))
             for row, drafter in ({"without the tree": CHAIN} | OTHERS).items()
         ),
-        "The last two compare where all heads saw the same data (recipes/equal_data.yaml).",
+        f"Of the last two: {alike('fasteagle')}",
     ),
     Entry(
         "fasteagle-table-3",
