@@ -1,6 +1,7 @@
 """Prompts that begin as another text did: they say the same as alone, and only what is new is read."""
 
 import pytest
+import torch
 
 import tiny
 from slipstream.core.sampling import Sampling
@@ -76,6 +77,18 @@ def test_what_is_kept_is_bounded_and_what_was_used_last_stays():
     assert made(here, [FIRST + OTHER])[1] == [0]
     assert made(here, [FIRST + OTHER])[1] == [len(FIRST + OTHER) - 1]
     assert made(session("ngram", 0), [FIRST])[1] == [0]
+
+
+@pytest.mark.parametrize("name", tiny.DRAFTERS)
+def test_guesses_are_of_no_text_that_is_not_shared(name):
+    """Lookahead took over the n-grams of all of a kept text, and a trace showed another client's words."""
+    here, beginning = session(name, KEEP), FIRST[:15]
+    secret = {*range(30, 60)}.difference(beginning, OTHER)
+    made(here, [[*beginning, *secret]], 1)
+    assert here.admit([beginning + OTHER], [HOW])[0].shared == 14
+    for _, field, value in here.state.held():
+        if isinstance(value, torch.Tensor) and value.dim() > 1:
+            assert not secret & {*value.flatten().tolist()} - {*here.state.root.tolist()}, field
 
 
 def test_texts_under_way_share_what_they_begin_with():

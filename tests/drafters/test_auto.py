@@ -101,6 +101,20 @@ def test_texts_that_join_and_leave_before_the_head_reads_are_drafted_the_same(he
     assert torch.equal(late.parent_slots(), soon.parent_slots())
 
 
+def test_what_is_kept_of_a_text_takes_no_head_that_nobody_asked_for():
+    """A server keeps prefixes: its head read each prompt, although no tree of it was grown."""
+    target, prompt = tiny.target("llama"), [i % 50 for i in range(20)]
+    auto = Auto(tiny.fasteagle(target))
+    session = Session(target, auto, rows=2, shapes=auto.rungs, keep=100)
+    session.admit([prompt], [Sampling()])
+    (other,) = session.admit([[*prompt, 7, 7]], [Sampling()])
+    assert other.shared == len(prompt) - 1
+    assert not session.state.reads
+    session.step(shape=auto.rungs[-1])  # now it is
+    session.retire([0])
+    assert session.admit([[*prompt, 8, 8]], [Sampling()])[0].shared == len(prompt) - 1
+
+
 @pytest.mark.parametrize("behind", [8192, 2**25])
 def test_texts_that_are_never_drafted_are_not_read(behind, monkeypatch):
     """71 texts were read in the midst of their answers, at the price of six rounds, although no tree

@@ -307,6 +307,16 @@ def test_what_clients_look_for_in_an_error(client):
     made = client()
     status, told = made.post("/v1/completions", {"model": "tiny", "prompt": "abc", "max_tokens": 9999})
     assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
+    long = {"model": "tiny", "prompt": [5] * (2 * made.server.target.window)}  # had no code
+    status, told = made.post("/v1/completions", long)
+    assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
+    two = {"model": "tiny", "max_tokens": 3, "max_completion_tokens": 5}  # one was dropped
+    status, told = made.post("/v1/chat/completions", two | {"messages": [{"role": "user", "content": "a"}]})
+    assert status == 400
+    assert "give one of them" in told["error"]["message"]
+    made.server.engine.close()  # a traceback each
+    status, told = made.post("/v1/completions", {"model": "tiny", "prompt": "abc"})
+    assert (status, told["error"]["type"]) == (503, "server_error")
     status, headers, _ = made.loop.run_until_complete(made.send("/v1/models", b"", method="PUT"))
     assert (status, dict(headers)[b"allow"]) == (405, b"GET")
 

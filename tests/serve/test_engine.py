@@ -13,7 +13,7 @@ from slipstream.decode.prefixes import LEAST
 from slipstream.decode.reading import TOGETHER
 from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
-from slipstream.serve.engine import Busy, Engine, Task, likely
+from slipstream.serve.engine import Busy, Ended, Engine, Task, likely
 
 NEW = 12
 PROMPTS = [[1, 2, 3, 1, 2, 3], [7, 8, 9, 10], [20, 21], [5, 5, 5, 5, 5]]
@@ -114,6 +114,18 @@ def test_a_dead_end_is_of_texts_with_a_grammar(listen, chatting, monkeypatch):
     here.wait(bad, *good)
     assert here.heard[bad][-1].error == "the grammar cannot go on"
     assert not any(task.alone for task in good)
+    assert [here.text(task) for task in good] == [alone(chatting, prompt) for prompt in PROMPTS[:2]]
+
+
+def test_a_dead_end_takes_nothing_from_other_texts(listen, chatting):
+    """Their prompts and answers were read again, and all kept prefixes were lost."""
+    here = listen()
+    bad, before = here.task([30, 31, 32], regex="([a-zA-M0-9 ]|[N-Z][!#])+"), here.engine._session
+    good = [here.task(prompt) for prompt in PROMPTS[:2]]
+    here.engine.submit([good[0], bad, good[1]])
+    here.wait(bad, *good)
+    assert "the grammar cannot go on" in here.heard[bad][-1].error
+    assert here.engine._session is before
     assert [here.text(task) for task in good] == [alone(chatting, prompt) for prompt in PROMPTS[:2]]
 
 
@@ -225,7 +237,7 @@ def test_an_engine_that_ends_says_so_to_all(chatting, monkeypatch):
     assert "the engine has ended: division by zero" in here.heard[tasks[1]][-1].error
     here.engine._thread.join()
     assert not here.engine.alive
-    with pytest.raises(RuntimeError, match="the engine has ended"):
+    with pytest.raises(Ended, match="the engine has ended"):
         here.engine.submit([here.task([3])])
 
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -20,8 +20,14 @@ FINAL, INPUT, CACHE = "final", "input of block ", "cache of block "  # taps; a b
 
 @dataclass
 class State:
-    """What a drafter knows of its B rows: tensors [B, …], caches of B rows, and states of inner drafters."""
+    """What a drafter knows of its B rows: tensors [B, …], caches of B rows, and states of inner drafters.
 
+    Attributes:
+        by_token: names of tensors that hold a slot for each token of a text, which the tokens before it and
+            itself decide. A text that begins alike takes them over, as it does caches; all else begins anew.
+    """
+
+    by_token: ClassVar[tuple[str, ...]] = ()
     root: Int[Tensor, " B"]  # chosen by the target, not yet read by it
 
     def held(self) -> Iterator[tuple["State", str, Any]]:
@@ -39,6 +45,10 @@ class State:
 
     def settle(self) -> None:
         """Read what was put off, so that every row holds what it has been told."""
+
+    def before_copies(self) -> None:
+        """Make ready for a row to be copied, for texts that begin alike."""
+        self.settle()
 
     def place_behind(self, other: "State") -> None:
         """Let the caches, which are still empty, be windows behind another state's."""

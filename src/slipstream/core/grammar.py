@@ -114,6 +114,12 @@ def leads_on(walk: Walk, token: int) -> Walk | None:
     return step
 
 
+def check_onward(walk: Walk | None, token: int) -> None:
+    """Raise `DeadEnd` where nothing may follow a token that was said."""
+    step = walk and walk.behind(token)
+    _ = step and (step.allowed, step.forced)
+
+
 def must_follow(walks: Sequence[Walk | None], roots: Sequence[int]) -> list[list[int]]:
     """The tokens that must follow each root."""
     steps = [None if walk is None else walk.behind(root) for walk, root in zip(walks, roots, strict=True)]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from slipstream.core.target import Target
+from slipstream.decode.session import Committed
 from slipstream.decode.text import Detokeniser
 
 Finish = Literal["eos", "stop", "length"]
@@ -54,6 +55,16 @@ class Answer:
         self._reader = None if text is None else Detokeniser(text, self.stop)
         self._ends: list[int] = []  # characters up to the end of each token
         self._released = 0
+
+    def take(self, made: Committed, prompt: Sequence[int], known: int = 0) -> list[int]:
+        """Take what a pass brought, but for its first tokens that are `known`; returns those taken. Raises
+        ValueError where scores that decided were not finite."""
+        if not made.sound:
+            raise ValueError(self.target.unsound([*prompt, *self.tokens]))
+        taken = self.extend(made.tokens[known:])
+        if made.drafted is not None and taken:
+            self.rounds.append(Round(made.drafted, len(made.tokens) - 1, len(taken)))
+        return taken
 
     def extend(self, tokens: Sequence[int]) -> list[int]:
         """Take tokens until the text ends; returns those taken."""

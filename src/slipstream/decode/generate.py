@@ -321,12 +321,7 @@ class Job:
             news = session.read() if reads else session.step()
             began = perf_counter()
             for each in news:
-                answer = answers[each.text]
-                if not each.sound:
-                    raise ValueError(self.target.unsound([*prompts[each.text], *answer.tokens]))
-                kept = len(answer.extend(each.tokens))
-                if each.drafted is not None:
-                    answer.rounds.append(Round(each.drafted, len(each.tokens) - 1, kept))
+                answers[each.text].take(each, prompts[each.text])
             session.seconds.host += perf_counter() - began
             spent += session.seconds - before
             if news and tracer is not None:

@@ -24,7 +24,7 @@ class Prefix:
 
     Attributes:
         tokens: those that the target has read.
-        parts: of the target's cache and then of the drafter's caches and tensors: how many tokens it holds
+        parts: of the target's cache and then of what the drafter holds by token: how many tokens it holds
             more than the target's, and copies of its row.
     """
 
@@ -58,7 +58,7 @@ class Prefixes:
         """Keep what was read of the text in a row: its `tokens`."""
         if not LEAST <= len(tokens) <= self.most:
             return
-        state.settle()
+        state.before_copies()
         parts = [(_more(each, tokens, row), _row(each, row)) for _, _, each in _held(cache, state)]
         self._kept = [each for each in self._kept if each.tokens != tokens[: len(each.tokens)]]
         self._kept.append(Prefix(tokens, parts))
@@ -78,7 +78,7 @@ class Prefixes:
             if isinstance(value, KVCache):
                 value.fill(row, stored, max(0, shared + more))
             else:
-                setattr(owner, name, _filled(value, row, stored[0]))
+                setattr(owner, name, _filled(value, row, stored[0][:shared]))
         return shared
 
 
@@ -88,11 +88,11 @@ def _more(held: KVCache | Tensor, tokens: Sequence[int], row: int) -> int:
 
 
 def _held(cache: KVCache, state: State) -> Iterator[tuple[Any, str, KVCache | Tensor]]:
-    """The target's cache, and of a drafter's state the caches and the tensors that hold more than a number of
-    each row, with their owners and names. Numbers follow from what is read next."""
+    """The target's cache, and of a drafter's state what it holds by token, with owners and names. What else
+    it holds may be of tokens that another text does not share: nobody guesses from those."""
     yield None, "", cache
     for owner, name, value in state.held():
-        if isinstance(value, KVCache) or (isinstance(value, Tensor) and value.dim() > 1):
+        if isinstance(value, KVCache) or name in owner.by_token:
             yield owner, name, value
 
 

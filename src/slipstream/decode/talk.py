@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.core.drafter import Drafter
 from slipstream.core.target import Messages, Target
-from slipstream.decode.answer import Answer, Round
+from slipstream.decode.answer import Answer
 from slipstream.decode.costs import keep, policy
 from slipstream.decode.generate import LAWS, Generation
 from slipstream.decode.session import Session
@@ -77,11 +77,8 @@ class Talk:
         tracer.take(session, session.seconds - began, [text])
         try:
             while True:
-                if not news[0].sound:
-                    raise ValueError(self.target.unsound([*prompt, *answer.tokens]))
-                kept = len(answer.extend(news[0].tokens))
+                answer.take(news[0], prompt)
                 if news[0].drafted is not None:
-                    answer.rounds.append(Round(news[0].drafted, len(news[0].tokens) - 1, kept))
                     tracer.take(session, session.seconds - before, [])
                 pieces, shown = answer.pieces[shown:], len(answer.pieces)
                 spent = session.seconds - began

@@ -54,6 +54,10 @@ class AutoState(HybridState):
     def settle(self) -> None:
         self.drafter.catch_up(self)
 
+    def before_copies(self) -> None:
+        if self.reads:  # otherwise nobody has asked for the head yet
+            self.settle()
+
     def select(self, order: list[int]) -> None:
         rows = torch.tensor(order, dtype=torch.long, device=self.root.device)
         self.missed = [span.select(rows) for span in self.missed] if order else []

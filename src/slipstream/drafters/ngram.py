@@ -19,6 +19,7 @@ from slipstream.core.tree import PAD, Tree, chain
 
 @dataclass
 class TextState(State):
+    by_token = ("text",)
     text: Int[Tensor, "B S"]  # the last slot is written in the place of padding
     length: Int[Tensor, " B"]  # tokens of text; the root comes behind them
 

@@ -24,7 +24,7 @@ from slipstream.core.target import Target
 from slipstream.decode.answer import Answer
 from slipstream.decode.settings import Settings
 from slipstream.serve.bias import Bias
-from slipstream.serve.engine import Busy, Engine, News, Task
+from slipstream.serve.engine import Busy, Ended, Engine, News, Task
 from slipstream.serve.guard import Guard
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.page import page
@@ -58,8 +58,12 @@ class Limits:
     seconds: float = 600.0
 
     def tokens(self, target: Target) -> int:
-        """Of prompt and answer, at most."""
-        return min(target.window, self.context or 4096)
+        """Of prompt and answer, at most. Raises ValueError for more than the target's window."""
+        if (self.context or 0) > target.window:
+            raise ValueError(
+                f"{self.context} tokens of context; {target.name} has a window of {target.window}"
+            )
+        return self.context or min(target.window, 4096)
 
 
 class Server:
@@ -192,6 +196,8 @@ class Server:
             ticket.submit(tasks)
         except ValueError as error:
             raise Refused(str(error)) from error
+        except Ended as error:
+            raise Refused(str(error), 503, "server_error") from error
         except Busy as error:
             wait = str(max(1, ceil(self.metrics.typical_seconds)))
             raise Refused(str(error), 429, "rate_limit_error", Retry_After=wait) from error
@@ -230,7 +236,7 @@ class Server:
 
     def _limit(self, settings: Settings, prompt: list[int], wanted: int | None) -> int:
         """The most tokens that an answer may have. Raises Refused if the context is too short."""
-        limit, room = settings.limit(prompt), self.context - len(prompt)
+        room = self.context - len(prompt)
         if room < 1 or (wanted is not None and wanted > room):
             answer = "" if wanted is None else f" and the answer may have {wanted}"
             fault = (
@@ -238,7 +244,7 @@ class Server:
                 "tokens of prompt and answer together: shorten one of them"
             )
             raise Refused(fault, code="context_length_exceeded")
-        return min(limit, room)
+        return min(settings.limit(prompt), room)
 
     def _check_model(self, name: str) -> None:
         if name != self.target.name:

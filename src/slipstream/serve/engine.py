@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from slipstream.core.drafter import Drafter
-from slipstream.core.grammar import DeadEnd
+from slipstream.core.grammar import DeadEnd, check_onward
 from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
 from slipstream.decode.answer import Answer, Finish, Round
@@ -30,6 +30,10 @@ log = logging.getLogger(__name__)
 
 class Busy(Exception):
     """The queue is full."""
+
+
+class Ended(Exception):
+    """No text is made any more."""
 
 
 @dataclass(frozen=True)
@@ -171,11 +175,11 @@ class Engine:
         keep(self.target, self.drafter)
 
     def submit(self, tasks: Sequence[Task]) -> None:
-        """Queue texts. Raises Busy, and queues none, if they do not all fit; RuntimeError if it has ended."""
+        """Queue texts. Raises Busy, and queues none, if they do not all fit; Ended after the end."""
         with self._changed:
             free = self.rows - self.running + self.queue - self.waiting
             if self._closing:
-                raise RuntimeError("the engine has ended")
+                raise Ended("the engine has ended")
             if len(tasks) > free:
                 raise Busy(f"{len(self._waiting)} texts wait for {self.rows} rows")
             for task in tasks:
@@ -287,26 +291,30 @@ class Engine:
         return [self._taken(each, i) for i, each in enumerate(made)]
 
     def _taken(self, made: Committed, row: int) -> News:
-        """`_take`, whose failure is that of the text alone."""
+        """`_take`, whose failure is that of the text alone. So is a dead end of its grammar, which the
+        next pass would meet."""
         try:
-            return self._take(made, row)
+            news = self._take(made, row)
+            if not news.last:
+                walk = self._session.sampler.walks[self._session.texts.index(made.text)]
+                check_onward(walk, made.tokens[-1])
+            return news
+        except DeadEnd as error:
+            return _failure(self._running[made.text], error)
         except Exception as error:
             log.error("a text failed", exc_info=error)
             return _failure(self._running[made.text], error)
 
     def _take(self, made: Committed, row: int) -> News:
         """Let a text's answer take what a pass brought; `row`: its row in that pass."""
-        task, tokens = self._running[made.text], made.tokens
-        answer, start = task.answer, min(task.again, len(tokens))
+        task = self._running[made.text]
+        answer, start = task.answer, min(task.again, len(made.tokens))
         if not made.sound:
             return News(task, error=self.target.unsound([*task.prompt, *answer.tokens]))
         task.again -= start
         task.shared += made.shared
-        taken = answer.extend(tokens[start:])
-        round = None
-        if made.drafted is not None and taken:
-            round = Round(made.drafted, len(tokens) - 1, len(taken))
-            answer.rounds.append(round)
+        taken = answer.take(made, task.prompt, start)
+        round = answer.rounds[-1] if made.drafted is not None and taken else None
         if task.most_likely is not None:
             scores = self._scores(row, made)[start:]
             task.likely += [

@@ -308,6 +308,12 @@ class ChatCompletion(Asked):
             raise ValueError("top_logprobs needs logprobs to be true")
         return self
 
+    @model_validator(mode="after")
+    def _has_one_limit(self) -> "ChatCompletion":
+        if None not in (two := {self.max_tokens, self.max_completion_tokens}) and len(two) > 1:
+            raise ValueError("max_tokens is the older name of max_completion_tokens: give one of them")
+        return self
+
     @property
     def tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -201,7 +201,7 @@ class HFTarget(Target):
             self.text.tokenizer.save_pretrained(directory)
 
     def new_cache(self, batch: int, memory: Tensor | None = None) -> KVCache:
-        return KVCache(self.sizes.blocks, batch, self.device, memory, self._cached if self.compiles else None)
+        return KVCache(len(self.blocks), batch, self.device, memory, self._cached if self.compiles else None)
 
     def lm_head(self, vocab: Int[Tensor, " Vd"] | None = None) -> LMHead:
         config, head = self.config, self._head
@@ -361,7 +361,7 @@ class HFTarget(Target):
     def _cached(self) -> tuple[Tensor, Tensor]:
         """Keys and values of one block and no token, [1, heads, 0, D], from which a cache is allocated before
         its first pass, as compiled passes need it."""
-        cache = KVCache(self.sizes.blocks, 1, self.device)
+        cache = KVCache(len(self.blocks), 1, self.device)
         self(chain(torch.zeros(1, 1, dtype=torch.long, device=self.device)), cache)
         keys, values = (stored[0, :, :, :0].clone() for stored in cache.stored)
         return keys, values

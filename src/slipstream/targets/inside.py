@@ -34,11 +34,16 @@ def twin(model: Model) -> Model:
 
 
 class Blocks(nn.ModuleList):
-    """A model's layers, which a pass goes through without those that another layer has spoken for."""
+    """A model's layers, which a pass goes through without those that another layer has spoken for.
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
+    Args:
+        numbers: by which the layers ask for their part of a cache, where they are some of a larger model's.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], numbers: Sequence[int] | None = None) -> None:
         super().__init__(layers)
         self.spoken_for: set[nn.Module] = set()
+        self.numbers = range(len(self)) if numbers is None else numbers
 
     def __getitem__(self, index: Any) -> Any:
         """All layers are these layers: Hugging Face slices them in each pass."""
@@ -73,6 +78,7 @@ class View(Cache):
     def __init__(self, cache: KVCache | LayerView, blocks: Blocks | None = None) -> None:
         super().__init__(layers=[])
         self._cache, self.blocks, self.spoken_for = cache, blocks or (), set[nn.Module]()
+        self._place = {number: place for place, number in enumerate(blocks.numbers if blocks else ())}
         self.first: dict[Backend, First | None] = {}
         self.ahead: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self.together: Together | None = None
@@ -105,18 +111,20 @@ class View(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        self._cache.write(layer_idx, key_states, value_states)
-        return self._cache.read(layer_idx)
+        place = self._place.get(layer_idx, layer_idx)
+        self._cache.write(place, key_states, value_states)
+        return self._cache.read(place)
 
     def of(self, layer: int) -> "View":
         """The view for one compiled layer."""
-        return View(self._cache.layer(layer)) if isinstance(self._cache, KVCache) else self
+        return View(self._cache.layer(self._place[layer])) if isinstance(self._cache, KVCache) else self
 
     def stored_of(self, layers: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
         """All stored keys and values of some layers."""
         assert isinstance(self._cache, KVCache)
         keys, values = (stored.unbind(0) for stored in self._cache.stored)  # a call for all is quicker
-        return [keys[layer] for layer in layers], [values[layer] for layer in layers]
+        places = [self._place[layer] for layer in layers]
+        return [keys[place] for place in places], [values[place] for place in places]
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         return 0  # positions are explicit, and nothing may be derived from this

@@ -30,8 +30,9 @@ def part(
         )
     kept = sorted(set(kept))
     model = _shallow(whole)
-    chosen = Blocks([_copied(blocks[i]) if own else blocks[i] for i in kept])
-    fresh = list(zip(chosen, kept, strict=True)) if own else []
+    numbers = [blocks.numbers[i] for i in kept]
+    chosen = Blocks([_copied(blocks[i]) if own else blocks[i] for i in kept], numbers)
+    fresh = list(zip(chosen, numbers, strict=True)) if own else []
     _put(model, blocks, chosen)
     decoder = decoder_of(model, chosen)
     if types := getattr(decoder.config, "layer_types", None):  # a layer's index selects its mask
