@@ -303,6 +303,16 @@ def test_a_body_that_is_no_json_object_is_called_so(client, body, kind, says):
     assert ";" not in error["message"]
 
 
+def test_a_chat_without_a_limit_goes_on_to_its_end(client, monkeypatch):
+    """It was cut off behind as many tokens as `generate` takes, where clients of OpenAI's expect all."""
+    monkeypatch.setattr("slipstream.decode.settings.NEW_TOKENS", 4)
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "a b"}], "temperature": 0}
+    _, told = client().post("/v1/chat/completions", asked)
+    ends, used = told["choices"][0]["finish_reason"], told["usage"]
+    assert ends == "stop" or used["total_tokens"] == 128
+    assert used["completion_tokens"] > 4
+
+
 def test_what_clients_look_for_in_an_error(client):
     made = client()
     status, told = made.post("/v1/completions", {"model": "tiny", "prompt": "abc", "max_tokens": 9999})

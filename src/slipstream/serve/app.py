@@ -222,7 +222,7 @@ class Server:
         if (count := len(each) * (asked.n or 1)) > most:
             raise ValueError(f"{count} texts are asked for; this server takes at most {most} at once")
         rows = [prompt for prompt in each for _ in range(asked.n or 1)]
-        new = asked.tokens or (None if chat else COMPLETION_TOKENS)
+        new = asked.tokens or (self._unasked if chat else COMPLETION_TOKENS)
         bias = [Bias.of(asked.logit_bias, self.target.vocab)] if asked.logit_bias else []
         settings = Settings.of(self.target, new, seed=seed, processors=bias, **asked.sampling())
         plain = asked.drafter == PLAIN
@@ -233,6 +233,13 @@ class Server:
             row = settings.row(i, prompt)
             made.append(Task(prompt, row, answer, ticket.hear, plain, asked.most_likely, bool(asked.trace)))
         return made
+
+    @property
+    def _unasked(self) -> int | None:
+        """Tokens of a chat's answer where the request does not say: as many as there is room for, unless the
+        target's generation_config says."""
+        config = self.target.generation_config
+        return self.context if config.max_new_tokens is None and config.max_length is None else None
 
     def _limit(self, settings: Settings, prompt: list[int], wanted: int | None) -> int:
         """The most tokens that an answer may have. Raises Refused if the context is too short."""
