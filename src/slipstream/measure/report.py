@@ -157,6 +157,11 @@ class DrafterResult(Speed):
     of_files: dict[str, Paired] = {}  # over each baseline, as means of files
 
     @property
+    def kinds(self) -> dict[str, Speed]:
+        """By category, without the questions that have none, which have their file's name."""
+        return {name: part for name, part in self.by_category.items() if name not in self.by_file}
+
+    @property
     def sameness(self) -> Text:
         """Whether every answer is plain decoding's, for people."""
         if self.unexplained:
@@ -224,10 +229,8 @@ def _by_part(results: list[DrafterResult]) -> Figures:
         title += "".join(f"; #{number} {name}" for number, name in enumerate(names, 1))
         names = [f"#{number}" for number in range(1, 1 + len(names))]
     table = Figures(title, "questions", "turns", *names)
-    for parts in ([row.by_category for row in drafters], [row.by_file for row in drafters]):
+    for parts in ([row.kinds for row in drafters], [row.by_file for row in drafters]):
         for key, first in parts[0].items():
-            if parts[0] is not drafters[0].by_file and key in drafters[0].by_file:
-                continue  # questions without a category have their file's name
             cells = (f"{part[key].tau:.2f}  {part[key].over('vanilla')}×" for part in parts)
             table.add_row(key, first.questions, *cells)
         table.add_section()

@@ -118,7 +118,7 @@ function drafterPart(run, row) {
   ];
   const parts = [
     ...Object.entries(row.by_file ?? {}).map(([name, part]) => ({ kind: "set", name, ...part, interval: row.tasks[name]?.interval })),
-    ...Object.entries(row.by_category).map(([name, part]) => ({
+    ...Object.entries(row.by_category).filter(([name]) => !(name in (row.by_file ?? {}))).map(([name, part]) => ({
       kind: "category", name, ...part, interval: part.intervals?.vanilla,
     })),
   ];
