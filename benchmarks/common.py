@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from slipstream.cli import common as cli
 from slipstream.command import commanded
 from slipstream.decode.predict import Prediction, record
-from slipstream.machine import hardware
 from slipstream.measure.contest import first_prompts
 from slipstream.measure.paired import SAMPLES, interval
 from slipstream.measure.questions import Asking, load_questions
@@ -44,12 +43,11 @@ def run(command: Callable[..., None]) -> None:
 
 def cells_in(path: str, kind: Any, **settings: Any) -> list[Any]:
     """The cells that a result of this kind holds; none where there is no file. Raises ValueError for another
-    file, and for one of another machine or of other settings."""
+    file, and for one whose `settings` are others."""
     if not Path(path).exists():
         return []
     try:
         report = kind.read(path)
-        settings |= {"hardware": hardware()}
         check_same("result", {name: (getattr(report, name), now) for name, now in settings.items()})
     except ValueError as error:
         raise ValueError(f"{path} cannot be gone on with: {error}; name another file for --json") from error

@@ -39,6 +39,7 @@ from slipstream.decode.session import Session
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_writable
+from slipstream.machine import hardware
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget, load_target
 
@@ -235,6 +236,7 @@ def main(
             if not any(heats for _, _, heats in wanted):
                 shown.advance(task, len(wanted))
                 continue
+            cells_in(json, PolicyReport, hardware=hardware())  # cells of two machines are no result
             model = loaded(target, kind, how == "compiled")
             by_file = prompts_by_file(model, questions, ceil(texts / len(questions)))
             asked = [prompt for some in by_file.values() for prompt in some]

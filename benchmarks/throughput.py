@@ -29,6 +29,7 @@ from slipstream.cli import common as cli
 from slipstream.decode.memory import memory
 from slipstream.drafters import load_drafter
 from slipstream.files import cache_home, check_writable
+from slipstream.machine import hardware
 from slipstream.picture import picture
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
@@ -192,7 +193,7 @@ def main(
     if "vanilla" not in drafter:
         raise ValueError("ratios are over plain decoding: name the drafter vanilla, too")
     model = cli.load(target, dtype, "cpu")
-    cells = cells_in(json, ThroughputReport, target=model.name, dtype=model.dtype_name)
+    cells = cells_in(json, ThroughputReport, target=model.name, dtype=model.dtype_name, hardware=hardware())
     if other := {cell.new for cell in cells} - {max_new_tokens}:
         raise ValueError(f"{json} has answers of {other.pop()} tokens: name another file for --json")
     asked = [prompt for some in prompts_by_file(model, questions, None).values() for prompt in some]

@@ -187,12 +187,14 @@ def test_what_was_measured_is_kept_for_each_machine(run, model, tmp_path, monkey
     assert "<svg" in plot.read_text()
 
 
-@pytest.mark.parametrize("given", [("--batch", "8"), ("--context", "64"), ("--drafter", "ngram")])
+@pytest.mark.parametrize(
+    "given", [("--batch", "8"), ("--context", "64"), ("--drafter", "ngram"), ("--limit", "4")]
+)
 def test_what_measuring_does_not_heed_is_refused(run, model, given):
     """Passes of eight texts were asked for, and those of one and four were shown."""
     code, _, err = run("tune", "--measure", "--target", model, *given)
     assert code == 2
-    assert "leave --drafter, --questions, --batch and --context out" in err
+    assert "leave --drafter, --questions, --limit, --batch and --context out" in err
 
 
 def test_doctor_exits_with_1_where_it_finds_a_fault(run, tiny_options, questions, monkeypatch, tmp_path):

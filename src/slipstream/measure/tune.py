@@ -80,16 +80,16 @@ def tune(
     Raises:
         ValueError: no questions, a count or context out of range, or a drafter without trees to choose.
     """
-    asked = evenly(load_questions(questions), limit)
-    target = loaded(target)
+    asked, target = evenly(load_questions(questions), limit), loaded(target)
     if sum(temperature > 0 for temperature in temperatures) > 1:
         raise ValueError("trees are stored for T = 0 and for T > 0: give one temperature above 0")
     check_counts(temperatures=len(temperatures), max_new_tokens=max_new_tokens, batch=batch, context=context)
     spec = drafter if isinstance(drafter, Drafter) else tuned_head(drafter, target)
-    prompts, itself = first_prompts(target, asked), spec == Spec("self-speculative")
-    skipping = skippable(target, prompts, progress=progress) if itself else []
+    itself = spec == Spec("self-speculative")
+    skipping = skippable(target, first_prompts(target, asked), progress=progress) if itself else []
     skip = max(skipping, key=lambda each: each.expected).skip if skipping else None
     made = _grower(spec.replace(skip=skip) if skip and isinstance(spec, Spec) else spec, target)
+    prompts = first_prompts(target, asked)
     if isinstance(spec, Spec) and (home := tuned_home(spec, target)) is not None:
         read_results(tuned_file(home))
     progress("cost of a pass")
