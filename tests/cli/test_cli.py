@@ -20,7 +20,7 @@ COMMANDS = ("demo", "generate", "bench", "certify")
 MAKING = ("tune", "train", "synthesize", "regenerate", "data", "import", "export", "parity")
 
 
-ALL = (*COMMANDS, *MAKING, "cache")
+ALL = (*COMMANDS, *MAKING, "cache", "doctor", "reproduce", "report", "serve", "chat")
 
 
 @pytest.mark.parametrize("command", ALL)

@@ -20,6 +20,40 @@ def traced(drafter, prompts=PROMPTS, **how):
     return target, made, trace.getvalue()
 
 
+def grown(drafter, prompts):
+    """By row: the nodes of each round's tree, each as the tokens that lead to it."""
+    _, _, text = traced(drafter, prompts, temperature=0.0, eos_token_ids=())
+    rows: dict[int, list[set[tuple[int, ...]]]] = {}
+    for line in map(json.loads, text.splitlines()):
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in list(zip(line["tokens"], line["parents"], strict=True))[1:]:
+            paths.append((*paths[parent], token))
+        rows.setdefault(line["row"], []).append({path for path in paths if path and min(path) >= 0})
+    return rows
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        lambda target: tiny.Lookahead(3, 3, 2),
+        tiny.medusa,
+        lambda target: tiny.bita(target, hosts=2),
+        tiny.eagle3,
+        lambda target: tiny.draft_model(target, "dynamic-3x3x9"),
+        tiny.glide,
+        lambda target: tiny.Suffix(),
+        lambda target: tiny.Hybrid(tiny.eagle(target, "dynamic-3x4x14"), tiny.Suffix(8, 4)),
+    ],
+    ids=["lookahead", "medusa", "bita", "eagle3", "draft-model", "glide", "suffix", "hybrid"],
+)
+def test_rows_of_a_batch_grow_the_trees_that_they_grow_alone(drafter):
+    """Guesses from another row's text or states leave the answers as they are: less is accepted alone."""
+    prompts = [prompt * 2 for prompt in tiny.prompts(9, 4, 14)]
+    together = grown(drafter, prompts)
+    for i, prompt in enumerate(prompts):
+        assert grown(drafter, [prompt])[0] == together[i]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_p_is_the_targets_and_q_the_drafters(temperature):

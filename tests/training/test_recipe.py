@@ -137,6 +137,17 @@ def test_what_a_method_does_not_read_is_refused(method, override, says):
         load_recipe(None, [override], method=method)
 
 
+def test_overrides_hold_in_every_stage(tmp_path):
+    """A recipe with stages took `schedule.epochs=0.1` and trained forty times as long."""
+    path = tmp_path / "recipe.yaml"
+    stages = [{"schedule": {"epochs": 2}, "optimizer": {"lr": 1e-4}}, {"data": {"files": ["b"]}}]
+    path.write_text(json.dumps({"schedule": {"epochs": 1}, "stages": stages}))
+    made = load_recipe(str(path), ["schedule.epochs=0.5"], data={"files": ["a"]}).staged()
+    assert [stage.schedule.epochs for stage in made] == [0.5, 0.5]
+    assert [stage.data.files for stage in made] == [["a"], ["a"]]
+    assert made[0].optimizer.lr == 1e-4
+
+
 def test_stages_are_refused_alike():
     with pytest.raises(ValueError, match=r"loss\.unroll=3 is read by eagle, eagle3, not by fasteagle"):
         load_recipe(None, method="fasteagle", stages=[{}, {"loss": {"unroll": 3}}])

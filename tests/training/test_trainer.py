@@ -40,6 +40,33 @@ def test_a_run_leaves_a_drafter_that_decodes(chat, data, tmp_path, method):
     assert progress.history[-1].loss > 0
 
 
+@every_method
+def test_training_learns(chat, data, tmp_path, method, monkeypatch):
+    """Steps that change nothing, go uphill, or take another rate than the schedule's, passed every test."""
+    losses, rates, begun = list[float](), list[float](), dict[str, torch.Tensor]()
+    step = Trainer._step
+
+    def watched(self, model, optimizer, batch, recipe, steps):
+        if not begun:
+            begun.update({name: p.detach().clone() for name, p in model.named_parameters()})
+        made = step(self, model, optimizer, batch, recipe, steps)
+        rates.append(optimizer.param_groups[0]["lr"] - rate(recipe.optimizer, self.progress.step, steps))
+        after.update({name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad})
+        return made
+
+    after = dict[str, torch.Tensor]()
+    monkeypatch.setattr(Trainer, "_step", watched)
+    train(
+        chat, recipe(data, method, epochs=4.0), tmp_path / "run", show=lambda seen: losses.append(seen.loss)
+    )
+    quarter = len(losses) // 4
+    assert after
+    assert not any(torch.equal(p, begun[name]) for name, p in after.items())
+    assert rates == [0.0] * len(losses)
+    if method != "draft-model":  # the target's own block, which has learnt already
+        assert sum(losses[-quarter:]) < sum(losses[:quarter])
+
+
 @pytest.mark.parametrize(
     "about",
     [{"hidden_size": 16}, {"hidden_size": 16, "own_ends": True, "published": True}, {"glimpses": False}],

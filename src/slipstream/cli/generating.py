@@ -141,7 +141,7 @@ def _figures(made: "Generation | None", law: str, idle: list[str], json_path: st
     err.print(f"{len(made.tokens)} tokens ({made.finish})   {speed}", style="dim")
     if idle:
         err.print(f"at temperature 0 nothing is sampled: {', '.join(idle)} without effect", style="yellow")
-    if law == LOSSY:
+    if law == LOSSY and made.sampling.temperature:
         warning = "lossy: typical acceptance keeps tokens that the target would not have drawn"
         err.print(warning, style="yellow")
     if json_path is not None:

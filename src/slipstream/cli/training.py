@@ -50,7 +50,7 @@ YAML = "YAML, such as the recipe.yaml of each run"
 @command(
     "train eagle --data answers.jsonl --out runs/eagle",
     "train eagle --data answers.jsonl --preview",
-    "train eagle --recipe recipes/eagle_smollm2.yaml --out runs/eagle optimizer.lr=5e-4 loss.unroll=3",
+    "train eagle --recipe recipes/equal_data.yaml --data answers.jsonl --out runs/eagle optimizer.lr=5e-4",
     "train eagle --recipe runs/eagle/recipe.yaml --out runs/eagle --resume",
     lists=listed("[bold]Methods[/bold]", *(method for method in METHODS.values() if method.objective)),
 )

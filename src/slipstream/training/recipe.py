@@ -203,9 +203,12 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
         section, dot, name = key.partition(".")
         if not equals or not dot:
             raise ValueError(f"override {override!r}: write section.key=value, such as optimizer.lr=3e-4")
-        values[section] = {**_dict(values.get(section)), name: _yaml(text, f"override {override!r}")}
-    for section, value in given.items():
-        values[section] = {**_dict(values.get(section)), **value} if isinstance(value, dict) else value
+        _put(values, section, {name: _yaml(text, f"override {override!r}")})
+    for section, value in sorted(given.items(), key=lambda item: item[0] == "stages"):  # stages override
+        if isinstance(value, dict):
+            _put(values, section, value)
+        else:
+            values[section] = value
     try:
         recipe = kind.model_validate(values)
         recipe.staged()
@@ -214,6 +217,15 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
         complaints = "; ".join(_complaint(each, kind) for each in error.errors())
         raise ValueError(f"recipe {path or 'overrides'}: {complaints}") from error
     return recipe
+
+
+def _put(values: dict[str, Any], section: str, settings: dict[str, Any]) -> None:
+    """Set some of a section, in the place of what its stages say, too."""
+    values[section] = {**_dict(values.get(section)), **settings}
+    stages = values.get("stages")
+    for stage in stages if isinstance(stages, list) else ():
+        if isinstance(own := _dict(stage).get(section), dict):
+            stage[section] = {name: value for name, value in own.items() if name not in settings}
 
 
 def recipe_class(method: Any, source: str) -> type[Recipe]:
