@@ -152,6 +152,7 @@ MISTAKES = {
     "missing data": (["train", "eagle", "--data", "x.jsonl", "--out", "x"], "x.jsonl cannot be read"),
     "unwritable drafter": (["train", "eagle", "--data", "x.jsonl", "--out", "/proc/x"], "cannot be written"),
     "nothing to resume": (["train", "eagle", "--resume", "--out", "x"], "x/recipe.yaml cannot be read"),
+    "no address": (["serve", "--host", ""], "--host is empty: name an address"),
     "no server": (["regenerate", "x.jsonl", "--out", "y.jsonl"], "x.jsonl cannot be read"),
     "no template": (["synthesize", "--out", "y.jsonl"], "has no chat template"),
     "no checkpoint": (["import", "nowhere", "--out", "x"], "nowhere has no config.json"),

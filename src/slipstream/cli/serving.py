@@ -83,6 +83,8 @@ def serve(
 
 def _listening(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises ValueError."""
+    if not host:  # which would be all addresses
+        raise ValueError("--host is empty: name an address, such as 127.0.0.1, or 0.0.0.0 for all")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
