@@ -60,9 +60,8 @@ class Limits:
     def tokens(self, target: Target) -> int:
         """Of prompt and answer, at most. Raises ValueError for more than the target's window."""
         if (self.context or 0) > target.window:
-            raise ValueError(
-                f"{self.context} tokens of context; {target.name} has a window of {target.window}"
-            )
+            window = f"{target.name} has a window of {target.window}"
+            raise ValueError(f"{self.context} tokens of context; {window}: give at most that")
         return self.context or min(target.window, 4096)
 
 

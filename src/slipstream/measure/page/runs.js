@@ -93,8 +93,8 @@ function resultsTable(run) {
     })),
     { head: "same text", value: (row) => (row.hf ? "" : sameness(row)), show: (row) => (row.hf ? NONE : sameness(row)) },
   ];
-  const sure = run.results.some((row) => row.intervals?.vanilla) ? ", with 95 % over questions" : "";
-  return table(`Drafters beside both baselines, over all turns${sure}. Milliseconds are of a round.`, columns, [...run.results, hf], 1);
+  const known = run.results.some((row) => row.intervals?.vanilla) ? ", with 95 % over questions" : "";
+  return table(`Drafters beside both baselines, over all turns${known}. Milliseconds are of a round.`, columns, [...run.results, hf], 1);
 }
 
 function speeds(rows) {
