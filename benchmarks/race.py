@@ -122,6 +122,17 @@ def show(found: dict[str, Any], title: str) -> None:
     cli.out.print(table)
 
 
+def check_stored(heads: Sequence[str], trees: Sequence[str], stored: dict[str, Any], tau: str) -> None:
+    """Raise ValueError where the stored result lacks a head or a tree, or its first head is not asked for."""
+    first, known = next(iter(stored)), {arm["tree"] for head in stored.values() for arm in head["trees"]}
+    if strange := [name for name in heads if name not in stored]:
+        raise ValueError(f"{tau} has no head {', '.join(strange)}: it has {', '.join(stored)}")
+    if first not in heads:
+        raise ValueError(f"the ratios in {tau} are over {first}: name it, too")
+    if strange := [tree for tree in trees if tree not in known]:
+        raise ValueError(f"{tau} has no tree {', '.join(strange)}: it has {', '.join(sorted(known))}")
+
+
 def main(
     heads: Annotated[list[str], typer.Argument(help="drafter directories, called as in the stored result")],
     tau: Annotated[str, cli.option("what heads.py wrote of heads of these names", "FILE")],
@@ -136,15 +147,9 @@ def main(
 ) -> None:
     check_writable(json_path, reads=cli.inputs(target, heads, [tau, *questions]))
     stored = read_json(Path(tau), "result")
+    check_stored([Path(name).name for name in heads], trees, stored["heads"], tau)
     loaded = cli.load(target, dtype, "cpu", compile)
     named = {Path(name).name: load_drafter(name, loaded) for name in heads}
-    known = {arm["tree"] for head in stored["heads"].values() for arm in head["trees"]}
-    if strange := [f"head {name}" for name in named if name not in stored["heads"]]:
-        raise ValueError(f"{tau} has no {', '.join(strange)}: it has {', '.join(stored['heads'])}")
-    if next(iter(stored["heads"])) not in named:
-        raise ValueError(f"the ratios in {tau} are over {next(iter(stored['heads']))}: name it, too")
-    if strange := [tree for tree in trees if tree not in known]:
-        raise ValueError(f"{tau} has no tree {', '.join(strange)}: it has {', '.join(sorted(known))}")
     if masked := [name for name, drafter in named.items() if drafter.probes is not None]:
         raise ValueError(f"{', '.join(masked)}: the pass has rows of masks, which others lack: use heads.py")
     probe = encode(loaded, load_questions(questions, 1)[0].turns[0])

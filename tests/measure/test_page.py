@@ -5,6 +5,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,17 @@ def test_the_page_holds_runs_and_traces(tmp_path):
         " t2",
         " t3",
     ]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
+def test_the_script_shows_every_run(tmp_path):
+    """A name that stood for two things ended it, which only a browser saw."""
+    path = tmp_path / "page.html"
+    path.write_text(page([*RUNS, CERTIFICATE, trace(tmp_path / "answer.jsonl", 6)]), "utf-8")
+    words = ["node", str(Path(__file__).with_name("stand_in.js")), str(path)]
+    shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    for row in json.loads(Path(RUNS[0]).read_text())["results"]:
+        assert f"{row['speedup']['hf_generate']:.2f}" in shown
 
 
 def test_a_file_that_is_given_twice_gets_a_number():

@@ -43,8 +43,8 @@ def test_a_run_leaves_a_drafter_that_decodes(chat, data, tmp_path, method):
 @every_method
 def test_training_learns(chat, data, tmp_path, method, monkeypatch):
     """Steps that change nothing, go uphill, or take another rate than the schedule's, passed every test."""
-    losses, rates, begun = list[float](), list[float](), dict[str, torch.Tensor]()
-    step = Trainer._step
+    losses, rates, step = list[float](), list[float](), Trainer._step
+    begun, after = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
 
     def watched(self, model, optimizer, batch, recipe, steps):
         if not begun:
@@ -54,7 +54,6 @@ def test_training_learns(chat, data, tmp_path, method, monkeypatch):
         after.update({name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad})
         return made
 
-    after = dict[str, torch.Tensor]()
     monkeypatch.setattr(Trainer, "_step", watched)
     train(
         chat, recipe(data, method, epochs=4.0), tmp_path / "run", show=lambda seen: losses.append(seen.loss)
