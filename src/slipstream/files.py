@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext, suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -36,6 +36,13 @@ def check_counts(**counts: int | None) -> None:
     for name, count in counts.items():
         if count is not None and count < 1:
             raise ValueError(f"{name} is {count}; it must be at least 1")
+
+
+def check_given(**lists: Sized) -> None:
+    """Raise ValueError for an empty list, by name."""
+    for name, values in lists.items():
+        if not len(values):
+            raise ValueError(f"{name} is empty: give at least one")
 
 
 def several(given: Any) -> list[Any]:

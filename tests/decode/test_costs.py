@@ -175,6 +175,20 @@ def test_costs_are_measured_anew_where_they_are_damaged(auto, damaged):
     assert min(costs._seconds(target, drafter, 1)[1]) > 0
 
 
+def test_every_rung_is_told_its_own_time(auto, monkeypatch):
+    """Times given to other rungs would choose wrong trees, and every answer would stay right."""
+    target, drafter = auto
+    now, step = [0.0], costs.Session.step
+
+    def timed(session, shape):
+        now[0] += shape.nodes
+        return step(session, shape=shape)
+
+    monkeypatch.setattr(costs.Session, "step", timed)
+    monkeypatch.setattr(costs, "perf_counter", lambda: now[0])
+    assert costs.measured(target, drafter, 1) == [rung.nodes for rung in drafter.rungs]
+
+
 def test_rounds_are_measured_in_a_short_window(auto, monkeypatch):
     """Warming up ran past the window's end."""
     target, drafter = auto

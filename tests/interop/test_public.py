@@ -96,6 +96,13 @@ def test_our_own_head_comes_back_with_its_draft_vocabulary_and_its_tree(target, 
     assert (tmp_path / "b" / "config.json").read_text() == (tmp_path / "p" / "config.json").read_text()
 
 
+def test_a_drafter_directory_is_not_imported_again(target, tmp_path):
+    """It was said to be another target's."""
+    save_drafter(tmp_path / "d", "eagle", target, *tiny.eagle(target, "chain-3").pack(), {}, dtype=None)
+    with pytest.raises(ValueError, match="is a drafter of Slipstream's already: use it where it is"):
+        import_checkpoint(target, str(tmp_path / "d"), str(tmp_path / "again"))
+
+
 def test_another_tree_stays_with_an_imported_head(target, tmp_path):
     """What `import --tree` chose was lost by the next export."""
     config, tensors = public(target, KINDS["MHA"])

@@ -74,6 +74,21 @@ def test_rows_are_not_written_as_raw_text(chat, tmp_path):
             regenerate(chat, path, tmp_path / name)
 
 
+def test_rows_are_not_written_plainly_under_a_gzipped_name(chat, tmp_path):
+    """gunzip could not read them."""
+    path = write(tmp_path / "own.jsonl", row("q", A))
+    for make in (lambda out: inventory(chat, [path], out=out), lambda out: regenerate(chat, path, out)):
+        with pytest.raises(ValueError, match="is written as plain text"):
+            make(tmp_path / "kept.jsonl.gz")
+
+
+def test_no_empty_file_is_left_where_nothing_is_kept(chat, tmp_path):
+    path = write(tmp_path / "own.jsonl", row("q", "la la " * 100))
+    with pytest.raises(ValueError, match=r"would hold no row \(1 loops\)"):
+        inventory(chat, [path], out=tmp_path / "kept.jsonl")
+    assert not (tmp_path / "kept.jsonl").exists()
+
+
 def test_a_file_may_be_called_all(chat, tmp_path):
     """Its rows were shown as the sum of all kinds."""
     files = [write(tmp_path / f"{name}.jsonl", row("q", text)) for name, text in (("all", A), ("b", B))]

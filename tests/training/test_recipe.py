@@ -96,8 +96,9 @@ def test_no_is_a_precision_and_not_false():
 
 
 def test_bad_overrides_are_named():
-    with pytest.raises(ValueError, match=r"write section\.key=value"):
-        load_recipe(None, ["lr=1"])
+    for override in ("lr=1", "method.name=eagle"):
+        with pytest.raises(ValueError, match=r"write section\.key=value"):
+            load_recipe(None, [override])
     with pytest.raises(ValueError, match=r"recipe missing\.yaml cannot be read"):
         load_recipe("missing.yaml")
 

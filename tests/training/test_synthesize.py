@@ -151,7 +151,7 @@ def test_one_run_writes_a_file(chat, tmp_path):
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"batch": 0}, "batch is 0"),
-        ({"temperatures": []}, "temperatures is 0"),
+        ({"temperatures": []}, "temperatures is empty: give at least one"),
         ({"temperatures": [-1.0]}, "temperature is -1"),
         ({"source": []}, "hold no question"),
         ({"source": [[], [{"role": "assistant", "content": "a"}]]}, "2 conversations hold no question"),

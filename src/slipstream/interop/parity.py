@@ -24,7 +24,7 @@ from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
 from slipstream.drafters.heads import HeadDrafter
 from slipstream.drafters.layers import attend_cache
-from slipstream.files import check_counts
+from slipstream.files import check_counts, check_given
 from slipstream.interop.public import export
 from slipstream.results import Figures, Margin, Part, Report, heading
 from slipstream.targets import HFTarget
@@ -125,10 +125,9 @@ def parity(
             there is nothing to ask.
     """
     if not Path(python).is_file():
-        raise ValueError(
-            f"vLLM's interpreter {python} is not there: run `make vllm`, or name another with --python"
-        )
-    check_counts(prompts=len(prompts), max_new_tokens=max_new_tokens, draft_tokens=draft_tokens)
+        raise ValueError(f"no interpreter {python}: run `make vllm`, or name vLLM's with --python")
+    check_given(prompts=prompts)
+    check_counts(max_new_tokens=max_new_tokens, draft_tokens=draft_tokens)
     for prompt in prompts:
         Settings.of(target, max_new_tokens).limit(prompt)
     ours = _chain(target, drafter, draft_tokens)

@@ -79,6 +79,8 @@ def import_checkpoint(
     source = name_of(source, "a checkpoint")
     with claimed(directory, ("import",), force, (source, target.source)), understood(f"checkpoint {source}"):
         read = _read(Path(source).expanduser())
+        if {"method", "version", "target"} <= read[0].keys():
+            raise ValueError(f"checkpoint {source} is a drafter of Slipstream's already: use it where it is")
         try:
             method, config, tensors, used, notes = _converted(*read, target, tree)
         except ValueError as error:

@@ -13,7 +13,7 @@ from slipstream.core.drafter import Drafter
 from slipstream.decode.settings import resolve_sampling
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.files import check_counts, several
+from slipstream.files import check_counts, check_given, several
 from slipstream.measure.contest import HF, Contest, Drafters, drafters_of, first_prompts
 from slipstream.measure.draws import BATCH, CLASSES, LENGTH, POWER, SIGNIFICANCE, Drawn, draw, drawn
 from slipstream.measure.questions import Question, Questions, load_questions
@@ -266,7 +266,8 @@ def certify(
             an answer, or `begun` was begun under other settings, by another version or on another machine.
     """
     asked, temperatures = load_questions(questions, limit), several(temperatures)
-    check_counts(temperatures=len(temperatures), draws=draws)
+    check_given(temperatures=temperatures)
+    check_counts(draws=draws)
     target = loaded(target)
     for temperature in temperatures:
         resolve_sampling(target, temperature=temperature, seed=seed)

@@ -6,7 +6,7 @@ from typing import Any
 
 from slipstream.command import public
 from slipstream.core.sampling import Sampling
-from slipstream.files import check_counts, first_line, several
+from slipstream.files import check_given, first_line, several
 from slipstream.machine import hardware, versions
 from slipstream.measure.contest import Drafters
 from slipstream.measure.questions import Question, Questions, load_questions
@@ -70,7 +70,7 @@ def sweep(
         ValueError: as `bench` does, and for two targets of one name.
     """
     asked, temperatures, batches = load_questions(questions, limit), several(temperatures), several(batches)
-    check_counts(temperatures=len(temperatures), batches=len(batches))
+    check_given(temperatures=temperatures, batches=batches)
     for temperature in temperatures:
         Sampling(temperature=temperature, seed=seed)
     runs = {_place(run): run for run in begun.runs} if begun else {}

@@ -27,7 +27,7 @@ from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.spec import Named, Spec
 from slipstream.drafters.store import save_tuned, tuned_file
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.files import check_counts, evenly, read_results
+from slipstream.files import check_counts, check_given, evenly, read_results
 from slipstream.measure.contest import first_prompts
 from slipstream.measure.cost import PARTS, Rounds
 from slipstream.measure.questions import Questions, load_questions
@@ -83,7 +83,8 @@ def tune(
     asked, target = evenly(load_questions(questions), limit), loaded(target)
     if sum(temperature > 0 for temperature in temperatures) > 1:
         raise ValueError("trees are stored for T = 0 and for T > 0: give one temperature above 0")
-    check_counts(temperatures=len(temperatures), max_new_tokens=max_new_tokens, batch=batch, context=context)
+    check_given(temperatures=temperatures)
+    check_counts(max_new_tokens=max_new_tokens, batch=batch, context=context)
     spec = drafter if isinstance(drafter, Drafter) else tuned_head(drafter, target)
     itself = spec == Spec("self-speculative")
     skipping = skippable(target, first_prompts(target, asked), progress=progress) if itself else []

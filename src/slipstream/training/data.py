@@ -112,9 +112,13 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def check_lines(path: str) -> None:
-    """Raise ValueError for a file to write rows to whose name says that it holds raw text."""
+    """Raise ValueError for a file to write rows to whose name says that it holds raw text or is gzipped."""
     if _is_raw(path):
         raise ValueError(f"output {path} would be read as raw text, and holds JSON: name a .jsonl file")
+    if path.endswith(".gz"):
+        raise ValueError(
+            f"output {path} is written as plain text: name a .jsonl file, and gzip it afterwards"
+        )
 
 
 def _is_raw(path: str) -> bool:

@@ -134,7 +134,11 @@ def inventory(
         "kinds": _by_kind(counted),
     }
     if out is not None:
-        good = [row for row in counted if row.fault is None]
+        if not (good := [row for row in counted if row.fault is None]):
+            faults = ", ".join(f"{n} {fault}" for fault, n in Counter(row.fault for row in counted).items())
+            raise ValueError(
+                f"{fspath(out)} would hold no row ({faults}): leave out --out to see which kinds"
+            )
         with replacing(fspath(out)) as file:
             file.writelines(json.dumps(row.row, ensure_ascii=False) + "\n" for row in good)
         report |= {"out": fspath(out), "kept": _by_kind(good)}

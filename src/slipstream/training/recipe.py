@@ -196,12 +196,12 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
     own, asked = values.get("method"), given.get("method")
     if None not in (own, asked) and own != asked:
         raise ValueError(f"recipe {path} is for {own!r}: slipstream train {own}, or a recipe for {asked!r}")
-    kind = recipe_class(asked or own or "eagle", f"recipe {path or 'overrides'}")
+    kind = recipe_class(asked or own or "eagle", "train" if asked else f"recipe {path}")
     values = _without_others(values, kind)
     for override in overrides:
         key, equals, text = override.partition("=")
         section, dot, name = key.partition(".")
-        if not equals or not dot:
+        if not equals or not dot or section == "method":
             raise ValueError(f"override {override!r}: write section.key=value, such as optimizer.lr=3e-4")
         _put(values, section, {name: _yaml(text, f"override {override!r}")})
     for section, value in sorted(given.items(), key=lambda item: item[0] == "stages"):  # stages override

@@ -13,7 +13,16 @@ from rich.text import Text
 
 from slipstream.command import public
 from slipstream.core.sampling import Sampling
-from slipstream.files import STANDARD, check_counts, check_writable, evenly, locked, parsed, several
+from slipstream.files import (
+    STANDARD,
+    check_counts,
+    check_given,
+    check_writable,
+    evenly,
+    locked,
+    parsed,
+    several,
+)
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import check_lines, read_rows
@@ -52,8 +61,8 @@ class Writing:
     kinds: Sequence[str] = ("any",)
 
     def __post_init__(self) -> None:
-        temperatures = len(self.temperatures)
-        check_counts(max_new_tokens=self.max_new_tokens, batch=self.batch, temperatures=temperatures)
+        check_given(temperatures=self.temperatures)
+        check_counts(max_new_tokens=self.max_new_tokens, batch=self.batch)
         check_kinds(self.kinds)
         if self.seed is None and isinstance(self.writer, TargetWriter):
             object.__setattr__(self, "seed", 0)

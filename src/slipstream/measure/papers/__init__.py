@@ -11,7 +11,7 @@ ENTRIES: dict[str, Entry] = {
 EQUAL = "--recipe recipes/equal_data.yaml --data answers.jsonl.gz"
 LABELS = "loss.feature=0 loss.token=1.0"  # of heads that do not say the target's states
 MLP = "head.intermediate_size=768"
-GLIDE, FAST = f"{LABELS} loss.noise=0 {MLP}", f"{MLP} head.depth=3 loss.decay=1.111"
+GLIDE, FAST = f"{LABELS} loss.noise=0", f"{MLP} head.depth=3 loss.decay=1.111"
 ARMS = {  # heads that no weights ship for, and how to train them
     "fixed": "slipstream train eagle --recipe recipes/equal_data.yaml --data ready_made_answers.jsonl "
     f"--out runs/fixed {MLP}",
@@ -30,16 +30,17 @@ ARMS = {  # heads that no weights ship for, and how to train them
         for count in bita.PROMPTS
     },
     "distilled": f"slipstream train draft-model {EQUAL} --out runs/distilled {LABELS} optimizer.lr=5e-4",
-    "blind": f"slipstream train glide {EQUAL} --out runs/blind {GLIDE} head.glimpses=false",
+    "blind": f"slipstream train glide {EQUAL} --out runs/blind {GLIDE} {MLP} head.glimpses=false",
     **{
-        name: f'slipstream train glide {EQUAL} --out runs/{name} {GLIDE} "head.taps=[cache of block {block}]"'
+        name: f"slipstream train glide {EQUAL} --out runs/{name} {GLIDE} {MLP} "
+        f'"head.taps=[cache of block {block}]"'
         for name, block in {"glide_low": 3, "glide_middle": 16}.items()
     },
-    "glide_hard": f"slipstream train glide {EQUAL} --out runs/glide_hard {GLIDE} loss.hard=true",
-    "glide_two": f"slipstream train glide {EQUAL} --out runs/glide_two {GLIDE} head.depth=2",
+    "glide_hard": f"slipstream train glide {EQUAL} --out runs/glide_hard {GLIDE} {MLP} loss.hard=true",
+    "glide_two": f"slipstream train glide {EQUAL} --out runs/glide_two {GLIDE} {MLP} head.depth=2",
     **{
-        f"glide_{width}": f"slipstream train glide {EQUAL} --out runs/glide_{width} "
-        f"{LABELS} loss.noise=0 head.intermediate_size={width}"
+        f"glide_{width}": f"slipstream train glide {EQUAL} --out runs/glide_{width} {GLIDE} "
+        f"head.intermediate_size={width}"
         for width in glide.WIDTHS
     },
 }
