@@ -258,12 +258,11 @@ def certify(
             until then; it certifies nothing.
 
     Returns:
-        One result per drafter and temperature, and one test. `certified` is true if no token is unexplained
-        and no test failed.
+        Results by drafter and temperature, and tests. `certified`: all tokens are explained, no test failed.
 
     Raises:
         ValueError: a drafter, a file or a setting is unknown or out of range, a question leaves no room for
-            an answer, or `begun` was begun under other settings, by another version or on another machine.
+            an answer, or `begun` has other settings, or is another version's or another machine's.
     """
     asked, temperatures = load_questions(questions, limit), several(temperatures)
     check_given(temperatures=temperatures)

@@ -85,12 +85,11 @@ def tune(
         raise ValueError("trees are stored for T = 0 and for T > 0: give one temperature above 0")
     check_given(temperatures=temperatures)
     check_counts(max_new_tokens=max_new_tokens, batch=batch, context=context)
+    prompts = first_prompts(target, asked)
     spec = drafter if isinstance(drafter, Drafter) else tuned_head(drafter, target)
-    itself = spec == Spec("self-speculative")
-    skipping = skippable(target, first_prompts(target, asked), progress=progress) if itself else []
+    skipping = skippable(target, prompts, progress=progress) if spec == Spec("self-speculative") else []
     skip = max(skipping, key=lambda each: each.expected).skip if skipping else None
     made = _grower(spec.replace(skip=skip) if skip and isinstance(spec, Spec) else spec, target)
-    prompts = first_prompts(target, asked)
     if isinstance(spec, Spec) and (home := tuned_home(spec, target)) is not None:
         read_results(tuned_file(home))
     progress("cost of a pass")
