@@ -240,7 +240,7 @@ def test_a_heap_grows_the_same_best_first_trees(data):
     B, D, N = (data.draw(st.integers(1, most)) for most in (3, 4, 9))
     shape = Shape.parse(f"best-first-{D}x{N + 1}")
     assert shape.best_first
-    ids = torch.randint(1, 50, (B, D, N))
+    ids = torch.randint(1, 50, (B, D, N), generator=torch.Generator().manual_seed(N))
     costs = st.lists(st.sampled_from([0.5, 1.0, 2.0, torch.inf]), min_size=B * D * N, max_size=B * D * N)
     log_q = -torch.tensor(data.draw(costs)).view(B, D, N).cumsum(2)
     root = torch.arange(B)

@@ -192,17 +192,22 @@ def test_tables_show_every_drafter(target, report, capsys):
 
 
 def test_results_are_written_beside_and_renamed(tmp_path, monkeypatch):
-    """A run that dies while writing must not take the last results with it."""
-    path = tmp_path / "deep" / "out.json"
+    """A run that dies while writing must not take the last results with it, and its own are kept elsewhere."""
+    path, elsewhere = tmp_path / "deep" / "out.json", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(elsewhere))
     check_writable(str(path))
     write_json(str(path), {"a": 1})
     monkeypatch.setattr(
         "os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     )
-    with pytest.raises(ValueError, match="No space left"):
+    with pytest.raises(ValueError, match="No space left.*the results are in") as told:
         write_json(str(path), {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}
     assert list(path.parent.iterdir()) == [path]
+    (kept,) = elsewhere.iterdir()
+    assert str(told.value).endswith(str(kept))
+    assert json.loads(kept.read_text()) == {"a": 2}
 
 
 def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path):

@@ -44,7 +44,7 @@ def trained(chat, data, tmp_path) -> str:
 
 
 def same(chat, drafter: str, temperature: float) -> bool:
-    """A drafter changes no token, and drafts some that are accepted."""
+    """Whether drafting changes no token."""
     asked = {"max_new_tokens": 24, "temperature": temperature}
     plain = slipstream.generate(chat, "abcabcabc", **asked)
     made = slipstream.generate(chat, "abcabcabc", drafter, **asked)
