@@ -192,7 +192,7 @@ def test_tables_show_every_drafter(target, report, capsys):
 
 
 def test_results_are_written_beside_and_renamed(tmp_path, monkeypatch):
-    """A run that dies while writing must not take the last results with it, and its own are kept elsewhere."""
+    """A run that dies while writing must not take the last results with it, and its own lie elsewhere."""
     path, elsewhere = tmp_path / "deep" / "out.json", tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(elsewhere))
@@ -201,7 +201,7 @@ def test_results_are_written_beside_and_renamed(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     )
-    with pytest.raises(ValueError, match="No space left.*the results are in") as told:
+    with pytest.raises(ValueError, match=r"No space left.*the results are in") as told:
         write_json(str(path), {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}
     assert list(path.parent.iterdir()) == [path]

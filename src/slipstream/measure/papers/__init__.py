@@ -29,6 +29,7 @@ ARMS = {  # heads that no weights ship for, and how to train them
         f"head.prompts={count}"
         for count in bita.PROMPTS
     },
+    "masks_6": "slipstream train bita --data answers.jsonl.gz --out runs/masks_6 head.depth=6",
     "distilled": f"slipstream train draft-model {EQUAL} --out runs/distilled {LABELS} optimizer.lr=5e-4",
     "blind": f"slipstream train glide {EQUAL} --out runs/blind {GLIDE} {MLP} head.glimpses=false",
     **{

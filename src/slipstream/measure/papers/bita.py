@@ -17,6 +17,7 @@ CODE = ("humaneval",)
 HOSTS = "Four hosts carry masks; at hosts=0 every node does, as in the paper."
 DESIGNS = {"mask tokens only": "masks_only:tree=chain-3", "shallow prompts": "shallow:tree=chain-3"}
 PROMPTS = {count: f"prompts_{count}:tree=chain-3" for count in (4, 16, 64)}
+MASKS = {count: f"masks_6:tree=chain-{count},hosts=1" for count in range(2, 7)}
 ROWS = (*DESIGNS, "bi-directional tuning")
 
 
@@ -100,6 +101,11 @@ ENTRIES = (
         tuple(
             Line("first masks of the head", f"{count} masks", Figure(f"bita:tree=chain-{count},hosts=1", MT))
             for count in (2, 3)
+        )
+        + tuple(
+            Line(f"of a head of six, {kind}", f"{count} masks", Figure(masks, MT, kind))
+            for kind in ("× plain", "τ")
+            for count, masks in MASKS.items()
         ),
         (
             over(
@@ -107,6 +113,7 @@ ENTRIES = (
                 Figure("bita:tree=chain-3,hosts=1", MT),
                 Figure("bita:tree=chain-2,hosts=1", MT),
             ),
+            over("three masks are faster than six", _speed(MASKS[3]), _speed(MASKS[6])),
         ),
         "The paper trains an arm for each number; here the first masks of one head draft.",
     ),
