@@ -234,7 +234,7 @@ def export(
     force: Force = False,
     dtype: Dtype = "bfloat16",
 ) -> None:
-    """Write a drafter in a public layout, which vLLM and SGLang load."""
+    """Write a drafter in a public layout, for vLLM or SGLang: --layout says which."""
     from slipstream.interop.public import export as run
 
     made = run(load(target, dtype, "cpu"), drafter, directory, layout=layout, force=force)
