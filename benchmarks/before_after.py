@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 from slipstream import machine
 from slipstream.measure.paired import student
@@ -40,7 +41,7 @@ class Checkout:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=home
         )
 
-    def ask(self, **asked: object) -> dict[str, object]:
+    def ask(self, **asked: object) -> dict[str, Any]:
         """One answer: its tokens, and the seconds from the prompt to the last of them."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -48,7 +49,7 @@ class Checkout:
         line = self.process.stdout.readline()
         if not line:
             raise SystemExit("a checkout ended early: its error stands above")
-        answer: dict[str, object] = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
 
@@ -82,21 +83,24 @@ def main() -> None:
             side.ask(prompt=rows[0], **settings)
         ratios, alike, spent = [], 0, [0.0, 0.0]
         for number, prompt in enumerate(rows * given.repeats):
-            answers: dict[int, dict[str, object]] = {}
+            answers: dict[int, dict[str, Any]] = {}
             for i in (0, 1) if number % 2 else (1, 0):
                 answers[i] = sides[i].ask(prompt=prompt, **settings)
-            seconds = [float(str(answers[i]["seconds"])) for i in (0, 1)]
+            seconds = [answers[i]["seconds"] / max(len(answers[i]["tokens"]), 1) for i in (0, 1)]  # a token
             spent = [total + own for total, own in zip(spent, seconds, strict=True)]
             ratios.append(math.log(seconds[0] / seconds[1]))
             alike += answers[0]["tokens"] == answers[1]["tokens"]
         own = [mean(ratios[i :: len(rows)]) for i in range(len(rows))]  # a prompt once
-        wide = student(len(own) - 1) * stdev(own) / len(own) ** 0.5 if len(own) > 1 else math.inf
+        interval = None
+        if len(own) > 1:
+            wide = student(len(own) - 1) * stdev(own) / len(own) ** 0.5
+            interval = [round(math.exp(mean(ratios) + sign * wide), 4) for sign in (-1, 1)]
         result = {
             "drafter": drafter,
             "answers": len(ratios),
             "identical": alike,
             "speed_after_over_before": round(math.exp(mean(ratios)), 4),
-            "interval": [round(math.exp(mean(ratios) + sign * wide), 4) for sign in (-1, 1)],
+            "interval": interval,
             "of_totals": round(spent[0] / spent[1], 4),
         }
         print(json.dumps(result), flush=True)

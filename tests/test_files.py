@@ -23,7 +23,23 @@ from slipstream.files import (
     understood,
     update_json,
     write_json,
+    written_to,
 )
+
+
+def test_none_is_nothing_and_an_output_may_lie_at_home(monkeypatch):
+    """A directory called ~, which invites to be removed."""
+    assert several(None) == []
+    monkeypatch.setenv("HOME", "/home/me")
+    assert written_to("~/runs/e") == "/home/me/runs/e"
+    with pytest.raises(ValueError, match="an output is named by a NoneType"):
+        written_to(None)
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, "2", None, True])
+def test_a_count_is_a_whole_number_above_0(count):
+    with pytest.raises(ValueError, match=r"batch is .*; it must be"):
+        check_counts(batch=count)
 
 
 @pytest.mark.parametrize("error", [KeyError("head"), IndexError("row"), TypeError("a\nb"), RuntimeError()])

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext, suppress
 from fnmatch import fnmatch
+from numbers import Integral
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, TextIO, TypeVar
@@ -31,11 +32,23 @@ LOADED = ("*config.json", "*.index.json", "token*.json", "vocab.*", "merges.txt"
           "*.pt", "*.model", "*.yaml", "*.py")  # fmt: skip
 
 
-def check_counts(**counts: int | None) -> None:
-    """Raise ValueError for a count below 1, by name. None is a count that was not given."""
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number, such as NumPy's; True and False are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_counts(**counts: Any) -> None:
+    """Raise ValueError, by name, for a count that is no whole number, or below 1."""
     for name, count in counts.items():
-        if count is not None and count < 1:
+        if not is_whole(count):
+            raise ValueError(f"{name} is {count!r}; it must be a whole number")
+        if count < 1:
             raise ValueError(f"{name} is {count}; it must be at least 1")
+
+
+def check_limits(**limits: Any) -> None:
+    """The same for counts that need not be given: None limits nothing."""
+    check_counts(**{name: limit for name, limit in limits.items() if limit is not None})
 
 
 def check_given(**lists: Sized) -> None:
@@ -46,13 +59,15 @@ def check_given(**lists: Sized) -> None:
 
 
 def several(given: Any) -> list[Any]:
-    """A list of what is given, be it one thing or several. A text is one."""
+    """A list of what is given, be it one thing or several, or None, which is nothing. A text is one."""
+    if given is None:
+        return []
     return [*given] if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else [given]
 
 
 def evenly(rows: Sequence[T], limit: int | None) -> list[T]:
     """At most `limit` rows (None: all), spread evenly over them. Raises ValueError for a limit below 1."""
-    check_counts(limit=limit)
+    check_limits(limit=limit)
     n = len(rows) if limit is None else min(limit, len(rows))
     return [rows[i * len(rows) // n] for i in range(n)]
 
@@ -62,13 +77,18 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
-def name_of(given: str | os.PathLike[str], what: str) -> str:
+def name_of(given: Any, what: str) -> str:
     """A name or a path as text. Raises ValueError for anything else, and for an empty name."""
     if not isinstance(given, (str, os.PathLike)):
         raise ValueError(f"{what} is named by a {type(given).__name__}: give a name or a path")
     if not (name := os.fspath(given)):
         raise ValueError(f"{what} is named by an empty text: give a name or a path")
     return name
+
+
+def written_to(given: Any) -> str:
+    """The name of an output. Raises ValueError for none."""
+    return os.path.expanduser(name_of(given, "an output"))
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:

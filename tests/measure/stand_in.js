@@ -19,7 +19,11 @@ class Node {
     this.children = [];
     this.append(...nodes);
   }
-  setAttribute(name, value) { this.attributes[name] = value; }
+  setAttribute(name, value) {
+    this.attributes[name] = value;
+    texts.push(`${name}="${value}"`);
+  }
+  get id() { return this.attributes.id; }
   getAttribute(name) { return this.attributes[name] ?? null; }
   removeAttribute(name) { delete this.attributes[name]; }
   addEventListener() {}

@@ -94,6 +94,9 @@ def test_the_script_shows_every_run(tmp_path):
     shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     for row in json.loads(Path(RUNS[0]).read_text())["results"]:
         assert f"{row['speedup']['hf_generate']:.2f}" in shown
+    assert 'width="' in shown
+    assert "NaN" not in shown
+    assert "undefined" not in shown
 
 
 def test_a_file_that_is_given_twice_gets_a_number():

@@ -18,6 +18,7 @@ from slipstream.drafters.auto import Auto
 from slipstream.files import check_writable, write_json
 from slipstream.measure import baseline
 from slipstream.measure.certify import certify
+from slipstream.measure.contest import drafters_of
 from slipstream.measure.questions import Question
 from slipstream.measure.report import BenchReport, Difference, Expected
 from slipstream.measure.resume import marks
@@ -189,6 +190,21 @@ def test_tables_show_every_drafter(target, report, capsys):
         word in shown
         for word in ("vanilla", "ngram", "HF generate", "τ", "host", "math", "tree-oracle", "certified")
     )
+
+
+@pytest.mark.parametrize("name", ["vanilla", "hf_generate", "tree-oracle"])
+def test_no_drafter_takes_the_name_of_what_it_is_held_against(target, name):
+    """It was the baseline, or was certified without having run."""
+    with pytest.raises(ValueError, match=f"'{name}' names what drafters are held against"):
+        drafters_of({name: tiny.eagle(target)}, target)
+
+
+def test_rounds_that_texts_share_are_counted_once(target):
+    """A round's milliseconds were up to as many times too many as there were texts, which end apart."""
+    contest = Contest.of(target, {"e": tiny.eagle(target)}, 24, 0.0, 0, batch=2)
+    answers = contest.ask_all("e", tiny.prompts(9, 5))
+    tally = Tally(answer.counted for answer in answers)
+    assert tally.shared == max(len(answer.rounds) for answer in answers)
 
 
 def test_results_are_written_beside_and_renamed(tmp_path, monkeypatch):

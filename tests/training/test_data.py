@@ -151,10 +151,17 @@ def test_held_out_examples_are_not_trained_on(chat, data):
     train, held_out = hold_out(examples, 32)
     assert (len(train), len(held_out)) == (35, 5)
     assert not any(example in train for example in held_out)
-    marked = [replace(example, greedy=i % 3 == 0) for i, example in enumerate(examples)]
-    train, held_out = hold_out(marked, 32)
-    assert (len(train), len(held_out)) == (35, 5)
-    assert all(example.greedy for example in held_out)
+
+
+def test_greedy_answers_are_held_out_and_change_no_question(chat, data):
+    """Some greedy rows more, and what had been learnt was held out."""
+    drawn = [replace(example, greedy=False) for example in load_examples([data], chat, 64)]
+    _, held_out = hold_out(drawn, 5)
+    greedy = [replace(example, greedy=True) for example in drawn[::2]]
+    _, again = hold_out(drawn + greedy, 5)
+    assert {e.question for e in again} == {e.question for e in held_out}
+    asked = {e.question for e in greedy}
+    assert [e.greedy for e in again] == [e.question in asked for e in again]
 
 
 def test_a_head_that_goes_on_with_more_data_has_not_learnt_what_judges_it(chat, data):

@@ -119,6 +119,13 @@ def test_a_model_that_was_tuned_has_features_of_its_own(chat, features, tuned_pa
     assert theirs.key != features.key
 
 
+def test_a_run_goes_on_without_a_cache_that_was_cleaned(features):
+    features.fill(lambda n: None)
+    want = features.of(0)
+    features.paths[0].unlink()
+    assert all(map(torch.equal, features.of(0), want))
+
+
 def test_a_run_of_other_batches_goes_on_in_a_file_that_is_read(chat, features):
     """It cut the file at the end of a batch of its own, which the other still read."""
     tokens, token = features._starts[3], chat.dtype.itemsize * chat.width

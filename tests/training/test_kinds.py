@@ -171,3 +171,5 @@ def test_kinds_must_be_known_and_one_must_need_no_text():
         check_kinds(["any", "poems"])
     with pytest.raises(ValueError, match="summaries, turns: add one that needs no text: any"):
         check_kinds(["summaries", "turns"])
+    with pytest.raises(ValueError, match="kind reading are about answers of others"):
+        check_kinds(["maths", "reading"])  # no prompt of it was ever written

@@ -298,6 +298,17 @@ def test_a_server_that_refuses_a_question_says_why(server, tmp_path, monkeypatch
         writer.go_on(["u"], 0.5, 9, 0)
 
 
+def test_what_waits_for_a_full_server_ends_with_its_run(server):
+    """Ctrl-C went on asking for an hour."""
+    url, _, refusals = server
+    writer = ServerWriter(url)
+    answers = writer.answer([Asked(ROWS[i % len(ROWS)], 0.5, None) for i in range(3)], 8, 1)
+    next(answers)
+    refusals += [429] * 60
+    answers.close()
+    assert len(refusals) > 50
+
+
 def test_a_starting_server_is_waited_for(server, monkeypatch, capsys):
     url, _, starting = server
     starting += [503, 503]
@@ -333,6 +344,8 @@ def test_prompts_are_answered_while_more_are_written(chat, tmp_path):
     """A run that was cut short after minutes held no answers."""
 
     class Cut(Known):
+        _ended = threading.Event()
+
         def go_on(self, texts, temperature, limit, seed):
             if (tmp_path / "out.jsonl").exists():
                 raise KeyboardInterrupt

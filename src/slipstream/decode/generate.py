@@ -25,7 +25,8 @@ from slipstream.decode.settings import Settings, check_kind
 from slipstream.decode.trace import Tracer
 from slipstream.drafters.kept import kept_drafter
 from slipstream.drafters.spec import Named, Spec
-from slipstream.targets.prompts import Prompt, is_whole, read_prompts
+from slipstream.files import is_whole
+from slipstream.targets.prompts import Prompt, read_prompts
 
 LOSSY = "lossy-typical"
 LAWS: dict[str, Law] = {"coupled": coupled, "multi-round": multi_round, LOSSY: lossy_typical}

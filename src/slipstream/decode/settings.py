@@ -16,8 +16,8 @@ from slipstream.core.grammar import Grammar
 from slipstream.core.sampling import Processor, Sampling
 from slipstream.core.target import Target
 from slipstream.decode.text import silent_stops
-from slipstream.files import several
-from slipstream.targets.prompts import check_readable, checked_ids, is_whole
+from slipstream.files import is_whole, several
+from slipstream.targets.prompts import check_readable, checked_ids
 
 GRAMMARS = ("json_schema", "regex", "grammar", "choice")  # arguments of `generate`, of which one may be given
 NEW_TOKENS = 256  # of an answer, where neither the caller nor the target gives a limit

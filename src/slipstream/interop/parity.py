@@ -28,6 +28,7 @@ from slipstream.files import check_counts, check_given
 from slipstream.interop.public import export
 from slipstream.results import Figures, Margin, Part, Report, heading
 from slipstream.targets import HFTarget
+from slipstream.targets.load import AnyTarget, loaded
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 POINTS = 0.02  # acceptance per position may differ by this much
@@ -105,7 +106,7 @@ class ParityReport(Report):
 
 @public
 def parity(
-    target: HFTarget,
+    target: AnyTarget,
     drafter: str,
     prompts: Sequence[list[int]],
     python: str,
@@ -126,6 +127,7 @@ def parity(
     """
     if not Path(python).is_file():
         raise ValueError(f"no interpreter {python}: run `make vllm`, or name vLLM's with --python")
+    target = loaded(target)
     check_given(prompts=prompts)
     check_counts(max_new_tokens=max_new_tokens, draft_tokens=draft_tokens)
     for prompt in prompts:

@@ -3,7 +3,7 @@
 import hashlib
 from contextlib import suppress
 from dataclasses import asdict
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -28,7 +28,7 @@ from slipstream.drafters.store import (
     save_drafter,
     write_directory,
 )
-from slipstream.files import check_regular, first_line, name_of, read_json, understood
+from slipstream.files import check_regular, first_line, name_of, read_json, understood, written_to
 from slipstream.interop.layouts import Config, Layout, Tensors, close, layouts
 from slipstream.interop.sizes import unread
 from slipstream.methods import METHODS
@@ -75,7 +75,7 @@ def import_checkpoint(
             unknown or misshapen (by name), or the head does not fit this target.
     """
     target = loaded(target)
-    directory = fspath(directory)
+    directory = written_to(directory)
     source = name_of(source, "a checkpoint")
     with claimed(directory, ("import",), force, (source, target.source)), understood(f"checkpoint {source}"):
         read = _read(Path(source).expanduser())
@@ -161,7 +161,7 @@ def export(
             holds something else, or is the drafter's own.
     """
     target = loaded(target)
-    directory = fspath(directory)
+    directory = written_to(directory)
     name = name_of(drafter, "a drafter")
     home = find_drafter(name, target)
     with claimed(directory, ("export",), force, (home, target.source)), understood(f"drafter {name}"):

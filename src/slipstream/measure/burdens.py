@@ -130,11 +130,14 @@ def crowded(patient: Patient) -> Seen:
     if alone >= 1:
         pay = [texts for texts in SPANS if texts < patient.batch and _speedup(patient, texts) >= 1]
         remedy += f"at most {max(pay, default=1)} texts at once (batch={max(pay, default=1)}); or "
+    cause = f"{patient.batch} texts at once fill the processor: rows of guesses cost more than they bring"
+    if patient.batch == 1:
+        cause = "rows of guesses cost more here than they bring, whatever the tree"
     return Seen(
         found=here < 1 and (alone >= 1 or best.estimate < 1),
         measured=f"{patient.batch} at once: × {here:.2f}; one: × {alone:.2f}",
         normal="above × 1 of plain decoding",
-        cause=f"{patient.batch} texts at once fill the processor: rows of guesses cost more than they bring",
+        cause=cause,
         remedy=f"{remedy}decode plainly: --drafter vanilla",
         figures={"here": here, "alone": alone},
     )

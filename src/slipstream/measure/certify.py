@@ -10,11 +10,12 @@ from rich.text import Text
 
 from slipstream.command import public
 from slipstream.core.drafter import Drafter
+from slipstream.core.tree import PAD
 from slipstream.decode.settings import resolve_sampling
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_counts, check_given, several
-from slipstream.measure.contest import HF, Contest, Drafters, drafters_of, first_prompts
+from slipstream.measure.contest import HF, ORACLE, Contest, Drafters, drafters_of, first_prompts
 from slipstream.measure.draws import BATCH, CLASSES, LENGTH, POWER, SIGNIFICANCE, Drawn, draw, drawn
 from slipstream.measure.questions import Question, Questions, load_questions
 from slipstream.measure.report import Difference, promise
@@ -24,7 +25,6 @@ from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
 
-ORACLE = "tree-oracle"
 Pairs = list[tuple[Question, list[int]]]  # questions and their prompts
 Loaded = dict[bool, dict[str, Drafter]]  # by name, for greedy answers and for drawn ones
 
@@ -184,7 +184,6 @@ class _Run:
         temperature = self.contest.temperature
         row = self.results.get((name, temperature))
         found = [*(row.divergences if row else ()), *answer.differences]
-        margins = [each.margin for each in found]
         return Certified(
             drafter=name,
             temperature=temperature,
@@ -192,7 +191,7 @@ class _Run:
             tokens=(row.tokens if row else 0) + len(answer.tokens),
             identical=(row.identical if row else 0) + answer.identical,
             unexplained=(row.unexplained if row else 0) + answer.unexplained,
-            largest_margin=max(margins, default=0.0) if math.inf not in margins else "outside the support",
+            largest_margin=_beyond(found) or max((each.margin for each in found), default=0.0),
             divergences=found,
         )
 
@@ -284,6 +283,14 @@ def certify(
             keep(run.report(UNFINISHED).ended_by(error))
         raise
     return run.report(None)
+
+
+def _beyond(differences: Sequence[Difference]) -> str | None:
+    """What an infinite margin among them stands for; None where there is none."""
+    infinite = [each for each in differences if each.margin == math.inf]
+    if any(PAD not in (each.token, each.plain) for each in infinite):
+        return "outside the support"
+    return "one has ended" if infinite else None
 
 
 def _loaded(drafters: Drafters, target: HFTarget, temperatures: Sequence[float]) -> Loaded:

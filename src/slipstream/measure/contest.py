@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from slipstream.core.drafter import Drafter
+from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
 from slipstream.core.tree import PAD
 from slipstream.decode.audit import Divergence, audit
@@ -16,7 +17,7 @@ from slipstream.decode.session import Seconds
 from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.files import several
+from slipstream.files import check_counts, several
 from slipstream.machine import peak_memory
 from slipstream.measure.baseline import hf_answer, hf_answers
 from slipstream.measure.questions import Question
@@ -27,6 +28,7 @@ from slipstream.targets.prompts import encode
 
 HF = "hf_generate"
 BASELINES = ("vanilla", HF)
+ORACLE = "tree-oracle"  # of a certificate
 Drafters = str | Sequence[str] | Mapping[str, Drafter]  # drafters to load, or drafters by a name
 
 
@@ -57,7 +59,10 @@ class Contest:
         seed: int,
         batch: int = 1,
     ) -> "Contest":
-        """Both baselines and the drafters. Raises ValueError for a name that is not known."""
+        """Both baselines and the drafters. Raises ValueError for a name that is not known, and for settings
+        out of range."""
+        check_counts(max_new_tokens=max_new_tokens, batch=batch)
+        Sampling(temperature=temperature, seed=seed)
         contestants = {"vanilla": Vanilla(), **drafters_of(drafters, target, temperature, batch)}
         return cls(target, contestants, target.exactness, max_new_tokens, temperature, seed, batch)
 
@@ -119,7 +124,10 @@ class Contest:
         made = generate(self.target, prompts, self.drafters[method], batch=rows, **self.settings)
         wall = (time.perf_counter() - began) / rows
         spent = Seconds(*(seconds / rows for seconds in astuple(made[0].seconds)))
-        return [Answered(each.tokens, wall, each.rounds, spent, each.sampling) for each in made]
+        shared = max(len(each.rounds) for each in made) / rows
+        return [
+            Answered(each.tokens, wall, each.rounds, spent, each.sampling, shared=shared) for each in made
+        ]
 
     def keeps_text(self, method: str) -> bool:
         """Whether a drafter's text must be plain decoding's. Greedy text does not depend on the law."""
@@ -166,6 +174,9 @@ def drafters_of(
 ) -> dict[str, Drafter]:
     """Drafters by name, loaded where they are only named. Raises ValueError for an unknown one."""
     if isinstance(given, Mapping):
+        for name, drafter in given.items():
+            if name in (HF, ORACLE) or (name == "vanilla" and not isinstance(drafter, Vanilla)):
+                raise ValueError(f"{name!r} names what drafters are held against: give yours another name")
         return dict(given)
     names = dict.fromkeys(several(given))
     return {name: load_drafter(name, target, temperature, batch) for name in names}

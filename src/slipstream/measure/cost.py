@@ -22,6 +22,7 @@ from slipstream.decode.generate import LAWS
 from slipstream.decode.session import Seconds, Session
 from slipstream.files import cache_home, update_json
 from slipstream.measure.experts import experts_read, own_texts
+from slipstream.measure.report import PARTS
 from slipstream.picture import picture
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
@@ -83,7 +84,6 @@ class CostReport(Report):
             ax.legend(frameon=False, fontsize="small")
 
 
-PARTS = ("draft", "verify", "host")  # of a round
 ROWS = (1, 2, 4, 6, 8, 12, 16, 20, 26, 32, 48, 64)
 
 

@@ -11,8 +11,9 @@ from rich.console import Group
 from rich.text import Text
 
 from slipstream.command import public
+from slipstream.core.sampling import Sampling
 from slipstream.drafters.spec import Named, Spec
-from slipstream.files import check_counts, evenly
+from slipstream.files import check_counts, check_limits, evenly
 from slipstream.measure import burdens, faults
 from slipstream.measure.contest import first_prompts
 from slipstream.measure.patient import Patient, Seen, Unmeasured
@@ -146,7 +147,9 @@ def doctor(
             or a target without a tokenizer.
     """
     asked = evenly(load_questions(questions), limit)
-    check_counts(batch=batch, context=context, max_new_tokens=max_new_tokens)
+    check_counts(batch=batch, max_new_tokens=max_new_tokens)
+    check_limits(context=context)
+    Sampling(temperature=temperature)
     target = loaded(target)
     first_prompts(target, asked, max_new_tokens)
     if context is not None and context + max_new_tokens >= target.window:

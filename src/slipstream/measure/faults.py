@@ -22,7 +22,11 @@ LONG_TEXTS = 4
 def template(patient: Patient) -> Seen:
     """How certain the target is of the marks between question and answer."""
     found = patient.framing
-    best = found.public[found.best]
+    best, figures = found.public[found.best], {}
+    if found.own is not None:
+        figures["own"] = found.own
+    elif patient.target.text is not None and patient.target.text.has_chat:
+        raise Unmeasured("the chat template writes nothing behind a question")
     if found.own is None:
         measured = f"none; {found.best} {best:.2f} nats a token"
         wrong = best < SURPRISED
@@ -37,7 +41,7 @@ def template(patient: Patient) -> Seen:
         f"{found.best}: it answers, and the head drafts, in a form that neither was trained on",
         remedy=f"give the tokenizer the {found.best} template (tokenizer.chat_template, or the model's own "
         "tokenizer_config.json or chat_template.jinja)",
-        figures={"own": found.own or 0.0, "best": best},
+        figures={**figures, "best": best},
     )
 
 

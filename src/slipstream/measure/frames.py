@@ -58,7 +58,7 @@ def framing(target: Target, questions: Sequence[str]) -> Framing:
         for (before, after), asked in zip(parts, questions, strict=True)
         if after
     ]
-    return Framing(mean(own) if own else 0.0, public)
+    return Framing(mean(own) if own else None, public)
 
 
 def system_surprise(target: Target, question: str) -> tuple[float, float] | None:

@@ -80,9 +80,9 @@ def _finite(value: Any) -> Any:
 def _run(report: BenchReport) -> dict[str, Any]:
     """The run as it is stored, and the speed-up by file with its interval where questions are known."""
     plain = next((row for row in report.results if row.drafter == "vanilla"), None)
-    stored = report.stored() | {"turns": []}  # which only a run that goes on needs
+    stored = report.stored() | {"batch": report.batch, "turns": []}  # which only a run that goes on needs
     for row, line in zip(report.results, stored["results"], strict=True):
-        line["tasks"] = {} if plain is None else _tasks(row, plain)
+        line |= {"tasks": {} if plain is None else _tasks(row, plain), "ms": row.milliseconds(report.batch)}
     return stored
 
 

@@ -4,9 +4,8 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
-from slipstream.measure.cost import PARTS
 from slipstream.measure.paired import paired
-from slipstream.measure.report import BenchReport, DrafterResult
+from slipstream.measure.report import PARTS, BenchReport, DrafterResult
 from slipstream.measure.sweep import Sweep
 from slipstream.picture import picture
 
@@ -59,10 +58,9 @@ def _over(row: DrafterResult, plain: DrafterResult, part: str, name: str) -> Any
 
 
 def _times(axes: Any, rows: list[DrafterResult], batch: int) -> None:
-    """Of a round: `seconds` are a text's share of those that it had with others."""
     left = [0.0] * len(rows)
     for part, shade in zip(PARTS, SHADES, strict=True):
-        ms = [1e3 * batch * getattr(row.seconds, part) / max(row.target_passes, 1) for row in rows]
+        ms = [row.milliseconds(batch)[part] for row in rows]
         axes.barh(range(len(rows)), ms, left=left, label=part, color=shade)
         left = [start + more for start, more in zip(left, ms, strict=True)]
     axes.set(title="Time split of a round", xlabel="milliseconds")

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import chain, zip_longest
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from slipstream.files import check_counts, evenly, parsed, printable, read_text, several
+from slipstream.files import check_limits, evenly, name_of, parsed, printable, read_text, several
 from slipstream.measure.hub import HUB, hub_rows
 
 SETS = files("slipstream.measure") / "sets"
@@ -49,10 +49,10 @@ def load_questions(given: Questions = (), limit: int | None = None) -> list[Ques
     Raises:
         ValueError: a file that cannot be read, or a malformed line (numbered).
     """
-    check_counts(limit=limit)
+    check_limits(limit=limit)
     given = several(given)
     chosen = evenly([question for question in given if isinstance(question, Question)], limit)
-    paths = [fspath(path) for path in given if not isinstance(path, Question)]
+    paths = [name_of(path, "a question file") for path in given if not isinstance(path, Question)]
     for path, name in zip(paths, file_names(paths), strict=True):
         chosen += evenly(_distinct(_read(path, name)), limit)
     return _distinct(chosen) if given else evenly(_parsed("questions.jsonl", OWN.read_text("utf-8")), limit)

@@ -8,6 +8,7 @@ from slipstream.measure.paired import Asked, Interval, Paired
 from slipstream.results import Figures, Margin, Part, Report
 
 WIDE = 12  # letters of a name that fits over a column
+PARTS = ("draft", "verify", "host")  # of a round
 FACTORS = {"tau": "τ", "rows": "rows", "draft": "draft", "host": "host", "prompt": "prompt"}
 
 
@@ -73,6 +74,7 @@ class Counted(Part):
     differences: list[Difference] = []
     unexplained: int = 0
     memory_mib: float | None = None
+    shared: float | None = None  # its share of the rounds of its batch; None: they were its own
 
 
 class Turn(Part):
@@ -139,7 +141,8 @@ class DrafterResult(Speed):
     drafter: str
     tree: str | None = None
     rows: int | None = None  # of a target pass
-    target_passes: int
+    target_passes: int  # of each text, with others or alone
+    shared_rounds: float | None = None  # of several texts at once, each counted once
     acceptance_by_depth: list[float]  # the share of passes that accepted d drafted tokens or more
     acceptance_by_depth_conditional: list[float]  # of the passes that drafted d and accepted d − 1
     law: str = "coupled"
@@ -155,6 +158,12 @@ class DrafterResult(Speed):
     by_file: dict[str, Speed] = {}
     by_question: dict[str, Asked] = {}
     of_files: dict[str, Paired] = {}  # over each baseline, as means of files
+
+    def milliseconds(self, batch: int) -> dict[str, float]:
+        """Of a mean round, by part. Older results do not say how many rounds texts shared: of those all are
+        taken to have had `batch` texts."""
+        rounds = self.shared_rounds or self.target_passes / batch
+        return {part: 1e3 * getattr(self.seconds, part) / max(rounds, 1) for part in PARTS}
 
     @property
     def kinds(self) -> dict[str, Speed]:

@@ -17,7 +17,7 @@ from slipstream.decode.predict import decoded, predict, record
 from slipstream.drafters import load_drafter
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import find_drafter, read_drafter
-from slipstream.files import check_counts, evenly
+from slipstream.files import check_counts, evenly, several
 from slipstream.measure.confidence import by_question
 from slipstream.measure.contest import first_prompts
 from slipstream.measure.cost import pass_seconds
@@ -117,7 +117,7 @@ def wanted(
 ) -> tuple[list[Entry], dict[str, list[Question]]]:
     """The entries of these names, default all, and the questions that they ask, by set; the first turn of
     each. Raises ValueError as `reproduce` does."""
-    entries = [entry_of(name) for name in dict.fromkeys(names or ENTRIES)]
+    entries = [entry_of(name) for name in dict.fromkeys(several(names or ENTRIES))]
     known = {figure.head for entry in ENTRIES.values() for figure in entry.figures} - {*BASELINES}
     if others := [name for name in heads if name not in known]:
         raise ValueError(f"Unknown head: {others[0]!r}. Heads: {', '.join(sorted(known))}")

@@ -241,6 +241,7 @@ def _result(
         tree=drafter.shape.name if isinstance(drafter, Proposer) else None,
         rows=drafter.rows,
         target_passes=len(tally.rounds),
+        shared_rounds=None if tally.shared is None else round(tally.shared, 2),
         acceptance_by_depth=tally.acceptance(conditional=False),
         acceptance_by_depth_conditional=tally.acceptance(conditional=True),
         law=drafter.law,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
+from os import PathLike
 from typing import Any
 
 from slipstream.command import public
@@ -14,6 +15,7 @@ from slipstream.measure.report import BenchReport
 from slipstream.measure.resume import UNFINISHED, check_same, fingerprint
 from slipstream.measure.run import bench
 from slipstream.results import Figures, Result, made
+from slipstream.targets import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
 
 
@@ -44,7 +46,7 @@ class Sweep(Result):
 
 @public
 def sweep(
-    targets: Iterable[AnyTarget],
+    targets: AnyTarget | Iterable[AnyTarget],
     drafters: Drafters = "auto",
     questions: Questions = (),
     *,
@@ -85,7 +87,7 @@ def sweep(
 
     how: Any = {"max_new_tokens": max_new_tokens, "seed": seed, "progress": progress, "keep": store}
     try:
-        for each in targets:
+        for each in [targets] if isinstance(targets, (str, PathLike, HFTarget)) else targets:
             target = loaded(each)
             model = (target.name, target.precision, target.compiles)
             if called.setdefault(model, target.stamp) != target.stamp:

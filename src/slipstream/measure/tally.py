@@ -27,6 +27,7 @@ class Answered:
     differences: list[Difference] = field(default_factory=list)
     unexplained: int = 0  # of the differences: no promise allows them
     memory_mib: float | None = None  # the most that the process held
+    shared: float | None = None  # its share of the rounds that it had with other texts of a batch
 
     @property
     def counted(self) -> Counted:
@@ -41,6 +42,7 @@ class Answered:
             differences=self.differences,
             unexplained=self.unexplained,
             memory_mib=self.memory_mib,
+            shared=self.shared,
         )
 
 
@@ -60,6 +62,8 @@ class Tally:
         self.tau = mean_accepted_length(self.rounds)
         held = [answer.memory_mib for answer in self.answers if answer.memory_mib is not None]
         self.memory_mib = max(held, default=None)
+        shared = [answer.shared for answer in self.answers if answer.shared is not None]
+        self.shared = sum(shared) if len(shared) == len(self.answers) else None
 
     def acceptance(self, conditional: bool) -> list[float]:
         """By depth d: the share of passes that accepted d drafted tokens or more; conditional: of those that

@@ -27,10 +27,11 @@ from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.spec import Named, Spec
 from slipstream.drafters.store import save_tuned, tuned_file
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.files import check_counts, check_given, evenly, read_results
+from slipstream.files import check_counts, check_given, check_limits, evenly, read_results, several
 from slipstream.measure.contest import first_prompts
-from slipstream.measure.cost import PARTS, Rounds
+from slipstream.measure.cost import Rounds
 from slipstream.measure.questions import Questions, load_questions
+from slipstream.measure.report import PARTS
 from slipstream.measure.skip import skippable
 from slipstream.measure.trees import ROUNDS, Costs, acceptance, best_sizes, deepest, proposing
 from slipstream.measure.tuned import Held, Proposed, Raced, Skipped, Timing, Tuned, TuneReport
@@ -53,7 +54,7 @@ def tune(
     drafter: Named | Proposer = "auto",
     questions: Questions = (),
     *,
-    temperatures: Sequence[float] = (0.0, 1.0),
+    temperatures: float | Sequence[float] = (0.0, 1.0),
     batch: int = 1,
     context: int | None = None,
     limit: int | None = 8,
@@ -81,10 +82,9 @@ def tune(
         ValueError: no questions, a count or context out of range, or a drafter without trees to choose.
     """
     asked, target = evenly(load_questions(questions), limit), loaded(target)
-    if sum(temperature > 0 for temperature in temperatures) > 1:
-        raise ValueError("trees are stored for T = 0 and for T > 0: give one temperature above 0")
-    check_given(temperatures=temperatures)
-    check_counts(max_new_tokens=max_new_tokens, batch=batch, context=context)
+    temperatures = _temperatures(temperatures)
+    check_counts(max_new_tokens=max_new_tokens, batch=batch)
+    check_limits(context=context)
     prompts = first_prompts(target, asked)
     spec = drafter if isinstance(drafter, Drafter) else tuned_head(drafter, target)
     skipping = skippable(target, prompts, progress=progress) if spec == Spec("self-speculative") else []
@@ -108,6 +108,15 @@ def tune(
             keep(_report(target, costs, done, skipping).ended_by(error))
         raise
     return _report(target, costs, done, skipping)
+
+
+def _temperatures(given: float | Sequence[float]) -> list[float]:
+    """Raises ValueError where trees for them cannot be stored."""
+    temperatures = several(given)
+    check_given(temperatures=temperatures)
+    if sum(temperature > 0 for temperature in temperatures) > 1:
+        raise ValueError("trees are stored for T = 0 and for T > 0: give one temperature above 0")
+    return temperatures
 
 
 def _grower(drafter: Spec | Drafter, target: Target) -> Proposer:

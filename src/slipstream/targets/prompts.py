@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import PurePath
 from typing import Any, final
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.target import Messages, Target, Text
-from slipstream.files import first_line
+from slipstream.files import first_line, is_whole
 
 # text, token ids, messages, or what a tokenizer returns
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Tensor | np.ndarray
@@ -162,11 +162,6 @@ def checked_ids(tokens: Iterable[Any], vocab: int, what: str = "the prompt") -> 
             )
         ids.append(int(token))
     return ids
-
-
-def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number, such as NumPy's; True and False are not."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_readable(texts: Any, what: str) -> None:

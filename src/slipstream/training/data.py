@@ -209,15 +209,14 @@ def _reason(error: Exception) -> str:
 
 def hold_out(examples: Sequence[Example], count: int) -> tuple[list[Example], list[Example]]:
     """(training examples, held-out examples). At most `count`, and an eighth, are held out, each of another
-    question: greedy answers if there are enough of those, because the target need not answer them again.
+    question, with a greedy answer if there is one, which the target need not write again.
 
     They are those whose questions hash least. So as many of data with further rows are none that were learnt
     without those, and a head that goes on with more data (`head.start`) is judged by what it has not seen.
     """
     count = min(count, len(examples) // 8)
-    greedy = [i for i, example in enumerate(examples) if example.greedy]
-    among = greedy if len(greedy) >= 2 * count else range(len(examples))
-    asked = {examples[i].question: i for i in reversed(among)}  # the first row that asks it
+    order = sorted(range(len(examples)), key=lambda i: (examples[i].greedy, -i))
+    asked = {examples[i].question: i for i in order}  # the first greedy row that asks it, else the first
     held = {asked[question] for question in sorted(asked, key=_digest)[:count]}
     return [e for i, e in enumerate(examples) if i not in held], [examples[i] for i in sorted(held)]
 

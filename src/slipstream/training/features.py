@@ -126,7 +126,10 @@ class Features:
         parts, dtype = [], self.target.dtype
         for path, width in zip(self.paths, self._widths, strict=True):
             row = width * dtype.itemsize
-            raw = np.fromfile(path, dtype=np.uint8, count=row * (end - start), offset=row * start)
+            try:
+                raw = np.fromfile(path, dtype=np.uint8, count=row * (end - start), offset=row * start)
+            except FileNotFoundError:  # the cache was cleaned meanwhile
+                return self._compute(self.batches[b], self.taps)
             parts.append(torch.from_numpy(raw).view(dtype).view(-1, width))
         return list(torch.cat(parts, -1).split([len(self.examples[i].tokens) for i in self.batches[b]]))
 

@@ -12,9 +12,9 @@ import numpy as np
 from rich.console import Group
 
 from slipstream.command import public
-from slipstream.core.target import Target
 from slipstream.files import Paths, check_writable, replacing, several
 from slipstream.results import Figures, Part, Result, made
+from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import check_lines, encode_row, read_rows
 from slipstream.training.repeats import excluded_words, holds, loops, near_copies
 from slipstream.training.synthesize import Told
@@ -94,7 +94,7 @@ class Inventory(Result):
 
 @public
 def inventory(
-    target: Target,
+    target: AnyTarget,
     files: Paths,
     exclude: Paths = (),
     out: str | PathLike[str] | None = None,
@@ -103,6 +103,7 @@ def inventory(
     """Count what training data holds, by kind: what `synthesize` calls so, else the file's name.
 
     Args:
+        target: whose tokens are counted, or its name for `load_target`.
         exclude: JSONL of questions. Rows that share 13 words in a row with one are dropped.
         out: a file to write the kept rows to.
 
@@ -110,6 +111,7 @@ def inventory(
         ValueError: a file cannot be read or written, `out` is read, too, or named like raw text, or a row is
             none that can be trained on.
     """
+    target = loaded(target)
     paths, exclude = [fspath(path) for path in several(files)], several(exclude)
     if out is not None:
         check_lines(fspath(out))

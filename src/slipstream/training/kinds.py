@@ -47,6 +47,7 @@ TURNS = {
     "turns": ["", "Can you", "What about", "Now", "Why", "Please", "Could you", "How"]
 }  # follow an answer
 KINDS = FREE | ABOUT | TURNS
+TEXTS = ("any", "writing", "questions")  # kinds whose answers prompts of `ABOUT` follow
 
 
 class Question(NamedTuple):
@@ -68,11 +69,14 @@ class Begun(NamedTuple):
 
 
 def check_kinds(kinds: Sequence[str]) -> None:
-    """Raise ValueError for an unknown kind, and where no kind begins without an earlier answer."""
+    """Raise ValueError for an unknown kind, and where none begins without an earlier answer, or writes the
+    texts that another is about."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ValueError(f"unknown kind {unknown[0]!r}. Available: {', '.join(KINDS)}")
     if not any(kind in FREE for kind in kinds):
         raise ValueError(f"{', '.join(kinds) or 'no kind'}: add one that needs no text: {', '.join(FREE)}")
+    if (about := [kind for kind in kinds if kind in ABOUT]) and not any(kind in TEXTS for kind in kinds):
+        raise ValueError(f"prompts of kind {about[0]} are about answers of others: add {', '.join(TEXTS)}")
 
 
 def synthesize_prompts(
@@ -194,7 +198,7 @@ def _earlier(
 ) -> dict[str, Any] | None:
     """A finished answer to go on from, or to write about; None if none is found."""
     for row in (chance.choice(rows) for _ in range(TRIES if rows else 0)):
-        answer, about = row["messages"][-1]["content"], row.get("kind") in ("any", "writing", "questions")
+        answer, about = row["messages"][-1]["content"], row.get("kind") in TEXTS
         fits = len(answer.split()) >= TEXT_WORDS and about
         if kind in TURNS:
             fits = len(row["messages"]) < 6 and _key(row["messages"]) not in kept

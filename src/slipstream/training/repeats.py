@@ -72,8 +72,8 @@ def holds(text: str, words: set[int]) -> bool:
 
 
 def loops(text: str) -> bool:
-    """Whether a text says a passage three times or more in a row, `LOOPED` words or more. Numbers that count
-    the repetitions do not matter."""
+    """Whether a text repeats a passage at least twice, in `LOOPED` words or more beyond its first saying.
+    Numbers that count the repetitions do not matter."""
     words = NUMBERING.sub("", text).split()
     ids = np.fromiter(map(_hash, words), np.uint64, len(words))
     if len(ids) - len({*zip(ids.tolist(), ids[1:].tolist(), strict=False)}) < LOOPED // 2:

@@ -1,5 +1,6 @@
 """`train`: one run, from its recipe to its curve, and what it displays."""
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from os import PathLike, fspath
@@ -11,14 +12,14 @@ from rich.text import Text
 
 from slipstream.command import public
 from slipstream.core.target import Target
-from slipstream.files import Paths, several
+from slipstream.files import Paths, several, written_to
 from slipstream.picture import picture
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import load_examples
 from slipstream.training.progress import Evaluation, Filling, Seen
 from slipstream.training.recipe import Data, Recipe, load_recipe
-from slipstream.training.trainer import RECIPE, Trainer
+from slipstream.training.trainer import LOG, RECIPE, Trainer
 
 LEARNT, GIVEN = "black on green", "dim"
 
@@ -79,9 +80,9 @@ def train(
         ValueError: the recipe, the data, the directory or the checkpoint does not fit, or training diverges.
         KeyboardInterrupt: Ctrl-C ended the run; it names the checkpoint, if there is one. SIGTERM leaves one.
     """
-    directory = fspath(directory)
+    directory = written_to(directory)
     settled = method
-    if isinstance(settled, str):
+    if not isinstance(settled, Recipe):
         settled = recipe_of(settled, directory, data, recipe, overrides, resume)
     elif data or recipe or overrides:
         raise ValueError("a whole recipe is given as method: put data, recipe and overrides into it")
@@ -126,12 +127,20 @@ def recipe_of(
         overrides: "section.key=value".
 
     Raises:
-        ValueError: see `load_recipe`.
+        ValueError: see `load_recipe`; a file that is read would be written over.
     """
+    if directory is not None:
+        directory = written_to(directory)
     if resume and recipe is None and directory is not None:
         recipe = f"{directory}/{RECIPE}"
     given = {"data": {"files": [fspath(file) for file in several(data)]}} if data else {}
-    return load_recipe(recipe, several(overrides), method=method, **given)
+    made = load_recipe(recipe, several(overrides), method=method, **given)
+    if directory is not None and not resume:
+        reads = {os.path.realpath(file): file for file in (*made.data.files, recipe) if file is not None}
+        for name in (RECIPE, LOG):
+            if read := reads.get(os.path.realpath(f"{directory}/{name}")):
+                raise ValueError(f"{read} is read by this run, which would write over it: name another --out")
+    return made
 
 
 def preview(target: Target, data: Data, count: int = 3) -> Group:

@@ -19,9 +19,11 @@ from slipstream.files import (
     check_given,
     check_writable,
     evenly,
+    is_whole,
     locked,
     parsed,
     several,
+    written_to,
 )
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
@@ -68,6 +70,9 @@ class Writing:
             object.__setattr__(self, "seed", 0)
         for temperature in (*self.temperatures, self.prompt_temperature or 0.0):
             Sampling(temperature=temperature, seed=self.seed or 0)
+        for name, value in vars(self).items():  # rows record them as JSON, which has no NumPy
+            if is_whole(value):
+                object.__setattr__(self, name, int(value))
 
     @property
     def recorded(self) -> dict[str, Any]:
@@ -224,7 +229,7 @@ def _question(messages: Messages) -> Messages:
 def _checked(out: str | PathLike[str], source: Any = None) -> str:
     """The output's name. Raises ValueError where no file can be written there, it is the source, or its rows
     would be read as raw text."""
-    out = fspath(out)
+    out = written_to(out)
     if out in STANDARD or (os.path.exists(out) and not os.path.isfile(out)):
         raise ValueError(f"output {out} is no file: name one, which an interrupted run can go on with")
     check_lines(out)

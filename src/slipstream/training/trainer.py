@@ -90,10 +90,11 @@ class Trainer:
         start = self.recipe.head.begins_as
         begun_as = [] if start is None else [find_drafter(start, self.target)]
         with claimed(directory, ("train",), anything, [self.target.source, *begun_as]):
-            begun = (self.home / STATE).exists()
+            begun, drafts = (self.home / STATE).exists(), (self.home / "config.json").exists()
             if self._resume and not begun:
-                raise ValueError(f"{directory} holds no checkpoint to resume: leave --resume out to begin")
-            if not anything and (begun or (self.home / "config.json").exists()):
+                begin = "begin anew with --force" if drafts else "leave --resume out to begin"
+                raise ValueError(f"{directory} holds no checkpoint to resume: {begin}")
+            if not anything and (begun or drafts):
                 held = "training run: go on with --resume" if begun else "drafter: begin anew with --force"
                 raise ValueError(f"{directory} holds a {held}, or name another directory")
             yield
@@ -122,6 +123,7 @@ class Trainer:
             if self._saved is not None:
                 self.objective.load_state_dict(self._saved["objective"])
                 self.progress = Progress.of(self._saved["progress"])
+                self._tell_checkpoint()
                 self.vocab_coverage = self._saved["coverage"]
                 if "vocab" in self._saved:
                     self.objective.take_vocab(self._saved["vocab"])
@@ -323,6 +325,9 @@ class Trainer:
             "recipe": self.recipe.model_dump(mode="json"),
         }
         write_checkpoint(self.home / STATE, state)
+        self._tell_checkpoint()
+
+    def _tell_checkpoint(self) -> None:
         self.checkpoint = f"step {self.progress.step}"
         if len(self.stages) > 1:
             self.checkpoint += f" of stage {self.progress.stage + 1}"

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 import time
 import urllib.request
 from abc import ABC, abstractmethod
@@ -167,7 +168,7 @@ class ServerWriter(Writer):
     """
 
     def __init__(self, url: str, model: str | None = None) -> None:
-        self.url = url.rstrip("/")
+        self.url, self._ended = url.rstrip("/"), threading.Event()
         self.model = model or self._first_model()
 
     @property
@@ -192,7 +193,9 @@ class ServerWriter(Writer):
             while sent:
                 yield sent.popleft().result()
         finally:
+            self._ended.set()  # nobody waits any longer for a row of a full server
             pool.shutdown(cancel_futures=True)
+            self._ended.clear()
 
     def go_on(self, texts: Sequence[str], temperature: float, limit: int, seed: int | None) -> list[Written]:
         def one(i: int) -> Written:
@@ -238,9 +241,8 @@ class ServerWriter(Writer):
                     return read(json.load(reply))
             except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
                 said = _said(error)
-                if getattr(error, "code", None) != BUSY or time.monotonic() >= until:
+                if getattr(error, "code", None) != BUSY or time.monotonic() >= until or self._ended.wait(1):
                     raise ValueError(f"server {self.url}/{path}: {error}: {said}") from error
-                time.sleep(1)
 
 
 def _said(error: Exception) -> str:

@@ -147,12 +147,8 @@ function againstNodes(rows, shown) {
   return figure("τ and speed against nodes.", note, drawing(250, `τ and speed against rows: ${spoken.join("; ")}`, nodes));
 }
 
-// A row's seconds are a text's share of those that it had with the other texts of a batch.
-const msPerRound = (row, batch) =>
-  PARTS.map((part) => (1000 * batch * row.seconds[part]) / Math.max(row.target_passes, 1));
-
-function timeSplit(rows, batch) {
-  const most = Math.max(...rows.map((row) => sum(msPerRound(row, batch))));
+function timeSplit(rows) {
+  const most = Math.max(...rows.map((row) => sum(PARTS.map((part) => row.ms[part]))));
   const X = scale(0, most, 8, WIDTH - 70);
   const pitch = 38;
   const nodes = PARTS.flatMap((part, i) => [
@@ -163,14 +159,15 @@ function timeSplit(rows, batch) {
     const y = index * pitch + 40;
     let before = 0;
     nodes.push(text(8, y - 5, cut(row.drafter), "name"));
-    msPerRound(row, batch).forEach((ms, i) => {
-      const bar = { x: X(before), y, width: Math.max(0, X(before + ms) - X(before) - 1), height: 13, class: PARTS[i] };
-      nodes.push(titled(svg("rect", bar), `${row.drafter}, ${PARTS[i]}: ${fixed(ms, 1)} ms`));
+    PARTS.forEach((part) => {
+      const ms = row.ms[part];
+      const bar = { x: X(before), y, width: Math.max(0, X(before + ms) - X(before) - 1), height: 13, class: part };
+      nodes.push(titled(svg("rect", bar), `${row.drafter}, ${part}: ${fixed(ms, 1)} ms`));
       before += ms;
     });
     nodes.push(text(X(before) + 5, y + 11, `${fixed(before, 1)} ms`, "value"));
   });
-  const spoken = rows.map((row) => `${row.drafter} ${msPerRound(row, batch).map((ms, i) => `${PARTS[i]} ${fixed(ms, 1)} ms`).join(", ")}`);
+  const spoken = rows.map((row) => `${row.drafter} ${PARTS.map((part) => `${part} ${fixed(row.ms[part], 1)} ms`).join(", ")}`);
   return figure("Where a round's time goes.", "Mean of all rounds, without the prompts' passes.",
     drawing(rows.length * pitch + 26, `Time of a round: ${spoken.join("; ")}`, nodes));
 }

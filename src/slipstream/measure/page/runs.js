@@ -2,8 +2,9 @@
 
 const HF = "Hugging Face generate";
 const drafters = (run) => run.results.filter((row) => row.drafter !== "vanilla");
+const together = (run) => (run.batch > 1 ? `${run.batch} texts at once` : null);
 const settings = (run) =>
-  [run.target, run.dtype, run.compiled ? "compiled" : null, `T = ${run.temperature}`].filter(Boolean).join(", ");
+  [run.target, run.dtype, run.compiled ? "compiled" : null, `T = ${run.temperature}`, together(run)].filter(Boolean).join(", ");
 
 // Speed over a baseline, of all turns together, with its interval where the run has it.
 const over = (row, baseline) => ({ value: row.speedup[baseline], interval: row.intervals?.[baseline] ?? null });
@@ -33,7 +34,7 @@ function runSection(run, title) {
     el("p", {}, asked(run)),
     el("h3", {}, "Every drafter"),
     resultsTable(run),
-    el("div", { class: "figures" }, speeds(rows), timeSplit(rows, run.batch), againstNodes(drafters(run), best)),
+    el("div", { class: "figures" }, speeds(rows), timeSplit(rows), againstNodes(drafters(run), best)),
     el("h3", {}, "One drafter"),
     rows.length > 1 ? choice("Drafter:", rows.map((row) => row.drafter), rows.indexOf(best), (i) => show(rows[i])) : null,
     shownPart,
@@ -68,7 +69,8 @@ function tiles(row) {
 }
 
 function asked(run) {
-  const sets = new Set(run.prompts.map((name) => name.split(":")[0])).size;
+  const known = Object.values({ ...run.hf_generate.by_question }).map((each) => each.file);
+  const sets = new Set(known.length ? known : run.prompts.map((name) => name.split(":")[0])).size;
   const machine = run.hardware.gpu ?? `${run.hardware.cpu}, ${counted(run.hardware.threads, "thread")}`;
   return `${counted(run.prompts.length, "question")} of ${counted(sets, "set")}, answers of up to ` +
     `${run.max_new_tokens} tokens, on ${machine}.`;
@@ -86,10 +88,10 @@ function resultsTable(run) {
     { head: "τ", value: (row) => row.tau, show: (row) => fixed(row.tau) },
     { head: "tokens/s", value: (row) => row.tokens_per_second, show: (row) => fixed(row.tokens_per_second, 1) },
     { head: "rows", value: (row) => row.rows },
-    ...PARTS.map((part, i) => ({
+    ...PARTS.map((part) => ({
       head: `${part} ms`,
-      value: (row) => (row.hf ? null : msPerRound(row, run.batch)[i]),
-      show: (row) => (row.hf ? NONE : fixed(msPerRound(row, run.batch)[i], 1)),
+      value: (row) => (row.hf ? null : row.ms[part]),
+      show: (row) => (row.hf ? NONE : fixed(row.ms[part], 1)),
     })),
     { head: "same text", value: (row) => (row.hf ? "" : sameness(row)), show: (row) => (row.hf ? NONE : sameness(row)) },
   ];
@@ -167,13 +169,19 @@ function questionsPart(run) {
   return [el("details", {}, el("summary", {}, `Every question (${names.length})`), shown)];
 }
 
+// What an infinite margin, which JSON does not have, stands for.
+function beyond({ margin, token, plain }) {
+  if (margin !== null) return null;
+  return token < 0 || plain < 0 ? "one has ended" : "outside the support";
+}
+
 function differencesPart(run) {
   const rows = run.results.flatMap((row) => row.divergences.map((each) => ({ drafter: row.drafter, ...each })));
   if (!rows.length) return [];
   const columns = [
     { head: "question", value: (each) => each.question },
     ...["drafter", "turn", "position", "token", "plain"].map((head) => ({ head, value: (each) => each[head] })),
-    { head: "margin", value: (each) => each.margin, show: (each) => (each.margin === null ? "one has ended" : fixed(each.margin, 4)) },
+    { head: "margin", value: (each) => each.margin, show: (each) => beyond(each) ?? fixed(each.margin, 4) },
   ];
   const shown = table("Tokens that are not plain decoding's, with the margin in logits", columns, rows);
   return [el("details", {}, el("summary", {}, `Differences (${rows.length})`), shown)];
@@ -245,7 +253,7 @@ function compared(a, b) {
 function differing(a, b) {
   const told = (run) => ({
     target: run.target, precision: run.dtype, compiled: run.compiled ? "yes" : "no", temperature: run.temperature, seed: run.seed,
-    "tokens per answer": run.max_new_tokens, questions: [...run.prompts].sort().join(" "),
+    "texts at once": run.batch, "tokens per answer": run.max_new_tokens, questions: [...run.prompts].sort().join(" "),
     ...Object.fromEntries([...machine(run), ...versions(run)]),
   });
   const [one, two] = [told(a), told(b)];
