@@ -62,8 +62,8 @@ class Tally:
         self.tau = mean_accepted_length(self.rounds)
         held = [answer.memory_mib for answer in self.answers if answer.memory_mib is not None]
         self.memory_mib = max(held, default=None)
-        shared = [answer.shared for answer in self.answers if answer.shared is not None]
-        self.shared = sum(shared) if len(shared) == len(self.answers) else None
+        batched = any(answer.shared is not None for answer in self.answers)
+        self.shared = sum(map(_share, self.answers)) if batched else None
 
     def acceptance(self, conditional: bool) -> list[float]:
         """By depth d: the share of passes that accepted d drafted tokens or more; conditional: of those that
@@ -75,6 +75,11 @@ class Tally:
                 tried = [r for r in tried if r.drafted >= depth and r.accepted >= depth - 1]
             rates.append(round(sum(r.accepted >= depth for r in tried) / len(tried), 4) if tried else 0.0)
         return rates
+
+
+def _share(answer: Counted) -> float:
+    """Of rounds. The last text of a file may have had them alone."""
+    return sum(times for *_, times in answer.rounds) if answer.shared is None else answer.shared
 
 
 def expected(tally: Tally, plain: Tally) -> Expected:
