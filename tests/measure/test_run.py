@@ -203,7 +203,7 @@ def test_rounds_that_texts_share_are_counted_once(target):
     """A round's milliseconds were up to as many times too many as there were texts, which end apart."""
     contest = Contest.of(target, {"e": tiny.eagle(target)}, 24, 0.0, 0, batch=2)
     answers = contest.ask_all("e", tiny.prompts(9, 5))
-    alone = contest.ask_all("e", tiny.prompts(7))
+    alone = contest.ask_all("e", tiny.prompts(9))
     made = Tally(answer.counted for answer in (*answers, *alone))
     assert made.shared == max(len(answer.rounds) for answer in answers) + len(alone[0].rounds)
 

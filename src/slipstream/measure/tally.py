@@ -79,7 +79,7 @@ class Tally:
 
 def _share(answer: Counted) -> float:
     """Of rounds. The last text of a file may have had them alone."""
-    return sum(times for *_, times in answer.rounds) if answer.shared is None else answer.shared
+    return float(sum(times for *_, times in answer.rounds)) if answer.shared is None else answer.shared
 
 
 def expected(tally: Tally, plain: Tally) -> Expected:
