@@ -28,6 +28,9 @@ def test_several_runs_make_one_file_and_a_page(run, tiny_options, asked, tmp_pat
     assert out.count("ngram") == 4
     made = Sweep.read(path)
     assert [(each.temperature, each.batch) for each in made.runs] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    code, _, err = run(*how, "--temperature", "0.5", "--resume")  # one run more: "no BenchReport", it said
+    assert code == 0, err
+    assert [each.temperature for each in Sweep.read(path).runs] == [0, 0, 1, 1, 0.5]
     assert made.command.startswith("slipstream bench")
     assert run("report", path, "--out", page)[0] == 0
     text = Path(page).read_text()

@@ -179,21 +179,24 @@ def kept(show: Callable[[R], None]) -> Iterator[Callable[[R], None]]:
                 err.print("stopped early: these are the figures of what was done until then", style="yellow")
 
 
-def unfinished(resume: bool, json_path: str | None, kind: Any) -> Any:
+def unfinished(resume: bool, json_path: str | None, *kinds: Any) -> Any:
     """The run in --json that --resume goes on with, if there is one. Raises ValueError for a file that holds
-    another kind of result."""
+    a result of none of these kinds."""
     if not resume:
         return None
     if json_path is None or json_path in STANDARD:
         raise ValueError("--resume goes on with the run in --json: give --json FILE")
     if not os.path.exists(json_path):
         return None
-    try:
-        return kind.read(json_path)
-    except ValueError as error:
-        raise ValueError(
-            f"--json {json_path}: {error}: name a run of this command, or another file"
-        ) from error
+    refused = []
+    for kind in kinds:
+        try:
+            return kind.read(json_path)
+        except ValueError as error:
+            refused.append(error)
+    raise ValueError(
+        f"--json {json_path}: {refused[0]}: name a run of this command, or another file"
+    ) from refused[0]
 
 
 def storing(keep: Callable[[Any], None], json_path: str | None) -> Callable[[Any], None]:

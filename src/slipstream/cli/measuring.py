@@ -83,7 +83,8 @@ def bench(
     check_writable(plot, json_path, reads=[*inputs(target[0], drafter, questions), *target])
     asked, others = load_questions(questions, limit), len(set(drafter) - {"vanilla"})
     several = len(target) * len(temperatures) * len(batch) > 1
-    begun: Any = unfinished(resume, json_path, Sweep if several else BenchReport)
+    begun: Any = unfinished(resume, json_path, *([] if several else [BenchReport]), Sweep)
+    several |= isinstance(begun, Sweep)  # to which one run is added
     each = sum(steps(asked, others, texts) for texts in batch) * len(temperatures)
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "begun": begun}
     each *= len(target)
