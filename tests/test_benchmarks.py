@@ -377,7 +377,8 @@ def test_undecided_cells_are_made_again_on_more_texts(target, tmp_path, monkeypa
         each.model_copy(update={"over_plain": ratio}) if each.texts == 8 and i % 9 == 0 else each
         for i, each in enumerate(stored.cells)
     ]
-    stored.model_copy(update={"cells": before, "hardware": hardware()}).write(str(path))
+    here = {"hardware": hardware(), "target": target.name}
+    stored.model_copy(update={"cells": before, **here}).write(str(path))
     undecided = [each.place for each in before if not each.enough]
     assert 0 < len(undecided) < len(before)
     found = {"tokens_per_second": speeds, "over_plain": ratio, "best": "plain", "over_best": ratio}
