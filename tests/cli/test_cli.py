@@ -165,8 +165,8 @@ MISTAKES = {
         "is read by this command",
     ),
     "two outputs in one file": (["generate", "abc", "--json", "x", "--trace", "./x"], "are the same file"),
-    "a drafter in no directory": (["train", "eagle", "--data", "here.jsonl", "--out", ""], "named by an empty text"),
-    "an import in no directory": (["import", "nowhere", "--out", ""], "named by an empty text"),
+    "a drafter in no directory": (["train", "eagle", "--data", "here.jsonl", "--out", ""], "an empty text"),
+    "an import in no directory": (["import", "nowhere", "--out", ""], "an empty text"),
     "a drafter in the current directory": (
         ["train", "eagle", "--data", "here.jsonl", "--out", "."],
         "holds other files",
