@@ -10,6 +10,7 @@ import yaml
 
 from slipstream.methods import METHODS
 from slipstream.training.recipe import ONCE, load_recipe, recipe_class, stored_recipe
+from slipstream.training.run import recipe_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TRAINED = [method.name for method in METHODS.values() if method.recipe]
@@ -93,6 +94,17 @@ def test_no_is_a_precision_and_not_false():
     assert load_recipe(None, ["schedule.precision=no"]).schedule.precision == "no"
     with pytest.raises(ValueError, match=r"schedule\.precision is True"):
         load_recipe(None, ["schedule.precision=yes"])
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "log.jsonl"])
+def test_a_run_does_not_write_over_what_it_reads(tmp_path, name):
+    """`--force` replaced a recipe that was written by hand, or the data."""
+    mine = tmp_path / name
+    mine.write_text("method: eagle  # by hand\n")
+    how = {"recipe": str(mine)} if name == "recipe.yaml" else {"data": str(mine)}
+    with pytest.raises(ValueError, match="is read by this run, which would write over it"):
+        recipe_of("eagle", str(tmp_path), **how)
+    assert recipe_of("eagle", str(tmp_path / "other"), **how).method == "eagle"
 
 
 def test_bad_overrides_are_named():
