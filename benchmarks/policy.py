@@ -236,9 +236,9 @@ def main(
             if not any(heats for _, _, heats in wanted):
                 shown.advance(task, len(wanted))
                 continue
+            cells_in(json, PolicyReport, hardware=hardware())  # cells of two machines are no result,
             model = loaded(target, kind, how == "compiled")
-            # Cells of two machines, or of two targets, are no result.
-            cells_in(json, PolicyReport, target=model.name, hardware=hardware())
+            cells_in(json, PolicyReport, target=model.name)  # nor are those of two targets
             by_file = prompts_by_file(model, questions, ceil(texts / len(questions)))
             asked = [prompt for some in by_file.values() for prompt in some]
             for n, rows, heats in wanted:

@@ -27,11 +27,11 @@ from slipstream.files import (
 )
 
 
-def test_none_is_nothing_and_an_output_may_lie_at_home(monkeypatch):
+def test_none_is_nothing_and_an_output_may_lie_at_home(tmp_path, monkeypatch):
     """A directory called ~, which invites to be removed."""
     assert several(None) == []
-    monkeypatch.setenv("HOME", "/home/me")
-    assert written_to("~/runs/e") == "/home/me/runs/e"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert written_to("~/runs/e") == f"{tmp_path}/runs/e"
     with pytest.raises(ValueError, match="an output is named by a NoneType"):
         written_to(None)
 

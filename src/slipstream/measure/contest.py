@@ -61,7 +61,7 @@ class Contest:
     ) -> "Contest":
         """Both baselines and the drafters. Raises ValueError for a name that is not known, and for settings
         out of range."""
-        check_counts(max_new_tokens=max_new_tokens, batch=batch)
+        check_counts(max_new_tokens=max_new_tokens)
         Sampling(temperature=temperature, seed=seed)
         contestants = {"vanilla": Vanilla(), **drafters_of(drafters, target, temperature, batch)}
         return cls(target, contestants, target.exactness, max_new_tokens, temperature, seed, batch)

@@ -134,13 +134,13 @@ def recipe_of(
     if resume and recipe is None and directory is not None:
         recipe = f"{directory}/{RECIPE}"
     given = {"data": {"files": [fspath(file) for file in several(data)]}} if data else {}
-    made = load_recipe(recipe, several(overrides), method=method, **given)
+    settled = load_recipe(recipe, several(overrides), method=method, **given)
     if directory is not None and not resume:
-        reads = {os.path.realpath(file): file for file in (*made.data.files, recipe) if file is not None}
+        reads = {os.path.realpath(file): file for file in (*settled.data.files, recipe) if file is not None}
         for name in (RECIPE, LOG):
             if read := reads.get(os.path.realpath(f"{directory}/{name}")):
                 raise ValueError(f"{read} is read by this run, which would write over it: name another --out")
-    return made
+    return settled
 
 
 def preview(target: Target, data: Data, count: int = 3) -> Group:
