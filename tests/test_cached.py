@@ -18,6 +18,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     home = tmp_path / "slipstream"
     kept = {
+        "fetched/smollm2.gguf": 20,
         "features/abc/final.bin": 3000,
         "compiled/x/y.so": 200,
         "kernels/avx2-0.so": 100,

@@ -12,6 +12,7 @@ import slipstream
 ROOT = Path(slipstream.__file__).parent
 TESTS = Path(__file__).parent
 SHARED = {
+    "catalog",
     "files",
     "kernels",
     "learning",
@@ -114,7 +115,7 @@ def test_public_surface():
     using += " HFTarget RecordedTarget Target load_target"
     measuring = "BenchReport Certificate DoctorReport Question ReproduceReport Sweep TuneReport"
     measuring += " bench certify doctor reproduce sweep tune"
-    making = "Answers Conversion Inventory ParityReport export import_checkpoint inventory parity"
+    making = "Answers Conversion Inventory ParityReport export fetch import_checkpoint inventory parity"
     making += " TrainingRun regenerate synthesize train"
     assert sorted(slipstream.__all__) == sorted(" ".join((drafting, using, measuring, making)).split())
     for name in slipstream.__all__:

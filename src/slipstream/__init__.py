@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from slipstream.catalog import fetch as fetch
     from slipstream.core.drafter import Drafter as Drafter, State as State
     from slipstream.core.sampling import Sampler as Sampler, Sampling as Sampling
     from slipstream.core.span import Span as Span

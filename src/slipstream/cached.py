@@ -10,6 +10,7 @@ from pathlib import Path
 from slipstream.files import cache_home
 
 KINDS = {
+    "fetched": "models that fetch brought",
     "models": "models converted from GGUF",
     "features": "targets' features of training data",
     "compiled": "compiled passes",
@@ -62,7 +63,7 @@ def _paths(kind: str) -> list[Path]:
     home = cache_home()
     if kind == "models":  # NAME-HASH
         return [path.parent for path in home.glob(f"*-{'[0-9a-f]' * 16}/config.json")]
-    if kind in ("features", "tuned"):
+    if kind in ("features", "fetched", "tuned"):
         return [] if (home / kind).is_symlink() else list((home / kind).glob("*"))
     if kind == "costs":
         return [home / "costs.json", home / "rounds.json"]

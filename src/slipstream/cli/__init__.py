@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from slipstream.cli import cache, chat, decoding, generating, measuring, report, serving, training  # noqa: F401  each registers its commands
+from slipstream.cli import cache, chat, decoding, fetching, generating, measuring, report, serving, training  # noqa: F401  each registers its commands
 from slipstream.cli.common import app, err
 from slipstream.command import commanded
 from slipstream.files import printable

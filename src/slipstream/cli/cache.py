@@ -24,6 +24,7 @@ Action = Annotated[str, typer.Argument(metavar="clean", show_default=False, help
 def cache(
     action: Action = "show",
     models: Annotated[bool, flag("only models converted from GGUF", "--models")] = False,
+    fetched: Annotated[bool, flag("only models that fetch brought", "--fetched")] = False,
     features: Annotated[bool, flag("only targets' features of training data", "--features")] = False,
     compiled: Annotated[bool, flag("only compiled passes", "--compiled")] = False,
     kernels: Annotated[bool, flag("only compiled attention and products", "--kernels")] = False,
@@ -44,7 +45,7 @@ def cache(
             f"Unknown action: {action!r}. Show what is kept, or delete it: slipstream cache clean"
         )
     check_writable(json_path)
-    kinds = [*compress(KINDS, (models, features, compiled, kernels, tuned, costs, peers))]
+    kinds = [*compress(KINDS, (fetched, models, features, compiled, kernels, tuned, costs, peers))]
     shown = entries(kinds, None if older_than is None else time.time() - older_than * DAY)
     table = Figures(None, "kept", "kind", "size", "last used")
     for entry in shown:

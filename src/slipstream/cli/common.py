@@ -43,7 +43,7 @@ def flag(help: str, name: str) -> Any:
     return option(help, None, name)
 
 
-NAMED = "alias (smollm2), directory, hub id or GGUF file"
+NAMED = "alias (smollm2, or what slipstream fetch lists), directory, hub id or GGUF file"
 REPEATED = f"{NAMED}; repeatable"
 TargetNames = Annotated[list[str], on_machine(REPEATED, "NAME", "--target")]
 TargetName = Annotated[str, on_machine(NAMED, "NAME", "--target")]

