@@ -17,7 +17,7 @@ from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
-from slipstream.targets import HFTarget
+from slipstream.targets import HFTarget, load_target
 from slipstream.targets.ours import Packed
 
 PROMPTS = tiny.prompts(9, 4, 14)
@@ -54,6 +54,34 @@ def test_with_the_targets_own_noise_it_is_right_at_every_temperature():
     drafter = DraftModel(target, target, "chain-3", "noise")
     answers = generate(target, PROMPTS, drafter, max_new_tokens=17, temperature=1.3, seed=5)
     assert all(r.accepted == 3 for answer in answers for r in answer.rounds[:-1])
+
+
+def saved(directory) -> str:
+    """A model's directory, which `draft-model:model=` and `load_target` take."""
+    tiny.reference("llama").save_pretrained(directory)
+    tiny.tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_named_for_its_own_target_it_is_right_at_every_temperature(temperature, tmp_path):
+    """The default proposal at T > 0 was top-k: a model that drafts for itself had most drafts refused."""
+    target = load_target(saved(tmp_path), dtype="float64")
+    how = {"max_new_tokens": 17, "temperature": temperature, "seed": 5}
+    ids = [[3, 1, 4, 1, 5], [9, 2, 6]]
+    answers = generate(target, ids, f"draft-model:model={tmp_path},tree=chain-3", **how)
+    assert all(r.accepted == 3 for answer in answers for r in answer.rounds[:-1])
+    plain = generate(target, ids, "vanilla", **how)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+
+
+def test_under_another_law_it_does_not_look_at_the_noise(tmp_path):
+    """The default proposal at T > 0, which the multi-round law refuses."""
+    target = load_target(saved(tmp_path), dtype="float64")
+    named = f"draft-model:model={tmp_path}"
+    assert load_drafter(named, target, 1.0).proposal == "noise"
+    assert load_drafter(f"{named},proposal=top-k", target, 1.0).proposal == "top-k"
+    assert generate(target, [1, 2, 3], named, law="multi-round", max_new_tokens=3, temperature=1.0).tokens
 
 
 def test_every_drafted_child_is_among_the_likeliest_of_its_path():

@@ -270,7 +270,9 @@ class Job:
             raise ValueError(f"batch is {batch!r}; it must be at least 1, a whole number")
         if isinstance(drafter, (str, PathLike, Spec)):
             texts = min(batch or len(ids), len(ids))
-            drafter = kept_drafter(drafter, target, settings.sampling.temperature, texts)
+            looks = law in (None, "coupled")  # other laws do not allow drafts that depend on the noise
+            temperature = settings.sampling.temperature if looks else 0.0
+            drafter = kept_drafter(drafter, target, temperature, texts)
         if not isinstance(drafter, Drafter):
             raise ValueError(f"drafter is {drafter!r}: give a name, a directory or a slipstream.Drafter")
         if trace is not None:

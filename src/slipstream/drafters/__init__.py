@@ -30,7 +30,8 @@ def load_drafter(
         spec: the name of a method (of a trained one: the weights that ship for the target) or a drafter
             directory, then `:` and `key=value` pairs for the drafter's own arguments. Or a `Spec`.
         target: the target that it drafts for. Drafters that use nothing of a target do not need it.
-        temperature: of the answers: `tune` may have found other trees for sampled ones.
+        temperature: of the answers. Above 0 the default proposal is "noise", and `tune` may have found other
+            trees.
         texts: answers that share a pass: `tune` may have found other trees for several.
 
     Raises:
@@ -58,6 +59,7 @@ def _load(spec: Spec, target: Target | None, temperature: float, texts: int) -> 
             filled["target"] = target = _needed(target, name)
         if method.tunes and target is not None:
             spec = _tuned(spec, tuned_home(spec, target), target.place, temperature, texts)
+        spec = _looking(spec, takes, temperature)
         return make(**filled, **_checked(make, spec, filled))
     if method is not None or os.path.isdir(os.path.expanduser(name)):
         target = _needed(target, name)
@@ -67,6 +69,7 @@ def _load(spec: Spec, target: Target | None, temperature: float, texts: int) -> 
         with understood(source):
             cls = drafter_class(config.get("method"), source)
             spec = _tuned(spec, home, target.place, temperature, texts)
+            spec = _looking(spec, signature(cls).parameters, temperature)
             drafter: Drafter = cls.load(config, tensors, target, **_checked(cls, spec, BUILT))
             return drafter
     near = get_close_matches(name, METHODS, 1)
@@ -95,6 +98,14 @@ def _tuned(spec: Spec, home: Path, place: str, temperature: float, texts: int) -
     if not spec.options.keys().isdisjoint(("tree", "proposal")):
         tuned = {key: value for key, value in tuned.items() if key == "skip"}
     return Spec(spec.name, tuned | spec.options)
+
+
+def _looking(spec: Spec, takes: Collection[str], temperature: float) -> Spec:
+    """The spec, which at T > 0 proposes by the target's noise unless it says otherwise: that accepts more than
+    top-k, and unlike sampled children it keeps same seed, same text (docs/eagle.md)."""
+    if not temperature or "proposal" not in takes:
+        return spec
+    return Spec(spec.name, {"proposal": "noise"} | spec.options)
 
 
 def drafter_class(method: Any, source: str) -> Any:
