@@ -48,6 +48,17 @@ def proposed(drafter: FastEagle, target, text: list[int], sampling: Sampling, ro
     return drafter.propose(state, Sampler(rows_of(sampling, rows), [text[:-1]] * rows, target.vocab))
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_tree_of_depth_d_runs_the_first_d_layers(depth):
+    """All layers ran for a chain of one."""
+    target, ran = tiny.target("llama"), []
+    drafter = tiny.fasteagle(target, f"chain-{depth}")
+    for i, layer in enumerate(drafter.head.layers):
+        layer.register_forward_hook(lambda *_, i=i: ran.append(i))
+    generate(target, PROMPTS[0], drafter, max_new_tokens=6, temperature=0.0)
+    assert set(ran) == set(range(depth))
+
+
 @pytest.mark.parametrize("tree", ["backbone-3x4", "chain-2", "fig3", "best-first-3x10"])
 @pytest.mark.parametrize(("vocab", "rank"), [(None, 0), (40, 0), (40, 6)])
 def test_every_drafted_child_is_among_the_likeliest_of_its_depth(tree, vocab, rank):

@@ -82,7 +82,7 @@ def rounds(
     law the recorded target decodes them anew."""
     prompts, ends = _prompts(recorded), recorded.lengths.tolist()
     target, law = (recorded, law) if law else (recorded.target, coupled)
-    room, shapes = recorded.tokens.shape[1], drafter.rungs
+    room, shapes = recorded.tokens.shape[1], (*drafter.rungs, *filter(None, [shape]))
     session = Session(target, drafter, law, len(prompts), room, shapes, policy)
     session.admit(prompts, recorded.sampling)
     while True:

@@ -114,8 +114,8 @@ class Session:
         self._record = recorder(target) if law is coupled else None  # other laws look at what they drew
         self._captured: dict[Shape | None, Captured] = {}
         self.sampler = Sampler([], [], target.vocab, target.device)
+        self.room = Room.largest(map(drafter.room, (None, *shapes)))  # of all trees, before it starts
         self.cache, self.state = target.new_cache(rows, drafter.memory), drafter.start(rows, target.device)
-        self.room = Room.largest(map(drafter.room, (None, *shapes)))
         if capacity:
             slots = rounded(capacity) if self._record else capacity
             self.cache.storage.hold(slots + self.room.target)

@@ -101,8 +101,8 @@ def _tuned(spec: Spec, home: Path, place: str, temperature: float, texts: int) -
 
 
 def _looking(spec: Spec, takes: Collection[str], temperature: float) -> Spec:
-    """The spec, which at T > 0 proposes by the target's noise unless it says otherwise: that accepts more than
-    top-k, and unlike sampled children it keeps same seed, same text (docs/eagle.md)."""
+    """The spec, which at T > 0 proposes by the target's noise unless it says otherwise: that accepts more
+    than top-k, and unlike sampled children it keeps same seed, same text (docs/eagle.md)."""
     if not temperature or "proposal" not in takes:
         return spec
     return Spec(spec.name, {"proposal": "noise"} | spec.options)

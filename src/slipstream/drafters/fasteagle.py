@@ -87,11 +87,11 @@ class FastEagleHead(Head):
         attends: Sequence[Attend],
     ) -> Float[Tensor, "B T N H"]:
         """Row i reads (g_i, embedding of t_{i+1}) at position i and predicts f_{i+1} … f_{i+N}, which the
-        target's LM head turns into t_{i+2} … t_{i+1+N}."""
+        target's LM head turns into t_{i+2} … t_{i+1+N}. Fewer `attends` run the first layers alone."""
         x = first = self.fc(torch.cat([self.fuse(features), embedded], -1))
         attention: Any = self.layers[0].self_attn
         states, rotary = [], attention.rope(positions, x.dtype)
-        for layer, attend in zip(self.layers, attends, strict=True):
+        for layer, attend in zip(self.layers[: len(attends)], attends, strict=True):
             x = layer(x if self.config.cascade else first, rotary, attend)
             states.append(x)
         return torch.stack(states, 2)
@@ -141,12 +141,13 @@ class FastEagleHead(Head):
 
 @dataclass
 class FastEagleState(ParallelState):
-    cache: KVCache  # of all layers: the committed tokens and nothing else
+    cache: KVCache  # of the layers that run: the committed tokens and nothing else
 
 
 @final
 class FastEagle(ParallelDrafter):
-    """Drafts with a `FastEagleHead`, which takes one pass per committed path and none to grow a tree."""
+    """Drafts with a `FastEagleHead`, which takes one pass per committed path and none to grow a tree. For
+    trees of depth d its first d layers run."""
 
     method, module, reach = "fasteagle", FastEagleHead, NEAR
 
@@ -164,7 +165,7 @@ class FastEagle(ParallelDrafter):
             self._compiled_above = compiled(self._above, target.device, kind, whole=True)
 
     def start(self, batch: int, device: torch.device) -> FastEagleState:
-        cache = KVCache(self.deepest, batch, device)
+        cache = KVCache(self.drafted, batch, device)
         return FastEagleState(**vars(super().start(batch, device)), cache=cache)
 
     def absorb(self, span: Span, state: FastEagleState) -> None:

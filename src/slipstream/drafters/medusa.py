@@ -58,10 +58,11 @@ class MedusaHead(Head):
             [nn.Linear(H, config.draft_vocab_size, bias=False) for _ in range(own)]
         )
 
-    def forward(self, features: Float[Tensor, "B T H"]) -> Float[Tensor, "B T N H"]:
-        """The LM heads' inputs. Head k of row i is to predict t_{i+1+k}; t_{i+1} is the target's token."""
+    def forward(self, features: Float[Tensor, "B T H"], depth: int | None = None) -> Float[Tensor, "B T N H"]:
+        """The inputs of the first `depth` LM heads, by default of all. Head k of row i is to
+        predict t_{i+1+k}; t_{i+1} is the target's token."""
         states = []
-        for layers in self.blocks:
+        for layers in self.blocks[:depth]:
             x = features
             for layer in layers:
                 x = x + F.silu(layer(x))
@@ -92,9 +93,9 @@ class Medusa(ParallelDrafter):
     def absorb(self, span: Span, state: ParallelState) -> None:
         assert span.features is not None
         last = span.last(span.features)[:, None]  # nothing else is read, so there is no cache
-        state.hidden = self.read(last)[:, 0]
+        state.hidden = self.read(last, more=(state.hidden.shape[1],))[:, 0]
         state.root = span.root
         state.length = span.start + span.count
 
-    def _read(self, features: Float[Tensor, "B 1 H"]) -> Float[Tensor, "B 1 N H"]:
-        return self.head(features)
+    def _read(self, features: Float[Tensor, "B 1 H"], depth: int) -> Float[Tensor, "B 1 N H"]:
+        return self.head(features, depth)

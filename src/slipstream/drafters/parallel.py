@@ -19,13 +19,14 @@ from slipstream.drafters.proposer import Draft
 
 @dataclass
 class ParallelState(State):
-    hidden: Float[Tensor, "B N H"]  # the states that give the laws of the N depths
+    hidden: Float[Tensor, "B N H"]  # the states that give the laws of the depths that are drafted
     length: Int[Tensor, " B"]  # tokens before the root
 
 
 class ParallelDrafter(HeadDrafter):
-    """Drafts with N laws, from which any tree grows without another pass: FastEagle's Backbone Expansion
-    ("backbone-7x10"), Medusa's static trees, or the most probable nodes ("best-first-7x26").
+    """Drafts with N laws, of which as many are made as its trees are deep. From them any tree
+    grows without another pass: FastEagle's Backbone Expansion ("backbone-7x10"), Medusa's static trees, or
+    the most probable nodes ("best-first-7x26").
 
     At T > 0 children sampled from one law serve all nodes of a depth: the walk visits only one of these
     nodes, and which one does not depend on the draws below it.
@@ -37,11 +38,12 @@ class ParallelDrafter(HeadDrafter):
 
     def start(self, batch: int, device: torch.device) -> ParallelState:
         root = torch.zeros(batch, dtype=torch.long, device=device)
-        shape = (batch, self.deepest, self.head.config.hidden_size)
+        shape = (batch, self.drafted, self.head.config.hidden_size)
         return ParallelState(root, torch.zeros(shape, dtype=self.target.dtype, device=device), root.clone())
 
     def propose(self, state: ParallelState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         draft, level = Draft(self, self.shaped(shape), sampler), 0
+        assert draft.shape.depth <= state.hidden.shape[1], "name a deeper tree before the first text"
         scores = self.scores(state.hidden[:, : draft.shape.depth])
         if self.one_law and draft.shape.best_first and not any(sampler.walks) and look.may_look(scores):
             return best_first(state.root, *self._offered(draft, scores, state.length), draft.shape.nodes)

@@ -58,6 +58,11 @@ class Proposer(Drafter):
         """The deepest tree that it can grow, if there is a limit."""
         return None
 
+    @property
+    def drafted(self) -> int:
+        """The depth of the deepest tree that was asked for: no rounds need deeper guesses."""
+        return max(shape.depth for shape in self._checked)
+
     def grow_as(self, tree: str | Shape, proposal: str = "top-k") -> None:
         """Change the default tree and the proposal. Raises ValueError."""
         if proposal not in PROPOSALS:

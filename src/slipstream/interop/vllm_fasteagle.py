@@ -28,8 +28,9 @@ class Cascade(nn.Module):
     use_aux_hidden_state, norm_before_fc = True, False  # which the loader of weights asks for
     hf_to_vllm_mapper, load_weights = LlamaModel.hf_to_vllm_mapper, LlamaModel.load_weights
 
-    def __init__(self, vllm_config: VllmConfig, config: Any, start: int, prefix: str) -> None:
+    def __init__(self, vllm_config: VllmConfig, config: Any, depth: int, start: int, prefix: str) -> None:
         super().__init__()
+        self.depth = depth  # guesses, and layers that run for them
         H, ids = config.hidden_size, config.eagle_aux_hidden_state_layer_ids
         self.config = config
         self.embed_tokens = VocabParallelEmbedding(
@@ -59,10 +60,10 @@ class Cascade(nn.Module):
         return self.fuse(taps)
 
     def forward(self, input_ids: Tensor, positions: Tensor, fused: Tensor) -> Tensor:
-        """The states of all layers [T, N, H]."""
+        """The states of the layers that run [T, depth, H]."""
         x = first = self.fc(torch.cat([fused, self.embed_tokens(input_ids)], -1))
         states = []
-        for layer in self.layers:
+        for layer in self.layers[: self.depth]:
             added, passed = layer(positions, x if self.config.cascade else first, None)
             x = added + passed
             states.append(x)
@@ -77,14 +78,11 @@ class FastEagle(Eagle3LlamaForCausalLM):
         speculative = vllm_config.speculative_config
         assert speculative is not None
         self.config: Any = speculative.draft_model_config.hf_config
-        depth = self.config.num_hidden_layers
-        if speculative.num_speculative_tokens > depth:
-            raise ValueError(
-                f"num_speculative_tokens is {speculative.num_speculative_tokens}; this FastEagle head drafts "
-                f"{depth} tokens"
-            )
+        depth, layers = speculative.num_speculative_tokens, self.config.num_hidden_layers
+        if depth > layers:
+            raise ValueError(f"num_speculative_tokens is {depth}; this FastEagle head drafts {layers} tokens")
         start = vllm_config.model_config.get_total_num_hidden_layers()
-        self.model = Cascade(vllm_config, self.config, start, maybe_prefix(prefix, "model"))
+        self.model = Cascade(vllm_config, self.config, depth, start, maybe_prefix(prefix, "model"))
         draft, vocab = self.config.draft_vocab_size, self.config.vocab_size
         self.lm_head = ParallelLMHead(draft, self.config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
         self.logits_processor = LogitsProcessor(draft, scale=getattr(self.config, "logit_scale", 1.0))
@@ -107,7 +105,7 @@ class FastEagle(Eagle3LlamaForCausalLM):
         inputs_embeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The states that give this call's tokens, and what the next call gets."""
-        call, self.call = self.call, (self.call + 1) % self.config.num_hidden_layers
+        call, self.call = self.call, (self.call + 1) % self.model.depth
         if call == 0:
             self.kept = self.model(input_ids, positions, hidden_states)
             rows, carried = torch.arange(len(input_ids), device=hidden_states.device), hidden_states.clone()
