@@ -75,7 +75,8 @@ class Session:
     Args:
         rows: texts that may be under way at once.
         capacity: tokens of the longest text, if known; caches that are too small grow by blocks.
-        shapes: trees that steps may ask for beside the drafter's own; the largest one has room.
+        shapes: trees that steps may ask for beside the drafter's own; the largest one has room, and the
+            deepest one says how deep a parallel head drafts.
         policy: chooses the tree of a step that asks for none.
         keep: tokens of texts whose caches are kept, for prompts that begin as they did.
 

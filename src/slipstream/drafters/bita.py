@@ -110,7 +110,8 @@ class Bita(ParallelDrafter):
             features, since = span.probed
             M = features.shape[1]
             state.known = torch.where(since < 0, 0, M - since).clamp(min=0)
-            later = (torch.arange(self.deepest, device=since.device) + since[:, None]).clamp(0, M - 1)
+            depths = torch.arange(state.hidden.shape[1], device=since.device)
+            later = (depths + since[:, None]).clamp(0, M - 1)
             state.hidden = features.gather(1, later[..., None].expand_as(state.hidden))
         state.root, state.length = span.root, span.start + span.count
 

@@ -43,7 +43,11 @@ class ParallelDrafter(HeadDrafter):
 
     def propose(self, state: ParallelState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         draft, level = Draft(self, self.shaped(shape), sampler), 0
-        assert draft.shape.depth <= state.hidden.shape[1], "name a deeper tree before the first text"
+        if draft.shape.depth > (drafted := state.hidden.shape[1]):
+            raise ValueError(
+                f"tree {draft.shape.name!r} is {draft.shape.depth} deep and this session drafts {drafted} "
+                "tokens: name it among the session's shapes"
+            )
         scores = self.scores(state.hidden[:, : draft.shape.depth])
         if self.one_law and draft.shape.best_first and not any(sampler.walks) and look.may_look(scores):
             return best_first(state.root, *self._offered(draft, scores, state.length), draft.shape.nodes)
