@@ -1,5 +1,6 @@
 """The table of methods: what it names is there, and it is read without loading torch."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from slipstream.core.drafter import Drafter
 from slipstream.drafters import load_drafter
 from slipstream.interop.layouts import Layout
-from slipstream.methods import METHODS, Method, register
+from slipstream.methods import METHODS, Method, Methods, load_plugin, register
 from slipstream.training.objective import Objective
 from slipstream.training.recipe import Recipe, recipe_class
 from slipstream.training.recipes import LayerHead, StepsLoss
@@ -67,6 +68,93 @@ def test_a_method_is_added_by_one_call(monkeypatch):
         register(METHODS["short"])
     with pytest.raises(ValueError, match=r"Unknown drafter: 'sort'.*Did you mean 'short'\?"):
         load_drafter("sort")
+
+
+REPEAT = """
+from slipstream.methods import Method, register
+register(Method("repeat", "says the last words again", make="repeat_drafter.drafter:Repeat"))
+"""
+DRAFTER = """
+from slipstream import NGram
+class Repeat(NGram):
+    pass
+"""
+
+
+def package(home: Path, name: str, plugin: str, code: str) -> None:
+    """Lay out a package as pip does, with an entry point for the plugin."""
+    (home / name).mkdir(parents=True)
+    (home / name / "__init__.py").write_text("")
+    (home / name / f"{plugin}.py").write_text(code)
+    (home / name / "drafter.py").write_text(DRAFTER)
+    about = home / f"{name}-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[slipstream.methods]\nany = {name}.{plugin}\n")
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """What is registered is forgotten afterwards."""
+    monkeypatch.setattr(METHODS, "known", dict(METHODS))
+    before = set(sys.modules)
+    path = [*sys.path]
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_an_installed_package_adds_a_method_at_the_first_look(tmp_path, monkeypatch, table, caplog):
+    """Its module is imported once, when the table is looked at; a broken package costs its methods alone."""
+    package(tmp_path, "repeat_drafter", "plugin", REPEAT)
+    package(tmp_path, "broken_drafter", "plugin", "import no_such_module")
+    monkeypatch.syspath_prepend(tmp_path)
+    fresh = Methods()
+    monkeypatch.setattr("slipstream.methods.METHODS", fresh)
+    assert "repeat_drafter.plugin" not in sys.modules
+    assert fresh["repeat"].help == "says the last words again"
+    assert "repeat" in dict(fresh)
+    assert [record.message for record in caplog.records] == [
+        "plugin 'broken_drafter.plugin' cannot be imported: ModuleNotFoundError: No module named "
+        "'no_such_module', of broken_drafter: its methods are left out"
+    ]
+    assert "repeat_drafter.drafter" not in sys.modules
+
+
+def test_an_installed_package_is_known_to_a_new_process(tmp_path):
+    """In help, and to `load_drafter`; --help of other commands imports no plugin."""
+    package(tmp_path, "repeat_drafter", "plugin", REPEAT)
+    program = (
+        "import sys, slipstream.cli as cli\n"
+        "assert 'repeat_drafter.plugin' not in sys.modules\n"
+        "from slipstream import load_drafter\n"
+        "assert type(load_drafter('repeat')).__name__ == 'Repeat'\n"
+        "sys.argv[1:] = ['generate', '--help']\n"
+        "cli.main()\n"
+    )
+    path = [str(tmp_path), str(Path(__file__).parents[1] / "src")]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "says the last words again" in done.stdout
+
+
+def test_a_plugin_that_cannot_be_imported_says_what_to_do(tmp_path, monkeypatch, table):
+    with pytest.raises(ValueError, match=r"plugin 'succesor' cannot be imported: there is none: name an"):
+        load_plugin("succesor")
+    with pytest.raises(ValueError, match=r"none\.py' cannot be imported: there is none$"):
+        load_plugin(str(tmp_path / "none.py"))
+    (tmp_path / "wrong.py").write_text("x = = 1")
+    with pytest.raises(ValueError, match=r"wrong\.py' cannot be imported: SyntaxError: invalid syntax"):
+        load_plugin(str(tmp_path / "wrong.py"))
+    (tmp_path / "json.py").write_text("")
+    with pytest.raises(ValueError, match=r"the module 'json' is .*json/__init__\.py: rename the file"):
+        load_plugin(str(tmp_path / "json.py"))
 
 
 def test_the_guide_lists_every_method_with_its_settings():

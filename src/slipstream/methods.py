@@ -4,10 +4,19 @@ An entry names its parts as "module:Name" and imports them when they are used, s
 this table without loading torch.
 """
 
+import logging
+import os
+import sys
+from collections import UserDict
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 
+from slipstream.files import first_line
+
+PLUGINS = "slipstream.methods"  # the group of entry points under which packages name their plugins
 SHIPPED = Path(__file__).parent / "weights"  # weights/<target>/<method>: drafter directories in the package
 
 
@@ -140,7 +149,29 @@ TABLE = (
         tunes=True,
     ),
 )
-METHODS: dict[str, Method] = {method.name: method for method in TABLE}
+
+
+class Methods(UserDict[str, Method]):
+    """Methods by name: those of `TABLE`, and those of installed packages, whose plugins are imported at the
+    first look. A plugin that cannot be imported is named in the log, and left out."""
+
+    def __init__(self) -> None:
+        self.known = {method.name: method for method in TABLE}
+        self.waiting = [*entry_points(group=PLUGINS)]
+
+    @property
+    def data(self) -> dict[str, Method]:  # type: ignore[override]
+        while self.waiting:
+            entry = self.waiting.pop()
+            try:
+                load_plugin(entry.value)
+            except ValueError as error:
+                package = entry.dist.name if entry.dist else "an installed package"
+                logging.getLogger(__name__).warning("%s, of %s: its methods are left out", error, package)
+        return self.known
+
+
+METHODS = Methods()
 
 
 def named() -> list[Method]:
@@ -153,3 +184,32 @@ def register(method: Method) -> None:
     if method.name in METHODS:
         raise ValueError(f"there is a method {method.name!r} already: choose another name")
     METHODS[method.name] = method
+
+
+def load_plugin(name: str) -> None:
+    """Import a plugin, a module that calls `register`, once.
+
+    Args:
+        name: of a module that can be imported, or a Python file, whose directory is searched for modules
+            from then on, as Python does for a script.
+
+    Raises:
+        ValueError: there is no such module, or it fails.
+    """
+    module, path = name, None
+    if name.endswith(".py"):
+        path = Path(name).expanduser().resolve()
+        module = path.stem
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))
+    try:
+        found = import_module(module)
+    except Exception as error:
+        hint = "" if path else f": name an installed module, or a file, such as .{os.sep}{name}.py"
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module
+        reason = "there is none" + hint if missing else f"{type(error).__name__}: {first_line(error)}"
+        raise ValueError(f"plugin {name!r} cannot be imported: {reason}") from error
+    if path and (other := getattr(found, "__file__", None)) != str(path):
+        raise ValueError(
+            f"plugin {name!r} cannot be imported: the module {module!r} is {other}: rename the file"
+        )

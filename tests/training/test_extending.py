@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import slipstream
+import tiny
 from slipstream.interop.public import export, import_checkpoint
 from slipstream.methods import METHODS
 
@@ -76,3 +77,36 @@ def test_a_layout_is_added_by_one_entry(chat, trained, tmp_path):
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name].float(), theirs[name].float()) for name in mine)
     assert same(chat, str(again), 0.0)
+
+
+def test_the_command_line_takes_a_file_as_a_plugin(run, tmp_path, monkeypatch):
+    """Train, export, import and answer with the page's method; help lists it; without --plugin it is none."""
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path)])
+    tiny.reference("llama").save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    target = ("--target", str(tmp_path / "model"), "--dtype", "float32")
+    (tmp_path / "text.jsonl").write_text(
+        "".join(f'{{"text": "{c}bcabcabc{c * 3}"}}\n' for c in "abcdefghijk")
+    )
+    small = ["schedule.batch_tokens=64", "schedule.evaluate_every=1000", "data.held_out_tokens=8"]
+    small += ["head.tree=chain-2", "head.depth=2"]
+    trained, public, again = (str(tmp_path / name) for name in ("trained", "public", "again"))
+    train = ["train", "linear", "--data", str(tmp_path / "text.jsonl"), "--out", trained, *target, *small]
+    code, _, err = run(*train)
+    assert (code, "method is 'linear'" in err) == (2, True)
+    layout = ("--plugin", str(tmp_path / "linear_layout.py"))
+    for words in (
+        train,
+        ["export", trained, "--out", public, *target],
+        ["import", public, "--out", again, *target],
+        ["generate", "abcabc", "--max-new-tokens", "4", "--drafter", again, *target],
+    ):
+        code, _, err = run(*layout, *words)
+        assert code == 0, err
+    code, out, _ = run("--plugin", str(tmp_path / "successor.py"), "generate", "--help")
+    assert "drafts what last followed each token" in out
+    assert run("--plugin", "no_such", "doctor")[::2] == (
+        2,
+        "slipstream: plugin 'no_such' cannot be imported: there is none: name an installed module, or a "
+        "file, such as ./no_such.py\n",
+    )

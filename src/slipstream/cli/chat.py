@@ -10,7 +10,6 @@ from rich.text import Text
 from rich.tree import Tree
 
 from slipstream.cli.common import (
-    DRAFTERS,
     Compile,
     Device,
     DrafterName,
@@ -21,6 +20,7 @@ from slipstream.cli.common import (
     Seed,
     TargetName,
     command,
+    drafters,
     err,
     load,
     on_questions,
@@ -44,7 +44,7 @@ Ctrl-C stops an answer. What was drafted and accepted is green."""
 
 
 @command(
-    "chat", "chat --target ./my-model --compile", "chat --drafter eagle --temperature 0.7", lists=DRAFTERS
+    "chat", "chat --target ./my-model --compile", "chat --drafter eagle --temperature 0.7", lists=drafters
 )
 def chat(
     target: TargetName = "smollm2",

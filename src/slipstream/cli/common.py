@@ -1,7 +1,7 @@
 """The application, its consoles, and the options and helpers that commands share."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperCommand
 
 from slipstream.bars import bars
 from slipstream.files import STANDARD
-from slipstream.methods import Method, named
+from slipstream.methods import Method, load_plugin, named
 
 if TYPE_CHECKING:
     from slipstream.measure.sweep import Sweep
@@ -55,7 +56,7 @@ Quantize = Annotated[str | None, on_machine("int8 or int4: weights of 8 or 4 bit
 DIRECTORY = ("DIR", "a directory that slipstream train or import wrote")
 
 
-def listed(title: str, *methods: Method, others: Sequence[tuple[str, str]] = ()) -> str:
+def listed(title: str, methods: Iterable[Method], others: Sequence[tuple[str, str]] = ()) -> str:
     """A list of methods for the end of a command's help."""
     lines = []
     for method in methods:
@@ -64,11 +65,12 @@ def listed(title: str, *methods: Method, others: Sequence[tuple[str, str]] = ())
     return "\n".join([title, *(f"  {name:<16}  {help}" for name, help in (*lines, *others))])
 
 
-DRAFTERS = listed(
-    "[bold]Drafters[/bold] (options follow a colon: eagle:tree=chain-5,proposal=noise)",
-    *named(),
-    others=[DIRECTORY],
-)
+def drafters() -> str:
+    """All drafters that have a name, those of plugins among them."""
+    title = "[bold]Drafters[/bold] (options follow a colon: eagle:tree=chain-5,proposal=noise)"
+    return listed(title, named(), others=[DIRECTORY])
+
+
 DrafterName = Annotated[str, option("one of the drafters below", "NAME", "--drafter")]
 DrafterNames = Annotated[list[str], option("one of those below; repeatable", "NAME", "--drafter")]
 QUESTIONS = "question.jsonl, mt_bench, humaneval or hf:REPOSITORY:SPLIT; repeatable (default: our own)"
@@ -89,8 +91,20 @@ def _version(wanted: bool) -> bool:
     return wanted
 
 
+def _plugins(names: list[str]) -> list[str]:
+    for name in names:
+        load_plugin(name)
+    return names
+
+
+PLUGIN = "import a module or a .py file that registers drafting methods; repeatable"
+
+
 @app.callback()
 def slipstream(
+    plugin: Annotated[
+        list[str], typer.Option("--plugin", metavar="MODULE", callback=_plugins, help=PLUGIN)
+    ] = [],
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version and exit")
     ] = False,
@@ -115,10 +129,19 @@ Resume = Annotated[bool, on_results("go on with the unfinished run in --json", N
 Force = Annotated[bool, flag("write into --out whatever it holds", "--force")]
 
 
-def command(*examples: str, lists: str = "", name: str | None = None) -> Callable[[Command], Command]:
-    """Registers a command, by default under its function's name. Its help ends in `lists` and examples."""
-    lines = [*([lists, ""] if lists else []), "[bold]Examples[/bold]"]
-    return app.command(name, epilog="\n".join([*lines, *(f"slipstream {line}" for line in examples)]))
+def command(
+    *examples: str, lists: Callable[[], str] | None = None, name: str | None = None
+) -> Callable[[Command], Command]:
+    """Registers a command, by default under its function's name. Its help ends in what `lists` returns, which
+    is asked when help is shown, and examples."""
+
+    class Listing(TyperCommand):
+        def format_help(self, *args: Any) -> None:
+            lines = ["[bold]Examples[/bold]", *(f"slipstream {line}" for line in examples)]
+            self.epilog = "\n".join([*([lists(), ""] if lists else []), *lines])
+            super().format_help(*args)
+
+    return app.command(name, cls=Listing)
 
 
 def load(

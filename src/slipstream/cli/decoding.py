@@ -6,7 +6,6 @@ import typer
 
 from slipstream.cli.common import (
     DIRECTORY,
-    DRAFTERS,
     MOST_TEXTS,
     Compile,
     Device,
@@ -23,6 +22,7 @@ from slipstream.cli.common import (
     beside,
     command,
     deliver,
+    drafters,
     err,
     flag,
     inputs,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from slipstream.targets import HFTarget
 
 
-@command("demo", "demo --limit 8 --temperature 1", "demo --target ./my-model --dtype float32", lists=DRAFTERS)
+@command("demo", "demo --limit 8 --temperature 1", "demo --target ./my-model --dtype float32", lists=drafters)
 def demo(
     target: TargetName = "smollm2",
     drafter: DrafterName = "auto",
@@ -73,7 +73,11 @@ def demo(
     run(contest, drafter, asked, out)
 
 
-TUNED = [method for method in named() if method.tunes]
+def _growers() -> str:
+    tuned = (method for method in named() if method.tunes)
+    return listed("[bold]Drafters that grow trees[/bold]", tuned, others=[DIRECTORY])
+
+
 Prompts = Annotated[int, on_questions("prompts to measure on, in all", "N", min=1)]
 PROMPTS = 8
 TEXTS = "texts decoded at once; what is found serves the nearest number"
@@ -87,7 +91,7 @@ CONTEXT = "length of the context at which rounds are timed, in tokens (default: 
     "tune --drafter draft-model:model=./small --compile",
     "tune --drafter self-speculative",
     "tune --measure --plot costs.svg",
-    lists=listed("[bold]Drafters that grow trees[/bold]", *TUNED, others=[DIRECTORY]),
+    lists=_growers,
 )
 def tune(
     target: TargetName = "smollm2",
@@ -162,7 +166,7 @@ USED = "length of your texts, in tokens (default: the questions')"
     "doctor --compile",
     "doctor --drafter runs/eagle --temperature 0.7 --compile",
     "doctor --drafter eagle:tree=chain-2 --batch 8 --context 2048 --json found.json",
-    lists=DRAFTERS,
+    lists=drafters,
 )
 def doctor(
     target: TargetName = "smollm2",

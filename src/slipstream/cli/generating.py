@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.common import (
-    DRAFTERS,
     Compile,
     Device,
     DrafterName,
@@ -19,6 +18,7 @@ from slipstream.cli.common import (
     Seed,
     TargetName,
     command,
+    drafters,
     err,
     inputs,
     load,
@@ -51,7 +51,7 @@ LAW = "coupled or multi-round (default: the drafter's own); lossy-typical, Medus
     'generate "Write a haiku." --temperature 0.8 --top-p 0.95 --seed 7',
     'generate "Who wrote Faust?" --json-schema person.json',
     "generate - --drafter ngram --json answer.json < long_prompt.txt",
-    lists=DRAFTERS,
+    lists=drafters,
 )
 def generate(
     prompt: Annotated[str, typer.Argument(help="the user's message; - reads it from standard input")],

@@ -5,7 +5,6 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.cli.common import (
-    DRAFTERS,
     MOST_TEXTS,
     Compile,
     Device,
@@ -22,6 +21,7 @@ from slipstream.cli.common import (
     TargetNames,
     command,
     deliver,
+    drafters,
     err,
     inputs,
     kept,
@@ -50,7 +50,7 @@ Temperatures = Annotated[list[float], on_sampling(SEVERAL, "T", "--temperature",
     "bench --questions mt_bench.jsonl --questions gsm8k.jsonl --limit 20 --drafter ngram --json out.json",
     "bench --drafter auto --questions hf:openai/gsm8k:test --limit 20 --json out.json --resume",
     "bench --drafter ngram --temperature 0 --temperature 1 --batch 1 --batch 4 --json out.json",
-    lists=DRAFTERS,
+    lists=drafters,
 )
 def bench(
     target: TargetNames = ["smollm2"],
@@ -108,7 +108,7 @@ DRAWS = "answers of each distribution test, at T > 0"
     "certify --limit 4",
     "certify --target ./my-model --drafter ngram --temperature 0 --temperature 0.7 --json certificate.json",
     "certify --drafter auto --drafter eagle:proposal=sampled,tree=chain-3 --json certificate.json --resume",
-    lists=DRAFTERS,
+    lists=drafters,
 )
 def certify(
     target: TargetName = "smollm2",

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Annotated
 
 from slipstream.cli.common import (
-    DRAFTERS,
     Compile,
     Device,
     DrafterName,
@@ -13,6 +12,7 @@ from slipstream.cli.common import (
     Quantize,
     TargetName,
     command,
+    drafters,
     err,
     load,
     option,
@@ -32,7 +32,7 @@ GRACE = "time that requests under way get after Ctrl-C or SIGTERM"
     "serve",
     "serve --target ./my-model --compile --port 9000",
     "serve --host 0.0.0.0 --rows 32 --queue 200   # with SLIPSTREAM_API_KEY set",
-    lists=DRAFTERS,
+    lists=drafters,
 )
 def serve(
     target: TargetName = "smollm2",

@@ -34,9 +34,9 @@ from slipstream.cli.common import (
 )
 from slipstream.files import check_writable
 from slipstream.measure.questions import load_questions
-from slipstream.methods import METHODS
+from slipstream.methods import METHODS, TABLE
 
-LAYOUTS = [layout for method in METHODS.values() for layout in method.layouts]
+LAYOUTS = [layout for method in TABLE for layout in method.layouts]
 PUBLIC = f"{', '.join(LAYOUTS[:-1])} or {LAYOUTS[-1]}"
 
 if TYPE_CHECKING:
@@ -47,12 +47,16 @@ SHOW = "show what is learnt of the data, coloured, and stop"
 YAML = "YAML, such as the recipe.yaml of each run"
 
 
+def _trained() -> str:
+    return listed("[bold]Methods[/bold]", (method for method in METHODS.values() if method.objective))
+
+
 @command(
     "train eagle --data answers.jsonl --out runs/eagle",
     "train eagle --data answers.jsonl --preview",
     "train eagle --recipe recipes/equal_data.yaml --data answers.jsonl --out runs/eagle optimizer.lr=5e-4",
     "train eagle --recipe runs/eagle/recipe.yaml --out runs/eagle --resume",
-    lists=listed("[bold]Methods[/bold]", *(method for method in METHODS.values() if method.objective)),
+    lists=_trained,
 )
 def train(
     method: Annotated[str, typer.Argument(help="one of those below")],
