@@ -6,8 +6,9 @@ import random
 from copy import deepcopy
 
 import pytest
+from pydantic import ValidationError
 
-from slipstream.serve.schema import Message
+from slipstream.serve.schema import ChatCompletion, Completion, Message
 
 CHAT = {
     "model": "tiny",
@@ -151,3 +152,19 @@ def test_what_looks_like_a_number_is_no_token_id(client, prompt):
     status, told = client().post("/v1/completions", {"model": "tiny", "prompt": prompt})
     assert status == 400
     assert "Input should be a valid integer" in told["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (Completion, {"prompt": "a", **dict.fromkeys(map(str, range(9)), 1)}),
+        (Completion, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(9)), 1e9)}),
+        (Completion, {"prompt": "a", "stream": True, "stream_options": {"a": 1, "b": 2, "c": 3}}),
+        (ChatCompletion, {"messages": [{"role": "user", "content": "a", "b": 1, "c": 2}]}),
+    ],
+)
+def test_the_first_of_many_faults_is_enough(model, body):
+    """50,000 unknown fields held every stream for half a second."""
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate({"model": "tiny"} | body)
+    assert caught.value.error_count() == 1

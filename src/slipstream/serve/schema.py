@@ -4,7 +4,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, StrictInt, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
 from typing_extensions import TypeAliasType
 
 MOST_LIKELY = 20  # alternatives that may be asked for with each token
@@ -41,10 +50,28 @@ Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
+def _first_fault(biases: Any) -> Any:
+    """One bias alone, if one is wrong: a body may hold 50,000, and each would be a fault."""
+    for token, bias in biases.items() if isinstance(biases, Mapping) else ():
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            return {token: bias}
+    return biases
+
+
 class Part(BaseModel):
     """A model that takes no other fields, and no value of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, given: Any) -> Any:
+        """Keep one of the fields that are not known: a body may hold 100,000, and each would be a fault."""
+        if not isinstance(given, Mapping):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        first = next((key for key in given if key not in known), None)
+        return {key: value for key, value in given.items() if key == first or key in known}
 
 
 class StreamOptions(Part):
@@ -215,7 +242,7 @@ class Asked(Part):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, Bias] | None = None
+    logit_bias: Annotated[dict[str, Bias] | None, BeforeValidator(_first_fault)] = None
     seed: int | None = None
     stop: str | Texts | None = None
     stream: bool | None = None

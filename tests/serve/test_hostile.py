@@ -1,0 +1,75 @@
+"""A server among requests of strangers: a part of what `benchmarks/hostile.py` sends, to a tiny model."""
+
+import asyncio
+import json
+from collections import Counter
+from urllib.request import Request, urlopen
+
+import pytest
+
+from hostile_requests import KINDS, OUT_OF_TIME, Hostile, completion, generated, send
+from slipstream.serve import connection
+
+EVERY = {"fields": 5}  # of so many requests one is sent: they are many
+SLOW = ("40,000 biases", "a stream: slow", "doubling")
+
+
+def part(kind: str) -> list[Hostile]:
+    """Requests of a kind."""
+    asked = [each for each in KINDS[kind]("tiny") if not each.name.endswith(SLOW)]
+    return asked[:: EVERY.get(kind, 1)]
+
+
+def faults(port: int, requests: list[Hostile]) -> dict[str, str]:
+    """What is wrong with the answers, eight requests at a time."""
+    at_once = asyncio.Semaphore(8)
+
+    async def one(request: Hostile) -> str | None:
+        async with at_once:
+            return request.fault(await send(port, request, 20))
+
+    async def all_of_them() -> list[str | None]:
+        return await asyncio.gather(*map(one, requests))
+
+    found = asyncio.run(all_of_them())
+    return {each.name: fault for each, fault in zip(requests, found, strict=True) if fault}
+
+
+def text(url: str) -> str:
+    """A proper answer."""
+    body = json.dumps(completion("tiny", prompt="abcabc", seed=1, max_tokens=8)).encode()
+    asked = Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urlopen(asked, timeout=20) as answer:
+        return json.load(answer)["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("kind", ["bodies", "fields", "connections", "generated"])
+def test_a_server_refuses_what_is_hostile_and_goes_on(serve, listening, monkeypatch, kind):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
+    asked = list(generated("tiny", 60, seed=3)) if kind == "generated" else part(kind)
+    server = serve(seconds=2.0)
+    with listening(server) as url:
+        before = text(url)
+        assert faults(int(url.rpartition(":")[2]), asked) == {}
+        assert text(url) == before
+        assert server.engine.alive
+        assert (server.engine.running, server.engine.waiting) == (0, 0)
+
+
+def test_what_counts_as_a_fault():
+    """A suite that finds nothing wrong with anything would pass for ever."""
+    refused = Hostile("bodies", "a", b"", wants=(413,))
+    assert refused.fault(413) is None
+    assert "status 200" in refused.fault(200)
+    assert "status 500" in Hostile("bodies", "a", b"").fault(500)
+    assert Hostile("bodies", "a", b"").fault(OUT_OF_TIME) == "no answer"
+    assert Hostile("bodies", "a", b"", "leaves").fault(OUT_OF_TIME) is None
+
+
+def test_requests_are_many_and_the_same_for_a_seed():
+    named = [each for make in KINDS.values() for each in make("tiny")]
+    ways = Counter(each.way for each in named)
+    assert len(named) > 900
+    assert min(ways.values()) >= 2
+    assert len(ways) == 7
+    assert [*generated("a", 50, 1)] == [*generated("a", 50, 1)] != [*generated("a", 50, 2)]
