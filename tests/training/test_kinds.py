@@ -83,7 +83,7 @@ def test_no_seed_is_used_twice(chat):
     """A server seeds text j with seed + j, so that seeds in steps of one write the same texts again. A run
     that goes on began with a seed that the one before it had come past."""
     writer, rows = Counting(), []
-    for n in (5, 9, 30):
+    for n in (4, 12, 30):
         rows += map(answered, synthesize_prompts(chat, writer, n, 0.8, 4, 7, rows))
     assert len(rows) == 30
     assert len(writer.seeds) == len(set(writer.seeds)) >= 30

@@ -87,6 +87,44 @@ def test_an_interrupted_file_is_gone_on_with(chat, tmp_path):
         regenerate(chat, ROWS[1:], parts, **how)
 
 
+@pytest.mark.parametrize("write", ["regenerate", "synthesize"])
+def test_an_interrupted_run_ends_as_one_that_was_not(chat, tmp_path, write):
+    """Behind an interruption rows were drawn by their place in the run that went on: other prompts, other
+    answers at T > 0."""
+    how = {"temperatures": [1.0, 0.0], "max_new_tokens": 24, "batch": 4, "seed": 3}
+    own = {"prompts": 7, "kinds": ["any", "turns"], "prompt_temperature": 1.0}
+
+    def run(out):
+        if write == "regenerate":
+            return regenerate(chat, ROWS, out, **how).lines
+        return synthesize(chat, out, **how, **own).lines
+
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    assert run(whole) == 7
+    text = whole.read_bytes()
+    assert write == "regenerate" or {row["kind"] for row in lines(whole)} == {"any", "turns"}
+    ends = [0, *(i + 1 for i, byte in enumerate(text) if byte == ord("\n"))]
+    for end in (ends[3] - 7, ends[5]):
+        parts.write_bytes(text[:end])
+        assert run(parts) == 7
+        assert parts.read_bytes() == text
+
+
+def test_a_prompt_that_leaves_no_room_is_discarded(chat, tmp_path):
+    """One such prompt ended every run, and each that went on with it."""
+    out, long = tmp_path / "out.jsonl", "a" * (chat.window - 4)
+    rows = [*ROWS[:2], [{"role": "user", "content": long}], *ROWS[2:]]
+    how = {"max_new_tokens": 4, "batch": 4}
+    made = regenerate(chat, rows, out, **how)
+    assert (made.lines, made.discarded) == (7, 1)
+    assert str(made.__rich__()).endswith("prompts that left no room for an answer were discarded: 1")
+    assert [row["messages"][0] for row in lines(out)] == [row[0] for row in ROWS]
+    own = tmp_path / "own.jsonl"
+    made = synthesize(chat, own, prompts=3, writer=Cramped(chat, "abcd", long, "efgh", "ijkl"), **how)
+    assert (made.lines, made.discarded) == (3, 1)
+    assert [row["messages"][0]["content"] for row in lines(own)] == ["abcd", "efgh", "ijkl"]
+
+
 def test_a_file_is_gone_on_with_as_it_was_begun(chat, tmp_path):
     """Another target's answers, or other settings', behind the first ones, and nobody could tell."""
     out, how = tmp_path / "out.jsonl", {"temperatures": [0.0], "max_new_tokens": 4, "batch": 3, "seed": 0}
@@ -155,7 +193,8 @@ def test_one_run_writes_a_file(chat, tmp_path):
         ({"temperatures": [-1.0]}, "temperature is -1"),
         ({"source": []}, "hold no question"),
         ({"source": [[], [{"role": "assistant", "content": "a"}]]}, "2 conversations hold no question"),
-        ({"source": [*ROWS, [{"role": "user", "content": "a" * 999}]]}, "question 8: the prompt has"),
+        ({"source": [[{"role": "user", "content": "a" * 999}]]}, "none of 1 questions leaves room"),
+        ({"source": [*ROWS, [{"role": "user", "content": [1]}]]}, "question 8: a message holds"),
         ({"out": "/dev/null"}, "is no file"),
         ({"out": "-"}, "is no file"),
     ],
@@ -196,6 +235,17 @@ class Known(Writer):
 
     def go_on(self, texts, temperature, limit, seed):
         return [Written(text, True) for text in islice(self.texts, len(texts))]
+
+
+class Cramped(Known):
+    """One that answers as a target does."""
+
+    def __init__(self, target, *texts: str) -> None:
+        super().__init__(*texts)
+        self.target = TargetWriter(target)
+
+    def answer(self, asked, limit, batch):
+        return self.target.answer(asked, limit, batch)
 
 
 @pytest.fixture

@@ -278,4 +278,4 @@ def parity(
 
 def _written(made: "Answers") -> None:
     train = f"slipstream train eagle --data {made.path} --out runs/eagle"
-    out.print(f"{made.lines} answers in {made.path}; train on them: {train}", soft_wrap=True)
+    out.print(f"{made.__rich__()}; train on them: {train}", soft_wrap=True)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from slipstream.core.target import Target
 from slipstream.training.repeats import loops
-from slipstream.training.writers import Messages, Writer, Written, wrapped
+from slipstream.training.writers import Messages, Writer, Written, has_room, wrapped
 
 HERE = "\u2983slipstream\u2984"  # a user's message whose place in the rendered template is searched
-PATIENCE = 5  # batches without a usable prompt, after which synthesis stops
+PATIENCE = 5  # batches' worth of tries without a usable prompt, after which synthesis stops
 WORDS = (4, 200)  # tokens of what the target writes of a prompt: shorter and longer ones are discarded
 LONGEST = 1500  # tokens of a prompt, with the text that it is about and earlier turns
 TEXT_WORDS = 60  # at least, of an earlier answer that a prompt is about
@@ -88,53 +88,74 @@ def synthesize_prompts(
     seed: int | None,
     rows: Sequence[dict[str, Any]],
     kinds: Sequence[str] = ("any",),
+    crowded: list[Messages] | None = None,
 ) -> Iterator[Question]:
     """Prompts that the target writes when it continues its chat template from where a user's words begin.
     Too short, too long, unfinished and repeated ones are discarded.
+
+    Prompts come in units of `batch`, each of which is drawn from the seed, the number of its first row and
+    the rows before it alone. The unit in which `rows` end comes again as a whole.
 
     Args:
         n: how many, together with those of `rows`.
         rows: the answered rows. New ones may be appended meanwhile: some kinds of prompts begin with them.
         kinds: of which about equally many prompts are written.
+        crowded: takes those that are discarded because they leave no room for an answer.
 
     Raises:
         ValueError: the target has no chat template, or does not write usable prompts.
     """
     opening_of(target, [])
-    done, idle = len(rows), 0
-    kept = {_key(row["messages"][:-1]) for row in rows} | {_key(row["messages"][:-2]) for row in rows}
-    known = Counter(row.get("kind") for row in rows)
-    counts = {kind: float(known[kind]) for kind in kinds}
-    made = done
-    for i in count():
-        if made >= n:
-            return
-        chance = random.Random(f"{seed} {done} {i}")
-        begun, texts = list[Begun](), list[str]()
-        for each in [_begin(counts, kept, rows, chance) for _ in range(batch)]:
-            text = opening_of(target, each.before) + each.text
-            if _fits(target, text):
-                begun.append(each)
-                texts.append(text)
-            else:
-                counts[each.kind] -= UNUSED
-        first = None if seed is None else wrapped(seed + (done << 32) + i * batch)  # no two share a seed
-        before = made
-        answers = writer.go_on(texts, temperature, WORDS[1], first) if texts else []
-        for each, written in zip(begun, answers, strict=True):
-            prompt = _prompt(target, each, written)
-            if prompt is None or _key(prompt) in kept or made >= n:
-                counts[each.kind] -= UNUSED
-                continue
-            kept.add(_key(prompt))
-            made += 1
-            yield Question(prompt, each.kind, each.temperature)
-        idle = idle + 1 if made == before else 0
-        if idle == PATIENCE:
-            raise ValueError(
-                f"target {target.name} wrote {made} usable prompts and then none: raise the "
-                "temperature, or give prompts of your own to `slipstream regenerate`"
-            )
+    done, crowded = len(rows), [] if crowded is None else crowded
+    begin = done - done % batch
+    known = Counter(row.get("kind") for row in rows[:begin])
+    kept = {key for row in rows[:begin] for key in _keys(row["messages"][:-1])}
+    late = {_key(row["messages"][:-1]) for row in rows[begin:]}  # a server may write others than these now
+    for start in range(begin, n if done < n else 0, batch):
+        # At most a share of a unit makes up for a kind's lack: one that never fits took all turns.
+        least = max(known.values(), default=0) - batch / len(kinds)
+        counts = {
+            kind: max(float(known[kind]), least) for kind in sorted(kinds, key=lambda kind: known[kind])
+        }
+        earlier, used, tries = rows[:start], set(kept), 0
+        made = start
+        for i in count():
+            if made == min(start + batch, n):
+                break
+            if tries >= PATIENCE * batch:
+                raise ValueError(
+                    f"target {target.name} wrote {made} usable prompts and then none: raise the "
+                    "temperature, or give prompts of your own to `slipstream regenerate`"
+                )
+            chance = random.Random(f"{seed} {start} {i}")
+            begun, texts = list[Begun](), list[str]()
+            size = min(batch, 2 * (start + batch - made))
+            for each in [_begin(counts, used, earlier, chance) for _ in range(size)]:
+                text = opening_of(target, each.before) + each.text
+                if _fits(target, text):
+                    begun.append(each)
+                    texts.append(text)
+                else:
+                    counts[each.kind] -= UNUSED
+            tries += size
+            # No two share a seed.
+            first = None if seed is None else wrapped(seed + (start << 32) + i * batch)
+            answers = writer.go_on(texts, temperature, WORDS[1], first) if texts else []
+            for each, written in zip(begun, answers, strict=True):
+                prompt = _prompt(target, each, written)
+                if prompt is not None and not has_room(target, prompt):
+                    crowded.append(prompt)
+                    prompt = None
+                taken = used | late if made >= done else used
+                if prompt is None or _key(prompt) in taken or made == min(start + batch, n):
+                    counts[each.kind] -= UNUSED
+                    continue
+                tries = 0
+                used.add(_key(prompt))
+                kept.update(_keys(prompt))
+                known[each.kind] += 1
+                made += 1
+                yield Question(prompt, each.kind, each.temperature)
 
 
 def opening_of(target: Target, before: Messages) -> str:
@@ -216,6 +237,11 @@ def _prompt(target: Target, begun: Begun, written: Written) -> Messages | None:
         return None
     long = begun.before or begun.text != begun.words
     return None if long and len(target.text.ids(target.text.render(prompt, ask=True))) > LONGEST else prompt
+
+
+def _keys(prompt: Messages) -> tuple[tuple[str, ...], ...]:
+    """Of a prompt, and of the conversation that it goes on from."""
+    return _key(prompt), _key(prompt[:-1])
 
 
 def _key(messages: Messages) -> tuple[str, ...]:

@@ -37,13 +37,18 @@ Told = Callable[[int, int], None]  # called with the lines in the file and their
 
 
 class Answers(Result):
-    """A file of training data, one conversation a line."""
+    """A file of training data, one conversation a line. `discarded`: prompts of this run that left no room
+    for an answer."""
 
     path: str
     lines: int
+    discarded: int = 0
 
     def __rich__(self) -> Text:
-        return Text(f"{self.lines} answers in {self.path}")
+        said = f"{self.lines} answers in {self.path}"
+        if self.discarded:
+            said += f"; prompts that left no room for an answer were discarded: {self.discarded}"
+        return Text(said)
 
 
 @dataclass(frozen=True)
@@ -81,9 +86,15 @@ class Writing:
         recorded = {**self.writer.about, **vars(self), "temperatures": [*self.temperatures], "kinds": kinds}
         return {name: value for name, value in recorded.items() if name != "writer" and value is not None}
 
-    def rows(self, questions: Iterable[Question], start: int) -> Iterator[dict[str, Any]]:
-        """The row of each question, in order; `start` is the first one's number."""
-        asked: deque[tuple[Question, float]] = deque()
+    def begin(self, done: int) -> int:
+        """The number of the row from which a file of so many goes on: the first of its last batch. A batch is
+        answered again as a whole, since what is drawn may depend on its neighbours."""
+        return done - done % self.batch
+
+    def rows(self, questions: Iterable[Question], done: int) -> Iterator[dict[str, Any]]:
+        """The row of each question, in order, but for those that are there; the first one's number is
+        `begin(done)`."""
+        start, asked = self.begin(done), deque[tuple[Question, float]]()
 
         def conversations() -> Iterator[Asked]:
             for number, question in enumerate(questions, start):
@@ -93,8 +104,11 @@ class Writing:
                 asked.append((question, temperature))
                 yield Asked(question.messages, temperature, self.seeded(number))
 
-        for answer in self.writer.answer(conversations(), self.max_new_tokens, self.batch):
+        answers = self.writer.answer(conversations(), self.max_new_tokens, self.batch)
+        for number, answer in enumerate(answers, start):
             question, temperature = asked.popleft()
+            if number < done:
+                continue
             kind = {} if question.kind is None else {"kind": question.kind}
             messages = [*question.messages, {"role": "assistant", "content": answer.text}]
             row = {**ABOUT, "made": self.recorded, **kind, "temperature": temperature}
@@ -122,7 +136,8 @@ def regenerate(
 ) -> Answers:
     """Let the target answer the first questions of conversations, whose own answers are dropped.
 
-    Lines are appended batch by batch. A run continues what an interrupted one has written.
+    Lines are appended batch by batch. A run continues what an interrupted one has written, and ends with the
+    same file as one that was never interrupted. A question that leaves no room for an answer is discarded.
 
     Args:
         target: a target, or the name of one for `load_target`.
@@ -149,17 +164,17 @@ def regenerate(
             f"{len(rows)} conversations hold no question: give rows in which a user asks something"
         )
     writing = Writing(writer_of(writer, target), several(temperatures), max_new_tokens, batch, seed)
-    writing.writer.check(asked, max_new_tokens)
+    questions, asked = len(asked), _with_room(writing.writer, asked)
     with _appending(out, writing.recorded) as (known, append):
         written = [_question(row["messages"]) for row in known]
         if written != asked[: len(written)]:
             raise ValueError(f"{out} holds answers to other questions than these: name another file")
         progress(len(written), len(asked))
-        fresh = map(Question, asked[len(written) :])
+        fresh = map(Question, asked[writing.begin(len(written)) :] if len(written) < len(asked) else [])
         for number, row in enumerate(writing.rows(fresh, len(written)), len(written) + 1):
             append(row)
             progress(number, len(asked))
-    return Answers(**made(), path=out, lines=len(asked))
+    return Answers(**made(), path=out, lines=len(asked), discarded=questions - len(asked))
 
 
 def conversations(path: str | PathLike[str]) -> list[Messages]:
@@ -194,7 +209,9 @@ def synthesize(
     seed: int | None = None,
     progress: Told = lambda lines, of: None,
 ) -> Answers:
-    """Let the target write prompts and answer them, batch by batch. A run continues an interrupted file.
+    """Let the target write prompts and answer them, batch by batch. A run continues an interrupted file, and
+    ends with the same file as one that was never interrupted. A prompt that leaves no room for an answer is
+    discarded.
 
     Args:
         target, out, writer, temperatures, max_new_tokens, batch, seed, progress: as `regenerate` takes them.
@@ -214,16 +231,30 @@ def synthesize(
     opening_of(target, [])
     with _appending(out, writing.recorded) as (rows, append):
         progress(len(rows), prompts)
-        own = (prompt_temperature, batch, writing.seed, rows, kinds)
+        crowded: list[Messages] = []
+        own = (prompt_temperature, batch, writing.seed, rows, kinds, crowded)
         for row in writing.rows(synthesize_prompts(target, chosen, prompts, *own), len(rows)):
             append(row)
             progress(len(rows), prompts)
-    return Answers(**made(), path=out, lines=len(rows))
+    return Answers(**made(), path=out, lines=len(rows), discarded=len(crowded))
 
 
 def _question(messages: Messages) -> Messages:
     turns = [message["role"] for message in messages]
     return messages[: turns.index("assistant")] if "assistant" in turns else messages
+
+
+def _with_room(writer: Writer, questions: Sequence[Messages]) -> list[Messages]:
+    """The questions that leave room for an answer. Raises ValueError if none does, or one cannot be asked."""
+    found = list[Messages]()
+    for number, question in enumerate(questions, 1):
+        try:
+            found += [question] if writer.has_room(question) else []
+        except ValueError as error:
+            raise ValueError(f"question {number}: {error}") from error
+    if not found:
+        raise ValueError(f"none of {len(questions)} questions leaves room for an answer: shorten them")
+    return found
 
 
 def _checked(out: str | PathLike[str], source: Any = None) -> str:

@@ -64,8 +64,10 @@ class Writer(ABC):
         """The model, as each row records it."""
         return {"writer": type(self).__name__}
 
-    def check(self, prompts: Sequence[Messages], limit: int) -> None:  # noqa: B027  a server checks itself
-        """Raise ValueError if a prompt leaves no room for an answer, before the first one is answered."""
+    def has_room(self, prompt: Messages) -> bool:
+        """Whether a prompt leaves room for an answer. A server says so itself. Raises ValueError for one that
+        cannot be asked."""
+        return True
 
     @abstractmethod
     def answer(self, asked: Iterable[Asked], limit: int, batch: int) -> Iterator[Written]:
@@ -90,12 +92,8 @@ class TargetWriter(Writer):
         about = {"target": target.name, "fingerprint": target.fingerprint, "dtype": target.precision}
         return about | {"generation_config": target.manner}
 
-    def check(self, prompts: Sequence[Messages], limit: int) -> None:
-        for number, prompt in enumerate(prompts, 1):
-            try:
-                Settings.of(self.target, limit).limit(encode(self.target, prompt))
-            except ValueError as error:
-                raise ValueError(f"question {number}: {error}") from error
+    def has_room(self, prompt: Messages) -> bool:
+        return has_room(self.target, prompt)
 
     def answer(self, asked: Iterable[Asked], limit: int, batch: int) -> Iterator[Written]:
         waiting = iter(asked)
@@ -132,6 +130,11 @@ class TargetWriter(Writer):
         audit(self.target, prompts, made, drawn.temperature)
         texts = [tokens[: how.limit(prompt)] for prompt, tokens in zip(prompts, made, strict=True)]
         return [Written(words.decode(tokens), tokens[-1] in how.eos) for tokens in texts]
+
+
+def has_room(target: Target, prompt: Messages) -> bool:
+    """Whether a prompt leaves room for an answer in the window. Raises ValueError as `encode` does."""
+    return len(encode(target, prompt)) < target.window
 
 
 @torch.inference_mode()
