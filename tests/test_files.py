@@ -15,6 +15,7 @@ from slipstream.files import (
     check_counts,
     check_writable,
     evenly,
+    install,
     locked,
     parsed,
     read_text,
@@ -34,6 +35,33 @@ def test_none_is_nothing_and_an_output_may_lie_at_home(tmp_path, monkeypatch):
     assert written_to("~/runs/e") == f"{tmp_path}/runs/e"
     with pytest.raises(ValueError, match="an output is named by a NoneType"):
         written_to(None)
+
+
+CHECKOUT = '{"url": "file:///home/me/slipstream", "dir_info": {"editable": true}}'
+WHEEL = '{"url": "file:///tmp/slipstream-0.1.0-py3-none-any.whl", "archive_info": {}}'
+COPIED = '{"url": "file:///home/me/slipstream", "dir_info": {}}'
+
+
+@pytest.mark.parametrize(
+    ("origin", "hint"),
+    [
+        (CHECKOUT, "pip install -e '.[serve]'"),
+        (WHEEL, "pip install 'slipstream[serve]'"),
+        (COPIED, "pip install 'slipstream[serve]'"),
+        (None, "pip install 'slipstream[serve]'"),  # from an index
+    ],
+)
+def test_an_extra_is_installed_as_the_package_was(run, tmp_path, monkeypatch, origin, hint):
+    """`pip install -e '.[serve]'` where there is no checkout."""
+    about = tmp_path / "slipstream-0.1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: slipstream\nVersion: 0.1.0\n")
+    if origin is not None:
+        (about / "direct_url.json").write_text(origin)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert install("serve") == hint
+    monkeypatch.setitem(sys.modules, "slipstream.serve.run", None)
+    assert run("serve")[2].endswith(f"which is not installed: {hint}\n")
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.5, "2", None, True])

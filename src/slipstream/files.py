@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext, suppress
 from fnmatch import fnmatch
+from importlib.metadata import distributions
 from numbers import Integral
 from pathlib import Path
 from secrets import token_hex
@@ -70,6 +71,14 @@ def evenly(rows: Sequence[T], limit: int | None) -> list[T]:
     check_limits(limit=limit)
     n = len(rows) if limit is None else min(limit, len(rows))
     return [rows[i * len(rows) // n] for i in range(n)]
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra, by how Slipstream itself was installed: from a checkout that pip
+    links (`-e`), or as a wheel."""
+    origins = (each.read_text("direct_url.json") for each in distributions(name="slipstream"))
+    linked = any(json.loads(origin).get("dir_info", {}).get("editable") for origin in origins if origin)
+    return f"pip install -e '.[{extra}]'" if linked else f"pip install 'slipstream[{extra}]'"
 
 
 def cache_home() -> Path:

@@ -17,6 +17,7 @@ from slipstream.cli.common import (
     load,
     option,
 )
+from slipstream.files import install
 
 PANEL = "Limits"
 HOST = "address to listen at; 0.0.0.0 lets other machines in"
@@ -62,7 +63,7 @@ def serve(
         from slipstream.serve.run import run
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"the server needs {error.name}, which is not installed: pip install -e '.[serve]'"
+            f"the server needs {error.name}, which is not installed: {install('serve')}"
         ) from error
     from slipstream.decode import memory as needed
     from slipstream.drafters import load_drafter

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slipstream.files import first_line, understood
+from slipstream.files import first_line, install, understood
 
 HUB = "hf:"
 FORM = "give hf:REPOSITORY:SPLIT, or hf:REPOSITORY:CONFIGURATION:SPLIT"
-INSTALL = "pip install -e '.[datasets]'"
 USUAL = ("default", "main")  # configurations that are taken where none is named
 Row = tuple[str, tuple[str, ...]]  # category and turns
 
@@ -44,7 +43,9 @@ def _loaded(name: str) -> Any:
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise ValueError(f"{name} is read by a package that is not installed: {INSTALL}") from error
+        raise ValueError(
+            f"{name} is read by a package that is not installed: {install('datasets')}"
+        ) from error
     parts = name.removeprefix(HUB).split(":")
     if len(parts) > 3 or not all(parts):
         raise ValueError(f"data set {name} is no name: {FORM}")

@@ -13,6 +13,7 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from slipstream import kernels
+from slipstream.files import install
 from slipstream.targets.inside import twin
 
 KINDS = ("int8", "int4")
@@ -213,7 +214,7 @@ def _four_bits(copy: PreTrainedModel, name: str, narrow: Callable[[nn.Linear], b
         from torchao.quantization import Int4WeightOnlyConfig, quantize_
     except ImportError as error:
         raise ValueError(
-            f"target {name} cannot be int4 on {copy.device} without torchao: pip install -e '.[gpu]'"
+            f"target {name} cannot be int4 on {copy.device} without torchao: {install('gpu')}"
         ) from error
     four = Int4WeightOnlyConfig(GROUP, set_inductor_config=False, int4_packing_format=INT4_LAYOUT)
     quantize_(copy, four, lambda module, _: is_linear(module) and narrow(module))
