@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 import slipstream
+from slipstream.catalog import find_target
 from slipstream.files import cache_home
 from slipstream.targets import HFTarget
-from slipstream.targets.load import gguf_of, resolve
 from slipstream.targets.quantised import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -243,7 +243,7 @@ def vllm_head(
 
 def gguf(name: str) -> str | None:
     """The file that a target's name leads to."""
-    found = gguf_of(resolve(name))
+    found = find_target(name)[1]
     return None if found is None else str(found)
 
 

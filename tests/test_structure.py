@@ -13,6 +13,8 @@ ROOT = Path(slipstream.__file__).parent
 TESTS = Path(__file__).parent
 SHARED = {
     "catalog",
+    "directories",
+    "spec",
     "files",
     "kernels",
     "learning",
@@ -26,7 +28,7 @@ SHARED = {
     "results",
     "bars",
     "methods",
-}  # writing results, what they were measured on, compilation, kernels, progress, the table of methods
+}  # writing results, what they were measured on, compilation, kernels, progress, methods, names
 ROOMS = {  # DESIGN, "Rooms": a room may import itself and these
     "core": set(),
     "targets": {"core"},

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from slipstream.drafters import load_drafter as load_drafter
     from slipstream.drafters.ngram import NGram as NGram
     from slipstream.drafters.random_drafter import RandomDrafter as RandomDrafter
-    from slipstream.drafters.spec import Spec as Spec
     from slipstream.drafters.tree_oracle import TreeOracle as TreeOracle
     from slipstream.drafters.vanilla import Vanilla as Vanilla
     from slipstream.interop.hugging_face import custom_generate as custom_generate
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from slipstream.measure.tune import tune as tune
     from slipstream.measure.tuned import TuneReport as TuneReport
     from slipstream.methods import METHODS as METHODS, Method as Method, register as register
+    from slipstream.spec import Spec as Spec
     from slipstream.targets import (
         HFTarget as HFTarget,
         RecordedTarget as RecordedTarget,

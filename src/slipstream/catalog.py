@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,10 +10,13 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
 from slipstream.files import cache_home, first_line, locked
+
+HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")  # of a model on the Hugging Face hub
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,35 @@ def located(alias: str) -> Path:
         if spec is not None and spec.origin is not None:
             return Path(spec.origin).parent / model.installed
     raise ValueError(f"target {alias!r} is not here yet: run `slipstream fetch {alias}`")
+
+
+def find_target(name: str) -> tuple[Path, Path | None]:
+    """The path that a target's name stands for, which need not exist where it may be a hub id, and the GGUF
+    file that it is or holds.
+
+    Raises:
+        ValueError: an alias is misspelt, or its file is not here; a path leads nowhere, or to a directory
+            that holds no model, or several GGUF files.
+    """
+    path = located(name) if name in MODELS else Path(name).expanduser()
+    near = get_close_matches(name, MODELS, 1, cutoff=0.8)
+    if near and not path.exists():  # a misspelt alias, for which the hub is not asked
+        raise ValueError(f"Unknown target: {name!r}. Did you mean {near[0]!r}?")
+    named = path.suffix == ".gguf"
+    if (named and not path.is_file()) or not (path.exists() or HUB_ID.fullmatch(name)):
+        raise ValueError(f"Unknown target: {name!r}: there is no such file or directory")
+    if not path.is_dir() or (path / "config.json").exists():
+        return path, path if named else None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+        names = ", ".join(file.name for file in files[:3]) + more
+        raise ValueError(f"target directory {name!r} holds {names}: give the path of one of them")
+    if not files:
+        raise ValueError(
+            f"target directory {name!r} has neither a config.json nor a GGUF file: give a model's directory"
+        )
+    return path, files[0]
 
 
 def fetch(alias: str, progress: Callable[[int, int], None] = lambda parts, of: None) -> Path:

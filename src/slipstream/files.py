@@ -109,6 +109,23 @@ def check_regular(path: str | os.PathLike[str]) -> None:
         raise OSError(0, "it is no regular file")
 
 
+def check_readable(path: str | os.PathLike[str], what: str) -> None:
+    """Raise ValueError, as `read_text` does, for a file that cannot be read; its text is left unread."""
+    try:
+        check_regular(path)
+        if not os.access(path, os.R_OK):
+            raise PermissionError(0, "it is read-protected")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ValueError(f"{what} {path} cannot be read: {reason}") from error
+
+
+def check_interpreter(python: str) -> None:
+    """Raise ValueError where vLLM's interpreter is not there."""
+    if not os.path.isfile(python):
+        raise ValueError(f"no interpreter {python}: run `make vllm`, or name vLLM's with --python")
+
+
 def read_text(path: str | os.PathLike[str], what: str) -> str:
     """The text of a user's file, plain or gzipped, with or without a byte-order mark.
 

@@ -9,12 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
+from slipstream.directories import made_by
 from slipstream.drafters import load_drafter
 from slipstream.drafters.heads import layer_sizes
 from slipstream.drafters.store import (
     VOCAB,
-    check_claim,
-    made_by,
     read_drafter,
     read_tuned,
     restored,
@@ -103,15 +102,6 @@ def test_a_drafter_is_not_exported_onto_itself(target, drafter, tmp_path):
         with pytest.raises(ValueError, match="is read by this command"):
             export(target, drafter, f"{drafter}/../drafter", force=force)
     assert (tmp_path / "drafter" / "config.json").read_bytes() == before
-
-
-@pytest.mark.parametrize("name", ["", "a\0b", "loop", "file", "a" * 300])
-def test_a_name_that_is_no_directorys_is_refused(tmp_path, name):
-    """An empty one was the current directory."""
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot be written"):
-        check_claim(name and f"{tmp_path}/{name}", ("train",), force=True)
 
 
 def test_a_command_that_fails_leaves_no_directory(target, tmp_path):

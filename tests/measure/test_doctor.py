@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from slipstream import load_target
-from slipstream.drafters.spec import Spec
 from slipstream.drafters.store import find_drafter, restored
 from slipstream.measure import burdens, faults
 from slipstream.measure.doctor import CHECKS, DoctorReport, Finding, doctor
@@ -20,6 +19,7 @@ from slipstream.measure.fits import _unnormed
 from slipstream.measure.patient import Patient
 from slipstream.measure.questions import Question, load_questions
 from slipstream.measure.trees import Costs
+from slipstream.spec import Spec
 from slipstream.targets import HFTarget
 
 OF_HEADS = [check for check in CHECKS if check.examine.__module__ == faults.__name__]

@@ -7,7 +7,6 @@ import pytest
 
 import tiny
 from slipstream.decode.predict import predict, record
-from slipstream.drafters.spec import Spec
 from slipstream.files import evenly
 from slipstream.measure import reproduce as module
 from slipstream.measure.contest import first_prompts
@@ -18,6 +17,7 @@ from slipstream.measure.questions import SHIPPED, Question, load_questions
 from slipstream.measure.reproduce import OWN, listed, reproduce
 from slipstream.measure.reproduced import ReproduceReport
 from slipstream.methods import METHODS
+from slipstream.spec import Spec
 from slipstream.targets import HFTarget
 
 MADE = {"eagle": tiny.eagle, "fasteagle": tiny.fasteagle, "medusa": tiny.medusa, "bita": tiny.bita}

@@ -38,13 +38,14 @@ def cache(
     """Show what is kept where, or delete it. All of it can be made again; files outside the cache stay."""
     from slipstream.cached import KINDS, clear, entries
     from slipstream.files import cache_home, check_writable, write_json
-    from slipstream.results import Figures
 
     if action not in ("show", "clean"):
         raise ValueError(
             f"Unknown action: {action!r}. Show what is kept, or delete it: slipstream cache clean"
         )
     check_writable(json_path)
+    from slipstream.results import Figures
+
     kinds = [*compress(KINDS, (fetched, models, features, compiled, kernels, tuned, costs, peers))]
     shown = entries(kinds, None if older_than is None else time.time() - older_than * DAY)
     table = Figures(None, "kept", "kind", "size", "last used")

@@ -22,6 +22,7 @@ from slipstream.cli.common import (
     command,
     drafters,
     err,
+    inputs,
     load,
     on_questions,
     out,
@@ -62,6 +63,7 @@ def chat(
 
     Figures stand below each answer. An answer reads what was said before only once.
     """
+    inputs(target, [drafter])
     from slipstream.decode.talk import Talk
 
     loaded = load(target, dtype, device, compile, quantize)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -12,8 +13,12 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from slipstream.bars import bars
-from slipstream.files import STANDARD
+from slipstream.catalog import find_target
+from slipstream.directories import check_drafter
+from slipstream.files import STANDARD, check_readable, several
+from slipstream.measure.questions import is_set
 from slipstream.methods import Method, load_plugin, named
+from slipstream.spec import Spec
 
 if TYPE_CHECKING:
     from slipstream.measure.sweep import Sweep
@@ -161,13 +166,21 @@ def load(
     return target
 
 
-def inputs(target: str, drafters: Sequence[str] = (), files: Sequence[str] = ()) -> list[str]:
-    """What a command reads: the target, drafters, files that their options name, and other files."""
-    from slipstream.drafters.spec import Spec
-
+def inputs(
+    targets: str | Sequence[str] = (), drafters: Sequence[str] = (), files: Sequence[str] = ()
+) -> list[str]:
+    """What a command reads: targets, drafters, files that their options name, and other files. Commands ask
+    before they import torch. Raises ValueError for what is not there."""
+    for target in several(targets):
+        find_target(target)
+    for drafter in drafters:
+        check_drafter(drafter)
+    for file in files:
+        if not is_set(file):
+            check_readable(file, "file")
     specs = [Spec.parse(drafter) for drafter in drafters]
     named = [name.partition(":")[0] for spec in specs for name in (spec.name, *spec.options.values())]
-    return [target, *named, *files]
+    return [*several(targets), *named, *files]
 
 
 def deliver(
@@ -202,9 +215,9 @@ def kept(show: Callable[[R], None]) -> Iterator[Callable[[R], None]]:
                 err.print("stopped early: these are the figures of what was done until then", style="yellow")
 
 
-def unfinished(resume: bool, json_path: str | None, *kinds: Any) -> Any:
+def unfinished(resume: bool, json_path: str | None, *kinds: str) -> Any:
     """The run in --json that --resume goes on with, if there is one. Raises ValueError for a file that holds
-    a result of none of these kinds."""
+    a result of none of these kinds, each of which is "module:Class"."""
     if not resume:
         return None
     if json_path is None or json_path in STANDARD:
@@ -214,7 +227,7 @@ def unfinished(resume: bool, json_path: str | None, *kinds: Any) -> Any:
     refused = []
     for kind in kinds:
         try:
-            return kind.read(json_path)
+            return resolve_name(kind).read(json_path)
         except ValueError as error:
             refused.append(error)
     raise ValueError(

@@ -63,10 +63,11 @@ def demo(
     Where passes over several rows round differently, as on a GPU, a near-tie may turn; the
     demo then says so.
     """
+    inputs(target, [drafter], questions)
+    asked = load_questions(questions, limit)
     from slipstream.measure.contest import Contest
     from slipstream.measure.demo import demo as run
 
-    asked = load_questions(questions, limit)
     contest = Contest.of(
         load(target, dtype, device, compile, quantize), [drafter], max_new_tokens, temperature, seed
     )
@@ -113,12 +114,6 @@ def tune(
     The best tree of each size is kept for auto, whose head this drafter may be, with what auto's
     rounds cost and bring here: its first answer then measures nothing.
     """
-    from slipstream.drafters import tuned_home
-    from slipstream.drafters.auto import tuned_head
-    from slipstream.drafters.store import tuned_file
-    from slipstream.measure.tune import tune as run
-    from slipstream.measure.tuned import TuneReport
-
     check_picture(plot)
     check_writable(plot, json_path, reads=inputs(target, [drafter], questions))
     if measure and (drafter != "auto" or questions or limit != PROMPTS or batch > 1 or context is not None):
@@ -127,6 +122,12 @@ def tune(
             "leave --drafter, --questions, --limit, --batch and --context out"
         )
     asked = evenly(load_questions(questions), limit)
+    from slipstream.drafters import tuned_home
+    from slipstream.drafters.auto import tuned_head
+    from slipstream.drafters.store import tuned_file
+    from slipstream.measure.tune import tune as run
+    from slipstream.measure.tuned import TuneReport
+
     loaded = load(target, dtype, device, compile, quantize)
     if measure:
         _measure(loaded, plot, json_path)
@@ -189,10 +190,10 @@ def doctor(
     states and positions, and what passes cost here. It takes about a minute. Exit code 1 if a fault was
     found.
     """
-    from slipstream.measure.doctor import STEPS, doctor as run
-
     check_writable(json_path, reads=inputs(target, [drafter], questions))
     asked = load_questions(questions)
+    from slipstream.measure.doctor import STEPS, doctor as run
+
     how: Any = {"temperature": temperature, "batch": batch, "context": context, "limit": limit}
     with progress_bar(STEPS) as progress:
         loaded = load(target, dtype, device, compile, quantize)

@@ -85,16 +85,16 @@ def generate(
     The text is the same whatever the drafter: token for token in float32 and bfloat16
     on a CPU with a C++ compiler, and elsewhere up to near-ties, which rounding may turn.
     """
-    from slipstream.decode.costs import explained
-    from slipstream.decode.generate import stream
-    from slipstream.decode.settings import resolve_sampling
-
     files = [each for each in (json_schema, grammar) if each is not None]
     check_writable(trace, json_path, reads=inputs(target, [drafter], files))
     bounds = {"json_schema": json_schema and read_text(json_schema, "schema"), "regex": regex}
     bounds["grammar"] = grammar and read_text(grammar, "grammar")
     aside = redirect_stdout(sys.stderr) if {trace, json_path} & {*STANDARD} else nullcontext()
     text = sys.stdin.read() if prompt == "-" else prompt
+    from slipstream.decode.costs import explained
+    from slipstream.decode.generate import stream
+    from slipstream.decode.settings import resolve_sampling
+
     loaded = load(target, dtype, device, compile, quantize)
     T = resolve_sampling(loaded, temperature=temperature).temperature
     guide = _guide(loaded, drafter, T, explain, text)

@@ -42,6 +42,9 @@ from slipstream.picture import check_picture
 SEVERAL = "0 is greedy; repeatable"
 PLOT = "draw it, as SVG or PNG: by task and round, or of several runs by texts at once"
 BATCHES = "questions that are asked at once; repeatable"
+BENCH, SWEEP = "slipstream.measure.report:BenchReport", "slipstream.measure.sweep:Sweep"  # results
+CERTIFICATE = "slipstream.measure.certify:Certificate"
+REPRODUCED = "slipstream.measure.reproduced:ReproduceReport"
 Temperatures = Annotated[list[float], on_sampling(SEVERAL, "T", "--temperature", min=0)]
 
 
@@ -74,16 +77,15 @@ def bench(
 
     Several targets, temperatures or numbers of texts make one run each, and one file in all.
     """
+    check_picture(plot)
+    check_writable(plot, json_path, reads=inputs(target, drafter, questions))
+    asked, others = load_questions(questions, limit), len(set(drafter) - {"vanilla"})
+    several = len(target) * len(temperatures) * len(batch) > 1
+    begun: Any = unfinished(resume, json_path, *([] if several else [BENCH]), SWEEP)
     from slipstream.measure.pictures import draw_run, draw_sweep
-    from slipstream.measure.report import BenchReport
     from slipstream.measure.run import bench as run, steps
     from slipstream.measure.sweep import Sweep, sweep
 
-    check_picture(plot)
-    check_writable(plot, json_path, reads=[*inputs(target[0], drafter, questions), *target])
-    asked, others = load_questions(questions, limit), len(set(drafter) - {"vanilla"})
-    several = len(target) * len(temperatures) * len(batch) > 1
-    begun: Any = unfinished(resume, json_path, *([] if several else [BenchReport]), Sweep)
     several |= isinstance(begun, Sweep)  # to which one run is added
     each = sum(steps(asked, others, texts) for texts in batch) * len(temperatures)
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "begun": begun}
@@ -139,11 +141,11 @@ def certify(
 
     slipstream report shows the JSON as a page.
     """
-    from slipstream.measure.certify import Certificate, certify as run
-
     check_writable(json_path, reads=inputs(target, drafter, questions))
     asked = load_questions(questions, limit)
-    begun = unfinished(resume, json_path, Certificate)
+    begun = unfinished(resume, json_path, CERTIFICATE)
+    from slipstream.measure.certify import certify as run
+
     how: Any = {"temperatures": temperatures, "max_new_tokens": max_new_tokens, "seed": seed, "draws": draws}
 
     with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(None) as progress:
@@ -190,16 +192,16 @@ def reproduce(
     Each relation that a table shows holds, does not hold, or is undecided, by intervals over
     questions. Fewer than 20 questions of 64 tokens are marked as smoke.
     """
+    own, where = _pairs(sets, "--set"), _pairs(heads, "--head")
+    if not listing:
+        check_writable(json_path, reads=inputs(target, [*where.values()], [*own.values()]))
+    begun = unfinished((listing and json_path is not None) or resume, json_path, REPRODUCED)
     from slipstream.measure.reproduce import listed, reproduce as run, wanted
-    from slipstream.measure.reproduced import ReproduceReport
 
     if listing:
-        out.print(listed(unfinished(json_path is not None, json_path, ReproduceReport)))
+        out.print(listed(begun))
         return
-    own, where = _pairs(sets, "--set"), _pairs(heads, "--head")
-    check_writable(json_path, reads=[*inputs(target), *own.values(), *where.values()])
     wanted(names, own, where, limit)
-    begun = unfinished(resume, json_path, ReproduceReport)
     how: dict[str, Any] = {"limit": limit, "max_new_tokens": max_new_tokens, "speed": speed, "seed": seed}
     with kept(lambda report: deliver(report, json_path)) as keep, progress_bar(None) as progress:
         loaded = load(target, dtype, device, compile, quantize)

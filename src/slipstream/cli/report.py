@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.common import command, err, option
+from slipstream.cli.common import command, err, inputs, option
 from slipstream.files import STANDARD, check_writable, replacing
 
 GIVEN = "what bench or certify --json and generate --trace wrote"
@@ -28,9 +28,9 @@ def report(
     The page needs no other file and no network. Several runs are compared, two at a time. Each
     round of an answer shows the tree that was drafted, and what the target made of it.
     """
+    check_writable(out, reads=inputs(files=files))
     from slipstream.measure.page import page
 
-    check_writable(out, reads=files)
     made = page(files)
     with replacing(out) as file:
         file.write(made)

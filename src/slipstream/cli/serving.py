@@ -14,6 +14,7 @@ from slipstream.cli.common import (
     command,
     drafters,
     err,
+    inputs,
     load,
     option,
 )
@@ -59,6 +60,7 @@ def serve(
     All texts share one session, and each says what generate would say alone. /metrics is for
     Prometheus, and standard output gets a line of JSON for each request, without prompts.
     """
+    inputs(target, [drafter])
     try:
         from slipstream.serve.run import run
     except ModuleNotFoundError as error:

@@ -1,6 +1,7 @@
 """train, synthesize, regenerate, data, import, export, parity: make a drafter, and take it elsewhere."""
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,7 +33,8 @@ from slipstream.cli.common import (
     out,
     progress_bar,
 )
-from slipstream.files import check_writable
+from slipstream.directories import RUN, check_claim, checkpoint_file
+from slipstream.files import HANDED, check_interpreter, check_writable, name_of, written_to
 from slipstream.measure.questions import load_questions
 from slipstream.methods import METHODS, TABLE
 
@@ -75,16 +77,25 @@ def train(
 
     The directory holds, at any time, the best drafter so far and the last checkpoint.
     """
-    from accelerate import PartialState
-
-    from slipstream.bars import bars
-    from slipstream.training.run import Watch, preview as show_preview, recipe_of, train as run
-
-    settled = recipe_of(method, directory, data, recipe, overrides, resume)
     if preview and resume:
         raise ValueError("--preview only shows data: leave out --resume")
     if directory is None and not preview:
         raise ValueError("no place for the drafter: give --out DIR (or --preview to look at the data)")
+    own = [f"{directory}/{RUN}"] if resume and recipe is None else [recipe]
+    reads = [*data, *filter(None, own)]
+    if directory is not None and not preview and os.environ.get("RANK", "0") == "0":  # which alone writes
+        check_claim(written_to(directory), ("train",), force or resume, [target, *reads])
+    inputs(target, files=reads)
+    from accelerate import PartialState
+
+    from slipstream.bars import bars
+    from slipstream.training.data import read_rows
+    from slipstream.training.run import Watch, preview as show_preview, recipe_of, train as run
+
+    settled = recipe_of(method, directory, data, recipe, overrides, resume)
+    for file in settled.data.files:
+        if not file.startswith(HANDED):  # which are read once
+            next(read_rows(file), None)
     if device == "cuda" and "LOCAL_RANK" in os.environ:  # one process a device, as accelerate launches them
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     loaded = load(target, dtype, device)
@@ -143,9 +154,9 @@ def synthesize(
     device: Device = "cpu",
 ) -> None:
     """Training data from nothing: the target writes prompts, from its own chat template, and answers them."""
+    check_writable(path, reads=inputs(target))
     from slipstream.training.synthesize import synthesize as run
 
-    check_writable(path, reads=inputs(target))
     how: Any = {"writer": server, "temperatures": temperatures, "prompt_temperature": prompt_temperature}
     how |= {"max_new_tokens": max_new_tokens, "batch": batch, "seed": seed}
     loaded = load(target, dtype, device)
@@ -176,9 +187,9 @@ def regenerate(
     device: Device = "cpu",
 ) -> None:
     """Let the target answer given prompts: a drafter learns what its target says, not what others said."""
+    check_writable(path, reads=inputs(target, files=[source]))
     from slipstream.training.synthesize import conversations, regenerate as run
 
-    check_writable(path, reads=inputs(target, files=[source]))
     rows = conversations(source)
     how: Any = {"systems": system, "limit": limit, "writer": server, "temperatures": temperatures}
     how |= {"max_new_tokens": max_new_tokens, "batch": batch, "seed": seed}
@@ -200,9 +211,9 @@ def data(
     json_path: JsonPath = None,
 ) -> None:
     """What training data holds; with --out, a file without its loops, near copies and excluded rows."""
+    check_writable(path, json_path, reads=inputs(target, files=[*files, *exclude]))
     from slipstream.training.inventory import inventory
 
-    check_writable(path, json_path, reads=inputs(target, files=[*files, *exclude]))
     loaded = load(target, "auto", "cpu")
     with counting("reading") as progress:
         report = inventory(loaded, files, exclude, path, progress)
@@ -223,6 +234,8 @@ def import_(
     dtype: Dtype = "bfloat16",
 ) -> None:
     """Make a drafter directory of a public checkpoint."""
+    check_claim(written_to(directory), ("import",), force, [source, *inputs(target)])
+    checkpoint_file(Path(name_of(source, "a checkpoint")).expanduser())
     from slipstream.interop.public import import_checkpoint
 
     made = import_checkpoint(load(target, dtype, "cpu"), source, directory, tree=tree, force=force)
@@ -239,6 +252,7 @@ def export(
     dtype: Dtype = "bfloat16",
 ) -> None:
     """Write a drafter in a public layout, for vLLM or SGLang: --layout says which."""
+    check_claim(written_to(directory), ("export",), force, inputs(target, [drafter]))
     from slipstream.interop.public import export as run
 
     made = run(load(target, dtype, "cpu"), drafter, directory, layout=layout, force=force)
@@ -263,12 +277,14 @@ def parity(
 
     Exit code 1 if not; the first tensor that differs is named.
     """
+    check_writable(json_path, reads=inputs(target, [drafter], questions))
+    check_interpreter(python)
+    asked = load_questions(questions, limit)
     from slipstream.interop.parity import parity as run
     from slipstream.targets.prompts import encode
 
-    check_writable(json_path, reads=inputs(target, [drafter], questions))
     loaded = load(target, dtype, "cpu")
-    prompts = [encode(loaded, question.turns[0]) for question in load_questions(questions, limit)]
+    prompts = [encode(loaded, question.turns[0]) for question in asked]
     with progress_bar(len(prompts) + 2) as progress:
         report = run(loaded, drafter, prompts, python, max_new_tokens, draft_tokens, progress)
     deliver(report, json_path)

@@ -24,8 +24,8 @@ from slipstream.decode.session import Seconds, Session
 from slipstream.decode.settings import Settings, check_kind
 from slipstream.decode.trace import Tracer
 from slipstream.drafters.kept import kept_drafter
-from slipstream.drafters.spec import Named, Spec
 from slipstream.files import is_whole
+from slipstream.spec import Named, Spec
 from slipstream.targets.prompts import Prompt, read_prompts
 
 LOSSY = "lossy-typical"

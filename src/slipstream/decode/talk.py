@@ -14,7 +14,7 @@ from slipstream.decode.session import Session
 from slipstream.decode.settings import Settings
 from slipstream.decode.trace import Round as Traced, Tracer
 from slipstream.drafters.kept import kept_drafter
-from slipstream.drafters.spec import Named
+from slipstream.spec import Named
 from slipstream.targets.prompts import encode
 
 KEEP = 2**15  # tokens that the conversation keeps, at most

@@ -1,10 +1,8 @@
 """Drafters: one file and one final class each. `load_drafter` makes them by name or directory."""
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Collection
-from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
 from pkgutil import resolve_name
@@ -13,10 +11,11 @@ from typing import Any
 from slipstream.core.drafter import Drafter
 from slipstream.core.shape import LARGEST, ROWS, shortened
 from slipstream.core.target import Target
-from slipstream.drafters.spec import Named, Spec
+from slipstream.directories import check_drafter
 from slipstream.drafters.store import find_drafter, read_drafter, read_tuned
 from slipstream.files import cache_home, understood
 from slipstream.methods import METHODS
+from slipstream.spec import Named, Spec
 
 BUILT = ("head", "model", "target", "vocab", "part")  # a trained drafter's arguments that are not options
 
@@ -49,6 +48,7 @@ def load_drafter(
 
 
 def _load(spec: Spec, target: Target | None, temperature: float, texts: int) -> Drafter:
+    check_drafter(spec)
     name, method = spec.name, METHODS.get(spec.name)
     if method is not None and method.made(spec.options):
         make: Callable[..., Drafter] = resolve_name(str(method.make))
@@ -61,22 +61,16 @@ def _load(spec: Spec, target: Target | None, temperature: float, texts: int) -> 
             spec = _tuned(spec, tuned_home(spec, target), target.place, temperature, texts)
         spec = _looking(spec, takes, temperature)
         return make(**filled, **_checked(make, spec, filled))
-    if method is not None or os.path.isdir(os.path.expanduser(name)):
-        target = _needed(target, name)
-        home = find_drafter(name, target)
-        config, tensors = read_drafter(home, target)
-        source = f"drafter directory {name}"
-        with understood(source):
-            cls = drafter_class(config.get("method"), source)
-            spec = _tuned(spec, home, target.place, temperature, texts)
-            spec = _looking(spec, signature(cls).parameters, temperature)
-            drafter: Drafter = cls.load(config, tensors, target, **_checked(cls, spec, BUILT))
-            return drafter
-    near = get_close_matches(name, METHODS, 1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
-        f"Unknown drafter: {name!r}. Available: {', '.join(METHODS)}, or a drafter directory.{hint}"
-    )
+    target = _needed(target, name)
+    home = find_drafter(name, target)
+    config, tensors = read_drafter(home, target)
+    source = f"drafter directory {name}"
+    with understood(source):
+        cls = drafter_class(config.get("method"), source)
+        spec = _tuned(spec, home, target.place, temperature, texts)
+        spec = _looking(spec, signature(cls).parameters, temperature)
+        drafter: Drafter = cls.load(config, tensors, target, **_checked(cls, spec, BUILT))
+    return drafter
 
 
 def tuned_home(spec: Named, target: Target) -> Path:

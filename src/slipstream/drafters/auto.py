@@ -20,10 +20,10 @@ from slipstream.core.target import Target
 from slipstream.core.tree import Tree
 from slipstream.drafters.hybrid import Hybrid, HybridState
 from slipstream.drafters.proposer import Proposer
-from slipstream.drafters.spec import Named, Spec
 from slipstream.drafters.store import read_rungs
 from slipstream.drafters.suffix import Suffix
 from slipstream.methods import SHIPPED
+from slipstream.spec import Named, Spec
 
 HEADS = ("fasteagle", "eagle", "eagle3", "medusa", "glide")  # the quickest first, of those that ship
 NODES = (2, 4, 8, 16)  # of a tree of the head, matches included

@@ -16,8 +16,8 @@ from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import PAD, Tree
 from slipstream.drafters.proposer import Proposer
-from slipstream.drafters.spec import Spec
 from slipstream.drafters.suffix import Suffix, SuffixState
+from slipstream.spec import Spec
 
 HEAD = "eagle"  # where none is named
 SMALLEST = 8  # nodes of the default tree, at least

@@ -9,8 +9,8 @@ from slipstream.core.target import Target
 from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.auto import shipped
 from slipstream.drafters.hybrid import HEAD
-from slipstream.drafters.spec import Named, Spec
 from slipstream.drafters.store import find_drafter, tuned_file
+from slipstream.spec import Named, Spec
 
 KEPT = 4  # drafters of a target, at most
 READ = ("config.json", "model.safetensors", "model.safetensors.index.json")

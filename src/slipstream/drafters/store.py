@@ -5,20 +5,19 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from slipstream.core.drafter import FINAL
 from slipstream.core.shape import Shape
 from slipstream.core.target import Target
-from slipstream.files import LOCK, cache_home, check_regular, locked, read_json, understood, update_json
+from slipstream.directories import check_claim
+from slipstream.files import cache_home, check_regular, read_json, understood, update_json
 from slipstream.methods import METHODS, SHIPPED
 from slipstream.packing import EIGHT
 
@@ -29,76 +28,6 @@ TUNED = "tuned.json"
 SCALES = ("rope_theta", "rms_norm_eps")  # a head's sizes that are finite numbers
 COUNTS = ("depth", "layers")  # a head's sizes that are whole numbers from 1 to `DEEPEST`
 DEEPEST = 256
-RUN = "recipe.yaml"  # of a run of `slipstream train`
-RUN_MARK = "# of a run of slipstream train"  # the first line of `RUN`
-
-
-@contextmanager
-def claimed(
-    directory: str | Path, by: Sequence[str], force: bool, reads: Sequence[str | Path]
-) -> Iterator[None]:
-    """Make and lock a directory that `check_claim` allows. A new one that stays empty is removed again.
-    Raises ValueError as `check_claim` does, and if another process writes in it."""
-    new = not os.path.lexists(directory)
-    check_claim(directory, by, force, reads)
-    try:
-        with locked(directory):
-            yield
-    finally:
-        if new:
-            with suppress(OSError):  # it is not empty
-                os.rmdir(directory)
-
-
-def check_claim(
-    directory: str | Path, by: Sequence[str], force: bool = False, reads: Sequence[str | Path] = ()
-) -> None:
-    """Make a directory to write in. It must be new, empty, or written before by one of the commands `by`
-    (train, import, export). `force` allows a directory that holds anything, but none that the command reads
-    (`reads`). Raises ValueError if the directory holds something else, or cannot be written."""
-    home = Path(directory)
-    try:
-        if not str(directory) or "\0" in str(directory):
-            raise OSError(0, "that is no name")
-        held = [name for name in sorted(os.listdir(home)) if name != LOCK] if os.path.lexists(home) else []
-        if held and any(os.path.exists(source) and os.path.samefile(home, source) for source in reads):
-            raise ValueError(f"directory {home} is read by this command: name another one to write")
-        if held and not force and (writer := made_by(home)) not in by:
-            files = ", ".join(held[:3])
-            what = f"what `slipstream {writer}` wrote" if writer else f"other files ({files}, …)"
-            raise ValueError(
-                f"directory {home} holds {what}: name a new or empty one, or give --force to write into it"
-            )
-        home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=home):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"directory {str(directory)!r} cannot be written: {error.strerror}: name a writable one"
-        ) from error
-
-
-def made_by(home: Path) -> str | None:
-    """The command that wrote a directory: train, import or export, or None if that is not known."""
-    try:
-        with open(home / RUN, encoding="utf-8") as file:
-            if file.readline().rstrip() == RUN_MARK:
-                return "train"
-    except (OSError, ValueError):
-        pass
-    try:
-        config = read_json(home / "config.json", "")
-        if isinstance(config.get("target"), dict) and "fingerprint" in config["target"]:
-            return "import" if "imported_from" in config.get("training", {}) else "train"
-        return mark_of(next(home.glob("*.safetensors")))
-    except (OSError, ValueError, TypeError, StopIteration, SafetensorError):
-        return None
-
-
-def mark_of(path: Path) -> str | None:
-    """The command that wrote a file of tensors, if it says so. Raises OSError and SafetensorError."""
-    with safe_open(path, "pt") as tensors:
-        return (tensors.metadata() or {}).get("slipstream")
 
 
 def save_drafter(

@@ -24,7 +24,7 @@ from slipstream.core.drafter import Drafter
 from slipstream.decode.answer import Answer
 from slipstream.decode.generate import Job, Streamer
 from slipstream.drafters.draft_model import DraftModel
-from slipstream.drafters.spec import Named
+from slipstream.spec import Named
 from slipstream.targets import HFTarget
 from slipstream.targets.inside import twin
 from slipstream.targets.support import check_whole

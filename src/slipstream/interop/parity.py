@@ -24,7 +24,7 @@ from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
 from slipstream.drafters.heads import HeadDrafter
 from slipstream.drafters.layers import attend_cache
-from slipstream.files import check_counts, check_given
+from slipstream.files import check_counts, check_given, check_interpreter
 from slipstream.interop.public import export
 from slipstream.results import Figures, Margin, Part, Report, heading
 from slipstream.targets import HFTarget
@@ -125,8 +125,7 @@ def parity(
         ValueError: vLLM cannot be run or cannot draft so many tokens, the drafter cannot be exported, or
             there is nothing to ask.
     """
-    if not Path(python).is_file():
-        raise ValueError(f"no interpreter {python}: run `make vllm`, or name vLLM's with --python")
+    check_interpreter(python)
     target = loaded(target)
     check_given(prompts=prompts)
     check_counts(max_new_tokens=max_new_tokens, draft_tokens=draft_tokens)

@@ -17,13 +17,12 @@ from torch import Tensor
 from slipstream.command import public
 from slipstream.core.shape import Shape
 from slipstream.core.target import Target
+from slipstream.directories import SAFE, checkpoint_file, claimed, mark_of
 from slipstream.drafters import drafter_class
 from slipstream.drafters.heads import EMBEDDING
 from slipstream.drafters.store import (
     VOCAB,
-    claimed,
     find_drafter,
-    mark_of,
     read_drafter,
     save_drafter,
     write_directory,
@@ -36,8 +35,6 @@ from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
 
 OURS = "slipstream"  # key of an exported config.json for what engines do not read
-PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
-SAFE = ("model.safetensors", "medusa_lm_head.safetensors")
 
 
 class Conversion(Result):
@@ -242,18 +239,7 @@ def _embedding(target: Target) -> Tensor:
 
 
 def _read(home: Path) -> tuple[Config, Tensors]:
-    found = [home / name for name in (*SAFE, *PICKLES) if (home / name).exists()]
-    if {*SAFE} <= {path.name for path in found}:
-        raise ValueError(
-            f"checkpoint {home} holds {' and '.join(SAFE)}: leave the one that config.json describes"
-        )
-    path = found[0] if found else home / SAFE[0]
-    for needed in (home / "config.json", path):
-        if not needed.exists():
-            raise ValueError(
-                f"checkpoint {home} has no {needed.name}: give a directory with config.json and "
-                f"{' or '.join((*SAFE, *PICKLES))}"
-            )
+    path = checkpoint_file(home)
     try:
         config = read_json(home / "config.json", "file")
         check_regular(path)

@@ -12,13 +12,13 @@ from rich.text import Text
 
 from slipstream.command import public
 from slipstream.core.sampling import Sampling
-from slipstream.drafters.spec import Named, Spec
 from slipstream.files import check_counts, check_limits, evenly
 from slipstream.measure import burdens, faults
 from slipstream.measure.contest import first_prompts
 from slipstream.measure.patient import Patient, Seen, Unmeasured
 from slipstream.measure.questions import Questions, load_questions
 from slipstream.results import Figures, Part, Report, heading
+from slipstream.spec import Named, Spec
 from slipstream.targets.load import AnyTarget, loaded
 
 QUESTIONS = 8

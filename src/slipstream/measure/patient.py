@@ -20,7 +20,6 @@ from slipstream.drafters.heads import HeadDrafter
 from slipstream.drafters.hybrid import Hybrid
 from slipstream.drafters.kept import home_of
 from slipstream.drafters.proposer import Proposer
-from slipstream.drafters.spec import Spec
 from slipstream.files import read_json
 from slipstream.measure.contest import first_prompts
 from slipstream.measure.cost import pass_seconds
@@ -28,6 +27,7 @@ from slipstream.measure.fits import Change, Fit, Gain, changes, fit, shifted
 from slipstream.measure.frames import Framing, framing
 from slipstream.measure.questions import Question
 from slipstream.measure.trees import Costs, acceptance, proposing
+from slipstream.spec import Spec
 from slipstream.targets import HFTarget
 from slipstream.targets.prompts import encode
 from slipstream.targets.recorded import RecordedTarget

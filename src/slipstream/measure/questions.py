@@ -62,9 +62,14 @@ def _read(path: str, name: str) -> list[Question]:
     if path.startswith(HUB):
         rows = enumerate(hub_rows(path), 1)
         return [Question(name, str(i), category or name, turns) for i, (category, turns) in rows]
-    if path in SHIPPED and not Path(path).is_file():
+    if is_set(path):
         return _parsed(name, (SETS / f"{path}.jsonl").read_text("utf-8"))
     return _parsed(name, read_text(path, "question file"))
+
+
+def is_set(path: str) -> bool:
+    """Whether a name is a data set's, not a file's: of the hub, or one that ships."""
+    return path.startswith(HUB) or (path in SHIPPED and not Path(path).is_file())
 
 
 def file_names(paths: Sequence[str]) -> list[str]:

@@ -24,7 +24,6 @@ from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.auto import tuned_head
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.proposer import Proposer
-from slipstream.drafters.spec import Named, Spec
 from slipstream.drafters.store import save_tuned, tuned_file
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.files import check_counts, check_given, check_limits, evenly, read_results, several
@@ -37,6 +36,7 @@ from slipstream.measure.trees import ROUNDS, Costs, acceptance, best_sizes, deep
 from slipstream.measure.tuned import Held, Proposed, Raced, Skipped, Timing, Tuned, TuneReport
 from slipstream.methods import named
 from slipstream.results import heading
+from slipstream.spec import Named, Spec
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.targets.recorded import RecordedTarget
 

@@ -5,9 +5,9 @@ import shlex
 from rich.console import Group
 from rich.text import Text
 
-from slipstream.drafters.spec import Named, Spec
 from slipstream.picture import picture
 from slipstream.results import Figures, Part, Report
+from slipstream.spec import Named, Spec
 
 BEST = 8  # candidates that are shown
 DROPPED = "dim"  # rows that lost an earlier race

@@ -4,7 +4,6 @@ import hashlib
 import os
 import shutil
 import tempfile
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from slipstream.catalog import MODELS, located
+from slipstream.catalog import MODELS, find_target
 from slipstream.files import cache_home, first_line, name_of
 from slipstream.packing import HAS_BF16
 from slipstream.targets.hf import HFTarget
@@ -60,46 +59,13 @@ def load_target(
         raise ValueError(f"Unknown dtype: {dtype!r}. Available: auto, {', '.join(DTYPES)}")
     if quantize not in (None, *KINDS):
         raise ValueError(f"Unknown quantisation: {quantize!r}. Available: {', '.join(KINDS)}")
-    path = resolve(name)
-    gguf = gguf_of(path)
-    if path.is_dir() and gguf is None and not (path / "config.json").exists():
-        raise ValueError(
-            f"target directory {name!r} has neither a config.json nor a GGUF file: give a model's directory"
-        )
-    if name.startswith(("/", ".", "~")) and not path.exists():
-        raise ValueError(f"Unknown target: {name!r}: there is no such file or directory")
+    path, gguf = find_target(name)
     if gguf is not None:
         model, tokenizer = _load_gguf(gguf, DTYPES[dtype])
     else:
         model, tokenizer = _load(str(path) if path.exists() else name, DTYPES[dtype])
     model.to(place)  # type: ignore[arg-type]
     return HFTarget(model, tokenizer, name, compile, exact, quantize)
-
-
-def resolve(name: str) -> Path:
-    """The path that a target's name stands for, which need not exist: a hub id is returned as it is. Raises
-    ValueError for an alias whose file is not here, and for a misspelt one."""
-    if name in MODELS:
-        return located(name)
-    path = Path(name).expanduser()
-    near = get_close_matches(name, MODELS, 1, cutoff=0.8)
-    if near and not path.exists():  # a misspelt alias, for which the hub is not asked
-        raise ValueError(f"Unknown target: {name!r}. Did you mean {near[0]!r}?")
-    return path
-
-
-def gguf_of(path: Path) -> Path | None:
-    """The GGUF file that a path is, or is the directory of, unless that holds a model of Hugging Face's form.
-    Raises ValueError for a directory with several."""
-    if path.suffix == ".gguf":
-        return path
-    if (path / "config.json").exists():
-        return None
-    files = sorted(path.glob("*.gguf"))
-    if len(files) > 1:
-        names = _some([file.name for file in files])
-        raise ValueError(f"target directory {str(path)!r} holds {names}: give the path of one of them")
-    return files[0] if files else None
 
 
 def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
@@ -144,8 +110,6 @@ def _some(names: list[str], n: int = 3) -> str:
 
 def _load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
     """Read a GGUF file, dequantised. Parsing takes over ten seconds, so the user's cache keeps the result."""
-    if not file.is_file():
-        raise ValueError(f"Unknown target: {str(file)!r}: there is no such file")
     stat = file.stat()
     key = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns} {dtype} {transformers.__version__}"
     kept = cache_home() / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"

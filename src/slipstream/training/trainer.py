@@ -23,7 +23,8 @@ from torch.nn.attention import sdpa_kernel
 from slipstream.core.drafter import FINAL
 from slipstream.core.target import Target
 from slipstream.decode.predict import Prediction, record
-from slipstream.drafters.store import RUN, RUN_MARK, claimed, find_drafter, save_drafter
+from slipstream.directories import RUN, RUN_MARK, claimed
+from slipstream.drafters.store import find_drafter, save_drafter
 from slipstream.files import replacing, understood
 from slipstream.machine import memory_kept
 from slipstream.methods import METHODS

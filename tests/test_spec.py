@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.drafters.spec import Spec
+from slipstream.spec import Spec
 
 
 @pytest.mark.parametrize(
