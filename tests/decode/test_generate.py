@@ -3,6 +3,7 @@
 import gc
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import chain
 
@@ -375,3 +376,17 @@ def test_a_head_that_says_no_numbers_changes_no_text(target, answer, head, tree,
     assert len(made.tokens) == 20
     if proposal != "sampled":  # whose draws are others
         assert made.tokens == answer[:20]
+
+
+@pytest.mark.parametrize("name", ["eagle", "fasteagle"])
+def test_threads_share_a_target(target, name):
+    """A pass took what another thread's had left: AssertionErrors, features of another shape."""
+    drafter = tiny.DRAFTERS[name](target, [PROMPT] * 40)
+
+    def said(prompt: list[int]) -> list[int]:
+        return generate(target, prompt, drafter, **SAMPLED, max_new_tokens=12).tokens
+
+    prompts = tiny.prompts(*range(5, 13))
+    alone = list(map(said, prompts))
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(said, prompts)) == alone

@@ -3,7 +3,9 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any, final
 
 import torch
@@ -153,6 +155,11 @@ class Target(ABC):
     fingerprint: str
 
     @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Its device's `lock`, held for each pass, and by a session for each round."""
+        return lock(self.device)
+
+    @property
     def dtype_name(self) -> str:
         """As `load_target` takes it, such as "float32"."""
         return str(self.dtype).removeprefix("torch.")
@@ -286,3 +293,12 @@ class Target(ABC):
     def unsound(self, tokens: Sequence[int]) -> str:
         """The error message for numbers that are not finite after `tokens`. It names the first module that
         returned such numbers."""
+
+
+_locks: dict[str, AbstractContextManager[Any]] = {}
+
+
+def lock(device: torch.device) -> AbstractContextManager[Any]:
+    """What threads take turns by, because modules keep what a pass leaves. All targets of a device share it:
+    a draft model's passes are a part of its target's round. A thread that holds it may take it again."""
+    return _locks.setdefault(str(device), RLock())

@@ -57,22 +57,26 @@ def policy(target: Target, drafter: Drafter, texts: int) -> Policy | None:
     """The policy for a session of so many texts; None for a drafter that offers no rungs."""
     if not drafter.rungs:
         return None
-    known = ledger(target, drafter)
-    if texts not in known.begun:
-        known.seconds = _seconds(target, drafter, texts) | known.seconds
-        known.begun.add(texts)
-    drafter.pace = known.pace = drafter.pace or known.pace  # the next drafter of the name begins with it
+    with target.lock:  # one thread measures, alone
+        known = ledger(target, drafter)
+        if texts not in known.begun:
+            known.seconds = _seconds(target, drafter, texts) | known.seconds
+            known.begun.add(texts)
+        drafter.pace = known.pace = drafter.pace or known.pace  # the next drafter of the name begins with it
     return Policy(known)
 
 
 def keep(target: Target, drafter: Drafter) -> None:
     """Store what was accepted and what rounds cost, if there is news of it: a first measurement in a busy
     second is not for ever. All in one writing: an answer ends behind it."""
-    if not drafter.rungs or (known := ledger(target, drafter)).chosen.total() - known.kept < NEWS:
+    if not drafter.rungs:
         return
-    costs = {texts: known.seconds[texts] for texts in known.timed}
-    _store(target, drafter, _accepted(target, drafter, known) | _costs(target, drafter, costs))
-    known.kept = known.chosen.total()
+    with target.lock:
+        known = ledger(target, drafter)
+        if known.chosen.total() - known.kept >= NEWS:
+            costs = {texts: known.seconds[texts] for texts in known.timed}
+            _store(target, drafter, _accepted(target, drafter, known) | _costs(target, drafter, costs))
+            known.kept = known.chosen.total()
 
 
 def learn(

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from operator import add, sub
 from time import perf_counter
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,21 @@ from slipstream.decode.prefixes import Prefixes
 from slipstream.decode.reading import Reading, chunked
 
 CHUNK = 512  # prompt tokens per prefill pass: bounds the mask, the activations and how long texts wait
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _in_turn(method: Callable[Concatenate["Session", P], R]) -> Callable[Concatenate["Session", P], R]:
+    """A method that holds its target's lock, in inference mode."""
+
+    @wraps(method)
+    def held(self: "Session", /, *args: P.args, **how: P.kwargs) -> R:
+        with self.target.lock, torch.inference_mode():
+            return method(self, *args, **how)
+
+    return held
 
 
 @dataclass
@@ -139,7 +155,7 @@ class Session:
             pass
         return made
 
-    @torch.inference_mode()
+    @_in_turn
     def begin(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling], plain: Sequence[bool] = ()
     ) -> None:
@@ -186,7 +202,7 @@ class Session:
         """Whether a round is due: texts under way have waited for a chunk of tokens of prompts."""
         return self.unrounded >= CHUNK
 
-    @torch.inference_mode()
+    @_in_turn
     def read(self) -> list[Committed]:
         """Read a chunk of the prompts under way. Returns nothing before the last, and then the first token of
         each text, its first root."""
@@ -237,7 +253,7 @@ class Session:
         self.drafter.absorb(span, new.state)
         return span
 
-    @torch.inference_mode()
+    @_in_turn
     def step(self, limit: int | None = None, shape: Shape | None = None) -> list[Committed]:
         """One round for every text, with guesses at most `limit` deep. Returns what it brought, in the order
         of the rows. `shape` is the round's tree, by default the policy's or the drafter's own; `PLAIN` is
@@ -331,7 +347,7 @@ class Session:
             made.append(Committed(self.texts[row], tokens[:count], deepest, bool(sound)))
         return made
 
-    @torch.inference_mode()
+    @_in_turn
     def retire(self, texts: Iterable[int]) -> None:
         """Let texts go, by their numbers. The last rows move into their rows."""
         gone = {self.texts.index(text) for text in texts}

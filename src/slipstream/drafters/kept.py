@@ -30,12 +30,13 @@ def kept_drafter(spec: Named, target: Target, temperature: float = 0.0, texts: i
     # The target holds its drafters, which hold the target: a table of our own would keep both alive.
     kept: dict[Any, tuple[Any, Drafter]] = vars(target).setdefault("drafters", {})
     key, stamp = (id(target), str(spec), temperature > 0, texts), _stamp(homes)
-    if key not in kept or kept[key][0] != stamp:
-        kept.pop(key, None)
-        for oldest in list(kept)[: max(0, len(kept) + 1 - KEPT)]:
-            del kept[oldest]
-        kept[key] = stamp, load_drafter(spec, target, temperature, texts)
-    return kept[key][1]
+    with target.lock:
+        if key not in kept or kept[key][0] != stamp:
+            kept.pop(key, None)
+            for oldest in list(kept)[: max(0, len(kept) + 1 - KEPT)]:
+                del kept[oldest]
+            kept[key] = stamp, load_drafter(spec, target, temperature, texts)
+        return kept[key][1]
 
 
 def home_of(spec: Spec, target: Target) -> Path | None:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +20,7 @@ from transformers.generation import (
 )
 
 from slipstream.core.drafter import Drafter
+from slipstream.core.target import lock
 from slipstream.decode.answer import Answer
 from slipstream.decode.generate import Job, Streamer
 from slipstream.drafters.draft_model import DraftModel
@@ -70,7 +70,7 @@ def custom_generate(
     """
     asked = _asked()
     _check(asked, generation_config)
-    with _LOCK:
+    with lock(model.device):
         target = _target(model, compile)
         target.model.generation_config = _plain(generation_config)
         if seed is None:
@@ -78,9 +78,9 @@ def custom_generate(
         guide = drafter or _assistant(asked["assistant_model"], target) or "auto"
         how = {"drafter": guide, "seed": seed, "processors": list(asked["logits_processor"] or ())}
         job = _job(target, input_ids, prepared.get("attention_mask"), stopping_criteria, how)
-        made = Rows(job.answers, generation_config._pad_token_tensor, asked["streamer"])
-        for _ in job.rounds():
-            made.tell()
+    made = Rows(job.answers, generation_config._pad_token_tensor, asked["streamer"])
+    for _ in job.rounds():
+        made.tell()
     ids: Any = torch.cat([input_ids, made.padded().to(input_ids.device)], 1)
     if asked["streamer"] is not None:
         asked["streamer"].end()
@@ -136,7 +136,6 @@ class Rows:
         return torch.tensor([row + [filler] * (longest - len(row)) for row in rows])
 
 
-_LOCK = RLock()  # a target's passes are not made for several threads
 _targets: WeakKeyDictionary[PreTrainedModel, tuple[Any, dict[bool, HFTarget]]] = WeakKeyDictionary()
 
 

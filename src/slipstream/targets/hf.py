@@ -311,20 +311,21 @@ class HFTarget(Target):
         taps: tuple[str, ...],
     ) -> tuple[Float[Tensor, "B K V"], Float[Tensor, "B R F"] | None]:
         """The logits of the rows to keep, and the features of all rows."""
-        self._taps.watch(taps)
-        view, logits = View(cache, self.blocks), None
-        if self._straight is not None and "input_ids" in inputs and isinstance(keep, int):
-            logits = self._straight.run(inputs["input_ids"], positions, mask, view)
-            view = view.again() if logits is None else view
-        if logits is None:
-            own: Any = {"position_ids": positions, "attention_mask": mask, "past_key_values": view}
-            if self._selects_rows:
-                own["logits_to_keep"] = keep
-            with self._calls:
-                logits = self.twin(**inputs, **own, use_cache=True).logits
-            if isinstance(keep, Tensor) and logits.shape[1] != len(keep):  # it has made those of all rows
-                logits = logits[:, keep]
-        features = self._taps.take(taps, cache, view)
+        with self.lock:
+            self._taps.watch(taps)
+            view, logits = View(cache, self.blocks), None
+            if self._straight is not None and "input_ids" in inputs and isinstance(keep, int):
+                logits = self._straight.run(inputs["input_ids"], positions, mask, view)
+                view = view.again() if logits is None else view
+            if logits is None:
+                own: Any = {"position_ids": positions, "attention_mask": mask, "past_key_values": view}
+                if self._selects_rows:
+                    own["logits_to_keep"] = keep
+                with self._calls:
+                    logits = self.twin(**inputs, **own, use_cache=True).logits
+                if isinstance(keep, Tensor) and logits.shape[1] != len(keep):  # it has made those of all rows
+                    logits = logits[:, keep]
+            features = self._taps.take(taps, cache, view)
         return logits if logits.dtype == torch.float64 else logits.float(), features
 
     @cached_property
