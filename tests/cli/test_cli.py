@@ -215,6 +215,38 @@ def test_a_mistake_is_one_clear_line(run, model, words, says, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("bench --limt 3", "slipstream bench has no option --limt: did you mean --limit"),
+        (
+            "generate x --max-tokens 3",
+            "slipstream generate has no option --max-tokens: did you mean --max-",
+        ),
+        ("cache clean --feature", "slipstream cache has no option --feature: did you mean --features or"),
+        (
+            "bench --plugin x",
+            "it stands before the command: slipstream --plugin … bench … (see slip",
+        ),
+        ("bench --zzzz", "slipstream bench has no option --zzzz (see slipstream bench --help)"),
+        ("--zzzz bench", "slipstream has no option --zzzz (see slipstream --help)"),
+        ("report", "(see slipstream report --help)"),
+        ("bench --limit x", "(see slipstream bench --help)"),
+    ],
+)
+def test_a_wrong_option_names_its_command(run, words, says):
+    """It was said to be in the help of all commands."""
+    code, _, err = run(*words.split())
+    assert (code, err.count("\n")) == (2, 1)
+    assert says in err
+
+
+@pytest.mark.parametrize("command", ["", "bench", "cache"])
+def test_h_is_help(run, command):
+    code, out, _ = run(*command.split(), "-h")
+    assert (code, "Usage: slipstream" in out) == (0, True)
+
+
+@pytest.mark.parametrize(
     "command", [["generate", "abc"], ["bench"], ["certify"], ["demo"]], ids=lambda words: words[0]
 )
 def test_a_template_or_a_config_that_refuses_is_one_clear_line(run, questions, tmp_path, command):

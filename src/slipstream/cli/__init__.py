@@ -56,7 +56,7 @@ def main() -> None:
 def _run() -> int:
     """The command's exit code."""
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="slipstream", standalone_mode=False)
     except typer.Abort:  # Ctrl-C where something was asked
         return STOPPED
     except ValueError as error:
@@ -67,14 +67,30 @@ def _run() -> int:
         return _fail(f"{error.filename or 'output'}: {error.strerror or error}")
     except Exception as error:
         if hasattr(error, "format_message"):  # typer's own complaint about the command line
-            message = error.format_message()  # empty: help was asked for by giving no command
-            wrong: list[Any] = getattr(error.__context__, "errors", list)()
-            message += "".join(f", not {each['input']!r}" for each in wrong)
-            return _fail(f"{message} (see slipstream --help)") if message else 2
+            message = _complaint(error)
+            return _fail(message) if message else 2
         with tempfile.NamedTemporaryFile("w", prefix="slipstream-", suffix=".txt", delete=False) as file:
             traceback.print_exc(file=file)
         return _fail(f"{type(error).__name__}: {error}: please report this with {file.name}", 1)
     return code if isinstance(code, int) else 0
+
+
+def _complaint(error: Any) -> str:
+    """What typer says of the command line, for people; empty where no command was given."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context else "slipstream"
+    message: str = error.format_message()
+    if name := getattr(error, "option_name", None):
+        message = f"{path} has no option {name}"
+        if near := error.possibilities:
+            message += f": did you mean {' or '.join(near[:2])}?"
+        elif (
+            context and context.parent and any(name in param.opts for param in context.parent.command.params)
+        ):
+            message += f": it stands before the command: slipstream {name} … {context.info_name} …"
+    wrong: list[Any] = getattr(error.__context__, "errors", list)()
+    message += "".join(f", not {each['input']!r}" for each in wrong)
+    return message and f"{message} (see {path} --help)"
 
 
 def _fail(message: str, code: int = 2) -> int:

@@ -29,7 +29,11 @@ R = TypeVar("R", bound="Report | Sweep")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # a name may hold [/] or :eyes:
 out, err = Console(**PLAIN), Console(stderr=True, **PLAIN)
