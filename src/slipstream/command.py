@@ -1,21 +1,47 @@
-"""The command that a result stores: the command line, or the Python call, that made it."""
+"""The command under way: results store it, and the commands that hints show repeat its options."""
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from inspect import isroutine, signature
+from itertools import pairwise
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 MOST = 64  # items of an argument that are shown: data are larger
+PLUGIN, FLAG = "--plugin", "--compile"  # an option before a command, and one without a value
+KEPT = ("--target", "--dtype", "--device", FLAG, "--quantize")  # the model, and how it is loaded
+TAKEN = {"import": 2, "export": 2, "parity": 2, "train": 3, "synthesize": 3, "regenerate": 3}
+TAKEN |= {"data": 1, "fetch": 0, "report": 0, "cache": 0}
 _command: ContextVar[str] = ContextVar("command", default="")
 
 
 def current() -> str:
     """The command under way; empty where there is none."""
     return _command.get()
+
+
+def suggested(words: str) -> str:
+    """A command as a hint shows it: `slipstream WORDS`, for the model that the command under way was given.
+
+    Options of `KEPT` that WORDS do not name are repeated, of which that command takes the first `TAKEN`, and
+    `PLUGIN` before it.
+    """
+    verb, *named = words.split()
+    kept = [name for name in KEPT[: TAKEN.get(verb, len(KEPT))] if name not in named]
+    return " ".join(["slipstream", *_given(PLUGIN), words, *(each for name in kept for each in _given(name))])
+
+
+def _given(option: str) -> Iterator[str]:
+    """An option and its value, as often as the command line under way has it."""
+    line = shlex.split(current()) if current().startswith("slipstream ") else []
+    for word, following in pairwise([*line, ""]):
+        name, equals, value = word.partition("=")
+        if name == option:
+            yield option if option == FLAG else f"{option} {shlex.quote(value if equals else following)}"
 
 
 @contextmanager

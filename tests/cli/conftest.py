@@ -1,8 +1,11 @@
 """A tiny target and a question for the command line."""
 
+from copy import deepcopy
+
 import pytest
 
 import tiny
+from world import TEMPLATE
 
 
 @pytest.fixture(scope="session")
@@ -12,6 +15,17 @@ def model(tmp_path_factory) -> str:
     tiny.reference("llama").save_pretrained(path)
     tiny.tokenizer().save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def chatting(tmp_path_factory) -> list[str]:
+    """Options of the same model with a chat template."""
+    path = tmp_path_factory.mktemp("chatting")
+    tiny.reference("llama").save_pretrained(path)
+    tokenizer = deepcopy(tiny.tokenizer())
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    return ["--target", str(path), "--dtype", "float64"]
 
 
 @pytest.fixture

@@ -55,3 +55,28 @@ def test_data_on_standard_output_is_rows_alone(run, model, tmp_path):
     assert code == 0
     assert [json.loads(line)["text"] for line in out.splitlines()] == ["abc", "bcd"]
     assert "answer tokens" in err
+
+
+def test_rows_of_another_target_are_not_learnt_unasked(run, tiny_options, tmp_path):
+    """`train` took them without a word: minutes of training for the wrong model."""
+    made = {"source": "self", "made": {"target": "other", "fingerprint": "qwen3-0123456789ab"}}
+    row = made | {"text": "abcabc"}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    words = ["train", "eagle", *tiny_options[:4], "--data", str(tmp_path / "data.jsonl"), "--preview"]
+    code, _, err = run(*words)
+    assert (code, "line 1: target other (qwen3-0123456789ab) wrote it" in err, "--force" in err) == (
+        2,
+        True,
+        True,
+    )
+    assert run(*words, "--force")[0] == 0
+
+
+def test_the_hint_after_writing_data_is_for_its_target(run, chatting, tmp_path):
+    (tmp_path / "asked.jsonl").write_text('{"instruction": "abc"}\n')
+    out = str(tmp_path / "out.jsonl")
+    how = ["--out", out, "--batch", "2", "--max-new-tokens", "4"]
+    code, told, _ = run("regenerate", str(tmp_path / "asked.jsonl"), *how, *chatting)
+    assert (code, told.strip().endswith(f"--out runs/eagle {' '.join(chatting)}")) == (0, True)
+    code, _, err = run("train", "eagle", "--out", str(tmp_path / "run"), *chatting)
+    assert (code, f"slipstream synthesize --out answers.jsonl {' '.join(chatting)}" in err) == (2, True)

@@ -27,6 +27,7 @@ from slipstream.cli.common import (
     on_questions,
     out,
 )
+from slipstream.command import suggested
 
 if TYPE_CHECKING:
     from slipstream.decode.talk import Talk
@@ -68,7 +69,10 @@ def chat(
 
     loaded = load(target, dtype, device, compile, quantize)
     if loaded.text is None or not loaded.text.has_chat:
-        raise ValueError(f"target {target} has no chat template: it cannot chat; ask slipstream generate")
+        raise ValueError(
+            f"target {target} has no chat template: it cannot chat: {suggested('generate')} "
+            "goes on with a text"
+        )
     with err.status("measuring rounds: a few seconds, once"):
         talk = Talk(loaded, drafter, max_new_tokens=max_new_tokens, temperature=temperature)
     Chat(talk, drafter, system, seed).run()

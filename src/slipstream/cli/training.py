@@ -1,6 +1,7 @@
 """train, synthesize, regenerate, data, import, export, parity: make a drafter, and take it elsewhere."""
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,7 @@ from slipstream.cli.common import (
     out,
     progress_bar,
 )
+from slipstream.command import suggested
 from slipstream.directories import RUN, check_claim, checkpoint_file
 from slipstream.files import HANDED, check_interpreter, check_writable, name_of, written_to
 from slipstream.measure.questions import load_questions
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from slipstream.training.synthesize import Answers
 
 SECTIONS = "of the recipe: data, features, head, loss, optimizer and schedule (docs/training.md)"
+ANYHOW = "write into --out whatever it holds, and learn answers that another target wrote, too"
 SHOW = "show what is learnt of the data, coloured, and stop"
 YAML = "YAML, such as the recipe.yaml of each run"
 
@@ -68,7 +71,7 @@ def train(
     target: TargetName = "smollm2",
     recipe: Annotated[str | None, option(YAML, "FILE", "--recipe")] = None,
     resume: Annotated[bool, flag("go on, exactly, from the last checkpoint in --out", "--resume")] = False,
-    force: Force = False,
+    force: Annotated[bool, flag(ANYHOW, "--force")] = False,
     preview: Annotated[bool, flag(SHOW, "--preview")] = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
@@ -100,7 +103,7 @@ def train(
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     loaded = load(target, dtype, device)
     if directory is None or preview:
-        out.print(show_preview(loaded, settled.data))
+        out.print(show_preview(loaded, settled.data, force=force))
         return
     try:
         with bars(err) as bar:
@@ -293,5 +296,5 @@ def parity(
 
 
 def _written(made: "Answers") -> None:
-    train = f"slipstream train eagle --data {made.path} --out runs/eagle"
+    train = suggested(f"train eagle --data {shlex.quote(made.path)} --out runs/eagle")
     out.print(f"{made.__rich__()}; train on them: {train}", soft_wrap=True)

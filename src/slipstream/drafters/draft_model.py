@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from slipstream.command import suggested
 from slipstream.core import look
 from slipstream.core.cache import KVCache
 from slipstream.core.drafter import State
@@ -114,8 +115,8 @@ class DraftModel(Proposer):
         if not skip:
             raise ValueError(
                 f"drafter 'self-speculative' skips some of the target's blocks 0 to {L - 1}: name them, as "
-                "in self-speculative:skip=10-14, or let `slipstream tune --drafter self-speculative` find "
-                "and keep them"
+                "in self-speculative:skip=10-14, or let "
+                f"`{suggested('tune --drafter self-speculative')}` find and keep them"
             )
         for part in skip.split(","):
             first, _, last = (each.strip() for each in part.partition("-"))

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from slipstream.command import suggested
 from slipstream.core.drafter import FINAL
 from slipstream.core.shape import Shape
 from slipstream.core.target import Target
@@ -122,7 +123,7 @@ def find_drafter(name: str, target: Target) -> Path:
         known.append(f"{made_for['name']} ({made_for['fingerprint']})")
     raise ValueError(
         f"no {name} weights ship for this target ({target.fingerprint}); they do for: "
-        f"{', '.join(known) or 'none'}. Train a drafter (slipstream train {name}) and give its directory"
+        f"{', '.join(known) or 'none'}. Train a drafter ({suggested(f'train {name}')}) and give its directory"
         + (f", or write {name}:{method.needs}=…" if method.needs else "")
     )
 
@@ -136,8 +137,8 @@ def read_drafter(directory: str | Path, target: Target) -> tuple[dict[str, Any],
         made_for, version = config["target"]["fingerprint"], config["version"]
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"drafter directory {directory}: config.json is not Slipstream's: `slipstream import` reads "
-            "public checkpoints"
+            f"drafter directory {directory}: config.json is not Slipstream's: `{suggested('import')}` "
+            "reads public checkpoints"
         ) from error
     if version != VERSION:
         raise ValueError(f"drafter directory {directory} has version {version}; Slipstream reads {VERSION}")
@@ -145,7 +146,7 @@ def read_drafter(directory: str | Path, target: Target) -> tuple[dict[str, Any],
         raise ValueError(
             f"drafter {directory} was made for target {made_for} "
             f"({config['target'].get('name', 'unnamed')}), and this target is {target.fingerprint}: load the "
-            "target it was made for, or train one (slipstream train)"
+            f"target it was made for, or train one ({suggested('train')})"
         )
     tensors = _read_tensors(home / "model.safetensors", f"drafter directory {directory}: model.safetensors")
     largest = max(target.vocab, DEEPEST, *(size for tensor in tensors.values() for size in tensor.shape))

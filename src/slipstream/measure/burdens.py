@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from slipstream.command import suggested
 from slipstream.core.shape import Shape
 from slipstream.measure.patient import Patient, Seen, Unmeasured, cores
 from slipstream.measure.trees import every_size
@@ -164,7 +165,9 @@ def _retuned(patient: Patient, size: Size) -> str:
         return "decode plainly: --drafter vanilla"
     tree = f"best-first-{size.depth}x{size.nodes}"
     head = patient.spec.replace(tree=None)
-    return f"--drafter '{patient.spec.replace(tree=tree)}', or let slipstream tune --drafter {head} choose"
+    return (
+        f"--drafter '{patient.spec.replace(tree=tree)}', or let {suggested(f'tune --drafter {head}')} choose"
+    )
 
 
 def _speedup(patient: Patient, texts: int) -> float:

@@ -4,6 +4,7 @@ from statistics import mean
 
 import torch
 
+from slipstream.command import suggested
 from slipstream.decode.predict import predict
 from slipstream.drafters.store import VOCAB
 from slipstream.measure.fits import GAIN, Gain, fit
@@ -137,8 +138,8 @@ def renamed(patient: Patient) -> Seen:
         normal=f"above {FITS * then:.2f} (training: {then:.2f})",
         cause=f"almost nothing is accepted ({now:.2f}; {then:.2f} in training), and no other states or "
         "positions help: these are the weights of another target's head, whatever config.json says",
-        remedy="take this target's own head (--drafter auto), or train one: slipstream train "
-        f"{patient.config.get('method', 'eagle')}",
+        remedy="take this target's own head (--drafter auto), or train one: "
+        + suggested(f"train {patient.config.get('method', 'eagle')}"),
         figures={"now": now, "training": then},
     )
 
@@ -154,8 +155,8 @@ def vocabulary(patient: Patient) -> Seen:
         normal=f"above {COVERED * then:.1%} (training: {then:.1%})",
         cause=f"the draft vocabulary holds {now:.1%} of what the target says here: it was chosen on texts of "
         "another language or kind",
-        remedy=f"train a head on such texts (slipstream train, head.draft_vocab), or give the drafter their "
-        f"{VOCAB}",
+        remedy=f"train a head on such texts ({suggested('train')}, head.draft_vocab), or give the drafter "
+        f"their {VOCAB}",
         figures={"now": now, "training": then},
     )
 
@@ -178,8 +179,8 @@ def temperature(patient: Patient) -> Seen:
         normal=f"above {HEATED:.0%} of T = 0",
         cause=f"at T = {patient.temperature:g} {hot:.2f} of first guesses are accepted and at T = 0 "
         f"{cold:.2f}: the head does not know what is said so hot",
-        remedy=f"{better}train on answers of that temperature: slipstream synthesize --temperature "
-        f"{patient.temperature:g}, then slipstream train",
+        remedy=f"{better}train on answers of that temperature: "
+        f"{suggested(f'synthesize --temperature {patient.temperature:g}')}, then {suggested('train')}",
         figures={"hot": hot, "cold": cold},
     )
 
@@ -203,7 +204,7 @@ def context(patient: Patient) -> Seen:
         normal="all of the text helps, or does no harm",
         cause=f"the head was trained on texts of {most} tokens, and behind {longest} it is right "
         f"{whole.hits:.0%} of the time, {end.hits:.0%} if it sees the end alone ({short:.0%} in short texts)",
-        remedy=f"train it on longer texts: slipstream train … data.max_length={longest}; until then "
+        remedy=f"train it on longer texts: {suggested(f'train … data.max_length={longest}')}; until then "
         "--drafter ngram for such texts",
         figures={"tokens": longest, "whole": whole.hits, "end": end.hits, "short": short, "nats": gain.nats},
     )
@@ -218,7 +219,8 @@ def mask(patient: Patient) -> Seen:
         normal="the next token is likeliest",
         cause=f"the head says {name} rather than the next: its labels, or the mask of its loss, were one "
         "token off in training",
-        remedy="train it again: row i, which reads token i + 1, is to say token i + 2 (slipstream train)",
+        remedy="train it again: row i, which reads token i + 1, is to say token i + 2 ("
+        f"{suggested('train')})",
         figures={"nats": gain.nats, "errors": gain.errors},
     )
 

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from slipstream.command import suggested
 from slipstream.core.drafter import FINAL, INPUT
 from slipstream.core.shape import Shape
 from slipstream.core.target import Target
@@ -142,7 +143,9 @@ def changes(head: HeadDrafter, recorded: RecordedTarget, target: Target) -> Iter
         remedy = f'in config.json of the drafter: "taps": {json.dumps(taps)}'
         yield Change("tap", f"it reads {', '.join(taps)}", remedy, moved, recorded)
     for name, states in _normed(head, recorded, target):
-        remedy = f"give it {name}: import it again (slipstream import), or train it on this target's states"
+        remedy = (
+            f"give it {name}: import it again ({suggested('import')}), or train it on this target's states"
+        )
         yield Change("norm", name, remedy, head, plain.with_states(FINAL, states))
     own: Any = getattr(head.head, "norm", None)
     theirs = final_norm(target)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slipstream.command import public
+from slipstream.command import public, suggested
 from slipstream.core.drafter import Drafter
 from slipstream.decode.predict import decoded, predict, record
 from slipstream.drafters import load_drafter
@@ -218,7 +218,7 @@ class _Run:
             raise ValueError(f"this run cannot be gone on with: {drafter} has other trees or weights now")
 
     def _remedy(self, head: str, error: ValueError) -> str:
-        train = ARMS.get(head, f"slipstream train {head} --data answers.jsonl.gz --out runs/{head}")
+        train = suggested(ARMS.get(head, f"train {head} --data answers.jsonl.gz --out runs/{head}"))
         reason = "" if head in ARMS and head not in self.settings.heads else f" ({error})"
         return f"{head} is not here{reason}: {train}; then --head {head}=runs/{head}"
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
-from slipstream.command import public
+from slipstream.command import public, suggested
 from slipstream.core.drafter import Drafter
 from slipstream.core.grow import Path
 from slipstream.core.shape import Shape
@@ -182,7 +182,7 @@ def _tuned(
         candidates.append(max(gammas, key=lambda chain: chain.estimate))
     if not candidates:
         raise ValueError(
-            f"at T = {temperature:g} no guess of this drafter is the target's: slipstream doctor says why"
+            f"at T = {temperature:g} no guess of this drafter is the target's: {suggested('doctor')} says why"
         )
     progress(f"T = {temperature:g}: a race of {len(candidates)}")
     plain, raced = _race(target, drafter, candidates, costs.prompts, temperature)

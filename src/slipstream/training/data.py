@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, takewhile
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.command import suggested
 from slipstream.core.target import Target
 from slipstream.files import evenly, parsed, read_text
 
@@ -54,26 +56,36 @@ class Example:
 
 
 def load_examples(
-    paths: Sequence[str], target: Target, max_length: int, limit: int | None = None, greedy: bool = False
+    paths: Sequence[str],
+    target: Target,
+    max_length: int,
+    limit: int | None = None,
+    greedy: bool = False,
+    force: bool = False,
 ) -> list[Example]:
     """The examples of all files, in order, cut at `max_length` tokens.
 
     Args:
         limit: rows per file at most, spread evenly over it.
         greedy: keep only answers at temperature 0.
+        force: take answers that another target wrote, too.
 
     Raises:
-        ValueError: a file or a line cannot be read (its number is given), or no row has an assistant's text.
+        ValueError: a file or a line cannot be read (its number is given), another target wrote a row, or no
+            row has an assistant's text.
     """
     if not paths:
         raise ValueError(
-            "no training data: give --data FILE, or let the target write some: slipstream synthesize"
+            "no training data: give --data FILE, or let the target write some: "
+            + suggested("synthesize --out answers.jsonl")
         )
     examples = []
     max_length = min(max_length, target.window)
     for path in paths:
         for number, row in evenly(list(read_rows(path)), limit):
             try:
+                if not force:
+                    _check_own(row.get("made"), target)
                 examples.append(encode_row(row, target, max_length))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
@@ -81,11 +93,22 @@ def load_examples(
     if not examples:
         raise ValueError(
             f"{', '.join(paths)}: no assistant text to learn from: give rows in which an assistant answers "
-            f"within the first {max_length} tokens, or let `slipstream regenerate` write the answers"
+            f"within the first {max_length} tokens, or let the target write the "
+            f"answers: {suggested(f'regenerate {shlex.join(paths)} --out answers.jsonl')}"
         )
     if not (chosen := [example for example in examples if example.greedy or not greedy]):
         raise ValueError(f'{", ".join(paths)}: no row says "temperature": 0, as data.greedy=true wants them')
     return chosen
+
+
+def _check_own(made: Any, target: Target) -> None:
+    """Raise ValueError if a row says that another target wrote it."""
+    wrote = made.get("fingerprint", target.fingerprint) if isinstance(made, dict) else target.fingerprint
+    if wrote != target.fingerprint:
+        raise ValueError(
+            f"target {made.get('target', 'unnamed')} ({wrote}) wrote it, and this target is {target.name} "
+            f"({target.fingerprint}): give --target as the data has it, or --force to learn another's answers"
+        )
 
 
 def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
+from slipstream.command import suggested
 from slipstream.core.target import Target
 from slipstream.training.repeats import loops
 from slipstream.training.writers import Messages, Writer, Written, has_room, wrapped
 
 HERE = "\u2983slipstream\u2984"  # a user's message whose place in the rendered template is searched
+ASK = "regenerate prompts.jsonl --out answers.jsonl"
 PATIENCE = 5  # batches' worth of tries without a usable prompt, after which synthesis stops
 WORDS = (4, 200)  # tokens of what the target writes of a prompt: shorter and longer ones are discarded
 LONGEST = 1500  # tokens of a prompt, with the text that it is about and earlier turns
@@ -125,7 +127,7 @@ def synthesize_prompts(
             if tries >= PATIENCE * batch:
                 raise ValueError(
                     f"target {target.name} wrote {made} usable prompts and then none: raise the "
-                    "temperature, or give prompts of your own to `slipstream regenerate`"
+                    f"temperature, or give prompts of your own: {suggested(ASK)}"
                 )
             chance = random.Random(f"{seed} {start} {i}")
             begun, texts = list[Begun](), list[str]()
@@ -163,14 +165,15 @@ def opening_of(target: Target, before: Messages) -> str:
     it does not render a user's words as they are."""
     if target.text is None or not target.text.has_chat:
         raise ValueError(
-            f"target {target.name} has no chat template to write prompts from: use `slipstream regenerate`"
+            f"target {target.name} has no chat template to write prompts from: "
+            f"give prompts of your own: {suggested(ASK)}"
         )
     text = target.text.render([*before, {"role": "user", "content": HERE}], ask=False)
     opening, here, _ = text.partition(HERE)
     if not here:
         raise ValueError(
             f"target {target.name}'s chat template changes a user's words, so that no prompts can be begun "
-            "in it: use `slipstream regenerate`"
+            f"in it: give prompts of your own: {suggested(ASK)}"
         )
     return opening
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from slipstream.command import suggested
 from slipstream.core.drafter import FINAL
 from slipstream.core.shape import Shape
 from slipstream.files import read_text
@@ -195,7 +196,9 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
             raise ValueError(f"recipe {path} is a {what}: write sections such as data: and loss:")
     own, asked = values.get("method"), given.get("method")
     if None not in (own, asked) and own != asked:
-        raise ValueError(f"recipe {path} is for {own!r}: slipstream train {own}, or a recipe for {asked!r}")
+        raise ValueError(
+            f"recipe {path} is for {own!r}: {suggested(f'train {own}')}, or a recipe for {asked!r}"
+        )
     kind = recipe_class(asked or own or "eagle", "train" if asked else f"recipe {path}")
     values = _without_others(values, kind)
     for override in overrides:

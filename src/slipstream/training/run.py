@@ -72,7 +72,7 @@ def train(
         method: such as "eagle", or a whole recipe, beside which no data, recipe or overrides are given.
         directory: new, empty, or left by a run that saved nothing.
         data, recipe, overrides, resume: see `recipe_of`; `resume` goes on from the last checkpoint.
-        force: write whatever the directory holds.
+        force: write whatever the directory holds, and learn answers that another target wrote, too.
         progress: called with the figures of each step.
         filling: see `Trainer.prepare`.
 
@@ -143,10 +143,10 @@ def recipe_of(
     return settled
 
 
-def preview(target: Target, data: Data, count: int = 3) -> Group:
-    """The first examples, with what the drafter learns to predict in green."""
+def preview(target: Target, data: Data, count: int = 3, force: bool = False) -> Group:
+    """The first examples, with what the drafter learns to predict in green; `force` as `train` takes it."""
     assert target.text is not None
-    examples = load_examples(data.files, target, data.max_length, data.limit, data.greedy)
+    examples = load_examples(data.files, target, data.max_length, data.limit, data.greedy, force)
     panels = []
     for i, example in enumerate(examples[:count]):
         text = Text()

@@ -49,7 +49,7 @@ class Trainer:
     Args:
         directory: new, empty, or left by a run that saved nothing.
         resume: continue from the directory's last checkpoint, whose recipe must be the given one.
-        force: begin a run whatever the directory holds.
+        force: begin a run whatever the directory holds, and whichever target wrote the answers.
 
     Raises:
         ValueError: the data, the directory or the checkpoint does not fit, or another process writes there.
@@ -150,7 +150,9 @@ class Trainer:
         return recorded if recorded.greedy_share() > OWN else None
 
     def _read_data(self, data: Data) -> None:
-        examples = load_examples(data.files, self.target, data.max_length, data.limit, data.greedy)
+        accepted = self._force or self._resume  # a run that goes on has looked at them
+        some = (data.max_length, data.limit, data.greedy, accepted)
+        examples = load_examples(data.files, self.target, *some)
         if (n := len(examples)) < 8:
             raise ValueError(f"{n} examples remain of {', '.join(data.files)}: training takes 8 at least")
         (own, self._held_out), self._data = hold_out(examples, data.held_out), data
