@@ -25,7 +25,7 @@ def test_several_runs_make_one_file_and_a_page(run, tiny_options, asked, tmp_pat
     how = ["bench", *tiny_options, "--questions", asked, "--drafter", "ngram", "--json", path]
     code, out, _ = run(*how, "--temperature", "0", "--temperature", "1", "--batch", "1", "--batch", "2")
     assert code == 0
-    assert out.count("ngram") == 4
+    assert out.count("ngram") == 5  # a line of each run, and the verdict
     made = Sweep.read(path)
     assert [(each.temperature, each.batch) for each in made.runs] == [(0, 1), (0, 2), (1, 1), (1, 2)]
     code, _, err = run(*how, "--temperature", "0.5", "--resume")  # one run more: "no BenchReport", it said

@@ -1,6 +1,7 @@
 """train, export and import: the way of a new user."""
 
 import json
+import shlex
 
 
 def test_preview_shows_what_is_learnt_and_writes_nothing(run, tiny_options, tmp_path, monkeypatch):
@@ -30,6 +31,10 @@ def test_train_bench_and_export_one_drafter(run, tiny_options, questions, tmp_pa
         "train", "eagle", *target, "--data", str(tmp_path / "data.jsonl"), "--out", home, *words
     )
     assert (code, "predicted τ" in out) == (0, True)
+    model = " ".join(target)
+    for words in (f"bench --drafter {home}", f"tune --drafter {home}"):
+        assert f"next: slipstream {words} {model}\n" in out
+    assert f"next: slipstream export {home} --out {home}-public {model}\n" in out
     assert (tmp_path / "run" / "curve.svg").read_text().startswith("<?xml")
     report = tmp_path / "out.json"
     code, _, _ = run(
@@ -44,8 +49,12 @@ def test_train_bench_and_export_one_drafter(run, tiny_options, questions, tmp_pa
     assert (code, "in law" in out) == (0, True)
     code, out, _ = run("export", home, *target, "--out", str(tmp_path / "public"))
     assert (code, "embed_tokens.weight: a copy" in out) == (0, True)
+    serve = json.loads(shlex.split(out.splitlines()[-1])[-1])
+    assert out.splitlines()[-1].startswith(f"next: vllm serve {target[1]} --speculative-config ")
+    assert serve == {"method": "eagle", "model": str(tmp_path / "public"), "num_speculative_tokens": 3}
     code, out, _ = run("import", str(tmp_path / "public"), *target, "--out", str(tmp_path / "again"))
     assert code == 0
+    assert f"next: slipstream bench --drafter {tmp_path / 'again'} {model}\n" in out
 
 
 def test_data_on_standard_output_is_rows_alone(run, model, tmp_path):

@@ -116,6 +116,9 @@ def train(
         raise
     if PartialState().is_main_process:
         out.print(done)
+        _next_of(directory)
+        if METHODS[done.method].layouts:
+            _next(f"export {shlex.quote(directory)} --out {shlex.quote(directory.rstrip('/'))}-public")
 
 
 SERVER = "let this OpenAI-compatible server write (vllm serve, …; key: $OPENAI_API_KEY)"
@@ -243,6 +246,7 @@ def import_(
 
     made = import_checkpoint(load(target, dtype, "cpu"), source, directory, tree=tree, force=force)
     out.print(made, soft_wrap=True)
+    _next_of(directory)
 
 
 @command("export eagle --out vllm-head", "export runs/eagle3 --out vllm-head --layout speculators")
@@ -293,6 +297,16 @@ def parity(
     deliver(report, json_path)
     if not report.agrees:
         raise typer.Exit(1)
+
+
+def _next_of(drafter: str) -> None:
+    """Print what comes after a drafter is made."""
+    for command_ in ("bench", "tune"):
+        _next(f"{command_} --drafter {shlex.quote(drafter)}")
+
+
+def _next(words: str) -> None:
+    out.print(f"next: {suggested(words)}", soft_wrap=True)
 
 
 def _written(made: "Answers") -> None:

@@ -1,6 +1,8 @@
 """Import and export of public checkpoints: config.json and a file of tensors, in one of the `layouts`."""
 
 import hashlib
+import json
+import shlex
 from contextlib import suppress
 from dataclasses import asdict
 from os import PathLike
@@ -34,19 +36,24 @@ from slipstream.methods import METHODS
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
 
+VLLM = {"eagle": "eagle", "medusa-vllm": "medusa"}  # what vLLM calls the heads of a layout
+VLLM |= dict.fromkeys(("eagle3", "speculators", "fasteagle-vllm"), "eagle3")
+MOST_DRAFTED = 3  # tokens a round, where the head leaves the choice
 OURS = "slipstream"  # key of an exported config.json for what engines do not read
 
 
 class Conversion(Result):
-    """The directory that was written, the tensors and config keys that were used, and notes on the others."""
+    """The directory that was written, the tensors and config keys that were used, and notes on the others.
+    `serve`: the command by which vLLM serves an exported head, where it knows the layout."""
 
     directory: str
     used: list[str]
     notes: list[str]
+    serve: str | None = None
 
     def __rich__(self) -> Text:
         written = f"{len(self.used)} tensors and keys used; written to {self.directory}"
-        return Text("\n  ".join([written, *self.notes]))
+        return Text("\n  ".join([written, *self.notes]) + (f"\nnext: {self.serve}" if self.serve else ""))
 
 
 @public
@@ -212,7 +219,18 @@ def _export(source: str, home: Path, target: Target, layout: str | None, directo
         config_json = {**written.config(drafter.head.config, config["target"]["name"]), OURS: ours}
     write_directory(directory, config_json, given, written.file, by="export")
     _remove_others(Path(directory), written.file)
-    return Conversion(**made(), directory=directory, used=list(given), notes=notes)
+    serve = _serving(target, directory, layout, getattr(drafter.head.config, "depth", MOST_DRAFTED))
+    return Conversion(**made(), directory=directory, used=list(given), notes=notes, serve=serve)
+
+
+def _serving(target: Target, directory: str, layout: str, depth: int) -> str | None:
+    """The command for vLLM, where it reads the layout. Its Medusa drafts a token with each head."""
+    if layout not in VLLM:
+        return None
+    tokens = depth if VLLM[layout] == "medusa" else min(depth, MOST_DRAFTED)
+    config = {"method": VLLM[layout], "model": directory, "num_speculative_tokens": tokens}
+    words = ("vllm", "serve", target.source or "MODEL", "--speculative-config", json.dumps(config))
+    return shlex.join(words)
 
 
 def _tree(config: Config, layout: Layout, sizes: Any) -> str:

@@ -1,10 +1,16 @@
 """What `bench` returns, and its tables."""
 
+import math
+import os
+import shlex
+
 from rich.console import Group
 from rich.text import Text
 
+from slipstream.command import commanded, suggested
 from slipstream.decode.session import Seconds
 from slipstream.measure.paired import Asked, Interval, Paired
+from slipstream.methods import METHODS
 from slipstream.results import Figures, Margin, Part, Report
 
 WIDE = 12  # letters of a name that fits over a column
@@ -166,6 +172,12 @@ class DrafterResult(Speed):
         return {part: 1e3 * getattr(self.seconds, part) / max(rounds, 1) for part in PARTS}
 
     @property
+    def faster(self) -> bool | None:
+        """Whether it is faster than plain decoding; None where the interval holds 1, or there is none."""
+        low, high = self.intervals.get("vanilla") or (0.0, math.inf)
+        return low > 1 if low > 1 or high < 1 else None
+
+    @property
     def kinds(self) -> dict[str, Speed]:
         """By category, without the questions that have none, which have their file's name."""
         return {name: part for name, part in self.by_category.items() if name not in self.by_file}
@@ -227,7 +239,33 @@ class BenchReport(Report):
             main.add_row(row.drafter, f"{row.tau:.2f}", speed, *ratios, *shares, row.sameness)
         hf = f"{self.hf_generate.tokens_per_second:.1f}"
         main.add_row("HF generate", "1.00", hf, "", "1.00", "", "", "", "", style="dim")
-        return Group(main, _by_part(self.results), *_notes(self.results))
+        return Group(main, _by_part(self.results), *_notes(self.results), *self.verdicts())
+
+    def verdicts(self) -> list[Text]:
+        """A sentence for each drafter: whether it is faster than plain decoding here, and what to try."""
+        told = []
+        for row in self.results:
+            of, tip = f"{row.over('vanilla')} times plain decoding", ""
+            if row.faster is None:
+                what, style = "undecided", "yellow"
+                tip = ": the interval holds 1" if row.intervals.get("vanilla") else ": that is one question"
+                tip += ", ask more of them (--limit, --questions)"
+            else:
+                what, style = ("faster", "green") if row.faster else ("slower here", "yellow")
+            if row.faster is False:
+                with commanded(self.command):
+                    tip = f": try {_remedy(row.drafter)}"
+            if row.drafter != "vanilla":
+                told.append(Text(f"{row.drafter} is {what}, {of}{tip}", style))
+        return told
+
+
+def _remedy(drafter: str) -> str:
+    """What may make a drafter quicker."""
+    name = drafter.partition(":")[0]
+    if METHODS[name].tunes if name in METHODS else os.path.isdir(os.path.expanduser(name)):
+        return suggested(f"tune --drafter {shlex.quote(drafter)}")
+    return "--drafter auto, which guesses where it pays"
 
 
 def _by_part(results: list[DrafterResult]) -> Figures:

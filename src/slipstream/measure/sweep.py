@@ -5,6 +5,9 @@ from itertools import product
 from os import PathLike
 from typing import Any
 
+from rich.console import Group
+from rich.text import Text
+
 from slipstream.command import public
 from slipstream.core.sampling import Sampling
 from slipstream.files import check_given, first_line, several
@@ -29,8 +32,8 @@ class Sweep(Result):
     stopped: str | None = None
     runs: list[BenchReport]
 
-    def __rich__(self) -> Figures:
-        """A line for each drafter of each run."""
+    def __rich__(self) -> Group:
+        """A line for each drafter of each run, and in how many each is faster than plain decoding."""
         columns = ("texts", "drafter", "τ", "tok/s", "× plain", "× HF", "MiB", "same")
         table = Figures("slipstream report shows each run", "target", "T", *columns)
         for run in self.runs:
@@ -41,7 +44,19 @@ class Sweep(Result):
                 figures = (f"{row.tau:.2f}", *speeds, held, row.sameness)
                 table.add_row(run.model, *place, row.drafter, *figures)
             table.add_section()
-        return table
+        return Group(table, *self.verdicts())
+
+    def verdicts(self) -> list[Text]:
+        """A sentence for each drafter."""
+        found: dict[str, list[bool | None]] = {}
+        for row in (row for run in self.runs for row in run.results if row.drafter != "vanilla"):
+            found.setdefault(row.drafter, []).append(row.faster)
+        told = []
+        for name, each in found.items():
+            faster, slower, undecided = (each.count(what) for what in (True, False, None))
+            shares = f"faster than plain decoding in {faster} of {len(each)} runs, slower in {slower}"
+            told.append(Text(f"{name} is {shares}, undecided in {undecided}"))
+        return told
 
 
 @public
