@@ -29,14 +29,14 @@ def served(run, model, monkeypatch):
 def test_every_option_reaches_the_server(served):
     """A key that was dropped would let anybody in, and every other test would pass."""
     limits = "--rows 3 --queue 5 --max-context 100 --keep 50 --max-body 1000 --max-seconds 9"
-    given = served("--api-key", "secret", "--grace", "7", *limits.split())
-    _, drafter, spec, limits, key, grace, address = given
+    given = served("--api-key", "secret", "--grace", "7", "--allowed-host", "Example.com", *limits.split())
+    _, drafter, spec, limits, key, grace, hosts, address = given
     assert isinstance(drafter, NGram)
-    assert (spec, key, grace, address) == ("ngram", "secret", 7, "127.0.0.1")
+    assert (spec, key, grace, hosts, address) == ("ngram", "secret", 7, ["example.com"], "127.0.0.1")
     assert limits == Limits(rows=3, queue=5, context=100, keep=50, body=1000, seconds=9.0)
 
 
 def test_a_key_may_come_from_the_environment(served, monkeypatch):
     assert served()[4] is None
     monkeypatch.setenv("SLIPSTREAM_API_KEY", "secret")
-    assert served()[-3] == "secret"
+    assert served()[-4] == "secret"

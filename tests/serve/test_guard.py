@@ -26,6 +26,42 @@ def test_with_the_key_there_is_one(client):
     assert here.post("/v1/completions", ASKED, headers=[(b"authorization", b"Bearer secret")])[0] == 200
 
 
+LOCAL = [b"127.0.0.1:8000", b"localhost", b"LOCALHOST.:80", b"[::1]:8000", b"127.9.9.9", b"own.example:1"]
+STRANGE = [
+    b"evil.example",
+    b"127.0.0.1.evil.example",
+    b"localhost.evil.example:8000",
+    b"0.0.0.0",
+    b"[::1",
+    b"",
+]
+
+
+@pytest.mark.parametrize("host", LOCAL)
+def test_names_of_the_loopback_and_those_allowed_are_answered(client, host):
+    here = client(hosts=["own.example"])
+    for headers in ([(b"host", host)], [(b"host", host), (b"origin", b"http://" + host)]):
+        assert here.post("/v1/completions", ASKED, headers=headers)[0] == 200
+
+
+@pytest.mark.parametrize("host", STRANGE)
+def test_other_names_are_not_answered(client, host):
+    """By DNS rebinding, a page of any site could read what a server on the loopback says."""
+    here, anywhere = client(hosts=[]), client()
+    pages = [b"http://" + host, b"null", b"file://"]
+    asked = [
+        (421, [(b"host", host)]),
+        *((403, [(b"host", b"localhost"), (b"origin", page)]) for page in pages),
+    ]
+    for wanted, headers in asked:
+        for path, method in (("/v1/completions", "POST"), ("/metrics", "GET"), ("/", "GET")):
+            how = {"method": method, "headers": headers}
+            status, _, body = here.loop.run_until_complete(here.send(path, BODY, **how))
+            assert status == wanted
+            assert "--allowed-host" in json.loads(body)["error"]["message"]
+        assert anywhere.post("/v1/completions", ASKED, headers=headers)[0] == 200
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_a_body_may_be_so_large(client, told):
     """Also where its length is not given beforehand."""

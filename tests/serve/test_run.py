@@ -37,6 +37,7 @@ def test_sigterm_finishes_what_is_under_way(tmp_path, grace, whole):
         with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=30) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: ")
+            assert httpx.get(f"{url}/v1/models", headers={"Host": "evil.example"}).status_code == 421
             process.send_signal(signal.SIGTERM)
             try:
                 rest = [line for line in lines if line]

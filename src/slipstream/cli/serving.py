@@ -23,6 +23,7 @@ from slipstream.files import install
 PANEL = "Limits"
 HOST = "address to listen at; 0.0.0.0 lets other machines in"
 KEY = "key that requests must give; better in the environment, where ps does not show it"
+ALLOWED = "a further name by which clients and pages may reach it; repeatable"
 CONTEXT = "tokens of prompt and answer together (default: the target's window, 4096 at most)"
 MEMORY = "memory for the KV cache; fewer rows if they do not fit"
 KEEP = "tokens of finished texts whose KV cache is kept for prompts that begin alike; 0 keeps none"
@@ -42,6 +43,7 @@ def serve(
     host: Annotated[str, option(HOST, "ADDRESS")] = "127.0.0.1",
     port: Annotated[int, option("0 takes a free one", "N", min=0, max=65535)] = 8000,
     api_key: Annotated[str | None, option(KEY, "KEY", "--api-key", envvar="SLIPSTREAM_API_KEY")] = None,
+    allowed_host: Annotated[list[str], option(ALLOWED, "NAME", "--allowed-host")] = [],
     rows: Annotated[int, option("texts under way at once", "N", panel=PANEL, min=1, max=1024)] = 16,
     memory: Annotated[float | None, option(MEMORY, "GIB", panel=PANEL, min=0)] = None,
     queue: Annotated[int, option("texts that may wait for a row", "N", panel=PANEL, min=0, max=2**20)] = 64,
@@ -70,7 +72,9 @@ def serve(
     from slipstream.decode import memory as needed
     from slipstream.drafters import load_drafter
     from slipstream.serve.app import Limits
+    from slipstream.serve.guard import host_name
 
+    hosts = [host_name(f"//{name}") for name in allowed_host]
     limits = Limits(rows, queue, max_context, keep, max_body, max_seconds)
     with _listening(host, port) as listener:
         loaded = load(target, dtype, device, compile, quantize)
@@ -81,7 +85,7 @@ def serve(
             limits = replace(limits, rows=min(rows, held.batch(memory, kept)))
         size = limits.rows * held.text / needed.GIB + kept
         err.print(f"{limits.rows} rows and {keep:,} kept tokens, {size:.2f} GiB: {held}", soft_wrap=True)
-        run(loaded, guide, drafter, limits, api_key or None, grace, listener, err.print)
+        run(loaded, guide, drafter, limits, api_key or None, grace, hosts, listener, err.print)
 
 
 def _listening(host: str, port: int) -> socket.socket:

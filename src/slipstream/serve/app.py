@@ -3,7 +3,7 @@
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -70,6 +70,7 @@ class Server:
 
     Args:
         spec: what the drafter was called.
+        hosts: see `Guard`.
         log: takes a line for each request; None: no log.
 
     Attributes:
@@ -84,6 +85,7 @@ class Server:
         limits: Limits = Limits(),
         key: str | None = None,
         log: Callable[[str], Any] | None = None,
+        hosts: Collection[str] | None = None,
     ) -> None:
         if target.text is None:
             raise ValueError(f"target {target.name} has no tokenizer: a server cannot read text with it")
@@ -111,7 +113,7 @@ class Server:
         app.exception_handler(RequestValidationError)(_invalid)
         app.exception_handler(HTTPException)(_http)
         app.exception_handler(Exception)(_broken)
-        self.app = Guard(app, key, limits.body, limits.seconds, log, self.metrics)
+        self.app = Guard(app, hosts, key, limits.body, limits.seconds, log, self.metrics)
 
     @asynccontextmanager
     async def _lifespan(self, app: Any) -> AsyncIterator[None]:

@@ -1,12 +1,15 @@
-"""What stands before the routes: the key, limits on bodies, and a log line for each request."""
+"""What stands before the routes: hosts, the key, limits on bodies, and a log line for each request."""
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from hmac import compare_digest
+from ipaddress import ip_address
 from time import perf_counter
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,6 +24,7 @@ class Guard:
     """Passes requests on to an application.
 
     Args:
+        hosts: names, beside the loopback's, by which it may be asked, and whose pages may ask; None: any.
         key: which requests under /v1 must give as a bearer token; None: none is needed.
         body: bytes of a request, at most.
         seconds: in which a body must have come.
@@ -30,13 +34,14 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
+        hosts: Collection[str] | None,
         key: str | None,
         body: int,
         seconds: float,
         log: Callable[[str], Any] | None,
         metrics: Metrics,
     ) -> None:
-        self.app, self.key, self.body, self.seconds = app, key, body, seconds
+        self.app, self.hosts, self.key, self.body, self.seconds = app, hosts, key, body, seconds
         self.log, self.metrics = log, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,7 +59,7 @@ class Guard:
         note = scope.setdefault("slipstream", {})
         try:
             headers = dict(scope["headers"])
-            if refused := self._refusal(scope["path"], headers):
+            if refused := self._stranger(scope["headers"]) or self._refusal(scope["path"], headers):
                 await refused.response()(scope, receive, watched)
             else:
                 await self.app(scope, self._limited(receive), watched)
@@ -66,6 +71,26 @@ class Guard:
                 line: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}
                 line |= {"method": scope["method"], "path": scope["path"][:100], "status": status}
                 self.log(json.dumps(line | {"seconds": round(perf_counter() - began, 4)} | note))
+
+    def _stranger(self, headers: Iterable[tuple[bytes, bytes]]) -> Refused | None:
+        """A page on the internet can give its own name the loopback's address: then it may read all that is
+        said there. Browsers always say the name, and whose page asks."""
+        for header, value in headers if self.hosts is not None else ():
+            given = value.decode("latin-1")
+            if header == b"host" and not self._knows(f"//{given}"):
+                fault = f"this server does not answer as {given[:60]!r}: ask 127.0.0.1, or start it with"
+                return Refused(f"{fault} --allowed-host NAME", 421, code="host_not_allowed")
+            if header == b"origin" and not self._knows(given):
+                fault = f"pages of {given[:60]!r} may not ask this server: start it with --allowed-host NAME"
+                return Refused(fault, 403, code="origin_not_allowed")
+        return None
+
+    def _knows(self, url: str) -> bool:
+        assert self.hosts is not None
+        with suppress(ValueError):
+            name = host_name(url)
+            return name in self.hosts or name == "localhost" or ip_address(name).is_loopback
+        return False
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Refused | None:
         given = headers.get(b"authorization", b"")
@@ -102,3 +127,11 @@ class Guard:
             return message
 
         return limited
+
+
+def host_name(url: str) -> str:
+    """The host that a URL or `//authority` names, in small letters. Raises ValueError if it names none."""
+    name = urlsplit(url).hostname
+    if not name:
+        raise ValueError(f"{url.removeprefix('//')!r} names no host: give a name such as example.com")
+    return name.rstrip(".")
