@@ -83,6 +83,10 @@ def answer(target: Target, prompt: str) -> int:
     how: dict[str, Any] = {"custom_generate": slipstream.custom_generate, "drafter": "ngram"}
     theirs = target.model.generate(input_ids=ids, max_new_tokens=24, do_sample=False, **how)
     assert theirs[0, ids.shape[1] :].tolist() == plain.tokens
+    try:
+        slipstream.generate(target, prompt, max_new_tokens=1)
+    except slipstream.Interrupted as stopped:  # Ctrl-C
+        print(stopped.partial)
     pieces: slipstream.Stream = slipstream.stream(target, prompt, "ngram", max_new_tokens=24, temperature=0.0)
     print("".join(pieces))
     recorded = slipstream.RecordedTarget(target, [(plain.prompt, plain.tokens)], ("final",))

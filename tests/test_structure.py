@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import inspect
 import re
 import sys
 import tomllib
@@ -113,7 +114,7 @@ def test_public_surface():
     """A name that appears or goes is a change to announce."""
     drafting = "Drafter METHODS Method NGram PAD RandomDrafter Sampler Span Spec State Tree TreeOracle"
     drafting += " Vanilla chain register"
-    using = "Generation Sampling Stream custom_generate generate load_drafter stream"
+    using = "Generation Interrupted Sampling Stream custom_generate generate load_drafter stream"
     using += " HFTarget RecordedTarget Target load_target"
     measuring = "BenchReport Certificate DoctorReport Question ReproduceReport Sweep TuneReport"
     measuring += " bench certify doctor reproduce sweep tune"
@@ -122,6 +123,24 @@ def test_public_surface():
     assert sorted(slipstream.__all__) == sorted(" ".join((drafting, using, measuring, making)).split())
     for name in slipstream.__all__:
         assert getattr(slipstream, name).__doc__, name
+
+
+def test_a_shell_offers_the_public_names_alone():
+    """`slipstream.<TAB>` offered Any, ast, import_module and Path."""
+    assert sorted(dir(slipstream)) == sorted([*slipstream.__all__, "__version__"])
+    assert [name for name in dir(slipstream) if not hasattr(slipstream, name)] == []
+
+
+def test_keyword_arguments_of_public_functions_can_be_completed():
+    """`**options`, of which a shell can offer none."""
+    for name in slipstream.__all__:
+        function = getattr(slipstream, name)
+        if not inspect.isfunction(function) or name == "custom_generate":  # Hugging Face's own arguments
+            continue
+        kinds = {each.kind for each in inspect.signature(function).parameters.values()}
+        assert inspect.Parameter.VAR_KEYWORD not in kinds, name
+    assert "json_schema" in inspect.signature(slipstream.stream).parameters
+    assert list(inspect.signature(slipstream.generate).parameters)[-1] == "streamer"
 
 
 def test_tests_stand_beside_what_they_test():

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from slipstream.core.tree import PAD as PAD, Tree as Tree, chain as chain
     from slipstream.decode.generate import (
         Generation as Generation,
+        Interrupted as Interrupted,
         Stream as Stream,
         generate as generate,
         stream as stream,
@@ -78,3 +79,8 @@ def __getattr__(name: str) -> Any:
             f"module 'slipstream' has no attribute {name!r}. Available: {', '.join(__all__)}"
         )
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """What a shell offers behind `slipstream.`: the public names alone."""
+    return [*__all__, "__version__"]

@@ -5,7 +5,7 @@ import io
 import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import chain
+from itertools import chain, count
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from transformers import GPT2Config, NoRepeatNGramLogitsProcessor, TextStreamer
 
 import tiny
 from slipstream.core.tree import _shared_layout
-from slipstream.decode.generate import Generation, generate
+from slipstream.decode.generate import Generation, Interrupted, generate
 from slipstream.decode.session import Session
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
@@ -355,6 +355,31 @@ def test_ctrl_c_keeps_what_was_finished(target, monkeypatch):
         *(each.tokens for each in plain),
         *[None] * (len(PROMPTS) - 2),
     ]
+    assert [each.finish for each in stopped.value.partial] == [
+        *["length"] * 2,
+        *["interrupted"] * (len(PROMPTS) - 2),
+    ]
+
+
+def test_what_ctrl_c_leaves_of_one_answer_is_kept(target, monkeypatch):
+    """The half of a long answer that a keystroke in a notebook loses."""
+    how = {"temperature": 0.0, **ENDLESS}
+    passes, step = count(1), Session.step
+
+    def stops(session, *args):
+        if next(passes) == 6:
+            raise KeyboardInterrupt
+        return step(session, *args)
+
+    monkeypatch.setattr(Session, "step", stops)
+    with pytest.raises(Interrupted, match=r"stopped after 6 tokens, which this error's `partial`") as stopped:
+        generate(target, "abcabc", "vanilla", max_new_tokens=20, **how)
+    monkeypatch.undo()
+    partial, whole = stopped.value.partial, generate(target, "abcabc", "vanilla", max_new_tokens=20, **how)
+    assert partial.tokens == whole.tokens[:6]
+    assert whole.text.startswith(partial.text)
+    assert (partial.finish, stopped.value.finished) == ("interrupted", [None])
+    assert partial.seconds.verify > 0
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """generate and stream: prompts in, answers out, with the arguments people know from Hugging Face."""
 
+import inspect
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from numbers import Real
 from os import PathLike
 from time import perf_counter
-from typing import Any, Protocol, TypedDict, Unpack, overload, runtime_checkable
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, get_args, overload, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from slipstream.spec import Named, Spec
 from slipstream.targets.prompts import Prompt, read_prompts
 
 LOSSY = "lossy-typical"
+INTERRUPTED: Literal["interrupted"] = "interrupted"
 LAWS: dict[str, Law] = {"coupled": coupled, "multi-round": multi_round, LOSSY: lossy_typical}
 
 
@@ -48,11 +50,19 @@ class Writer(Protocol):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with what was finished before: `finished` holds the answers, and None for the others."""
+    """Ctrl-C in `generate`, with what was made before.
 
-    def __init__(self, finished: "list[Generation | None]") -> None:
-        super().__init__()
-        self.finished = finished
+    Attributes:
+        partial: what `generate` would have returned, as far as it came: a `Generation` for one prompt, a list
+            for several. Answers that had not ended have the `finish` "interrupted".
+        finished: a list of the answers that had ended, and None for the others.
+    """
+
+    def __init__(self, made: "list[Generation]", single: bool) -> None:
+        tokens = sum(len(each.tokens) for each in made)
+        super().__init__(f"stopped after {tokens} tokens, which this error's `partial` holds")
+        self.partial: Generation | list[Generation] = made[0] if single else made
+        self.finished = [None if each.finish == INTERRUPTED else each for each in made]
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,8 @@ class Generation:
     Attributes:
         prompt, tokens: token ids; `tokens` includes a closing EOS.
         text: the answer's text, without special tokens and without the stop string.
-        finish: what ended it: "eos" (an end token), "stop" (a stop string) or "length" (its limit).
+        finish: what ended it: "eos" (an end token), "stop" (a stop string), "length" (its limit), or
+            "interrupted" (Ctrl-C, in `Interrupted.partial` alone).
         rounds: one entry per target pass after the prompt's.
         seconds: where the time of the whole call went, which all of its answers share.
         sampling: how its tokens were chosen, as `audit` takes it.
@@ -71,7 +82,7 @@ class Generation:
     prompt: list[int]
     tokens: list[int]
     text: str
-    finish: Finish
+    finish: Finish | Literal["interrupted"]
     rounds: list[Round]
     seconds: Seconds
     sampling: Sampling = field(default_factory=Sampling, repr=False)
@@ -83,7 +94,7 @@ class Generation:
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of `generate` and `stream`, which `generate` explains."""
+    """Keyword arguments of `generate` and `stream`, which `generate` explains; None is not given."""
 
     max_new_tokens: int | None
     temperature: float | None
@@ -91,10 +102,10 @@ class Options(TypedDict, total=False):
     top_p: float | None
     min_p: float | None
     repetition_penalty: float | None
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int
-    processors: Sequence[Any]
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    seed: int | None
+    processors: Sequence[Any] | None
     json_schema: Mapping[str, Any] | str | None
     regex: str | None
     grammar: str | None
@@ -118,6 +129,21 @@ Message = Mapping[str, Any]
 One = str | Sequence[int] | Sequence[Message]
 Many = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Sequence[Sequence[Message]]
 Prompts = Prompt | Sequence[Prompt]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _spelled(function: F) -> F:
+    """Decorates a function whose options are a TypedDict: its signature names each of them, for completion in
+    shells and for `help`."""
+    own = inspect.signature(function)
+    *before, options = own.parameters.values()
+    (kind,) = get_args(options.annotation)
+    named = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=of)
+        for name, of in kind.__annotations__.items()
+    ]
+    function.__signature__ = own.replace(parameters=[*before, *named])  # type: ignore[attr-defined]
+    return function
 
 
 @overload
@@ -132,6 +158,7 @@ def generate(
 def generate(
     target: Target, prompts: Prompts, drafter: Named | Drafter = ..., **options: Unpack[BatchOptions]
 ) -> Any: ...
+@_spelled
 def generate(
     target: Target, prompts: Prompts, drafter: Named | Drafter = "auto", **options: Unpack[BatchOptions]
 ) -> Any:
@@ -168,7 +195,7 @@ def generate(
     Raises:
         ValueError: an argument of another type or outside its range, a field of generation_config that cannot
             be honoured, an empty prompt, or one that fills the target's window.
-        KeyboardInterrupt: its `finished` holds the answers that had ended, and None for the others.
+        Interrupted: Ctrl-C, a KeyboardInterrupt whose `partial` holds what was made until then.
     """
     if (mask := options.pop("attention_mask", None)) is not None:
         prompts = {"input_ids": prompts, "attention_mask": mask}
@@ -177,15 +204,11 @@ def generate(
     if streamer is not None:
         job.check_single("a streamer", "generate")
         check_kind("streamer", streamer, Streamer, "give an object with put and end, such as a TextStreamer")
-    try:
-        made = job.generations(job.run(streamer))
-    except KeyboardInterrupt as stopped:
-        made, ends = job.generations(Seconds()), [answer.finish for answer in job.answers]
-        finished = [each if end else None for each, end in zip(made, ends, strict=True)]
-        raise Interrupted(finished) from stopped
+    made = job.generations(job.run(streamer))
     return made[0] if job.single else made
 
 
+@_spelled
 def stream(
     target: Target, prompt: Prompt, drafter: Named | Drafter = "auto", **options: Unpack[Options]
 ) -> "Stream":
@@ -335,20 +358,24 @@ class Job:
             session.retire(each.text for each in news if answers[each.text].finish is not None)
 
     def run(self, streamer: Streamer | None = None) -> Seconds:
-        """Fill the answers. Returns where the time went."""
-        if streamer is not None:
-            streamer.put(torch.tensor(self.prompts[0]))
-        for seconds in self.rounds():  # noqa: B007
-            if streamer is not None and (tokens := self.answers[0].released()):
-                streamer.put(torch.tensor(tokens))
+        """Fill the answers. Returns where the time went. Raises Interrupted."""
+        seconds = Seconds()
+        try:
+            if streamer is not None:
+                streamer.put(torch.tensor(self.prompts[0]))
+            for seconds in self.rounds():  # noqa: B007
+                if streamer is not None and (tokens := self.answers[0].released()):
+                    streamer.put(torch.tensor(tokens))
+        except KeyboardInterrupt as stopped:
+            raise Interrupted(self.generations(seconds), self.single) from stopped
         if streamer is not None:
             streamer.end()
         return seconds
 
     def generations(self, seconds: Seconds) -> list[Generation]:
-        """The finished answers, as `generate` returns them."""
+        """The answers as far as they came, as `generate` returns them."""
         return [
-            Generation(prompt, a.tokens, a.text, a.finish or "length", a.rounds, seconds, s)
+            Generation(prompt, a.tokens, a.text, a.finish or INTERRUPTED, a.rounds, seconds, s)
             for prompt, a, s in zip(self.prompts, self.answers, self.sampling, strict=True)
         ]
 
