@@ -2,11 +2,13 @@
 
 import gzip
 import json
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 
 import tiny
+from slipstream.targets import HFTarget
 from slipstream.targets.prompts import encode
 from slipstream.training.data import hold_out, load_examples, read_rows
 
@@ -25,16 +27,71 @@ def learnt(target, example) -> str:
 OPENAI = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}
 SHAREGPT = {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cd"}]}
 ALPACA = {"instruction": "ab", "input": "", "output": "cd"}
+MIXED = {"id": "7", "conversations": OPENAI["messages"]}
+PARTS = {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "cd"}], "refusal": None, "tool_calls": []},
+    ]
+}
+CALLING = (
+    "{% for m in messages %}{{ m['role'][0] + ' ' + m['content'] }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name + '' + c.function.arguments.x }}{% endfor %}"
+    "{% if m['role'] == 'assistant' %}</s>{% endif %} {% endfor %}"
+    "{% if add_generation_prompt %}a {% endif %}"
+)
 
 
-def test_three_shapes_say_the_same(chat, tmp_path):
-    examples = load_examples([write(tmp_path / "a.jsonl", OPENAI, SHAREGPT, ALPACA)], chat, 64)
-    assert examples[0] == examples[1] == examples[2]
+@pytest.fixture(scope="module")
+def calling():
+    """A target whose template writes calls of tools."""
+    tokenizer = deepcopy(tiny.tokenizer())
+    tokenizer.chat_template = CALLING
+    return HFTarget(tiny.reference("llama"), tokenizer, "calling")
+
+
+def test_all_shapes_say_the_same(chat, tmp_path):
+    examples = load_examples([write(tmp_path / "a.jsonl", OPENAI, SHAREGPT, ALPACA, MIXED, PARTS)], chat, 64)
+    assert examples == examples[:1] * 5
     assert chat.text.tokenizer.decode(examples[0].tokens) == "u ab a cd</s> "
     assert learnt(chat, examples[0]) == "cd</s>"
 
 
-@pytest.mark.parametrize("row", [OPENAI, SHAREGPT, ALPACA])
+def called(arguments):
+    return [{"id": "1", "type": "function", "function": {"name": "gh", "arguments": arguments}}]
+
+
+@pytest.mark.parametrize("arguments", ['{"x": "ij"}', {"x": "ij"}], ids=["JSON", "values"])
+def test_calls_of_tools_and_what_tools_say_are_read(calling, tmp_path, arguments):
+    """Content of null beside calls, and the role `tool`, ended every data set of calls at its first line."""
+    turns = [
+        OPENAI["messages"][0],
+        {"role": "assistant", "content": None, "tool_calls": called(arguments)},
+        {"role": "tool", "content": "kl", "tool_call_id": "1"},
+        OPENAI["messages"][1],
+    ]
+    (example,) = load_examples([write(tmp_path / "a.jsonl", {"messages": turns})], calling, 64)
+    assert calling.text.tokenizer.decode(example.tokens) == "u ab a ghij</s> t kl a cd</s> "
+    assert learnt(calling, example) == "ghij</s>cd</s>"
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"content": None}, "content is a NoneType: give text"),
+        ({"content": None, "tool_calls": called("{")}, "the arguments of a call are no JSON"),
+        ({"content": None, "tool_calls": "f"}, "tool_calls are no list"),
+        ({"content": [{"type": "image_url", "image_url": "x"}]}, "a part of type 'image_url'"),
+    ],
+    ids=["null", "arguments", "no calls", "a picture"],
+)
+def test_what_is_no_message_is_said_so(tmp_path, message, says):
+    turns = [OPENAI["messages"][0], {"role": "assistant", **message}]
+    with pytest.raises(ValueError, match=f"line 1 .*{says}"):
+        list(read_rows(write(tmp_path / "a.jsonl", {"messages": turns})))
+
+
+@pytest.mark.parametrize("row", [OPENAI, SHAREGPT, ALPACA, MIXED])
 def test_turns_are_read_although_they_stand_beside_their_text(chat, tmp_path, row):
     """The sets of the hub that hold both were learnt without the chat template, questions and all."""
     rows = write(tmp_path / "a.jsonl", {**row, "text": "Below ab Response cd"})

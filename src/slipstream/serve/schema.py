@@ -1,6 +1,5 @@
 """What a request may ask for: OpenAI's fields and this server's own, as pydantic models."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,6 +14,8 @@ from pydantic import (
     model_validator,
 )
 from typing_extensions import TypeAliasType
+
+from slipstream.targets.prompts import message_of
 
 MOST_LIKELY = 20  # alternatives that may be asked for with each token
 STOPS, STOP_CHARACTERS = 16, 1024  # stop strings of a request, at most, and their characters in all
@@ -174,16 +175,7 @@ class Message(Echoed):
         made = {"content": "", **self.model_dump(exclude_none=True)}
         if self.role == "developer":  # OpenAI's newer word, which templates do not know
             made["role"] = "system"
-        for call in made.get("tool_calls", ()):
-            call["function"]["arguments"] = _value(call["function"]["arguments"])
-        return made
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text or "{}")  # some clients write nothing for a call without arguments
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the arguments of a call are no JSON: {error}") from error
+        return message_of(made)
 
 
 class JSONSchema(Part):

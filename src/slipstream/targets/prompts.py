@@ -198,25 +198,44 @@ def _tokenized(target: Target, prompt: str | Sequence[Mapping[str, Any]], tools:
         raise ValueError(f"target {target.name} has no tokenizer: give the prompt as token ids")
     if isinstance(prompt, str) or not target.text.has_chat:
         return target.text.encode(prompt)
-    return target.text.encode(list(map(_message, prompt)), tools)
+    return target.text.encode(list(map(message_of, prompt)), tools)
 
 
 def _is_message(given: Any) -> bool:
     return isinstance(given, Mapping) and "input_ids" not in given
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its content as text."""
+def message_of(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat templates take it: content is text, "" where there are calls alone, and arguments of
+    calls are values. Raises ValueError for what is no message."""
     if "role" not in message or not {"content", "tool_calls"} & message.keys():
         raise ValueError(
             f'a message has {", ".join(map(str, message)) or "nothing"}: it needs "role" and "content"'
         )
-    content = message.get("content")
+    content, calls = message.get("content"), message.get("tool_calls") or ()
     if isinstance(content, (list, tuple)):
         content = "".join(map(_part, content))
-    elif content is not None and not isinstance(content, str):
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str):
         raise ValueError(f"a message's content is a {type(content).__name__}: give text")
-    return {**message, "content": content}
+    made = {**message, "content": content}
+    return {**made, "tool_calls": list(map(_call, calls))} if calls else made
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A call with its arguments as a value; as OpenAI has them they are JSON."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError('a message\'s tool_calls are no list of {"function": {"name", "arguments"}}')
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")  # some clients write nothing for none
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the arguments of a call are no JSON: {error}") from error
+    called = {**function, "arguments": arguments}
+    return {**call, "function": called} if "function" in call else called
 
 
 def _part(part: Any) -> str:

@@ -14,8 +14,11 @@ import numpy as np
 from slipstream.command import suggested
 from slipstream.core.target import Target
 from slipstream.files import evenly, parsed, read_text
+from slipstream.targets.prompts import message_of
 
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "tool": "tool"}
+ROLES |= {"system": "system", "developer": "system"}
+WRITTEN = ("name", "tool_calls", "tool_call_id")  # what a template may write of a message, beside its content
 SHAPES = '{"messages": […]}, {"conversations": […]}, {"instruction", "input", "output"} or {"text"}'
 TURNS = {"messages", "conversations", "instruction"}
 RECORDED = ["source", "made", "kind", "temperature", "finished"]  # what is said of a row
@@ -148,24 +151,30 @@ def _is_raw(path: str) -> bool:
     return Path(path.removesuffix(".gz")).suffix == ".txt"
 
 
-def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
-    """OpenAI messages of a row in OpenAI's, ShareGPT's or Alpaca's shape. Raises ValueError for others."""
+def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """OpenAI's messages of a row in OpenAI's, ShareGPT's or Alpaca's shape. Raises ValueError for others."""
     if "messages" in row:
-        turns = [(turn["role"], turn["content"]) for turn in row["messages"]]
+        turns = row["messages"]
     elif "conversations" in row:
-        turns = [(turn["from"], turn["value"]) for turn in row["conversations"]]
+        turns = row["conversations"]
     elif "instruction" in row:
         asked = f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]
-        turns = [("user", asked)] + ([("assistant", row["output"])] if "output" in row else [])
+        turns = [{"role": "user", "content": asked}]
+        turns += [{"role": "assistant", "content": row["output"]}] if "output" in row else []
     else:
         raise ValueError(f"keys {sorted(row)}")
-    for role, content in turns:
-        if role not in ROLES:
-            raise ValueError(f"role {role!r}")
-        if not isinstance(content, str):
-            raise ValueError(f"content of a {role} is no text")
-    messages = [{"role": ROLES[role], "content": content} for role, content in turns]
+    messages = list(map(_turn, turns))
     return list(dropwhile(lambda message: message["role"] == "assistant", messages))  # answers to no question
+
+
+def _turn(turn: dict[str, Any]) -> dict[str, Any]:
+    """A message in OpenAI's or ShareGPT's shape, without what says nothing. Raises ValueError."""
+    given = {"role": turn["from"], "content": turn["value"]} if "from" in turn else turn
+    message = message_of(given)
+    if message["role"] not in ROLES:
+        raise ValueError(f"role {message['role']!r}")
+    told = {key: message[key] for key in WRITTEN if message.get(key)}
+    return {"role": ROLES[message["role"]], "content": message["content"], **told}
 
 
 def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:

@@ -31,7 +31,7 @@ from slipstream.targets.recorded import RecordedTarget
 from slipstream.training.wide import Wide
 
 T = TypeVar("T")
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 STARTING = 300  # seconds for which a server that is not there yet is waited for
 AUDITED, AUDITED_TOKENS = 8, 64  # texts of a batch that an audit reads, and how much of each
 LIKELIEST = 0.9  # the least share of a greedy text's tokens that are the likeliest, whatever rounding turned
