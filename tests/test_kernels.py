@@ -1,6 +1,8 @@
 """Our kernels against the same sums in plain torch, in every bit, and against float64."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -464,9 +466,9 @@ COMPILERS = {
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_without_a_compiler_targets_go_on(compiler, tmp_path, monkeypatch):
+def test_without_a_compiler_targets_go_on(compiler, tmp_path, monkeypatch, capsys):
     """A traceback where there is no compiler; half of a library, which the next process loads; a target that
-    says bits without them."""
+    says bits without them, and nobody who said why it is slow."""
     script = tmp_path / "c++"
     if text := COMPILERS[compiler]:
         script.write_text(text)
@@ -474,6 +476,12 @@ def test_without_a_compiler_targets_go_on(compiler, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert not kernels.available.__wrapped__()
+    assert not kernels.available.__wrapped__()
+    told = capsys.readouterr().err.splitlines()
+    assert sum("install a C++ compiler, or name it in CXX" in line for line in told) == 1
+    assert len(told) == {"missing": 1, "another one's": 2}.get(
+        compiler, 3
+    )  # with "compiling kernels" of each
     left = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert compiler == "another one's" or left == []
     monkeypatch.setattr(kernels, "available", kernels.available.__wrapped__)
@@ -482,3 +490,44 @@ def test_without_a_compiler_targets_go_on(compiler, tmp_path, monkeypatch):
     assert target.exactness == "audited"
     want = tiny.reference("qwen2")(text, use_cache=False).logits[0].float()
     torch.testing.assert_close(target(chain(text), target.new_cache(1)).logits[0], want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.fixture
+def copying(tmp_path, monkeypatch):
+    """A cache of its own, and a compiler that copies the library of this machine. The file that has a line
+    for each of its runs."""
+    runs, script = tmp_path / "runs", tmp_path / "c++"
+    library = kernels._library()
+    script.write_text(f'#!/bin/sh\nfor last; do :; done\necho >> {runs}\nsleep 0.3\ncp {library} "$last"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return runs
+
+
+@compiled
+@pytest.mark.parametrize("size", [0, 1000, -1, None], ids=["empty", "truncated", "a byte less", "changed"])
+def test_a_damaged_library_is_built_again(size, copying):
+    """SIGBUS in every command over a truncated one; no kernels for ever over an empty one."""
+    library = kernels._library()
+    sound = library.read_bytes()
+    changed = bytes([sound[0] ^ 1, *sound[1:]])
+    library.write_bytes(changed if size is None else sound[:size])
+    assert kernels._library().read_bytes() == sound
+    assert kernels._library().read_bytes() == sound
+    assert copying.read_text() == "\n\n"
+    assert [*library.parent.iterdir()] == [library]
+
+
+@compiled
+def test_processes_that_start_at_once_build_once(copying):
+    """Three compilers of half a minute each; a library that one loads while another replaces it. What a
+    killed one has left is there no longer."""
+    library = kernels._library()
+    library.write_bytes(library.read_bytes()[:70_000])  # loading it is SIGBUS
+    (library.parent / f".{library.stem[:-17]}-0123").write_text("half")
+    code = "from slipstream import kernels; print(kernels.available())"
+    ran = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(3)]
+    assert [each.communicate()[0] for each in ran] == [b"True\n"] * 3
+    assert copying.read_text() == "\n\n"
+    assert [*library.parent.iterdir()] == [library]

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext, suppress
 from fnmatch import fnmatch
+from functools import cache
 from importlib.metadata import distributions
 from numbers import Integral
 from pathlib import Path
@@ -293,6 +294,13 @@ def _lock(beside: Path, wait: bool) -> TextIO | str:
 def first_line(error: BaseException) -> str:
     """What an error says, in one line; its type where it says nothing."""
     return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+@cache
+def note(text: str) -> None:
+    """Say something on standard error, once in a process. Where nobody can read it, nothing happens."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

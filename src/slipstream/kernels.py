@@ -8,15 +8,16 @@ them (`kernels_triton.py`).
 import hashlib
 import os
 import shlex
+import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from jaxtyping import Float, Int, Int8, Real, UInt8
 from torch import Tensor
 from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths
 
-from slipstream.files import cache_home
+from slipstream.files import cache_home, first_line, locked, note
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HAS_AMX = torch.cpu._is_amx_tile_supported()
@@ -56,17 +57,11 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 def available() -> bool:
     """Whether the kernels for the CPU run here. The first call loads them, and compiles them if nobody has
     yet."""
-    processor = _processor()
-    compiler = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *INSTRUCTIONS.get(processor, [])]
-    if _is_intel():
-        compiler.append("-DHALF_RATE_PAIRS")  # vdpbf16ps, beside two vfmadd231ps
-    key = _hash_of("kernels*.[ch]*", torch.__version__, compiler)[:16]
-    library = cache_home() / "kernels" / f"{processor.lower()}-{key}.so"
     try:
-        if not library.exists():
-            _compile(compiler, library)
-        torch.ops.load_library(library)
-    except (OSError, subprocess.CalledProcessError):
+        torch.ops.load_library(_library())
+    except (OSError, ValueError) as error:
+        fix = "install a C++ compiler, or name it in CXX"
+        note(f"passes are slower without kernels of our own: {first_line(error)}: {fix}")
         return False
     torch.library.register_fake("slipstream::linear", _linear_shape)
     torch.library.register_fake("slipstream::attention", _attention_shape)
@@ -108,15 +103,55 @@ def _is_intel() -> bool:
     return False
 
 
-def _compile(compiler: list[str], library: Path) -> None:
-    """Raises OSError or CalledProcessError where there is no compiler, or it fails."""
+def _library() -> Path:
+    """The library for this processor, compiled under a lock if there is none. Raises OSError or ValueError
+    where there is no compiler, it fails, or nothing can be written."""
+    processor = _processor()
+    compiler = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *INSTRUCTIONS.get(processor, [])]
+    if _is_intel():
+        compiler.append("-DHALF_RATE_PAIRS")  # vdpbf16ps, beside two vfmadd231ps
+    home, key = cache_home() / "kernels", _hash_of("kernels*.[ch]*", torch.__version__, compiler)[:16]
+    name = f"{processor.lower()}-{key}"
+    if (found := _sound(home, name)) is None:
+        home.mkdir(parents=True, exist_ok=True)
+        with locked(home / name, wait=True):
+            found = _sound(home, name) or _compiled(compiler, home, name)
+    return found
+
+
+def _sound(home: Path, name: str) -> Path | None:
+    """A library whose contents have the hash in its name: loading a part of one ends the process."""
+    for path in home.glob(f"{name}-*.so"):
+        with suppress(OSError):  # another process that builds it anew has just removed it
+            if path.stem == f"{name}-{_content(path)}":
+                return path
+    return None
+
+
+def _content(library: Path) -> str:
+    """A hash of what it holds."""
+    return hashlib.sha256(library.read_bytes()).hexdigest()[:16]
+
+
+def _compiled(compiler: list[str], home: Path, name: str) -> Path:
+    """A new library in the place of damaged ones. Raises OSError where there is no compiler, or it fails."""
+    if shutil.which(compiler[0]) is None:
+        raise OSError(f"there is no compiler {compiler[0]}")
+    for left in (*home.glob(f"{name}-*.so"), *home.glob(f".{name}-*")):
+        left.unlink()
     print("compiling kernels for this processor, once: about half a minute", file=sys.stderr, flush=True)
     places = [*(f"-I{path}" for path in include_paths()), f"-L{TORCH_LIB_PATH}", "-ltorch_cpu", "-lc10"]
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as beside:
-        made = Path(beside) / library.name
-        subprocess.run([*compiler, str(SOURCE), *places, "-o", made], check=True, capture_output=True)
-        made.replace(library)
+    beside = home / f".{name}-{token_hex(8)}"  # the compiler of a process that was killed may still write
+    try:
+        done = subprocess.run([*compiler, str(SOURCE), *places, "-o", beside], capture_output=True)
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip().split("\n")[0]
+            raise OSError(f"{compiler[0]} failed with code {done.returncode}: {said}")
+        with open(beside, "rb") as file:
+            os.fsync(file)
+        return beside.rename(home / f"{name}-{_content(beside)}.so")
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def has_tiles(dtype: torch.dtype) -> bool:
