@@ -7,10 +7,13 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 RUN    := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)
 
-.PHONY: demo docs figures test test-browser test-compiled check bench exactness vllm clean
+.PHONY: demo new-user docs figures test test-browser test-compiled check bench exactness vllm clean
 
 demo: $(READY)  ## SmolLM2 answers plainly and with a drafter: the same text, sooner
 	@$(RUN)/slipstream demo
+
+new-user:  ## five ways of a new user, from a wheel in an environment of its own, build/new_user
+	$(PYTHON) examples/new_user/run.py
 
 test: check  ## every check and every test, on all cores; what CI runs
 	$(RUN)/python -m pytest -n auto

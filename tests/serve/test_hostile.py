@@ -2,11 +2,15 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from urllib.request import Request, urlopen
 
 import pytest
 
+import hostile
 from hostile_requests import KINDS, OUT_OF_TIME, Hostile, completion, generated, send
 from slipstream.serve import connection
 
@@ -43,11 +47,11 @@ def text(url: str) -> str:
         return json.load(answer)["choices"][0]["text"]
 
 
-@pytest.mark.parametrize("kind", ["bodies", "fields", "connections", "generated"])
+@pytest.mark.parametrize("kind", ["hosts", "bodies", "fields", "connections", "generated"])
 def test_a_server_refuses_what_is_hostile_and_goes_on(serve, listening, monkeypatch, kind):
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
     asked = list(generated("tiny", 60, seed=3)) if kind == "generated" else part(kind)
-    server = serve(seconds=2.0)
+    server = serve(hosts=[], seconds=2.0)
     with listening(server) as url:
         before = text(url)
         assert faults(int(url.rpartition(":")[2]), asked) == {}
@@ -73,3 +77,49 @@ def test_requests_are_many_and_the_same_for_a_seed():
     assert min(ways.values()) >= 2
     assert len(ways) == 7
     assert [*generated("a", 50, 1)] == [*generated("a", 50, 1)] != [*generated("a", 50, 2)]
+
+
+FOUND = {
+    "alone_ms": {"token": 20.0, "answer": 30.0},
+    "rounds": [
+        {"deep grammars": {"longest_ms": {"token": 100.0, "answer": 40.0}}},
+        {"fields": {"longest_ms": {"token": 999.0}}},
+        {"costly grammars": {"longest_ms": {"token": 90.0, "answer": 280.0}}},
+    ],
+    "memory_mib": [100.0, 104.0],
+    "faults": [],
+    "failed_clients": {},
+    "lives": True,
+    "sigterm": {"idle": {"seconds": 0.2, "exit_code": 0}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "failing"),
+    [
+        ({}, None),
+        ({"alone_ms": {"token": 20.0, "answer": 20.0}}, "nobody waits"),
+        ({"memory_mib": [100.0, 106.0]}, "memory"),
+        ({"faults": [{}]}, "every answer"),
+        ({"lives": False}, "the server lives"),
+        ({"failed_clients": {"stream: cut off": 1}}, "no other client"),
+        ({"sigterm": {"idle": {"seconds": 30.0, "exit_code": None}}}, "SIGTERM"),
+    ],
+)
+def test_a_run_is_judged(changed, failing):
+    """A token may come 250 ms late, but a wait while other kinds are sent is no grammar's."""
+    holds = hostile.judged(FOUND | changed, 250.0, 5)
+    assert [name.startswith(failing or "-") for name, ok in holds.items() if not ok] == [True] * bool(failing)
+
+
+def test_memory_is_that_of_all_processes():
+    """The compilers of grammars are processes of their own."""
+    alone = hostile.memory(os.getpid())
+    words = "x = bytearray(b'a' * 10**8); print(len(x), flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        child.stdout.readline()
+        assert hostile.memory(os.getpid()) > alone + 80
+        child.communicate(b"\n")
+    assert child.pid not in hostile.processes(os.getpid())
