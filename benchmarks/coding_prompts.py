@@ -144,7 +144,9 @@ def main() -> None:
     prompts = list(
         islice(dict.fromkeys(islice(KINDS[args.kind](random.Random(args.seed)), 4 * args.limit)), args.limit)
     )
-    args.out.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    args.out.write_text(
+        "".join(json.dumps({"messages": [{"role": "user", "content": prompt}]}) + "\n" for prompt in prompts)
+    )
     print(f"{len(prompts)} prompts in {args.out}")
 
 

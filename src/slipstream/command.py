@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from functools import wraps
 from inspect import isroutine, signature
 from itertools import pairwise
+from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -55,10 +56,15 @@ def commanded(command: str) -> Iterator[None]:
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a public function: results that it makes store its call as their command."""
+    """Decorates a public function: results that it makes store its call as their command. No `progress` is
+    told to `None`, and a seed may be of any integer type."""
 
     @wraps(function)
     def call(*args: P.args, **named: P.kwargs) -> R:
+        if named.get("progress", call) is None:
+            del named["progress"]
+        if isinstance(named.get("seed"), Integral):
+            named["seed"] = int(named["seed"])  # such as NumPy's
         if current():
             return function(*args, **named)
         given = signature(function).bind(*args, **named).arguments.items()

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from fnmatch import fnmatch
 from functools import cache
@@ -53,11 +53,13 @@ def check_limits(**limits: Any) -> None:
     check_counts(**{name: limit for name, limit in limits.items() if limit is not None})
 
 
-def check_given(**lists: Sized) -> None:
-    """Raise ValueError for an empty list, by name."""
+def check_given(**lists: Collection[Any]) -> None:
+    """Raise ValueError, by name, for a list that is empty or holds None."""
     for name, values in lists.items():
         if not len(values):
             raise ValueError(f"{name} is empty: give at least one")
+        if any(value is None for value in values):
+            raise ValueError(f"{name} holds None: leave it out")
 
 
 def several(given: Any) -> list[Any]:
@@ -136,6 +138,7 @@ def read_text(path: str | os.PathLike[str], what: str) -> str:
     Raises:
         ValueError: the file cannot be read, is no regular file, or is not UTF-8 text.
     """
+    name_of(path, what)  # a number would be a descriptor
     try:
         check_regular(path)
         with open(path, "rb") as raw:
@@ -182,6 +185,7 @@ def check_writable(*paths: str | None, reads: Iterable[str] = ()) -> None:
     Raises:
         ValueError: a path cannot be written, is read by the command, or is given twice.
     """
+    paths = tuple(path and name_of(path, "an output") for path in paths)
     taken: dict[str, str] = {}
     sources = {os.path.realpath(source) for source in reads if os.path.exists(source)}
     for path in (path for path in paths if path is not None):
@@ -224,7 +228,7 @@ def _writable(path: str) -> str:
 def replacing(path: str) -> Iterator[TextIO]:
     """A file to write, which replaces `path` once it is complete, and keeps its permissions; "-" is standard
     output. Raises ValueError where it cannot be written."""
-    place = beside = Path(path)  # a pipe is written directly
+    place = beside = Path(name_of(path, "an output"))  # a pipe is written directly
     if path not in STANDARD and (place.is_file() or not place.exists()):
         place = Path(os.path.realpath(place))  # a link stays a link, and its file is replaced
         beside = place.with_name(f".{place.name[:40]}.{token_hex(8)}")  # two containers may share a pid

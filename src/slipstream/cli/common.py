@@ -1,11 +1,12 @@
 """The application, its consoles, and the options and helpers that commands share."""
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 from rich.console import Console
@@ -35,8 +36,33 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+class Unfailing:
+    """Standard error, which is dropped once it cannot be written: the work goes on."""
+
+    def write(self, text: str) -> int:
+        with self._dropping():
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._dropping():
+            sys.stderr.flush()
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
 PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # a name may hold [/] or :eyes:
-out, err = Console(**PLAIN), Console(stderr=True, **PLAIN)
+out, err = Console(**PLAIN), Console(file=cast(IO[str], Unfailing()), stderr=True, **PLAIN)
 
 
 def option(help: str, metavar: str | None = None, *names: str, panel: str | None = None, **kept: Any) -> Any:

@@ -95,6 +95,6 @@ def _listening(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
-    except (OSError, UnicodeError) as error:
+    except (OSError, UnicodeError, TypeError) as error:  # bytes that are no name are of a wrong type
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"cannot listen at {host}, port {port}: {reason}: name another") from error

@@ -154,6 +154,14 @@ class Target(ABC):
     source: str
     fingerprint: str
 
+    def __copy__(self) -> "Target":
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+    def __reduce__(self) -> Any:
+        raise ValueError(f"target {self.name} cannot be pickled: load it in each process, by its name")
+
     @property
     def lock(self) -> AbstractContextManager[Any]:
         """Its device's `lock`, held for each pass, and by a session for each round."""

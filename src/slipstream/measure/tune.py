@@ -81,10 +81,10 @@ def tune(
     Raises:
         ValueError: no questions, a count or context out of range, or a drafter without trees to choose.
     """
-    asked, target = evenly(load_questions(questions), limit), loaded(target)
     temperatures = _temperatures(temperatures)
     check_counts(max_new_tokens=max_new_tokens, batch=batch)
     check_limits(context=context)
+    asked, target = evenly(load_questions(questions), limit), loaded(target)
     spec = drafter if isinstance(drafter, Drafter) else tuned_head(drafter, target)
     itself = spec == Spec("self-speculative")
     skipping = skippable(target, first_prompts(target, asked), progress=progress) if itself else []

@@ -19,6 +19,7 @@ from slipstream.files import first_line, is_whole
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Tensor | np.ndarray
 FORMS = "text, messages, token ids, a tokenizer's output, or a list of such"
 UNREADABLE = re.compile("[\ud800-\udfff]")  # stands in Python's strings for bytes that are not UTF-8
+LONGEST = 2**22  # characters: tokenizers end the process where memory does not suffice for a text
 
 
 # How vocabularies write bytes: SentencePiece's as <0xF0>; GPT-2's as letters, those that print as themselves
@@ -165,9 +166,13 @@ def checked_ids(tokens: Iterable[Any], vocab: int, what: str = "the prompt") -> 
 
 
 def check_readable(texts: Any, what: str) -> None:
-    """Raise ValueError for text, anywhere in lists and mappings, that no encoding can write."""
-    if any(map(UNREADABLE.search, texts_in(texts))):
-        raise ValueError(f"{what} is no Unicode text (bytes that are not UTF-8?): give it as UTF-8")
+    """Raise ValueError for text, anywhere in lists and mappings, that no encoding can write, or that is too
+    long for a tokenizer."""
+    for text in texts_in(texts):
+        if len(text) > LONGEST:
+            raise ValueError(f"{what} has a text of {len(text):,} characters: give at most {LONGEST:,}")
+        if UNREADABLE.search(text):
+            raise ValueError(f"{what} is no Unicode text (bytes that are not UTF-8?): give it as UTF-8")
 
 
 def _plain(given: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from slipstream.command import suggested
 from slipstream.core.target import Target
 from slipstream.files import evenly, parsed, read_text
-from slipstream.targets.prompts import message_of
+from slipstream.targets.prompts import check_readable, message_of
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "tool": "tool"}
 ROLES |= {"system": "system", "developer": "system"}
@@ -119,13 +119,16 @@ def read_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises ValueError: it cannot be read, or lines are malformed, of which up to five are named."""
     text = read_text(path, "training data")
     if _is_raw(path):
-        yield from ((number, {"text": part}) for number, part in _paragraphs(text))
+        for number, part in _paragraphs(text):
+            check_readable(part, f"training data {path}: line {number}")
+            yield number, {"text": part}
         return
     rows, bad = [], []
     for number, line in enumerate(text.split("\n"), 1):
         try:
             if line.strip():
-                rows.append((number, _row(parsed(line))))
+                check_readable(row := parsed(line), "it")
+                rows.append((number, _row(row)))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             bad.append(f"line {number} ({_reason(error)})")
     if bad:
