@@ -63,8 +63,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **named: P.kwargs) -> R:
         if named.get("progress", call) is None:
             del named["progress"]
-        if isinstance(named.get("seed"), Integral):
-            named["seed"] = int(named["seed"])  # such as NumPy's
+        if isinstance(seed := named.get("seed"), Integral):
+            named["seed"] = int(seed)  # such as NumPy's
         if current():
             return function(*args, **named)
         given = signature(function).bind(*args, **named).arguments.items()
