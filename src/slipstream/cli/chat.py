@@ -1,11 +1,17 @@
 """chat: a conversation in the terminal."""
 
+import json
+import os
+import re
 import signal
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
+from rich.cells import cell_len
+from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
@@ -28,6 +34,7 @@ from slipstream.cli.common import (
     out,
 )
 from slipstream.command import suggested
+from slipstream.files import check_writable, replacing
 
 if TYPE_CHECKING:
     from slipstream.decode.talk import Talk
@@ -35,14 +42,20 @@ if TYPE_CHECKING:
 
 ACCEPTED, ASKS = "green", "› "
 HELP = """\
-/retry         answer once more, with another seed
-/edit          change what you said last, and have it answered
-/plain         decode without guesses, or with them again
-/drafter NAME  take another drafter
-/tree [N]      the guesses of round N of the last answer (default: the largest accepted)
-/new           begin another conversation
-/help, /quit   this list; the end (Ctrl-D, too)
+/retry           answer once more, with another seed
+/edit            change what you said last, and have it answered
+/system [TEXT]   what the system says first; without a text, nothing
+/temperature T   0 is greedy
+/plain           decode without guesses, or with them again
+/drafter NAME    take another drafter
+/tree [N]        the guesses of round N of the last answer (default: the largest accepted)
+/save FILE       write the conversation, as a line of JSON that train reads
+/new             begin another conversation
+/help, /quit     this list; the end (Ctrl-D, too)
+Alt+Enter, or a backslash at its end, begins another line of a turn. Pasted lines are one turn.
 Ctrl-C stops an answer. What was drafted and accepted is green."""
+PASTES_BEGIN, PASTES_END = "\x1b[?2004h", "\x1b[?2004l"  # pasted text is bracketed
+ENDED = {"eos": "stop", "stop": "stop"}  # as OpenAI's clients are told
 
 
 @command(
@@ -67,14 +80,15 @@ def chat(
     inputs(target, [drafter])
     from slipstream.decode.talk import Talk
 
-    loaded = load(target, dtype, device, compile, quantize)
-    if loaded.text is None or not loaded.text.has_chat:
-        raise ValueError(
-            f"target {target} has no chat template: it cannot chat: {suggested('generate')} "
-            "goes on with a text"
-        )
-    with err.status("measuring rounds: a few seconds, once"):
-        talk = Talk(loaded, drafter, max_new_tokens=max_new_tokens, temperature=temperature)
+    with held():
+        loaded = load(target, dtype, device, compile, quantize)
+        if loaded.text is None or not loaded.text.has_chat:
+            raise ValueError(
+                f"target {target} has no chat template: it cannot chat: {suggested('generate')} "
+                "goes on with a text"
+            )
+        with err.status("measuring rounds: a few seconds, once"):
+            talk = Talk(loaded, drafter, max_new_tokens=max_new_tokens, temperature=temperature)
     Chat(talk, drafter, system, seed).run()
 
 
@@ -83,11 +97,16 @@ class Chat:
 
     def __init__(self, talk: "Talk", drafter: str, system: str | None, seed: int) -> None:
         self.talk, self.drafter, self.seed = talk, drafter, seed
+        self.ask: Callable[[str], str] = plainly
+        self.saved = set[str]()  # files
         self.opening = [] if system is None else [{"role": "system", "content": system}]
         self.turns: list[dict[str, Any]] = [*self.opening]
         self.commands: dict[str, Callable[[str], None]] = {
             "retry": self.retry,
             "edit": self.edit,
+            "system": self.system,
+            "temperature": self.temperature,
+            "save": self.save,
             "plain": self.plain,
             "drafter": self.draft_with,
             "tree": self.tree,
@@ -97,11 +116,12 @@ class Chat:
 
     def run(self) -> None:
         """Until /quit or the end of the input. An answer that is stopped stays, as far as it came."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which ends commands as Ctrl-C does
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # not as Ctrl-C, which stays
+        self.ask = asking()
         err.print(f"{self.talk.target.name}, {self.talk.target.precision}; /help lists commands", style="dim")
         while True:
             try:
-                line = asked().strip()
+                line = self.ask("").strip()
                 if line in ("/quit", "/exit"):
                     break
                 if line:
@@ -119,7 +139,7 @@ class Chat:
         if not line.startswith("/"):
             self.say(line)
             return
-        name, _, rest = line[1:].partition(" ")
+        name, rest = re.fullmatch(r"/(\S*)\s*(.*)", line, re.DOTALL).groups()  # type: ignore[union-attr]
         if name not in self.commands:
             raise ValueError(f"there is no /{name}: /help lists what there is")
         self.commands[name](rest.strip())
@@ -137,28 +157,33 @@ class Chat:
         """Print the answer to the last turn as it is made, and its figures. Ctrl-C stops it, behind the round
         under way."""
         said, pieces = "", self.talk.answer(self.turns, seed=self.seed)
-        with interrupted() as stopped, closing(pieces):
+        with interrupted() as stopped, held(), closing(pieces), wrapping(out) as show:
             for round in pieces:
                 said += "".join(round)
                 rounds = self.talk.made.rounds if self.talk.made else []
                 guessed = rounds[-1].accepted if rounds else 0
-                painted = Text("".join(round[:guessed]), ACCEPTED) + Text("".join(round[guessed:]))
-                out.print(painted, end="", soft_wrap=True)
+                show("".join(round[:guessed]), ACCEPTED)
+                show("".join(round[guessed:]), "")
                 if stopped:
-                    out.print(Text(" …", "dim"), end="")
+                    show(" …", "dim")
                     break
         out.print()
         self.turns.append({"role": "assistant", "content": said})
-        self.figures()
+        self.figures(bool(stopped))
 
-    def figures(self) -> None:
-        """The status line of the last answer."""
+    def figures(self, stopped: bool) -> None:
+        """The status line of the last answer, which ends in why it ended."""
         made = self.talk.made
         assert made is not None
+        most = self.talk.options.get("max_new_tokens")
+        window = f"the window's {self.talk.target.window:,} tokens are full"
+        length = f"length: {window}" if len(made.tokens) != most else f"length: --max-new-tokens is {most}"
+        ended = "interrupted" if stopped else ENDED.get(made.finish, length)
         how = "plain" if self.talk.plain else self.drafter
         speed = f"{len(made.tokens) / made.seconds.total:.1f} tokens/s"
         read = f"{len(made.prompt) - self.talk.shared} of {len(made.prompt)} tokens read"
-        err.print(f"{how}   τ {made.tau:.2f}   {speed}   {len(made.tokens)} tokens   {read}", style="dim")
+        figures = f"{how}   τ {made.tau:.2f}   {speed}   {len(made.tokens)} tokens   {read}   {ended}"
+        err.print(figures, style="dim", soft_wrap=not err.is_terminal)
 
     def last(self) -> str:
         """Forget the last turn and its answer. Raises ValueError where there is none."""
@@ -181,18 +206,60 @@ class Chat:
 
     def retry(self, rest: str) -> None:
         with self.again() as text:
+            if not self.T:
+                same = "at temperature 0 no seed changes an answer: it will be the same (/temperature 0.7)"
+                err.print(same, style="yellow")
             self.seed += 1
             self.say(text)
 
     def edit(self, rest: str) -> None:
         with self.again() as text:
             try:
-                changed = rest or asked(text)
+                changed = rest or self.ask(text)
             except (KeyboardInterrupt, EOFError):
                 changed = ""
             if not changed.strip():
                 raise ValueError("nothing was changed")
             self.say(changed.strip())
+
+    def system(self, rest: str) -> None:
+        talked = self.turns[len(self.opening) :]
+        self.opening = [{"role": "system", "content": rest}] if rest else []
+        self.turns = [*self.opening, *talked]
+        out.print("from now on the system says this first" if rest else "no system message")
+
+    @property
+    def T(self) -> float:
+        """The temperature of the next answer."""
+        from slipstream.decode.settings import Settings
+
+        return Settings.of(self.talk.target, **self.talk.options).sampling.temperature
+
+    def temperature(self, rest: str) -> None:
+        if not rest:
+            out.print(f"temperature {self.T:g}")
+            return
+        before = self.talk.options.get("temperature")
+        try:
+            self.talk.options["temperature"] = float(rest)
+            self.talk.draft_with(self.drafter)  # which may take other trees at another temperature
+        except ValueError as error:
+            self.talk.options["temperature"] = before
+            what = f"temperature is {rest!r}; it must be a number: /temperature 0.7"
+            raise ValueError(what if "convert" in str(error) else str(error)) from error
+        out.print(f"temperature {self.T:g}")
+
+    def save(self, rest: str) -> None:
+        if not rest:
+            raise ValueError("name a file: /save talk.jsonl")
+        path = os.path.expanduser(rest)
+        if path not in self.saved and os.path.exists(path):
+            raise ValueError(f"{rest} is there already: name another file")
+        check_writable(path)
+        with replacing(path) as file:
+            file.write(json.dumps({"messages": self.turns}, ensure_ascii=False) + "\n")
+        self.saved.add(path)
+        out.print(f"{len(self.turns)} messages in {rest}", soft_wrap=True)
 
     def plain(self, rest: str) -> None:
         self.talk.plain = not self.talk.plain
@@ -252,15 +319,111 @@ def interrupted() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def asked(text: str = "") -> str:
-    """A line from the person, who may change `text`. Arrows go through what was said before, where there is
-    readline."""
+@contextmanager
+def held() -> Iterator[None]:
+    """Keys that are typed in this context are not shown, and wait for the next prompt, but for Ctrl-C."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    before, quiet = termios.tcgetattr(terminal), termios.tcgetattr(terminal)
+    quiet[0] &= ~termios.ICRNL
+    quiet[3] = quiet[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH
+    pastes = is_terminal()
+    termios.tcsetattr(terminal, termios.TCSANOW, quiet)
     try:
-        import readline
-    except ModuleNotFoundError:  # not on this system
-        return input(ASKS)
-    readline.set_startup_hook(lambda: readline.insert_text(text))
-    try:
-        return input(ASKS if sys.stdin.isatty() else "")
+        if pastes:
+            print(PASTES_BEGIN, end="", flush=True)
+        yield
     finally:
-        readline.set_startup_hook()
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
+        if pastes:
+            print(PASTES_END, end="", flush=True)
+
+
+@contextmanager
+def wrapping(console: Console) -> Iterator[Callable[[str, str], None]]:
+    """A function that prints pieces of a text in a style each, and breaks lines between words where the
+    console is a terminal. What may be a part of a word waits for its end."""
+    word, gap, column = Text(), "", 0
+
+    def end_word() -> None:
+        nonlocal word, gap, column
+        if not word:
+            return
+        wide = cell_len(word.plain)
+        if gap and column and column + len(gap) + wide > console.width:
+            gap, column = "\n", 0
+        console.print(Text(gap) + word, end="", soft_wrap=True)
+        column = (column + len(gap.strip("\n")) + wide - 1) % console.width + 1
+        word, gap = Text(), ""
+
+    def show(text: str, style: str) -> None:
+        nonlocal gap, column
+        if not console.is_terminal:
+            console.print(Text(text), end="", soft_wrap=True)
+            return
+        for letter in text.expandtabs():
+            wide = cell_len(letter) > 1  # Chinese breaks anywhere, by the terminal itself
+            if letter.isspace() or wide:
+                end_word()
+            if letter == "\n":
+                console.print(gap, soft_wrap=True)
+                gap, column = "", 0
+            elif letter.isspace():
+                gap += letter
+            else:
+                word.append(letter, style)
+                if wide or cell_len(word.plain) >= console.width:
+                    end_word()
+
+    yield show
+    end_word()
+
+
+def is_terminal() -> bool:
+    """Whether a person types at a terminal that can edit lines."""
+    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def asking() -> Callable[[str], str]:
+    """What asks the person for a turn, who may change the text that it is given: an editor of lines at a
+    terminal, plain lines elsewhere."""
+    return editor() if is_terminal() else plainly
+
+
+def plainly(text: str) -> str:
+    """A turn of plain lines; a backslash at a line's end goes on with the next. Raises EOFError."""
+    lines = list[str]()
+    try:
+        while not lines or lines[-1].endswith("\\"):
+            lines.append(input(ASKS if sys.stdin.isatty() else ""))
+    except EOFError:
+        if not lines:
+            raise
+    return "\n".join([*(line.removesuffix("\\") for line in lines[:-1]), lines[-1]])
+
+
+def editor() -> Callable[[str], str]:
+    """The same by prompt_toolkit, where Alt+Enter begins another line, too, pasted lines stay together, and
+    arrows go through what was said before."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def enter(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.is_cursor_at_the_end and buffer.text.endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def another_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    session = PromptSession[str](ASKS, multiline=True, key_bindings=keys, prompt_continuation=" " * len(ASKS))
+    return lambda text: session.prompt(default=text)
