@@ -1,11 +1,15 @@
 """serve: its options reach the server."""
 
+import socket
+from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 
+from slipstream.cli import serving
 from slipstream.drafters.ngram import NGram
-from slipstream.serve.app import Limits
+from slipstream.serve.app import Limits, Server
 
 
 @pytest.fixture
@@ -13,8 +17,8 @@ def served(run, model, monkeypatch):
     """Runs the command with these words; what the server is given, and the address it listens at."""
     given: list[Any] = []
 
-    def take(*args: Any) -> None:
-        given.extend([*args[:-2], args[-2].getsockname()[0]])
+    def take(server: Server, grace: int, listener: socket.socket, say: Any) -> None:
+        given[:] = server, grace, listener.getsockname()[0]
 
     monkeypatch.setattr("slipstream.serve.run.run", take)
 
@@ -30,13 +34,40 @@ def test_every_option_reaches_the_server(served):
     """A key that was dropped would let anybody in, and every other test would pass."""
     limits = "--rows 3 --queue 5 --max-context 100 --keep 50 --max-body 1000 --max-seconds 9"
     given = served("--api-key", "secret", "--grace", "7", "--allowed-host", "Example.com", *limits.split())
-    _, drafter, spec, limits, key, grace, hosts, address = given
-    assert isinstance(drafter, NGram)
-    assert (spec, key, grace, hosts, address) == ("ngram", "secret", 7, ["example.com"], "127.0.0.1")
-    assert limits == Limits(rows=3, queue=5, context=100, keep=50, body=1000, seconds=9.0)
+    server, grace, address = given
+    assert isinstance(server.engine.drafter, NGram)
+    assert (server.spec, grace, address) == ("ngram", 7, "127.0.0.1")
+    assert (server.app.key, server.app.hosts) == ("secret", ["example.com"])
+    assert server.limits == Limits(rows=3, queue=5, context=100, keep=50, body=1000, seconds=9.0)
 
 
 def test_a_key_may_come_from_the_environment(served, monkeypatch):
-    assert served()[4] is None
+    """Without one, names are looked at."""
+    app = served()[0].app
+    assert (app.key, app.hosts) == (None, [])
     monkeypatch.setenv("SLIPSTREAM_API_KEY", "secret")
-    assert served()[-4] == "secret"
+    app = served()[0].app
+    assert (app.key, app.hosts) == ("secret", None)
+
+
+def test_while_it_loads_it_says_so(served, monkeypatch):
+    """It listened, and a client waited for minutes in silence."""
+    said, listening, load = [], serving._listening, serving.load
+
+    def listens(*args: Any) -> socket.socket:
+        said.append(listening(*args))
+        return said[0]
+
+    def asked(made: Any, *args: Any) -> Any:
+        port = said[0].getsockname()[1]
+        said.append(httpx.get(f"http://127.0.0.1:{port}/ready", timeout=20))
+        return made(*args)
+
+    monkeypatch.setattr(serving, "_listening", listens)
+    monkeypatch.setattr(serving, "load", partial(asked, load))
+    monkeypatch.setattr("slipstream.serve.app.Server", partial(asked, Server))
+    served()
+    assert [each.status_code for each in said[1:]] == [503, 503]
+    messages = [each.json()["error"]["message"] for each in said[1:]]
+    assert ": loading " in messages[0]
+    assert ": measuring rounds" in messages[1]

@@ -361,3 +361,29 @@ def test_what_changes_nothing_is_taken(chat):
     harmless = {"user": "me", "metadata": {"a": "b"}, "tools": [], "response_format": {"type": "text"}}
     harmless |= {"reasoning_effort": "none", "verbosity": "medium", "extra_body": {"of_another_server": None}}
     assert chat(**harmless, n=None, stop=None).choices[0].message.content == chat().choices[0].message.content
+
+
+MANY = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "fault"),
+    [
+        ("completions", {"prompt": ["a"] * 100_000}, "100000 texts are asked for"),
+        ("completions", {"prompt": ["a"] * 4, "n": 4}, "16 texts are asked for"),
+        ("completions", {"prompt": [[1]] * 100_000}, "100000 texts are asked for"),
+        ("completions", {"prompt": "a" * 100_000}, "tokens at least"),
+        ("completions", {"prompt": [1] * 129}, "the prompt has 129 tokens at least"),
+        ("chat/completions", {"messages": MANY, "n": 13}, "13 texts are asked for"),
+        ("chat/completions", {"messages": MANY * 129}, "the prompt has 129 tokens at least"),
+        ("chat/completions", {"messages": [MANY[0] | {"content": "a" * 100_000}]}, "tokens at least"),
+    ],
+)
+def test_what_is_too_much_is_refused_before_it_is_tokenised(client, monkeypatch, path, asked, fault):
+    """100,000 prompts held the one thread that reads prompts for nine seconds."""
+    here = client()
+    for name in ("ids", "encode"):
+        monkeypatch.setattr(here.server.text, name, lambda *a, **how: pytest.fail("it is tokenised"))
+    status, body = here.post(f"/v1/{path}", {"model": "tiny", **asked})
+    assert status == 400
+    assert fault in body["error"]["message"]

@@ -16,6 +16,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from slipstream.cli.common import (
+    MEASURING,
     Compile,
     Device,
     DrafterName,
@@ -87,7 +88,7 @@ def chat(
                 f"target {target} has no chat template: it cannot chat: {suggested('generate')} "
                 "goes on with a text"
             )
-        with err.status("measuring rounds: a few seconds, once"):
+        with err.status(MEASURING):
             talk = Talk(loaded, drafter, max_new_tokens=max_new_tokens, temperature=temperature)
     Chat(talk, drafter, system, seed).run()
 

@@ -79,6 +79,7 @@ def flag(help: str, name: str) -> Any:
     return option(help, None, name)
 
 
+MEASURING = "measuring rounds: a few seconds, once"
 NAMED = "alias (smollm2, or what slipstream fetch lists), directory, hub id or GGUF file"
 REPEATED = f"{NAMED}; repeatable"
 TargetNames = Annotated[list[str], on_machine(REPEATED, "NAME", "--target")]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.common import (
+    MEASURING,
     Compile,
     Device,
     DrafterName,
@@ -124,7 +125,7 @@ def _guide(target: "HFTarget", name: str, temperature: float, explain: bool, tex
     if explain and not guide.rungs:
         raise ValueError(f"drafter {name!r} always grows the same tree: --explain is for auto")
     if guide.rungs:
-        with err.status("measuring rounds: a few seconds, once"):
+        with err.status(MEASURING):
             policy(target, guide, 1)
     if target.compiles:
         with err.status("warming up"):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Annotated
 
 from slipstream.cli.common import (
+    MEASURING,
     Compile,
     Device,
     DrafterName,
@@ -64,28 +65,39 @@ def serve(
     """
     inputs(target, [drafter])
     try:
-        from slipstream.serve.run import run
+        from slipstream.serve.run import is_local, run
     except ModuleNotFoundError as error:
         raise ValueError(
             f"the server needs {error.name}, which is not installed: {install('serve')}"
         ) from error
     from slipstream.decode import memory as needed
     from slipstream.drafters import load_drafter
-    from slipstream.serve.app import Limits
+    from slipstream.serve.app import Limits, Server
     from slipstream.serve.guard import host_name
+    from slipstream.serve.loading import Loading
 
     hosts = [host_name(f"//{name}") for name in allowed_host]
     limits = Limits(rows, queue, max_context, keep, max_body, max_seconds)
     with _listening(host, port) as listener:
-        loaded = load(target, dtype, device, compile, quantize)
-        guide = load_drafter(drafter, loaded, temperature=1.0, texts=rows)
-        held = needed.memory(loaded, guide, limits.tokens(loaded))
-        kept = keep / held.tokens * held.text / needed.GIB
-        if memory is not None:
-            limits = replace(limits, rows=min(rows, held.batch(memory, kept)))
-        size = limits.rows * held.text / needed.GIB + kept
-        err.print(f"{limits.rows} rows and {keep:,} kept tokens, {size:.2f} GiB: {held}", soft_wrap=True)
-        run(loaded, guide, drafter, limits, api_key or None, grace, hosts, listener, err.print)
+        # Without a key, a page on the internet must not reach it by a name of its own.
+        allowed = hosts if hosts or (not api_key and is_local(listener)) else None
+        with Loading(listener, f"loading {target}") as loading:
+            loaded = load(target, dtype, device, compile, quantize)
+            guide = load_drafter(drafter, loaded, temperature=1.0, texts=rows)
+            held = needed.memory(loaded, guide, limits.tokens(loaded))
+            kept = keep / held.tokens * held.text / needed.GIB
+            if memory is not None:
+                limits = replace(limits, rows=min(rows, held.batch(memory, kept)))
+            size = limits.rows * held.text / needed.GIB + kept
+            err.print(f"{limits.rows} rows and {keep:,} kept tokens, {size:.2f} GiB: {held}", soft_wrap=True)
+            loading.doing = MEASURING
+            with err.status(MEASURING):
+                server = Server(loaded, guide, drafter, limits, api_key or None, _log, allowed)
+        run(server, grace, listener, err.print)
+
+
+def _log(line: str) -> None:
+    print(line, flush=True)
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -96,6 +96,7 @@ class Server:
             target, drafter, limits.rows, self.context, limits.queue, self._post, limits.keep
         )
         self.metrics = Metrics(lambda: self.engine.running, lambda: self.engine.waiting)
+        self._longest = max(map(len, self.text.vocabulary))  # characters of a token
         self.fingerprint = f"{target.fingerprint}, {target.precision}"
         self.created = int(time())
         self._reader = ThreadPoolExecutor(1, "prompts")  # one thread: a tokenizer is not for several
@@ -104,6 +105,7 @@ class Server:
         app.router.lifespan_context = self._lifespan
         app.get("/", include_in_schema=False)(self.playground)
         app.get("/health")(self.health)
+        app.get("/ready")(self.ready)
         app.get("/metrics")(self.figures)
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{name:path}")(self.model)
@@ -136,6 +138,10 @@ class Server:
     async def health(self) -> Response:
         """200 while texts are made."""
         return Response(status_code=200 if self.engine.alive else 503)
+
+    async def ready(self) -> Response:
+        """200 once requests are answered. While the model loads `Loading` answers, with 503."""
+        return await self.health()
 
     async def figures(self) -> Response:
         """Figures for Prometheus."""
@@ -183,6 +189,7 @@ class Server:
     async def _reply(self, asked: Asked, chat: bool, prompts: Callable[[], list[list[int]]]) -> Reply:
         """Queue what is asked for. Raises Refused."""
         self._check_model(asked.model)
+        self._check_size(asked)
         if asked.drafter not in (None, PLAIN, self.spec):
             fault = f"drafter is {asked.drafter!r}; this server has {PLAIN!r} and {self.spec!r}"
             raise Refused(fault, param="drafter")
@@ -219,10 +226,7 @@ class Server:
         self, asked: Asked, chat: bool, seed: int, prompts: Callable[[], list[list[int]]], ticket: Ticket
     ) -> list[Task]:
         """The texts of a request, as `generate` would make them: `n` of each prompt. Raises ValueError."""
-        each, most = prompts(), self.limits.rows + self.limits.queue
-        if (count := len(each) * (asked.n or 1)) > most:
-            raise ValueError(f"{count} texts are asked for; this server takes at most {most} at once")
-        rows = [prompt for prompt in each for _ in range(asked.n or 1)]
+        rows = [prompt for prompt in prompts() for _ in range(asked.n or 1)]
         new = asked.tokens or (self._unasked if chat else COMPLETION_TOKENS)
         bias = [Bias.of(asked.logit_bias, self.target.vocab)] if asked.logit_bias else []
         settings = Settings.of(self.target, new, seed=seed, processors=bias, **asked.sampling())
@@ -253,6 +257,16 @@ class Server:
             )
             raise Refused(fault, code="context_length_exceeded")
         return min(settings.limit(prompt), room)
+
+    def _check_size(self, asked: Asked) -> None:
+        """Raises Refused for what is too much, before anything is tokenised: all others wait for that."""
+        sizes, most = asked.sizes, self.limits.rows + self.limits.queue
+        if (count := len(sizes) * (asked.n or 1)) > most:
+            raise Refused(f"{count} texts are asked for; this server takes at most {most} at once")
+        for characters, tokens in sizes:
+            if (least := max(tokens, ceil(characters / self._longest))) > self.context:
+                fault = f"the prompt has {least} tokens at least; this server takes at most {self.context}"
+                raise Refused(f"{fault} tokens of prompt and answer together", code="context_length_exceeded")
 
     def _check_model(self, name: str) -> None:
         if name != self.target.name:

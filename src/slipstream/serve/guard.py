@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.replies import Refused
 
-QUIET = ("/health", "/metrics")  # what machines ask every few seconds is not logged
+QUIET = ("/health", "/ready", "/metrics")  # what machines ask every few seconds is not logged
 
 
 class Guard:

@@ -170,6 +170,13 @@ class Message(Echoed):
         return self
 
     @property
+    def said(self) -> list[str]:
+        """The texts of its content."""
+        if self.content is None or isinstance(self.content, str):
+            return [self.content or ""]
+        return [part.text for part in self.content]
+
+    @property
     def turn(self) -> dict[str, Any]:
         """As a chat template takes it: arguments as values, and content that may be empty."""
         made = {"content": "", **self.model_dump(exclude_none=True)}
@@ -276,6 +283,11 @@ class Asked(Part):
         """Alternatives wanted with each token; None: no probabilities are wanted at all."""
         raise NotImplementedError
 
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Of each prompt: its characters, and how many tokens it has at least, whatever these say."""
+        raise NotImplementedError
+
     def sampling(self) -> dict[str, Any]:
         """Arguments of `generate`."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -301,6 +313,10 @@ class Completion(Asked):
     @property
     def most_likely(self) -> int | None:
         return self.logprobs
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        return [(len(each), 0) if isinstance(each, str) else (0, len(each)) for each in self.prompts]
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -340,6 +356,11 @@ class ChatCompletion(Asked):
     @property
     def most_likely(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        said = [part for message in self.messages for part in message.said]
+        return [(sum(map(len, said)), len(self.messages))]
 
     @property
     def turns(self) -> list[dict[str, Any]]:
