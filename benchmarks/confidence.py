@@ -44,7 +44,7 @@ def main(
     report = calibrate(loaded, named, questions, **how)
     cli.deliver(report, json_path)
     if plot is not None:
-        report.draw(plot)
+        report.plot(plot)
 
 
 if __name__ == "__main__":

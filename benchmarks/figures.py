@@ -38,7 +38,7 @@ PICTURES: dict[str, tuple[str, Callable[[Path, str], None]]] = {
     "heads_sizes.svg": ("heads_sizes.json", lambda result, path: HeadsReport.read(result).draw(path)),
     "peers.svg": ("peers_zen4.json", lambda result, path: PeersReport.read(result).draw(path)),
     "throughput.svg": ("throughput.json", lambda result, path: ThroughputReport.read(result).draw(path)),
-    "tuned.svg": ("tune_fp32.json", lambda result, path: TuneReport.read(result).draw(path)),
+    "tuned.svg": ("tune_fp32.json", lambda result, path: TuneReport.read(result).plot(path)),
 }
 BY_HAND = {
     "round.svg": "drawn by hand; it has no measured figure",

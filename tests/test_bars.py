@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from slipstream import command
 from slipstream.bars import bars
 from slipstream.training.progress import Seen
 from slipstream.training.run import Watch
@@ -27,3 +28,25 @@ def test_a_bar_is_read_at_any_width(width):
         assert bar.count("━") >= 3
         assert bar.count(":") == 4  # time passed and left
         assert len(bar) <= width
+
+
+def test_a_notebook_gets_a_bar_unless_the_caller_has_one(monkeypatch, capsys):
+    """Minutes without a word below a cell. The caller's own `progress` is called instead, and elsewhere
+    nothing is shown."""
+
+    @command.public
+    def work(progress=lambda *_: None):
+        progress("a step")
+        progress(3, 8)
+        progress(Seen(0, 5, 10, 3.1234, 0.456, 12345.6, 2.31))
+
+    work()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(command, "in_notebook", lambda: True)
+    work()
+    shown = capsys.readouterr().err
+    assert all(word in shown for word in ("work", "a step", "3/8", "5/10", "predicted τ 2.31"))
+    own = []
+    work(progress=lambda *news: own.append(news))
+    work(progress=None)
+    assert (len(own), capsys.readouterr().err) == (3, "")

@@ -144,7 +144,7 @@ def test_the_calibration_error_is_the_mean_distance_over_bins(target, tmp_path):
     error = sum(part.tokens * abs(part.confidence - part.top_1) for part in found.bins) / found.tokens
     assert found.calibration_error == pytest.approx(error, abs=1e-4)
     assert "eagle" in str(report)
-    report.draw(str(tmp_path / "confidence.svg"))
+    report.plot(str(tmp_path / "confidence.svg"))
 
 
 def test_matches_are_counted_at_equal_nodes(target, runs):

@@ -2,18 +2,23 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
 import tiny
 from slipstream import machine
+from slipstream.decode.generate import Generation
+from slipstream.decode.session import Seconds
 from slipstream.interop.parity import ParityReport
 from slipstream.measure.certify import Certificate
 from slipstream.measure.cost import CostReport, cost_curve
 from slipstream.measure.report import BenchReport
 from slipstream.measure.tuned import TuneReport
+from slipstream.training.synthesize import Answers
 
 STORED = Path(__file__).parent.parent / "benchmarks" / "results"
 KINDS = {"bench": BenchReport, "drafters": BenchReport, "tune": TuneReport}
@@ -38,6 +43,51 @@ def test_a_stored_result_is_read_and_written_as_it_was(name, kind):
 def test_every_kind_has_a_stored_result():
     assert len(FILES) > 15
     assert {*FILES.values()} == {BenchReport, Certificate, TuneReport, ParityReport}
+
+
+@pytest.mark.parametrize("name", ["bench.json", "certificate.json", "vllm_parity.json", "tune_fp32.json"])
+def test_a_notebook_shows_the_table_and_pandas_has_its_rows(name):
+    """A wall of text at the end of a cell."""
+    result = FILES[name].read(STORED / name)
+    shown = ElementTree.fromstring(f"<body>{result._repr_html_()}</body>")
+    (head,), body = shown.findall(".//thead/tr")[:1], shown.findall(".//tbody/tr")
+    assert len(head) > 2
+    assert body
+    frame = pytest.importorskip("pandas") and result.to_pandas()
+    assert len(frame) >= 1
+    assert not any(isinstance(value, dict) for row in frame.to_dict("records") for value in row.values())
+    if name == "bench.json":
+        assert [*frame["drafter"]] == [row.drafter for row in result.results]
+        assert [*frame["speedup.vanilla"]] == [row.speedup.vanilla for row in result.results]
+
+
+def test_what_a_notebook_shows_is_escaped():
+    """A question's or a model's name that is a script."""
+    result = BenchReport.read(STORED / "bench.json").model_copy(update={"target": "<script>1</script>"})
+    assert "<script" not in result._repr_html_()
+    assert "&lt;script&gt;" in result._repr_html_()
+    made = Generation([1], [2], "<b>&", "eos", [], Seconds())
+    assert "&lt;b&gt;&amp;" in made._repr_html_()
+    assert "prompt" not in repr(made)
+
+
+def test_a_result_without_rows_is_one_row_and_pandas_may_be_missing(monkeypatch):
+    made = Answers(schema=1, command="c", path="a.jsonl", lines=3)
+    assert made._rows()[0]["lines"] == 3
+    assert "<p" in made._repr_html_()
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ValueError, match="needs pandas, which is not installed: pip install pandas"):
+        made.to_pandas()
+
+
+def test_a_result_is_plotted_in_a_notebook(tmp_path):
+    """The figure without a file; with a path, the file as well."""
+    for name in ("bench.json", "tune_fp32.json"):
+        figure = FILES[name].read(STORED / name).plot()
+        assert figure._repr_png_().startswith(b"\x89PNG")
+        assert figure.axes[0].get_xlabel()
+    FILES[name].read(STORED / name).plot(str(tmp_path / "a.svg"))
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
 
 
 def test_a_result_prints_its_table_and_is_read_back(tmp_path, capsys):

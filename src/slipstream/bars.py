@@ -1,8 +1,10 @@
 """Progress bars that can be read at any width of the terminal."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from rich import progress
+from rich import get_console, progress
 from rich.console import Console, RenderableType
 from rich.table import Column
 from rich.text import Text
@@ -32,3 +34,30 @@ def bars(console: Console, transient: bool = False) -> Bars:
         expand=True,
         disable=quiet,
     )
+
+
+def in_notebook() -> bool:
+    """Whether this process answers a notebook's cells."""
+    return get_console().is_jupyter
+
+
+@contextmanager
+def notebook_bar(name: str) -> Iterator[Callable[..., None]]:
+    """A bar below a notebook's cell, of text: it needs no widgets. Yields what takes the reports of
+    `progress`: the step under way, a count and its total, or `training.progress.Seen`."""
+    from tqdm.std import tqdm
+
+    with tqdm(desc=name) as bar:
+
+        def show(*news: Any) -> None:
+            if isinstance(news[0], str):
+                bar.set_postfix_str(news[0], refresh=False)
+                bar.update()
+                return
+            done, bar.total = news if len(news) == 2 else (news[0].step, news[0].of)
+            if len(news) == 1:
+                bar.set_postfix_str(f"predicted τ {news[0].tau:.2f}, loss {news[0].loss:.3f}", refresh=False)
+            bar.n = done
+            bar.refresh()
+
+        yield show

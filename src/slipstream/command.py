@@ -2,13 +2,15 @@
 
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from inspect import isroutine, signature
 from itertools import pairwise
 from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
+
+from slipstream.bars import in_notebook, notebook_bar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,21 +58,27 @@ def commanded(command: str) -> Iterator[None]:
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a public function: results that it makes store its call as their command. No `progress` is
-    told to `None`, and a seed may be of any integer type."""
+    """Decorates a public function: results that it makes store its call as their command. A notebook shows
+    its `progress`, unless the caller takes it; `None` shows none. A seed may be of any integer type."""
+    shows = "progress" in signature(function).parameters
 
     @wraps(function)
     def call(*args: P.args, **named: P.kwargs) -> R:
+        told = shows and "progress" not in named
         if named.get("progress", call) is None:
             del named["progress"]
         if isinstance(seed := named.get("seed"), Integral):
             named["seed"] = int(seed)  # such as NumPy's
         if current():
             return function(*args, **named)
-        given = signature(function).bind(*args, **named).arguments.items()
+        bound = signature(function).bind(*args, **named)
+        given = bound.arguments.items()
         shown = ", ".join(f"{name}={_shown(value)}" for name, value in given if not isroutine(value))
         package = function.__module__.partition(".")[0]
-        with commanded(f"{package}.{function.__name__}({shown})"):
+        with ExitStack() as stack:
+            if told and "progress" not in bound.arguments and in_notebook():
+                named["progress"] = stack.enter_context(notebook_bar(function.__name__))
+            stack.enter_context(commanded(f"{package}.{function.__name__}({shown})"))
             return function(*args, **named)
 
     return call

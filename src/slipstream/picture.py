@@ -16,12 +16,18 @@ STYLES = ("-", "--", "-.", ":", "-", "--", "-.")
 
 
 @contextmanager
-def picture(path: str, columns: int, otherwise: str = "") -> Iterator[Any]:
-    """Axes side by side on white, saved afterwards: as a PNG where the path ends in .png, else as an SVG.
-    Where the file cannot be written, raises ValueError with `otherwise` at its end."""
+def picture(path: str | None, columns: int, otherwise: str = "") -> Iterator[Any]:
+    """Axes side by side on white, saved afterwards: as a PNG where the path ends in .png, else as an SVG,
+    and nowhere where there is no path. A notebook shows their figure. Where the file cannot be written,
+    raises ValueError with `otherwise` at its end."""
     import matplotlib
     from cycler import cycler
     from matplotlib.figure import Figure
+
+    class Shown(Figure):
+        def _repr_png_(self) -> bytes:
+            self.savefig(drawn := io.BytesIO(), format="png", dpi=160)
+            return drawn.getvalue()
 
     style: Any = {
         "axes.prop_cycle": cycler(color=COLOURS, linestyle=STYLES),
@@ -30,17 +36,18 @@ def picture(path: str, columns: int, otherwise: str = "") -> Iterator[Any]:
         "svg.hashsalt": "slipstream",  # the same figures give the same file
     }
     with matplotlib.rc_context(style):  # pictures of the caller's own stay as they are
-        figure = Figure(figsize=(4.5 * columns, 3.2), layout="constrained")
+        figure = Shown(figsize=(4.5 * columns, 3.2), layout="constrained")
         axes = figure.subplots(1, columns, squeeze=False)
         yield axes[0]
         for ax in axes[0]:
             ax.grid(alpha=0.3)
             ax.spines[["top", "right"]].set_visible(False)
+        if path is None:
+            return
         try:
             with replacing(path) as file:
                 if path.lower().endswith(".png"):
-                    figure.savefig(drawn := io.BytesIO(), format="png", dpi=160)
-                    file.buffer.write(drawn.getvalue())
+                    file.buffer.write(figure._repr_png_())
                 else:
                     figure.savefig(text := io.StringIO(), format="svg", metadata={"Date": None})
                     file.write(_slim(text.getvalue()))

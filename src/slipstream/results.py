@@ -4,13 +4,14 @@ import io
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from html import escape
 from os import PathLike
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +20,9 @@ from slipstream import command
 from slipstream.core.target import Target
 from slipstream.files import first_line, parsed, read_text, write_json
 from slipstream.machine import SCHEMA, hardware, versions
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 R = TypeVar("R", bound="Result")
 Q = TypeVar("Q", bound="Report")
@@ -62,6 +66,23 @@ class Result(Part, ABC):
         console.print(self, soft_wrap=True)
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue().rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        """The table, as a notebook shows it: without scripts, and every text escaped."""
+        return html(self)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """The rows of `to_pandas`, by column; one where a result has no rows of its own."""
+        return [flat(self)]
+
+    def to_pandas(self) -> "DataFrame":
+        """The figures as a pandas DataFrame, a row for each row of the table. Names of nested figures have
+        dots, as in `speedup.vanilla`. Raises ValueError where pandas is not installed."""
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise ValueError("to_pandas needs pandas, which is not installed: pip install pandas") from error
+        return pandas.DataFrame(self._rows())
 
     def to_json(self) -> str:
         """The text of the JSON file."""
@@ -122,6 +143,36 @@ class Report(Result):
         return self.stopped_by(first_line(error))
 
 
+def flat(part: Part | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The figures of a part, those of parts within it under names with dots. Lists of parts, and parts by
+    name, such as the questions of a run, are left out."""
+    fields, found = part.model_dump() if isinstance(part, Part) else part, dict[str, Any]()
+    for name, value in fields.items():
+        within = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else None
+        if within is None:
+            found[prefix + name] = value
+        elif not any(isinstance(each, dict) for each in within):
+            found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
+def html(shown: Any) -> str:
+    """A table, a text or a group of them as HTML. It holds no scripts, and every text is escaped."""
+    if isinstance(shown, Group):
+        return "".join(map(html, shown.renderables))
+    if isinstance(shown, Figures):
+        return shown.html()
+    if isinstance(shown, Text):
+        return f'<p style="white-space: pre-wrap; margin: 0.3em 0">{_marked(shown)}</p>'
+    return html(shown.__rich__())
+
+
+def _marked(text: Any) -> str:
+    """A text of rich's, escaped; bold where it is."""
+    told = escape(str(text))
+    return f"<b>{told}</b>" if "bold" in str(getattr(text, "style", "")) else told
+
+
 def check_schema(number: Any) -> None:
     """Raise ValueError for a result that another version wrote in a form that this one does not know."""
     if number != SCHEMA:
@@ -155,6 +206,22 @@ class Figures(Table):
     def add_row(self, *cells: Any, **style: Any) -> None:
         plain = style.get("style") or ""
         super().add_row(*(c if isinstance(c, Text) else Text(str(c), plain) for c in cells), **style)
+
+    def html(self) -> str:
+        """The table as HTML."""
+        names = [column.header for column in self.columns]
+        rows = zip(*(column.cells for column in self.columns), strict=True)
+        align = [f"text-align: {column.justify}" for column in self.columns]
+        heads, *lines = (
+            "".join(
+                f'<{tag} style="{side}">{_marked(cell)}</{tag}>'
+                for cell, side in zip(row, align, strict=True)
+            )
+            for tag, row in (("th", names), *(("td", row) for row in rows))
+        )
+        title = f"<caption>{escape(self._title)}</caption>" if self._title else ""
+        body = "".join(f"<tr>{line}</tr>" for line in lines)
+        return f"<table>{title}<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         if self._title:

@@ -288,8 +288,8 @@ def test_tables_and_pictures(target, tuned, tmp_path):
         target.window - 64,
     }  # as measured
     for report in (costs, tuned):
-        report.draw(str(tmp_path / "picture.svg"))
+        report.plot(str(tmp_path / "picture.svg"))
         assert "<svg" in (tmp_path / "picture.svg").read_text()
         assert str(report)
         with pytest.raises(ValueError, match="cannot be written"):
-            report.draw(str(tmp_path / "missing" / "picture.svg"))
+            report.plot(str(tmp_path / "missing" / "picture.svg"))

@@ -134,7 +134,7 @@ def tune(
         return
 
     def show(report: TuneReport) -> None:
-        deliver(report, json_path, plot, report.draw)
+        deliver(report, json_path, plot, report.plot)
         head = tuned_head(drafter, loaded)
         for line in report.static_trees(head):
             beside(json_path, plot).print(line, soft_wrap=True)
@@ -153,7 +153,7 @@ def _measure(target: "HFTarget", plot: str | None, json_path: str | None) -> Non
     with progress_bar(None) as progress:
         report = cost.cost_curve(target, progress=progress)
     try:
-        deliver(report, json_path, plot, report.draw)
+        deliver(report, json_path, plot, report.plot)
     finally:
         cost.save_costs(target, report)
     err.print(f"kept in {cost.costs_file()}", style="dim", soft_wrap=True)

@@ -4,6 +4,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from html import escape
 from itertools import islice
 from numbers import Real
 from os import PathLike
@@ -79,11 +80,11 @@ class Generation:
         sampling: how its tokens were chosen, as `audit` takes it.
     """
 
-    prompt: list[int]
-    tokens: list[int]
+    prompt: list[int] = field(repr=False)
+    tokens: list[int] = field(repr=False)
     text: str
     finish: Finish | Literal["interrupted"]
-    rounds: list[Round]
+    rounds: list[Round] = field(repr=False)
     seconds: Seconds
     sampling: Sampling = field(default_factory=Sampling, repr=False)
 
@@ -91,6 +92,17 @@ class Generation:
     def tau(self) -> float:
         """The answer's `mean_accepted_length`."""
         return mean_accepted_length(self.rounds)
+
+    def _repr_html_(self) -> str:
+        """The answer and a line of figures, as a notebook shows them."""
+        figures = (
+            f"{len(self.tokens)} tokens",
+            f"τ {self.tau:.2f}",
+            f"{self.seconds.total:.2f} s",
+            self.finish,
+        )
+        said = escape(self.text) or "(no text)"
+        return f'<div style="white-space: pre-wrap">{said}</div><p><small>{", ".join(figures)}</small></p>'
 
 
 class Options(TypedDict, total=False):

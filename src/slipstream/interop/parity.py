@@ -103,6 +103,11 @@ class ParityReport(Report):
         verdict = Text("agrees", "bold green") if self.agrees else Text("does NOT agree", "bold red")
         return Group(table, *lines, verdict)
 
+    def _rows(self) -> list[dict[str, Any]]:
+        each = zip(self.acceptance.slipstream, self.acceptance.vllm, self.difference, strict=True)
+        columns = ("position", "slipstream", "vllm", "difference")
+        return [dict(zip(columns, (i, *row), strict=True)) for i, row in enumerate(each, 1)]
+
 
 @public
 def parity(

@@ -4,6 +4,7 @@ what is drawn is tested against plain decoding's law."""
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rich.console import Group
 from rich.text import Text
@@ -21,7 +22,7 @@ from slipstream.measure.questions import Question, Questions, load_questions
 from slipstream.measure.report import Difference, promise
 from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, marks
 from slipstream.measure.tally import Answered
-from slipstream.results import Figures, Part, Report, heading
+from slipstream.results import Figures, Part, Report, flat, heading
 from slipstream.targets import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
 
@@ -108,6 +109,9 @@ class Certificate(Report):
             verdict = Text(str(wrong), "bold red" if wrong else "green")
             table.add_row(row.drafter, f"{row.temperature:g}", *counts, largest, verdict)
         return Group(table, *self._tests(), self._verdict())
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [flat(row) for row in self.results]
 
     def _tests(self) -> Iterator[Figures]:
         if self.distribution:

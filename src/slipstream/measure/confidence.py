@@ -23,7 +23,7 @@ from slipstream.measure.contest import first_prompts
 from slipstream.measure.questions import Questions, load_questions
 from slipstream.measure.trees import ranked, ranks
 from slipstream.picture import picture
-from slipstream.results import Figures, Part, Report, heading
+from slipstream.results import Figures, Part, Report, flat, heading
 from slipstream.targets import HFTarget, RecordedTarget
 
 BINS, RANKS = 10, (1, 3, 5, 7)  # CAPE takes 1, 3, 5 or 7 candidates
@@ -70,8 +70,15 @@ class ConfidenceReport(Report):
             table.add_row(name, str(found.tokens), *means, f"{found.calibration_error:.3f}")
         return table
 
-    def draw(self, path: str) -> None:
-        """Acceptance by confidence, of every drafter, and the first one's candidates. Raises ValueError."""
+    def _rows(self) -> list[dict[str, Any]]:
+        return [
+            {"drafter": name} | flat(each) for name, found in self.drafters.items() for each in found.bins
+        ]
+
+    def plot(self, path: str | None = None) -> Any:
+        """Acceptance by confidence, of every drafter, and the first one's candidates: a matplotlib Figure,
+        which a notebook shows and `path` (.svg or .png) keeps. Raises ValueError where it cannot be
+        written."""
         with picture(path, 2) as (left, right):
             left.plot([0, 1], [0, 1], color="0.8", linewidth=1)
             for name, found in self.drafters.items():
@@ -83,6 +90,7 @@ class ConfidenceReport(Report):
             right.set(xlabel="confidence", title=f"The right token among the candidates ({name})", **UNIT)
             for axes in (left, right):
                 axes.legend(frameon=False, fontsize=8)
+        return left.figure
 
 
 MARKED: dict[str, Any] = {"marker": "o", "markersize": 3}

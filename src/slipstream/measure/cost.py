@@ -24,7 +24,7 @@ from slipstream.files import cache_home, update_json
 from slipstream.measure.experts import experts_read, own_texts
 from slipstream.measure.report import PARTS
 from slipstream.picture import picture
-from slipstream.results import Figures, Part, Report, heading
+from slipstream.results import Figures, Part, Report, flat, heading
 from slipstream.targets import HFTarget
 
 
@@ -70,9 +70,13 @@ class CostReport(Report):
             lines.append(Text(f"experts of a layer that a pass reads: {counts} rows"))
         return Group(table, *lines)
 
-    def draw(self, path: str) -> None:
-        """Draw the time of a pass against its rows, for every context and batch, and the time that reading
-        the weights takes. A path that ends in .png gets a PNG, any other an SVG. Raises ValueError."""
+    def _rows(self) -> list[dict[str, Any]]:
+        return [flat(cost) for cost in self.passes]
+
+    def plot(self, path: str | None = None) -> Any:
+        """The time of a pass against its rows, for every context and batch, and the time that reading the
+        weights takes: a matplotlib Figure, which a notebook shows and `path` (.svg or .png) keeps. Raises
+        ValueError where it cannot be written."""
         with picture(path, 1) as (ax,):
             for context, batch in dict.fromkeys((cost.context, cost.batch) for cost in self.passes):
                 some = [cost for cost in self.passes if (cost.context, cost.batch) == (context, batch)]

@@ -5,7 +5,7 @@ A check measures something that only its fault spoils, and wherever it can it me
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Group
 from rich.text import Text
@@ -17,7 +17,7 @@ from slipstream.measure import burdens, faults
 from slipstream.measure.contest import first_prompts
 from slipstream.measure.patient import Patient, Seen, Unmeasured
 from slipstream.measure.questions import Questions, load_questions
-from slipstream.results import Figures, Part, Report, heading
+from slipstream.results import Figures, Part, Report, flat, heading
 from slipstream.spec import Named, Spec
 from slipstream.targets.load import AnyTarget, loaded
 
@@ -116,6 +116,9 @@ class DoctorReport(Report):
             lines.append(Text.assemble((f"{each.fault}: ", "bold red"), each.cause))
             lines.append(Text.assemble(("  remedy: ", "bold"), each.remedy))
         return Group(table, *lines)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [flat(each) for each in self.findings]
 
 
 @public

@@ -13,9 +13,9 @@ MARKED: dict[str, Any] = {"marker": "o", "markersize": 4}
 SHADES = ("#0072B2", "#E69F00", "#999999")  # dark, light and grey, also without colour
 
 
-def draw_run(run: BenchReport, path: str) -> None:
+def draw_run(run: BenchReport, path: str | None) -> Any:
     """Speed-up by task with intervals, acceptance by depth, accepted lengths, and the time split of a round.
-    Raises ValueError where the file cannot be written."""
+    Returns the figure. Raises ValueError where the file cannot be written."""
     drafters = [row for row in run.results if row.drafter != "vanilla"] or run.results
     with picture(path, 4) as (tasks, depths, lengths, times):
         _tasks(tasks, run.results[0], drafters)
@@ -32,6 +32,7 @@ def draw_run(run: BenchReport, path: str) -> None:
         for axes in (depths, lengths):
             axes.xaxis.get_major_locator().set_params(integer=True)
         depths.legend(frameon=False, fontsize="x-small")
+    return tasks.figure
 
 
 def _tasks(axes: Any, plain: DrafterResult, drafters: list[DrafterResult]) -> None:
@@ -69,9 +70,9 @@ def _times(axes: Any, rows: list[DrafterResult], batch: int) -> None:
     axes.legend(frameon=False, fontsize="x-small", loc="upper center", ncol=len(PARTS))
 
 
-def draw_sweep(sweep: Sweep, path: str) -> None:
+def draw_sweep(sweep: Sweep, path: str | None) -> Any:
     """Tokens a second, and speed over plain decoding, against texts at once; a line for each target as it was
-    run, temperature and drafter. Raises ValueError where the file cannot be written."""
+    run, temperature and drafter. Returns the figure. Raises ValueError where the file cannot be written."""
     lines: dict[tuple[str, float, str], list[tuple[int, DrafterResult]]] = {}
     for run in sweep.runs:
         for row in run.results:
@@ -93,3 +94,4 @@ def draw_sweep(sweep: Sweep, path: str) -> None:
         for axes in (speeds, ratios):
             axes.xaxis.get_major_locator().set_params(integer=True)
         speeds.legend(frameon=False, fontsize="x-small")
+    return speeds.figure

@@ -3,6 +3,7 @@
 import math
 import os
 import shlex
+from typing import Any
 
 from rich.console import Group
 from rich.text import Text
@@ -11,7 +12,7 @@ from slipstream.command import commanded, suggested
 from slipstream.decode.session import Seconds
 from slipstream.measure.paired import Asked, Interval, Paired
 from slipstream.methods import METHODS
-from slipstream.results import Figures, Margin, Part, Report
+from slipstream.results import Figures, Margin, Part, Report, flat
 
 WIDE = 12  # letters of a name that fits over a column
 PARTS = ("draft", "verify", "host")  # of a round
@@ -240,6 +241,16 @@ class BenchReport(Report):
         hf = f"{self.hf_generate.tokens_per_second:.1f}"
         main.add_row("HF generate", "1.00", hf, "", "1.00", "", "", "", "", style="dim")
         return Group(main, _by_part(self.results), *_notes(self.results), *self.verdicts())
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [flat(row) for row in self.results]
+
+    def plot(self, path: str | None = None) -> Any:
+        """Speed-up by task, acceptance by depth, accepted lengths and the time split of a round, as one
+        matplotlib Figure, which a notebook shows and `path` (.svg or .png) keeps."""
+        from slipstream.measure.pictures import draw_run
+
+        return draw_run(self, path)
 
     def verdicts(self) -> list[Text]:
         """A sentence for each drafter: whether it is faster than plain decoding here, and what to try."""

@@ -1,6 +1,7 @@
 """What `reproduce` returns, and its tables."""
 
 from collections import Counter
+from typing import Any
 
 from rich.console import Group
 from rich.text import Text
@@ -8,7 +9,7 @@ from rich.text import Text
 from slipstream.measure.evidence import ABSENT, FAILS, HOLDS, Cell, Evidence
 from slipstream.measure.paired import Interval
 from slipstream.measure.papers.entry import Entry
-from slipstream.results import Figures, Part, Report
+from slipstream.results import Figures, Part, Report, flat
 
 QUESTIONS, TOKENS = 20, 64  # of fewer a table says little, and is marked
 STYLES = {HOLDS: "green", FAILS: "bold red"}
@@ -154,6 +155,9 @@ class ReproduceReport(Report):
         sets = ", ".join(f"{name} is {asked.source}" for name, asked in self.settings.sets.items())
         told = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in (HOLDS, FAILS, *OTHERS))
         return Group(Text(title, "bold"), Text(sets, "dim"), *self.tables, Text(f"relations: {told}", "bold"))
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [{"table": table.name} | flat(value) for table in self.tables for value in table.values]
 
 
 OTHERS = ("undecided", ABSENT)

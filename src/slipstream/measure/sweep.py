@@ -46,6 +46,20 @@ class Sweep(Result):
             table.add_section()
         return Group(table, *self.verdicts())
 
+    def _rows(self) -> list[dict[str, Any]]:
+        return [
+            {"target": run.model, "temperature": run.temperature, "batch": run.batch} | row
+            for run in self.runs
+            for row in run._rows()
+        ]
+
+    def plot(self, path: str | None = None) -> Any:
+        """Tokens a second and speed-up against texts at once, as one matplotlib Figure, which a notebook
+        shows and `path` (.svg or .png) keeps."""
+        from slipstream.measure.pictures import draw_sweep
+
+        return draw_sweep(self, path)
+
     def verdicts(self) -> list[Text]:
         """A sentence for each drafter."""
         found: dict[str, list[bool | None]] = {}

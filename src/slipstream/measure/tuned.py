@@ -1,12 +1,13 @@
 """What `tune` returns, and its tables."""
 
 import shlex
+from typing import Any
 
 from rich.console import Group
 from rich.text import Text
 
 from slipstream.picture import picture
-from slipstream.results import Figures, Part, Report
+from slipstream.results import Figures, Part, Report, flat
 from slipstream.spec import Named, Spec
 
 BEST = 8  # candidates that are shown
@@ -142,9 +143,17 @@ class TuneReport(Report):
         shown.append(Text(note, "dim"))
         return Group(*shown)
 
-    def draw(self, path: str) -> None:
-        """Draw the speed-up over plain decoding against the node budget, as predicted for optimal static
-        trees and as timed. A path that ends in .png gets a PNG, any other an SVG. Raises ValueError."""
+    def _rows(self) -> list[dict[str, Any]]:
+        return [
+            {"temperature": tuned.temperature} | flat(each)
+            for tuned in self.temperatures
+            for each in tuned.candidates
+        ]
+
+    def plot(self, path: str | None = None) -> Any:
+        """The speed-up over plain decoding against the node budget, as predicted for optimal static trees and
+        as timed: a matplotlib Figure, which a notebook shows and `path` (.svg or .png) keeps. Raises
+        ValueError where it cannot be written."""
         with picture(path, len(self.temperatures)) as axes:
             for ax, tuned in zip(axes, self.temperatures, strict=True):
                 predicted = {proposed.proposal: proposed.budgets for proposed in tuned.proposals}
@@ -160,6 +169,7 @@ class TuneReport(Report):
                 title = f"T = {tuned.temperature:g}"
                 ax.set(title=title, xlabel="nodes", ylabel="speed-up over plain", ylim=(0, None))
                 ax.legend(frameon=False, fontsize="small")
+        return axes[0].figure
 
     def static_trees(self, drafter: Named, best: int = BEST) -> list[str]:
         """The command-line options that name the static trees of the table, and of those that auto takes."""

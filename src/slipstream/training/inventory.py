@@ -13,7 +13,7 @@ from rich.console import Group
 
 from slipstream.command import public
 from slipstream.files import Paths, check_writable, replacing, several
-from slipstream.results import Figures, Part, Result, made
+from slipstream.results import Figures, Part, Result, flat, made
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import check_lines, encode_row, read_rows
 from slipstream.training.repeats import excluded_words, holds, loops, near_copies
@@ -90,6 +90,9 @@ class Inventory(Result):
         if self.kept is not None:
             tables.append(_table(f"kept, in {self.out}", self.kept, dropping=False))
         return Group(*tables)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [{"kind": kind} | flat(held) for kind, held in self.kinds.items()]
 
 
 @public

@@ -3,7 +3,9 @@
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from os import PathLike, fspath
+from typing import Any
 
 from rich.console import Group
 from rich.panel import Panel
@@ -46,6 +48,14 @@ class TrainingRun(Result):
     def __rich__(self) -> Text:
         tokens = f"{self.trained_tokens:,} tokens"
         return Text(f"predicted τ {self.tau:.2f} ({self.tree}) after {tokens}, in {self.directory}")
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [asdict(each) for each in self.history]
+
+    def plot(self, path: str | None = None) -> Any:
+        """Predicted τ and acceptance by depth against the tokens trained on: a matplotlib Figure, which a
+        notebook shows and `path` (.svg or .png) keeps."""
+        return draw(self.history, path)
 
 
 @public
@@ -165,8 +175,8 @@ def _draw_curve(trainer: Trainer | None, directory: str) -> None:
         draw(trainer.progress.history, f"{directory}/curve.svg")
 
 
-def draw(history: Sequence[Evaluation], path: str) -> None:
-    """Draw predicted τ and acceptance by depth against the tokens trained on, as an SVG."""
+def draw(history: Sequence[Evaluation], path: str | None) -> Any:
+    """Draw predicted τ and acceptance by depth against the tokens trained on. Returns the figure."""
     trained = [entry.trained / 1e6 for entry in history]
     with picture(path, 2, "; log.jsonl has the figures") as (left, right):
         left.plot(trained, [entry.tau for entry in history], marker="o", markersize=3)
@@ -175,6 +185,7 @@ def draw(history: Sequence[Evaluation], path: str) -> None:
             right.plot(trained, rates, marker="o", markersize=3, label=f"depth {depth}")
         right.set(xlabel="tokens trained on (millions)", ylabel="share of rounds that accept this deep")
         right.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    return left.figure
 
 
 class Watch:
