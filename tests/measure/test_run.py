@@ -268,6 +268,19 @@ def test_a_run_goes_on_where_it_was_ended(target, monkeypatch):
     assert bench(target, "ngram", LONG, **how, begun=made) is made
 
 
+def test_a_run_whose_drafter_remembers_answers_begins_anew(target, capsys):
+    """Behind an interruption it drafted from fewer answers, and a run that was gone on with had another τ."""
+    drafter, how, kept = "suffix:remember=1", {"max_new_tokens": 24, "temperature": 0.0}, []
+    whole = bench(target, drafter, LONG, **how, keep=kept.append)
+    capsys.readouterr()
+    made = bench(target, drafter, LONG, **how, begun=kept[0])
+    for figure in ("tau", "target_passes", "acceptance_by_depth"):
+        assert getattr(made.results[-1], figure) == getattr(whole.results[-1], figure)
+    told = "the run begins anew: its file does not hold the answers that suffix:remember=1 remembers\n"
+    assert capsys.readouterr().err == told
+    assert bench(target, drafter, LONG, **how, begun=made) is made
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.command import public
 from slipstream.decode.session import Seconds
 from slipstream.drafters.proposer import Proposer
-from slipstream.files import check_counts
+from slipstream.files import check_counts, note
 from slipstream.measure.contest import BASELINES, HF, Contest, Drafters, first_prompts, prompt_of
 from slipstream.measure.paired import Asked, paired, together
 from slipstream.measure.questions import Question, Questions, batches, load_questions
@@ -119,6 +119,10 @@ class _Run:
     def go_on(self, begun: BenchReport, progress: Callable[[str], None]) -> None:
         """Take over the whole groups of an earlier run. Raises ValueError where it was another run."""
         check_goes_on("run", begun, _heading(self.contest), self.settings)
+        forgetful = [name for name, drafter in self.contest.drafters.items() if drafter.remembers]
+        if begun.stopped is not None and forgetful:
+            note(f"the run begins anew: its file does not hold the answers that {forgetful[0]} remembers")
+            return
         for number, group in enumerate(self.groups):
             found = [turn for turn in begun.turns if turn.group == number]
             if len(found) < sum(len(question.turns) for question in group):
