@@ -31,7 +31,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 MADE = ROOT / "docs" / "tables.md"  # the whole page follows from a result
 PAGES = [
     ROOT / "README.md",
-    *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in ("log.md", MADE.name)),
+    *sorted(
+        path for path in (ROOT / "docs").glob("*.md") if path.name not in ("api.md", "log.md", MADE.name)
+    ),
 ]
 
 NUMBER = re.compile(r"(?<![\w.,])(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.\d+)(?:\s?(%|MiB|M\b))?(?!\w|[.,]\d)")
