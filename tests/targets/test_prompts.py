@@ -170,7 +170,7 @@ def test_a_template_that_fails_in_python_refuses_the_turns():
     tokenizer = deepcopy(tiny.tokenizer())
     tokenizer.chat_template = "{{ 1 + messages[0]['content'] }}"
     text = HFTarget(tiny.reference("llama"), tokenizer, "failing").text
-    with pytest.raises(ValueError, match="template of failing refuses these turns: unsupported operand"):
+    with pytest.raises(ValueError, match="failing does not take these messages: unsupported operand"):
         text.render([{"role": "user", "content": "abc"}], ask=True)
 
 

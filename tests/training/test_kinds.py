@@ -173,3 +173,12 @@ def test_kinds_must_be_known_and_one_must_need_no_text():
         check_kinds(["summaries", "turns"])
     with pytest.raises(ValueError, match="kind reading are about answers of others"):
         check_kinds(["maths", "reading"])  # no prompt of it was ever written
+
+
+def test_nothing_is_written_about_an_answer_that_writes_a_special_token(chat):
+    """In the raw text that the target goes on with it would have ended the earlier turn."""
+    rows = [answered(Question([{"role": "user", "content": "q"}], "any"), "ab</s>")]
+    writer = Counting()
+    made = [*synthesize_prompts(chat, writer, 5, 0.8, 1, 0, rows, ["any", "turns"])]
+    assert {question.kind for question in made} == {"any"}
+    assert not any("</s>" in text for text in writer.begun)

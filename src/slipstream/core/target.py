@@ -37,6 +37,24 @@ class Sizes:
     blocks: int
 
 
+class Rendered(str):
+    """Messages as a chat template writes them. Sliced, it is a text like any other.
+
+    Attributes:
+        masked: the same with stand-ins where messages begin what would be a special token; "": nowhere.
+        signs: from stand-ins to what they stand for, as `str.translate` takes it.
+    """
+
+    masked: str = ""
+    signs: Mapping[int, str] = {}
+
+    def behind(self, start: int) -> "Rendered":
+        """The text from `start` on."""
+        rest = Rendered(self[start:])
+        rest.masked, rest.signs = self.masked[start:], self.signs
+        return rest
+
+
 class Text(ABC):
     """How a target reads and writes text."""
 
@@ -67,10 +85,11 @@ class Text(ABC):
 
     @abstractmethod
     def ids(self, text: str, special: bool = False) -> list[int]:
-        """Token ids of text as it stands; `special`: with the tokens that the tokenizer adds to a text."""
+        """Token ids of text as it stands: special tokens that it writes are special, but for those that the
+        messages of a rendered text write. `special`: with the tokens that the tokenizer adds to a text."""
 
     @abstractmethod
-    def render(self, messages: Messages, ask: bool) -> str:
+    def render(self, messages: Messages, ask: bool, tools: Messages = ()) -> Rendered:
         """Messages by the chat template; `ask`: up to where an answer begins. Raises ValueError."""
 
     @abstractmethod

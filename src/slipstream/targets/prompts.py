@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from numbers import Real
 from pathlib import PurePath
@@ -12,8 +12,9 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.core.target import Messages, Target, Text
+from slipstream.core.target import Messages, Rendered, Target, Text
 from slipstream.files import first_line, is_whole
+from slipstream.targets.specials import Specials, texts_in
 
 # text, token ids, messages, or what a tokenizer returns
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Tensor | np.ndarray
@@ -36,6 +37,10 @@ class HFText(Text):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         self.tokenizer, self.name = tokenizer, name
+
+    @cached_property
+    def _specials(self) -> Specials:
+        return Specials(self.tokenizer)
 
     @property
     def has_chat(self) -> bool:
@@ -73,26 +78,25 @@ class HFText(Text):
             if isinstance(prompt, str):
                 return self.ids(prompt, special=True)
             raise ValueError(f"target {self.name} has no chat template: give the prompt as text")
-        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        how: Any = {"add_generation_prompt": True, "return_dict": True, "tools": list(tools) or None}
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self.ids(self.render(messages, ask=True, tools=tools))
+
+    def ids(self, text: str, special: bool = False) -> list[int]:
+        if isinstance(text, Rendered) and text.masked:
+            return self._specials.ids(text)
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def render(self, messages: Messages, ask: bool, tools: Messages = ()) -> Rendered:
+        def written(given: Any) -> str:
+            turns, tools = given
+            how: Any = {"tools": tools or None, "tokenize": False, "add_generation_prompt": ask}
+            return str(self.tokenizer.apply_chat_template(turns, **how))
+
         try:
-            encoded: Any = self.tokenizer.apply_chat_template(messages, **how)
-            return list(encoded["input_ids"])
+            return self._specials.render(written, [list(messages), list(tools)])
         except Exception as error:  # templates raise errors of many types
             raise ValueError(
                 f"the chat template of {self.name} does not take these messages: {first_line(error)}"
-            ) from error
-
-    def ids(self, text: str, special: bool = False) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
-
-    def render(self, messages: Messages, ask: bool) -> str:
-        how: Any = {"conversation": list(messages), "tokenize": False, "add_generation_prompt": ask}
-        try:
-            return str(self.tokenizer.apply_chat_template(**how))
-        except Exception as error:  # templates raise errors of many types
-            raise ValueError(
-                f"the chat template of {self.name} refuses these turns: {first_line(error)}"
             ) from error
 
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:
@@ -168,7 +172,7 @@ def checked_ids(tokens: Iterable[Any], vocab: int, what: str = "the prompt") -> 
 def check_readable(texts: Any, what: str) -> None:
     """Raise ValueError for text, anywhere in lists and mappings, that no encoding can write, or that is too
     long for a tokenizer."""
-    for text in texts_in(texts):
+    for text in texts_in(texts, keys=True):
         if len(text) > LONGEST:
             raise ValueError(f"{what} has a text of {len(text):,} characters: give at most {LONGEST:,}")
         if UNREADABLE.search(text):
@@ -249,12 +253,3 @@ def _part(part: Any) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         raise ValueError(f"a message holds a part of type {kind!r}: only text parts can be read")
     return text
-
-
-def texts_in(given: Any) -> Iterator[str]:
-    """Every text in nested lists and mappings, in order."""
-    if isinstance(given, str):
-        yield given
-    elif isinstance(given, (Mapping, list, tuple)):
-        for each in given.values() if isinstance(given, Mapping) else given:
-            yield from texts_in(each)

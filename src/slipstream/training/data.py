@@ -204,7 +204,7 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
             raise ValueError(
                 "the chat template rewrites earlier turns: give rows of one question and one answer"
             )
-        prompt, answer = words.ids(asked[len(text) :]), words.ids(answered[len(asked) :])
+        prompt, answer = words.ids(asked.behind(len(text))), words.ids(answered.behind(len(asked)))
         own = next((j + 1 for j, token in enumerate(answer) if token in ends), len(answer))
         # Where a length limit cut the last answer, the target did not end it.
         if i == answers[-1] and not row.get("finished", True):

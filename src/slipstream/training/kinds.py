@@ -134,7 +134,7 @@ def synthesize_prompts(
             size = min(batch, 2 * (start + batch - made))
             for each in [_begin(counts, used, earlier, chance) for _ in range(size)]:
                 text = opening_of(target, each.before) + each.text
-                if _fits(target, text):
+                if _fits(target, each, text):
                     begun.append(each)
                     texts.append(text)
                 else:
@@ -178,9 +178,12 @@ def opening_of(target: Target, before: Messages) -> str:
     return opening
 
 
-def _fits(target: Target, text: str) -> bool:
-    """Whether the window has room behind a text: for the longest words, or half of a small window."""
+def _fits(target: Target, begun: Begun, text: str) -> bool:
+    """Whether the window has room behind a text, for the longest words, or half of a small window; and no
+    earlier turn writes a special token, which the text, as it is gone on with, could not tell from one."""
     assert target.text is not None
+    if target.text.render([*begun.before, {"role": "user", "content": begun.text}], ask=False).masked:
+        return False
     return len(target.text.ids(text)) <= max(target.window - WORDS[1], target.window // 2)
 
 

@@ -12,7 +12,7 @@ from jaxtyping import UInt64
 from numpy.lib.stride_tricks import sliding_window_view
 
 from slipstream.files import parsed, read_text
-from slipstream.targets.prompts import texts_in
+from slipstream.targets.specials import texts_in
 
 EXCLUDED = 13  # words in a row that a row may not share with a question set
 WHOLE = 4  # words from which on a text of fewer than `EXCLUDED` may be no message of a row

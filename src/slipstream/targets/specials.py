@@ -1,0 +1,110 @@
+"""Special tokens, such as <|im_end|>, where the text of a message writes them: there they are text."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from secrets import token_hex
+from typing import Any, NamedTuple, final
+
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from slipstream.core.target import Rendered
+
+SIGNS = range(0x2980, 0x110000)  # where stand-ins are looked for: from symbols on that no template looks for
+
+
+class Renamed(NamedTuple):
+    """A tokenizer in which special tokens have other names, and their texts are text.
+
+    Attributes:
+        names: the name of each special token, by its text.
+        ids: each one's id in the first tokenizer, by that in this one.
+    """
+
+    tokenizer: Tokenizer
+    names: dict[str, str]
+    ids: dict[int, int]
+
+
+@final
+class Specials:
+    """Tells special tokens of a chat template from the same texts in the messages that it renders.
+
+    In messages the first character of what would be a special token becomes one that stands nowhere else, and
+    in what the template made of them it is turned back. So a template may strip and cut texts as it always
+    does. Where there was one, a second tokenizer reads the text: in it special tokens have names that nobody
+    knows, which are put in where the template wrote one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        ends, added = {tokenizer.eos_token_id, tokenizer.bos_token_id}, tokenizer.added_tokens_decoder
+        self._tokenizer = tokenizer
+        self._tokens = {str(token): i for i, token in added.items() if token.special or i in ends}
+        longest_first = sorted(filter(None, self._tokens), key=len, reverse=True)
+        self._any = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def render(self, template: Callable[[Any], str], given: Any) -> Rendered:
+        """What `template` writes of `given`: nested lists and mappings of texts."""
+        texts = list(texts_in(given, keys=True))
+        if not any(map(self._any.search, texts)):
+            return Rendered(template(given))
+        taken = set("".join(texts))
+        free = (sign for sign in map(chr, SIGNS) if sign.isprintable() and sign not in taken)
+        signs = dict(zip(sorted({token[0] for token in self._tokens if token}), free, strict=False))
+        masked = template(self._masked(given, signs))
+        made = Rendered(masked.translate(back := {ord(sign): first for first, sign in signs.items()}))
+        made.masked, made.signs = masked, back
+        return made
+
+    def ids(self, text: Rendered) -> list[int]:
+        """Token ids of a rendered text with stand-ins. Raises ValueError if the tokenizer cannot do it."""
+        if not self._tokenizer.is_fast:
+            raise ValueError(
+                "a message writes a special token, which this tokenizer cannot read as text: leave it out"
+            )
+        renamed = self._renamed
+        named = self._any.sub(lambda found: renamed.names[found[0]], text.masked).translate(text.signs)
+        made = renamed.tokenizer.encode(named, add_special_tokens=False).ids
+        return [renamed.ids.get(token, token) for token in made]
+
+    @cached_property
+    def _renamed(self) -> Renamed:
+        backend: Any = self._tokenizer
+        made = json.loads(backend.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+        for token in made["added_tokens"]:
+            token["special"] = token["content"] in self._tokens
+        tokenizer = Tokenizer.from_str(json.dumps(made))
+        tokenizer.encode_special_tokens = True  # as text
+        how = ("single_word", "lstrip", "rstrip")
+        names = {token: f"\ufdd0{token_hex(16)}\ufdd0" for token in self._tokens}
+        for token, i in self._tokens.items():
+            like = self._tokenizer.added_tokens_decoder[i]
+            named = AddedToken(names[token], normalized=False, **{each: getattr(like, each) for each in how})
+            tokenizer.add_tokens([named])
+        made_ids = ((tokenizer.token_to_id(name), self._tokens[token]) for token, name in names.items())
+        ids = {i: token for i, token in made_ids if i is not None}
+        return Renamed(tokenizer, names, ids)
+
+    def _masked(self, given: Any, signs: Mapping[str, str]) -> Any:
+        if isinstance(given, str):
+            while self._any.search(given):  # again where two overlap
+                given = self._any.sub(lambda found: signs[found[0][0]] + found[0][1:], given)
+            return given
+        if isinstance(given, Mapping):
+            return {self._masked(key, signs): self._masked(each, signs) for key, each in given.items()}
+        return [self._masked(each, signs) for each in given] if isinstance(given, (list, tuple)) else given
+
+
+def texts_in(given: Any, keys: bool = False) -> Iterator[str]:
+    """Every text in nested lists and mappings, in order; `keys`: those of mappings, too."""
+    if isinstance(given, str):
+        yield given
+    elif isinstance(given, Mapping):
+        for key, each in given.items():
+            yield from texts_in(key, keys) if keys else ()
+            yield from texts_in(each, keys)
+    elif isinstance(given, (list, tuple)):
+        for each in given:
+            yield from texts_in(each, keys)
