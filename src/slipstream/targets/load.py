@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from slipstream.catalog import MODELS, find_target
 from slipstream.files import cache_home, first_line, name_of
 from slipstream.packing import HAS_BF16
+from slipstream.targets.gguf import READER, read_gguf
 from slipstream.targets.hf import HFTarget
 from slipstream.targets.quantised import KINDS
 from slipstream.targets.support import check_supported
@@ -109,34 +110,19 @@ def _some(names: list[str], n: int = 3) -> str:
 
 
 def _load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
-    """Read a GGUF file, dequantised. Parsing takes over ten seconds, so the user's cache keeps the result."""
-    stat = file.stat()
-    key = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns} {dtype} {transformers.__version__}"
-    kept = cache_home() / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    """Read a GGUF file, dequantised. Parsing takes over ten seconds, so the user's cache keeps the result,
+    under a hash of the file's content, which copies share."""
+    with open(file, "rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    key = hashlib.sha256(f"{digest} {dtype} {transformers.__version__} {READER}".encode()).hexdigest()[:16]
+    kept = next(cache_home().glob(f"*-{key}"), cache_home() / f"{file.stem}-{key}")
     if kept.is_dir():
         try:
             return _load(str(kept), dtype)
         except Exception:  # a damaged copy is made again
             shutil.rmtree(kept, ignore_errors=True)
-    model, tokenizer = _read_gguf(file, dtype)
+    model, tokenizer = read_gguf(file, dtype)
     return _load(str(kept), dtype) if _keep(model, tokenizer, kept) else (model, tokenizer)
-
-
-def _read_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
-    source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    dense: dict[str, Any] = {}
-    if hasattr(transformers, "GgufConfig"):  # newer versions keep the weights packed by default
-        dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    try:
-        config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
-        check_supported(config.get_text_config(decoder=True))
-        model = _whole(str(file), **source, dtype=dtype, **dense)
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-    except Exception as error:  # damaged files raise errors of many types
-        raise ValueError(f"target {str(file)!r} could not be read as GGUF: {first_line(error)}") from error
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    return model, tokenizer
 
 
 def _keep(model: PreTrainedModel, tokenizer: Tokenizer, kept: Path) -> bool:
