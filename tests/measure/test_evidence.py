@@ -1,9 +1,15 @@
 """Figures from sums over questions, and what intervals decide."""
 
+from pathlib import Path
+
 import pytest
 
 from slipstream.measure.evidence import ABSENT, FAILS, HOLDS, OPEN, Cell, Evidence
+from slipstream.measure.papers import ENTRIES
 from slipstream.measure.papers.entry import Claim, Figure
+from slipstream.measure.reproduced import ReproduceReport
+
+TABLES = Path(__file__).parents[2] / "benchmarks" / "results" / "tables.json"
 
 COLUMNS = ["tokens", "rounds", "1", "2"]
 
@@ -108,3 +114,18 @@ def test_intervals_decide(left, within, times, verdict):
 def test_what_was_not_measured_decides_nothing():
     claim = Claim("…", Figure("left", ("a",)), Figure("right", ("a",)))
     assert evidence(cell("left", *BASE)).verdict(claim) == (ABSENT, None, None)
+
+
+def test_verdicts_of_the_stored_tables_follow_from_their_cells():
+    """Verdicts on docs/tables.md that another rule, or a page's hand, had made."""
+    report = ReproduceReport.read(TABLES)
+    categories = {name: asked.categories for name, asked in report.settings.sets.items()}
+    stored, followed = Evidence({each.place: each for each in report.cells}, categories), 0
+    for table in report.tables:
+        claims = {claim.text: claim for claim in ENTRIES[table.name].claims}
+        for relation in table.relations:
+            found = stored.verdict(claims[relation.claim]) if relation.claim in claims else (ABSENT,)
+            if ABSENT not in (found[0], relation.verdict):  # of a claim that was measured otherwise then
+                assert found == (relation.verdict, relation.difference, relation.interval), relation.claim
+                followed += 1
+    assert followed > 50

@@ -147,8 +147,10 @@ def test_what_takes_time_is_raced_and_can_be_left_out(target, heads):
     assert all(value.ours >= 1 for value in tau.values())
     made = reproduce(target, ["bita-figure-7", "bita-table-2"], **HOW, begun=without)
     speeds = [v for table in made.tables for v in table.values if v.column == "× plain"]
-    assert len(speeds) == 4
-    assert all(value.ours > 0 and value.interval for value in speeds)
+    measured = [value for value in speeds if value.ours is not None]
+    assert len(speeds) == 6  # two of heads that are not here
+    assert len(measured) == 4
+    assert all(value.ours > 0 and value.interval for value in measured)
 
 
 def test_a_table_more_takes_no_other_from_the_file(target, heads):

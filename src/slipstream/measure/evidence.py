@@ -183,6 +183,10 @@ def _cost(sums: Sums) -> Tensor:
     return sums["draft seconds"] / sums["levels"] / (sums["plain verify"] / sums["plain rounds"])
 
 
+def _free(sums: Sums) -> Tensor:
+    return sums["tokens"] / (sums["levels"] * _cost(sums) + sums["rounds"])
+
+
 FORMULAS: dict[str, Callable[[Sums], Tensor]] = {
     "τ": lambda sums: sums["tokens"] / sums["rounds"],
     "α": _alpha,
@@ -192,6 +196,7 @@ FORMULAS: dict[str, Callable[[Sums], Tensor]] = {
     "tokens/s": lambda sums: sums["tokens"] / sums["seconds"],
     "draft ms": lambda sums: 1e3 * sums["draft seconds"] / sums["rounds"],
     "c": _cost,
+    "E": _free,
     "sure": partial(_accepted, range(BINS // 2, BINS)),
     "unsure": partial(_accepted, range(BINS // 2)),
     "calibration error": _calibration,

@@ -137,9 +137,14 @@ ENTRIES = (
         "LLaMA-2-7B",
         (
             Line("Lookahead", "× plain", _speed("lookahead"), 1.70),
+            Line("self-speculative", "× plain", _speed("self-speculative")),
+            Line("draft model", "× plain", _speed("draft-model:tree=chain-5")),
             Line("BiTA", "× plain", _speed(EFFICIENT), 2.38),
         ),
-        (over("BiTA is faster than Lookahead", _speed(EFFICIENT), _speed("lookahead")),),
+        (
+            over("BiTA is faster than Lookahead", _speed(EFFICIENT), _speed("lookahead")),
+            over("BiTA is faster than self-speculation", _speed(EFFICIENT), _speed("self-speculative")),
+        ),
         "Self-speculation: `slipstream tune --drafter self-speculative` finds the blocks to skip first.",
     ),
     _designs(

@@ -8,12 +8,18 @@ from slipstream.measure.papers.entry import (
     Line,
     alike,
     by_set,
+    drawn,
     n_alpha,
     near,
     over,
 )
 
 TREE, CHAIN = "eagle:tree=fig9", "eagle:tree=chain-5"
+NOISE = f"{TREE},proposal=noise"
+ALGORITHM_1 = (
+    "At T = 1 children are drawn and verified by Algorithm 1, as in the paper; our noise, which keeps the "
+    "text of a seed, stands beside it."
+)
 MT = ("mt_bench",)
 TASKS = ("humaneval", "gsm8k", "alpaca")
 INPUTS = {
@@ -23,11 +29,22 @@ INPUTS = {
     "tokens": "tokens",
 }
 OTHERS = tuple(INPUTS)[1:]
-SPEEDS = {"EAGLE": TREE, "Medusa": "medusa:tree=best-first-3x16", "Lookahead": "lookahead"}
+SPEEDS = {
+    "EAGLE": TREE,
+    "Medusa": "medusa:tree=best-first-3x16",
+    "Lookahead": "lookahead",
+    "DistillSpec": "draft-model:tree=chain-5",
+}
+EQUAL = "eagle:tree=best-first-3x16"
+SMALL = (
+    "Our draft model is of one block, and distilled as in DistillSpec; the paper's SpS takes one as it is."
+)
 
 
 def _speed(drafter: str, temperature: float = 0.0, batch: int = 1) -> Figure:
-    return Figure(drafter, MT, "× plain", temperature, batch)
+    return Figure(
+        drafter if drafter == VANILLA else drawn(drafter, temperature), MT, "× plain", temperature, batch
+    )
 
 
 def _arm(name: str, like: str = TREE) -> str:
@@ -36,7 +53,7 @@ def _arm(name: str, like: str = TREE) -> str:
 
 
 def _tau(name: str, temperature: float = 0.0) -> Figure:
-    return Figure(TREE, (name,), "τ", temperature)
+    return Figure(drawn(TREE, temperature), (name,), "τ", temperature)
 
 
 ENTRIES = (
@@ -46,28 +63,41 @@ ENTRIES = (
         "Vicuna 7B",
         (
             Line("EAGLE", "× plain", _speed(TREE), 2.90),
-            Line("Medusa", "× plain", _speed(SPEEDS["Medusa"])),
-            Line("Lookahead", "× plain", _speed("lookahead")),
+            Line("EAGLE, Medusa's tree", "× plain", _speed(EQUAL)),
+            *(Line(row, "× plain", _speed(SPEEDS[row])) for row in SPEEDS if row != "EAGLE"),
         ),
         (
             over(
                 "EAGLE is 1.47 times as fast as Medusa or more", _speed(TREE), _speed(SPEEDS["Medusa"]), 1.47
             ),
             over("EAGLE is faster than Medusa", _speed(TREE), _speed(SPEEDS["Medusa"])),
+            over("EAGLE is faster than Medusa in the same tree", _speed(EQUAL), _speed(SPEEDS["Medusa"])),
             over("EAGLE is faster than Lookahead", _speed(TREE), _speed("lookahead")),
+            over("EAGLE is faster than DistillSpec", _speed(TREE), _speed(SPEEDS["DistillSpec"])),
             over("EAGLE is faster than plain decoding", _speed(TREE), _speed(VANILLA)),
         ),
-        "The paper's Figure 1 has bars without numbers; 2.90 is Table 7's at batch 1.",
+        f"The paper's Figure 1 has bars without numbers; 2.90 is Table 7's at batch 1. {SMALL}",
     ),
     Entry(
         "eagle-figure-2",
         "speed on MT-bench at T = 1",
         "Vicuna 7B",
-        (Line("EAGLE", "× plain, T = 1", _speed(TREE, 1.0)), Line("EAGLE", "× plain", _speed(TREE), 2.90)),
+        (
+            Line("EAGLE", "× plain, T = 1", _speed(TREE, 1.0)),
+            Line("EAGLE, chain", "× plain, T = 1", _speed(CHAIN, 1.0)),
+            Line("EAGLE, our noise", "× plain, T = 1", _speed(NOISE, 1.0)),
+            Line("DistillSpec", "× plain, T = 1", _speed(SPEEDS["DistillSpec"], 1.0)),
+            Line("EAGLE", "× plain", _speed(TREE), 2.90),
+        ),
         (
             over("EAGLE is faster than plain decoding at T = 1", _speed(TREE, 1.0), _speed(VANILLA, 1.0)),
+            over(
+                "its chain is faster than plain decoding at T = 1", _speed(CHAIN, 1.0), _speed(VANILLA, 1.0)
+            ),
+            over("EAGLE is faster than DistillSpec", _speed(TREE, 1.0), _speed(SPEEDS["DistillSpec"], 1.0)),
             over("it gains more at T = 0 than at T = 1", _speed(TREE), _speed(TREE, 1.0)),
         ),
+        f"{ALGORITHM_1} {SMALL}",
     ),
     Entry(
         "eagle-figure-4",
@@ -139,9 +169,11 @@ ENTRIES = (
         "Vicuna 7B",
         (
             *by_set({"EAGLE": TREE}, TASKS, "τ", {"EAGLE": (4.29, 4.00, 3.86)}),
-            *by_set({"EAGLE": TREE}, TASKS, "τ", {"EAGLE": (3.43, 3.29, 3.30)}, 1.0),
+            *by_set({"EAGLE": TREE, "our noise": NOISE}, TASKS, "τ", {"EAGLE": (3.43, 3.29, 3.30)}, 1.0),
             *by_set({"EAGLE": TREE}, TASKS, "× plain", {"EAGLE": (3.33, 3.01, 2.79)}),
-            *by_set({"EAGLE": TREE}, TASKS, "× plain", {"EAGLE": (2.39, 2.34, 2.21)}, 1.0),
+            *by_set(
+                {"EAGLE": TREE, "our noise": NOISE}, TASKS, "× plain", {"EAGLE": (2.39, 2.34, 2.21)}, 1.0
+            ),
         ),
         (
             *(
@@ -151,6 +183,7 @@ ENTRIES = (
             over("τ is larger on code than on mathematics", _tau("humaneval"), _tau("gsm8k")),
             over("τ is larger on mathematics than on instructions", _tau("gsm8k"), _tau("alpaca")),
         ),
+        ALGORITHM_1,
     ),
     Entry(
         "eagle-table-2",
@@ -161,12 +194,15 @@ ENTRIES = (
             *n_alpha("EAGLE", CHAIN, "mt_bench", (0.79, 0.74, 0.72, 0.73, 0.67)),
             Line("EAGLE", "τ, T = 1", _tau("mt_bench", 1.0), 3.17),
             *n_alpha("EAGLE", CHAIN, "mt_bench", (0.71, 0.68, 0.66, 0.66, 0.65), 1.0),
+            Line("our noise", "τ, T = 1", Figure(NOISE, MT, "τ", 1.0)),
+            *n_alpha("our noise", f"{CHAIN},proposal=noise", "mt_bench", (None,) * 5, 1.0),
         ),
         (
             over("0-α exceeds 1-α", Figure(CHAIN, MT, "0-α"), Figure(CHAIN, MT, "1-α")),
             near("4-α lies within 0.07 of 1-α", Figure(CHAIN, MT, "4-α"), Figure(CHAIN, MT, "1-α"), 0.07),
             over("τ is larger at T = 0 than at T = 1", _tau("mt_bench"), _tau("mt_bench", 1.0)),
         ),
+        ALGORITHM_1,
     ),
     Entry(
         "eagle-table-3",

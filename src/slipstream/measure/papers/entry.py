@@ -14,6 +14,7 @@ TIMED = {  # in a race of `bench`
     "tokens/s": "tokens a second",
     "draft ms": "milliseconds of drafting a round",
     "c": "one draft step over a plain pass",
+    "E": "speed over plain decoding's if a pass cost the same for any rows: τ / (γc + 1)",
 }
 JUDGED = {  # of the guesses behind right ones, by the drafter's own confidence
     "sure": "share accepted where the confidence is 0.5 or more",
@@ -111,6 +112,12 @@ def alike(head: str) -> str:
     return f"Train {head} as the others (recipes/equal_data.yaml), and name it: --head {head}=runs/{head}."
 
 
+def drawn(drafter: str, temperature: float) -> str:
+    """At T > 0 a drafter draws its children, as Algorithm 1 verifies them (EAGLE, appendix A.2), unless it
+    names another proposal."""
+    return f"{drafter},proposal=sampled" if temperature and "proposal=" not in drafter else drafter
+
+
 def by_set(
     rows: Mapping[str, str],
     sets: Sequence[str],
@@ -119,12 +126,12 @@ def by_set(
     temperature: float = 0.0,
 ) -> tuple[Line, ...]:
     """A row a drafter and a column a set. `paper`: its figures, by row."""
-    drawn = f", T = {temperature:g}" if temperature else ""
+    at = f", T = {temperature:g}" if temperature else ""
     return tuple(
         Line(
             row,
-            f"{name} {kind}{drawn}",
-            Figure(drafter, (name,), kind, temperature),
+            f"{name} {kind}{at}",
+            Figure(drawn(drafter, temperature), (name,), kind, temperature),
             paper[row][i] if row in paper else None,
         )
         for row, drafter in rows.items()
@@ -132,11 +139,13 @@ def by_set(
     )
 
 
-def n_alpha(row: str, chain: str, name: str, paper: Sequence[float], temperature: float = 0.0) -> list[Line]:
+def n_alpha(
+    row: str, chain: str, name: str, paper: Sequence[float | None], temperature: float = 0.0
+) -> list[Line]:
     """n-α of a chain of five, for n = 0 … 4."""
-    drawn = f", T = {temperature:g}" if temperature else ""
+    at, chain = f", T = {temperature:g}" if temperature else "", drawn(chain, temperature)
     return [
-        Line(row, f"{n}-α{drawn}", Figure(chain, (name,), f"{n}-α", temperature), paper[n]) for n in range(5)
+        Line(row, f"{n}-α{at}", Figure(chain, (name,), f"{n}-α", temperature), paper[n]) for n in range(5)
     ]
 
 
