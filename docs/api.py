@@ -174,7 +174,8 @@ def text(node: Function | ast.ClassDef) -> str:
 
 
 def code(text: str) -> str:
-    """A block of Python."""
+    """A block of Python, with the quotes of the source."""
+    text = re.sub(r"'([^'\"\n]*)'", r'"\1"', text)
     return f"```python\n{text}\n```\n"
 
 
