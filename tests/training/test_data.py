@@ -75,15 +75,80 @@ def test_calls_of_tools_and_what_tools_say_are_read(calling, tmp_path, arguments
     assert learnt(calling, example) == "ghij</s>cd</s>"
 
 
+def test_an_answer_of_weight_0_is_read_and_not_learnt(chat, tmp_path):
+    """OpenAI's word for it was dropped: the answer that was not to be learnt was."""
+    turns = [
+        *OPENAI["messages"],
+        {"role": "user", "content": "ef"},
+        {"role": "assistant", "content": "gh", "weight": 1},
+    ]
+    turns[1] = {**turns[1], "weight": 0}
+    (example,) = load_examples([write(tmp_path / "a.jsonl", {"messages": turns})], chat, 64)
+    assert chat.text.tokenizer.decode(example.tokens) == "u ab a cd</s> u ef a gh</s> "
+    assert learnt(chat, example) == "gh</s>"
+    with pytest.raises(ValueError, match="no assistant text to learn from"):
+        load_examples([write(tmp_path / "b.jsonl", {**OPENAI, "weight": 0})], chat, 64)
+
+
+def test_a_system_message_beside_the_turns_is_read(chat, tmp_path):
+    rows = [{"system": "yz", **row} for row in (SHAREGPT, ALPACA)]
+    first, second = load_examples([write(tmp_path / "a.jsonl", *rows)], chat, 64)
+    assert chat.text.tokenizer.decode(first.tokens) == "s yz u ab a cd</s> "
+    assert first == second
+
+
+TOOL = {"type": "function", "function": {"name": "gh", "description": "", "parameters": {}}}
+CALLED = {"role": "assistant", "content": "cd", "tool_calls": called({"x": "ij"})}
+REASONED = {"role": "assistant", "content": "cd", "reasoning_content": "ef"}
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({**OPENAI, "tools": [TOOL]}, "the chat template of tiny-chat has no tools"),
+        ({"messages": [OPENAI["messages"][0], CALLED]}, "tiny-chat does not write calls of tools"),
+        ({"messages": [OPENAI["messages"][0], REASONED]}, "tiny-chat does not write reasoning_content"),
+    ],
+    ids=["tools", "calls", "reasons"],
+)
+def test_what_the_chat_template_would_leave_out_is_refused(chat, tmp_path, row, says):
+    """The rest was learnt: answers to tools that nobody had offered, and thoughts that were none."""
+    with pytest.raises(ValueError, match=f"line 1: .*{says}"):
+        load_examples([write(tmp_path / "a.jsonl", row)], chat, 64)
+
+
+def test_calls_in_a_history_are_refused_where_no_template_writes_them(chat):
+    with pytest.raises(ValueError, match="tiny-chat does not write calls of tools"):
+        encode(chat, [OPENAI["messages"][0], CALLED, {"role": "tool", "content": "kl"}])
+
+
+@pytest.mark.parametrize("write_tools", [list, json.dumps], ids=["values", "JSON"])
+def test_tools_and_reasons_are_learnt_as_the_template_writes_them(tmp_path, write_tools):
+    tokenizer = deepcopy(tiny.tokenizer())
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}t {{ t.function.name }} {% endfor %}"
+        "{% for m in messages %}{{ m.role[0] }} {{ m.reasoning_content }}{{ m.content }}"
+        "{% if m.role == 'assistant' %}</s>{% endif %} {% endfor %}"
+        "{% if add_generation_prompt %}a {% endif %}"
+    )
+    target = HFTarget(tiny.reference("llama"), tokenizer, "thinking")
+    row = {"messages": [OPENAI["messages"][0], REASONED], "tools": write_tools([TOOL])}
+    (example,) = load_examples([write(tmp_path / "a.jsonl", row)], target, 64)
+    assert target.text.tokenizer.decode(example.tokens) == "t gh u ab a efcd</s> "
+    assert learnt(target, example) == "efcd</s>"
+
+
 @pytest.mark.parametrize(
     ("message", "says"),
     [
+        ({"content": "a", "weight": 0.5}, "weight 0.5: give 0, of what is read and not learnt, or 1"),
+        ({"content": "a", "function_call": {"name": "f"}}, "write tool_calls"),
         ({"content": None}, "content is a NoneType: give text"),
         ({"content": None, "tool_calls": called("{")}, "the arguments of a call are no JSON"),
         ({"content": None, "tool_calls": "f"}, "tool_calls are no list"),
         ({"content": [{"type": "image_url", "image_url": "x"}]}, "a part of type 'image_url'"),
     ],
-    ids=["null", "arguments", "no calls", "a picture"],
+    ids=["weight", "function_call", "null", "arguments", "no calls", "a picture"],
 )
 def test_what_is_no_message_is_said_so(tmp_path, message, says):
     turns = [OPENAI["messages"][0], {"role": "assistant", **message}]

@@ -90,7 +90,8 @@ class Text(ABC):
 
     @abstractmethod
     def render(self, messages: Messages, ask: bool, tools: Messages = ()) -> Rendered:
-        """Messages by the chat template; `ask`: up to where an answer begins. Raises ValueError."""
+        """Messages by the chat template; `ask`: up to where an answer begins. Raises ValueError where it
+        refuses them, or writes neither tools nor calls of them."""
 
     @abstractmethod
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from numbers import Real
 from pathlib import PurePath
@@ -87,6 +88,23 @@ class HFText(Text):
         return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def render(self, messages: Messages, ask: bool, tools: Messages = ()) -> Rendered:
+        text = self._rendered(messages, ask, tools)
+        if tools and self._writes(text, messages, ask):
+            raise ValueError(f"the chat template of {self.name} has no tools: leave them out")
+        silent = [{key: each for key, each in turn.items() if key != "tool_calls"} for turn in messages]
+        if silent != list(messages) and self._writes(text, silent, ask, tools):
+            raise ValueError(
+                f"the chat template of {self.name} does not write calls of tools: leave tool_calls out"
+            )
+        return text
+
+    def _writes(self, text: str, messages: Messages, ask: bool, tools: Messages = ()) -> bool:
+        """Whether the template writes this text of these messages, too."""
+        with suppress(ValueError):
+            return text == self._rendered(messages, ask, tools)
+        return False
+
+    def _rendered(self, messages: Messages, ask: bool, tools: Messages = ()) -> Rendered:
         def written(given: Any) -> str:
             turns, tools = given
             how: Any = {"tools": tools or None, "tokenize": False, "add_generation_prompt": ask}

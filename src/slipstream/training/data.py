@@ -18,7 +18,8 @@ from slipstream.targets.prompts import check_readable, message_of
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "tool": "tool"}
 ROLES |= {"system": "system", "developer": "system"}
-WRITTEN = ("name", "tool_calls", "tool_call_id")  # what a template may write of a message, beside its content
+REASONS = ("reasoning_content", "reasoning", "thinking")
+WRITTEN = (*REASONS, "name", "tool_calls", "tool_call_id")  # may be written beside a message's content
 SHAPES = '{"messages": […]}, {"conversations": […]}, {"instruction", "input", "output"} or {"text"}'
 TURNS = {"messages", "conversations", "instruction"}
 RECORDED = ["source", "made", "kind", "temperature", "finished"]  # what is said of a row
@@ -166,17 +167,26 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
         turns += [{"role": "assistant", "content": row["output"]}] if "output" in row else []
     else:
         raise ValueError(f"keys {sorted(row)}")
-    messages = list(map(_turn, turns))
+    if row.get("system") and all(turn.get("role", turn.get("from")) != "system" for turn in turns):
+        turns = [{"role": "system", "content": row["system"]}, *turns]
+    weight = {"weight": row["weight"]} if "weight" in row else {}
+    messages = [_turn({**weight, **turn}) for turn in turns]
     return list(dropwhile(lambda message: message["role"] == "assistant", messages))  # answers to no question
 
 
 def _turn(turn: dict[str, Any]) -> dict[str, Any]:
     """A message in OpenAI's or ShareGPT's shape, without what says nothing. Raises ValueError."""
-    given = {"role": turn["from"], "content": turn["value"]} if "from" in turn else turn
+    given = {**turn, "role": turn["from"], "content": turn["value"]} if "from" in turn else turn
     message = message_of(given)
+    if given.get("function_call"):
+        raise ValueError("function_call is of earlier versions of OpenAI's: write tool_calls")
+    if (weight := given.get("weight")) not in (None, 0, 1):
+        raise ValueError(f"weight {weight!r}: give 0, of what is read and not learnt, or 1")
     if message["role"] not in ROLES:
         raise ValueError(f"role {message['role']!r}")
     told = {key: message[key] for key in WRITTEN if message.get(key)}
+    if weight == 0 and ROLES[message["role"]] == "assistant":
+        told["weight"] = 0
     return {"role": ROLES[message["role"]], "content": message["content"], **told}
 
 
@@ -193,13 +203,17 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
         raise ValueError(
             f'target {target.name} has no chat template: give raw text ({{"text": …}} or a .txt file)'
         )
-    messages, tokens, loss, text = row["messages"], [], [], ""
+    messages, tools, tokens, loss, text = row["messages"], row.get("tools", ()), [], [], ""
     named = target.generation_config.eos_token_id
     ends = {*(named if isinstance(named, list) else [named]), words.eos}
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for i in answers:
-        asked = words.render(messages[:i], ask=True)
-        answered = words.render(messages[: i + 1], ask=False)
+        asked = words.render(messages[:i], ask=True, tools=tools)
+        answered = words.render(messages[: i + 1], ask=False, tools=tools)
+        for key in (key for key in REASONS if key in messages[i]):
+            silent = {name: each for name, each in messages[i].items() if name != key}
+            if answered == words.render([*messages[:i], silent], ask=False, tools=tools):
+                raise ValueError(f"the chat template of {target.name} does not write {key}: leave it out")
         if not (asked.startswith(text) and answered.startswith(asked)):
             raise ValueError(
                 "the chat template rewrites earlier turns: give rows of one question and one answer"
@@ -210,11 +224,13 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
         if i == answers[-1] and not row.get("finished", True):
             answer = answer[: own - 1]
         tokens += prompt + answer
-        loss += [False] * len(prompt) + [j < own for j in range(len(answer))]
+        learnt = messages[i].get("weight", 1) != 0
+        loss += [False] * len(prompt) + [learnt and j < own for j in range(len(answer))]
         text = answered
     first = messages[: answers[0]] if answers else []
     bare = [message for message in first if message["role"] != "system"]
-    question = tuple(words.ids(words.render(bare, ask=True))) if 0 < len(bare) < len(first) else ()
+    shorter = 0 < len(bare) < len(first)
+    question = tuple(words.ids(words.render(bare, ask=True, tools=tools))) if shorter else ()
     return Example(tokens[:max_length], loss[:max_length], row.get("temperature") == 0, question)
 
 
@@ -222,10 +238,20 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     """The text of a row or its messages, and what is `RECORDED` of it. Raises ValueError."""
     recorded = {key: row[key] for key in RECORDED if key in row}
     if "text" not in row or TURNS & row.keys():  # beside turns it is the same once more, rendered
-        return {"messages": messages_of(row)} | recorded
+        return {"messages": messages_of(row)} | _tools(row) | recorded
     if not isinstance(row["text"], str) or not row["text"]:
         raise ValueError("text is empty or no string")
     return {"text": row["text"]} | recorded
+
+
+def _tools(row: dict[str, Any]) -> dict[str, Any]:
+    """The tools that a row offers, as values or as JSON of them. Raises ValueError."""
+    if row.get("functions"):
+        raise ValueError("functions are of earlier versions of OpenAI's: write tools")
+    tools = parsed(row["tools"] or "[]") if isinstance(row.get("tools"), str) else row.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError('tools is no list of {"type": "function", "function": {…}}')
+    return {"tools": tools} if tools else {}
 
 
 def _paragraphs(text: str) -> Iterator[tuple[int, str]]:

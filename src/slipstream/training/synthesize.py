@@ -179,7 +179,12 @@ def regenerate(
 
 def conversations(path: str | PathLike[str]) -> list[Messages]:
     """The conversations of a file in any training shape. Raises ValueError where there are none."""
-    rows = [row["messages"] for _, row in read_rows(fspath(path)) if "messages" in row]
+    found = list(read_rows(fspath(path)))
+    if offering := [number for number, row in found if "tools" in row]:
+        raise ValueError(
+            f"{path}, line {offering[0]}: regenerate offers no tools: leave them out, or train on this answer"
+        )
+    rows = [row["messages"] for _, row in found if "messages" in row]
     if not rows:
         raise ValueError(f"{path} has no conversations: raw text is trained on as it is")
     return rows
