@@ -23,7 +23,8 @@ from slipstream.cli import common as cli
 from slipstream.files import check_writable, write_json
 from slipstream.results import heading
 from slipstream.targets import HFTarget, load_target
-from slipstream.targets.grammar import LAYOUT, words
+from slipstream.targets.grammar import written
+from slipstream.targets.grammar_worker import LAYOUT, read_tokenizer
 
 # what it is -> schema, a valid value, an invalid one
 KEYWORDS: dict[str, tuple[Schema, Any, Any]] = {
@@ -102,7 +103,7 @@ class Guidance:
     """llguidance, as this package uses it."""
 
     def __init__(self, target: HFTarget, eos: int) -> None:
-        self.words = words(target, [eos])
+        self.words = read_tokenizer(written(target.text), target.vocab, [eos])
 
     def read(self, schema: Schema) -> "Guidance":
         """A text of the schema. Raises ValueError if it cannot be read."""

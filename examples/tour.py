@@ -63,6 +63,9 @@ class Stutter(Drafter):
 def answer(target: Target, prompt: str) -> int:
     """One answer in several ways: whatever drafts, the same text."""
     plain: slipstream.Generation = slipstream.generate(target, prompt, max_new_tokens=24, temperature=0.0)
+    limits = slipstream.GrammarLimits(seconds=5.0)
+    bound = slipstream.generate(target, prompt, choice=["yes", "no"], grammar_limits=limits)
+    assert bound.text in ("yes", "no")
     text = plain.prompt + plain.tokens
     drafters = [
         slipstream.Vanilla(),

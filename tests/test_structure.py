@@ -118,7 +118,9 @@ def test_public_surface():
     """A name that appears or goes is a change to announce."""
     drafting = "Drafter METHODS Method NGram PAD RandomDrafter Sampler Span Spec State Tree TreeOracle"
     drafting += " Vanilla chain register"
-    using = "Generation Interrupted Sampling Stream custom_generate generate load_drafter stream"
+    using = (
+        "Generation GrammarLimits Interrupted Sampling Stream custom_generate generate load_drafter stream"
+    )
     using += " HFTarget RecordedTarget Target load_target"
     measuring = "BenchReport Certificate DoctorReport Question ReproduceReport Sweep TuneReport"
     measuring += " bench certify doctor reproduce sweep tune"

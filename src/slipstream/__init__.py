@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slipstream.catalog import fetch as fetch
     from slipstream.core.drafter import Drafter as Drafter, State as State
+    from slipstream.core.grammar import GrammarLimits as GrammarLimits
     from slipstream.core.sampling import Sampler as Sampler, Sampling as Sampling
     from slipstream.core.span import Span as Span
     from slipstream.core.target import Target as Target

@@ -23,6 +23,25 @@ class DeadEnd(ValueError):
     """A grammar that was read, and cannot go on behind what it led to."""
 
 
+@dataclass(frozen=True)
+class GrammarLimits:
+    """What reading a grammar may take, in a process of its own. Beyond it the grammar is refused.
+
+    Attributes:
+        seconds: of processor time.
+        memory: in MiB.
+    """
+
+    seconds: float = 2.0
+    memory: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "memory"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
+                raise ValueError(f"{name} of GrammarLimits is {value!r}: give a number above 0")
+
+
 class Walk(ABC):
     """Where a text stands in its grammar. It never changes: a token leads to another walk. Whatever it is
     asked, it may raise `DeadEnd`."""

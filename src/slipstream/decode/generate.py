@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.drafter import Drafter
+from slipstream.core.grammar import GrammarLimits
 from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
 from slipstream.core.verify import Law, coupled, lossy_typical, multi_round
@@ -122,6 +123,7 @@ class Options(TypedDict, total=False):
     regex: str | None
     grammar: str | None
     choice: Sequence[str] | None
+    grammar_limits: GrammarLimits | None
     eos_token_ids: int | Iterable[int] | None
     stop: str | Sequence[str] | None
     law: str | None
@@ -193,6 +195,7 @@ def generate(
         json_schema, regex, grammar, choice: what an answer may be, at most one of them: JSON of a schema, a
             match of a regular expression, a text of a grammar in Lark's or llama.cpp's form, one of several
             texts. An answer that its limit or a stop string ends may be a beginning of one.
+        grammar_limits: what reading the grammar may take; default: `GrammarLimits()`.
         eos_token_ids: ids that end an answer; default: the target's.
         stop: strings that end an answer and are no part of its text; default: the target's.
         law: "coupled" (same seed, same text) or "multi-round" (exact in distribution); default: the drafter's

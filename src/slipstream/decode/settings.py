@@ -12,7 +12,7 @@ import transformers as hf
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from slipstream.core.grammar import Grammar
+from slipstream.core.grammar import Grammar, GrammarLimits
 from slipstream.core.sampling import Processor, Sampling
 from slipstream.core.target import Target
 from slipstream.decode.text import silent_stops
@@ -166,6 +166,7 @@ class Settings:
         max_new_tokens: int | None = None,
         eos_token_ids: int | Iterable[int] | None = None,
         stop: str | Sequence[str] | None = None,
+        grammar_limits: GrammarLimits | None = None,
         **sampling: Any,
     ) -> "Settings":
         """From `generate`'s arguments; an argument of None comes from generation_config. Raises ValueError
@@ -185,7 +186,8 @@ class Settings:
         eos = _eos(target, eos_token_ids)
         stops = _stops(target, config.stop_strings if stop is None else stop)
         asked = {name: sampling.pop(name, None) for name in GRAMMARS}
-        grammar = _grammar(target, {name: it for name, it in asked.items() if it is not None}, eos)
+        asked = {name: it for name, it in asked.items() if it is not None}
+        grammar = _grammar(target, asked, eos, grammar_limits)
         return cls(target, resolve_sampling(target, **sampling, grammar=grammar), new, eos, stops)
 
     def limit(self, prompt: Sequence[int]) -> int:
@@ -297,7 +299,9 @@ def _merged(made: list[Processor], given: Sequence[Processor]) -> list[Processor
     return [*merged, *(own for own in given if not any(own is each for each in merged))]
 
 
-def _grammar(target: Target, asked: Mapping[str, Any], eos: frozenset[int]) -> Grammar | None:
+def _grammar(
+    target: Target, asked: Mapping[str, Any], eos: frozenset[int], limits: GrammarLimits | None
+) -> Grammar | None:
     """The grammar that is asked for, if one is. Raises ValueError."""
     if len(asked) > 1:
         raise ValueError(f"{' and '.join(asked)} are given: an answer has one grammar")
@@ -306,7 +310,7 @@ def _grammar(target: Target, asked: Mapping[str, Any], eos: frozenset[int]) -> G
     from slipstream.targets.grammar import read_grammar
 
     ((kind, source),) = asked.items()
-    return read_grammar(target, kind, source, eos)
+    return source if isinstance(source, Grammar) else read_grammar(target, kind, source, eos, limits)
 
 
 def _eos(target: Target, given: Any) -> frozenset[int]:

@@ -1,101 +1,220 @@
-"""Grammars over a target's tokens, by llguidance: JSON schemas, regular expressions, Lark, choices."""
+"""Grammars over a target's tokens, by llguidance: JSON schemas, regular expressions, Lark, choices. They are
+read, and walked through, in processes of their own: `grammar_worker`."""
 
 import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
 from functools import cached_property
+from multiprocessing.connection import Connection
 from typing import Any, final
 
-import llguidance
-import llguidance.hf
 import numpy as np
 import torch
 from jaxtyping import Bool
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from slipstream.core.grammar import DeadEnd, Grammar, Walk
+from slipstream.core.grammar import DeadEnd, Grammar, GrammarLimits, Walk
 from slipstream.core.target import Target
 from slipstream.files import parsed
+from slipstream.targets import grammar_worker
 from slipstream.targets.prompts import HFText, check_readable
 
 LARGEST = 2**18  # characters of a grammar
-WORDS = "words of grammars"  # where a target keeps its tokens as llguidance reads them
-# As json.dumps writes it, so that what stands between values is known beforehand.
-LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+TRIAL = 16  # tokens that are walked through before a grammar is used
+STUCK = 60  # seconds in which no answer comes: the process is held, not slow
+DEAD = "the grammar cannot go on"
+
+
+class Matcher:
+    """A grammar in its own process, which ends with this.
+
+    Args:
+        server: holds the target's tokens.
+        gone: once set, nobody waits for the grammar to be read any more.
+
+    Raises:
+        ValueError: it cannot be read within the limits.
+    """
+
+    def __init__(
+        self, server: "Server", kind: str, text: str, limits: GrammarLimits, gone: threading.Event | None
+    ) -> None:
+        self._channel = server.connect()
+        self.ended = 0  # the signal that ended the process
+        self.vocab, self.eos = server.vocab, frozenset(server.eos)
+        self.dropped: list[int] = []  # numbers of walks that nobody holds any more
+        memory = round(limits.memory * 2**20)
+        self._channel.send((kind, text, limits.seconds, memory))
+        while not self._channel.poll(0.05):
+            if gone is not None and gone.is_set():
+                raise ValueError(f"nobody waits for this {kind} any more")
+        try:
+            fault, _ = self._channel.recv()
+        except (EOFError, OSError):
+            fault = -1
+        if isinstance(fault, int):
+            raise ValueError(f"{kind} {_beyond(fault, limits)}: make it smaller, or raise the limit")
+        if fault is not None:
+            raise ValueError(f"{kind} cannot be read: {_line(fault)}")
+
+    def ask(self, number: int, token: int | None = None) -> Any:
+        """What a walk looks like, or the number of the walk behind a token. Raises DeadEnd."""
+        dropped, self.dropped = self.dropped, []
+        try:
+            self._channel.send((dropped, number, token))
+            fault, answer = self._channel.recv()
+        except (EOFError, OSError):
+            self._channel.close()
+            fault, answer = self.ended or -1, None
+        if isinstance(fault, int):
+            self.ended = fault
+            raise DeadEnd(f"{DEAD}: it {_beyond(fault)}")
+        if fault is not None:
+            raise DeadEnd(f"{DEAD}: {_line(fault)}")
+        return answer
+
+
+def _beyond(ended: int, limits: GrammarLimits | None = None) -> str:
+    """The limit that ended a process with this signal, while it read a grammar within limits, or answered."""
+    if ended == signal.SIGPROF and limits:
+        return f"takes more than {limits.seconds:g} s of processor time to read, which is the limit"
+    if ended == signal.SIGPROF:
+        each, more = grammar_worker.STEADY, grammar_worker.BURST
+        return f"takes too long for a token: more than {1000 * each:g} ms each and {more:g} s beside"
+    if ended in (signal.SIGSEGV, signal.SIGBUS):
+        return "is nested too deeply"
+    memory = f"{limits.memory:g} MiB of memory" if limits else "its limit of memory"
+    return f"takes more than {memory}" + (" to read, which is the limit" if limits else "")
 
 
 @final
 class LLWalk(Walk):
     """A walk of llguidance's; `matcher` is None where the text has ended, as tokens of `eos` do."""
 
-    def __init__(self, matcher: llguidance.LLMatcher | None, vocab: int, eos: frozenset[int]) -> None:
-        self._matcher, self._vocab, self._eos = matcher, vocab, eos
+    def __init__(self, matcher: Matcher | None, number: int = 0) -> None:
+        self._matcher, self._number = matcher, number
         self._behind: dict[int, Walk | None] = {}  # drafts and the walk of verification ask for the same
+
+    def __del__(self) -> None:
+        if self._matcher is not None and self._number:
+            self._matcher.dropped.append(self._number)
+
+    @cached_property
+    def _looked(self) -> tuple[list[int], bytes]:
+        assert self._matcher is not None
+        looked: tuple[list[int], bytes] = self._matcher.ask(self._number)
+        return looked
 
     @cached_property
     def allowed(self) -> Bool[Tensor, " V"] | None:
         if self._matcher is None:
             return None
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self._check(self._matcher)
-        mask = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()
-        if mask.count_nonzero() == 1 and not self._bears(int(mask.int().argmax())):
-            others = (token not in self._eos and self._bears(token) for token in range(self._vocab))
-            mask = torch.tensor(list(others))
+        # By NumPy: torch would wake all its threads.
+        (forced, bits), vocab = self._looked, self._matcher.vocab
+        mask = np.zeros(vocab, dtype=bool)
+        if forced:
+            mask[forced[0]] = True
+        else:
+            known = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=vocab, bitorder="little")
+            mask = known.view(bool)
         if not mask.any():
-            raise DeadEnd("the grammar cannot go on: it allows no token behind what it led to")
-        return torch.nn.functional.pad(mask, (0, max(0, self._vocab - len(mask))))[: self._vocab]
+            raise DeadEnd(f"{DEAD}: it allows no token behind what it led to")
+        return torch.from_numpy(mask)
 
-    @cached_property
+    @property
     def forced(self) -> list[int]:
-        if self._matcher is None:
-            return []
-        tokens: list[int] = self._matcher.compute_ff_tokens()
-        self._check(self._matcher)
-        return tokens[: self._matcher.validate_tokens(tokens)]
+        return [] if self._matcher is None else self._looked[0]
 
     def behind(self, token: int) -> Walk | None:
         if self._matcher is None:
             return self
         if token not in self._behind:
-            self._behind[token] = self._step(token)
+            self._behind[token] = self._step(self._matcher, token)
         return self._behind[token]
 
-    def _step(self, token: int) -> Walk | None:
-        assert self._matcher is not None
-        if token in self._eos:
+    def _step(self, matcher: Matcher, token: int) -> Walk | None:
+        if token in matcher.eos:
             ends = self.allowed is not None and bool(self.allowed[token])
-            return LLWalk(None, self._vocab, self._eos) if ends else None
-        if not self._matcher.validate_tokens([token]):
-            self._check(self._matcher)
-            return None
-        matcher = self._matcher.deep_copy()
-        matcher.consume_token(token)
-        self._check(matcher)
-        return LLWalk(matcher, self._vocab, self._eos)
-
-    def _bears(self, token: int) -> bool:
-        """Whether a token that is allowed alone may come. A forced text goes through the tokenizer, which may
-        write another: it composes accents, or drops what it has no tokens for."""
-        assert self._matcher is not None
-        return token in self._eos or self._matcher.validate_tokens([token]) == 1
-
-    def _check(self, matcher: llguidance.LLMatcher) -> None:
-        if matcher.is_error():
-            raise DeadEnd(f"the grammar cannot go on: {_line(matcher.get_error())}")
+            return LLWalk(None) if ends else None
+        number = matcher.ask(self._number, token)
+        return None if number is None else LLWalk(matcher, number)
 
 
 @final
 class LLGrammar(Grammar):
     """A grammar that llguidance has read."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab: int, eos: frozenset[int]) -> None:
-        self._matcher, self._vocab, self._eos = matcher, vocab, eos
+    def __init__(self, matcher: Matcher) -> None:
+        self._matcher = matcher
 
     def begin(self) -> Walk:
-        return LLWalk(self._matcher.deep_copy(), self._vocab, self._eos)
+        return LLWalk(self._matcher)
 
 
-def read_grammar(target: Target, kind: str, source: Any, eos: Iterable[int]) -> Grammar:
+class Server:
+    """The process that holds a target's tokens, and forks one for each grammar; it ends with this one.
+
+    Args:
+        written: the target's tokenizer, as the process reads it.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+
+    def __init__(self, written: Any, vocab: int, eos: list[int]) -> None:
+        self.vocab, self.eos = vocab, eos
+        self._control, theirs = socket.socketpair()
+        # The names of what it imports lead to where they lead here; threads need no heaps of their own.
+        paths = os.pathsep.join(path for path in sys.path if path)
+        environment = {**os.environ, "PYTHONPATH": paths, "MALLOC_ARENA_MAX": "1"}
+        command = [sys.executable, "-P", grammar_worker.__file__, str(theirs.fileno())]
+        quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with theirs:
+            self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], **quiet)
+        weakref.finalize(self, _end, self._process, self._control)
+        with Connection(os.dup(self._control.fileno())) as start:
+            start.send((written, vocab, eos))
+            if (fault := start.recv()) is not None:
+                raise ValueError(fault)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._process.poll() is None
+
+    def connect(self) -> Connection:
+        """To a process of its own."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"."], [theirs.fileno()])
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", STUCK, 0))
+        return Connection(ours.detach())
+
+
+def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    control.close()
+    process.kill()
+    process.wait()
+
+
+def read_grammar(
+    target: Target,
+    kind: str,
+    source: Any,
+    eos: Iterable[int],
+    limits: GrammarLimits | None = None,
+    gone: threading.Event | None = None,
+) -> Grammar:
     """A grammar for a target's answers.
 
     Args:
@@ -103,10 +222,11 @@ def read_grammar(target: Target, kind: str, source: Any, eos: Iterable[int]) -> 
             the whole answer matches; "grammar": in Lark's form, or llama.cpp's (GBNF); "choice": texts, one
             of which is the answer.
         eos: tokens that end an answer.
+        gone: once set, nobody waits for the grammar any more.
 
     Raises:
-        ValueError: it cannot be read, or allows no text; the target has no tokenizer, or one whose tokens are
-            not bytes of text; nothing would end an answer.
+        ValueError: it cannot be read, or not within the limits, or allows no text; the target has no
+            tokenizer, or one whose tokens are not bytes of text; nothing would end an answer.
     """
     try:
         text = _written(kind, source)
@@ -115,19 +235,31 @@ def read_grammar(target: Target, kind: str, source: Any, eos: Iterable[int]) -> 
     eos = sorted(token for token in eos if token < target.vocab)
     if not eos:
         raise ValueError(f"{kind} needs a token that ends an answer: give eos_token_ids")
-    matcher = llguidance.LLMatcher(words(target, eos), text, log_level=0)
-    if matcher.is_error():
-        raise ValueError(f"{kind} cannot be read: {_line(matcher.get_error())}")
-    grammar = LLGrammar(matcher, target.vocab, frozenset(eos))
+    matcher = Matcher(_server(target, eos), kind, text, limits or GrammarLimits(), gone)
+    grammar = LLGrammar(matcher)
     try:
         _ = grammar.begin().allowed
     except DeadEnd as error:
         raise ValueError(f"{kind} cannot be read: it allows no text") from error
+    with suppress(DeadEnd):
+        _try(grammar.begin())
+    if matcher.ended:
+        raise ValueError(f"{kind} {_beyond(matcher.ended)}: make it smaller")
     return grammar
 
 
+def _try(walk: Walk | None) -> None:
+    """Walk a little way, so that a grammar that takes too long is refused before anybody waits for it."""
+    for _ in range(TRIAL):
+        allowed = None if walk is None else walk.allowed
+        if walk is None or allowed is None:
+            return
+        tokens = allowed.numpy().nonzero()[0]
+        walk = walk.behind(int(tokens[len(tokens) // 2]))
+
+
 def _written(kind: str, source: Any) -> str:
-    """The grammar as llguidance reads it. Raises ValueError."""
+    """The grammar as text: a choice in Lark's form. Raises ValueError."""
     check_readable(source, kind)
     given = source if isinstance(source, str) else json.dumps(source, default=repr)
     if len(given) > LARGEST:
@@ -138,8 +270,7 @@ def _written(kind: str, source: Any) -> str:
             schema = {} if schema else {"not": {}}
         if not isinstance(schema, Mapping):
             raise ValueError(f"json_schema is a {type(schema).__name__}: give a JSON object")
-        made: str = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=LAYOUT)
-        return made
+        return json.dumps(schema)
     if kind == "choice":
         listed = isinstance(source, Sequence) and not isinstance(source, str)
         if not listed or not source or not all(isinstance(each, str) and each for each in source):
@@ -147,12 +278,7 @@ def _written(kind: str, source: Any) -> str:
         return "start: " + " | ".join(map(json.dumps, source))
     if not isinstance(source, str) or not source.strip():
         raise ValueError(f"{kind} is {source!r:.60}: give it as text")
-    if kind == "regex":
-        return str(llguidance.LLMatcher.grammar_from_regex(source))
-    try:
-        return llguidance.grammar_from("grammar", source)
-    except Exception as error:  # of many types, from the reader of llama.cpp's form
-        raise ValueError(f"grammar cannot be read: {_line(str(error))}") from error
+    return source
 
 
 def _parsed(text: str) -> Any:
@@ -169,37 +295,44 @@ def _line(message: str) -> str:
     return "".join([*(lines or ["no reason is given"])[:1], *reasons[:1]]).replace("::", ":")[:200]
 
 
-def words(target: Target, eos: Sequence[int]) -> llguidance.LLTokenizer:
-    """The target's tokens, read once and kept with it. Raises ValueError."""
-    kept: dict[Any, llguidance.LLTokenizer] = vars(target).setdefault(WORDS, {})
-    key = target.vocab, tuple(eos)
-    if key not in kept:
-        if not isinstance(target.text, HFText):
-            raise ValueError(f"target {target.name} has no tokenizer: a grammar needs its tokens' text")
-        try:
-            fast: Any = target.text.tokenizer
-            made = llguidance.hf.from_tokenizer(fast, target.vocab, list(eos))
-        except ValueError:  # its decoder is of another kind
-            made = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Plain(target.text, target.vocab, eos)))
-        kept[key] = made
-    return kept[key]
+SERVERS = weakref.WeakKeyDictionary[Target, dict[tuple[int, ...], Server]]()  # by tokens that end an answer
+STARTING = threading.Lock()
 
 
-class Plain:
-    """A tokenizer whose tokens' texts, one behind the other, are the text. Raises ValueError for others."""
+def _server(target: Target, eos: list[int]) -> Server:
+    """The one of a target's tokens, started when the first grammar asks for it. Raises ValueError."""
+    with STARTING:
+        kept = SERVERS.setdefault(target, {})
+        key = tuple(eos)
+        if key not in kept or not kept[key].alive:
+            kept[key] = _started(target, eos)
+        return kept[key]
 
-    def __init__(self, text: HFText, vocab: int, eos: Sequence[int]) -> None:
-        self._text = text
-        words = [text.decode([token], special=True) for token in range(vocab)]
-        pairs = [text.decode([token, (7 * token + 1) % vocab], special=True) for token in range(vocab)]
-        if pairs != [word + words[(7 * token + 1) % vocab] for token, word in enumerate(words)]:
-            raise ValueError(
-                f"target {text.name} has tokens that are not bytes of text: grammars cannot be kept"
-            )
-        self.eos_token_id, self.bos_token_id = eos[0], None
-        self.special_token_ids = sorted({*eos, *text.tokenizer.all_special_ids})
-        self.tokens = [word.encode() for word in words]
 
-    def __call__(self, text: str | bytes) -> list[int]:
-        """The tokens of text."""
-        return self._text.ids(text if isinstance(text, str) else text.decode("utf-8", "ignore"))
+def _started(target: Target, eos: list[int]) -> Server:
+    if not isinstance(target.text, HFText):
+        raise ValueError(f"target {target.name} has no tokenizer: a grammar needs its tokens' text")
+    with suppress(ValueError):  # its decoder is of another kind
+        return Server(written(target.text), target.vocab, eos)
+    return Server(_plain(target.text, target.vocab, eos), target.vocab, eos)
+
+
+def written(text: HFText) -> str:
+    """A fast tokenizer as its tokenizer.json. Raises ValueError for another."""
+    fast = copy(getattr(text.tokenizer, "backend_tokenizer", None))
+    if not isinstance(fast, Tokenizer):
+        raise ValueError(f"target {text.name} has no fast tokenizer")
+    fast.no_padding()
+    fast.no_truncation()
+    return fast.to_str()
+
+
+def _plain(text: HFText, vocab: int, eos: list[int]) -> tuple[Any, ...]:
+    """The arguments of `grammar_worker.Plain`. Raises ValueError for tokens of another kind."""
+    words = [text.decode([token], special=True) for token in range(vocab)]
+    pairs = [text.decode([token, (7 * token + 1) % vocab], special=True) for token in range(vocab)]
+    if pairs != [word + words[(7 * token + 1) % vocab] for token, word in enumerate(words)]:
+        raise ValueError(f"target {text.name} has tokens that are not bytes of text: grammars cannot be kept")
+    special = sorted({*eos, *text.tokenizer.all_special_ids})
+    tokenizer = getattr(text.tokenizer, "backend_tokenizer", text.tokenizer)  # without what imports torch
+    return [word.encode() for word in words], special, eos, tokenizer

@@ -1,0 +1,238 @@
+"""Grammars in processes of their own, so that none can stall or end the process that asks for it.
+
+Run as a script, this is a server that holds a tokenizer and forks a process for each grammar. That process
+reads the grammar with a deep stack, and then answers questions about walks through it. It has limits: of
+processor time and memory for reading, and of processor time for each answer. It ends with the connection to
+whoever asked. It imports no torch.
+"""
+
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any
+
+import llguidance
+from tokenizers import Tokenizer
+
+STACK = 2**28  # bytes; llguidance takes up to 4 kB for each rule that stands in a rule
+QUICK = 0.05  # seconds after which reading gives way to all else on the machine
+BURST, STEADY = 0.2, 0.002  # seconds that an answer may take, and that each answer adds for the next ones
+FORCED = 64  # forced tokens in an answer, at most
+# As json.dumps writes it, so that what stands between values is known beforehand.
+LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class Plain:
+    """A tokenizer whose tokens' texts, one behind the other, are the text."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special: list[int], eos: list[int], tokenizer: Any) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special, eos[0]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """The tokens of text."""
+        text = text if isinstance(text, str) else text.decode("utf-8", "ignore")
+        if isinstance(self._tokenizer, Tokenizer):
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def read_tokenizer(written: str | tuple[Any, ...], vocab: int, eos: list[int]) -> llguidance.LLTokenizer:
+    """From a tokenizer.json, or from the arguments of `Plain`. Raises ValueError."""
+    if isinstance(written, str):
+        return llguidance.LLTokenizer(written, n_vocab=vocab, eos_token=eos)
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Plain(*written)))
+
+
+def read(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> llguidance.LLMatcher:
+    """A grammar's matcher, which may be in error. Raises ValueError."""
+    if kind == "json_schema":
+        text = llguidance.LLMatcher.grammar_from_json_schema(text, defaults=LAYOUT)
+    elif kind == "regex":
+        text = llguidance.LLMatcher.grammar_from_regex(text)
+    elif kind == "grammar":
+        try:
+            text = llguidance.grammar_from("grammar", text)
+        except Exception as error:  # of many types, from the reader of llama.cpp's form
+            raise ValueError(str(error) or type(error).__name__) from error
+    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0)
+    _check(matcher)
+    return matcher
+
+
+def _check(matcher: Any) -> None:
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+
+
+class State:
+    """Where a text stands in its grammar.
+
+    Args:
+        matcher: llguidance's.
+        ahead: tokens that must come, from the one at `at` on. They are walked through once, and handed on
+            from state to state. None: not known yet.
+    """
+
+    def __init__(self, matcher: Any, ahead: list[int] | None = None, at: int = 0) -> None:
+        self.matcher, self.ahead, self.at = matcher, ahead, at
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, the first of them."""
+        if self.ahead is None:
+            tokens: list[int] = self.matcher.compute_ff_tokens()
+            _check(self.matcher)
+            self.ahead = tokens[: self.matcher.validate_tokens(tokens)]
+        return self.ahead[self.at : self.at + FORCED]
+
+    def look(self, vocab: int, eos: frozenset[int]) -> tuple[list[int], bytes]:
+        """Forced tokens, and which tokens may come next, as bits; no bits where a token is forced."""
+        if forced := self.forced():
+            return forced, b""
+        mask: bytes = self.matcher.compute_bitmask()
+        _check(self.matcher)
+        bits = int.from_bytes(mask, "little")
+        if bits.bit_count() == 1 and not self._bears(bits.bit_length() - 1, eos):
+            others = (token for token in range(vocab) if token not in eos and self._bears(token, eos))
+            mask = sum(1 << token for token in others).to_bytes(len(mask), "little")
+        return [], mask
+
+    def _bears(self, token: int, eos: frozenset[int]) -> bool:
+        """Whether a token that is allowed alone may come. A forced text goes through the tokenizer, which may
+        write another: it composes accents, or drops what it has no tokens for."""
+        return token in eos or bool(self.matcher.validate_tokens([token]))
+
+    def behind(self, token: int) -> "State | None":
+        """The state with one more token; None: it may not come."""
+        forced = self.forced()
+        if not self.matcher.validate_tokens([token]):
+            _check(self.matcher)
+            return None
+        matcher = self.matcher.deep_copy()
+        matcher.consume_token(token)
+        _check(matcher)
+        assert self.ahead is not None
+        known = forced[:1] == [token] and self.at + 1 < len(self.ahead)
+        return State(matcher, self.ahead, self.at + 1) if known else State(matcher)
+
+
+def serve(channel: Connection, tokenizer: llguidance.LLTokenizer, vocab: int, eos: frozenset[int]) -> None:
+    """Read a grammar and answer questions about it. An answer is a fault, or None and what was asked for."""
+    kind, text, seconds, memory = channel.recv()
+    read_first: list[State] = []
+
+    def first() -> None:
+        _limit_memory(memory)
+        try:
+            state = State(read(tokenizer, kind, text))
+        except ValueError as error:
+            channel.send((str(error), None))
+            return
+        with suppress(ValueError):  # which whoever asks for it gets again
+            state.look(vocab, eos)
+        read_first.append(state)
+
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    reading = threading.Thread(target=_guarded, args=(first,), daemon=True)
+    reading.start()
+    reading.join(QUICK)
+    if reading.is_alive():
+        with suppress(OSError):  # a thread has a priority of its own on Linux alone
+            os.setpriority(os.PRIO_PROCESS, reading.native_id or 0, 19)
+        reading.join()
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    states, left = dict(enumerate(read_first)), BURST
+    if states:
+        channel.send((None, None))
+    for new in count(1):
+        gone, number, token = channel.recv()
+        for each in gone:
+            del states[each]
+        began = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, left)
+        fault: str | None = None
+        answer: Any = None
+        try:
+            if token is None:
+                answer = states[number].look(vocab, eos)
+            elif (state := states[number].behind(token)) is not None:
+                states[new], answer = state, new
+        except ValueError as error:
+            fault = str(error)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        left -= time.process_time() - began
+        if left <= 0:  # the timer is as coarse as the system's clock
+            signal.raise_signal(signal.SIGPROF)
+        left = min(BURST, left + STEADY)
+        channel.send((fault, answer))
+
+
+def _limit_memory(memory: int) -> None:
+    """Limit what the process may take beside what it has, in bytes, where the system says what it has."""
+    with suppress(FileNotFoundError):
+        with open("/proc/self/statm") as file:
+            size = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + memory, resource.RLIM_INFINITY))
+
+
+def _guarded(work: Any, *args: Any) -> None:
+    """Do work in a thread. What it cannot do ends the process."""
+    try:
+        work(*args)
+    except MemoryError:
+        os.abort()
+    except BaseException:  # the connection has ended, or llguidance has failed
+        os._exit(1)
+
+
+def run(channel: Connection, *with_what: Any) -> None:
+    """Serve until the connection ends, in a process of its own. How that process ended is the last answer."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if pid := os.fork():
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with suppress(OSError):
+            channel.send((-code, None))
+        return
+    threading.stack_size(STACK)
+    threading.Thread(target=_guarded, args=(serve, channel, *with_what), daemon=True).start()
+    ended = select.poll()
+    ended.register(channel.fileno(), 0)
+    ended.poll()
+
+
+def main() -> None:
+    """Fork for each connection that comes through the socket whose number is given."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)  # it ends when whoever started it does
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    control = socket.socket(fileno=int(sys.argv[1]))
+    start = Connection(os.dup(control.fileno()))
+    written, vocab, eos = start.recv()
+    try:
+        tokenizer = read_tokenizer(written, vocab, eos)
+    except ValueError as error:
+        start.send(str(error))
+        return
+    start.send(None)
+    while descriptors := socket.recv_fds(control, 1, 1)[1]:
+        if os.fork() == 0:
+            try:
+                run(Connection(descriptors[0]), tokenizer, vocab, frozenset(eos))
+            finally:
+                os._exit(0)
+        os.close(descriptors[0])
+
+
+if __name__ == "__main__":
+    main()
