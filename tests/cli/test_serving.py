@@ -33,21 +33,31 @@ def served(run, model, monkeypatch):
 def test_every_option_reaches_the_server(served):
     """A key that was dropped would let anybody in, and every other test would pass."""
     limits = "--rows 3 --queue 5 --max-context 100 --keep 50 --max-body 1000 --max-seconds 9"
-    given = served("--api-key", "secret", "--grace", "7", "--allowed-host", "Example.com", *limits.split())
+    given = served(
+        "--api-key",
+        "secret",
+        "--api-key",
+        "other",
+        "--grace",
+        "7",
+        "--allowed-host",
+        "Example.com",
+        *limits.split(),
+    )
     server, grace, address = given
     assert isinstance(server.engine.drafter, NGram)
     assert (server.spec, grace, address) == ("ngram", 7, "127.0.0.1")
-    assert (server.app.key, server.app.hosts) == ("secret", ["example.com"])
+    assert (server.app.keys, server.app.hosts) == (["secret", "other"], ["example.com"])
     assert server.limits == Limits(rows=3, queue=5, context=100, keep=50, body=1000, seconds=9.0)
 
 
 def test_a_key_may_come_from_the_environment(served, monkeypatch):
     """Without one, names are looked at."""
     app = served()[0].app
-    assert (app.key, app.hosts) == (None, [])
-    monkeypatch.setenv("SLIPSTREAM_API_KEY", "secret")
+    assert (app.keys, app.hosts) == ([], [])
+    monkeypatch.setenv("SLIPSTREAM_API_KEY", "secret more")
     app = served()[0].app
-    assert (app.key, app.hosts) == ("secret", None)
+    assert (app.keys, app.hosts) == (["secret", "more"], None)
 
 
 def test_while_it_loads_it_says_so(served, monkeypatch):

@@ -7,6 +7,8 @@ import tiny
 from slipstream.core.sampling import Sampling
 from slipstream.core.verify import multi_round
 from slipstream.decode.session import Session
+from slipstream.drafters import load_drafter
+from slipstream.drafters.store import save_drafter
 
 KEEP = 200
 FIRST, OTHER = tiny.prompts(23, 17)
@@ -96,3 +98,45 @@ def test_texts_under_way_share_what_they_begin_with():
     here = session("ngram", KEEP)
     here.admit([FIRST], [HOW])
     assert here.admit([FIRST + OTHER], [HOW])[0].shared == len(FIRST) - 1
+
+
+def test_texts_of_another_salt_share_nothing():
+    """How much was known, and the time to the first token, told what another client had asked."""
+    here = session("ngram", KEEP)
+
+    def known(prompt: list[int], salt: int) -> int:
+        [made] = here.admit([prompt], [HOW], salts=[salt])
+        here.step()
+        here.retire([made.text])
+        return made.shared
+
+    assert known(FIRST, 1) == 0
+    assert known(FIRST, 2) == 0
+    assert known(FIRST + OTHER, 1) >= len(FIRST) - 1
+    assert known(FIRST, 2) == len(FIRST) - 1  # a longer text of another salt has not taken its place
+    news = here.admit([FIRST + OTHER, FIRST], [HOW] * 2, salts=[3, 1])
+    assert [each.shared for each in news] == [0, len(FIRST) - 1]
+    here.retire([news[0].text])
+    here.retire([news[1].text])  # in a row that has moved
+    assert known(FIRST + OTHER, 3) == len(FIRST + OTHER) - 1
+    assert known(FIRST + OTHER, 2) == len(FIRST) - 1
+
+
+@pytest.mark.parametrize("name", ["suffix:remember=1", "auto:remember=1,head={head}"])
+def test_remembered_answers_serve_texts_of_their_salt_alone(name, tmp_path):
+    target = tiny.target("llama")
+    config, tensors = tiny.eagle(target, "chain-7").pack()
+    save_drafter(tmp_path, "eagle", target, config, tensors, {}, dtype=None)
+    drafter = load_drafter(name.format(head=tmp_path), target)
+    here = Session(target, drafter, rows=1)
+
+    def accepted(salt: int) -> int:
+        shape = next((rung for rung in drafter.rungs if rung.depth), None)
+        [made] = here.admit([FIRST], [HOW], salts=[salt])
+        count = sum(len(here.step(shape=shape)[0].tokens) - 1 for _ in range(4))
+        here.retire([made.text])
+        return count
+
+    alone, again = accepted(1), accepted(1)
+    assert again > alone
+    assert accepted(2) == alone

@@ -95,8 +95,25 @@ def test_earlier_answers_are_matched_too(earlier, texts, rows):
     """An answer that goes on into the next one, or into the ring's empty slots."""
     drafter = Suffix(rows, 5, remember=1)
     state = absorb(drafter, texts)
-    state.memory.put(torch.tensor(earlier))
+    state.memory.put(torch.tensor(earlier), torch.tensor(0))
     check(propose(drafter, state), texts, rows, drafter.depth, earlier)
+
+
+def test_answers_of_another_salt_are_not_matched():
+    """The number of tokens that were accepted told what another client had been answered."""
+    drafter, texts, earlier = Suffix(8, 5, remember=1), [[1, 2, 3], [9, 2, 3]], [2, 3, 7, 8]
+    state = absorb(drafter, texts)
+    state.share_within(torch.tensor([5, 6]))
+    state.memory.put(torch.tensor(earlier), torch.tensor(6))
+    tree = propose(drafter, state)
+    assert not tree.tokens[0, 1:].clamp(min=0).any()
+    assert {7, 8} <= {*tree.tokens[1].tolist()}
+    state.memory.put(torch.tensor([2, 3, 4]), torch.tensor(5))
+    state.found = None
+    tree = propose(drafter, state)
+    assert {*tree.tokens[0, 1:].tolist()} <= {4, PAD}
+    assert 4 in tree.tokens[0]
+    assert 4 not in tree.tokens[1]
 
 
 def test_the_reference_itself_on_plain_cases():
@@ -110,7 +127,7 @@ def test_the_reference_itself_on_plain_cases():
 def test_the_memory_is_bounded_and_forgets_the_oldest():
     memory = Memory(8, torch.device("cpu"))
     for text in ([1, 2, 3], [4, 5], list(range(10, 30)), [6]):
-        memory.put(torch.tensor(text))
+        memory.put(torch.tensor(text), torch.tensor(0))
         assert memory.ring.shape == (1, 8)
     assert sorted(memory.ring[0].tolist()) == [PAD, PAD, 6, 25, 26, 27, 28, 29]
 

@@ -11,7 +11,7 @@ BODY = json.dumps(ASKED).encode()
 
 @pytest.mark.parametrize("given", [None, b"Bearer wrong", b"Basic secret", b"secret", b"Bearer \xff"])
 def test_without_the_key_there_is_no_answer(client, given):
-    here = client(key="secret")
+    here = client(keys=["other", "secret"])
     headers = [] if given is None else [(b"authorization", given)]
     for path in ("/v1/completions", "/v1/nothing"):
         status, _, body = here.loop.run_until_complete(here.send(path, BODY, headers=headers))
@@ -22,7 +22,7 @@ def test_without_the_key_there_is_no_answer(client, given):
 
 
 def test_with_the_key_there_is_one(client):
-    here = client(key="secret")
+    here = client(keys=["other", "secret"])
     assert here.post("/v1/completions", ASKED, headers=[(b"authorization", b"Bearer secret")])[0] == 200
 
 

@@ -21,7 +21,7 @@ def test_the_page_asks_nothing_of_a_network():
 
 
 def test_the_server_sends_it_without_a_key(client):
-    here = client(key="secret")
+    here = client(keys=["secret"])
     status, headers, body = here.loop.run_until_complete(here.send("/", method="GET"))
     assert (status, headers[b"content-type"]) == (200, b"text/html; charset=utf-8")
     assert b"Slipstream" in body

@@ -23,7 +23,7 @@ from slipstream.files import install
 
 PANEL = "Limits"
 HOST = "address to listen at; 0.0.0.0 lets other machines in"
-KEY = "key that requests must give; better in the environment, where ps does not show it"
+KEY = "key that requests must give; repeatable; better in the environment, where ps does not show it"
 ALLOWED = "a further name by which clients and pages may reach it; repeatable"
 CONTEXT = "tokens of prompt and answer together (default: the target's window, 4096 at most)"
 MEMORY = "memory for the KV cache; fewer rows if they do not fit"
@@ -43,7 +43,7 @@ def serve(
     drafter: DrafterName = "auto",
     host: Annotated[str, option(HOST, "ADDRESS")] = "127.0.0.1",
     port: Annotated[int, option("0 takes a free one", "N", min=0, max=65535)] = 8000,
-    api_key: Annotated[str | None, option(KEY, "KEY", "--api-key", envvar="SLIPSTREAM_API_KEY")] = None,
+    api_key: Annotated[list[str], option(KEY, "KEY", "--api-key", envvar="SLIPSTREAM_API_KEY")] = [],
     allowed_host: Annotated[list[str], option(ALLOWED, "NAME", "--allowed-host")] = [],
     rows: Annotated[int, option("texts under way at once", "N", panel=PANEL, min=1, max=1024)] = 16,
     memory: Annotated[float | None, option(MEMORY, "GIB", panel=PANEL, min=0)] = None,
@@ -76,11 +76,12 @@ def serve(
     from slipstream.serve.guard import host_name
     from slipstream.serve.loading import Loading
 
+    keys = list(filter(None, api_key))
     hosts = [host_name(f"//{name}") for name in allowed_host]
     limits = Limits(rows, queue, max_context, keep, max_body, max_seconds)
     with _listening(host, port) as listener:
         # Without a key, a page on the internet must not reach it by a name of its own.
-        allowed = hosts if hosts or (not api_key and is_local(listener)) else None
+        allowed = hosts if hosts or (not keys and is_local(listener)) else None
         with Loading(listener, f"loading {target}") as loading:
             loaded = load(target, dtype, device, compile, quantize)
             guide = load_drafter(drafter, loaded, temperature=1.0, texts=rows)
@@ -92,7 +93,7 @@ def serve(
             err.print(f"{limits.rows} rows and {keep:,} kept tokens, {size:.2f} GiB: {held}", soft_wrap=True)
             loading.doing = MEASURING
             with err.status(MEASURING):
-                server = Server(loaded, guide, drafter, limits, api_key or None, _log, allowed)
+                server = Server(loaded, guide, drafter, limits, keys, _log, allowed)
         run(server, grace, listener, err.print)
 
 

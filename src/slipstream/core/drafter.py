@@ -43,6 +43,12 @@ class State:
     def caches(self) -> list[KVCache]:
         return [value for _, _, value in self.held() if isinstance(value, KVCache)]
 
+    def share_within(self, salts: Int[Tensor, " B"]) -> None:
+        """What texts of other salts have said is not guessed from in these rows."""
+        for value in vars(self).values():
+            if isinstance(value, State):
+                value.share_within(salts)
+
     def settle(self) -> None:
         """Read what was put off, so that every row holds what it has been told."""
 

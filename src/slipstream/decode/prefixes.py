@@ -24,11 +24,13 @@ class Prefix:
 
     Attributes:
         tokens: those that the target has read.
+        salt: texts of another salt do not share it.
         parts: of the target's cache and then of what the drafter holds by token: how many tokens it holds
             more than the target's, and copies of its row.
     """
 
     tokens: list[int]
+    salt: int
     parts: list[tuple[int, list[Tensor]]]
 
     def shared(self, prompt: Sequence[int]) -> int:
@@ -54,21 +56,24 @@ class Prefixes:
         """Of all of them together."""
         return sum(len(each.tokens) for each in self._kept)
 
-    def put(self, tokens: list[int], cache: KVCache, state: State, row: int) -> None:
+    def put(self, tokens: list[int], salt: int, cache: KVCache, state: State, row: int) -> None:
         """Keep what was read of the text in a row: its `tokens`."""
         if not LEAST <= len(tokens) <= self.most:
             return
         state.before_copies()
         parts = [(_more(each, tokens, row), _row(each, row)) for _, _, each in _held(cache, state)]
-        self._kept = [each for each in self._kept if each.tokens != tokens[: len(each.tokens)]]
-        self._kept.append(Prefix(tokens, parts))
+        self._kept = [
+            each for each in self._kept if each.salt != salt or each.tokens != tokens[: len(each.tokens)]
+        ]
+        self._kept.append(Prefix(tokens, salt, parts))
         while self.tokens > self.most:
             del self._kept[0]
 
-    def take(self, prompt: Sequence[int], cache: KVCache, state: State, row: int) -> int:
+    def take(self, prompt: Sequence[int], salt: int, cache: KVCache, state: State, row: int) -> int:
         """Fill a row, which has read nothing, with what is known of a prompt's beginning. Returns how many
         tokens need not be read."""
-        best = max(self._kept, key=lambda each: each.shared(prompt), default=None)
+        own = [each for each in self._kept if each.salt == salt]
+        best = max(own, key=lambda each: each.shared(prompt), default=None)
         if best is None or (shared := best.shared(prompt)) < LEAST:
             return 0
         self._kept.remove(best)

@@ -25,12 +25,14 @@ class Reading:
     Attributes:
         first: the first one's number.
         taken: tokens of each prompt that were known from another text.
+        salts: texts of one salt may share what is known.
     """
 
     first: int
     prompts: Sequence[Sequence[int]]
     taken: list[int]
     plain: list[bool]
+    salts: list[int]
     cache: KVCache
     state: State
     sampler: Sampler

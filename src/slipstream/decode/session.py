@@ -121,6 +121,7 @@ class Session:
         self.policy = policy
         self.texts, self.lengths, self._admitted = list[int](), list[int](), 0
         self._said = list[list[int]]()  # of each row its tokens, the root included
+        self._salts = list[int]()
         self._prefixes = Prefixes(keep)
         self._mark([])
         self.seconds = Seconds()
@@ -147,21 +148,36 @@ class Session:
         return [cache.storage.capacity for cache in (self.cache, *self.state.caches)]
 
     def admit(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling], plain: Sequence[bool] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[Sampling],
+        plain: Sequence[bool] = (),
+        salts: Sequence[int] = (),
     ) -> list[Committed]:
         """`begin`, and `read` to the end."""
-        self.begin(prompts, sampling, plain)
+        self.begin(prompts, sampling, plain, salts)
         while not (made := self.read()):
             pass
         return made
 
     @_in_turn
     def begin(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling], plain: Sequence[bool] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[Sampling],
+        plain: Sequence[bool] = (),
+        salts: Sequence[int] = (),
     ) -> None:
         """Let texts join: `read` reads their prompts, chunk by chunk, between which there may be rounds.
-        `plain` texts, default none, get no guesses. Raises ValueError if there are fewer free rows than
-        prompts, or others are being read."""
+
+        Args:
+            plain: texts, default none, that get no guesses.
+            salts: of each text, in 64 bits, default 0. Kept caches and remembered answers serve texts of the
+                same salt alone, so that none tells what is in another.
+
+        Raises:
+            ValueError: there are fewer free rows than prompts, or others are being read.
+        """
         if self.reading is not None:
             raise ValueError("other prompts are being read, of one group at a time: read to their end first")
         if len(self.texts) + len(prompts) > self.rows:
@@ -171,23 +187,31 @@ class Session:
             )
         lap, count, device = _stopwatch(), len(prompts), self.target.device
         cache, state = self.cache.window(count), self.drafter.start(count, device)
+        salts = list(salts) or [0] * count
+        state.share_within(torch.tensor(salts, device=device))
         cache.texts += self._admitted
         state.place_behind(self.state)
         sampler = Sampler(sampling, prompts, self.target.vocab, device)
         held = self.capacities
-        taken = [self._prefixes.take(prompt, cache, state, i) for i, prompt in enumerate(prompts)]
+        pairs = enumerate(zip(prompts, salts, strict=True))
+        taken = [self._prefixes.take(prompt, salt, cache, state, i) for i, (prompt, salt) in pairs]
         if self.capacities != held:
             self._captured.clear()
         rest = [prompt[n:] for n, prompt in zip(taken, prompts, strict=True)]
         # With texts under way a chunk is one of all prompts together.
         chunks = chunked(rest, device, max(1, CHUNK // count) if self.texts else CHUNK)
         marks = list(plain) or [False] * count
-        self.reading = Reading(self._admitted, prompts, taken, marks, cache, state, sampler, chunks)
+        self.reading = Reading(self._admitted, prompts, taken, marks, salts, cache, state, sampler, chunks)
         self._admitted += count
         self.seconds.prefill += lap()
 
     def _keep(
-        self, read: Mapping[int, Sequence[int]], sampler: Sampler, cache: KVCache, state: State
+        self,
+        read: Mapping[int, Sequence[int]],
+        salts: Sequence[int],
+        sampler: Sampler,
+        cache: KVCache,
+        state: State,
     ) -> None:
         """Keep what was `read` in some rows, where there is room, unless it has numbers that are not
         finite."""
@@ -195,7 +219,7 @@ class Session:
         for row, tokens in read.items():
             if sound and sound[row]:
                 with suppress(MemoryError, torch.OutOfMemoryError):
-                    self._prefixes.put(list(tokens), cache, state, row)
+                    self._prefixes.put(list(tokens), salts[row], cache, state, row)
 
     @property
     def due(self) -> bool:
@@ -221,7 +245,7 @@ class Session:
             self.seconds.prefill += lap()
             return []
         self.span, self.reading = span, None
-        self._keep(dict(enumerate(new.prompts)), new.sampler, new.cache, new.state)
+        self._keep(dict(enumerate(new.prompts)), new.salts, new.sampler, new.cache, new.state)
         self.cache.join(new.cache)
         self.state.join(new.state)
         self.sampler = self.sampler.join(new.sampler)
@@ -229,6 +253,7 @@ class Session:
         numbers = range(new.first, new.first + len(new.prompts))
         self.texts += numbers
         self.lengths += map(len, new.prompts)
+        self._salts += new.salts
         self._mark([*self.plain, *new.plain])
         self.seconds.prefill += lap()
         firsts = torch.stack([span.root, new.sampler.sound], 1).tolist()
@@ -359,7 +384,7 @@ class Session:
         order = [next(movers) if row in gone else row for row in range(left)]
         self.cache.settle(self.lengths)
         read = {row: self._said[row][: self.lengths[row]] for row in sorted(gone)}
-        self._keep(read, self.sampler, self.cache, self.state)
+        self._keep(read, self._salts, self.sampler, self.cache, self.state)
         if unsound := [row for row, sound in enumerate(self.sampler.sound.tolist()) if not sound]:
             for cache in (self.cache, *self.state.caches):
                 cache.wipe(unsound)
@@ -368,7 +393,7 @@ class Session:
         self.sampler = self.sampler.select(order)
         self._captured.clear()
         self.texts, self.lengths = ([each[row] for row in order] for each in (self.texts, self.lengths))
-        self._said = [self._said[row] for row in order]
+        self._said, self._salts = [self._said[row] for row in order], [self._salts[row] for row in order]
         self._mark([self.plain[row] for row in order])
         self.seconds.host += lap()
 

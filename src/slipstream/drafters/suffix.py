@@ -26,17 +26,20 @@ EARLIER = 0.25  # of the weight, for a match in an earlier answer
 
 
 class Memory:
-    """The last tokens of answers that have left, in a ring of fixed size. `PAD` stands behind each answer."""
+    """The last tokens of answers that have left, in a ring of fixed size, and the salt of each. `PAD` stands
+    behind each answer."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.ring = torch.full((1, size), PAD, device=device)
+        self.salts = torch.zeros_like(self.ring)
         self.written = 0
 
-    def put(self, text: Int[Tensor, " n"]) -> None:
+    def put(self, text: Int[Tensor, " n"], salt: Int[Tensor, ""]) -> None:
         """Remember an answer, in the place of the oldest tokens."""
         size = self.ring.shape[1]
         text = F.pad(text, (0, 1), value=PAD)[-size:]
-        self.ring[0, (self.written + torch.arange(len(text), device=text.device)) % size] = text
+        at = (self.written + torch.arange(len(text), device=text.device)) % size
+        self.ring[0, at], self.salts[0, at] = text, salt
         self.written += len(text)
 
 
@@ -51,15 +54,20 @@ class Matches(NamedTuple):
 @dataclass
 class SuffixState(TextState):
     asked: Int[Tensor, " B"]  # tokens of the prompt; PAD before the first guess
+    salts: Int[Tensor, " B"]
     memory: Memory | None
     found: Matches | None = None  # at this root
+
+    def share_within(self, salts: Int[Tensor, " B"]) -> None:
+        self.salts = salts
 
     def select(self, order: list[int]) -> None:
         """See `State`. Answers that leave are remembered."""
         for row in sorted(set(range(len(self.root))).difference(order)):
             begin, end = int(self.asked[row]), int(self.length[row])
             if self.memory is not None and begin >= 0:
-                self.memory.put(torch.cat([self.text[row, begin:end], self.root[row : row + 1]]))
+                text = torch.cat([self.text[row, begin:end], self.root[row : row + 1]])
+                self.memory.put(text, self.salts[row])
         super().select(order)
 
 
@@ -95,7 +103,9 @@ class Suffix(Drafter):
         if self.remember and (self._memory is None or self._memory.ring.device != device):
             self._memory = Memory(self.remember * 1000, device)
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
-        return SuffixState(zeros, zeros.new_zeros(batch, 0), zeros.clone(), zeros + PAD, self._memory)
+        return SuffixState(
+            zeros, zeros.new_zeros(batch, 0), zeros.clone(), zeros + PAD, zeros.clone(), self._memory
+        )
 
     def room(self, shape: Shape | None = None) -> Room:
         rows = self.rows if shape is None else shape.nodes
@@ -124,7 +134,9 @@ class Suffix(Drafter):
         if state.memory is None:
             return own
         ring = state.memory.ring
-        slots, lengths = _best(*match_lengths(ring, ends))
+        slots, lengths = match_lengths(ring, ends)
+        own_salt = state.memory.salts[0, slots] == state.salts[:, None]
+        slots, lengths = _best(slots, lengths.where(own_salt, 0))
         at = slots[..., None] + 1 + torch.arange(depth, device=slots.device)
         tokens = torch.cat([own.tokens, ring[0, at % ring.shape[1]]], 1)
         worth = torch.cat([own.worth, EARLIER + torch.zeros(slots.shape[1], device=slots.device)])
@@ -147,8 +159,9 @@ def grown(root: Int[Tensor, " B"], matches: Matches, nodes: int) -> Tree:
     """
     tokens, (_, K, D) = matches.tokens.transpose(1, 2), matches.tokens.shape
     zero = torch.zeros(len(root), 1, device=root.device)
+    bare = replace(chain(root[:, None]), scores=zero)
     if K == 0:
-        return replace(chain(root[:, None]), scores=zero)
+        return bare
     there = (tokens >= 0) & (matches.lengths > 0)[:, None]
     alike = ((tokens[..., None] == tokens[:, :, None]) & there[:, :, None]).cumprod(1)  # the last K: others
     shared, number = alike.argmax(3), torch.arange(D * K, device=root.device).view(D, K)
@@ -156,6 +169,8 @@ def grown(root: Int[Tensor, " B"], matches: Matches, nodes: int) -> Tree:
     count = min(nodes, D * K)
     if look.may_look(scores):
         count = min(count, int((scores > -torch.inf).sum(1).max()))
+        if count == 0:
+            return bare
     kept = scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
     scores = scores.gather(1, kept)
     nothing = scores == -torch.inf

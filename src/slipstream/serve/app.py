@@ -25,7 +25,7 @@ from slipstream.decode.answer import Answer
 from slipstream.decode.settings import Settings
 from slipstream.serve.bias import Bias
 from slipstream.serve.engine import Busy, Ended, Engine, News, Task
-from slipstream.serve.guard import Guard
+from slipstream.serve.guard import API_KEY, Guard
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.page import page
 from slipstream.serve.replies import Events, Form, Refused, Reply, Ticket, Whole
@@ -70,7 +70,7 @@ class Server:
 
     Args:
         spec: what the drafter was called.
-        hosts: see `Guard`.
+        keys, hosts: see `Guard`.
         log: takes a line for each request; None: no log.
 
     Attributes:
@@ -83,7 +83,7 @@ class Server:
         drafter: Drafter,
         spec: str,
         limits: Limits = Limits(),
-        key: str | None = None,
+        keys: Collection[str] = (),
         log: Callable[[str], Any] | None = None,
         hosts: Collection[str] | None = None,
     ) -> None:
@@ -115,7 +115,7 @@ class Server:
         app.exception_handler(RequestValidationError)(_invalid)
         app.exception_handler(HTTPException)(_http)
         app.exception_handler(Exception)(_broken)
-        self.app = Guard(app, hosts, key, limits.body, limits.seconds, log, self.metrics)
+        self.app = Guard(app, hosts, keys, limits.body, limits.seconds, log, self.metrics)
 
     @asynccontextmanager
     async def _lifespan(self, app: Any) -> AsyncIterator[None]:
@@ -161,11 +161,11 @@ class Server:
         more = {"precision": self.target.precision, "exactness": self.target.exactness, "drafter": self.spec}
         return made | {"max_model_len": self.context} | more
 
-    async def completions(self, asked: Completion) -> Response:
+    async def completions(self, asked: Completion, request: Request) -> Response:
         """Continue text as it stands."""
-        return await self._reply(asked, False, partial(self._completion_prompts, asked))
+        return await self._reply(asked, request, False, partial(self._completion_prompts, asked))
 
-    async def chat(self, asked: ChatCompletion) -> Response:
+    async def chat(self, asked: ChatCompletion, request: Request) -> Response:
         """Answer messages, through the target's chat template."""
         if not self.text.has_chat:
             raise Refused(f"{self.target.name} has no chat template: ask /v1/completions")
@@ -174,7 +174,9 @@ class Server:
                 f"the chat template of {self.target.name} has no tools, or not as <tool_call>: leave them out"
             )
             raise Refused(fault, param="tools")
-        return await self._reply(asked, True, lambda: [encode(self.target, asked.turns, asked.offered)])
+        return await self._reply(
+            asked, request, True, lambda: [encode(self.target, asked.turns, asked.offered)]
+        )
 
     def _completion_prompts(self, asked: Completion) -> list[list[int]]:
         prompts = []
@@ -186,7 +188,9 @@ class Server:
             prompts.append(checked_ids(ids, self.target.vocab))
         return prompts
 
-    async def _reply(self, asked: Asked, chat: bool, prompts: Callable[[], list[list[int]]]) -> Reply:
+    async def _reply(
+        self, asked: Asked, request: Request, chat: bool, prompts: Callable[[], list[list[int]]]
+    ) -> Reply:
         """Queue what is asked for. Raises Refused."""
         self._check_model(asked.model)
         self._check_size(asked)
@@ -201,6 +205,8 @@ class Server:
         loop = asyncio.get_running_loop()
         try:
             tasks = await loop.run_in_executor(self._reader, self._tasks, asked, chat, seed, prompts, ticket)
+            for task in tasks:  # Python's hash of texts is keyed by a secret of the process
+                task.salt = hash((request.scope.get(API_KEY), asked.prompt_cache_key))
             ticket.submit(tasks)
         except ValueError as error:
             raise Refused(str(error)) from error

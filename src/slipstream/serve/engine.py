@@ -24,6 +24,7 @@ from slipstream.decode.reading import together
 from slipstream.decode.session import Committed, Seconds, Session
 from slipstream.decode.trace import Looked, Round as Traced, drawn
 
+BLOCK = 64  # tokens
 LADDER = (1, 4)  # texts for which the cost of rounds is measured, beside all rows
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Task:
         tell: gets the news of it, in the thread that the engine's `post` chooses.
         plain: it is decoded without guesses.
         most_likely: alternatives wanted with each token; None: no probabilities are wanted.
+        salt: kept caches and remembered answers serve texts of the same salt alone.
         traced: news hold the trees of its rounds.
         arrived, began: when it was submitted, and when its prompt was read.
         text: its number in the session.
@@ -68,6 +70,7 @@ class Task:
     plain: bool = False
     most_likely: int | None = None
     traced: bool = False
+    salt: int = 0
     arrived: float = 0.0
     began: float = 0.0
     text: int | None = None
@@ -76,6 +79,12 @@ class Task:
     alone: bool = False
     likely: list[Likely] = field(default_factory=list)
     told: int = 0  # pieces of its answer
+
+    @property
+    def cached(self) -> int:
+        """What is said of `shared`: whole blocks. Every token would tell, one by one, what other texts of the
+        salt begin with."""
+        return self.shared // BLOCK * BLOCK
 
 
 @dataclass(frozen=True)
@@ -261,8 +270,8 @@ class Engine:
             began = perf_counter()
             for task in tasks:
                 task.began = task.began or began
-            marks = [task.plain for task in tasks]
-            self._session.begin([t.prompt for t in tasks], [t.sampling for t in tasks], marks)
+            plain, salts = [task.plain for task in tasks], [task.salt for task in tasks]
+            self._session.begin([t.prompt for t in tasks], [t.sampling for t in tasks], plain, salts)
 
     def _next(self) -> list[Task]:
         """Texts to join now, the oldest first: those of the free rows that are worth reading together."""

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.replies import Refused
 
+API_KEY = "slipstream.api_key"  # in a scope: the key that was given
 QUIET = ("/health", "/ready", "/metrics")  # what machines ask every few seconds is not logged
 
 
@@ -25,7 +26,8 @@ class Guard:
 
     Args:
         hosts: names, beside the loopback's, by which it may be asked, and whose pages may ask; None: any.
-        key: which requests under /v1 must give as a bearer token; None: none is needed.
+        keys: of which requests under /v1 must give one as a bearer token; the scope then holds it as
+            `API_KEY`. None are needed where there are none.
         body: bytes of a request, at most.
         seconds: in which a body must have come.
         log: takes a line of JSON for each request, which holds nothing of what was asked or said.
@@ -35,13 +37,13 @@ class Guard:
         self,
         app: ASGIApp,
         hosts: Collection[str] | None,
-        key: str | None,
+        keys: Collection[str],
         body: int,
         seconds: float,
         log: Callable[[str], Any] | None,
         metrics: Metrics,
     ) -> None:
-        self.app, self.hosts, self.key, self.body, self.seconds = app, hosts, key, body, seconds
+        self.app, self.hosts, self.keys, self.body, self.seconds = app, hosts, keys, body, seconds
         self.log, self.metrics = log, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,7 +61,7 @@ class Guard:
         note = scope.setdefault("slipstream", {})
         try:
             headers = dict(scope["headers"])
-            if refused := self._stranger(scope["headers"]) or self._refusal(scope["path"], headers):
+            if refused := self._stranger(scope["headers"]) or self._refusal(scope, headers):
                 await refused.response()(scope, receive, watched)
             else:
                 await self.app(scope, self._limited(receive), watched)
@@ -92,11 +94,12 @@ class Guard:
             return name in self.hosts or name == "localhost" or ip_address(name).is_loopback
         return False
 
-    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Refused | None:
-        given = headers.get(b"authorization", b"")
-        if self.key is not None and path.startswith("/v1"):
-            scheme, _, key = given.partition(b" ")
-            if scheme.lower() != b"bearer" or not compare_digest(key.strip(), self.key.encode()):
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> Refused | None:
+        if self.keys and scope["path"].startswith("/v1"):
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            known = [key for key in self.keys if compare_digest(given.strip(), key.encode())]
+            scope[API_KEY] = known[0] if known else None
+            if scheme.lower() != b"bearer" or not known:
                 fault = "this server asks for its API key: Authorization: Bearer KEY"
                 return Refused(fault, 401, code="invalid_api_key", WWW_Authenticate="Bearer")
         length = headers.get(b"content-length", b"0")

@@ -43,7 +43,7 @@ class Metrics:
         self.tokens.inc(news.tokens)
         if news.round is None and news.tokens:  # the prompt's pass
             self.prompt_tokens.inc(len(task.prompt))
-            self.shared.inc(task.shared)
+            self.shared.inc(task.cached)
             self.queued.observe(task.began - task.arrived)
             self.first.observe(news.at - task.arrived)
         if news.round is not None:

@@ -95,7 +95,7 @@ class Ticket:
     def usage(self) -> dict[str, Any]:
         """Tokens, and what guessing brought."""
         prompts = {id(task.prompt): len(task.prompt) for task in self.tasks}  # choices share their prompt
-        shared = {id(task.prompt): task.shared for task in reversed(self.tasks)}  # of their first
+        shared = {id(task.prompt): task.cached for task in reversed(self.tasks)}  # of their first
         prompt, answers = sum(prompts.values()), sum(len(task.answer.tokens) for task in self.tasks)
         rounds = [each for task in self.tasks for each in task.answer.rounds]
         return {

@@ -19,7 +19,7 @@ def run(server: Server, grace: int, listener: socket.socket, say: Callable[[str]
     target = server.target
     shown = f"[{host}]" if ":" in host else host
     say(f"{target.name} ({target.precision}) is served at http://{shown}:{port}/v1; Ctrl-C ends it")
-    if server.app.key is None and not is_local(listener):
+    if not server.app.keys and not is_local(listener):
         say("other machines can reach it and need no key: set SLIPSTREAM_API_KEY")
     with suppress(KeyboardInterrupt):  # raised again after an orderly end
         made(server, grace).run([listener])

@@ -30,7 +30,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "metadata": (ANY,),
     "modalities": (["text"],),
     "prediction": (),
-    "prompt_cache_key": (ANY,),
     "prompt_cache_retention": (ANY,),
     "reasoning_effort": ("none",),
     "safety_identifier": (ANY,),
@@ -227,6 +226,7 @@ class Asked(Part):
     """What both kinds of requests may hold. What is not given comes from the target, as in `generate`.
 
     Attributes:
+        prompt_cache_key: requests of the same key alone share what is kept of prompts and answers.
         drafter: "vanilla" decodes this request plainly. The text is the same, but for proposal=sampled.
         trace: each event of a stream holds the tree of its round.
     """
@@ -247,6 +247,7 @@ class Asked(Part):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    prompt_cache_key: str | None = None
     drafter: str | None = None
     trace: bool | None = None
 
