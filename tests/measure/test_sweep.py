@@ -80,7 +80,7 @@ def test_each_pair_is_a_run_and_a_sweep_goes_on(target):
     assert sweep([target, other], ["vanilla", "ngram"], ASKED, **HOW, begun=made).runs == made.runs
     assert made.runs[:2] == begun.runs[:2]
     assert all(row.identical for run in made.runs for row in run.results)
-    assert str(made).count("ngram") == 8
+    assert str(made).count("ngram") == 9  # a line of each run, and the verdict
     assert Sweep.from_json(made.to_json()) == made
 
 
