@@ -339,7 +339,10 @@ def write_json(path: str, data: dict[str, Any]) -> None:
 
 def read_results(path: Path) -> dict[str, Any]:
     """The entries that `update_json` put in a file, by key; none if there is no file. Raises ValueError."""
-    results = read_json(path, "file of results") if os.path.lexists(path) else {}
+    try:
+        results = read_json(path, "file of results") if os.path.lexists(path) else {}
+    except ValueError as error:
+        raise ValueError(f"{error}: move it away") from error
     if not all(isinstance(entries, dict) for entries in results.values()):
         raise ValueError(f"file of results {path} holds something else: move it away")
     return results

@@ -163,12 +163,16 @@ def test_every_choice_is_explained(auto):
     assert len(rounds) == len(drafter.rungs)
 
 
-def test_a_cache_that_cannot_be_read_or_written_stops_nobody(auto, tmp_path):
-    """An answer lost over a file of measurements."""
+def test_a_cache_that_cannot_be_read_or_written_stops_nobody(auto, tmp_path, capsys):
+    """An answer lost over a file of measurements. A damaged one was never written over, so that each process
+    measured for seconds."""
     target, drafter = auto
     (tmp_path / "slipstream").mkdir()
     (tmp_path / "slipstream" / costs.FILE).write_text("{")
     assert generate.generate(target, PROMPT, drafter, max_new_tokens=4).tokens
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("costs of rounds are measured again: file of results ")
+    assert read_results(cache_home() / costs.FILE)
     (tmp_path / "slipstream" / costs.FILE).unlink()
     (tmp_path / "slipstream" / costs.FILE).mkdir()
     assert costs.policy(target, drafter, 2)

@@ -144,12 +144,34 @@ def test_several_texts_have_trees_of_their_own(target, home):
         tune(target, str(home), ASKED, max_new_tokens=8, context=127)
 
 
-@pytest.mark.parametrize("trees", [["chain-0"], [3], "chain-2", 7])
-def test_damaged_trees_for_auto_are_told_in_one_line(target, home, trees):
-    save_tuned(home, target.place, {0.0: {"tree": "chain-2", "rungs": trees}})
-    assert load_drafter(str(home), target).shape.name == "chain-2"
-    with pytest.raises(ValueError, match=r"tuned\.json.*"):
-        load_drafter(f"auto:head={home}", target)
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        *({"tree": "chain-2", "rungs": trees} for trees in (["chain-0"], [3], "chain-2", 7)),
+        {"tree": "chain-0"},
+        {"tree": 7},
+    ],
+)
+def test_damaged_trees_are_ignored_with_one_line(target, home, damaged, capsys):
+    """A file that nobody had looked at for weeks ended every command that named its head."""
+    save_tuned(home, target.place, {0.0: damaged})
+    untuned = load_drafter(f"auto:head={home}", target, 1.0)
+    for _ in range(2):
+        assert load_drafter(f"auto:head={home}", target).rungs == untuned.rungs
+        assert load_drafter(str(home), target).shape == load_drafter(str(home), target, 1.0).shape
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{home / 'tuned.json'} is damaged and ignored: ")
+
+
+@pytest.mark.parametrize("text", ["", '{"her', "[]", '{"here": 3}', '{"here": {"T = 0": 3}}'])
+def test_a_damaged_file_of_trees_is_ignored_with_one_line(target, home, text, capsys):
+    save_tuned(home, target.place, {0.0: {"tree": "chain-2"}})
+    (home / "tuned.json").write_text(text.replace("here", target.place))
+    assert load_drafter(str(home), target).shape == load_drafter(str(home), target, 1.0).shape
+    assert "is damaged and ignored: " in capsys.readouterr().err
+    if "T = 0" not in text:
+        with pytest.raises(ValueError, match=r"tuned\.json .*: move it away"):
+            tune(target, str(home), ASKED, temperatures=[0.0], max_new_tokens=8)
 
 
 def test_guesses_that_are_never_right_have_no_tree(target, monkeypatch):

@@ -25,7 +25,7 @@ from slipstream.decode.memory import GIB, memory
 from slipstream.decode.policy import Accepted, Ledger, Policy, Trial
 from slipstream.decode.session import Session
 from slipstream.drafters.auto import SAMPLED
-from slipstream.files import cache_home, read_results, understood, update_json
+from slipstream.files import cache_home, first_line, note, read_results, understood, update_json
 from slipstream.kernels import build
 from slipstream.results import Figures
 
@@ -133,13 +133,18 @@ def _key(target: Target, drafter: Drafter, what: str) -> str:
 
 
 def _stored(target: Target, drafter: Drafter) -> dict[str, dict[str, Any]]:
-    """Of this drafter, by what it is: costs in a setting, or what was accepted; nothing where the file is
-    damaged."""
-    with suppress(ValueError):
-        kept = read_results(cache_home() / FILE)
-        own = {what: each.get(_key(target, drafter, what)) for what, each in kept.items()}
-        return {what: each for what, each in own.items() if isinstance(each, dict)}
-    return {}
+    """Of this drafter, by what it is: costs in a setting, or what was accepted. A damaged file is deleted:
+    what it held is found again."""
+    path = cache_home() / FILE
+    try:
+        kept = read_results(path)
+    except ValueError as error:
+        note(f"costs of rounds are measured again: {first_line(error)}")
+        with suppress(OSError):
+            path.unlink()
+        return {}
+    own = {what: each.get(_key(target, drafter, what)) for what, each in kept.items()}
+    return {what: each for what, each in own.items() if isinstance(each, dict)}
 
 
 def _store(target: Target, drafter: Drafter, news: Mapping[str, dict[str, Any]]) -> None:

@@ -126,8 +126,7 @@ class Auto(Drafter):
         `tune` found for it.
 
         Raises:
-            ValueError: the head grows no trees or names one, or what `tune` stored is damaged; also see
-                `load_drafter`.
+            ValueError: the head grows no trees or names one; also see `load_drafter`.
         """
         from slipstream.drafters import load_drafter, tuned_home
 

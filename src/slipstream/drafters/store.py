@@ -18,7 +18,7 @@ from slipstream.core.drafter import FINAL
 from slipstream.core.shape import Shape
 from slipstream.core.target import Target
 from slipstream.directories import check_claim
-from slipstream.files import cache_home, check_regular, read_json, understood, update_json
+from slipstream.files import cache_home, check_regular, first_line, note, read_json, understood, update_json
 from slipstream.methods import METHODS, SHIPPED
 from slipstream.packing import EIGHT
 
@@ -206,14 +206,9 @@ def read_tuned(directory: str | Path, place: str, temperature: float, texts: int
 
 def read_rungs(directory: str | Path, place: str, temperature: float, texts: int = 1) -> tuple[Shape, ...]:
     """The trees among which `auto` shall choose, as `tune` found them, the smallest first; none if it has not
-    run. Raises ValueError for anything else in their place."""
+    run."""
     trees = _chosen(directory, place, temperature, texts).get("rungs", [])
-    path = tuned_file(directory)
-    with understood(f"{path}, which tune wrote,"):
-        try:
-            return tuple(sorted(map(Shape.parse, trees), key=lambda shape: shape.nodes))
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged: {error}: run tune again, or delete the file") from error
+    return tuple(sorted(map(Shape.parse, trees), key=lambda shape: shape.nodes))
 
 
 def save_tuned(
@@ -227,15 +222,20 @@ def save_tuned(
 
 
 def _chosen(directory: str | Path, place: str, temperature: float, texts: int) -> dict[str, Any]:
-    """The entry for this temperature and the nearest number of texts; empty if there is none."""
+    """The entry for this temperature and the nearest number of texts; empty if there is none. A damaged file
+    is ignored, with one line."""
+    path = tuned_file(directory)
     try:
-        entries = read_json(tuned_file(directory), "tuned")[place]
+        entries = read_json(path, "file").get(place, {}) if path.exists() else {}
         known = {
             n: entry for name, entry in entries.items() if _setting(temperature, n := _texts(name)) == name
         }
-        found = known[min(known, key=lambda n: abs(math.log2(n / texts)))]
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = known[min(known, key=lambda n: abs(math.log2(n / texts)))] if known else {}
+        for tree in [*filter(None, [found.get("tree")]), *found.get("rungs", [])]:
+            Shape.parse(tree)
+        return dict(found)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        note(f"{path} is damaged and ignored: {first_line(error)}: delete it, and run tune again")
         return {}
 
 
