@@ -13,12 +13,12 @@ import typer
 
 from common import run
 from slipstream.bars import bars
+from slipstream.catalog import find_target
 from slipstream.cli import common as cli
 from slipstream.decode import generate
 from slipstream.files import check_writable, write_json
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, load_target
-from slipstream.targets.load import gguf_of, resolve
 
 TEXTS = (
     "The capital of France is",
@@ -65,7 +65,7 @@ def main(
     with bars(cli.err) as progress:
         task = progress.add_task("files", total=len(targets), note="")
         for name in targets:
-            if (file := gguf_of(resolve(name))) is None:
+            if (file := find_target(name)[1]) is None:
                 raise ValueError(f"{name} is no GGUF file: give one, or an alias of one")
             target = load_target(name, "float32")
             llama = Llama(str(file), n_ctx=512, verbose=False)

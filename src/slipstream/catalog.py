@@ -110,6 +110,12 @@ def find_target(name: str) -> tuple[Path, Path | None]:
     named = path.suffix == ".gguf"
     if (named and not path.is_file()) or not (path.exists() or HUB_ID.fullmatch(name)):
         raise ValueError(f"Unknown target: {name!r}: there is no such file or directory")
+    if (path / "adapter_config.json").exists():
+        raise ValueError(
+            f"target directory {name!r} holds a LoRA adapter: save its merged model, "
+            f"AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(DIR) "
+            "and give DIR"
+        )
     if not path.is_dir() or (path / "config.json").exists():
         return path, path if named else None
     files = sorted(path.glob("*.gguf"))

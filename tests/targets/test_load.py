@@ -297,3 +297,43 @@ def test_a_device_that_is_not_there_is_named_briefly(device):
     with pytest.raises(ValueError, match=f"Unknown or missing device: '{device}'. Use cpu, cuda") as refused:
         load.place_of(device)
     assert len(str(refused.value)) < 500
+
+
+PACKED = {"nvfp4": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+          "mlx": {"quantization": {"group_size": 64, "bits": 4}}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"num_hidden_layers": 10**9}, "has num_hidden_layers 1000000000 in its config.json; at most 10,000"),
+        ({"text_config": {"num_experts": 10**8}}, "has num_experts 100000000 in its config.json"),
+        (PACKED["nvfp4"], "holds weights in the format NVFP4 modelopt, which transformers cannot read: give"),
+        (PACKED["mlx"], "holds weights in the format MLX, which transformers cannot read: give"),
+        ({"model_type": "llava"}, "is a llava, which is more than a causal LM: load it with its own class"),
+    ],
+)
+def test_a_directory_that_cannot_be_read_is_one_short_line(tmp_path, said, says):
+    """3,000 characters of class names; no end in 60 seconds."""
+    config = tiny.FAMILIES["llama"].to_dict() | {"model_type": "llama"} | said
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=says) as refused:
+        load_target(tmp_path)
+    assert len(str(refused.value)) < 500
+
+
+def test_an_adapter_says_how_it_is_merged(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds a LoRA adapter: save its merged model, .*merge_and_unload"):
+        load_target(tmp_path)
+
+
+def test_weights_come_in_the_precision_that_is_asked_for(tmp_path, monkeypatch):
+    """Experts in MXFP4 stayed in bfloat16 when float32 was asked for."""
+    model = tiny.build(tiny.FAMILIES["llama"]).float()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data.bfloat16()
+    whole = {"missing_keys": [], "unexpected_keys": []}
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", lambda **_: (model, whole))
+    made = load._whole("tiny", dtype=torch.float32)
+    assert {p.dtype for p in made.parameters()} == {torch.float32}

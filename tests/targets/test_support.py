@@ -21,6 +21,8 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MiMoV2FlashConfig,
+    MixtralConfig,
+    MllamaForCausalLM,
     MoshiConfig,
     MptConfig,
     OpenAIGPTConfig,
@@ -32,6 +34,7 @@ from transformers import (
     SmolLM3Config,
     T5Config,
 )
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 import slipstream
 import tiny
@@ -182,6 +185,37 @@ def test_attention_that_drops_tokens_by_their_places_ends_texts():
     assert HFTarget(model).window == 12
 
 
+def test_llama_4_ends_where_its_queries_count_tokens_by_the_cache():
+    """Blocks without RoPE took positions from Hugging Face's cache, which ours says is empty."""
+    sizes = tiny.GROUPED | {"head_dim": 8, "intermediate_size_mlp": 48, "moe_layers": [], "floor_scale": 16}
+    config = Llama4TextConfig(
+        **sizes, layer_types=["full_attention"] * 2, no_rope_layers=[1, 0], attn_scale=5.0
+    )
+    model, prompt = tiny.build(config), tiny.prompts(9)[0]
+    target = HFTarget(model)
+    assert target.window == 15
+    said = generate(target, prompt, max_new_tokens=6, **tiny.ENDLESS).tokens
+    theirs = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0, 9:]
+    assert said == theirs.tolist()
+
+
+def test_mllama_finds_out_its_exactness():
+    """A model of some of its blocks called one that reads pictures, by another's number."""
+    sizes = tiny.GROUPED | {"num_hidden_layers": 4, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model = MllamaForCausalLM(MllamaTextConfig(**sizes, cross_attention_layers=[3])).eval()
+    assert HFTarget(model).exactness in ("bits", "audited")
+
+
+def test_experts_are_computed_in_float64():
+    """torch's grouped products know no float64: a traceback."""
+    model = tiny.build(MixtralConfig(**tiny.GROUPED, num_local_experts=4))
+    said = generate(HFTarget(model), [1, 2, 3], max_new_tokens=4, **tiny.ENDLESS).tokens
+    model.set_experts_implementation("eager")
+    assert (
+        said == model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)[0, 3:].tolist()
+    )
+
+
 def test_masks_are_refused_where_blocks_look_tokens_up_themselves():
     """Gemma 3n with BiTA: another text, without a word. MLPs of a width each ended its loading."""
     sizes = PADDED | {"num_hidden_layers": 4, "head_dim": 8, "intermediate_size": [48] * 4}
@@ -194,6 +228,9 @@ def test_masks_are_refused_where_blocks_look_tokens_up_themselves():
     assert generate(target, prompt, TreeOracle([prompt + plain], target.vocab), **how).tokens == plain
     with pytest.raises(ValueError, match="gemma3n_text reads tokens beside their embeddings"):
         generate(target, prompt, tiny.bita(target), **how)
+    for head in (tiny.eagle3, tiny.fasteagle):  # tracebacks
+        with pytest.raises(ValueError, match="hands on several streams of states"):
+            generate(target, prompt, head(target), **how)
 
 
 @torch.no_grad()

@@ -200,7 +200,8 @@ class Target(ABC):
     @property
     def margin(self) -> float:
         """How close two scores of a near-tie are at most, in logits. A pass over a tree may round differently
-        from a pass over one row, which may turn such a tie. Where `exactness` is "bits", none is turned."""
+        from a pass over one row, which may turn such a tie. Where `exactness` is "bits", none is turned.
+        It is the precision's, or more where Hugging Face's own model differs from itself by more."""
         return MARGINS[self.dtype]
 
     @property

@@ -32,6 +32,21 @@ def agrees(target: Target, plain: Any) -> bool:
 
 
 @torch.inference_mode()
+def own_noise(target: Target, plain: Any) -> float:
+    """By how much Hugging Face's own model differs from itself, in logits: a text in one pass, in a batch,
+    and token by token behind its cache. Where rounding routes a token to other experts, it is far more."""
+    text = _text(target, READ)
+    whole = plain(text, use_cache=False).logits[0].float()
+    batch = plain(text.expand(3, -1), use_cache=False).logits[0].float()
+    cache, steps = None, []
+    for i in range(READ):
+        out = plain(text[:, i : i + 1], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        steps.append(out.logits[0].float())
+    return max(float((other - whole).abs().max()) for other in (batch, torch.cat(steps)))
+
+
+@torch.inference_mode()
 def rounds_alike(target: Target) -> bool:
     """Whether each row's logits are the same bits in passes of 1 to 64 rows, and in a tree as in a chain."""
     text = _text(target, READ + ROWS[-1])

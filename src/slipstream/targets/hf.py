@@ -27,7 +27,7 @@ from slipstream.core.target import LMHead, Target
 from slipstream.core.tree import Layout, Tree, chain
 from slipstream.machine import where
 from slipstream.targets import ours, support
-from slipstream.targets.alike import agrees, rounds_alike
+from slipstream.targets.alike import agrees, own_noise, rounds_alike
 from slipstream.targets.inside import Behind, Blocks, View, compile_forward, twin
 from slipstream.targets.masks import Masks, additive, dense, key_lists
 from slipstream.targets.part import between, decoder_of, own_blocks, part, rows_of_head
@@ -78,6 +78,8 @@ class HFTarget(Target):
         quantize: str | None = None,
     ) -> None:
         if not isinstance(model, PreTrainedModel):
+            if hasattr(model, "merge_and_unload"):
+                raise ValueError("a target is made of a whole model: give PEFT's model.merge_and_unload()")
             raise ValueError(
                 f"a target is made of a Hugging Face model, not of a {type(model).__name__}: load_target(…) "
                 "takes names"
@@ -135,6 +137,11 @@ class HFTarget(Target):
         first = {(kinds[i], str(block)): i for i, block in reversed(list(enumerate(self.blocks)))}
         return "bits" if self._ours and rounds_alike(self.part(list(first.values()))) else "audited"
 
+    @cached_property
+    def margin(self) -> float:
+        noise = 0.0 if self.dtype == torch.float64 else own_noise(self, self.plain)
+        return max(super().margin, 2 * noise)  # both of two scores may be off by it
+
     def __repr__(self) -> str:
         how = f"{self.precision} on {self.device}{', compiled' if self.compiles else ''}"
         kind = f"{self.config.model_type}, {len(self.blocks)} blocks, {self._weights / 1e6:,.1f} M weights"
@@ -155,6 +162,8 @@ class HFTarget(Target):
         config = plain.config.get_text_config(decoder=True)
         if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
             plain.set_attn_implementation("eager")
+        if self.dtype == torch.float64 and hasattr(plain, "set_experts_implementation"):
+            plain.set_experts_implementation("eager")  # others know no float64
         return plain
 
     @cached_property

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,7 +11,15 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from slipstream.catalog import MODELS, find_target
 from slipstream.files import cache_home, first_line, name_of
@@ -23,6 +32,7 @@ from slipstream.targets.support import check_supported
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
 }
+MOST = 10_000  # layers, or experts of a layer
 Tokenizer = transformers.PreTrainedTokenizerBase
 AnyTarget = HFTarget | str | os.PathLike[str]
 
@@ -71,7 +81,14 @@ def load_target(
 
 def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
     try:
-        check_supported(AutoConfig.from_pretrained(source).get_text_config(decoder=True))
+        _check_readable(source)
+        config = AutoConfig.from_pretrained(source)
+        check_supported(config.get_text_config(decoder=True))
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
+            raise ValueError(
+                f"target {source!r} is a {config.model_type}, which is more than a causal LM: load it with "
+                "its own class, such as AutoModelForImageTextToText, and give HFTarget(model, tokenizer)"
+            )
         model = _whole(source, pretrained_model_name_or_path=source, dtype=dtype)
         return model, AutoTokenizer.from_pretrained(source)
     except ValueError:
@@ -84,6 +101,25 @@ def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
             f"Unknown target: {source!r}. It is no alias ({known}), no directory with a config.json, no GGUF "
             f"file, and as a hub id it could not be loaded ({first_line(error).rstrip('.')})."
         ) from error
+
+
+def _check_readable(source: str) -> None:
+    """Raise ValueError for a directory whose config.json transformers would read at length, or not at all."""
+    said = PreTrainedConfig.get_config_dict(source)[0]
+    for part in (said, *(part for part in said.values() if isinstance(part, dict))):
+        for name, count in part.items():
+            if re.search("(layers?|experts)$", name) and isinstance(count, int) and count > MOST:
+                raise ValueError(
+                    f"target {source!r} has {name} {count} in its config.json; at most {MOST:,} can be"
+                )
+    packed = said.get("quantization_config") or said.get("quantization") or {}
+    kind = packed.get("quant_method", "MLX" if "group_size" in packed else "unknown") if packed else None
+    if kind is not None and kind not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        kind = f"{packed.get('quant_algo', '')} {kind}".strip()
+        raise ValueError(
+            f"target {source!r} holds weights in the format {kind}, which transformers cannot read: give the "
+            "model's own directory, in bfloat16, and --quantize int8 or int4"
+        )
 
 
 def _whole(name: str, **how: Any) -> PreTrainedModel:
@@ -102,6 +138,9 @@ def _whole(name: str, **how: Any) -> PreTrainedModel:
             f"{kind} has no place for {_some(unexpected)}, which its files hold: give a causal LM's own "
             "checkpoint; to leave them out, load the model yourself and give HFTarget(model, tokenizer)"
         )
+    for weight in model.parameters():  # experts that were MXFP4 come as bfloat16, whatever is asked for
+        if weight.is_floating_point() and weight.dtype.itemsize < how["dtype"].itemsize:
+            weight.data = weight.data.to(how["dtype"])
     return model
 
 

@@ -38,6 +38,9 @@ def part(
     if types := getattr(decoder.config, "layer_types", None):  # a layer's index selects its mask
         decoder.config = copy(decoder.config)
         decoder.config.layer_types = [types[i] for i in kept]
+    holder: Any = next(each for each in model.modules() if chosen in each._modules.values())
+    if crossed := getattr(holder, "cross_attention_layers", None):  # Mllama's, which text alone passes by
+        holder.cross_attention_layers = [kept.index(i) for i in crossed if i in kept]
     if own:
         decoder._modules.update({name: deepcopy(each) for name, each in between(model, chosen).items()})
     if vocab is not None:

@@ -145,6 +145,8 @@ def longest_text(model: Any) -> int:
     config = model.config.get_text_config(decoder=True)
     named = (getattr(config, name, None) for name in ("max_position_embeddings", "keep_window_size"))
     longest = min(filter(None, named), default=2**31)  # Doge drops tokens by their places in the cache
+    if getattr(config, "attn_temperature_tuning", False) and 0 in getattr(config, "no_rope_layers", ()):
+        longest = min(longest, config.floor_scale - 1)  # Llama 4 counts later tokens by the cache
     windows_named = [window for window in attention_windows(config).values() if window]
     if not windows_named:
         return longest

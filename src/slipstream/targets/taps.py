@@ -36,6 +36,11 @@ class Taps:
         for tap in taps:
             if tap not in self._states:  # of the cache, or of modules that were not called
                 self._states[tap] = self._taken(tap, cache, view)
+            if self._states[tap].dim() > 3 and not tap.startswith(CACHE):
+                raise ValueError(
+                    f"this target hands on several streams of states at {tap!r}, which no head can read: "
+                    "take a drafter that reads the final states, such as eagle"
+                )
         features = torch.cat([self._states[tap] for tap in taps], -1) if taps else None
         self._states.clear()
         return features
