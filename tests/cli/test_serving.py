@@ -34,6 +34,8 @@ def test_every_option_reaches_the_server(served):
     """A key that was dropped would let anybody in, and every other test would pass."""
     limits = "--rows 3 --queue 5 --max-context 100 --keep 50 --max-body 1000 --max-seconds 9"
     given = served(
+        "--served-model-name",
+        "mine",
         "--api-key",
         "secret",
         "--api-key",
@@ -48,6 +50,7 @@ def test_every_option_reaches_the_server(served):
     assert isinstance(server.engine.drafter, NGram)
     assert (server.spec, grace, address) == ("ngram", 7, "127.0.0.1")
     assert (server.app.keys, server.app.hosts) == (["secret", "other"], ["example.com"])
+    assert server.name == "mine"
     assert server.limits == Limits(rows=3, queue=5, context=100, keep=50, body=1000, seconds=9.0)
 
 

@@ -32,10 +32,12 @@ def chatting() -> HFTarget:
 def serve(chatting):
     """Makes a server of the tiny model. Its log goes to `server.lines`."""
 
-    def made(keys=(), target=chatting, drafter="ngram", hosts=None, **limits) -> Server:
+    def made(keys=(), target=chatting, drafter="ngram", hosts=None, name=None, **limits) -> Server:
         lines: list[str] = []
         limits = Limits(**{"rows": 4, "queue": 8} | limits)
-        server = Server(target, load_drafter(drafter, target), drafter, limits, keys, lines.append, hosts)
+        server = Server(
+            target, load_drafter(drafter, target), drafter, limits, keys, lines.append, hosts, name
+        )
         server.lines = lines
         return server
 

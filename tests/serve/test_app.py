@@ -410,3 +410,14 @@ def test_what_is_known_is_told_within_one_key_and_in_blocks(client):
     assert known(b"a", [*prompt[:60], 1]) == 0
     shown = here.loop.run_until_complete(here.send("/metrics", method="GET"))[2].decode()
     assert "prompt_tokens_cached_total 192.0" in shown
+
+
+def test_a_model_goes_by_the_name_that_it_is_served_under(client):
+    """A client had to send the path of a directory."""
+    here = client(name="mine")
+    asked = {"prompt": "abc", "max_tokens": 2}
+    status, body = here.post("/v1/completions", {"model": "mine", **asked})
+    assert (status, body["model"]) == (200, "mine")
+    assert here.post("/v1/completions", {"model": "tiny", **asked})[0] == 404
+    body = json.loads(here.loop.run_until_complete(here.send("/v1/models", method="GET"))[2])
+    assert [each["id"] for each in body["data"]] == ["mine"]

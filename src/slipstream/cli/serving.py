@@ -25,6 +25,7 @@ PANEL = "Limits"
 HOST = "address to listen at; 0.0.0.0 lets other machines in"
 KEY = "key that requests must give; repeatable; better in the environment, where ps does not show it"
 ALLOWED = "a further name by which clients and pages may reach it; repeatable"
+NAME = "what requests call the model (default: as --target names it)"
 CONTEXT = "tokens of prompt and answer together (default: the target's window, 4096 at most)"
 MEMORY = "memory for the KV cache; fewer rows if they do not fit"
 KEEP = "tokens of finished texts whose KV cache is kept for prompts that begin alike; 0 keeps none"
@@ -45,6 +46,7 @@ def serve(
     port: Annotated[int, option("0 takes a free one", "N", min=0, max=65535)] = 8000,
     api_key: Annotated[list[str], option(KEY, "KEY", "--api-key", envvar="SLIPSTREAM_API_KEY")] = [],
     allowed_host: Annotated[list[str], option(ALLOWED, "NAME", "--allowed-host")] = [],
+    served_model_name: Annotated[str | None, option(NAME, "NAME")] = None,
     rows: Annotated[int, option("texts under way at once", "N", panel=PANEL, min=1, max=1024)] = 16,
     memory: Annotated[float | None, option(MEMORY, "GIB", panel=PANEL, min=0)] = None,
     queue: Annotated[int, option("texts that may wait for a row", "N", panel=PANEL, min=0, max=2**20)] = 64,
@@ -93,7 +95,7 @@ def serve(
             err.print(f"{limits.rows} rows and {keep:,} kept tokens, {size:.2f} GiB: {held}", soft_wrap=True)
             loading.doing = MEASURING
             with err.status(MEASURING):
-                server = Server(loaded, guide, drafter, limits, keys, _log, allowed)
+                server = Server(loaded, guide, drafter, limits, keys, _log, allowed, served_model_name)
         run(server, grace, listener, err.print)
 
 

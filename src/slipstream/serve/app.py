@@ -72,6 +72,7 @@ class Server:
         spec: what the drafter was called.
         keys, hosts: see `Guard`.
         log: takes a line for each request; None: no log.
+        name: what requests call the model; None: as the target is called.
 
     Attributes:
         app: the server for ASGI.
@@ -86,11 +87,13 @@ class Server:
         keys: Collection[str] = (),
         log: Callable[[str], Any] | None = None,
         hosts: Collection[str] | None = None,
+        name: str | None = None,
     ) -> None:
         if target.text is None:
             raise ValueError(f"target {target.name} has no tokenizer: a server cannot read text with it")
         self.target, self.spec, self.limits, self.text = target, spec, limits, target.text
         Settings.of(target)  # what its generation_config asks for can be honoured
+        self.name = name or target.name
         self.context = limits.tokens(target)
         self.engine = Engine(
             target, drafter, limits.rows, self.context, limits.queue, self._post, limits.keep
@@ -133,7 +136,7 @@ class Server:
 
     async def playground(self) -> Response:
         """A chat in the browser, which shows what was drafted."""
-        return HTMLResponse(page(self.target.name, self.spec, not self.engine.drafter.remembers))
+        return HTMLResponse(page(self.name, self.spec, not self.engine.drafter.remembers))
 
     async def health(self) -> Response:
         """200 while texts are made."""
@@ -157,7 +160,7 @@ class Server:
         return self._model()
 
     def _model(self) -> dict[str, Any]:
-        made = {"id": self.target.name, "object": "model", "created": self.created, "owned_by": "slipstream"}
+        made = {"id": self.name, "object": "model", "created": self.created, "owned_by": "slipstream"}
         more = {"precision": self.target.precision, "exactness": self.target.exactness, "drafter": self.spec}
         return made | {"max_model_len": self.context} | more
 
@@ -215,7 +218,7 @@ class Server:
         except Busy as error:
             wait = str(max(1, ceil(self.metrics.typical_seconds)))
             raise Refused(str(error), 429, "rate_limit_error", Retry_After=wait) from error
-        form = Form(chat, self.target.name, seed, self.fingerprint, self.text)
+        form = Form(chat, self.name, seed, self.fingerprint, self.text)
         if isinstance(asked, ChatCompletion):
             names = {tool["function"]["name"] for tool in asked.offered}
             several = asked.parallel_tool_calls is not False
@@ -275,8 +278,8 @@ class Server:
                 raise Refused(f"{fault} tokens of prompt and answer together", code="context_length_exceeded")
 
     def _check_model(self, name: str) -> None:
-        if name != self.target.name:
-            fault = f"there is no model {name!r}: this server has {self.target.name!r}"
+        if name != self.name:
+            fault = f"there is no model {name!r}: this server has {self.name!r}"
             raise Refused(fault, 404, param="model", code="model_not_found")
 
 

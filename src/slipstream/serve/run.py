@@ -16,9 +16,8 @@ def run(server: Server, grace: int, listener: socket.socket, say: Callable[[str]
     """Serve until Ctrl-C or SIGTERM. What is under way then has `grace` seconds to end; a second Ctrl-C ends
     it at once. `say` gets what a person should know."""
     host, port, *_ = listener.getsockname()
-    target = server.target
     shown = f"[{host}]" if ":" in host else host
-    say(f"{target.name} ({target.precision}) is served at http://{shown}:{port}/v1; Ctrl-C ends it")
+    say(f"{server.name} ({server.target.precision}) is served at http://{shown}:{port}/v1; Ctrl-C ends it")
     if not server.app.keys and not is_local(listener):
         say("other machines can reach it and need no key: set SLIPSTREAM_API_KEY")
     with suppress(KeyboardInterrupt):  # raised again after an orderly end
