@@ -154,7 +154,10 @@ MISTAKES = {
     "nothing to resume": (["train", "eagle", "--resume", "--out", "x"], "x/recipe.yaml cannot be read"),
     "no address": (["serve", "--host", ""], "--host is empty: name an address"),
     "no server": (["regenerate", "x.jsonl", "--out", "y.jsonl"], "x.jsonl cannot be read"),
-    "no template": (["synthesize", "--out", "y.jsonl"], "has no chat template"),
+    "no template": (
+        ["synthesize", "--kind", "any", "--kind", "turns", "--out", "y.jsonl"],
+        "turns needs a chat template",
+    ),
     "no checkpoint": (["import", "nowhere", "--out", "x"], "nowhere has no config.json"),
     "no drafter": (["export", "nowhere", "--out", "x"], "Unknown drafter: 'nowhere'"),
     "no vLLM": (["parity", "eagle", "--python", "/no/python"], "run `make vllm`"),

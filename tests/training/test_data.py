@@ -221,12 +221,12 @@ def test_malformed_lines_are_numbered(chat, tmp_path):
     rows = [
         "{",
         OPENAI,
-        {"prompt": "x"},
+        {"question": "x"},
         {"messages": [{"role": "robot", "content": "x"}]},
         {"messages": [{"role": "user"}]},
     ]
     with pytest.raises(
-        ValueError, match=r"line 1 \(no JSON.*line 3 \(keys \['prompt'\]\).*line 4 \(role 'robot'\).*line 5"
+        ValueError, match=r"line 1 \(no JSON.*line 3 \(keys \['question'\]\).*line 4 \(role 'robot'\).*line 5"
     ):
         list(read_rows(write(tmp_path / "a.jsonl", *rows)))
     many = ["{"] * 9

@@ -418,3 +418,59 @@ def test_a_server_that_is_not_there_is_one_clear_error(monkeypatch):
     monkeypatch.setattr("slipstream.training.writers.STARTING", 0)
     with pytest.raises(ValueError, match="give the base of an OpenAI-compatible server"):
         ServerWriter("http://127.0.0.1:9/v1")
+
+
+def test_raw_texts_are_gone_on_with_and_what_follows_is_learnt(tmp_path):
+    """A model without a chat template could not write data: each hint pointed to the next, in a circle."""
+    target = tiny.target("llama")
+    source, out = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
+    source.write_text(
+        '{"text": "abc"}\n{"prompt": "cde "}\n{"prompt": "ef", "completion": "to be dropped"}\n'
+    )
+    how = {"temperatures": [0.0], "max_new_tokens": 6, "batch": 2}
+    assert regenerate(target, source, out, **how).lines == 3
+    made = lines(out)
+    assert [row["prompt"] for row in made] == ["abc", "cde ", "ef"]
+    for row, example in zip(made, load_examples([str(out)], target, 64), strict=True):
+        plain = generate(target, row["prompt"], max_new_tokens=6, temperature=0.0)
+        assert row["completion"] == plain.text
+        ends = [target.text.eos] if row["finished"] else []
+        assert example.tokens == target.text.ids(row["prompt"]) + target.text.ids(plain.text) + ends
+        assert example.prompt == target.text.ids(row["prompt"])
+        assert example.greedy
+    whole = out.read_text()
+    out.write_text(whole[: whole.index("\n") + 9])  # interrupted
+    regenerate(target, str(source), out, **how)
+    assert out.read_text() == whole
+    assert regenerate(target, ["abc", "cde "], tmp_path / "two.jsonl", **how).lines == 2
+
+
+def test_a_prompt_without_what_follows_it_teaches_nothing(tmp_path):
+    """Its end would have been learnt right behind it."""
+    source = tmp_path / "texts.jsonl"
+    source.write_text('{"prompt": "abc"}\n')
+    with pytest.raises(ValueError, match=r"no assistant text to learn from.*slipstream regenerate"):
+        load_examples([str(source)], tiny.target("llama"), 64)
+
+
+def test_a_target_without_a_chat_template_writes_data_of_its_own(tmp_path):
+    target, out = tiny.target("llama"), tmp_path / "out.jsonl"
+    how = {
+        "prompts": 5,
+        "kinds": ["any", "maths"],
+        "temperatures": [0.0, 0.7],
+        "max_new_tokens": 6,
+        "batch": 2,
+    }
+    assert synthesize(target, out, **how).lines == 5
+    made = lines(out)
+    assert [row["kind"] for row in made] == ["any", "maths", "any", "maths", "any"]
+    assert len({row["prompt"] for row in made}) == 5
+    assert len(load_examples([str(out)], target, 64)) == 5
+    whole = out.read_text()
+    for count in (1, 2, 3):
+        out.write_text("".join(whole.splitlines(keepends=True)[:count]))
+        synthesize(target, out, **how)
+        assert out.read_text() == whole
+    with pytest.raises(ValueError, match="turns needs a chat template, which llama lacks: any, maths"):
+        synthesize(target, tmp_path / "b.jsonl", **how | {"kinds": ["any", "turns"]})

@@ -159,7 +159,10 @@ def synthesize(
     dtype: Dtype = "auto",
     device: Device = "cpu",
 ) -> None:
-    """Training data from nothing: the target writes prompts, from its own chat template, and answers them."""
+    """Training data from nothing: the target writes prompts, from its own chat template, and answers them.
+
+    Without a chat template it begins raw texts and goes on with them.
+    """
     check_writable(path, reads=inputs(target))
     from slipstream.training.synthesize import synthesize as run
 
@@ -178,7 +181,11 @@ def synthesize(
 )
 def regenerate(
     source: Annotated[
-        str, typer.Argument(metavar="FILE", help="JSONL in any training shape; its own answers are dropped")
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="JSONL in any training shape; its own answers are dropped, raw text is gone on with",
+        ),
     ],
     path: AnswerFile,
     target: TargetName = "smollm2",

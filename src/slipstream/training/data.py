@@ -20,7 +20,10 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 ROLES |= {"system": "system", "developer": "system"}
 REASONS = ("reasoning_content", "reasoning", "thinking")
 WRITTEN = (*REASONS, "name", "tool_calls", "tool_call_id")  # may be written beside a message's content
-SHAPES = '{"messages": […]}, {"conversations": […]}, {"instruction", "input", "output"} or {"text"}'
+SHAPES = (
+    '{"messages": […]}, {"conversations": […]}, {"instruction", "input", "output"}, {"prompt", "completion"} '
+    'or {"text"}'
+)
 TURNS = {"messages", "conversations", "instruction"}
 RECORDED = ["source", "made", "kind", "temperature", "finished"]  # what is said of a row
 
@@ -199,9 +202,16 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
         ids = words.ids(row["text"], special=True)
         tokens = ids[:max_length]
         return Example(tokens, [True] * len(tokens), asked=tuple(ids) if len(ids) > max_length else ())
+    if "prompt" in row:
+        prompt, answer = words.ids(row["prompt"], special=True), words.ids(row.get("completion", ""))
+        if "completion" in row and row.get("finished", True) and words.eos is not None:
+            answer.append(words.eos)
+        loss = [False] * len(prompt) + [True] * len(answer)
+        return Example((prompt + answer)[:max_length], loss[:max_length], row.get("temperature") == 0)
     if not words.has_chat:
         raise ValueError(
-            f'target {target.name} has no chat template: give raw text ({{"text": …}} or a .txt file)'
+            f'target {target.name} has no chat template: give {{"prompt", "completion"}}, {{"text"}} '
+            "or a .txt file"
         )
     messages, tools, tokens, loss, text = row["messages"], row.get("tools", ()), [], [], ""
     named = target.generation_config.eos_token_id
@@ -237,6 +247,10 @@ def encode_row(row: dict[str, Any], target: Target, max_length: int) -> Example:
 def _row(row: dict[str, Any]) -> dict[str, Any]:
     """The text of a row or its messages, and what is `RECORDED` of it. Raises ValueError."""
     recorded = {key: row[key] for key in RECORDED if key in row}
+    if isinstance(row.get("prompt"), str) and row["prompt"] and not (TURNS | {"text"}) & row.keys():
+        if not isinstance(row.get("completion", ""), str):
+            raise ValueError("completion is no string")
+        return {key: row[key] for key in ("prompt", "completion") if key in row} | recorded
     if "text" not in row or TURNS & row.keys():  # beside turns it is the same once more, rendered
         return {"messages": messages_of(row)} | _tools(row) | recorded
     if not isinstance(row["text"], str) or not row["text"]:

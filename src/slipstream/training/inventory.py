@@ -61,11 +61,12 @@ class Counted:
     def texts(self) -> tuple[str, ...]:
         if "messages" in self.row:
             return tuple(turn["content"] for turn in self.row["messages"])
-        return (self.row["text"],)
+        return tuple(self.row[key] for key in ("prompt", "completion", "text") if key in self.row)
 
     @property
     def answers(self) -> list[str]:
-        turns = self.row.get("messages", [{"role": "assistant", "content": self.row.get("text", "")}])
+        raw = self.row.get("completion", self.row.get("text", ""))
+        turns = self.row.get("messages", [{"role": "assistant", "content": raw}])
         return [turn["content"] for turn in turns if turn["role"] == "assistant"]
 
     @property

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 from slipstream.command import suggested
 from slipstream.core.target import Target
 from slipstream.training.repeats import loops
-from slipstream.training.writers import Messages, Writer, Written, has_room, wrapped
+from slipstream.training.writers import Messages, Prompt, Writer, Written, has_room, wrapped
 
 HERE = "\u2983slipstream\u2984"  # a user's message whose place in the rendered template is searched
 ASK = "regenerate prompts.jsonl --out answers.jsonl"
 PATIENCE = 5  # batches' worth of tries without a usable prompt, after which synthesis stops
 WORDS = (4, 200)  # tokens of what the target writes of a prompt: shorter and longer ones are discarded
+FIRST = 32  # tokens of a raw text that a target without a chat template begins and goes on with
 LONGEST = 1500  # tokens of a prompt, with the text that it is about and earlier turns
 TEXT_WORDS = 60  # at least, of an earlier answer that a prompt is about
 UNUSED = 0.75  # of a prompt that is not used is not counted; of all, a kind that never fits took all turns
@@ -53,9 +54,9 @@ TEXTS = ("any", "writing", "questions")  # kinds whose answers prompts of `ABOUT
 
 
 class Question(NamedTuple):
-    """A conversation to answer. A temperature of None is the next in turn."""
+    """A conversation to answer, or raw text to go on with. A temperature of None is the next in turn."""
 
-    messages: Messages
+    messages: Prompt
     kind: str | None = None
     temperature: float | None = None
 
@@ -107,6 +108,9 @@ def synthesize_prompts(
     Raises:
         ValueError: the target has no chat template, or does not write usable prompts.
     """
+    if is_raw(target):
+        yield from _raw_texts(target, writer, n, temperature, batch, seed, rows, kinds)
+        return
     opening_of(target, [])
     done, crowded = len(rows), [] if crowded is None else crowded
     begin = done - done % batch
@@ -158,6 +162,59 @@ def synthesize_prompts(
                 known[each.kind] += 1
                 made += 1
                 yield Question(prompt, each.kind, each.temperature)
+
+
+def is_raw(target: Target) -> bool:
+    """Whether a target reads text without a chat template, and so writes raw texts."""
+    return target.text is not None and not target.text.has_chat
+
+
+def _raw_texts(
+    target: Target,
+    writer: Writer,
+    n: int,
+    temperature: float,
+    batch: int,
+    seed: int | None,
+    rows: Sequence[dict[str, Any]],
+    kinds: Sequence[str],
+) -> Iterator[Question]:
+    """The first words of raw texts, as the target writes them behind its first token and the words of a kind.
+    Raises ValueError as `synthesize_prompts` does, and for kinds that follow an answer."""
+    words = target.text
+    assert words is not None
+    if other := [kind for kind in kinds if kind not in FREE]:
+        raise ValueError(
+            f"{other[0]} needs a chat template, which {target.name} lacks: {', '.join(FREE)} do not"
+        )
+    first = words.ids("", special=True) or ([] if words.eos is None else [words.eos])
+    if not first:
+        raise ValueError(f"{target.name} has no token that begins a text: {suggested(ASK)}")
+    opening, begin = words.decode(first, special=True), len(rows) - len(rows) % batch
+    used = {row["prompt"] for row in rows[:begin]}
+    for start in range(begin, n if len(rows) < n else 0, batch):
+        made, end = start, min(start + batch, n)
+        for i in range(PATIENCE):
+            chance = random.Random(f"{seed} {start} {i}")
+            begun = [
+                (kinds[j % len(kinds)], chance.choice(FREE[kinds[j % len(kinds)]])) for j in range(made, end)
+            ]
+            drawn = None if seed is None else wrapped(seed + (start << 32) + i * batch)  # no two share a seed
+            texts = [opening + said for _, said in begun]
+            made_now = (
+                writer.go_on(texts, temperature, min(FIRST, target.window // 2), drawn) if texts else []
+            )
+            for (kind, said), written in zip(begun, made_now, strict=True):
+                text = said + written.text
+                if text not in used and len(words.ids(text)) >= WORDS[0]:
+                    used.add(text)
+                    made += 1
+                    yield Question(text, kind)
+        if made < end:
+            raise ValueError(
+                f"target {target.name} wrote {made} usable beginnings of texts and then none: raise the "
+                f"temperature, or give texts of your own: {suggested(ASK)}"
+            )
 
 
 def opening_of(target: Target, before: Messages) -> str:

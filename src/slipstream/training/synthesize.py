@@ -28,8 +28,8 @@ from slipstream.files import (
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import check_lines, read_rows
-from slipstream.training.kinds import Question, check_kinds, opening_of, synthesize_prompts
-from slipstream.training.writers import Asked, Messages, TargetWriter, Writer, wrapped, writer_of
+from slipstream.training.kinds import Question, check_kinds, is_raw, opening_of, synthesize_prompts
+from slipstream.training.writers import Asked, Messages, Prompt, TargetWriter, Writer, wrapped, writer_of
 
 ABOUT = {"source": "self"}  # every row begins with this
 Rows = list[dict[str, Any]]
@@ -110,9 +110,11 @@ class Writing:
             if number < done:
                 continue
             kind = {} if question.kind is None else {"kind": question.kind}
-            messages = [*question.messages, {"role": "assistant", "content": answer.text}]
+            said: dict[str, Any] = {"prompt": question.messages, "completion": answer.text}
+            if not isinstance(question.messages, str):
+                said = {"messages": [*question.messages, {"role": "assistant", "content": answer.text}]}
             row = {**ABOUT, "made": self.recorded, **kind, "temperature": temperature}
-            yield {**row, "finished": answer.finished, "messages": messages}
+            yield {**row, "finished": answer.finished, **said}
 
     def seeded(self, number: int) -> int | None:
         """The seed of a row; None if there is to be none."""
@@ -122,7 +124,7 @@ class Writing:
 @public
 def regenerate(
     target: AnyTarget,
-    source: str | PathLike[str] | Sequence[Messages],
+    source: str | PathLike[str] | Sequence[Prompt],
     out: str | PathLike[str],
     *,
     systems: str | Sequence[str] = (),
@@ -134,14 +136,16 @@ def regenerate(
     seed: int | None = None,
     progress: Told = lambda lines, of: None,
 ) -> Answers:
-    """Let the target answer the first questions of conversations, whose own answers are dropped.
+    """Let the target answer the first questions of conversations, whose own answers are dropped, and go on
+    with raw texts.
 
     Lines are appended batch by batch. A run continues what an interrupted one has written, and ends with the
     same file as one that was never interrupted. A question that leaves no room for an answer is discarded.
 
     Args:
         target: a target, or the name of one for `load_target`.
-        source: a file in any training shape, or conversations; each is cut before its first assistant turn.
+        source: a file in any training shape, or conversations and raw texts. A conversation is cut before its
+            first assistant turn. Raw text, of {"text"} and {"prompt"}, is gone on with as it stands.
         out: the file to write or to continue.
         systems: each question is asked once more behind each of these system messages.
         limit: conversations, taken evenly.
@@ -158,7 +162,7 @@ def regenerate(
     """
     out = _checked(out, source)
     rows = conversations(source) if isinstance(source, (str, PathLike)) else source
-    asked = list(filter(None, map(_question, templated(evenly(rows, limit), several(systems)))))
+    asked = list[Prompt](filter(None, map(_question, templated(evenly(rows, limit), several(systems)))))
     if not asked:
         raise ValueError(
             f"{len(rows)} conversations hold no question: give rows in which a user asks something"
@@ -166,7 +170,7 @@ def regenerate(
     writing = Writing(writer_of(writer, target), several(temperatures), max_new_tokens, batch, seed)
     questions, asked = len(asked), _with_room(writing.writer, asked)
     with _appending(out, writing.recorded) as (known, append):
-        written = [_question(row["messages"]) for row in known]
+        written = [row["prompt"] if "prompt" in row else _question(row["messages"]) for row in known]
         if written != asked[: len(written)]:
             raise ValueError(f"{out} holds answers to other questions than these: name another file")
         progress(len(written), len(asked))
@@ -177,26 +181,29 @@ def regenerate(
     return Answers(**made(), path=out, lines=len(asked), discarded=questions - len(asked))
 
 
-def conversations(path: str | PathLike[str]) -> list[Messages]:
-    """The conversations of a file in any training shape. Raises ValueError where there are none."""
+def conversations(path: str | PathLike[str]) -> list[Prompt]:
+    """The conversations and raw texts of a file in any training shape. Raises ValueError for an empty one."""
     found = list(read_rows(fspath(path)))
     if offering := [number for number, row in found if "tools" in row]:
         raise ValueError(
             f"{path}, line {offering[0]}: regenerate offers no tools: leave them out, or train on this answer"
         )
-    rows = [row["messages"] for _, row in found if "messages" in row]
-    if not rows:
-        raise ValueError(f"{path} has no conversations: raw text is trained on as it is")
-    return rows
+    if not found:
+        raise ValueError(f"{path} has no rows: give questions, or raw texts to go on with")
+    return [row.get("messages") or row.get("prompt") or row.get("text", []) for _, row in found]
 
 
-def templated(rows: Sequence[Messages], systems: Sequence[str]) -> list[Messages]:
-    """Each conversation as it is, and once under each system message instead of its own (BiTA, Table 6)."""
-    conversations = []
+def templated(rows: Sequence[Prompt], systems: Sequence[str]) -> list[Prompt]:
+    """Each conversation as it is, and once under each system message instead of its own (BiTA, Table 6). Raw
+    text has none."""
+    found = list[Prompt]()
     for messages in rows:
+        if isinstance(messages, str):
+            found.append(messages)
+            continue
         bare = [message for message in messages if message["role"] != "system"]
-        conversations += [messages, *([{"role": "system", "content": system}, *bare] for system in systems)]
-    return conversations
+        found += [messages, *([{"role": "system", "content": system}, *bare] for system in systems)]
+    return found
 
 
 @public
@@ -214,9 +221,9 @@ def synthesize(
     seed: int | None = None,
     progress: Told = lambda lines, of: None,
 ) -> Answers:
-    """Let the target write prompts and answer them, batch by batch. A run continues an interrupted file, and
-    ends with the same file as one that was never interrupted. A prompt that leaves no room for an answer is
-    discarded.
+    """Let the target write prompts and answer them, batch by batch. Without a chat template it begins raw
+    texts and goes on with them. A run continues an interrupted file, and ends with the same file as one that
+    was never interrupted. A prompt that leaves no room for an answer is discarded.
 
     Args:
         target, out, writer, temperatures, max_new_tokens, batch, seed, progress: as `regenerate` takes them.
@@ -225,7 +232,7 @@ def synthesize(
             as many. Prompts of the last four are about answers before them.
 
     Raises:
-        ValueError: the target has no chat template, or writes no usable prompts; a kind is unknown; the file
+        ValueError: the target writes no usable prompts; a kind is unknown; the file
             cannot be written, holds something else, or answers by another model or under other settings; or
             another process writes it.
     """
@@ -233,7 +240,8 @@ def synthesize(
     out, target = _checked(out), loaded(target)
     chosen, kinds = writer_of(writer, target), several(kinds)
     writing = Writing(chosen, several(temperatures), max_new_tokens, batch, seed, prompt_temperature, kinds)
-    opening_of(target, [])
+    if not is_raw(target):
+        opening_of(target, [])
     with _appending(out, writing.recorded) as (rows, append):
         progress(len(rows), prompts)
         crowded: list[Messages] = []
@@ -244,14 +252,16 @@ def synthesize(
     return Answers(**made(), path=out, lines=len(rows), discarded=len(crowded))
 
 
-def _question(messages: Messages) -> Messages:
+def _question(messages: Prompt) -> Prompt:
+    if isinstance(messages, str):
+        return messages
     turns = [message["role"] for message in messages]
     return messages[: turns.index("assistant")] if "assistant" in turns else messages
 
 
-def _with_room(writer: Writer, questions: Sequence[Messages]) -> list[Messages]:
+def _with_room(writer: Writer, questions: Sequence[Prompt]) -> list[Prompt]:
     """The questions that leave room for an answer. Raises ValueError if none does, or one cannot be asked."""
-    found = list[Messages]()
+    found = list[Prompt]()
     for number, question in enumerate(questions, 1):
         try:
             found += [question] if writer.has_room(question) else []
@@ -325,8 +335,9 @@ def _written(path: str) -> list[dict[str, Any]]:
             *lines, half = file.read().split(b"\n")
             rows = [parsed(line.decode()) for line in lines]
             begun = json.dumps(ABOUT)[:-1].encode()
-            own = all(row.items() >= ABOUT.items() and row["messages"] for row in rows)
-            own = own and all({*each} >= {"role", "content"} for row in rows for each in row["messages"])
+            own = all(row.items() >= ABOUT.items() and (row.get("messages") or row["prompt"]) for row in rows)
+            turns = (each for row in rows for each in row.get("messages", ()))
+            own = own and all({*each} >= {"role", "content"} for each in turns)
             if not own or half[: len(begun)] != begun[: len(half)]:
                 raise ValueError("not written by synthesize or regenerate")
             file.truncate(sum(len(line) + 1 for line in lines))

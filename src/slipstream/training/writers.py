@@ -32,6 +32,7 @@ from slipstream.training.wide import Wide
 
 T = TypeVar("T")
 Messages = list[dict[str, Any]]
+Prompt = Messages | str  # a conversation to answer, or raw text to go on with
 STARTING = 300  # seconds for which a server that is not there yet is waited for
 AUDITED, AUDITED_TOKENS = 8, 64  # texts of a batch that an audit reads, and how much of each
 LIKELIEST = 0.9  # the least share of a greedy text's tokens that are the likeliest, whatever rounding turned
@@ -42,9 +43,9 @@ SILENCE = 3600  # seconds that a reply may take: a busy server holds requests ba
 
 
 class Asked(NamedTuple):
-    """A conversation to answer. A seed of None is drawn by the writer."""
+    """A conversation to answer, or raw text to go on with. A seed of None is drawn by the writer."""
 
-    messages: Messages
+    messages: Prompt
     temperature: float
     seed: int | None
 
@@ -64,14 +65,15 @@ class Writer(ABC):
         """The model, as each row records it."""
         return {"writer": type(self).__name__}
 
-    def has_room(self, prompt: Messages) -> bool:
+    def has_room(self, prompt: Prompt) -> bool:
         """Whether a prompt leaves room for an answer. A server says so itself. Raises ValueError for one that
         cannot be asked."""
         return True
 
     @abstractmethod
     def answer(self, asked: Iterable[Asked], limit: int, batch: int) -> Iterator[Written]:
-        """The assistant's answers, in order. `batch` are written at once, and taken from `asked` then."""
+        """The assistant's answers, and what follows raw texts, in order. `batch` are
+        written at once, and taken from `asked` then."""
 
     @abstractmethod
     def go_on(self, texts: Sequence[str], temperature: float, limit: int, seed: int | None) -> list[Written]:
@@ -92,7 +94,7 @@ class TargetWriter(Writer):
         about = {"target": target.name, "fingerprint": target.fingerprint, "dtype": target.precision}
         return about | {"generation_config": target.manner}
 
-    def has_room(self, prompt: Messages) -> bool:
+    def has_room(self, prompt: Prompt) -> bool:
         return has_room(self.target, prompt)
 
     def answer(self, asked: Iterable[Asked], limit: int, batch: int) -> Iterator[Written]:
@@ -101,10 +103,10 @@ class TargetWriter(Writer):
             made: dict[int, Written] = {}  # neighbours may differ in temperature, which a pass may not
             for temperature in dict.fromkeys(each.temperature for each in some):
                 group = [i for i, each in enumerate(some) if each.temperature == temperature]
-                prompts = [encode(self.target, some[i].messages) for i in group]
+                prompts = [read(self.target, some[i].messages) for i in group]
                 written = self._write(prompts, temperature, limit, some[group[0]].seed)
                 made |= zip(group, written, strict=True)
-            yield from (Written(made[i].text.strip(), made[i].finished) for i in range(len(some)))
+            yield from (_trimmed(each, made[i]) for i, each in enumerate(some))
 
     def go_on(self, texts: Sequence[str], temperature: float, limit: int, seed: int | None) -> list[Written]:
         words = self.target.text
@@ -132,9 +134,23 @@ class TargetWriter(Writer):
         return [Written(words.decode(tokens), tokens[-1] in how.eos) for tokens in texts]
 
 
-def has_room(target: Target, prompt: Messages) -> bool:
-    """Whether a prompt leaves room for an answer in the window. Raises ValueError as `encode` does."""
-    return len(encode(target, prompt)) < target.window
+def read(target: Target, prompt: Prompt) -> list[int]:
+    """Token ids of a conversation, or of raw text as it stands. Raises ValueError as `encode` does."""
+    if not isinstance(prompt, str):
+        return encode(target, prompt)
+    if target.text is None or not (tokens := target.text.ids(prompt, special=True)):
+        raise ValueError(f"target {target.name} reads no tokens in the text {prompt!r:.80}")
+    return tokens
+
+
+def has_room(target: Target, prompt: Prompt) -> bool:
+    """Whether a prompt leaves room for an answer in the window. Raises ValueError as `read` does."""
+    return len(read(target, prompt)) < target.window
+
+
+def _trimmed(asked: Asked, written: Written) -> Written:
+    """An answer without white space around it. What follows raw text is kept as it is."""
+    return written if isinstance(asked.messages, str) else written._replace(text=written.text.strip())
 
 
 @torch.inference_mode()
@@ -180,12 +196,15 @@ class ServerWriter(Writer):
 
     def answer(self, asked: Iterable[Asked], limit: int, batch: int) -> Iterator[Written]:
         def one(each: Asked) -> Written:
-            body = {"messages": each.messages, "temperature": each.temperature, "max_tokens": limit}
+            raw = isinstance(each.messages, str)
+            body: dict[str, Any] = {"prompt" if raw else "messages": each.messages}
+            body |= {"temperature": each.temperature, "max_tokens": limit}
             try:
-                written = self._write("chat/completions", body, each.seed)
+                written = self._write("completions" if raw else "chat/completions", body, each.seed)
             except ValueError as error:
-                raise ValueError(f"{error}; it was asked {each.messages[-1]['content']!r:.80}") from error
-            return Written(written.text.strip(), written.finished)
+                asked = each.messages if isinstance(each.messages, str) else each.messages[-1]["content"]
+                raise ValueError(f"{error}; it was asked {asked!r:.80}") from error
+            return _trimmed(each, written)
 
         pool, sent = ThreadPoolExecutor(batch), deque[Future[Written]]()
         try:
