@@ -16,6 +16,7 @@ import crowd
 import gpu
 import grammars
 import heads
+import kills
 import matches
 import perplexity
 import policy
@@ -472,3 +473,22 @@ def test_a_shared_budget_is_compared_with_the_same_tree_for_all(target, runs):
         assert 1 <= row["same"] <= row["nodes"] + 1
         assert row["gain"][0] == pytest.approx(row["shared"] / row["same"], abs=1e-3)
         assert row["gain"][1] <= row["gain"][0] <= row["gain"][2]
+
+
+def test_what_a_killed_run_leaves_is_compared_by_field(tmp_path):
+    """A difference behind fields of the clock, or in a file that is missing."""
+    for name, tau, seconds in (("a", 1.5, 1), ("b", 1.5, 2), ("c", 1.6, 1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "r.json").write_text(
+            json.dumps({"results": [{}, {"tau": tau, "seconds": seconds}]})
+        )
+    (tmp_path / "c" / "more.jsonl").write_text("{}")
+    a, b, c = ({Path(file).name: each for file, each in kills.left(tmp_path, name).items()} for name in "abc")
+    assert kills.differences(a, b) == []
+    assert kills.differences(a, c) == ["more.jsonl", "r.json.results.1.tau"]
+
+
+def test_no_kill_of_the_stored_result_made_a_difference():
+    report = kills.Kills.read(RESULTS / "kills.json")
+    assert report.kills == sum(row.kills for row in report.rows)
+    assert all(row.ended and not row.different for row in report.rows)
