@@ -2,9 +2,13 @@
 
 import json
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
+import tiny
 from slipstream.serve.page import page
 
 EVIL = '</script><img src="https://example.com/x">'
@@ -26,6 +30,30 @@ def test_the_server_sends_it_without_a_key(client):
     assert (status, headers[b"content-type"]) == (200, b"text/html; charset=utf-8")
     assert b"Slipstream" in body
     assert b"secret" not in body
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize("chat", [True, False])
+def test_without_a_chat_template_the_text_so_far_is_gone_on_with(tmp_path, chat):
+    """The page asked for a chat, which such a server refuses."""
+    (tmp_path / "page.html").write_text(page("tiny", "auto", True, chat))
+    choice = {"delta": {"content": "upon "}} if chat else {"text": "upon "}
+    script = Path(__file__).with_name("without_browser.js")
+    words = ["node", str(script), str(tmp_path / "page.html"), json.dumps({"choices": [choice]})]
+    first, second = json.loads(subprocess.run(words, capture_output=True, check=True, text=True).stdout)
+    if chat:
+        assert second["path"] == "/v1/chat/completions"
+        assert [turn["content"] for turn in second["messages"]] == ["Once", "upon ", "more"]
+    else:
+        assert (first["path"], first["prompt"]) == ("/v1/completions", "Once ")
+        assert (second["prompt"], "messages" in second) == ("Once upon more", False)
+
+
+def test_the_server_says_whether_its_model_has_a_chat_template(client):
+    for target in (None, tiny.target("llama")):
+        here = client() if target is None else client(target=target)
+        _, _, body = here.loop.run_until_complete(here.send("/", method="GET"))
+        assert bool(re.search(b'"chat": ?true', body)) == (target is None)
 
 
 @pytest.fixture

@@ -136,7 +136,7 @@ class Server:
 
     async def playground(self) -> Response:
         """A chat in the browser, which shows what was drafted."""
-        return HTMLResponse(page(self.name, self.spec, not self.engine.drafter.remembers))
+        return HTMLResponse(page(self.name, self.spec, not self.engine.drafter.remembers, self.text.has_chat))
 
     async def health(self) -> Response:
         """200 while texts are made."""

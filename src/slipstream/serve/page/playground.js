@@ -1,7 +1,8 @@
 // A chat with the server that sent this page.
 
-const { model, drafter, trace } = JSON.parse(document.getElementById("data").textContent);
+const { model, drafter, trace, chat } = JSON.parse(document.getElementById("data").textContent);
 const at = (id) => document.getElementById(id);
+const path = chat ? "/v1/chat/completions" : "/v1/completions"; // without a chat template the text so far is gone on with
 let turns = []; // what was said: { role, content }
 let failed = null; // the last question, where it got no answer: it is not among the turns
 let stopping = null; // of the answer under way
@@ -9,8 +10,9 @@ let lastBody = null;
 
 function settled(extra = {}) {
   const number = (id) => (at(id).value === "" ? undefined : Number(at(id).value));
-  const system = at("system").value.trim();
-  const body = { model, messages: [...(system ? [{ role: "system", content: system }] : []), ...turns] };
+  const system = chat ? at("system").value.trim() : "";
+  const messages = [...(system ? [{ role: "system", content: system }] : []), ...turns];
+  const body = { model, ...(chat ? { messages } : { prompt: turns.map((turn) => turn.content).join("") }) };
   for (const id of ["temperature", "top_p", "max_tokens", "seed"]) if (number(id) !== undefined) body[id] = number(id);
   const schema = at("schema").value.trim();
   if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(schema) } };
@@ -24,7 +26,7 @@ function headers() {
 
 // The events of a stream. Throws what the server says is wrong.
 async function* asked(body, signal) {
-  const reply = await fetch("/v1/chat/completions", { method: "POST", headers: headers(), body: JSON.stringify(body), signal });
+  const reply = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal });
   if (!reply.ok) throw new Error((await reply.json()).error.message);
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ; ) {
@@ -84,8 +86,8 @@ function side(name) {
       const label = `round ${number + 1}: ${round.pieces.join("")}`;
       told.append(el("span", { "data-round": number, tabindex: 0, role: "button", "aria-label": label }, pieces));
       tokens += round.pieces.length;
-    } else if (choice?.delta.content) {
-      told.append(choice.delta.content);
+    } else if (choice?.text || choice?.delta?.content) {
+      told.append(choice.text || choice.delta.content);
       tokens += 1;
     }
     if (event.usage) tokens = event.usage.completion_tokens;
@@ -186,7 +188,7 @@ const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
 
 function curl(body) {
   const key = at("key").value.trim() ? " -H 'Authorization: Bearer KEY'" : "";
-  return `curl ${location.origin}/v1/chat/completions -H 'Content-Type: application/json'${key} \\\n    -d ${quoted(JSON.stringify(body))}`;
+  return `curl ${location.origin}${path} -H 'Content-Type: application/json'${key} \\\n    -d ${quoted(JSON.stringify(body))}`;
 }
 
 function python(body) {
@@ -195,13 +197,14 @@ function python(body) {
     JSON.stringify(value).replace(/"(?:[^"\\]|\\.)*"|\btrue\b|\bfalse\b|\bnull\b/g, (word) => ({ true: "True", false: "False", null: "None" })[word] ?? word);
   const lines = Object.entries(rest).map(([name, value]) => `    ${name}=${literal(value)},`);
   if (own) lines.push(`    extra_body={"drafter": "${own}"},`);
-  return `from openai import OpenAI\n\nclient = OpenAI(base_url="${location.origin}/v1", api_key="KEY")\nmade = client.chat.completions.create(\n${lines.join("\n")}\n)\nprint(made.choices[0].message.content)\n`;
+  return `from openai import OpenAI\n\nclient = OpenAI(base_url="${location.origin}/v1", api_key="KEY")\nmade = client.${chat ? "chat." : ""}completions.create(\n${lines.join("\n")}\n)\nprint(made.choices[0].${chat ? "message.content" : "text"})\n`;
 }
 
 async function copy(written) {
   let body = lastBody;
   try {
-    body ||= { ...settled(), messages: [{ role: "user", content: at("said").value || "What is gravity?" }] };
+    const said = at("said").value || "What is gravity?";
+    body ||= { ...settled(), ...(chat ? { messages: [{ role: "user", content: said }] } : { prompt: said }) };
   } catch (fault) {
     at("status").textContent = `JSON schema: ${fault.message}`;
     return;
@@ -218,8 +221,8 @@ async function copy(written) {
 
 at("ask").addEventListener("submit", (event) => {
   event.preventDefault();
-  const content = at("said").value.trim();
-  if (!content || at("send").disabled) return;
+  const content = chat ? at("said").value.trim() : at("said").value;
+  if (!content.trim() || at("send").disabled) return;
   at("said").value = "";
   say(content);
 });
@@ -241,3 +244,7 @@ at("new").addEventListener("click", () => {
 at("curl").addEventListener("click", () => copy(curl));
 at("python").addEventListener("click", () => copy(python));
 at("said").focus();
+if (!chat) {
+  document.querySelector("label[for=said]").textContent = "Text to go on with";
+  at("system").parentElement.remove();
+}
