@@ -114,7 +114,6 @@ def cases(model: str, questions: str, data: str) -> list[Case]:
     certified = [*own, "--drafter", f"{head}:tree=chain-2,proposal=sampled", "--draws", "16"]
     sets = [word for name in SETS for word in ("--set", f"{name}={questions}")]
     table = ["eagle-table-1", "--no-speed", "--head", f"eagle={head}", "--limit", "2"]
-    once = ["--limit", "2", "--temperature", "0"]
     again, force = ["--resume"], ["--force"]
     return [
         Case("train", ["train", "eagle", "--data", data, "--out", "head", *target, *small], [], "head"),
@@ -127,7 +126,7 @@ def cases(model: str, questions: str, data: str) -> list[Case]:
         Case("reproduce", ["reproduce", *table, *sets, *asked[2:], "--json", "t.json"], again, "t.json"),
         Case(
             "tune",
-            ["tune", "--drafter", head, *asked[:2], *target, *once, "--json", "u.json"],
+            ["tune", "--drafter", head, *asked[:2], *target, "--limit", "2", "--json", "u.json"],
             [],
             "u.json",
         ),
