@@ -21,6 +21,7 @@ import matches
 import perplexity
 import policy
 import precisions
+import prefix_timing
 import proposals
 import race
 import schemas
@@ -492,3 +493,21 @@ def test_no_kill_of_the_stored_result_made_a_difference():
     report = kills.Kills.read(RESULTS / "kills.json")
     assert report.kills == sum(row.kills for row in report.rows)
     assert all(row.ended and not row.different for row in report.rows)
+
+
+def test_the_time_to_the_first_token_tells_nothing_of_another_salt(monkeypatch):
+    """With a clock that counts the tokens which a pass reads."""
+    read, call = [0], HFTarget.__call__
+
+    def counted(self, tree, *args, **how):
+        read[0] += tree.nodes
+        return call(self, tree, *args, **how)
+
+    monkeypatch.setattr(HFTarget, "__call__", counted)
+    monkeypatch.setattr(prefix_timing, "perf_counter", lambda: read[0])
+    found = prefix_timing.told(tiny.target("llama"), tokens=32, turns=2)
+    own, other = found["same_salt"], found["other_salt"]
+    assert own["all_ms"] < own["half_ms"] < own["nothing_ms"] == 62_000
+    assert own["all_is_told"] == own["half_is_told"] == 1.0
+    assert {other[f"{what}_ms"] for what in ("all", "half", "nothing")} == {62_000}
+    assert other["all_is_told"] == other["half_is_told"] == 0.5
