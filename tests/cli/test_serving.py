@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from slipstream.cli import serving
+from slipstream.core.grammar import GrammarLimits
 from slipstream.drafters.ngram import NGram
 from slipstream.serve.app import Limits, Server
 
@@ -33,6 +34,7 @@ def served(run, model, monkeypatch):
 def test_every_option_reaches_the_server(served):
     """A key that was dropped would let anybody in, and every other test would pass."""
     limits = "--rows 3 --queue 5 --max-context 100 --keep 50 --max-body 1000 --max-seconds 9"
+    limits += " --max-grammar-seconds 3 --max-grammar-memory 64"
     given = served(
         "--served-model-name",
         "mine",
@@ -51,7 +53,9 @@ def test_every_option_reaches_the_server(served):
     assert (server.spec, grace, address) == ("ngram", 7, "127.0.0.1")
     assert (server.app.keys, server.app.hosts) == (["secret", "other"], ["example.com"])
     assert server.name == "mine"
-    assert server.limits == Limits(rows=3, queue=5, context=100, keep=50, body=1000, seconds=9.0)
+    grammar = GrammarLimits(3.0, 64)
+    sizes = {"rows": 3, "queue": 5, "context": 100, "keep": 50, "body": 1000}
+    assert server.limits == Limits(**sizes, seconds=9.0, grammar=grammar)
 
 
 def test_a_key_may_come_from_the_environment(served, monkeypatch):

@@ -3,16 +3,21 @@
 import asyncio
 import json
 import socket
+from contextlib import ExitStack
 from copy import deepcopy
-from time import perf_counter
+from pathlib import Path
+from time import perf_counter, sleep
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 import tiny
-from slipstream import generate
+from slipstream import GrammarLimits, generate
 from slipstream.serve.engine import Likely
 from slipstream.serve.replies import Form, Place
 from slipstream.targets import HFTarget
+from slipstream.targets.grammar import SERVERS
 
 LONG = {"model": "tiny", "prompt": "abc", "max_tokens": 120}
 SHORT = LONG | {"max_tokens": 10}
@@ -44,6 +49,68 @@ def test_a_connection_that_breaks_frees_its_row(serve, listening):
         while server.engine.running and perf_counter() < until:
             pass
         assert not server.engine.running
+
+
+def grammar_processes(server) -> list[str]:
+    """Of the server's process for grammars, if it has one."""
+    return [
+        pid
+        for made in SERVERS.get(server.target, {}).values()
+        for pid in Path(f"/proc/{made._process.pid}/task/{made._process.pid}/children").read_text().split()
+    ]
+
+
+def ends_soon(server) -> bool:
+    until = perf_counter() + 20
+    while grammar_processes(server) and perf_counter() < until:
+        sleep(0.02)
+    return not grammar_processes(server)
+
+
+def test_a_grammar_that_takes_long_delays_nobody_and_ends_with_its_client(serve, listening):
+    """All others timed out for an hour, and neither the client's leaving nor a signal ended it."""
+    server = serve(grammar=GrammarLimits(seconds=600.0))
+    bad = {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "multipleOf": 123456789}}}
+    body = json.dumps(SHORT | {"response_format": bad})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    asked = f"{head}Content-Type: application/json\r\n\r\n{body}".encode()
+    with ExitStack() as held, listening(server, grace=1) as url:
+        place = urlsplit(url)
+        bounded = SHORT | {"response_format": {"type": "choice", "choice": ["yes", "no"]}}
+        answer = httpx.post(f"{url}/v1/completions", json=bounded, timeout=60)
+        assert answer.json()["choices"][0]["text"] in ("yes", "no")
+        assert ends_soon(server)
+
+        with ExitStack() as leaving:
+            for _ in range(3):
+                connection = socket.create_connection((place.hostname, place.port))
+                leaving.enter_context(connection).sendall(asked)
+            until = perf_counter() + 20
+            while len(grammar_processes(server)) < 3 and perf_counter() < until:
+                sleep(0.02)
+            assert len(grammar_processes(server)) == 3
+            for body in (SHORT, bounded):
+                assert httpx.post(f"{url}/v1/completions", json=body, timeout=20).status_code == 200
+            assert len(grammar_processes(server)) >= 3
+        assert ends_soon(server)
+        ended = [json.loads(line).get("ended") for line in server.lines]
+        assert ended.count("the client left") == 3
+
+        held.enter_context(socket.create_connection((place.hostname, place.port))).sendall(asked)
+        while not grammar_processes(server):
+            sleep(0.02)
+        began = perf_counter()
+    assert perf_counter() - began < 20
+    assert ends_soon(server)
+
+
+def test_a_grammar_that_is_too_large_is_refused_by_the_limit(client):
+    here = client(grammar=GrammarLimits(seconds=0.1))
+    schema = {"type": "integer", "multipleOf": 123456789}
+    bad = {"type": "json_schema", "json_schema": {"schema": schema}}
+    status, body = here.post("/v1/completions", SHORT | {"response_format": bad})
+    assert status == 400
+    assert "more than 0.1 s of processor time" in body["error"]["message"]
 
 
 def test_a_slow_reader_slows_nobody(client):

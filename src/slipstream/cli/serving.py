@@ -30,6 +30,8 @@ CONTEXT = "tokens of prompt and answer together (default: the target's window, 4
 MEMORY = "memory for the KV cache; fewer rows if they do not fit"
 KEEP = "tokens of finished texts whose KV cache is kept for prompts that begin alike; 0 keeps none"
 SECONDS = "time a request may take, until its client has read the answer"
+GRAMMAR_SECONDS = "processor time that reading a grammar may take"
+GRAMMAR_MEMORY = "memory that a grammar may take"
 GRACE = "time that requests under way get after Ctrl-C or SIGTERM"
 
 
@@ -54,6 +56,10 @@ def serve(
     keep: Annotated[int, option(KEEP, "N", panel=PANEL, min=0)] = 8192,
     max_body: Annotated[int, option("bytes of a request", "N", panel=PANEL, min=1)] = 2**20,
     max_seconds: Annotated[float, option(SECONDS, "S", panel=PANEL, min=0.001)] = 600.0,
+    max_grammar_seconds: Annotated[
+        float, option(GRAMMAR_SECONDS, "S", panel=PANEL, min=0.001, max=86400)
+    ] = 2.0,
+    max_grammar_memory: Annotated[int, option(GRAMMAR_MEMORY, "MIB", panel=PANEL, min=1, max=2**20)] = 256,
     grace: Annotated[int, option(GRACE, "S", panel=PANEL, min=0)] = 30,
     dtype: Dtype = "auto",
     device: Device = "cpu",
@@ -72,6 +78,7 @@ def serve(
         raise ValueError(
             f"the server needs {error.name}, which is not installed: {install('serve')}"
         ) from error
+    from slipstream.core.grammar import GrammarLimits
     from slipstream.decode import memory as needed
     from slipstream.drafters import load_drafter
     from slipstream.serve.app import Limits, Server
@@ -80,7 +87,8 @@ def serve(
 
     keys = list(filter(None, api_key))
     hosts = [host_name(f"//{name}") for name in allowed_host]
-    limits = Limits(rows, queue, max_context, keep, max_body, max_seconds)
+    grammar = GrammarLimits(max_grammar_seconds, max_grammar_memory)
+    limits = Limits(rows, queue, max_context, keep, max_body, max_seconds, grammar)
     with _listening(host, port) as listener:
         # Without a key, a page on the internet must not reach it by a name of its own.
         allowed = hosts if hosts or (not keys and is_local(listener)) else None

@@ -3,10 +3,11 @@
 import asyncio
 import json
 import secrets
+import threading
 from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from math import ceil
@@ -20,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from slipstream.core.drafter import Drafter
+from slipstream.core.grammar import Grammar, GrammarLimits
 from slipstream.core.target import Target
 from slipstream.decode.answer import Answer
 from slipstream.decode.settings import Settings
@@ -28,9 +30,10 @@ from slipstream.serve.engine import Busy, Ended, Engine, News, Task
 from slipstream.serve.guard import API_KEY, Guard
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.page import page
-from slipstream.serve.replies import Events, Form, Refused, Reply, Ticket, Whole
+from slipstream.serve.replies import Events, Form, Refused, Reply, Ticket, Whole, until_gone
 from slipstream.serve.schema import Asked, ChatCompletion, Completion
 from slipstream.serve.tools import Calls
+from slipstream.targets.grammar import read_grammar
 from slipstream.targets.prompts import check_readable, checked_ids, encode
 
 COMPLETION_TOKENS = 16  # of a completion that names no number, as OpenAI has it
@@ -48,6 +51,7 @@ class Limits:
         keep: tokens of ended texts whose caches are kept, for prompts that begin as they did.
         body: bytes of a request.
         seconds: a request may take, its reader included.
+        grammar: what reading a grammar may take.
     """
 
     rows: int = 16
@@ -56,6 +60,7 @@ class Limits:
     keep: int = 8192
     body: int = 2**20
     seconds: float = 600.0
+    grammar: GrammarLimits = field(default_factory=GrammarLimits)
 
     def tokens(self, target: Target) -> int:
         """Of prompt and answer, at most. Raises ValueError for more than the target's window."""
@@ -103,6 +108,8 @@ class Server:
         self.fingerprint = f"{target.fingerprint}, {target.precision}"
         self.created = int(time())
         self._reader = ThreadPoolExecutor(1, "prompts")  # one thread: a tokenizer is not for several
+        # Threads that wait for processes, so that no grammar waits for another.
+        self._grammars = ThreadPoolExecutor(limits.rows + limits.queue, "grammars")
         self._loop: asyncio.AbstractEventLoop | None = None
         app = FastAPI(title="Slipstream", version=version("slipstream"), docs_url=None, redoc_url=None)
         app.router.lifespan_context = self._lifespan
@@ -127,6 +134,7 @@ class Server:
         yield
         await asyncio.to_thread(self.engine.close)
         self._reader.shutdown()
+        self._grammars.shutdown()
 
     def _post(self, news: list[News]) -> None:
         """Pass news from the engine's thread to the server's."""
@@ -207,7 +215,9 @@ class Server:
         ticket = Ticket(self.engine, self.metrics)
         loop = asyncio.get_running_loop()
         try:
-            tasks = await loop.run_in_executor(self._reader, self._tasks, asked, chat, seed, prompts, ticket)
+            grammar = await self._grammar(asked, request)
+            what = asked, chat, seed, prompts, ticket, grammar
+            tasks = await loop.run_in_executor(self._reader, self._tasks, *what)
             for task in tasks:  # Python's hash of texts is keyed by a secret of the process
                 task.salt = hash((request.scope.get(API_KEY), asked.prompt_cache_key))
             ticket.submit(tasks)
@@ -231,14 +241,44 @@ class Server:
         usage = asked.stream_options is not None and asked.stream_options.include_usage
         return Events(ticket, form, self.limits.seconds, usage)
 
+    async def _grammar(self, asked: Asked, request: Request) -> Grammar | None:
+        """The grammar that is asked for, if one is, read while the client waits and others are answered.
+        Raises ValueError; Refused if the client leaves."""
+        if not asked.bounds:
+            return None
+        ((kind, source),) = asked.bounds.items()
+        gone, eos = threading.Event(), Settings.of(self.target).eos
+        what = self.target, kind, source, eos, self.limits.grammar, gone
+        loop = asyncio.get_running_loop()
+        reading: asyncio.Future[Any] = loop.run_in_executor(self._grammars, read_grammar, *what)
+        left: asyncio.Future[Any] = asyncio.ensure_future(until_gone(request.receive))
+        try:
+            await asyncio.wait([reading, left], return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                request.scope["slipstream"]["ended"] = "the client left"
+                raise Refused("the client left", 499)
+            return await reading
+        finally:
+            gone.set()
+            left.cancel()
+            reading.add_done_callback(lambda done: done.cancelled() or done.exception())
+
     def _tasks(
-        self, asked: Asked, chat: bool, seed: int, prompts: Callable[[], list[list[int]]], ticket: Ticket
+        self,
+        asked: Asked,
+        chat: bool,
+        seed: int,
+        prompts: Callable[[], list[list[int]]],
+        ticket: Ticket,
+        grammar: Grammar | None,
     ) -> list[Task]:
         """The texts of a request, as `generate` would make them: `n` of each prompt. Raises ValueError."""
         rows = [prompt for prompt in prompts() for _ in range(asked.n or 1)]
         new = asked.tokens or (self._unasked if chat else COMPLETION_TOKENS)
         bias = [Bias.of(asked.logit_bias, self.target.vocab)] if asked.logit_bias else []
-        settings = Settings.of(self.target, new, seed=seed, processors=bias, **asked.sampling())
+        settings = Settings.of(
+            self.target, new, seed=seed, processors=bias, grammar=grammar, **asked.sampling()
+        )
         plain = asked.drafter == PLAIN
         made = []
         for i, prompt in enumerate(rows):

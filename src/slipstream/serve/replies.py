@@ -62,9 +62,9 @@ class Ticket:
 
     def submit(self, tasks: list[Task]) -> None:
         """Queue the texts. Raises Busy."""
+        self.engine.submit(tasks)
         self.tasks = tasks
         self._index = {id(task): i for i, task in enumerate(tasks)}
-        self.engine.submit(tasks)
 
     def hear(self, news: News) -> None:
         """Take news, in the server's own thread."""
@@ -90,6 +90,10 @@ class Ticket:
     def close(self) -> None:
         """Let go of texts that are not finished."""
         self.engine.cancel(self.tasks)
+
+    def forget(self) -> None:
+        """Hold the texts no more, which hold this: their grammars' processes would wait for the collector."""
+        self.tasks, self._unread = [], []
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -235,7 +239,7 @@ class Reply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, as ASGI wants it."""
         note = scope.setdefault("slipstream", {})
-        gone, work = asyncio.ensure_future(_gone(receive)), asyncio.ensure_future(self._work(send, note))
+        gone, work = asyncio.ensure_future(until_gone(receive)), asyncio.ensure_future(self._work(send, note))
         try:
             await asyncio.wait({gone, work}, timeout=self.seconds, return_when=asyncio.FIRST_COMPLETED)
             late = not gone.done() and not work.done()
@@ -247,6 +251,7 @@ class Reply(Response):
                 task.cancel()
             await asyncio.gather(gone, work, return_exceptions=True)
             note |= _figures(self.ticket)
+            self.ticket.forget()
         if late:
             with suppress(TimeoutError):  # a reader so slow that not even this can be sent
                 fault = f"it took longer than {self.seconds:g} s, which is this server's limit"
@@ -374,7 +379,7 @@ async def _send(
     await send({"type": "http.response.body", "body": data})
 
 
-async def _gone(receive: Receive) -> None:
+async def until_gone(receive: Receive) -> None:
     """Until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -289,13 +289,18 @@ class Asked(Part):
         """Of each prompt: its characters, and how many tokens it has at least, whatever these say."""
         raise NotImplementedError
 
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """The argument of `generate` that says what an answer may be, if there is one."""
+        return {} if self.response_format is None else self.response_format.bounds
+
     def sampling(self) -> dict[str, Any]:
-        """Arguments of `generate`."""
+        """The other arguments of `generate`."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         given = {name: getattr(self, name) for name in (*names, "stop")}
         for name in ("presence_penalty", "frequency_penalty"):
             given[name] = getattr(self, name) or 0.0
-        return given | (self.response_format.bounds if self.response_format else {})
+        return given
 
 
 class Completion(Asked):
