@@ -224,7 +224,7 @@ def test_a_grammar_without_a_way_on_is_the_requests_own_fault(chat, caplog):
 
 def test_a_conversation_goes_on_without_reading_its_past_again(smollm2, chat):
     """And says what it says alone."""
-    target, turns = smollm2[0].target, [{"role": "user", "content": "Name two rivers of Asia."}]
+    target, turns = smollm2[0].target, [{"role": "user", "content": "Name two rivers of Asia. " * 8}]
     first = chat(turns)
     turns += [{"role": "assistant", "content": first.choices[0].message.content}]
     turns += [{"role": "user", "content": "And one of Africa?"}]

@@ -33,11 +33,12 @@ from slipstream.serve.page import page
 from slipstream.serve.replies import Events, Form, Refused, Reply, Ticket, Whole, until_gone
 from slipstream.serve.schema import Asked, ChatCompletion, Completion
 from slipstream.serve.tools import Calls
-from slipstream.targets.grammar import read_grammar
+from slipstream.targets.grammar import Beyond, read_grammar
 from slipstream.targets.prompts import check_readable, checked_ids, encode
 
 COMPLETION_TOKENS = 16  # of a completion that names no number, as OpenAI has it
 PLAIN = "vanilla"
+LITTLE, LARGE = GrammarLimits(seconds=0.25, memory=16), 4  # of most grammars; others that are read at once
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Server:
         self._reader = ThreadPoolExecutor(1, "prompts")  # one thread: a tokenizer is not for several
         # Threads that wait for processes, so that no grammar waits for another.
         self._grammars = ThreadPoolExecutor(limits.rows + limits.queue, "grammars")
+        self._large = threading.Semaphore(LARGE)
         self._loop: asyncio.AbstractEventLoop | None = None
         app = FastAPI(title="Slipstream", version=version("slipstream"), docs_url=None, redoc_url=None)
         app.router.lifespan_context = self._lifespan
@@ -248,9 +250,9 @@ class Server:
             return None
         ((kind, source),) = asked.bounds.items()
         gone, eos = threading.Event(), Settings.of(self.target).eos
-        what = self.target, kind, source, eos, self.limits.grammar, gone
+        what = kind, source, eos, gone
         loop = asyncio.get_running_loop()
-        reading: asyncio.Future[Any] = loop.run_in_executor(self._grammars, read_grammar, *what)
+        reading: asyncio.Future[Any] = loop.run_in_executor(self._grammars, self._read_grammar, *what)
         left: asyncio.Future[Any] = asyncio.ensure_future(until_gone(request.receive))
         try:
             await asyncio.wait([reading, left], return_when=asyncio.FIRST_COMPLETED)
@@ -262,6 +264,16 @@ class Server:
             gone.set()
             left.cancel()
             reading.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def _read_grammar(self, kind: str, source: Any, eos: frozenset[int], gone: threading.Event) -> Grammar:
+        """Most grammars take little. Those that take more are read again a few at a time, as there is not
+        memory for many."""
+        most = self.limits.grammar
+        little = GrammarLimits(min(LITTLE.seconds, most.seconds), min(LITTLE.memory, most.memory))
+        with suppress(Beyond):
+            return read_grammar(self.target, kind, source, eos, little, gone)
+        with self._large:
+            return read_grammar(self.target, kind, source, eos, most, gone)
 
     def _tasks(
         self,

@@ -35,6 +35,10 @@ STUCK = 60  # seconds in which no answer comes: the process is held, not slow
 DEAD = "the grammar cannot go on"
 
 
+class Beyond(ValueError):
+    """A grammar takes more than its limits."""
+
+
 class Matcher:
     """A grammar in its own process, which ends with this.
 
@@ -43,7 +47,8 @@ class Matcher:
         gone: once set, nobody waits for the grammar to be read any more.
 
     Raises:
-        ValueError: it cannot be read within the limits.
+        Beyond: it cannot be read within the limits.
+        ValueError: it cannot be read.
     """
 
     def __init__(
@@ -63,7 +68,7 @@ class Matcher:
         except (EOFError, OSError):
             fault = -1
         if isinstance(fault, int):
-            raise ValueError(f"{kind} {_beyond(fault, limits)}: make it smaller, or raise the limit")
+            raise Beyond(f"{kind} {_beyond(fault, limits)}: make it smaller, or raise the limit")
         if fault is not None:
             raise ValueError(f"{kind} cannot be read: {_line(fault)}")
 
