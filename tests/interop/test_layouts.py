@@ -11,6 +11,7 @@ import tiny
 from public_heads import DEEP, IDS, LLAMA3, H, formulas3, public3, write
 from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
+from slipstream.drafters.heads import block_taps
 from slipstream.drafters.store import save_drafter
 from slipstream.interop.public import export, import_checkpoint
 
@@ -157,6 +158,15 @@ def test_a_head_that_engines_cannot_feed_is_not_exported(deep, tmp_path):
         save_drafter(tmp_path / "d", "eagle3", deep, about | {"taps": taps}, tensors, {}, dtype=None)
         with pytest.raises(ValueError, match=f"this head reads {taps[0]!r}, {taps[1]!r}, and engines"):
             export(deep, str(tmp_path / "d"), str(tmp_path / "p"))
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 4, 5, 6, 30])
+def test_what_heads_read_by_default_engines_can_hand_over(blocks):
+    """Of four blocks they read the third before the second, so that no head of theirs could be exported."""
+    inputs = [int(tap.split()[-1]) for tap in block_taps(blocks)]
+    assert inputs == sorted(inputs)
+    assert 0 <= inputs[0] <= inputs[-1] < blocks
+    assert blocks < 6 or inputs == [2, blocks // 2, blocks - 3]
 
 
 def test_what_a_missing_key_was_taken_for_is_said(deep, tmp_path):

@@ -175,8 +175,10 @@ def rows_of(lm_head: nn.Module, like: Float[Tensor, "*n H"]) -> Float[Tensor, "V
 
 def block_taps(layers: int) -> tuple[str, ...]:
     """A low, a middle and a high state of the target's residual stream: the inputs of blocks 2, L//2 and L−3,
-    as EAGLE-3's public checkpoints read them; nearest ones where there are fewer."""
-    return tuple(f"{INPUT}{min(max(i, 0), layers - 1)}" for i in (2, layers // 2, layers - 3))
+    as EAGLE-3's public checkpoints read them; nearest ones where there are fewer, in ascending order, as
+    engines hand them over."""
+    blocks = sorted(min(max(i, 0), layers - 1) for i in (2, layers // 2, layers - 3))
+    return tuple(f"{INPUT}{i}" for i in blocks)
 
 
 @torch.no_grad()
