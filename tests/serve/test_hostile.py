@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from urllib.request import Request, urlopen
 
@@ -13,8 +14,13 @@ import pytest
 import hostile
 from hostile_requests import KINDS, OUT_OF_TIME, Hostile, completion, generated, send
 from slipstream.serve import connection
+from slipstream.serve.app import Server
 
-EVERY = {"fields": 5}  # of so many requests one is sent: they are many
+EVERY = {
+    "fields": 5,
+    "deep grammars": 7,
+    "costly grammars": 9,
+}  # of so many requests one is sent: they are many
 SLOW = ("40,000 biases", "a stream: slow")
 
 
@@ -47,7 +53,10 @@ def text(url: str) -> str:
         return json.load(answer)["choices"][0]["text"]
 
 
-@pytest.mark.parametrize("kind", ["prompts", "hosts", "bodies", "fields", "connections", "generated"])
+@pytest.mark.parametrize(
+    "kind",
+    ["deep grammars", "costly grammars", "prompts", "hosts", "bodies", "fields", "connections", "generated"],
+)
 def test_a_server_refuses_what_is_hostile_and_goes_on(serve, listening, monkeypatch, kind):
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
     asked = list(generated("tiny", 60, seed=3)) if kind == "generated" else part(kind)
@@ -58,6 +67,19 @@ def test_a_server_refuses_what_is_hostile_and_goes_on(serve, listening, monkeypa
         assert text(url) == before
         assert server.engine.alive
         assert (server.engine.running, server.engine.waiting) == (0, 0)
+
+
+def test_a_grammar_takes_no_longer_than_a_request_may(serve, listening, monkeypatch):
+    """On a busy machine the process that reads it waits for long, and so did its client, without end."""
+    left = threading.Event()
+    monkeypatch.setattr(
+        Server, "_read_grammar", lambda self, *what: left.set() if what[-1].wait(20) else None
+    )
+    [asked] = [each for each in KINDS["costly grammars"]("tiny") if each.name == "a regex: many stars"]
+    with listening(serve(seconds=0.5)) as url:
+        assert asyncio.run(send(int(url.rpartition(":")[2]), asked, 10)) == 504
+        assert left.wait(5)
+        assert text(url)
 
 
 def test_what_counts_as_a_fault():

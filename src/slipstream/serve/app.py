@@ -245,7 +245,7 @@ class Server:
 
     async def _grammar(self, asked: Asked, request: Request) -> Grammar | None:
         """The grammar that is asked for, if one is, read while the client waits and others are answered.
-        Raises ValueError; Refused if the client leaves."""
+        Raises ValueError; Refused if the client leaves, or after the time that a request may take."""
         if not asked.bounds:
             return None
         ((kind, source),) = asked.bounds.items()
@@ -255,11 +255,15 @@ class Server:
         reading: asyncio.Future[Any] = loop.run_in_executor(self._grammars, self._read_grammar, *what)
         left: asyncio.Future[Any] = asyncio.ensure_future(until_gone(request.receive))
         try:
-            await asyncio.wait([reading, left], return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
+            most = self.limits.seconds
+            await asyncio.wait([reading, left], timeout=most, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                return await reading
+            if left.done():
                 request.scope["slipstream"]["ended"] = "the client left"
                 raise Refused("the client left", 499)
-            return await reading
+            fault = f"the grammar could not be read in {most:g} s, this server's limit"
+            raise Refused(fault, 504, "timeout", x_should_retry="false")  # it would take as long once more
         finally:
             gone.set()
             left.cancel()
