@@ -1,18 +1,20 @@
 """A server among requests of strangers: a part of what `benchmarks/hostile.py` sends, to a tiny model."""
 
 import asyncio
+import gc
 import json
 import os
 import subprocess
 import sys
 import threading
 from collections import Counter
+from time import monotonic, sleep
 from urllib.request import Request, urlopen
 
 import pytest
 
 import hostile
-from hostile_requests import KINDS, OUT_OF_TIME, Hostile, completion, generated, send
+from hostile_requests import KINDS, OUT_OF_TIME, Hostile, bound, completion, generated, send
 from slipstream.serve import connection
 from slipstream.serve.app import Server
 
@@ -80,6 +82,32 @@ def test_a_grammar_takes_no_longer_than_a_request_may(serve, listening, monkeypa
         assert asyncio.run(send(int(url.rpartition(":")[2]), asked, 10)) == 504
         assert left.wait(5)
         assert text(url)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        bound("tiny", "regex", "((("),
+        bound("tiny", "json_schema", {"type": "integer", "multipleOf": 123456789}),
+    ],
+)
+def test_the_process_of_a_refused_grammar_ends_with_its_request(serve, listening, source):
+    """Errors held their frames, and these the processes, until the next collection: 20 stood there."""
+    refused = Hostile("grammars", "a", source, wants=(400,))
+    with listening(serve()) as url:
+        port = int(url.rpartition(":")[2])
+        assert faults(port, [refused]) == {}  # the process from which the others are forked
+        gc.collect()
+        before = len(hostile.processes(os.getpid()))
+        gc.disable()
+        try:
+            assert faults(port, [refused] * 6) == {}
+            until = monotonic() + 10
+            while len(hostile.processes(os.getpid())) > before and monotonic() < until:
+                sleep(0.05)
+            assert len(hostile.processes(os.getpid())) <= before
+        finally:
+            gc.enable()
 
 
 def test_what_counts_as_a_fault():

@@ -62,15 +62,22 @@ class Matcher:
         self._channel.send((kind, text, limits.seconds, memory))
         while not self._channel.poll(0.05):
             if gone is not None and gone.is_set():
+                self.close()
                 raise ValueError(f"nobody waits for this {kind} any more")
         try:
             fault, _ = self._channel.recv()
         except (EOFError, OSError):
             fault = -1
+        if fault is not None:
+            self.close()
         if isinstance(fault, int):
             raise Beyond(f"{kind} {_beyond(fault, limits)}: make it smaller, or raise the limit")
         if fault is not None:
             raise ValueError(f"{kind} cannot be read: {_line(fault)}")
+
+    def close(self) -> None:
+        """End the process, where the grammar is refused: the error holds this until the next collection."""
+        self._channel.close()
 
     def ask(self, number: int, token: int | None = None) -> Any:
         """What a walk looks like, or the number of the walk behind a token. Raises DeadEnd."""
@@ -245,6 +252,7 @@ def read_grammar(
     try:
         _ = grammar.begin().allowed
     except DeadEnd as error:
+        matcher.close()
         raise ValueError(f"{kind} cannot be read: it allows no text") from error
     with suppress(DeadEnd):
         _try(grammar.begin())
