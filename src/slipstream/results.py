@@ -140,7 +140,10 @@ class Report(Result):
 
     def ended_by(self: Q, error: BaseException) -> Q:
         """The same report, of a run that an error ended."""
-        return self.stopped_by(first_line(error))
+        kind = (
+            type(error).__name__ if isinstance(error, KeyboardInterrupt) else None
+        )  # its text is of one answer
+        return self.stopped_by(kind or first_line(error))
 
 
 def flat(part: Part | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -87,7 +87,7 @@ def test_reproduce_prints_writes_and_lists(run, tiny_options, asked, tmp_path):
     assert "not measured: BiTA is faster than Lookahead" in out.replace("\n", " ")
     code, out, _ = run("reproduce", "--list", "--json", path)
     assert code == 0
-    assert "1 of 2 figures" in out
+    assert "1 of 4 figures" in out
 
 
 @pytest.mark.parametrize(

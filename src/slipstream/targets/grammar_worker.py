@@ -182,7 +182,9 @@ def _limit_memory(memory: int) -> None:
     with suppress(FileNotFoundError):
         with open("/proc/self/statm") as file:
             size = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + memory, resource.RLIM_INFINITY))
+        most = resource.getrlimit(resource.RLIMIT_AS)[1]  # as of `ulimit -v`
+        limit = size + memory if most == resource.RLIM_INFINITY else min(size + memory, most)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
 
 
 def _guarded(work: Any, *args: Any) -> None:
