@@ -30,10 +30,11 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A tiny Llama with a chat template and a window of 4096 tokens."""
+    """A tiny Llama with a chat template and a window of 4096 tokens, whose answers can be interrupted."""
     path = tmp_path_factory.mktemp("chatting")
     reference = deepcopy(tiny.reference("llama"))
     reference.config.max_position_embeddings = 4096
+    reference.generation_config.min_new_tokens = 400
     reference.save_pretrained(path)
     tokenizer = deepcopy(tiny.tokenizer())
     tokenizer.chat_template = TEMPLATE

@@ -15,6 +15,7 @@ import pytest
 
 import hostile
 from hostile_requests import KINDS, OUT_OF_TIME, Hostile, bound, completion, generated, send
+from slipstream.core.grammar import GrammarLimits
 from slipstream.serve import connection
 from slipstream.serve.app import Server
 
@@ -94,7 +95,7 @@ def test_a_grammar_takes_no_longer_than_a_request_may(serve, listening, monkeypa
 def test_the_process_of_a_refused_grammar_ends_with_its_request(serve, listening, source):
     """Errors held their frames, and these the processes, until the next collection: 20 stood there."""
     refused = Hostile("grammars", "a", source, wants=(400,))
-    with listening(serve()) as url:
+    with listening(serve(grammar=GrammarLimits(seconds=0.1))) as url:
         port = int(url.rpartition(":")[2])
         assert faults(port, [refused]) == {}  # the process from which the others are forked
         gc.collect()
