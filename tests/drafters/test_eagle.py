@@ -54,7 +54,7 @@ def test_every_drafted_child_is_among_the_likeliest_of_its_path(make, tree, voca
     lost."""
     target, trace = tiny.target("llama"), io.StringIO()
     drafter = make(target, tree, vocab=vocab)
-    answer = generate(target, PROMPTS[0], drafter, max_new_tokens=12, temperature=0.0, trace=trace)
+    answer = generate(target, PROMPTS[0], drafter, max_new_tokens=16, temperature=0.0, trace=trace)
     checked = 0
     for text, path, kids in tiny.drafted(PROMPTS[0] + answer.tokens, len(PROMPTS[0]), trace):
         best = drafter.vocab[naive(drafter, target, text, path).topk(len(kids)).indices].tolist()
