@@ -112,7 +112,7 @@ def check_regular(path: str | os.PathLike[str]) -> None:
         raise OSError(0, "it is no regular file")
 
 
-def check_readable(path: str | os.PathLike[str], what: str) -> None:
+def check_file(path: str | os.PathLike[str], what: str) -> None:
     """Raise ValueError, as `read_text` does, for a file that cannot be read; its text is left unread."""
     try:
         check_regular(path)

@@ -140,10 +140,9 @@ class Report(Result):
 
     def ended_by(self: Q, error: BaseException) -> Q:
         """The same report, of a run that an error ended."""
-        kind = (
-            type(error).__name__ if isinstance(error, KeyboardInterrupt) else None
-        )  # its text is of one answer
-        return self.stopped_by(kind or first_line(error))
+        if isinstance(error, KeyboardInterrupt):  # the text of `Interrupted` is of one answer
+            return self.stopped_by(type(error).__name__)
+        return self.stopped_by(first_line(error))
 
 
 def flat(part: Part | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 from slipstream.bars import bars
 from slipstream.catalog import find_target
 from slipstream.directories import check_drafter
-from slipstream.files import STANDARD, check_readable, several
+from slipstream.files import STANDARD, check_file, several
 from slipstream.measure.questions import is_set
 from slipstream.methods import Method, load_plugin, named
 from slipstream.spec import Spec
@@ -208,7 +208,7 @@ def inputs(
         check_drafter(drafter)
     for file in files:
         if not is_set(file):
-            check_readable(file, "file")
+            check_file(file, "file")
     specs = [Spec.parse(drafter) for drafter in drafters]
     named = [name.partition(":")[0] for spec in specs for name in (spec.name, *spec.options.values())]
     return [*several(targets), *named, *files]

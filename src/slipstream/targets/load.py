@@ -81,7 +81,7 @@ def load_target(
 
 def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
     try:
-        _check_readable(source)
+        _check_config(source)
         config = AutoConfig.from_pretrained(source)
         check_supported(config.get_text_config(decoder=True))
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
@@ -103,7 +103,7 @@ def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
         ) from error
 
 
-def _check_readable(source: str) -> None:
+def _check_config(source: str) -> None:
     """Raise ValueError for a directory whose config.json transformers would read at length, or not at all."""
     said = PreTrainedConfig.get_config_dict(source)[0]
     for part in (said, *(part for part in said.values() if isinstance(part, dict))):
