@@ -131,7 +131,7 @@ def test_requests_are_many_and_the_same_for_a_seed():
 
 
 FOUND = {
-    "alone_ms": {"token": 20.0, "answer": 30.0},
+    "beside_small_grammars_ms": {"token": 20.0, "answer": 30.0},
     "rounds": [
         {"deep grammars": {"longest_ms": {"token": 100.0, "answer": 40.0}}},
         {"fields": {"longest_ms": {"token": 999.0}}},
@@ -149,7 +149,7 @@ FOUND = {
     ("changed", "failing"),
     [
         ({}, None),
-        ({"alone_ms": {"token": 20.0, "answer": 20.0}}, "nobody waits"),
+        ({"beside_small_grammars_ms": {"token": 20.0, "answer": 20.0}}, "nobody waits"),
         ({"memory_mib": [100.0, 106.0]}, "memory"),
         ({"faults": [{}]}, "every answer"),
         ({"lives": False}, "the server lives"),

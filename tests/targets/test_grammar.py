@@ -180,3 +180,5 @@ def test_forced_tokens_that_cost_other_texts_more_are_left_out():
     assert (alone.nodes, added) == (1, False)
     every, added = guided(many, [made.begin()] * 16, [True] * 16)
     assert (every.nodes, added) == (41, True)
+    most, added = guided(many, [*[made.begin()] * 15, None], [True] * 16)
+    assert (most.nodes, added) == (8, True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from slipstream.core.tree import PAD, Tree
 
 FORCED = 64  # tokens that a grammar adds to a tree, at most
+WIDEST = 128  # nodes of a pass in which texts without such tokens wait for those of others, at most
 ROWS = 64  # of a pass that cost as much as the pass itself, about: what a forced token must be worth
 
 
@@ -149,11 +150,14 @@ def _worth(kept: Sequence[int], forced: Sequence[int]) -> int:
     """How many forced tokens each text may have: all rows of a pass are as wide as the widest, so that those
     of one text cost rows of all others."""
 
-    def tokens_by_cost(most: int) -> float:
-        width = max(n + min(must, most) for n, must in zip(kept, forced, strict=True))
-        return sum(1 + min(must, most) for must in forced) / (ROWS + len(kept) * width)
+    def nodes(most: int) -> int:
+        return len(kept) * max(n + min(must, most) for n, must in zip(kept, forced, strict=True))
 
-    return max(range(max(forced) + 1), key=tokens_by_cost)
+    def tokens_by_cost(most: int) -> float:
+        return sum(1 + min(must, most) for must in forced) / (ROWS + nodes(most))
+
+    short = (most for most in range(max(forced) + 1) if not most or all(forced) or nodes(most) <= WIDEST)
+    return max(short, key=tokens_by_cost)
 
 
 def _kept(tokens: Sequence[int], above: Sequence[int], walk: Walk | None) -> Nodes:

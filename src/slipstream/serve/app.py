@@ -38,7 +38,7 @@ from slipstream.targets.prompts import check_readable, checked_ids, encode
 
 COMPLETION_TOKENS = 16  # of a completion that names no number, as OpenAI has it
 PLAIN = "vanilla"
-LITTLE, LARGE = GrammarLimits(seconds=0.25, memory=16), 4  # of most grammars; others that are read at once
+LITTLE, LARGE = GrammarLimits(seconds=0.25, memory=16), 2  # of most grammars; others that are read at once
 
 
 @dataclass(frozen=True)

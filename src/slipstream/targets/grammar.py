@@ -30,7 +30,6 @@ from slipstream.targets import grammar_worker
 from slipstream.targets.prompts import HFText, check_readable
 
 LARGEST = 2**18  # characters of a grammar
-TRIAL = 16  # tokens that are walked through before a grammar is used
 STUCK = 60  # seconds in which no answer comes: the process is held, not slow
 DEAD = "the grammar cannot go on"
 
@@ -101,8 +100,7 @@ def _beyond(ended: int, limits: GrammarLimits | None = None) -> str:
     if ended == signal.SIGPROF and limits:
         return f"takes more than {limits.seconds:g} s of processor time to read, which is the limit"
     if ended == signal.SIGPROF:
-        each, more = grammar_worker.STEADY, grammar_worker.BURST
-        return f"takes too long for a token: more than {1000 * each:g} ms each and {more:g} s beside"
+        return grammar_worker.SLOW
     if ended in (signal.SIGSEGV, signal.SIGBUS):
         return "is nested too deeply"
     memory = f"{limits.memory:g} MiB of memory" if limits else "its limit of memory"
@@ -241,7 +239,8 @@ def read_grammar(
             tokenizer, or one whose tokens are not bytes of text; nothing would end an answer.
     """
     try:
-        text = _written(kind, source)
+        with WRITING:
+            text = _written(kind, source)
     except RecursionError as error:
         raise ValueError(f"{kind} is nested too deeply") from error
     eos = sorted(token for token in eos if token < target.vocab)
@@ -254,29 +253,15 @@ def read_grammar(
     except DeadEnd as error:
         matcher.close()
         raise ValueError(f"{kind} cannot be read: it allows no text") from error
-    with suppress(DeadEnd):
-        _try(grammar.begin())
-    if matcher.ended:
-        raise ValueError(f"{kind} {_beyond(matcher.ended)}: make it smaller")
     return grammar
-
-
-def _try(walk: Walk | None) -> None:
-    """Walk a little way, so that a grammar that takes too long is refused before anybody waits for it."""
-    for _ in range(TRIAL):
-        allowed = None if walk is None else walk.allowed
-        if walk is None or allowed is None:
-            return
-        tokens = allowed.numpy().nonzero()[0]
-        walk = walk.behind(int(tokens[len(tokens) // 2]))
 
 
 def _written(kind: str, source: Any) -> str:
     """The grammar as text: a choice in Lark's form. Raises ValueError."""
-    check_readable(source, kind)
-    given = source if isinstance(source, str) else json.dumps(source, default=repr)
+    given = source if isinstance(source, str) else json.dumps(source, ensure_ascii=False, default=repr)
     if len(given) > LARGEST:
         raise ValueError(f"{kind} has {len(given):,} characters: at most {LARGEST:,} are read")
+    check_readable(given, kind)
     if kind == "json_schema":
         schema = _parsed(source) if isinstance(source, str) else source
         if isinstance(schema, bool):
@@ -308,6 +293,7 @@ def _line(message: str) -> str:
     return "".join([*(lines or ["no reason is given"])[:1], *reasons[:1]]).replace("::", ":")[:200]
 
 
+WRITING = threading.Lock()  # each that writes keeps Python from the thread that decodes
 SERVERS = weakref.WeakKeyDictionary[Target, dict[tuple[int, ...], Server]]()  # by tokens that end an answer
 STARTING = threading.Lock()
 

@@ -23,8 +23,10 @@ import llguidance
 from tokenizers import Tokenizer
 
 STACK = 2**28  # bytes; llguidance takes up to 4 kB for each rule that stands in a rule
-QUICK = 0.05  # seconds after which reading gives way to all else on the machine
+QUICK = 0.01  # seconds of processor time after which reading gives way to all else on the machine
 BURST, STEADY = 0.2, 0.002  # seconds that an answer may take, and that each answer adds for the next ones
+SLOW = f"takes too long for a token: more than {1000 * STEADY:g} ms each and {BURST:g} s beside"
+TRIAL = 16  # tokens that are walked through before a grammar is used
 FORCED = 64  # forced tokens in an answer, at most
 # As json.dumps writes it, so that what stands between values is known beforehand.
 LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -125,6 +127,26 @@ class State:
         known = forced[:1] == [token] and self.at + 1 < len(self.ahead)
         return State(matcher, self.ahead, self.at + 1) if known else State(matcher)
 
+    def walk(self, vocab: int, eos: frozenset[int]) -> None:
+        """Go a little way, which shows how long answers take. Raises ValueError at a dead end."""
+        state: State | None = self
+        for _ in range(TRIAL):
+            forced, mask = state.look(vocab, eos) if state else ([], b"")
+            token = forced[0] if forced else _from_the_middle(mask)
+            if state is None or token is None or token in eos:
+                return
+            state = state.behind(token)
+
+
+def _from_the_middle(mask: bytes) -> int | None:
+    """The first token that is allowed from the middle of the vocabulary on, or else of all."""
+    half = len(mask) // 2
+    for at, part in ((half, mask[half:]), (0, mask[:half])):
+        if rest := part.lstrip(b"\0"):
+            byte = at + len(part) - len(rest)
+            return 8 * byte + (rest[0] & -rest[0]).bit_length() - 1
+    return None
+
 
 def serve(channel: Connection, tokenizer: llguidance.LLTokenizer, vocab: int, eos: frozenset[int]) -> None:
     """Read a grammar and answer questions about it. An answer is a fault, or None and what was asked for."""
@@ -140,20 +162,28 @@ def serve(channel: Connection, tokenizer: llguidance.LLTokenizer, vocab: int, eo
             return
         with suppress(ValueError):  # which whoever asks for it gets again
             state.look(vocab, eos)
-        read_first.append(state)
+        began = time.thread_time()
+        with suppress(ValueError):
+            state.walk(vocab, eos)
+        if time.thread_time() - began > BURST:
+            channel.send((f"it {SLOW}", None))
+        else:
+            read_first.append(state)
 
     signal.setitimer(signal.ITIMER_PROF, seconds)
     reading = threading.Thread(target=_guarded, args=(first,), daemon=True)
     reading.start()
-    reading.join(QUICK)
-    if reading.is_alive():
-        with suppress(OSError):  # a thread has a priority of its own on Linux alone
-            os.setpriority(os.PRIO_PROCESS, reading.native_id or 0, 19)
-        reading.join()
+    began = time.process_time()
+    while reading.is_alive() and time.process_time() - began < QUICK:
+        reading.join(QUICK / 4)
+    with suppress(AttributeError, OSError):  # it has ended, or no thread here has a scheduler of its own
+        os.sched_setscheduler(reading.native_id or 0, os.SCHED_IDLE, os.sched_param(0))
+    reading.join()
     signal.setitimer(signal.ITIMER_PROF, 0)
     states, left = dict(enumerate(read_first)), BURST
-    if states:
-        channel.send((None, None))
+    if not states:
+        return
+    channel.send((None, None))
     for new in count(1):
         gone, number, token = channel.recv()
         for each in gone:
