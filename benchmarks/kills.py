@@ -1,20 +1,22 @@
 """Commands that write, killed at random moments and run again: do they leave what an undisturbed run leaves?
 
-    python benchmarks/kills.py MODEL QUESTIONS DATA --kills 200 --json benchmarks/results/kills.json
+    python benchmarks/kills.py --kills 200 --json benchmarks/results/kills.json
 
-MODEL is a small target's directory with a chat template, QUESTIONS a file of questions, DATA one of
-conversations. Each command runs once undisturbed. Then it is begun in an empty directory, killed (SIGKILL)
-and run again until it ends, over and over. The moments are drawn with a fixed seed, as shares of the
-undisturbed run's time. All files that it leaves are compared, but for the fields in `CLOCK` and `CHOSEN`.
-Exit code 1 if one differs. Processes are forks of one that has imported everything.
+They answer and learn with a Llama of two layers that is made on the spot. Each command runs once undisturbed.
+Then it is begun in an empty directory, killed (SIGKILL) and run again until it ends, over and over. The
+moments are drawn with a fixed seed, as shares of the undisturbed run's time. All files that it leaves are
+compared, but for the fields in `CLOCK` and `CHOSEN`. Exit code 1 if one differs. Processes are forks of one
+that has imported everything.
 """
 
 import importlib
 import json as json_module
+import multiprocessing
 import os
 import random
 import shutil
 import signal
+import string
 import sys
 import tempfile
 import time
@@ -26,6 +28,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from common import run
 from slipstream import cli as commands, kernels
@@ -44,6 +48,10 @@ CHOSEN = ("passes_ms", "draft_step_ms", "plain", "budgets", "gammas", "candidate
 STATE = "state.pt"  # a checkpoint holds the time that training took
 MOST = 8  # kills of one run
 LONGER = 1.15  # a moment may lie so far behind the undisturbed run's time
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }} {{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}"
+)
+TEMPLATE += "{% endfor %}{% if add_generation_prompt %}a {% endif %}"
 SETS = ("mt_bench", "humaneval", "gsm8k", "alpaca", "cnn_dm")
 IMPORTED = (
     *("accelerate", "matplotlib.pyplot", "transformers.models.llama.modeling_llama", "slipstream.kernels"),
@@ -100,8 +108,35 @@ class Kills(Result):
         return table
 
 
-def cases(model: str, questions: str, data: str) -> list[Case]:
+def write_inputs(home: Path) -> None:
+    """A model that says letters, questions, and conversations."""
+    vocab = {letter: i for i, letter in enumerate(f"{string.ascii_letters} .,")} | {"</s>": 55}
+    words = Tokenizer(models.WordLevel(vocab, unk_token=" "))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+    tokenizer.chat_template = TEMPLATE
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocab), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, eos_token_id=55,
+        initializer_range=0.3,
+    )  # fmt: skip
+    for part in (LlamaForCausalLM(config), tokenizer):
+        part.save_pretrained(home / "model")
+    drawn = random.Random(0)
+    said = ["".join(drawn.choices(string.ascii_lowercase, k=12)) for _ in range(80)]
+    asked = [{"turns": [text, text[::-1]]} for text in said[:4]]
+    talks = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text * 2}]}
+        for text in said
+    ]
+    for name, rows in (("questions", asked), ("data", talks)):
+        (home / f"{name}.jsonl").write_text("".join(json_module.dumps(row) + "\n" for row in rows))
+
+
+def cases(home: Path) -> list[Case]:
     """The commands, in an order in which later ones find what earlier ones made."""
+    model, questions, data = (str(home / name) for name in ("model", "questions.jsonl", "data.jsonl"))
     target, head = ["--target", model, "--dtype", "float32"], "../head"
     asked = ["--questions", questions, "--max-new-tokens", "8", *target]
     write = ["--max-new-tokens", "12", "--batch", "4", "--temperature", "0", "--temperature", "1", *target]
@@ -143,6 +178,7 @@ def forked(words: Words, home: Path, log: Path, limit: float | None = None) -> t
         os.setpgid(child, child)
     if not child:
         os.chdir(home)
+        torch.set_num_threads(1)  # threads that find a fork's pool broken mend it, and fail if two are at it
         with open(log, "a") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -246,9 +282,6 @@ def killed(case: Case, kills: int, home: Path, moments: random.Random) -> Killed
 
 
 def kill(
-    model: str,
-    questions: str,
-    data: str,
     count: int,
     seed: int = 0,
     only: Sequence[str] = (),
@@ -261,7 +294,10 @@ def kill(
     kernels.available()
     home = Path(tempfile.mkdtemp(prefix="kills-"))
     rows = list[Killed]()
-    chosen = cases(*(os.path.abspath(name) for name in (model, questions, data)))
+    writer = multiprocessing.get_context("fork").Process(target=write_inputs, args=[home])
+    writer.start()  # what is forked from a process whose torch has worked may fail
+    writer.join()
+    chosen = cases(home)
     ordered = [case for case in chosen if case.name in only or not only]
     for case in chosen:
         if case in ordered:
@@ -281,23 +317,20 @@ def kill(
 
 
 def main(
-    model: Annotated[str, typer.Argument()],
-    questions: Annotated[str, typer.Argument()],
-    data: Annotated[str, typer.Argument()],
     kills: Annotated[int, cli.option("in all", "N", "--kills", min=1)] = 200,
     seed: Annotated[int, cli.option("of the moments", "N")] = 0,
     only: Annotated[list[str], cli.option("a command; repeat it", "NAME")] = [],  # noqa: B006
     json: Annotated[str | None, cli.option("the result", "FILE")] = None,
 ) -> None:
     """Kill, go on, compare, print."""
-    check_writable(json, reads=[model, questions, data])
+    check_writable(json)
 
     def keep(report: Kills) -> None:
         print(report.rows[-1], flush=True)
         if json is not None:
             report.write(json)
 
-    report = kill(model, questions, data, kills, seed, only, keep)
+    report = kill(kills, seed, only, keep)
     cli.out.print(report)
     if any(row.different for row in report.rows):
         raise typer.Exit(1)
