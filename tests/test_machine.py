@@ -1,5 +1,6 @@
 """What a machine has, as far as it can be told without one."""
 
+import os
 import subprocess
 import sys
 from math import inf
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream import machine
 from slipstream.machine import left_in_group
 
 PAGES = """
@@ -60,3 +62,19 @@ def test_without_a_limit_there_is_none(tmp_path: Path):
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("900\n")
     assert left_in_group(tmp_path) == inf
+
+
+def test_to_name_the_commit_writes_nothing(tmp_path, monkeypatch):
+    """It refreshed the index under a lock, which stayed where the command was killed meanwhile."""
+    place = tmp_path / "src" / "own"
+    place.mkdir(parents=True)
+    (place / "machine.py").write_text("")
+    own = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
+    name = ["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "a"]
+    for words in (["init", "-q"], ["add", "."], name):
+        subprocess.run(["git", *words], cwd=tmp_path, env=os.environ | own, check=True)
+    monkeypatch.setattr(machine, "__file__", str(place / "machine.py"))
+    os.utime(place / "machine.py", (1, 1))  # git does not know yet that it is the same
+    before = (tmp_path / ".git" / "index").read_bytes()
+    assert len(machine.versions()["commit"]) == 12
+    assert (tmp_path / ".git" / "index").read_bytes() == before

@@ -18,6 +18,7 @@ from slipstream.kernels import HAS_AMX
 from slipstream.packing import HAS_BF16
 
 SCHEMA = 1
+GIT = ("git", "--no-optional-locks")  # which a command that is killed would leave locked
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
@@ -124,7 +125,7 @@ def _cpu() -> str:
 def _commit() -> str:
     def git(*words: str) -> str:
         here = Path(__file__).parent
-        done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=10)
+        done = subprocess.run([*GIT, *words], cwd=here, capture_output=True, text=True, timeout=10)
         return done.stdout.strip() if done.returncode == 0 else ""
 
     try:
