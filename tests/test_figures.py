@@ -237,3 +237,47 @@ def test_what_is_no_figure_of_ours_is_passed_over():
     assert [figure.value for figure in figures(text)] == [1.43]
     table = "| tree | paper |\n|---|---|\n| a | 3.94 |\n\n| b |\n|---|\n| 99.5 % of 1,046,115 |"
     assert [figure[:3] for figure in figures(table)] == [(99.5, 1, "%"), (1046115.0, 0, "")]
+
+
+VERDICT = re.compile(r"\*\*([^*]*?\b(shown|refuted|undecided)\b[^*]*)\*\*([^*]*)")
+INTERVAL = re.compile(r"\[([−-]?\d+\.\d+), ([−-]?\d+\.\d+)\]")
+PAPERS = re.compile(r"paper's (\d+\.\d+) times")
+SEED = 0.03  # what one seed does not show: three of one arm differ by nearly as much
+
+
+def verdict(low: float, high: float, against: float | None = None) -> str:
+    """What an interval says of a difference, or of a ratio; `against` the paper's ratio, if that is given."""
+    if against is not None:
+        return "undecided" if low <= against <= high else "refuted"
+    nothing = 1.0 if low > 0.5 else 0.0
+    return "undecided" if low <= nothing <= high or abs((low + high) / 2 - nothing) < SEED else "decided"
+
+
+def verdicts(text: str) -> list[tuple[str, str, str]]:
+    """Each claim of a page, its verdict, and what the first interval behind it says."""
+    found = []
+    for paragraph in re.split(r"\n\n|\n(?=- )", text):
+        for claim, word, behind in VERDICT.findall(" ".join(paragraph.split())):
+            low, high = (float(n.replace("−", "-")) for n in INTERVAL.findall(behind)[0])
+            against = PAPERS.search(claim)
+            found.append((claim, word, verdict(low, high, float(against[1]) if against else None)))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_verdicts_of_the_pages_are_what_their_intervals_say(page):
+    words = {"shown": "decided", "refuted": "decided", "undecided": "undecided"}
+    for claim, word, says in verdicts(page.read_text()):
+        assert says in (word, words[word]), claim
+
+
+def test_a_verdict_follows_from_its_interval():
+    """One that crosses nothing, one within what a seed moves, and one that leaves out the paper's figure."""
+    assert verdicts("**A above B: shown.** It has 1.06 [1.02, 1.10] times.")[0][2] == "decided"
+    assert verdicts("**A above B: shown.** It adds 0.05 [−0.01, 0.11].")[0][2] == "undecided"
+    assert verdicts("**A above B: undecided.** It has 1.01 [1.00, 1.02] times.")[0][2] == "undecided"
+    assert (
+        verdicts("**A, the paper's 1.5 times: refuted.** It has 1.01 [1.00, 1.02] times.")[0][2] == "refuted"
+    )
+    with pytest.raises(IndexError):
+        verdicts("**A above B: shown.** No interval.")
