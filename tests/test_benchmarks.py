@@ -24,6 +24,7 @@ import precisions
 import prefix_timing
 import proposals
 import race
+import rows_free
 import schemas
 import serve
 import structured
@@ -35,7 +36,9 @@ from slipstream import kernels
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import save_drafter
 from slipstream.machine import hardware
+from slipstream.measure import reproduce, reproduced
 from slipstream.measure.confidence import calibrate
+from slipstream.measure.evidence import Cell
 from slipstream.measure.questions import Question
 from slipstream.measure.report import BenchReport
 from slipstream.targets import HFTarget, load_target
@@ -511,3 +514,33 @@ def test_the_time_to_the_first_token_tells_nothing_of_another_salt(monkeypatch):
     assert own["all_is_told"] == own["half_is_told"] == 1.0
     assert {other[f"{what}_ms"] for what in ("all", "half", "nothing")} == {62_000}
     assert other["all_is_told"] == other["half_is_told"] == 0.5
+
+
+def test_rows_that_are_free_cost_what_another_machine_measured():
+    """A chain of three guesses in two rounds: four rows cost the next larger pass that was timed, a guess a
+    layer and a head, one that is drafted in one pass its layers alone, and a mask token nothing."""
+    columns = [*reproduce.TIMED]
+    figures = dict.fromkeys(columns, 7.0) | {"tokens": 5.0, "rounds": 2.0, "levels": 6.0, "plain rounds": 4.0}
+    for drafter, seconds in (
+        ("eagle:tree=chain-3", 3.6),
+        ("fasteagle:tree=chain-3", 3.2),
+        ("medusa:tree=chain-3", 2.8),
+        ("bita:tree=chain-3", 2.2),
+    ):
+        cell = Cell(
+            drafter=drafter, asked="a", temperature=0, batch=1, how="race", columns=columns,
+            questions={"q": [*figures.values()]},
+        )  # fmt: skip
+        made = rows_free.computed(cell, 4, {1: 1.0, 8: 1.1, 16: 1.2}, layer=2 / 15, lm_head=0.1)
+        one = dict(zip(made.columns, made.questions["q"], strict=True))
+        assert (one["tokens"], one["plain seconds"]) == (5.0, 4.0)
+        assert one["seconds"] == pytest.approx(seconds)
+    with pytest.raises(ValueError, match="a tree of 17 rows; passes of at most 16 were timed"):
+        rows_free.cost_of(17, {1: 1.0, 16: 1.2})
+
+
+def test_what_is_stored_of_free_rows_follows_from_the_raced_rounds():
+    found = rows_free.RowsFree.read(RESULTS / "rows_free.json")
+    report = reproduced.ReproduceReport.read(RESULTS / found.of)
+    made = rows_free.compare(report, found.passes, found.rows, found.layer, found.head)
+    assert made == {"relations": found.relations, "speeds": found.speeds}
