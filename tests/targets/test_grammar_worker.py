@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import llguidance
@@ -129,6 +130,37 @@ def test_whoever_leaves_ends_the_reading():
             tiny.target("llama"), "json_schema", schema, [tiny.EOS], GrammarLimits(seconds=600.0), gone
         )
     assert time.monotonic() - began < 20
+    assert wait_for(lambda: not children(server()._process.pid))
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="a thread has no scheduler of its own here")
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_server_reads_a_large_grammar_while_nothing_else_wants_the_processor(serves):
+    """Eight of them took a token's time from every text. Elsewhere somebody waits for the grammar alone."""
+    read("regex", "a")
+    gone = threading.Event()
+    limits = GrammarLimits(seconds=60.0 if serves else 0.5)
+    what = tiny.target("llama"), "json_schema", {"type": "integer", "multipleOf": 123456789}, [tiny.EOS]
+
+    def reads():
+        with suppress(ValueError):
+            read_grammar(*what, limits, gone if serves else None)
+
+    def idle() -> bool:
+        with suppress(OSError):  # it has ended
+            pids = [own for child in children(server()._process.pid) for own in (child, *children(child))]
+            tasks = [int(task.name) for pid in pids for task in Path(f"/proc/{pid}/task").glob("*")]
+            return any(os.sched_getscheduler(task) == os.SCHED_IDLE for task in tasks)
+        return False
+
+    reading = threading.Thread(target=reads)
+    reading.start()
+    found = False
+    while reading.is_alive() and not found:
+        found = idle()
+    gone.set()
+    reading.join()
+    assert found == serves
     assert wait_for(lambda: not children(server()._process.pid))
 
 

@@ -43,7 +43,7 @@ class Matcher:
 
     Args:
         server: holds the target's tokens.
-        gone: once set, nobody waits for the grammar to be read any more.
+        gone: of a server, which has others waiting; once set, nobody waits for this grammar any more.
 
     Raises:
         Beyond: it cannot be read within the limits.
@@ -58,7 +58,7 @@ class Matcher:
         self.vocab, self.eos = server.vocab, frozenset(server.eos)
         self.dropped: list[int] = []  # numbers of walks that nobody holds any more
         memory = round(limits.memory * 2**20)
-        self._channel.send((kind, text, limits.seconds, memory))
+        self._channel.send((kind, text, limits.seconds, memory, gone is not None))
         while not self._channel.poll(0.05):
             if gone is not None and gone.is_set():
                 self.close()
@@ -232,7 +232,7 @@ def read_grammar(
             the whole answer matches; "grammar": in Lark's form, or llama.cpp's (GBNF); "choice": texts, one
             of which is the answer.
         eos: tokens that end an answer.
-        gone: once set, nobody waits for the grammar any more.
+        gone: of a server, which has others waiting; once set, nobody waits for the grammar any more.
 
     Raises:
         ValueError: it cannot be read, or not within the limits, or allows no text; the target has no

@@ -23,7 +23,7 @@ import llguidance
 from tokenizers import Tokenizer
 
 STACK = 2**28  # bytes; llguidance takes up to 4 kB for each rule that stands in a rule
-QUICK = 0.01  # seconds of processor time after which reading gives way to all else on the machine
+QUICK = 0.01  # seconds of processor time after which reading gives way to others
 BURST, STEADY = 0.2, 0.002  # seconds that an answer may take, and that each answer adds for the next ones
 SLOW = f"takes too long for a token: more than {1000 * STEADY:g} ms each and {BURST:g} s beside"
 TRIAL = 16  # tokens that are walked through before a grammar is used
@@ -149,8 +149,9 @@ def _from_the_middle(mask: bytes) -> int | None:
 
 
 def serve(channel: Connection, tokenizer: llguidance.LLTokenizer, vocab: int, eos: frozenset[int]) -> None:
-    """Read a grammar and answer questions about it. An answer is a fault, or None and what was asked for."""
-    kind, text, seconds, memory = channel.recv()
+    """Read a grammar and answer questions about it. An answer is a fault, or None and what was asked for.
+    Where `others` wait for texts of theirs, what takes long to read gives way to all else on the machine."""
+    kind, text, seconds, memory, others = channel.recv()
     read_first: list[State] = []
 
     def first() -> None:
@@ -174,10 +175,11 @@ def serve(channel: Connection, tokenizer: llguidance.LLTokenizer, vocab: int, eo
     reading = threading.Thread(target=_guarded, args=(first,), daemon=True)
     reading.start()
     began = time.process_time()
-    while reading.is_alive() and time.process_time() - began < QUICK:
+    while others and reading.is_alive() and time.process_time() - began < QUICK:
         reading.join(QUICK / 4)
-    with suppress(AttributeError, OSError):  # it has ended, or no thread here has a scheduler of its own
-        os.sched_setscheduler(reading.native_id or 0, os.SCHED_IDLE, os.sched_param(0))
+    with suppress(AttributeError, OSError):  # no thread here has a scheduler of its own, or it has ended
+        if others:
+            os.sched_setscheduler(reading.native_id or 0, os.SCHED_IDLE, os.sched_param(0))
     reading.join()
     signal.setitimer(signal.ITIMER_PROF, 0)
     states, left = dict(enumerate(read_first)), BURST
