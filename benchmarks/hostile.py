@@ -46,6 +46,7 @@ from slipstream.files import check_writable, write_json
 from slipstream.results import Figures, heading
 from slipstream.targets import load_target
 
+WAITS = ("alone_ms", "beside_small_grammars_ms", "waits_ms")
 GRAMMARS = ("deep grammars", "costly grammars")  # the kinds in which waits are judged
 QUIET = 15.0  # seconds for which the clients are alone
 SMALL = 150  # requests within small grammars, beside which they wait for comparison
@@ -361,15 +362,7 @@ def main(
     found["holds"] = judged(found, wait, grace)
     loaded = load_target(target, dtype)
     write_json(json, heading(loaded) | {"drafter": drafter, "at_once": at_once, "grace": grace} | found)
-    for name in (
-        "alone_ms",
-        "beside_small_grammars_ms",
-        "waits_ms",
-        "memory_mib",
-        "failed_clients",
-        "slowest",
-        "said",
-    ):
+    for name in (*WAITS, "memory_mib", "failed_clients", "slowest", "said"):
         print(name, words.dumps(found[name]))
     for each in found["faults"][:40]:
         print(words.dumps(each))

@@ -48,9 +48,7 @@ CHOSEN = ("passes_ms", "draft_step_ms", "plain", "budgets", "gammas", "candidate
 STATE = "state.pt"  # a checkpoint holds the time that training took
 MOST = 8  # kills of one run
 LONGER = 1.15  # a moment may lie so far behind the undisturbed run's time
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }} {{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }} {{ m.content }}{% if m.role[0] == 'a' %}</s>{% endif %}"
 TEMPLATE += "{% endfor %}{% if add_generation_prompt %}a {% endif %}"
 SETS = ("mt_bench", "humaneval", "gsm8k", "alpaca", "cnn_dm")
 IMPORTED = (
@@ -110,7 +108,7 @@ class Kills(Result):
 
 def write_inputs(home: Path) -> None:
     """A model that says letters, questions, and conversations."""
-    vocab = {letter: i for i, letter in enumerate(f"{string.ascii_letters} .,")} | {"</s>": 55}
+    vocab = {word: i for i, word in enumerate([*string.ascii_letters, " ", ".", ",", "</s>"])}
     words = Tokenizer(models.WordLevel(vocab, unk_token=" "))
     words.pre_tokenizer, words.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
@@ -118,7 +116,7 @@ def write_inputs(home: Path) -> None:
     set_seed(0)
     config = LlamaConfig(
         vocab_size=len(vocab), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, eos_token_id=55,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, eos_token_id=vocab["</s>"],
         initializer_range=0.3,
     )  # fmt: skip
     for part in (LlamaForCausalLM(config), tokenizer):

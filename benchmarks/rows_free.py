@@ -7,6 +7,7 @@ measured there.
 Takes the rounds that `reproduce` raced, one text at a time, and the passes that `gpu.py` timed. A round costs
 a pass of the rows of its tree, and what it drafts: for each guess in a row a layer and an LM head, `--layer`
 and `--head` of a plain pass. FastEagle has one LM head a round, Medusa no layers. Prompts cost nothing.
+Self-speculation, whose share of the target is its own, is left out.
 """
 
 import json as words
@@ -29,7 +30,9 @@ from slipstream.measure.reproduced import ReproduceReport
 from slipstream.results import Figures, Part, Result, made
 from slipstream.targets import load_target
 
-NOTHING = ("bita", "lookahead", "ngram", "suffix", "vanilla", "hf_generate")  # reads no weights to draft
+PLAIN = {"vanilla": 1, "hf_generate": 1}  # rows of their passes
+LEFT_OUT = {"self-speculative"}
+NOTHING = ("bita", "lookahead", "ngram", "suffix", *PLAIN)  # reads no weights to draft
 SPEED = "× plain"
 Passes = Mapping[int, float]
 
@@ -142,15 +145,9 @@ def main(
     """Compute, print, store."""
     check_writable(json, reads=[tables, gpu])
     report, (name, passes) = ReproduceReport.read(tables), read_passes(gpu, mode)
-    target, rows = load_target(report.target), {"vanilla": 1, "hf_generate": 1}
-    for drafter in {each.drafter for each in report.cells if each.how == RACE} - {*rows, "self-speculative"}:
-        rows[drafter] = load_drafter(drafter, target).rows
-    costs: dict[str, Any] = {
-        "passes": passes,
-        "rows": dict(sorted(rows.items())),
-        "layer": layer,
-        "head": head,
-    }
+    target, raced = load_target(report.target), {each.drafter for each in report.cells if each.how == RACE}
+    rows = {name: load_drafter(name, target).rows for name in sorted(raced - PLAIN.keys() - LEFT_OUT)}
+    costs: dict[str, Any] = {"passes": passes, "rows": PLAIN | rows, "layer": layer, "head": head}
     about = {"versions": versions(), "of": Path(tables).name, "gpu": name}
     result = RowsFree(**made(), **about, **costs, **compare(report, **costs))
     result.write(json)

@@ -131,9 +131,11 @@ class State:
         """Go a little way, which shows how long answers take. Raises ValueError at a dead end."""
         state: State | None = self
         for _ in range(TRIAL):
-            forced, mask = state.look(vocab, eos) if state else ([], b"")
+            if state is None:
+                return
+            forced, mask = state.look(vocab, eos)
             token = forced[0] if forced else _from_the_middle(mask)
-            if state is None or token is None or token in eos:
+            if token is None or token in eos:
                 return
             state = state.behind(token)
 
@@ -167,19 +169,15 @@ def serve(channel: Connection, tokenizer: llguidance.LLTokenizer, vocab: int, eo
         with suppress(ValueError):
             state.walk(vocab, eos)
         if time.thread_time() - began > BURST:
-            channel.send((f"it {SLOW}", None))
+            channel.send((f"it {SLOW}: make it smaller", None))
         else:
             read_first.append(state)
 
     signal.setitimer(signal.ITIMER_PROF, seconds)
     reading = threading.Thread(target=_guarded, args=(first,), daemon=True)
     reading.start()
-    began = time.process_time()
-    while others and reading.is_alive() and time.process_time() - began < QUICK:
-        reading.join(QUICK / 4)
-    with suppress(AttributeError, OSError):  # no thread here has a scheduler of its own, or it has ended
-        if others:
-            os.sched_setscheduler(reading.native_id or 0, os.SCHED_IDLE, os.sched_param(0))
+    if others:
+        _give_way(reading)
     reading.join()
     signal.setitimer(signal.ITIMER_PROF, 0)
     states, left = dict(enumerate(read_first)), BURST
@@ -207,6 +205,15 @@ def serve(channel: Connection, tokenizer: llguidance.LLTokenizer, vocab: int, eo
             signal.raise_signal(signal.SIGPROF)
         left = min(BURST, left + STEADY)
         channel.send((fault, answer))
+
+
+def _give_way(reading: threading.Thread) -> None:
+    """Wait for what is read quickly. What is not goes on only while nothing else wants the processor."""
+    began = time.process_time()
+    while reading.is_alive() and time.process_time() - began < QUICK:
+        reading.join(QUICK / 4)
+    with suppress(AttributeError, OSError):  # no thread here has a scheduler of its own, or it has ended
+        os.sched_setscheduler(reading.native_id or 0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _limit_memory(memory: int) -> None:
