@@ -296,6 +296,9 @@ def kill(
     writer.start()  # what is forked from a process whose torch has worked may fail
     writer.join()
     chosen = cases(home)
+    names = [case.name for case in chosen]
+    if unknown := [name for name in only if name not in names]:
+        raise ValueError(f"Unknown command: {unknown[0]!r}. Commands: {'; '.join(names)}")
     ordered = [case for case in chosen if case.name in only or not only]
     for case in chosen:
         if case in ordered:
