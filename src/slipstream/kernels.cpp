@@ -4,7 +4,6 @@
 // of W numbers and then over the W partial sums by pairs; attention adds values in the order of the keys.
 // Tiles, threads and the number of rows decide only when a sum is made.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -246,6 +245,7 @@ Vec capped(Vec x, float cap) {
 }  // namespace
 
 #include "kernels_memory.h"
+#include "kernels_team.h"
 
 #if defined(__AMX_BF16__)
 #include "kernels_amx.h"
@@ -262,8 +262,8 @@ void linear_into(
   const int64_t parts = (K + 639) / 640, part = padded((K + parts - 1) / std::max<int64_t>(parts, 1));
   const int64_t block = std::min(M, std::max<int64_t>(ROWS, 5632 / std::max<int64_t>(part, 1) / ROWS * ROWS));
   const int64_t chunk = 16 * FOUR;
-  at::parallel_for(
-      0, (N + FOUR - 1) / FOUR, std::max<int64_t>(1, 32768 / (M * K)), [&](int64_t begin, int64_t end) {
+  team::parallel_for(
+      (N + FOUR - 1) / FOUR, std::max<int64_t>(1, 32768 / (M * K)), [&](int64_t begin, int64_t end) {
         std::vector<Vec> partial(block * chunk);  // sums over the parts so far
         const int64_t last = std::min(N, end * FOUR);
         auto add = [&](int64_t top, int64_t n, int64_t k, Vec* kept) {
@@ -522,7 +522,7 @@ void attend(
   const Tensor rows = q.to(c10::CppTypeToScalarType<Number>::value).contiguous();
   const int32_t* lists = keys.const_data_ptr<int32_t>();
   T* made = out.data_ptr<T>();  // [B, R, heads, Dv]
-  at::parallel_for(0, B * KV * tilesof, 1, [&](int64_t begin, int64_t end) {
+  team::parallel_for(B * KV * tilesof, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scores, sum, total;
     std::vector<Number> query;
     for (int64_t task = begin; task < end; task++) {
@@ -625,6 +625,12 @@ Tensor attention(
   return out;
 }
 
+}  // namespace
+
+#include "kernels_decoder.h"
+
+namespace {
+
 int64_t lanes() { return W; }
 
 // A copy of a tensor in huge pages.
@@ -653,6 +659,9 @@ TORCH_LIBRARY_FRAGMENT(slipstream, m) {
       "tiled_layers(Tensor x, Tensor[] weights, Tensor[] scales, Tensor[] norms, float eps, Tensor cos, Tensor "
       "sin, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor slots, Tensor lists, int S, float scale, Tensor[] "
       "seconds, float second_eps) -> Tensor[]");
+  m.class_<decoder::Decoder>("Decoder")
+      .def(torch::init<c10::List<std::optional<Tensor>>, std::vector<int64_t>, std::vector<int64_t>, std::vector<double>>())
+      .def("run", &decoder::Decoder::run);
   m.def("kept(Tensor x) -> Tensor");
   m.def("int8_rows(Tensor tiles, Tensor scales, Tensor which, int K, ScalarType dtype) -> Tensor");
 }

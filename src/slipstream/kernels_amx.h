@@ -7,7 +7,7 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
+#include "kernels_team.h"
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/Utils.h>
 #include <immintrin.h>
@@ -479,7 +479,7 @@ inline Tensor attention(
   const int64_t most = per * (one >= 4 * threads ? 2 : 1), parts = (R + most - 1) / most;
   const Tensor queries = q.contiguous(), out = fresh({B, R, heads, Dv}, q.scalar_type());
   const int32_t* lists = keys.const_data_ptr<int32_t>();
-  at::parallel_for(0, B * KV * slices * parts, 1, [&](int64_t begin, int64_t end) {
+  team::parallel_for(B * KV * slices * parts, 1, [&](int64_t begin, int64_t end) {
     configure(SIDE, SIDE);
     static thread_local Job job;  // keeps its memory
     for (int64_t i = begin; i < end; i++) {

@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
+#include "kernels_team.h"
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -104,7 +104,7 @@ Tensor bf16_tiles(const Tensor& weight) {
   Tensor made = huge({panels, steps, 2, SIDE, DEEP}, at::kBFloat16);
   const bf16* from = w.const_data_ptr<bf16>();
   bf16* to = made.data_ptr<bf16>();
-  at::parallel_for(0, panels * steps, 16, [&](int64_t begin, int64_t end) {
+  team::parallel_for(panels * steps, 16, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++)
       for (int64_t j = 0; j < WIDE * DEEP; j++) {
         const int64_t n = i / steps * WIDE + j / (SIDE * DEEP) * SIDE + j % DEEP / 2;

@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
+#include "kernels_team.h"
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -132,11 +132,11 @@ struct Norm {
   }
 };
 
-// A weight in tiles. `scales`: none stands for ones.
+// A weight in tiles. `scales`: none stands for ones; `bias`: none for zeros.
 struct Weight {
   const void* tiles;
   int64_t panels, N;
-  const float* scales = nullptr;
+  const float *scales = nullptr, *bias = nullptr;
   Weight(const Tensor& tiles, const Tensor& scales)
       : tiles(tiles.const_data_ptr()), panels(tiles.size(0)), N(scales.numel()),
         scales(scales.const_data_ptr<float>()) {}
@@ -145,7 +145,8 @@ struct Weight {
   const typename Kind::Stored* panel(int64_t p, int64_t stride) const {
     return static_cast<const typename Kind::Stored*>(tiles) + p * Kind::panel(stride);
   }
-  // Sums of a row with panel p as numbers: times the row's scale times the columns'; returns how many there are.
+  // Sums of a row with panel p as numbers: times the row's scale times the columns', plus the bias; returns how
+  // many there are.
   template <class Sum>
   int64_t scaled(const Sum* sums, int64_t p, float row, float* to) const {
     const int64_t n = std::min(N - p * WIDE, WIDE);
@@ -155,12 +156,13 @@ struct Weight {
     else if (n < WIDE) std::copy_n(scales + p * WIDE, n, factors);
     else columns = scales + p * WIDE;
     for (int64_t i = 0; i < WIDE; i++) to[i] = float(sums[i]) * (row * columns[i]);
+    for (int64_t i = 0; bias && i < n; i++) to[i] += bias[p * WIDE + i];
     return n;
   }
 };
 
-template <class Kind, class T>
-Rows<Kind> prepared(const T* x, int64_t M, int64_t K, const Norm<T>& norm) {
+template <class Kind, class T, class Norm>
+Rows<Kind> prepared(const T* x, int64_t M, int64_t K, const Norm& norm) {
   using Number = typename Kind::Number;
   const int64_t stride = Kind::stride(K);
   if constexpr (std::is_same_v<T, Number>)
@@ -168,7 +170,7 @@ Rows<Kind> prepared(const T* x, int64_t M, int64_t K, const Norm<T>& norm) {
   const Tensor memory = fresh({M * (stride * int64_t(sizeof(Number)) + 4)}, at::kByte);
   Number* numbers = static_cast<Number*>(memory.data_ptr());
   float* scales = reinterpret_cast<float*>(numbers + M * stride);
-  at::parallel_for(0, M, std::max<int64_t>(1, 2048 / stride), [&](int64_t begin, int64_t end) {
+  team::parallel_for(M, std::max<int64_t>(1, 2048 / stride), [&](int64_t begin, int64_t end) {
     std::vector<float> normed(norm.weight ? K : 0);
     for (int64_t m = begin; m < end; m++) {
       Number* to = numbers + m * stride;
@@ -187,7 +189,7 @@ void products(const Rows<Kind>& x, int64_t panels, Weight weight, Done done) {
   const int64_t bytes = x.stride * sizeof(Number), steps = bytes / BYTES;
   const int64_t part = std::max<int64_t>(MOST, (1 << 20) / bytes / MOST * MOST);  // in the second cache
   const int64_t grain = std::max<int64_t>(1, 65536 / (S * bytes * std::max<int64_t>(x.M, 16)));
-  at::parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
+  team::parallel_for(panels, grain, [&](int64_t begin, int64_t end) {
     alignas(64) typename Kind::Sum sums[S][MOST][WIDE];
     int64_t set = 0;
     for (int64_t top = 0; top < x.M; top += part)
@@ -301,10 +303,10 @@ void check_more(const std::optional<Tensor>& more, const std::vector<Tensor>& ou
       "products in tiles: what is added does not fit");
 }
 
-// Rows times each of the weights at `out`, plus `more`, whose rows lie `apart`, if it is given.
+// Rows times each of the weights at `out`, plus `more`, if it is given.
 template <class Kind, class T, class More>
 void linear_into(
-    const Rows<Kind>& x, const std::vector<Weight>& weights, const More* more, int64_t apart, T* const* out) {
+    const Rows<Kind>& x, const std::vector<Weight>& weights, const More* more, T* const* out) {
   std::vector<int64_t> first{0};  // panel of each weight
   for (const Weight& weight : weights) first.push_back(first.back() + weight.panels);
   auto of = [&](int64_t p) {
@@ -322,7 +324,7 @@ void linear_into(
         const int64_t i = of(p), at = (p - first[i]) * WIDE;
         float made[WIDE];
         const int64_t n = weights[i].scaled(sums[0], p - first[i], x.scale(m), made);
-        store(made, n, more ? more + m * apart + at : nullptr, out[i] + m * weights[i].N + at);
+        store(made, n, more ? more + m * weights[i].N + at : nullptr, out[i] + m * weights[i].N + at);
       });
 }
 
@@ -356,7 +358,7 @@ std::vector<Tensor> linear(
     for (Tensor& each : out) to.push_back(each.data_ptr<T>());
     linear_into(
         prepared<decltype(kind)>(rows.x.const_data_ptr<T>(), rows.M, rows.K, Norm<T>(norm, eps)), all,
-        more ? added.const_data_ptr<T>() : nullptr, all[0].N, to.data());
+        more ? added.const_data_ptr<T>() : nullptr, to.data());
   });
   return out;
 }
@@ -373,7 +375,9 @@ Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<
     using T = decltype(like);
     const auto read = prepared<decltype(kind)>(rows.x.const_data_ptr<T>(), rows.M, rows.K, Norm<T>());
     T* to = out.data_ptr<T>();
-    linear_into(read, {Weight(packed, N)}, bias ? added.const_data_ptr<float>() : nullptr, 0, &to);
+    Weight weight(packed, N);
+    if (bias) weight.bias = added.const_data_ptr<float>();
+    linear_into<decltype(kind), T, T>(read, {weight}, nullptr, &to);
   });
   return out;
 }
@@ -415,14 +419,14 @@ Tensor gated(
     T* down = out.data_ptr<T>();
     linear_into(
         prepared<Kind>(to, rows.M, inner, Norm<float>()), {all[2]},
-        more ? added.const_data_ptr<T>() : nullptr, all[2].N, &down);
+        more ? added.const_data_ptr<T>() : nullptr, &down);
   });
   return out;
 }
 
 // Heads of D numbers at x, turned by angles: x · cos + (-x2, x1) · sin, of each half's numbers.
-template <class T>
-void rotate(const T* x, int64_t D, const T* cos, const T* sin, T* to) {
+template <class X, class Angle, class T>
+void rotate(const X* x, int64_t D, const Angle* cos, const Angle* sin, T* to) {
   const int64_t half = D / 2;
   int64_t d = 0;
   for (; d + WIDE <= half; d += WIDE) {
@@ -466,7 +470,7 @@ Tensor attend(
     using T = decltype(like);
     const int64_t* slot = at.const_data_ptr<int64_t>();
     T *k = keys.data_ptr<T>(), *v = values.data_ptr<T>(), *to = q.data_ptr<T>();
-    at::parallel_for(0, B * R, 4, [&](int64_t begin, int64_t end) {
+    team::parallel_for(B * R, 4, [&](int64_t begin, int64_t end) {
       for (int64_t m = begin; m < end; m++) {
         const int64_t b = m / R, r = m % R;
         const T *turn = c.const_data_ptr<T>() + m % angles * D, *by = s.const_data_ptr<T>() + m % angles * D;
@@ -512,12 +516,14 @@ std::vector<Tensor> layers(
           values.size() == count && seconds.size() == count,
       "tiled_layers: seven weights, two norms, keys and values are expected of each layer");
   std::vector<Tensor> said{x};
-  for (size_t i = 0; i < count; i++) {
-    Tensor k = keys[i], v = values[i];
-    said.push_back(layer(
-        said[i], weights.slice(7 * i, 7), scales.slice(7 * i, 7), norms[i], eps, cos, sin, k, v, slots, lists,
-        S, scale, seconds[i], second_eps));
-  }
+  team::region([&] {
+    for (size_t i = 0; i < count; i++) {
+      Tensor k = keys[i], v = values[i];
+      said.push_back(layer(
+          said[i], weights.slice(7 * i, 7), scales.slice(7 * i, 7), norms[i], eps, cos, sin, k, v, slots,
+          lists, S, scale, seconds[i], second_eps));
+    }
+  });
   said.erase(said.begin());
   return said;
 }

@@ -119,6 +119,7 @@ class KVCache:
         bound: upper bound on `lengths`, known to the host; exact after `settle`.
         view: slots that a pass reads: memory, text and the reserved rows, up to the next bucket.
         used: these slots, counted from 0.
+        slots: the reserved ones of each row.
         stored: keys and values of these rows; empty before they are allocated.
     """
 
@@ -136,7 +137,7 @@ class KVCache:
         self.lengths: Int[Tensor, " B"] = torch.zeros(batch, dtype=torch.long, device=device)
         self.texts: Int[Tensor, " B"] = torch.arange(batch, device=device)
         self.used: Int[Tensor, " S"] = torch.arange(0, device=device)
-        self._slots: Int[Tensor, "B R"] = self.lengths[:, None]
+        self.slots: Int[Tensor, "B R"] = self.lengths[:, None]
         self.stored = self._stored()
         self._start: int | None = None  # first slot of this round where all rows agree
 
@@ -218,7 +219,7 @@ class KVCache:
         filled = -(-(self.prefix + needed) // BUCKET) * BUCKET
         self.view = min(filled, self.prefix + self.storage.capacity)
         first = self.prefix + after + self.lengths[:, None]
-        self._slots = first + torch.arange(rows, device=self.lengths.device)
+        self.slots = first + torch.arange(rows, device=self.lengths.device)
         if not look.may_look(self.lengths):
             self.used, self._start = torch.arange(self.view, device=self.lengths.device), None
             return
@@ -227,17 +228,21 @@ class KVCache:
         length, *others = self.lengths.tolist()
         self._start = self.prefix + after + length if all(n == length for n in others) and rows else None
 
-    def write(self, layer: int, key: NewKeys, value: NewValues) -> None:
-        """Fill the reserved slots of one layer."""
+    def allocate(self, key: NewKeys, value: NewValues) -> None:
+        """Memory for rows like these, where there is none yet."""
         if not self.stored:
             if not self.storage.stored:
                 self.storage.allocate(key, value)
             self.stored = self._stored()
+
+    def write(self, layer: int, key: NewKeys, value: NewValues) -> None:
+        """Fill the reserved slots of one layer."""
+        self.allocate(key, value)
         for stored, new in zip(self.stored, (key, value), strict=True):
             if self._start is not None:  # a plain copy: a third of the cost of index_put_
                 stored[layer][:, :, self._start : self._start + new.shape[2]] = new
             else:
-                _put(stored[layer], self._slots, new)
+                _put(stored[layer], self.slots, new)
 
     def read(self, layer: int) -> tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S Dv"]]:
         """Keys and values of one layer, `view` slots."""
@@ -246,24 +251,24 @@ class KVCache:
 
     def written(self, layer: int) -> Float[Tensor, "B R W"]:
         """What this round's reserved slots of one layer hold: keys of all heads, then values."""
-        rows = torch.arange(len(self._slots), device=self._slots.device)[:, None]
-        return torch.cat([stored[layer][rows, :, self._slots].flatten(2) for stored in self.stored], -1)
+        rows = torch.arange(len(self.slots), device=self.slots.device)[:, None]
+        return torch.cat([stored[layer][rows, :, self.slots].flatten(2) for stored in self.stored], -1)
 
     def layer(self, layer: int) -> LayerView:
         """This round's view of one layer; something must have been written before."""
         keys, values = (freed(stored[layer], 0, 2) for stored in self.stored)
-        return LayerView(keys, values, freed(self._slots), freed(self.used, 0))
+        return LayerView(keys, values, freed(self.slots), freed(self.used, 0))
 
     def keep(self, path: Int[Tensor, "B D1"] | None, count: Int[Tensor, " B"]) -> None:
         """Keep the `count` reserved rows named by `path` (`None`: the first ones), in place, and forget the
         others."""
-        width = self._slots.shape[1]
+        width = self.slots.shape[1]
         if path is not None:  # a tree may name a depth that its nodes cannot reach
             path = path[:, :width]
             width = path.shape[1]
         if path is not None and self.stored and (not look.may_look(path) or _moves(path, count)):
             rows = torch.arange(len(path), device=path.device)[:, None]
-            source, goal = self._slots.gather(1, path), self._slots[:, :width]
+            source, goal = self.slots.gather(1, path), self.slots[:, :width]
             for stored in self.stored:  # path[j] >= j and the right side is a copy: safe
                 stored[:, rows, :, goal] = stored[:, rows, :, source]
         self.lengths = self.lengths + count

@@ -21,13 +21,14 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from slipstream import kernels
 from slipstream.core.cache import KVCache
-from slipstream.core.drafter import CACHE, FINAL
+from slipstream.core.drafter import CACHE, FINAL, INPUT
 from slipstream.core.span import Output
 from slipstream.core.target import LMHead, Target
 from slipstream.core.tree import Layout, Tree, chain
 from slipstream.machine import where
 from slipstream.targets import ours, support
 from slipstream.targets.alike import agrees, own_noise, rounds_alike
+from slipstream.targets.decoder import Decoder, Undescribed
 from slipstream.targets.inside import Behind, Blocks, View, compile_forward, twin
 from slipstream.targets.masks import Masks, additive, dense, key_lists
 from slipstream.targets.part import between, decoder_of, own_blocks, part, rows_of_head
@@ -36,7 +37,12 @@ from slipstream.targets.quantised import of_torchao, quantised, stored_bytes
 from slipstream.targets.straight import Straight
 from slipstream.targets.taps import Taps
 
-OF_PASSES = ("_taps", "_straight")  # what passes over one model's modules are made with
+OF_PASSES = (
+    "_taps",
+    "_straight",
+    "decoder",
+    "_to_logits",
+)  # what passes over one model's modules are made with
 
 
 @final
@@ -126,7 +132,9 @@ class HFTarget(Target):
             if ours.called_directly(self.twin, self.config):
                 self._calls = ours.Calls()
             ours.own_parts(self.twin, self.dtype, self.device)
-            if not agrees(self, self.plain):
+            if self.decoder is not None and not agrees(self, self.plain):
+                self.decoder = None
+            if self.decoder is None and not agrees(self, self.plain):
                 self._ours, self._calls = False, nullcontext()
                 if settable:
                     self.twin.set_attn_implementation(theirs)
@@ -323,7 +331,15 @@ class HFTarget(Target):
         with self.lock:
             self._taps.watch(taps)
             view, logits = View(cache, self.blocks), None
-            if self._straight is not None and "input_ids" in inputs and isinstance(keep, int):
+            if (decoder := self._described()) is not None:
+                given = inputs.get("inputs_embeds")
+                embedded = self.embed(inputs["input_ids"]) if given is None else given
+                taken = [int(tap.removeprefix(INPUT)) for tap in taps if tap.startswith(INPUT)]
+                view.final, took = decoder(embedded, positions, mask, cache, taken)
+                view.took = {self.blocks[i]: states for i, states in took.items()}
+                final = view.final if isinstance(keep, int) else view.final[:, keep]
+                logits = self._to_logits(final)
+            elif self._straight is not None and "input_ids" in inputs and isinstance(keep, int):
                 logits = self._straight.run(inputs["input_ids"], positions, mask, view)
                 view = view.again() if logits is None else view
             if logits is None:
@@ -350,6 +366,26 @@ class HFTarget(Target):
     @cached_property
     def _taps(self) -> Taps:
         return Taps(decoder_of(self.twin, self.blocks), self.blocks)
+
+    @cached_property
+    def _to_logits(self) -> LMHead:
+        return self.lm_head()
+
+    def _described(self) -> Decoder | None:
+        """The layers in one call, where there is a description of them and nobody looks into them."""
+        if self.decoder is not None and not self.decoder.follows():
+            del self.decoder
+        return self.decoder
+
+    @cached_property
+    def decoder(self) -> Decoder | None:
+        """The layers as our kernels execute them; None where they are Hugging Face's modules."""
+        if not self._ours or self.device.type != "cpu" or type(self._calls) is not nullcontext:
+            return None
+        try:
+            return Decoder(self.twin, self.blocks, list(self.windows))
+        except Undescribed:
+            return None
 
     @cached_property
     def _straight(self) -> Straight | None:

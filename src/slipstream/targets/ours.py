@@ -105,6 +105,11 @@ def _copy_of(module: Any, copied: Callable[[Tensor], Tensor]) -> Tensor:
     return copy
 
 
+def packed_copy(module: nn.Linear) -> Tensor:
+    """A linear layer's weight, packed; see `_copy_of`."""
+    return _copy_of(module, packed_weight)
+
+
 class Turned(Conv1D):
     """GPT-2's linear layer, whose weight lies [K, N], by a copy that lies [N, K]."""
 
@@ -126,7 +131,7 @@ class Packed(nn.Linear):
         """`F.linear`. The packed copy is of this layer's own weight; one that was cast has none."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or weight is not self.weight:
             return F.linear(x, weight, bias)
-        return packed_linear(x, _copy_of(self, packed_weight), bias, len(weight))
+        return packed_linear(x, packed_copy(self), bias, len(weight))
 
 
 def own_parts(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

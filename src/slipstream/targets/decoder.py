@@ -1,0 +1,210 @@
+"""A model's layers as a description that one call of our kernels executes on the CPU.
+
+The description is read from Hugging Face's configuration and modules, by families whose layers differ in
+little: norms and where they stand, biases, rotary positions, windows, activations, merged projections.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from slipstream import kernels
+from slipstream.core.cache import KVCache
+from slipstream.targets.inside import Blocks
+from slipstream.targets.masks import Masks
+from slipstream.targets.ours import Packed, packed_copy
+from slipstream.targets.part import between, decoder_of
+from slipstream.targets.quantised import QuantisedLinear
+
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2}
+SPLIT = ("q_proj", "k_proj", "v_proj")
+GATED = ("gate_proj", "up_proj")
+HEADS = "q_norm", "k_norm"
+PANEL = 32  # columns of a weight in tiles
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the layers of some model types are made of, by the names of their modules.
+
+    Attributes:
+        norms: before attention, behind it, before the MLP, behind it.
+        read: queries, keys and values, or all of them.
+        up: gate and up of an MLP, both in one, or up alone.
+        more: what a norm's weight lacks, 1 where it is stored as its distance from 1.
+    """
+
+    norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
+    read: tuple[str, ...] = SPLIT
+    up: tuple[str, ...] = GATED
+    down: str = "down_proj"
+    more: float = 0.0
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.up != ("c_fc",)
+
+
+LLAMA = Family()
+OLMO = Family((None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
+AROUND = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+GEMMA = Family(AROUND, more=1.0)
+FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite"), LLAMA),
+    **dict.fromkeys(("olmo2", "olmo3"), OLMO),
+    **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
+    "phi3": Family(read=("qkv_proj",), up=("gate_up_proj",)),
+    "starcoder2": Family(up=("c_fc",), down="c_proj"),
+}
+
+
+class Undescribed(Exception):
+    """A model has something that the description has no word for."""
+
+
+class Decoder:
+    """The layers and the last norm of a model.
+
+    Args:
+        model: a causal LM. Packed copies of its weights are shared with its own linear layers.
+        blocks: its layers, or some of them.
+        windows: the types of attention, see `support.attention_windows`.
+
+    Raises:
+        Undescribed: its layers have something that no family here has.
+    """
+
+    def __init__(self, model: Any, blocks: Blocks, windows: Sequence[str]) -> None:
+        config = decoder_of(model, blocks).config  # of these layers, where they are some of a model's
+        if (family := FAMILIES.get(config.model_type)) is None:
+            raise Undescribed(f"a model of type {config.model_type}")
+        others: dict[str, Any] = between(model, blocks)
+        if set(others) != {"rotary_emb", "norm"}:
+            raise Undescribed(f"beside its layers {', '.join(others)}")
+        self._family, self._rotary, self._norm = family, others["rotary_emb"], others["norm"]
+        self._factor = getattr(config, "embedding_multiplier", 1.0)
+        self._windows, self._weights = windows, [(p, _version(p)) for p in blocks.parameters()]
+        kinds = getattr(config, "layer_types", None) or [""] * len(blocks)
+        # Rotary positions: one for each type of attention, where each has frequencies of its own.
+        self._turns = sorted(set(kinds)) if hasattr(self._rotary, "layer_types") else None
+        parts, which = list[Tensor | None](), list[int]()
+        for block, kind in zip(blocks, kinds, strict=True):
+            parts += self._parts(block)
+            turn = self._turns.index(kind) if self._turns else 0
+            window = windows.index(kind) if len(windows) > 1 else 0
+            which += turn if getattr(block.self_attn, "use_rope", True) else -1, window
+        attention = blocks[0].self_attn
+        self._heads, self._dim = config.num_key_value_heads, attention.head_dim
+        norm = next(getattr(blocks[0], name) for name in family.norms if name)
+        heads_norm = getattr(attention, "q_norm", None)
+        if (activation := getattr(config, "hidden_activation", None) or config.hidden_act) not in ACTIVATIONS:
+            raise Undescribed(f"activation {activation}")
+        sizes = [
+            *(len(family.read), len(family.up), config.num_attention_heads, self._heads, self._dim),
+            getattr(blocks[0], "use_parallel_residual", False),
+            family.gated,
+            ACTIVATIONS[activation],
+            isinstance(norm, nn.LayerNorm),
+            heads_norm is not None and heads_norm.weight.numel() != self._dim,
+        ]
+        cap = getattr(attention, "attn_logit_softcapping", None) or 0.0
+        numbers = [_eps(norm), 0.0 if heads_norm is None else _eps(heads_norm), float(attention.scaling), cap]
+        self._run = torch.classes.slipstream.Decoder(parts, which, list(map(int, sizes)), numbers).run
+
+    def _parts(self, block: Any) -> Iterator[Tensor | None]:
+        """What `Decoder` in kernels_decoder.h takes of a layer."""
+        family, attention, mlp = self._family, block.self_attn, block.mlp
+        _check(attention, family.read, "o_proj", *HEADS)
+        _check(mlp, family.up, family.down, "act_fn", "act", "activation_fn")
+        _check(block, filter(None, family.norms), "self_attn", "mlp")
+        factor = getattr(block, "residual_multiplier", 1.0)
+        for name in family.read:
+            yield from _matrix(getattr(attention, name))
+        yield from _matrix(attention.o_proj, factor)
+        for name in family.up:
+            yield from _matrix(getattr(mlp, name))
+        down = getattr(mlp, family.down)
+        if family.gated and len(family.up) == 1 and down.in_features % PANEL:
+            raise Undescribed(f"gate and up in one, {down.in_features} wide")
+        yield from _matrix(down, factor)
+        for norm in family.norms:
+            yield from _norm(getattr(block, norm) if norm else None, family.more)
+        for name in HEADS:
+            yield from _norm(getattr(attention, name, None), family.more)
+        sinks = getattr(attention, "sinks", None)
+        yield None if sinks is None else sinks.detach().float()
+
+    def follows(self) -> bool:
+        """Whether no weight was changed in place since it was packed."""
+        return all(_version(weight) == version for weight, version in self._weights)
+
+    def __call__(
+        self,
+        embedded: Float[Tensor, "B R H"],
+        positions: Int[Tensor, "#B R"],
+        lists: Masks,
+        cache: KVCache,
+        taken: Sequence[int],
+    ) -> tuple[Float[Tensor, "B R H"], dict[int, Float[Tensor, "B R H"]]]:
+        """The final states, and what the layers of these numbers take. The cache gets keys and values.
+
+        Args:
+            lists: see `masks.key_lists`.
+        """
+        x = embedded if self._factor == 1 else embedded * self._factor
+        kinds = [()] if self._turns is None else [(kind,) for kind in self._turns]
+        angles = [[part.float() for part in self._rotary(x, positions, *kind)] for kind in kinds]
+        cos, sin = map(list, zip(*angles, strict=True))
+        empty = x.new_empty(1, self._heads, 0, self._dim)
+        cache.allocate(empty, empty)
+        keys, values = (stored.unbind(0) for stored in cache.stored)
+        masks = [lists[kind] for kind in self._windows] if isinstance(lists, dict) else [lists]
+        before = sorted({i - 1 for i in taken if i})
+        *said, last = self._run(x, cos, sin, keys, values, cache.slots, masks, cache.view, before)
+        return self._norm(last), {0: x, **{i + 1: states for i, states in zip(before, said, strict=True)}}
+
+
+def _check(module: nn.Module, known: Iterable[str], *more: str) -> None:
+    """Raise Undescribed for parts of a module that are not known, but for dropout."""
+    names = {name for name, _ in module.named_children() if "dropout" not in name} - {*known, *more}
+    if names:
+        raise Undescribed(f"{type(module).__name__} with {', '.join(sorted(names))}")
+
+
+def _matrix(module: Any, factor: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A linear layer's tiles, scales and bias."""
+    if type(module) is QuantisedLinear:
+        tiles, scales = module.weight, module.scales
+    elif type(module) is Packed and kernels.has_tiles(module.weight.dtype):
+        tiles, scales = packed_copy(module), torch.ones(len(module.weight))
+    else:
+        raise Undescribed(type(module).__name__)
+    bias = None if module.bias is None else (module.bias.detach().float() * factor).contiguous()
+    return tiles, scales if factor == 1 else scales * factor, bias
+
+
+def _norm(module: Any, more: float) -> tuple[Tensor | None, Tensor | None]:
+    """A norm's weight and shift."""
+    if module is None or isinstance(module, nn.Identity):
+        return None, None
+    bias = getattr(module, "bias", None)
+    weight = (module.weight.detach().float() + more).contiguous()
+    return weight, None if bias is None else bias.detach().float().contiguous()
+
+
+def _eps(norm: Any) -> float:
+    return float(getattr(norm, "variance_epsilon", None) or norm.eps)
+
+
+def _version(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version

@@ -1,0 +1,116 @@
+"""Described layers: the families' own mathematics, rows alike, weights that change, parts and taps."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from transformers import (
+    GraniteConfig,
+    LlamaConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
+    PreTrainedConfig,
+    SmolLM3Config,
+    Starcoder2Config,
+)
+
+from slipstream.core.tree import chain
+from slipstream.kernels import available
+from slipstream.targets import HFTarget
+from tiny import FAMILIES, GROUPED, MIXED, build
+
+SQUARE = GROUPED | {"intermediate_size": 64, "pad_token_id": None}  # gate and up in whole panels
+DESCRIBED: dict[str, PreTrainedConfig] = {
+    **{name: FAMILIES[name] for name in ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3")},
+    "llama, biases": LlamaConfig(**GROUPED, attention_bias=True, mlp_bias=True),
+    "granite": GraniteConfig(
+        **GROUPED,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.3,
+        attention_multiplier=0.2,
+        logits_scaling=2.0,
+    ),
+    "smollm3": SmolLM3Config(**SQUARE, no_rope_layers=[1, 0]),
+    "phi3": Phi3Config(**SQUARE),
+    "olmo2": Olmo2Config(**GROUPED),
+    "olmo3": Olmo3Config(**MIXED),
+    "starcoder2": Starcoder2Config(**GROUPED),
+}
+UNDESCRIBED = "mixtral", "gpt-neox", "gpt2", "opt", "phi", "falcon, new"
+
+pytestmark = pytest.mark.skipif(not available(), reason="there are no kernels")
+
+
+def text(count: int) -> torch.Tensor:
+    return torch.randint(64, (1, count), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("family", DESCRIBED)
+def test_a_description_says_what_the_familys_own_modules_do(family):
+    model = build(DESCRIBED[family]).float()
+    target = HFTarget(deepcopy(model), name=family)
+    assert target.decoder is not None
+    whole = text(20)
+    theirs = model(whole).logits
+    cache, mine = target.new_cache(1), []
+    for rows in whole.split([7, 1, 12], 1):
+        mine.append(target(chain(rows), cache).logits)
+        cache.keep(None, torch.tensor([rows.shape[1]]))
+    assert torch.allclose(torch.cat(mine, 1), theirs, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", DESCRIBED)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "int4"])
+def test_rows_are_alike_to_the_bit(family, precision):
+    quantize = precision if precision.startswith("int") else None
+    dtype = torch.bfloat16 if quantize else getattr(torch, precision)
+    target = HFTarget(build(DESCRIBED[family]).to(dtype), name=family, quantize=quantize)
+    assert target.decoder is not None and target.exactness == "bits"
+
+
+@pytest.mark.parametrize("family", UNDESCRIBED)
+def test_what_has_no_description_runs_by_hugging_faces_modules(family):
+    model = build(FAMILIES[family]).float()
+    target = HFTarget(deepcopy(model), name=family)
+    assert target.decoder is None
+    assert torch.allclose(
+        target(chain(text(9)), target.new_cache(1)).logits, model(text(9)).logits, atol=2e-4
+    )
+
+
+def test_a_module_more_is_no_word_of_the_description():
+    model = build(FAMILIES["llama"]).float()
+    model.model.layers[1].self_attn.more = torch.nn.Linear(2, 2)
+    assert HFTarget(model).decoder is None
+
+
+def test_layers_follow_weights_that_are_changed_in_place():
+    model = build(FAMILIES["llama"]).float()
+    target = HFTarget(model)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    mine = target(chain(text(9)), target.new_cache(1)).logits
+    assert torch.allclose(mine, model(text(9)).logits, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_taps_and_parts_are_those_of_the_modules(family):
+    model = build(FAMILIES[family]).float()
+    target = HFTarget(model)
+    taps = "input of block 1", "final", "input of block 0", "cache of block 1"
+
+    def features(target: HFTarget) -> torch.Tensor:
+        found = target(chain(text(9)), target.new_cache(1), taps).features
+        assert found is not None
+        return found
+
+    modules = HFTarget(model)
+    modules.decoder = None
+    assert target.decoder is not None
+    assert torch.allclose(features(target), features(modules), atol=2e-4, rtol=1e-4)
+    one, other = target.part([1]), modules.part([1])
+    other.decoder = None
+    assert one.decoder is not None
+    mine, theirs = (each(chain(text(9)), each.new_cache(1)).logits for each in (one, other))
+    assert torch.allclose(mine, theirs, atol=2e-4, rtol=1e-4)
