@@ -21,7 +21,7 @@ test: check  ## every check and every test, on all cores; what CI runs
 	$(RUN)/python -m pytest -n auto
 
 test-compiled: $(READY)  ## the exactness suite with every pass compiled: minutes of compilation
-	TEST_COMPILED=1 $(RUN)/python -m pytest -n auto -W ignore::DeprecationWarning tests/targets/test_compiled.py tests/targets/test_straight.py tests/targets/test_quantised.py tests/decode/test_exactness.py
+	TEST_COMPILED=1 $(RUN)/python -m pytest -n auto -W ignore::DeprecationWarning tests/targets/test_compiled.py tests/targets/test_quantised.py tests/decode/test_exactness.py
 
 test-browser: $(READY)  ## the report and the playground in headless Chromium, held to axe-core's checks
 	@for name in chromium-headless-shell chromium google-chrome; do command -v $$name > /dev/null && break; done || \

@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# How long torch's idle threads keep others off their cores: a thirtieth of the default. It costs nothing where
-# nobody else wants them.
+# How long torch's idle threads keep others off their cores: a thirtieth of the default. It costs nothing
+# where nobody else wants them.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 # The block above lists the public names. They are imported on first use: torch takes seconds.

@@ -266,27 +266,6 @@ def int4_rows(tiles: UInt8[Tensor, "panels groups 10 64"], which: Int[Tensor, "*
     return (q * d + m).flatten(-2)
 
 
-class Layers:
-    """Decoder layers one behind another, in one call.
-
-    Args:
-        calls: the arguments that `tiled_layer` would get for each.
-    """
-
-    def __init__(self, calls: Sequence[tuple[Any, ...]]) -> None:
-        self.weights, self.scales = ([part for call in calls for part in call[i]] for i in (1, 2))
-        self.norms, self.seconds = ([call[i] for call in calls] for i in (3, 13))
-
-    def __call__(self, call: tuple[Any, ...], keys: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-        """What each layer says, from the first one's arguments and all layers' stored keys and values."""
-        x, _, _, _, eps, cos, sin, _, _, *shared, _, last = call
-        cache = cos, sin, keys, values, *shared
-        said: list[Tensor] = torch.ops.slipstream.tiled_layers.default(
-            x, self.weights, self.scales, self.norms, eps, *cache, self.seconds, last
-        )
-        return said
-
-
 def _linear_shapes(x: Tensor, weights: list[Tensor], scales: list[Tensor], *_: Any) -> list[Tensor]:
     return [x.new_empty(*x.shape[:-1], len(each)) for each in scales]
 

@@ -505,28 +505,5 @@ Tensor layer(
   return gated(read.flatten(2), weights.slice(3), scales.slice(3), second, second_eps, x);
 }
 
-// Layers one behind another, which share angles, slots and lists: what each says.
-std::vector<Tensor> layers(
-    const Tensor& x, at::TensorList weights, at::TensorList scales, at::TensorList norms, double eps,
-    const Tensor& cos, const Tensor& sin, at::TensorList keys, at::TensorList values, const Tensor& slots,
-    const Tensor& lists, int64_t S, double scale, at::TensorList seconds, double second_eps) {
-  const size_t count = norms.size();
-  TORCH_CHECK(
-      weights.size() == 7 * count && scales.size() == 7 * count && keys.size() == count &&
-          values.size() == count && seconds.size() == count,
-      "tiled_layers: seven weights, two norms, keys and values are expected of each layer");
-  std::vector<Tensor> said{x};
-  team::region([&] {
-    for (size_t i = 0; i < count; i++) {
-      Tensor k = keys[i], v = values[i];
-      said.push_back(layer(
-          said[i], weights.slice(7 * i, 7), scales.slice(7 * i, 7), norms[i], eps, cos, sin, k, v, slots,
-          lists, S, scale, seconds[i], second_eps));
-    }
-  });
-  said.erase(said.begin());
-  return said;
-}
-
 }  // namespace tiled
 }  // namespace

@@ -5,9 +5,7 @@ The layout is that of our tiles where their kernel runs, and oneDNN's elsewhere.
 
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import getitem, is_
 from typing import Any
@@ -30,21 +28,6 @@ HAS_BF16 = (
     and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # with AVX-512 alone oneDNN emulates it, 3 times slower
     and (X86_BF16 or platform.machine() not in ("x86_64", "AMD64"))
 )
-
-
-_gathering = ContextVar[list[tuple[Any, ...]] | None]("gathering", default=None)
-
-
-@contextmanager
-def gathering() -> Iterator[list[tuple[Any, ...]]]:
-    """Inside, graphs that are one call of `tiled_layer` do not make it. They return the rows that they were
-    given, and the arguments of their calls are gathered."""
-    calls: list[tuple[Any, ...]] = []
-    before = _gathering.set(calls)
-    try:
-        yield calls
-    finally:
-        _gathering.reset(before)
 
 
 def _inductor(module: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -98,30 +81,10 @@ def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inducto
 
 
 def _one_call(module: fx.GraphModule, graph: fx.Graph) -> Callable[..., Any] | None:
-    """What runs a graph that is one call of a product in tiles, or whole layers in a call each, beside which
-    little is left to compile; None for any other graph."""
-    calls = [node for node in graph.nodes if node.op.startswith("call") and node.target is not getitem]
-    layers = [node for node in calls if str(node.target) == LAYER]
-    if len(calls) != 1 or not str(calls[0].target).startswith("slipstream.tiled_"):
-        return fx.GraphModule(module, graph).forward if layers else None
-    call, last = calls[0], next(iter(reversed(graph.nodes)))
-    op: Any = call.target
-    if not layers or list(last.args[0]) != [call]:
-        return fx.GraphModule(module, graph).forward
-    given = call.args
-    graph.erase_node(last)
-    graph.erase_node(call)
-    graph.output(given)
-    arguments = fx.GraphModule(module, graph).forward
-
-    def run(*args: Any) -> list[Tensor]:
-        mine, calls = arguments(*args), _gathering.get()
-        if calls is None:
-            return [op(*mine)]
-        calls.append(mine)
-        return [mine[0]]
-
-    return run
+    """What runs a graph of whole layers in a call each, beside which little is left to compile; None for any
+    other graph."""
+    layers = any(str(node.target) == LAYER for node in graph.nodes)
+    return fx.GraphModule(module, graph).forward if layers else None
 
 
 def _in_tiles(linear: fx.Node) -> bool:

@@ -6,16 +6,13 @@
 import gc
 import weakref
 from copy import deepcopy
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 import tiny
-from slipstream import kernels
 from slipstream.compiled import graph_of
-from slipstream.core.drafter import INPUT
 from slipstream.core.sampling import Sampling, rows_of
 from slipstream.core.tree import Tree, chain
 from slipstream.decode.answer import Answer
@@ -141,42 +138,3 @@ def test_a_pass_leaves_no_tensor_behind(compiled):
         assert held() is None
     finally:
         gc.enable()
-
-
-@pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
-@pytest.mark.parametrize("dtype", kernels.PRECISIONS, ids=str)
-def test_layers_that_run_in_one_call_are_those_of_the_pass(dtype):
-    """States that a hook changed on the way, or the layers of a part read as the whole's."""
-    sizes = tiny.GROUPED | {"num_hidden_layers": 6}
-    model = tiny.build(tiny.LlamaConfig(**sizes)).to(dtype)
-    target, alone = (HFTarget(model, compile=True) for _ in range(2))
-    text = torch.tensor([tiny.prompts(20)[0]])
-
-    def said(target, blocks=range(6), change=None):
-        mine = target if blocks == range(6) else target.part(blocks)
-        hook = mine.blocks[3].register_forward_pre_hook(change, with_kwargs=True) if change else None
-        cache, out = mine.new_cache(1), []
-        for rows in (text[:, :12], text[:, 12:17], text[:, 17:18], text[:, 18:19], text[:, 19:]):
-            out.append(mine(chain(rows), cache, taps=(f"{INPUT}2",)))
-            cache.keep(None, torch.tensor([rows.shape[1]]))
-        if hook:
-            hook.remove()
-        return [x for each in out for x in (each.logits, each.features)]
-
-    def same(one, other):
-        return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
-
-    def doubled(module, args, kwargs):
-        return (2 * args[0], *args[1:]), kwargs
-
-    for how in ({}, {"change": doubled}, {"blocks": [0, 1, 2, 4, 5]}, {}):
-        got = said(target, **how)
-        with patch.object(inside, "TOGETHER", 0):
-            want = said(alone, **how)
-        assert same(got, want)
-    assert not same(said(target), said(target, change=doubled))
-    assert any(len(each.layers) > 1 for b in target.blocks for each in b.forward._together.values())
-    with patch.object(inside.StandIn, "__call__", autospec=True, side_effect=inside.StandIn.__call__) as call:
-        assert same(said(target), said(target))
-    blocks = [args.args[0]._module for args in call.call_args_list]
-    assert blocks == [target.blocks[0]] * len(blocks)  # its first; the tap is known without a call

@@ -1,12 +1,14 @@
 """Described layers: the families' own mathematics, rows alike, weights that change, parts and taps."""
 
 from copy import deepcopy
+from functools import wraps
 
 import pytest
 import torch
 from transformers import (
     GraniteConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
@@ -66,7 +68,8 @@ def test_rows_are_alike_to_the_bit(family, precision):
     quantize = precision if precision.startswith("int") else None
     dtype = torch.bfloat16 if quantize else getattr(torch, precision)
     target = HFTarget(build(DESCRIBED[family]).to(dtype), name=family, quantize=quantize)
-    assert target.decoder is not None and target.exactness == "bits"
+    assert target.decoder is not None
+    assert target.exactness == "bits"
 
 
 @pytest.mark.parametrize("family", UNDESCRIBED)
@@ -92,6 +95,48 @@ def test_layers_follow_weights_that_are_changed_in_place():
         model.model.layers[0].mlp.up_proj.weight.mul_(2)
     mine = target(chain(text(9)), target.new_cache(1)).logits
     assert torch.allclose(mine, model(text(9)).logits, atol=2e-4, rtol=1e-4)
+
+
+def test_layers_follow_weights_that_are_replaced():
+    target = HFTarget(build(FAMILIES["llama"]).float())
+    other = HFTarget(build(FAMILIES["llama"]).float())
+    for each in (target, other):
+        each(chain(text(9)), each.new_cache(1))
+        weights = each.blocks[1].mlp.up_proj._parameters
+        weights["weight"] = torch.nn.Parameter(-weights["weight"], False)
+    other.decoder = None
+    mine, theirs = (each(chain(text(9)), each.new_cache(1)).logits for each in (target, other))
+    assert torch.allclose(mine, theirs, atol=2e-4, rtol=1e-4)
+
+
+class Doubles(LlamaForCausalLM):
+    """Makes other logits than its LM head."""
+
+    @wraps(LlamaForCausalLM.forward)
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = 2 * out.logits
+        return out
+
+
+def test_what_a_model_does_between_its_modules_is_not_left_out():
+    model = build(FAMILIES["llama"]).float()
+    model.__class__ = Doubles
+    target = HFTarget(model)
+    assert target.decoder is None
+    assert torch.allclose(
+        target(chain(text(9)), target.new_cache(1)).logits, model(text(9)).logits, atol=2e-4
+    )
+
+
+def test_whoever_looks_at_a_module_sees_its_passes():
+    target = HFTarget(build(FAMILIES["llama"]).float())
+    for module in (target.twin, target.twin.get_decoder(), target.blocks[1], target.blocks[1].mlp.up_proj):
+        calls = []
+        hook = module.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        target(chain(text(9)), target.new_cache(1))
+        hook.remove()
+        assert len(calls) == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from slipstream import kernels
 from slipstream.core.cache import KVCache
-from slipstream.targets.inside import Blocks
+from slipstream.targets.inside import LOOKS, Blocks, StandIn
 from slipstream.targets.masks import Masks
 from slipstream.targets.ours import Packed, packed_copy
 from slipstream.targets.part import between, decoder_of
@@ -68,6 +68,9 @@ FAMILIES = {
 }
 
 
+HUGGING_FACE = "transformers.models."
+
+
 class Undescribed(Exception):
     """A model has something that the description has no word for."""
 
@@ -88,12 +91,20 @@ class Decoder:
         config = decoder_of(model, blocks).config  # of these layers, where they are some of a model's
         if (family := FAMILIES.get(config.model_type)) is None:
             raise Undescribed(f"a model of type {config.model_type}")
+        _check_class(model)
         others: dict[str, Any] = between(model, blocks)
         if set(others) != {"rotary_emb", "norm"}:
             raise Undescribed(f"beside its layers {', '.join(others)}")
         self._family, self._rotary, self._norm = family, others["rotary_emb"], others["norm"]
         self._factor = getattr(config, "embedding_multiplier", 1.0)
-        self._windows, self._weights = windows, [(p, _version(p)) for p in blocks.parameters()]
+        self._windows = windows
+        self._hooks = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+        self._weights = [
+            (m._parameters, name, weight, _version(weight))
+            for m in blocks.modules()
+            for name, weight in m._parameters.items()
+            if weight is not None
+        ]
         kinds = getattr(config, "layer_types", None) or [""] * len(blocks)
         # Rotary positions: one for each type of attention, where each has frequencies of its own.
         self._turns = sorted(set(kinds)) if hasattr(self._rotary, "layer_types") else None
@@ -124,6 +135,8 @@ class Decoder:
     def _parts(self, block: Any) -> Iterator[Tensor | None]:
         """What `Decoder` in kernels_decoder.h takes of a layer."""
         family, attention, mlp = self._family, block.self_attn, block.mlp
+        for module in (block, attention, mlp):
+            _check_class(module)
         _check(attention, family.read, "o_proj", *HEADS)
         _check(mlp, family.up, family.down, "act_fn", "act", "activation_fn")
         _check(block, filter(None, family.norms), "self_attn", "mlp")
@@ -144,9 +157,18 @@ class Decoder:
         sinks = getattr(attention, "sinks", None)
         yield None if sinks is None else sinks.detach().float()
 
-    def follows(self) -> bool:
-        """Whether no weight was changed in place since it was packed."""
-        return all(_version(weight) == version for weight, version in self._weights)
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody's hooks look into the model, but for ours, which see what a call returns."""
+        return any(not hasattr(hook, LOOKS) for hooks in self._hooks if hooks for hook in hooks.values())
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a weight was changed in place, or replaced, since it was packed."""
+        return any(
+            parameters[name] is not weight or _version(weight) != version
+            for parameters, name, weight, version in self._weights
+        )
 
     def __call__(
         self,
@@ -172,6 +194,15 @@ class Decoder:
         before = sorted({i - 1 for i in taken if i})
         *said, last = self._run(x, cos, sin, keys, values, cache.slots, masks, cache.view, before)
         return self._norm(last), {0: x, **{i + 1: states for i, states in zip(before, said, strict=True)}}
+
+
+def _check_class(module: nn.Module) -> None:
+    """Raise Undescribed for a module that may do something else than Hugging Face's."""
+    replaced = vars(module).get("forward")
+    if not type(module).__module__.startswith(HUGGING_FACE) or not (
+        replaced is None or isinstance(replaced, StandIn)
+    ):
+        raise Undescribed(f"a {type(module).__name__} of another's")
 
 
 def _check(module: nn.Module, known: Iterable[str], *more: str) -> None:

@@ -34,7 +34,6 @@ from slipstream.targets.masks import Masks, additive, dense, key_lists
 from slipstream.targets.part import between, decoder_of, own_blocks, part, rows_of_head
 from slipstream.targets.prompts import HFText
 from slipstream.targets.quantised import of_torchao, quantised, stored_bytes
-from slipstream.targets.straight import Straight
 from slipstream.targets.taps import Taps
 
 OF_PASSES = (
@@ -330,7 +329,7 @@ class HFTarget(Target):
         """The logits of the rows to keep, and the features of all rows."""
         with self.lock:
             self._taps.watch(taps)
-            view, logits = View(cache, self.blocks), None
+            view = View(cache, self.blocks)
             if (decoder := self._described()) is not None:
                 given = inputs.get("inputs_embeds")
                 embedded = self.embed(inputs["input_ids"]) if given is None else given
@@ -339,10 +338,7 @@ class HFTarget(Target):
                 view.took = {self.blocks[i]: states for i, states in took.items()}
                 final = view.final if isinstance(keep, int) else view.final[:, keep]
                 logits = self._to_logits(final)
-            elif self._straight is not None and "input_ids" in inputs and isinstance(keep, int):
-                logits = self._straight.run(inputs["input_ids"], positions, mask, view)
-                view = view.again() if logits is None else view
-            if logits is None:
+            else:
                 own: Any = {"position_ids": positions, "attention_mask": mask, "past_key_values": view}
                 if self._selects_rows:
                     own["logits_to_keep"] = keep
@@ -373,9 +369,9 @@ class HFTarget(Target):
 
     def _described(self) -> Decoder | None:
         """The layers in one call, where there is a description of them and nobody looks into them."""
-        if self.decoder is not None and not self.decoder.follows():
+        if self.decoder is not None and self.decoder.is_stale:
             del self.decoder
-        return self.decoder
+        return None if self.decoder is None or self.decoder.is_watched else self.decoder
 
     @cached_property
     def decoder(self) -> Decoder | None:
@@ -386,14 +382,6 @@ class HFTarget(Target):
             return Decoder(self.twin, self.blocks, list(self.windows))
         except Undescribed:
             return None
-
-    @cached_property
-    def _straight(self) -> Straight | None:
-        """Passes without the model's own Python, where all layers may run in one call."""
-        at_once = self.compiles and self.device.type == "cpu" and kernels.has_tiles(self.dtype)
-        if not at_once or type(self._calls) is not nullcontext:
-            return None
-        return Straight(self.twin, self.blocks, [*between(self.twin, self.blocks).values()])
 
     def widths(self, taps: Sequence[str]) -> list[int]:
         def width(tap: str) -> int:
