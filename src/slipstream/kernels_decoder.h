@@ -18,7 +18,7 @@ using tiled::Rows;
 using tiled::Weight;
 using tiled::WIDE;
 
-// A tensor that may be absent, with the rest of its life in these hands.
+// A tensor that may be absent.
 using Part = std::optional<Tensor>;
 
 const float* numbers(const Part& part) { return part ? part->const_data_ptr<float>() : nullptr; }
@@ -99,7 +99,6 @@ struct Layer {
   Matrix o, down;
   Norm before, behind, second, last;  // attention and MLP
   Norm queries, keys;
-  Part sinks;
   int64_t angles, lists;  // which of a pass's; no angles: -1
 };
 
@@ -113,7 +112,7 @@ struct Pass {
 class Decoder : public torch::CustomClassHolder {
  public:
   // `parts` of each layer: read (1 or 3), o, up (1 or 2) and down as tiles, scales and bias; four norms and
-  // those of queries and keys as weight and shift; sinks. `which` of each layer: angles, lists.
+  // those of queries and keys as weight and shift. `which` of each layer: angles, lists.
   Decoder(
       c10::List<std::optional<Tensor>> parts, std::vector<int64_t> which, std::vector<int64_t> sizes,
       std::vector<double> numbers_of) {
@@ -124,7 +123,7 @@ class Decoder : public torch::CustomClassHolder {
     whole_ = whole;
     const float eps = numbers_of[0], head_eps = numbers_of[1];
     scale_ = numbers_of[2], cap_ = numbers_of[3];
-    const size_t each = 3 * (reads + ups + 2) + 2 * 6 + 1;
+    const size_t each = 3 * (reads + ups + 2) + 2 * 6;
     TORCH_CHECK(parts.size() == each * which.size() / 2, "Decoder: parts and layers do not fit");
     size_t at = 0;
     auto next = [&]() -> Part { return parts.get(at++); };
@@ -152,7 +151,7 @@ class Decoder : public torch::CustomClassHolder {
       layer.down = matrix();
       for (Norm* to : {&layer.before, &layer.behind, &layer.second, &layer.last}) *to = norm(eps, centred);
       for (Norm* to : {&layer.queries, &layer.keys}) *to = norm(head_eps, false);
-      layer.sinks = next(), layer.angles = which[i], layer.lists = which[i + 1];
+      layer.angles = which[i], layer.lists = which[i + 1];
       layers_.push_back(std::move(layer));
     }
   }
@@ -205,7 +204,7 @@ class Decoder : public torch::CustomClassHolder {
     read<Kind>(layer, tiled::prepared<Kind>(rows, M, H, layer.before), keys, values, q.data_ptr<T>(), pass);
     const Tensor seen = attention(
         q, keys.narrow(2, 0, pass.S), values.narrow(2, 0, pass.S), pass.lists[layer.lists], scale_, cap_,
-        layer.sinks);
+        {});
     const Tensor between = fresh(x.sizes(), x.scalar_type()), out = fresh(x.sizes(), x.scalar_type());
     T *middle = between.data_ptr<T>(), *to = out.data_ptr<T>();
     const int64_t K = seen.numel() / M;

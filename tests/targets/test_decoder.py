@@ -14,6 +14,7 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     SmolLM3Config,
+    StableLmConfig,
     Starcoder2Config,
 )
 
@@ -38,6 +39,8 @@ DESCRIBED: dict[str, PreTrainedConfig] = {
     "olmo2": Olmo2Config(**GROUPED),
     "olmo3": Olmo3Config(**MIXED),
     "starcoder2": Starcoder2Config(**GROUPED),
+    "stablelm": StableLmConfig(**GROUPED, use_qkv_bias=True),
+    "stablelm, parallel": StableLmConfig(**GROUPED, use_parallel_residual=True),
 }
 UNDESCRIBED = "mixtral", "gpt-neox", "gpt2", "opt", "phi", "falcon, new"
 

@@ -60,14 +60,12 @@ AROUND = (
 )
 GEMMA = Family(AROUND, more=1.0)
 FAMILIES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite"), LLAMA),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "stablelm"), LLAMA),
     **dict.fromkeys(("olmo2", "olmo3"), OLMO),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
     "phi3": Family(read=("qkv_proj",), up=("gate_up_proj",)),
     "starcoder2": Family(up=("c_fc",), down="c_proj"),
 }
-
-
 HUGGING_FACE = "transformers.models."
 
 
@@ -151,11 +149,9 @@ class Decoder:
             raise Undescribed(f"gate and up in one, {down.in_features} wide")
         yield from _matrix(down, factor)
         for norm in family.norms:
-            yield from _norm(getattr(block, norm) if norm else None, family.more)
+            yield from _norm(getattr(block, norm, None) if norm else None, family.more)
         for name in HEADS:
             yield from _norm(getattr(attention, name, None), family.more)
-        sinks = getattr(attention, "sinks", None)
-        yield None if sinks is None else sinks.detach().float()
 
     @property
     def is_watched(self) -> bool:
