@@ -134,7 +134,7 @@ def test_torchs_own_attention_is_found_out():
     """A check that lets a target pass whose rows do round by their neighbours."""
     target = HFTarget(deepcopy(tiny.reference("llama")).float())
     assert rounds_alike(target)
-    target._ours = False  # dense masks
+    target._ours, target.decoder = False, None  # dense masks
     assert agrees(target, target.plain)
     assert not rounds_alike(target)
 

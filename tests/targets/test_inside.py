@@ -142,7 +142,7 @@ def test_layers_share_the_first_ones_checks_only_where_dynamo_would_say_the_same
     given = state, mask, angles, True, "mask"
     first = First.of(given, max)
     state = torch.ones(1, 3, 4)
-    assert first.states((state, *given[1:])) is state
+    assert first.fits((state, *given[1:]))
     others = [
         (torch.zeros(1, 2, 4), *given[1:]),
         (torch.zeros(1, 4, 3).mT, *given[1:]),
@@ -156,7 +156,7 @@ def test_layers_share_the_first_ones_checks_only_where_dynamo_would_say_the_same
         given[:-1],
         (*given, None),
     ]
-    assert all(first.states(other) is None for other in (given, *others))
+    assert not any(map(first.fits, (given, *others)))
     assert First.of((state, mask, mask), max) is None
     assert First.of((state, (mask, mask)), max) is None
     assert First.of((state, [mask]), max) is None

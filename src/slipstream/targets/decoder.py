@@ -90,6 +90,7 @@ class Decoder:
         if (family := FAMILIES.get(config.model_type)) is None:
             raise Undescribed(f"a model of type {config.model_type}")
         _check_class(model)
+        _check_forward(model)
         others: dict[str, Any] = between(model, blocks)
         if set(others) != {"rotary_emb", "norm"}:
             raise Undescribed(f"beside its layers {', '.join(others)}")
@@ -135,6 +136,8 @@ class Decoder:
         family, attention, mlp = self._family, block.self_attn, block.mlp
         for module in (block, attention, mlp):
             _check_class(module)
+        for module in block.modules():
+            _check_forward(module)
         _check(attention, family.read, "o_proj", *HEADS)
         _check(mlp, family.up, family.down, "act_fn", "act", "activation_fn")
         _check(block, filter(None, family.norms), "self_attn", "mlp")
@@ -193,12 +196,15 @@ class Decoder:
 
 
 def _check_class(module: nn.Module) -> None:
-    """Raise Undescribed for a module that may do something else than Hugging Face's."""
-    replaced = vars(module).get("forward")
-    if not type(module).__module__.startswith(HUGGING_FACE) or not (
-        replaced is None or isinstance(replaced, StandIn)
-    ):
+    """Raise Undescribed for a module of a class that is not Hugging Face's, and may do something else."""
+    if not type(module).__module__.startswith(HUGGING_FACE):
         raise Undescribed(f"a {type(module).__name__} of another's")
+
+
+def _check_forward(module: nn.Module) -> None:
+    """Raise Undescribed for a module whose `forward` somebody replaced."""
+    if not isinstance(vars(module).get("forward"), StandIn | None):
+        raise Undescribed(f"a {type(module).__name__} with another's forward")
 
 
 def _check(module: nn.Module, known: Iterable[str], *more: str) -> None:
