@@ -7,7 +7,6 @@
 
 #pragma once
 
-#include "kernels_team.h"
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/Utils.h>
 #include <immintrin.h>

@@ -81,7 +81,7 @@ inline Vec activated(Vec x, Activation how) {
   if (how == GELU_TANH) {  // x / (1 + e^(-2 u)), u = √(2/π) (x + 0.044715 x³)
     const Vec u = x * fma(x * x, Vec::set(0.044715f), Vec::set(1)) * Vec::set(2 * 0.7978845608f);
     const Vec zero = Vec::set(0), e = exponential(zero - max(u, zero - u));
-    // A share of x: 1 / (1 + e) above 0, and below e / (1 + e), which is 1 less that.
+    // The share of x that is left: 1 / (1 + e) where u is above 0, e / (1 + e) where it is below.
     const Vec above = Vec::set(1) / (Vec::set(1) + e);
     float sign[W], share[W], other[W];
     u.store(sign), above.store(share), (e * above).store(other);
@@ -119,8 +119,8 @@ class Decoder : public torch::CustomClassHolder {
     const int64_t reads = sizes[0], ups = sizes[1];
     heads_ = sizes[2], kv_ = sizes[3], D_ = sizes[4], parallel_ = sizes[5], gated_ = sizes[6];
     activation_ = Activation(sizes[7]);
-    const bool centred = sizes[8], whole = sizes[9];
-    whole_ = whole;
+    const bool centred = sizes[8];
+    whole_ = sizes[9];
     const float eps = numbers_of[0], head_eps = numbers_of[1];
     scale_ = numbers_of[2], cap_ = numbers_of[3];
     const size_t each = 3 * (reads + ups + 2) + 2 * 6;

@@ -20,7 +20,7 @@ from transformers import (
 
 from slipstream.core.tree import chain
 from slipstream.kernels import available
-from slipstream.targets import HFTarget
+from slipstream.targets import HFTarget, decoder
 from tiny import FAMILIES, GROUPED, MIXED, build
 
 SQUARE = GROUPED | {"intermediate_size": 64, "pad_token_id": None}  # gate and up in whole panels
@@ -91,6 +91,17 @@ def test_a_module_more_is_no_word_of_the_description():
     assert HFTarget(model).decoder is None
 
 
+def test_a_description_that_is_wrong_is_not_taken(monkeypatch):
+    """Nor for a part of the model, which nobody tries."""
+    model = build(FAMILIES["llama"]).float()
+    monkeypatch.setattr(decoder, "_eps", lambda norm: 100.0)
+    target = HFTarget(deepcopy(model))
+    assert target.decoder is None
+    assert target.part([1]).decoder is None
+    mine = target(chain(text(9)), target.new_cache(1)).logits
+    assert torch.allclose(mine, model(text(9)).logits, atol=2e-4)
+
+
 def test_layers_follow_weights_that_are_changed_in_place():
     model = build(FAMILIES["llama"]).float()
     target = HFTarget(model)
@@ -158,7 +169,7 @@ def test_taps_and_parts_are_those_of_the_modules(family):
     assert target.decoder is not None
     assert torch.allclose(features(target), features(modules), atol=2e-4, rtol=1e-4)
     one, other = target.part([1]), modules.part([1])
-    other.decoder = None
     assert one.decoder is not None
+    assert other.decoder is None
     mine, theirs = (each(chain(text(9)), each.new_cache(1)).logits for each in (one, other))
     assert torch.allclose(mine, theirs, atol=2e-4, rtol=1e-4)

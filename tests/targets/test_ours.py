@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 import tiny
 from slipstream import kernels
 from slipstream.core.tree import Tree, chain
-from slipstream.targets import HFTarget, ours
+from slipstream.targets import HFTarget, hf, ours
+from slipstream.targets.decoder import Undescribed
 from slipstream.targets.ours import Linear, Packed, Turned, attend
 
 TEXT = torch.tensor(tiny.prompts(11))
@@ -102,11 +104,17 @@ def test_gradients_flow_through_states(family):
     torch.testing.assert_close(embedded.grad.double() / scale, same.grad / scale, rtol=1e-3, atol=1e-3)
 
 
+def misread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let our attention, which modules call where no description stands for them, say nothing."""
+    monkeypatch.setattr(hf, "Decoder", Mock(side_effect=Undescribed))
+    monkeypatch.setattr(ours, "attention", lambda q, k, v, *_: torch.zeros_like(q).transpose(1, 2))
+
+
 @needs_kernels
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "mixtral", "falcon, new"])
 def test_a_model_that_our_attention_does_not_fit_keeps_its_own(family, monkeypatch):
     """Wrong answers of a model whose attention has a part that ours does not know."""
-    monkeypatch.setattr(ours, "attention", lambda q, k, v, *_: torch.zeros_like(q).transpose(1, 2))
+    misread(monkeypatch)
     target = made(family)
     assert target.exactness == "audited"
     assert_close(says(target), theirs(target))
@@ -243,6 +251,6 @@ def test_exact_is_said_to_be_impossible_where_it_is(monkeypatch):
     assert HFTarget(deepcopy(tiny.reference("llama")).float(), exact=True)._ours
     with pytest.raises(ValueError, match="cannot be exact in float64"):
         HFTarget(deepcopy(tiny.reference("llama")), exact=True)
-    monkeypatch.setattr(ours, "attention", lambda q, k, v, *_: torch.zeros_like(q).transpose(1, 2))
+    misread(monkeypatch)
     with pytest.raises(ValueError, match="attention that can be replaced"):
         HFTarget(deepcopy(tiny.reference("llama")).float(), exact=True)

@@ -16,7 +16,7 @@ from slipstream import kernels
 from slipstream.core.cache import KVCache
 from slipstream.targets.inside import LOOKS, Blocks, StandIn
 from slipstream.targets.masks import Masks
-from slipstream.targets.ours import Packed, packed_copy
+from slipstream.targets.ours import Packed, packed_copy, version_of
 from slipstream.targets.part import between, decoder_of
 from slipstream.targets.quantised import QuantisedLinear
 
@@ -99,7 +99,7 @@ class Decoder:
         self._windows = windows
         self._hooks = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         self._weights = [
-            (m._parameters, name, weight, _version(weight))
+            (m._parameters, name, weight, version_of(weight))
             for m in blocks.modules()
             for name, weight in m._parameters.items()
             if weight is not None
@@ -165,7 +165,7 @@ class Decoder:
     def is_stale(self) -> bool:
         """Whether a weight was changed in place, or replaced, since it was packed."""
         return any(
-            parameters[name] is not weight or _version(weight) != version
+            parameters[name] is not weight or version_of(weight) != version
             for parameters, name, weight, version in self._weights
         )
 
@@ -237,7 +237,3 @@ def _norm(module: Any, more: float) -> tuple[Tensor | None, Tensor | None]:
 
 def _eps(norm: Any) -> float:
     return float(getattr(norm, "variance_epsilon", None) or norm.eps)
-
-
-def _version(weight: Tensor) -> int:
-    return 0 if weight.is_inference() else weight._version

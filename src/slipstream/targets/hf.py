@@ -243,6 +243,8 @@ class HFTarget(Target):
         made = copy(self)
         for name in OF_PASSES:
             vars(made).pop(name, None)
+        if self.decoder is None:  # a description that was tried, and found wrong, is no part's either
+            made.decoder = None
         made._twin, made.blocks, fresh = part(self.twin, self.blocks, blocks, own, vocab)
         made._head = made.twin.get_output_embeddings()
         for module, layer in fresh if self.compiles else ():

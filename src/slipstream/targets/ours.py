@@ -93,11 +93,16 @@ class Linear(nn.Linear):
         return F.linear(x, weight, bias) if torch.is_grad_enabled() else linear(x, weight, bias)
 
 
+def version_of(weight: Tensor) -> int:
+    """How often a weight was changed in place; in inference mode nobody counts that."""
+    return 0 if weight.is_inference() else weight._version
+
+
 def _copy_of(module: Any, copied: Callable[[Tensor], Tensor]) -> Tensor:
     """A copy of a module's weight, kept beside it, and made again when there is another weight or it was
     changed in place."""
     weight = module.weight
-    version = 0 if weight.is_inference() else weight._version  # in inference mode nobody counts changes
+    version = version_of(weight)
     held = module.__dict__.get("held")
     if held is None or held[0] is not weight or held[1] != version:
         module.held = held = weight, version, copied(weight.detach())
