@@ -37,6 +37,8 @@ ARMS = {  # heads that no weights ship for, and how to train them
         for name, block in {"glide_low": 3, "glide_middle": 16}.items()
     },
     "glide_hard": f"train glide {EQUAL} --out runs/glide_hard {GLIDE} {MLP} loss.hard=true",
+    "glide_ready": "train glide --recipe recipes/equal_data.yaml --data ready_made_answers.jsonl "
+    f"--out runs/glide_ready {GLIDE} {MLP} loss.hard=true",
     "glide_two": f"train glide {EQUAL} --out runs/glide_two {GLIDE} {MLP} head.depth=2",
     **{
         f"glide_{width}": f"train glide {EQUAL} --out runs/glide_{width} {GLIDE} "
