@@ -29,7 +29,6 @@ SHARED = {
     "command",
     "compiled",
     "packing",
-    "fusing",
     "results",
     "bars",
     "methods",

@@ -645,16 +645,7 @@ TORCH_LIBRARY_FRAGMENT(slipstream, m) {
       "Tensor");
   m.def("lanes() -> int", &lanes);
   m.def("tiles(Tensor weight) -> Tensor");
-  m.def(
-      "tiled_linear(Tensor x, Tensor[] weights, Tensor[] scales, Tensor? norm, float eps, Tensor? more) -> "
-      "Tensor[]");
-  m.def(
-      "tiled_gated(Tensor x, Tensor[] weights, Tensor[] scales, Tensor? norm, float eps, Tensor? more) -> "
-      "Tensor");
-  m.def(
-      "tiled_layer(Tensor x, Tensor[] weights, Tensor[] scales, Tensor? norm, float eps, Tensor cos, Tensor "
-      "sin, Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor lists, SymInt S, float scale, Tensor? "
-      "second, float second_eps) -> Tensor");
+  m.def("tiled_linear(Tensor x, Tensor weight, Tensor scales) -> Tensor");
   m.class_<decoder::Decoder>("Decoder")
       .def(torch::init<c10::List<std::optional<Tensor>>, std::vector<int64_t>, std::vector<int64_t>, std::vector<double>>())
       .def("run", &decoder::Decoder::run);
@@ -666,8 +657,6 @@ TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
   m.impl("linear", &linear);
   m.impl("attention", &attention);
   m.impl("tiled_linear", &tiled::linear);
-  m.impl("tiled_gated", &tiled::gated);
-  m.impl("tiled_layer", &tiled::layer);
   m.impl("kept", &kept);
   m.impl("int8_rows", &tiled::int8_rows);
   m.impl("packed_linear", &tiled::packed_linear);  // defined in packing.py

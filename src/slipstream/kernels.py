@@ -65,9 +65,7 @@ def available() -> bool:
         return False
     torch.library.register_fake("slipstream::linear", _linear_shape)
     torch.library.register_fake("slipstream::attention", _attention_shape)
-    torch.library.register_fake("slipstream::tiled_linear", _linear_shapes)
-    torch.library.register_fake("slipstream::tiled_gated", _gated_shape)
-    torch.library.register_fake("slipstream::tiled_layer", _gated_shape)
+    torch.library.register_fake("slipstream::tiled_linear", _tiled_shape)
     torch.library.register_fake("slipstream::int8_rows", _rows_shape)
     return True
 
@@ -226,7 +224,7 @@ def tiled_linear(
     a weight of 4 bits each group of 32 numbers of a row has a scale. Sums of groups are exact, and added up
     in fp32 in their order.
     """
-    out: Tensor = torch.ops.slipstream.tiled_linear.default(x, [tiles], [scales], None, 0.0, None)[0]
+    out: Tensor = torch.ops.slipstream.tiled_linear(x, tiles, scales)
     return out
 
 
@@ -266,12 +264,8 @@ def int4_rows(tiles: UInt8[Tensor, "panels groups 10 64"], which: Int[Tensor, "*
     return (q * d + m).flatten(-2)
 
 
-def _linear_shapes(x: Tensor, weights: list[Tensor], scales: list[Tensor], *_: Any) -> list[Tensor]:
-    return [x.new_empty(*x.shape[:-1], len(each)) for each in scales]
-
-
-def _gated_shape(x: Tensor, weights: list[Tensor], scales: list[Tensor], *_: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], len(scales[-1]))
+def _tiled_shape(x: Tensor, tiles: Tensor, scales: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(scales))
 
 
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

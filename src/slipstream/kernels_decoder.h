@@ -14,54 +14,12 @@ namespace {
 namespace decoder {
 
 using at::Tensor;
+using tiled::Norm;
+using tiled::numbers;
+using tiled::Part;
 using tiled::Rows;
 using tiled::Weight;
 using tiled::WIDE;
-
-// A tensor that may be absent.
-using Part = std::optional<Tensor>;
-
-const float* numbers(const Part& part) { return part ? part->const_data_ptr<float>() : nullptr; }
-
-// Numbers of a row divided by the root of the mean of their squares, or of those of their distances from the
-// mean, times `weight`, plus `shift`; without a weight they stay as they are.
-struct Norm {
-  Part weights, shifts;
-  const float *weight = nullptr, *shift = nullptr;
-  float eps = 0;
-  bool centred = false;
-  template <class T>
-  void operator()(const T* x, int64_t K, float* to) const {
-    Vec sum[FOUR] = {Vec::set(0), Vec::set(0), Vec::set(0), Vec::set(0)};  // the first is used
-    auto at = [&](int64_t k) { return k + W <= K ? Vec::load(x + k) : tail(x + k, K - k); };
-    float total[FOUR], mean = 0;
-    if (centred) {
-      for (int64_t k = 0; k < K; k += W) sum[0] = sum[0] + at(k);
-      sums(sum, total);
-      mean = total[0] / K, sum[0] = Vec::set(0);
-    }
-    const Vec middle = Vec::set(mean);
-    int64_t k = 0;
-    for (; k + W <= K; k += W) {
-      const Vec part = Vec::load(x + k) - middle;
-      sum[0] = fma(part, part, sum[0]);
-    }
-    if (k < K) {
-      float rest[W] = {};
-      for (int64_t i = k; i < K; i++) rest[i - k] = float(x[i]) - mean;
-      sum[0] = fma(Vec::load(rest), Vec::load(rest), sum[0]);
-    }
-    sums(sum, total);
-    const float scale = 1 / std::sqrt(total[0] / K + eps);
-    const Vec by = Vec::set(scale);
-    for (k = 0; k + W <= K; k += W) {
-      Vec made = (Vec::load(x + k) - middle) * by * Vec::load(weight + k);
-      if (shift) made = made + Vec::load(shift + k);
-      made.store(to + k);
-    }
-    for (; k < K; k++) to[k] = (float(x[k]) - mean) * scale * weight[k] + (shift ? shift[k] : 0);
-  }
-};
 
 // A weight in tiles.
 struct Matrix {
@@ -94,12 +52,15 @@ inline Vec activated(Vec x, Activation how) {
   return Vec::load(made);
 }
 
+// Without `o` there is no attention, without `down` no MLP.
 struct Layer {
   std::vector<Matrix> read, up;  // queries, keys and values, or all of them; gate and up, both, or up alone
   Matrix o, down;
   Norm before, behind, second, last;  // attention and MLP
   Norm queries, keys;
   int64_t angles, lists;  // which of a pass's; no angles: -1
+  bool attends() const { return o.tiles.defined(); }
+  bool has_mlp() const { return down.tiles.defined(); }
 };
 
 // What a pass gives all layers.
@@ -128,8 +89,9 @@ class Decoder : public torch::CustomClassHolder {
     size_t at = 0;
     auto next = [&]() -> Part { return parts.get(at++); };
     auto matrix = [&] {
-      const Part tiles = next(), scales = next();
-      Matrix made{tiles.value(), scales.value(), next()};
+      const Part tiles = next(), scales = next(), bias = next();
+      if (!tiles) return Matrix();
+      Matrix made{*tiles, scales.value(), bias};
       TORCH_CHECK(
           made.tiles.dim() > 2 && made.tiles.is_contiguous() && made.scales.is_contiguous() &&
               made.tiles.size(0) == (made.scales.numel() + WIDE - 1) / WIDE &&
@@ -152,13 +114,16 @@ class Decoder : public torch::CustomClassHolder {
       for (Norm* to : {&layer.before, &layer.behind, &layer.second, &layer.last}) *to = norm(eps, centred);
       for (Norm* to : {&layer.queries, &layer.keys}) *to = norm(head_eps, false);
       layer.angles = which[i], layer.lists = which[i + 1];
+      TORCH_CHECK(layer.attends() || layer.has_mlp(), "Decoder: a layer of nothing");
+      attends_ = attends_ || layer.attends();
       layers_.push_back(std::move(layer));
     }
   }
 
   // Rows x [B, R, H] through all layers: what each says whose number is among `kept`, and what the last one says.
+  // `read`: rows that attention of the first layer reads in the place of x.
   std::vector<Tensor> run(
-      Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::vector<Tensor> keys,
+      Tensor x, std::optional<Tensor> read, std::vector<Tensor> cos, std::vector<Tensor> sin, std::vector<Tensor> keys,
       std::vector<Tensor> values, Tensor slots, std::vector<Tensor> lists, int64_t S, std::vector<int64_t> kept) {
     const Tensor at = slots.contiguous();
     Pass pass{x.size(0), x.size(1), x.size(0) * x.size(1), S, {}, {}, {}, at.const_data_ptr<int64_t>()};
@@ -166,15 +131,21 @@ class Decoder : public torch::CustomClassHolder {
       for (Tensor& each : *list) each = each.contiguous();
     pass.cos = std::move(cos), pass.sin = std::move(sin), pass.lists = std::move(lists);
     TORCH_CHECK(
-        keys.size() == layers_.size() && values.size() == layers_.size() && at.numel() == pass.M,
+        !attends_ || (keys.size() == layers_.size() && values.size() == layers_.size() && at.numel() == pass.M),
         "Decoder: layers and cache do not fit");
     std::vector<Tensor> said;
     x = x.contiguous();
+    Tensor reads = read ? read->contiguous() : x;
     team::region([&] {
       for (size_t i = 0; i < layers_.size(); i++) {
-        tiled::by_kind(x, layers_[i].o.tiles, [&](auto kind, auto like) {
-          x = layer<decltype(kind), decltype(like)>(layers_[i], x, keys[i], values[i], pass);
+        const Layer& each = layers_[i];
+        tiled::by_kind(x, (each.attends() ? each.o : each.down).tiles, [&](auto kind, auto like) {
+          using Kind = decltype(kind);
+          using T = decltype(like);
+          const Tensor between = each.attends() ? attended<Kind, T>(each, x, reads, keys[i], values[i], pass) : x;
+          x = each.has_mlp() ? mlp<Kind, T>(each, x, between) : between;
         });
+        reads = x;
         if (std::find(kept.begin(), kept.end(), int64_t(i)) != kept.end()) said.push_back(x);
       }
     });
@@ -185,33 +156,31 @@ class Decoder : public torch::CustomClassHolder {
  private:
   std::vector<Layer> layers_;
   int64_t heads_, kv_, D_;
-  bool parallel_, gated_, whole_;  // whole: norms of queries and keys are of all heads together
+  bool attends_ = false, parallel_, gated_, whole_;  // whole: norms of queries and keys are of all heads together
   Activation activation_;
   double scale_, cap_;
 
+  // x + attention of the rows that are read.
   template <class Kind, class T>
-  Tensor layer(const Layer& layer, const Tensor& x, Tensor keys, Tensor values, const Pass& pass) const {
-    const int64_t M = pass.M, H = x.size(2), inner = layer.up.back().scales.numel();
-    for (const Matrix& each : layer.read) tiled::check_width(each.tiles, H);
-    for (const Matrix& each : layer.up) tiled::check_width(each.tiles, H);
-    tiled::check_width(layer.o.tiles, heads_ * values.size(3));
-    tiled::check_width(layer.down.tiles, gated_ && layer.up.size() == 1 ? inner / 2 : inner);
+  Tensor attended(
+      const Layer& layer, const Tensor& x, const Tensor& reads, Tensor keys, Tensor values,
+      const Pass& pass) const {
+    const int64_t M = pass.M, K = reads.size(2), inner = heads_ * values.size(3);
+    for (const Matrix& each : layer.read) tiled::check_width(each.tiles, K);
+    tiled::check_width(layer.o.tiles, inner);
     TORCH_CHECK(
-        layer.o.scales.numel() == H && layer.down.scales.numel() == H && keys.scalar_type() == x.scalar_type(),
+        reads.numel() == M * K && reads.scalar_type() == x.scalar_type() && layer.o.scales.numel() == x.size(2) &&
+            keys.scalar_type() == x.scalar_type(),
         "Decoder: rows, weights and cache do not fit");
-    const T* rows = x.const_data_ptr<T>();
-    const Tensor q = fresh({pass.B, heads_, pass.R, D_}, x.scalar_type());
-    read<Kind>(layer, tiled::prepared<Kind>(rows, M, H, layer.before), keys, values, q.data_ptr<T>(), pass);
+    const Tensor q = fresh({pass.B, heads_, pass.R, D_}, x.scalar_type()), out = fresh(x.sizes(), x.scalar_type());
+    const auto rows = tiled::prepared<Kind>(reads.const_data_ptr<T>(), M, K, layer.before);
+    read<Kind>(layer, rows, keys, values, q.data_ptr<T>(), pass);
     const Tensor seen = attention(
         q, keys.narrow(2, 0, pass.S), values.narrow(2, 0, pass.S), pass.lists[layer.lists], scale_, cap_,
         {});
-    const Tensor between = fresh(x.sizes(), x.scalar_type()), out = fresh(x.sizes(), x.scalar_type());
-    T *middle = between.data_ptr<T>(), *to = out.data_ptr<T>();
-    const int64_t K = seen.numel() / M;
     added<Kind>(
-        tiled::prepared<Kind>(seen.const_data_ptr<T>(), M, K, Norm()), layer.o, layer.behind, rows, middle);
-    const Norm& second = parallel_ && !layer.second.weight ? layer.before : layer.second;
-    mlp<Kind>(layer, tiled::prepared<Kind>(parallel_ ? rows : middle, M, H, second), middle, to);
+        tiled::prepared<Kind>(seen.const_data_ptr<T>(), M, inner), layer.o, layer.behind, x.const_data_ptr<T>(),
+        out.data_ptr<T>());
     return out;
   }
 
@@ -303,12 +272,19 @@ class Decoder : public torch::CustomClassHolder {
     });
   }
 
+  // `between`, which attention made of x, + the MLP.
   template <class Kind, class T>
-  void mlp(const Layer& layer, const Rows<Kind>& x, const T* rows, T* to) const {
+  Tensor mlp(const Layer& layer, const Tensor& of, const Tensor& between) const {
+    const int64_t H = of.size(2), M = of.numel() / H;
     const Weight up = layer.up.back().weight(), gate = layer.up[0].weight();
     const int64_t inner = layer.up.size() == 1 && gated_ ? up.N / 2 : up.N;
-    const Tensor between = fresh({x.M, inner}, at::kFloat);
-    float* middle = between.data_ptr<float>();
+    for (const Matrix& each : layer.up) tiled::check_width(each.tiles, H);
+    tiled::check_width(layer.down.tiles, inner);
+    TORCH_CHECK(layer.down.scales.numel() == H, "Decoder: rows and weights do not fit");
+    const Norm& second = parallel_ && !layer.second.weight ? layer.before : layer.second;
+    const auto x = tiled::prepared<Kind>((parallel_ ? of : between).const_data_ptr<T>(), M, H, second);
+    const Tensor active = fresh({M, inner}, at::kFloat), out = fresh(of.sizes(), of.scalar_type());
+    float* middle = active.data_ptr<float>();
     if (gated_) {
       const int64_t behind = layer.up.size() == 1 ? inner / WIDE : 0;  // panels of the gate before those of up
       tiled::products<2>(
@@ -335,7 +311,10 @@ class Decoder : public torch::CustomClassHolder {
             std::copy_n(made, n, middle + m * inner + p * WIDE);
           });
     }
-    added<Kind>(tiled::prepared<Kind>(middle, x.M, inner, Norm()), layer.down, layer.last, rows, to);
+    added<Kind>(
+        tiled::prepared<Kind>(middle, M, inner), layer.down, layer.last, between.const_data_ptr<T>(),
+        out.data_ptr<T>());
+    return out;
   }
 };
 

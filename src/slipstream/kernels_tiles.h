@@ -109,26 +109,48 @@ struct Rows {
   float scale(int64_t m) const { return scales ? scales[m] : 1; }
 };
 
-// A row divided by the root of the mean of its squares, times `weight`.
-template <class T>
+// A tensor that may be absent.
+using Part = std::optional<Tensor>;
+
+const float* numbers(const Part& part) { return part ? part->const_data_ptr<float>() : nullptr; }
+
+// Numbers of a row divided by the root of the mean of their squares, or of those of their distances from the
+// mean, times `weight`, plus `shift`; without a weight they stay as they are.
 struct Norm {
-  const T* weight = nullptr;
+  Part weights, shifts;
+  const float *weight = nullptr, *shift = nullptr;
   float eps = 0;
-  Norm() = default;
-  Norm(const std::optional<Tensor>& given, double eps)
-      : weight(given ? given->const_data_ptr<T>() : nullptr), eps(eps) {}
+  bool centred = false;
+  template <class T>
   void operator()(const T* x, int64_t K, float* to) const {
     Vec sum[FOUR] = {Vec::set(0), Vec::set(0), Vec::set(0), Vec::set(0)};  // the first is used
-    for (int64_t k = 0; k < K; k += W) {
-      const Vec part = k + W <= K ? Vec::load(x + k) : tail(x + k, K - k);
+    auto at = [&](int64_t k) { return k + W <= K ? Vec::load(x + k) : tail(x + k, K - k); };
+    float total[FOUR], mean = 0;
+    if (centred) {
+      for (int64_t k = 0; k < K; k += W) sum[0] = sum[0] + at(k);
+      sums(sum, total);
+      mean = total[0] / K, sum[0] = Vec::set(0);
+    }
+    const Vec middle = Vec::set(mean);
+    int64_t k = 0;
+    for (; k + W <= K; k += W) {
+      const Vec part = Vec::load(x + k) - middle;
       sum[0] = fma(part, part, sum[0]);
     }
-    float total[FOUR];
+    if (k < K) {
+      float rest[W] = {};
+      for (int64_t i = k; i < K; i++) rest[i - k] = float(x[i]) - mean;
+      sum[0] = fma(Vec::load(rest), Vec::load(rest), sum[0]);
+    }
     sums(sum, total);
     const float scale = 1 / std::sqrt(total[0] / K + eps);
-    int64_t k = 0;
-    for (; k + W <= K; k += W) (Vec::load(x + k) * Vec::set(scale) * Vec::load(weight + k)).store(to + k);
-    for (; k < K; k++) to[k] = float(x[k]) * scale * float(weight[k]);
+    const Vec by = Vec::set(scale);
+    for (k = 0; k + W <= K; k += W) {
+      Vec made = (Vec::load(x + k) - middle) * by * Vec::load(weight + k);
+      if (shift) made = made + Vec::load(shift + k);
+      made.store(to + k);
+    }
+    for (; k < K; k++) to[k] = (float(x[k]) - mean) * scale * weight[k] + (shift ? shift[k] : 0);
   }
 };
 
@@ -161,8 +183,8 @@ struct Weight {
   }
 };
 
-template <class Kind, class T, class Norm>
-Rows<Kind> prepared(const T* x, int64_t M, int64_t K, const Norm& norm) {
+template <class Kind, class T>
+Rows<Kind> prepared(const T* x, int64_t M, int64_t K, const Norm& norm = {}) {
   using Number = typename Kind::Number;
   const int64_t stride = Kind::stride(K);
   if constexpr (std::is_same_v<T, Number>)
@@ -264,43 +286,10 @@ int64_t dims_of(const Tensor& x, const Tensor& weight) {
   return weight.scalar_type() != x.scalar_type() ? -1 : HAS_BF16 && x.scalar_type() == at::kBFloat16 ? 5 : 3;
 }
 
-// Weights in tiles that fit rows x.
-std::vector<Weight> weights_of(const Tensor& x, at::TensorList weights, at::TensorList scales) {
-  TORCH_CHECK(
-      x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
-      "products in tiles: float32 or bfloat16 is expected");
-  TORCH_CHECK(
-      weights.size() == scales.size() && !weights.empty(), "products in tiles: each weight needs its scales");
-  std::vector<Weight> made;
-  for (size_t i = 0; i < weights.size(); i++) {
-    TORCH_CHECK(
-        weights[i].scalar_type() == weights[0].scalar_type() && weights[i].is_contiguous() &&
-            weights[i].dim() == dims_of(x, weights[i]) &&
-            scales[i].scalar_type() == at::kFloat && scales[i].is_contiguous() &&
-            weights[i].size(0) == (scales[i].numel() + WIDE - 1) / WIDE,
-        "products in tiles: weights and scales do not fit");
-    made.emplace_back(weights[i], scales[i]);
-  }
-  return made;
-}
-
-void check_norm(const Tensor& x, const std::optional<Tensor>& norm) {
-  TORCH_CHECK(
-      !norm || (norm->numel() == x.size(-1) && norm->is_contiguous() && norm->scalar_type() == x.scalar_type()),
-      "products in tiles: rows and norm do not fit");
-}
-
 void check_width(const Tensor& weight, int64_t K) {
   const int64_t deep = weight.scalar_type() == at::kByte ? Int4::GROUP : BYTES / weight.element_size();
   const int64_t steps = weight.dim() == 3 ? Plain<float>::stride(K) : (K + deep - 1) / deep;
   TORCH_CHECK(weight.size(1) == steps, "products in tiles: rows and weights do not fit");
-}
-
-void check_more(const std::optional<Tensor>& more, const std::vector<Tensor>& out) {
-  TORCH_CHECK(
-      !more || (out.size() == 1 && more->sizes() == out[0].sizes() &&
-                more->scalar_type() == out[0].scalar_type()),
-      "products in tiles: what is added does not fit");
 }
 
 // Rows times each of the weights at `out`, plus `more`, if it is given.
@@ -340,25 +329,25 @@ struct Flat {
   }
 };
 
-// x [..., K], after a norm if there is one, times each of the weights, plus `more`, if there is one weight.
-// Scales: float32, of their columns.
-std::vector<Tensor> linear(
-    const Tensor& x, at::TensorList weights, at::TensorList scales, const std::optional<Tensor>& norm,
-    double eps, const std::optional<Tensor>& more) {
-  const std::vector<Weight> all = weights_of(x, weights, scales);
+// x [..., K] times a weight whose columns have scales, in float32.
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& scales) {
+  TORCH_CHECK(
+      x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
+      "tiled_linear: float32 or bfloat16 is expected");
+  TORCH_CHECK(
+      weight.is_contiguous() && weight.dim() == dims_of(x, weight) && scales.scalar_type() == at::kFloat &&
+          scales.is_contiguous() && weight.size(0) == (scales.numel() + WIDE - 1) / WIDE,
+      "tiled_linear: weight and scales do not fit");
   const Flat rows(x);
-  std::vector<Tensor> out;
-  for (size_t i = 0; i < all.size(); i++) check_width(weights[i], rows.K), out.push_back(rows.wide(all[i].N));
-  check_norm(x, norm), check_more(more, out);
+  check_width(weight, rows.K);
+  const Tensor out = rows.wide(scales.numel());
   if (rows.M == 0) return out;
-  const Tensor added = more ? more->contiguous() : Tensor();
-  by_kind(x, weights[0], [&](auto kind, auto like) {
+  by_kind(x, weight, [&](auto kind, auto like) {
     using T = decltype(like);
-    std::vector<T*> to;
-    for (Tensor& each : out) to.push_back(each.data_ptr<T>());
-    linear_into(
-        prepared<decltype(kind)>(rows.x.const_data_ptr<T>(), rows.M, rows.K, Norm<T>(norm, eps)), all,
-        more ? added.const_data_ptr<T>() : nullptr, to.data());
+    using Kind = decltype(kind);
+    T* to = out.data_ptr<T>();
+    const auto read = prepared<Kind>(rows.x.const_data_ptr<T>(), rows.M, rows.K);
+    linear_into<Kind, T, T>(read, {Weight(weight, scales)}, nullptr, &to);
   });
   return out;
 }
@@ -373,53 +362,11 @@ Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<
   check_width(packed, rows.K);
   by_kind(x, packed, [&](auto kind, auto like) {
     using T = decltype(like);
-    const auto read = prepared<decltype(kind)>(rows.x.const_data_ptr<T>(), rows.M, rows.K, Norm<T>());
+    const auto read = prepared<decltype(kind)>(rows.x.const_data_ptr<T>(), rows.M, rows.K);
     T* to = out.data_ptr<T>();
     Weight weight(packed, N);
     if (bias) weight.bias = added.const_data_ptr<float>();
     linear_into<decltype(kind), T, T>(read, {weight}, nullptr, &to);
-  });
-  return out;
-}
-
-// Weights are gate, up and down: down(silu(gate(x)) · up(x)) + more, in fp32 until it is rounded for `down`.
-// With a fourth before them, x is first multiplied by it and added to `more`, which takes the place of both.
-Tensor gated(
-    const Tensor& x, at::TensorList weights, at::TensorList scales, const std::optional<Tensor>& norm,
-    double eps, const std::optional<Tensor>& more) {
-  if (weights.size() == 4) {
-    const Tensor between = linear(x, weights.slice(0, 1), scales.slice(0, 1), {}, 0, more)[0];
-    return gated(between, weights.slice(1), scales.slice(1), norm, eps, between);
-  }
-  const std::vector<Weight> all = weights_of(x, weights, scales);
-  TORCH_CHECK(all.size() == 3 && all[0].N == all[1].N, "tiled_gated: gate, up and down, in order");
-  const int64_t inner = all[0].N;
-  const Flat rows(x);
-  const Tensor out = rows.wide(all[2].N), added = more ? more->contiguous() : Tensor();
-  for (int i = 0; i < 3; i++) check_width(weights[i], i < 2 ? rows.K : inner);
-  check_norm(x, norm), check_more(more, {out});
-  if (rows.M == 0) return out;
-  by_kind(x, weights[0], [&](auto kind, auto like) {
-    using T = decltype(like);
-    using Kind = decltype(kind);
-    const auto read = prepared<Kind>(rows.x.const_data_ptr<T>(), rows.M, rows.K, Norm<T>(norm, eps));
-    const Tensor between = fresh({rows.M, inner}, at::kFloat);
-    float* to = between.data_ptr<float>();
-    products<2>(
-        read, all[0].panels,
-        [&](int64_t p, int j) { return all[j].panel<Kind>(p, read.stride); },
-        [&](int64_t p, int64_t m, const typename Kind::Sum* const (&sums)[2]) {
-          float made[2][WIDE];
-          int64_t n;
-          for (int j = 0; j < 2; j++) n = all[j].scaled(sums[j], p, read.scale(m), made[j]);
-          for (int64_t i = 0; i < WIDE; i += W)
-            (silu(Vec::load(made[0] + i)) * Vec::load(made[1] + i)).store(made[0] + i);
-          std::copy_n(made[0], n, to + m * inner + p * WIDE);
-        });
-    T* down = out.data_ptr<T>();
-    linear_into(
-        prepared<Kind>(to, rows.M, inner, Norm<float>()), {all[2]},
-        more ? added.const_data_ptr<T>() : nullptr, &down);
   });
   return out;
 }
@@ -443,66 +390,6 @@ void rotate(const X* x, int64_t D, const Angle* cos, const Angle* sin, T* to) {
     to[d] = T(a * float(cos[d]) - b * float(sin[d]));
     to[half + d] = T(b * float(cos[half + d]) + a * float(sin[half + d]));
   }
-}
-
-// Attention of rows x [B, R, K], after a norm: their queries, keys and values by three weights, turned by angles
-// cos and sin [#B, R, D]. Keys and values are written to slots [B, R] of the stored ones [B, KV, all, D], of which
-// the first S are read by lists. Returns [B, R, heads, D].
-Tensor attend(
-    const Tensor& x, at::TensorList weights, at::TensorList scales, const std::optional<Tensor>& norm,
-    double eps, const Tensor& cos, const Tensor& sin, Tensor& keys, Tensor& values, const Tensor& slots,
-    const Tensor& lists, int64_t S, double scale) {
-  const std::vector<Tensor> made = linear(x, weights, scales, norm, eps, {});
-  const int64_t B = x.size(0), R = x.size(1), KV = keys.size(1), D = keys.size(3);
-  TORCH_CHECK(
-      made.size() == 3 && x.dim() == 3 && made[0].size(2) % D == 0 && made[1].size(2) == KV * D &&
-          made[2].size(2) == KV * D && keys.sizes() == values.sizes() && keys.size(0) == B &&
-          keys.stride(3) == 1 && values.stride(3) == 1 && keys.scalar_type() == x.scalar_type() &&
-          values.scalar_type() == x.scalar_type() && cos.scalar_type() == x.scalar_type() &&
-          sin.scalar_type() == x.scalar_type() && cos.size(-1) == D && sin.size(-1) == D &&
-          cos.numel() == sin.numel() && (cos.numel() == R * D || cos.numel() == B * R * D) &&
-          slots.scalar_type() == at::kLong && slots.numel() == B * R,
-      "tiled_layer: rows, weights, angles and cache do not fit");
-  const int64_t heads = made[0].size(2) / D, angles = cos.numel() / D;
-  const Tensor c = cos.contiguous(), s = sin.contiguous(), at = slots.contiguous(),
-               q = fresh({B, heads, R, D}, x.scalar_type());
-  auto run = [&](auto like) {
-    using T = decltype(like);
-    const int64_t* slot = at.const_data_ptr<int64_t>();
-    T *k = keys.data_ptr<T>(), *v = values.data_ptr<T>(), *to = q.data_ptr<T>();
-    team::parallel_for(B * R, 4, [&](int64_t begin, int64_t end) {
-      for (int64_t m = begin; m < end; m++) {
-        const int64_t b = m / R, r = m % R;
-        const T *turn = c.const_data_ptr<T>() + m % angles * D, *by = s.const_data_ptr<T>() + m % angles * D;
-        for (int64_t h = 0; h < heads; h++)
-          rotate(
-              made[0].const_data_ptr<T>() + (m * heads + h) * D, D, turn, by,
-              to + ((b * heads + h) * R + r) * D);
-        for (int64_t h = 0; h < KV; h++) {
-          const T* value = made[2].const_data_ptr<T>() + (m * KV + h) * D;
-          rotate(
-              made[1].const_data_ptr<T>() + (m * KV + h) * D, D, turn, by,
-              k + b * keys.stride(0) + h * keys.stride(1) + slot[m] * keys.stride(2));
-          std::copy(
-              value, value + D, v + b * values.stride(0) + h * values.stride(1) + slot[m] * values.stride(2));
-        }
-      }
-    });
-  };
-  if (x.scalar_type() == at::kFloat) run(0.0f);
-  else run(bf16());
-  return attention(q, keys.narrow(2, 0, S), values.narrow(2, 0, S), lists, scale, 0, {});
-}
-
-// A layer: `attend`, and then `gated` by the weights behind its three.
-Tensor layer(
-    const Tensor& x, at::TensorList weights, at::TensorList scales, const std::optional<Tensor>& norm,
-    double eps, const Tensor& cos, const Tensor& sin, Tensor& keys, Tensor& values, const Tensor& slots,
-    const Tensor& lists, int64_t S, double scale, const std::optional<Tensor>& second, double second_eps) {
-  TORCH_CHECK(weights.size() == 7 && scales.size() == 7, "tiled_layer: seven weights are expected");
-  const Tensor read = attend(
-      x, weights.slice(0, 3), scales.slice(0, 3), norm, eps, cos, sin, keys, values, slots, lists, S, scale);
-  return gated(read.flatten(2), weights.slice(3), scales.slice(3), second, second_eps, x);
 }
 
 }  // namespace tiled

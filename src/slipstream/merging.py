@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from slipstream.fusing import in_place
 from slipstream.kernels import HALVES, has_kernels
+from slipstream.packing import in_place
 
 OURS = "slipstream.linear_cuda"
 MOST = 4  # weights of one launch

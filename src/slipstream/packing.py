@@ -7,7 +7,7 @@ import platform
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import getitem, is_
+from operator import getitem, iadd, imul, is_, isub, itruediv, setitem
 from typing import Any
 
 import torch
@@ -15,13 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from slipstream import kernels
-from slipstream.fusing import fuse, in_place
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Any]
 EIGHT = "of_8_bits"  # marks a weight that was stored so: a multiple of whole numbers in each row
 PACKED_FOR = 8  # rows; oneDNN's layout for a few rows serves one row and many as well
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
-LAYER = "slipstream.tiled_layer.default"  # by name: of targets without kernels of ours nobody has loaded it
 X86_BF16 = torch.cpu._is_avx512_bf16_supported() or kernels.HAS_AMX
 HAS_BF16 = (
     HAS_ONEDNN
@@ -48,24 +46,20 @@ def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inducto
     graph = fx.Graph()
     readers = defaultdict[fx.Node, list[fx.Node]](list)
     graph.output(graph.graph_copy(module.graph, {}))  # the tracer goes on with its own graph
-    packs: list[partial[list[Tensor]]] = []
-    for node in list(graph.nodes):
+    for node in graph.nodes:
         fixed = (
             part is None or part.op == "placeholder" for part in node.args[1:]
         )  # not computed in each call
         if node.target is F.linear and len(node.args) > 1 and not node.kwargs and all(fixed):
-            if _in_tiles(node):
-                packs.append(_tile(graph, node))
-            else:
-                readers[node.args[0]].append(node)
-    fuse(graph)
+            readers[node.args[0]].append(node)
+    packs: list[partial[list[Tensor]]] = []
     for nodes in readers.values():
         x: Any = nodes[0].args[0]  # not the key, which is gone if it was a linear layer itself
         for group in [[node] for node in nodes] if any(map(in_place, x.users)) else [nodes]:
             if (dtype := _dtype_for(group[0])) is not None:
                 packs.append(_merge(graph, group, dtype))
     added = [node.meta["example_value"] for node in graph.find_nodes(op="placeholder")][len(inputs) :]
-    compiled_graph = _one_call(module, graph) or then(fx.GraphModule(module, graph), [*inputs, *added])
+    compiled_graph = then(fx.GraphModule(module, graph), [*inputs, *added])
 
     at = sorted({i for packed in packs for i in packed.args[0] if i is not None})
 
@@ -80,40 +74,10 @@ def packing(module: fx.GraphModule, inputs: list[Any], then: Compiler = _inducto
     return run if packs else compiled_graph
 
 
-def _one_call(module: fx.GraphModule, graph: fx.Graph) -> Callable[..., Any] | None:
-    """What runs a graph of whole layers in a call each, beside which little is left to compile; None for any
-    other graph."""
-    layers = any(str(node.target) == LAYER for node in graph.nodes)
-    return fx.GraphModule(module, graph).forward if layers else None
-
-
-def _in_tiles(linear: fx.Node) -> bool:
-    x, *_ = linear.all_input_nodes
-    alone = len(linear.args) == 2 or linear.args[2] is None
-    return alone and kernels.has_tiles(x.meta["example_value"].dtype)
-
-
-def _tile(graph: fx.Graph, node: fx.Node) -> partial[list[Tensor]]:
-    """Replace a product by one with a weight in tiles, which `fuse` knows. Also see `_merge`."""
-    x: Any = node.args[0]
-    weight: Any = node.args[1]
-    places, plain = graph.find_nodes(op="placeholder"), weight.meta["example_value"]
-    with graph.inserting_after(places[-1]):
-        scales = graph.placeholder(f"tiled_{len(places)}_scales")
-        scales.meta["example_value"] = plain.new_empty(len(plain), dtype=torch.float32)
-    with graph.inserting_after(places[-1]):
-        tiles = graph.placeholder(f"tiled_{len(places)}")
-        tiles.meta["example_value"] = plain.new_empty(kernels.tiles_shape(plain.shape, plain.dtype))
-    with graph.inserting_before(node):
-        out = graph.call_function(
-            torch.ops.slipstream.tiled_linear.default, (x, [tiles], [scales], None, 0.0, None)
-        )
-        out.meta["example_value"] = [node.meta["example_value"]]
-        part = graph.call_function(getitem, (out, 0))
-    part.meta = dict(node.meta)
-    node.replace_all_uses_with(part)
-    graph.erase_node(node)
-    return partial(_packed, [places.index(weight), None], plain.dtype, scaled=True)
+def in_place(node: Any) -> bool:
+    """Whether a node changes what it reads, so that the order of reads matters."""
+    name = str(getattr(node.target, "__name__", node.target))
+    return name.endswith("_") or node.target in (iadd, imul, isub, itruediv, setitem)
 
 
 def _dtype_for(linear: fx.Node) -> torch.dtype | None:
@@ -167,11 +131,8 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node], dtype: torch.dtype) -> partial
     return partial(_packed, at, dtype)
 
 
-def _packed(
-    at: list[int | None], dtype: torch.dtype, args: Sequence[Any], scaled: bool = False
-) -> list[Tensor]:
-    """The weights at positions `at` of the arguments, packed as one; if any, the biases behind them as one;
-    if `scaled`, scales for columns of tiles, which are ones.
+def _packed(at: list[int | None], dtype: torch.dtype, args: Sequence[Any]) -> list[Tensor]:
+    """The weights at positions `at` of the arguments, packed as one; if any, the biases behind them as one.
 
     They are made at the first use and stored on the first weight. The entry holds the other parts, so that no
     other tensor gets their ids.
@@ -179,19 +140,12 @@ def _packed(
     parts: list[Any] = [None if i is None else args[i] for i in at]
     weights, biases = parts[: len(at) // 2], parts[len(at) // 2 :]
     copies: dict[Any, tuple[list[Tensor], Any]] = vars(weights[0]).setdefault("packed", {})
-    key = *map(id, parts), scaled
+    key = tuple(map(id, parts))
     if key not in copies:
-        plain = torch.cat([weight.detach() for weight in weights]).to(dtype)
-        if scaled and getattr(weights[0], EIGHT, False):
-            whole, scales = kernels.whole_numbers(plain)
-            copies[key] = ([kernels.panels(whole), scales], parts[1:])
-            return copies[key][0]
-        packed = [packed_weight(plain)]
+        packed = [packed_weight(torch.cat([weight.detach() for weight in weights]).to(dtype))]
         if any(b is not None for b in biases):
             pairs = zip(weights, biases, strict=True)
             packed.append(torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs]).to(dtype))
-        if scaled:
-            packed.append(plain.new_ones(len(plain), dtype=torch.float32))
         copies[key] = (packed, parts[1:])
     return copies[key][0]
 

@@ -1,13 +1,29 @@
 """The decoder layer that learned drafters are made of."""
 
+from copy import deepcopy
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from slipstream.drafters.layers import SCALED, LayerConfig, Rope, attended
+from slipstream.core.cache import KVCache
+from slipstream.drafters.layers import (
+    SCALED,
+    DecoderLayer,
+    LayerConfig,
+    OneCall,
+    Rope,
+    attend_cache,
+    attended,
+)
+from slipstream.kernels import available
 from slipstream.learning import ROWS
+from slipstream.packing import EIGHT
+from slipstream.targets.ours import own_products
 from slipstream.training.methods import Unrolled
 
 NUMBERS = {"factor": 4.0, "original_max_position_embeddings": 32}
@@ -45,7 +61,7 @@ def test_training_attends_as_drafting_does():
         )
         key, value, seen = unrolled.step(k, v)
         out, whole = attended(q, key, value, seen), F.scaled_dot_product_attention
-        expected = whole(q, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), seen)
+        expected = whole(q, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), seen).transpose(1, 2)
         torch.testing.assert_close(out, expected)
         torch.testing.assert_close(attended(q.detach(), key.detach(), value.detach(), seen), out.detach())
         weights = torch.randn(out.shape, dtype=out.dtype, generator=drawn)
@@ -53,3 +69,88 @@ def test_training_attends_as_drafting_does():
             torch.autograd.grad((x * weights).sum(), (q, k, v), retain_graph=True) for x in (out, expected)
         )
         torch.testing.assert_close(mine, other)
+
+
+SIZES = LayerConfig(64, 96, 4, 2, head_dim=16)
+
+
+def cached(layer: DecoderLayer, text: int, dtype: torch.dtype) -> KVCache:
+    """Two texts of that many tokens, and room for more."""
+    like = torch.empty(1, 2, 0, 16, dtype=dtype)
+    cache = KVCache(1, 2, like=(like, like))
+    attends, positions = attend_cache(cache, text)
+    x = torch.randn(2, text, 64, generator=torch.Generator().manual_seed(text)).to(dtype)
+    layer(x, layer.self_attn.rope(positions, dtype), attends[0])
+    cache.keep(None, torch.tensor([text, text - 3]))
+    return cache
+
+
+def said(layer: DecoderLayer, x: Tensor, cache: KVCache, reads: Tensor | None = None) -> Tensor:
+    """One call's, over a branch of three rows that see two of each other."""
+    among = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, -1, -1)
+    attends, positions = attend_cache(cache, 3, 0, among)
+    made = layer.one_call(x, layer.self_attn.rope(positions, x.dtype), attends[0], reads)
+    assert made is not None
+    return made
+
+
+@pytest.mark.skipif(not available(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("eight", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_one_call_says_what_the_modules_say(dtype, eight):
+    """A norm or a sum that is left out, keys of another row or slot, a weight of before it was changed, a
+    copy's call that reads the first one's weights."""
+    torch.manual_seed(0)
+    layer = DecoderLayer(SIZES).to(dtype).requires_grad_(False)
+    if eight:
+        for weight in layer.parameters():
+            step = weight.float().abs().amax(-1, keepdim=True) / 127
+            if weight.dim() == 2:
+                weight.copy_((weight.float() / step).round() * step)
+                setattr(weight, EIGHT, True)
+    own_products(layer, dtype, torch.device("cpu"))
+    x, reads = (torch.randn(2, 3, 64).to(dtype) for _ in range(2))
+
+    def proven(read: Tensor | None = None) -> Tensor:
+        """By modules, in another cache."""
+        layer.one_call, call = (lambda *_: None), layer.one_call
+        cache = cached(layer, 9, dtype)
+        among = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, -1, -1)
+        attends, positions = attend_cache(cache, 3, 0, among)
+        normed = layer.input_layernorm(x if read is None else read)
+        middle = x + layer.self_attn(normed, layer.self_attn.rope(positions, dtype), attends[0])
+        layer.one_call = call
+        return middle + layer.mlp(layer.post_attention_layernorm(middle))
+
+    def near(got: Tensor, want: Tensor) -> None:
+        error = (got.float() - want.float()).abs().max()
+        assert error < (1e-5 if dtype == torch.float32 and not eight else 0.05) * want.float().std()
+
+    near(said(layer, x, cached(layer, 9, dtype)), proven())
+    near(said(layer, x, cached(layer, 9, dtype), reads), proven(reads))
+    attention = OneCall(SIZES, layer.self_attn, layer.input_layernorm)
+    mlp = OneCall(SIZES, mlp=layer.mlp, second=layer.post_attention_layernorm)
+    attends, positions = attend_cache(cache := cached(layer, 9, dtype), 3)
+    middle = attention(x, layer.self_attn.rope(positions, dtype), attends[0])
+    attends, _ = attend_cache(cache, 3)
+    assert torch.equal(mlp(middle), layer(x, layer.self_attn.rope(positions, dtype), attends[0]))
+    before = said(layer, x, cached(layer, 9, dtype))
+    other = deepcopy(layer)
+    other.mlp.down_proj.weight.mul_(2)
+    assert torch.equal(said(layer, x, cached(layer, 9, dtype)), before)
+    assert not torch.equal(said(other, x, cached(layer, 9, dtype)), before)
+    layer.mlp.down_proj.weight.mul_(2)
+    near(said(layer, x, cached(layer, 9, dtype)), proven())
+
+
+@torch.no_grad()
+def test_modules_say_what_no_call_can():
+    """An activation of the GPU's, weights that are not packed, and gradients."""
+    x = torch.randn(1, 2, 64)
+    for config in SIZES, replace(SIZES, hidden_act="relu"):
+        layer = DecoderLayer(config)
+        if config is not SIZES:
+            own_products(layer, torch.float32, torch.device("cpu"))
+        attends, positions = attend_cache(KVCache(1, 1), 2)
+        assert layer.one_call(x, layer.self_attn.rope(positions, x.dtype), attends[0]) is None

@@ -94,7 +94,7 @@ def test_a_module_more_is_no_word_of_the_description():
 def test_a_description_that_is_wrong_is_not_taken(monkeypatch):
     """Nor for a part of the model, which nobody tries."""
     model = build(FAMILIES["llama"]).float()
-    monkeypatch.setattr(decoder, "_eps", lambda norm: 100.0)
+    monkeypatch.setattr(decoder, "eps_of", lambda norm: 100.0)
     target = HFTarget(deepcopy(model))
     assert target.decoder is None
     assert target.part([1]).decoder is None

@@ -274,7 +274,8 @@ class Target(ABC):
 
     @abstractmethod
     def lend_products(self, module: nn.Module) -> None:
-        """Let a drafter's linear layers multiply as the target's do, where that is quicker than torch."""
+        """Let a drafter's linear layers multiply as the target's do, where that is quicker than torch. They
+        get weights of 8 bits where the target is quantised."""
 
     @abstractmethod
     def widths(self, taps: Sequence[str]) -> list[int]:

@@ -99,10 +99,13 @@ class DraftModel(Proposer):
 
     @classmethod
     def named(
-        cls, model: str, target: Target, tree: str = "chain-5", proposal: str = "top-k"
+        cls, model: str, target: Target, tree: str = "chain-5", proposal: str = "top-k", quantize: str = ""
     ) -> "DraftModel":
-        """Draft with a model that `load_target` finds, in the target's precision. Raises ValueError."""
-        loaded = load_target(model, target.dtype_name, str(target.device), target.compiles)
+        """Draft with a model that `load_target` finds, in the target's precision and quantisation, or in
+        another one: int8, int4 or none. Raises ValueError."""
+        kind = None if quantize == "none" else quantize or target.quantize
+        place = target.dtype_name, str(target.device), target.compiles
+        loaded = load_target(model, *place, quantize=kind)
         return cls(loaded, target, tree, proposal)
 
     @classmethod

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from slipstream.drafters.heads import HeadConfig, copying, randomise
-from slipstream.drafters.layers import MLP, Attend, Attention, RMSNorm
+from slipstream.drafters.layers import MLP, Attend, Attention, OneCall
 from slipstream.drafters.recursive import RecursiveDrafter, RecursiveHead
 
 
@@ -45,20 +45,24 @@ class Eagle3Layer(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = (
-            RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
+            nn.RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
         )
         self.self_attn = Attention(config, inputs=2)
         self.mlp = MLP(config)
         self.norm_before_residual = config.norm_before_residual
+        self.one_call = OneCall(config, self.self_attn, None, self.mlp, self.post_attention_layernorm)
 
     def forward(
         self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
     ) -> Float[Tensor, "B T H"]:
         """One layer."""
         normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
         x = torch.cat([self.input_layernorm(embedded), normed], -1)
-        attended = self.self_attn(x, self.self_attn.rope(positions, x.dtype), attend)
-        x = (normed if self.norm_before_residual else hidden) + attended
+        rotary = self.self_attn.rope(positions, x.dtype)
+        if (said := self.one_call(residual, rotary, attend, x)) is not None:
+            return said
+        x = residual + self.self_attn(x, rotary, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -73,13 +77,13 @@ class Eagle3Head(RecursiveHead):
         wide, eps = config.target_hidden_size or H, config.rms_norm_eps
         if config.vocab_size:
             self.embed_tokens = nn.Embedding(config.vocab_size, H)
-        self.input_norm: nn.Module = RMSNorm(taps * wide, eps) if config.norm_before_fc else nn.Identity()
+        self.input_norm: nn.Module = nn.RMSNorm(taps * wide, eps) if config.norm_before_fc else nn.Identity()
         self.fc_norm: Any = (
-            nn.ModuleList([RMSNorm(wide, eps) for _ in range(taps)]) if config.fc_norm else None
+            nn.ModuleList([nn.RMSNorm(wide, eps) for _ in range(taps)]) if config.fc_norm else None
         )
         self.fc = nn.Linear(taps * wide, H, bias=False)
         self.midlayer = Eagle3Layer(config)
-        self.norm = RMSNorm(H, eps)
+        self.norm = nn.RMSNorm(H, eps)
         self.lm_head = nn.Linear(H, config.draft_vocab_size, bias=False)
 
     def fuse(self, features: Float[Tensor, "B T F"]) -> Float[Tensor, "B T H"]:

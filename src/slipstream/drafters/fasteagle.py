@@ -160,17 +160,17 @@ class FastEagle(ParallelDrafter):
         proposal: str = "top-k",
     ) -> None:
         super().__init__(head, target, vocab, tree, proposal)
-        if head.above is not None and target.compiles:
+        if head.above is not None and self.compiles:
             kind = backend_for(head, target.embed)
             self._compiled_above = compiled(self._above, target.device, kind, whole=True)
 
     def start(self, batch: int, device: torch.device) -> FastEagleState:
-        cache = KVCache(self.drafted, batch, device)
+        cache = self.new_cache(self.drafted, batch)
         return FastEagleState(**vars(super().start(batch, device)), cache=cache)
 
     def absorb(self, span: Span, state: FastEagleState) -> None:
         assert span.features is not None
-        attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.target.compiles)
+        attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.compiles)
         states = self.read(span.nexts, span.features, positions, attends=attends)
         state.cache.follow(span.cache, span.count)
         state.hidden = span.last(states)
@@ -192,7 +192,7 @@ class FastEagle(ParallelDrafter):
         if self.head.above is None:
             return scores
         hidden = hidden.repeat(1, tokens.shape[1], 1)
-        if self.target.compiles:
+        if self.compiles:
             return scores + self._compiled_above(freed(tokens), freed(hidden))
         return scores + self._above(tokens, hidden)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from slipstream.compiled import freed
@@ -20,11 +20,22 @@ from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree
 from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, randomise
-from slipstream.drafters.layers import MLP, Attend, Attention, RMSNorm, Rope, attend_cache, attended, rotate
+from slipstream.drafters.layers import (
+    MLP,
+    Attend,
+    Attention,
+    OneCall,
+    Rope,
+    Seen,
+    attend_cache,
+    attended,
+    first_slots,
+    rotate,
+)
 from slipstream.drafters.proposer import Draft
 
 # The target's keys and values of one block, and which of them each row sees.
-Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Bool[Tensor, "#B 1 #T S"]]
+Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Seen]
 
 
 @dataclass(frozen=True)
@@ -78,10 +89,9 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Float[Tensor, "B T d"], positions: Int[Tensor, "#B T"], glimpse: Glimpse) -> Tensor:
         """Rows of x attend to the keys and values that the glimpse's mask shows them."""
-        key, value, mask = glimpse
+        key, value, seen = glimpse
         q = self.q_proj(x).unflatten(-1, (-1, self.config.target_head_dim)).transpose(1, 2)
-        out = attended(self.rotated(q, positions), key, value, mask)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return self.o_proj(attended(self.rotated(q, positions), key, value, seen).flatten(2))
 
     def rotated(self, q: Float[Tensor, "B A T D"], positions: Int[Tensor, "#B T"]) -> Tensor:
         """Queries at their positions."""
@@ -97,19 +107,25 @@ class GlideLayer(nn.Module):
     def __init__(self, config: GlideConfig, layer: int) -> None:
         super().__init__()
         d, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm, self.post_attention_layernorm = RMSNorm(d, eps), RMSNorm(d, eps)
-        self.cross_layernorm: nn.Module = RMSNorm(d, eps) if config.cross_norm else nn.Identity()
+        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(d, eps), nn.RMSNorm(d, eps)
+        self.cross_layernorm: nn.Module = nn.RMSNorm(d, eps) if config.cross_norm else nn.Identity()
         self.self_attn, self.mlp = Attention(config), MLP(config)
         self.cross_attn: Any = CrossAttention(config, layer) if config.taps else None
+        self.attention_call = OneCall(config, self.self_attn, self.input_layernorm)
+        self.mlp_call = OneCall(config, mlp=self.mlp, second=self.post_attention_layernorm)
 
     def forward(
         self, x: Tensor, positions: Tensor, attend: Attend, glimpse: Glimpse | None
     ) -> Float[Tensor, "B T d"]:
         """One layer."""
-        x = x + self.self_attn(self.input_layernorm(x), self.self_attn.rope(positions, x.dtype), attend)
+        rotary = self.self_attn.rope(positions, x.dtype)
+        if (read := self.attention_call(x, rotary, attend)) is None:
+            read = x + self.self_attn(self.input_layernorm(x), rotary, attend)
         if glimpse is not None:
-            x = x + self.cross_attn(self.cross_layernorm(x), positions, glimpse)
-        return x + self.mlp(self.post_attention_layernorm(x))
+            read = read + self.cross_attn(self.cross_layernorm(read), positions, glimpse)
+        if (said := self.mlp_call(read)) is None:
+            said = read + self.mlp(self.post_attention_layernorm(read))
+        return said
 
 
 class GlideHead(Head):
@@ -124,7 +140,7 @@ class GlideHead(Head):
         self.embed_tokens: Any = nn.Embedding(config.vocab_size, d) if own else None
         self.inward: Any = nn.Identity() if own else nn.Linear(config.target_size, d, bias=False)
         self.layers = nn.ModuleList([GlideLayer(config, i) for i in range(config.depth)])
-        self.norm = RMSNorm(d, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(d, config.rms_norm_eps)
         self.outward: Any = nn.Identity() if own else nn.Linear(d, config.target_size, bias=False)
         self.lm_head: Any = nn.Linear(d, config.draft_vocab_size, bias=False) if own else None
 
@@ -186,8 +202,7 @@ class Glide(HeadDrafter):
         N, zeros = self.head.config.depth, torch.zeros(batch, dtype=torch.long, device=device)
         width = self.head.config.hidden_size if self.head.own_lm_head else self.head.config.target_size
         hidden = torch.zeros(batch, width, dtype=self.target.dtype, device=device)
-        caches = KVCache(N, batch, device), KVCache(len(self.taps), batch, device)
-        return GlideState(zeros, hidden, *caches)
+        return GlideState(zeros, hidden, self.new_cache(N, batch), KVCache(len(self.taps), batch, device))
 
     def absorb(self, span: Span, state: GlideState) -> None:
         T = span.tokens.shape[1]
@@ -202,7 +217,7 @@ class Glide(HeadDrafter):
             state.seen.follow(span.cache, span.count)
         if self.lead and (span.tree is None or span.tree.is_chain):  # it may be a prompt's first chunk
             self._begin(span, state)
-        own, positions = attend_cache(state.cache, T, compiles=self.target.compiles)
+        own, positions = attend_cache(state.cache, T, compiles=self.compiles)
         states = self.read(span.nexts, positions + 1 - self.lead, attends=own, more=(glimpses,))
         state.cache.follow(span.cache, span.count, self.lead)
         state.hidden = span.last(states)
@@ -223,7 +238,7 @@ class Glide(HeadDrafter):
 
         def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:
             n = tokens.shape[1]
-            own, _ = attend_cache(state.cache, n, seen.shape[2] - n, seen, self.target.compiles)
+            own, _ = attend_cache(state.cache, n, seen.shape[2] - n, seen, self.compiles)
             positions = (at + level)[:, None].repeat(1, n)
             return self.scores(self.read(tokens, positions, attends=own, more=(glimpses,)))
 
@@ -235,8 +250,8 @@ class Glide(HeadDrafter):
         if not self.taps:
             return [None] * self.head.config.depth
         seen.reserve(0)
-        mask = (seen.used < count[:, None])[:, None, None]
-        return [_freed(*seen.read(i), mask) for i in range(len(self.taps))]
+        slots = first_slots(seen, count)
+        return [_freed(*seen.read(i), slots) for i in range(len(self.taps))]
 
     def _read(
         self, tokens: Tensor, positions: Tensor, attends: Sequence[Attend], glimpses: Sequence[Glimpse | None]
@@ -245,9 +260,9 @@ class Glide(HeadDrafter):
         return self.head((self.target.embed if own is None else own)(tokens), positions, attends, glimpses)
 
 
-def _freed(keys: Tensor, values: Tensor, mask: Tensor) -> Any:
+def _freed(keys: Tensor, values: Tensor, seen: Tensor) -> Any:
     """A glimpse of any number of texts, rows and slots, for compiled passes."""
-    return freed(keys, 0, 2), freed(values, 0, 2), freed(mask, 0, 2, 3)
+    return freed(keys, 0, 2), freed(values, 0, 2), freed(seen, 0, 2, 3)
 
 
 def paired(x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:

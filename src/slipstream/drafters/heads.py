@@ -83,10 +83,18 @@ class HeadDrafter(Proposer):
                 f"this {self.method} head's LM head has {said} tokens, and its draft vocabulary {len(ids)}"
             )
         self.lm_head = None if self.head.own_lm_head else target.lm_head(None if len(ids) == V else ids)
-        if target.compiles:
+        # On a CPU a layer is one call, and what stands around it is little.
+        self.compiles = target.compiles and at.type != "cpu"
+        if self.compiles:
             kind = backend_for(self.head, target.embed, self.lm_head or self.head)
             self._compiled_read = compiled(self._read, at, kind, whole=True)
             self._compiled_logits = compiled(self.logits, at, kind, whole=True)
+
+    def new_cache(self, layers: int, batch: int) -> KVCache:
+        """Keys and values of the head's own layers."""
+        heads, D = self.head.config.num_key_value_heads, self.head.config.head_dim
+        like = torch.empty(1, heads, 0, D, dtype=self.target.dtype, device=self.target.device)
+        return KVCache(layers, batch, self.target.device, like=(like, like))
 
     @classmethod
     def load(
@@ -130,10 +138,10 @@ class HeadDrafter(Proposer):
     def read(
         self, *inputs: Tensor, attends: Sequence[CacheAttend] = (), more: tuple[Any, ...] = ()
     ) -> Tensor:
-        """`_read(*inputs, attends, *more)`, compiled where the target is. The pass that allocates a cache is
-        not compiled."""
+        """`_read(*inputs, attends, *more)`, compiled where that pays. The pass that allocates a cache is not
+        compiled."""
         inside = (attends, *more) if attends else more
-        if not self.target.compiles or any(isinstance(attend.cache, KVCache) for attend in attends):
+        if not self.compiles or any(isinstance(attend.cache, KVCache) for attend in attends):
             return self._read(*inputs, *inside)
         return self._compiled_read(*map(freed, inputs), *inside)
 
@@ -146,8 +154,8 @@ class HeadDrafter(Proposer):
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def scores(self, hidden: Float[Tensor, "B F H"]) -> Float[Tensor, "B F Vd"]:
-        """`logits`, compiled where the target is, unless they are one product."""
-        one = self.lm_head is not None or not self.target.compiles
+        """`logits`, compiled as `read` is, unless they are one product."""
+        one = self.lm_head is not None or not self.compiles
         return self.logits(hidden) if one else self._compiled_logits(freed(hidden))
 
 

@@ -1,6 +1,7 @@
 """The decoder layer of learned drafters, with the tensor names of public checkpoints."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from slipstream import kernels, learning
 from slipstream.compiled import freed
 from slipstream.core.cache import KVCache, LayerView
+from slipstream.targets.executor import NO_MATRIX, Kind, Part, Undescribed, Weights, matrix, norm
 
 # Which keys each row sees: a mask, or lists as `kernels.attention` takes them.
-Seen = Bool[Tensor, "#B 1 T S"] | Int[Tensor, "B 1 T L"]
+Seen = Bool[Tensor, "#B 1 #T S"] | Int[Tensor, "#B 1 #T L"]
 # Takes the rows' keys and values; returns all keys and values that are read, and which of them each row sees.
 Attend = Callable[[Tensor, Tensor], tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Seen]]
 CosSin = tuple[Float[Tensor, "#B T D"], Float[Tensor, "#B T D"]]  # cos and sin of rotary positions
@@ -26,6 +28,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+PRODUCTS = ("gate_proj", "up_proj", "down_proj")
+_NOWHERE = torch.zeros(0, dtype=torch.long)
 SCALED = ("linear", "llama3", "yarn")  # ropes whose frequencies do not depend on the text's length
 
 
@@ -106,11 +111,7 @@ class Attention(nn.Module):
         q, k, v = (proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         key, value, seen = attend(k, v)
-        if seen.dtype == torch.int32:
-            out = kernels.attention(q, key, value, seen, self.head_dim**-0.5)
-        else:
-            out = attended(q, key, value, seen).transpose(1, 2)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1).contiguous())
+        return self.o_proj(attended(q, key, value, seen).flatten(2))
 
 
 class MLP(nn.Module):
@@ -129,18 +130,81 @@ class MLP(nn.Module):
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
-class RMSNorm(nn.Module):
-    """Rows over the root of the mean of their squares, in Hugging Face's words, which `fusing` knows."""
+class OneCall:
+    """Attention or MLP of a layer, or both, each with the norm before it and the sum behind it, as one call
+    of our kernels: on a CPU, where linear layers are packed and attention reads lists of keys."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+    def __init__(
+        self,
+        config: LayerConfig,
+        attention: Attention | None = None,
+        before: nn.Module | None = None,
+        mlp: MLP | None = None,
+        second: nn.Module | None = None,
+    ) -> None:
+        self._config, self._attention, self._mlp = config, attention, mlp
+        self._norms = before, second
+        self._run: Any = None
+        self._weights: Weights | None = None
 
-    def forward(self, x: Float[Tensor, "*n H"]) -> Float[Tensor, "*n H"]:
-        """In float32 at least."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+    def __getstate__(self) -> dict[str, Any]:  # a copy of the modules is described anew
+        return vars(self) | {"_run": None, "_weights": None}
+
+    def __call__(
+        self,
+        x: Float[Tensor, "B T H"],
+        rotary: CosSin | None = None,
+        attend: Attend | None = None,
+        reads: Float[Tensor, "B T I"] | None = None,
+    ) -> Float[Tensor, "B T H"] | None:
+        """x with what they add. None: the modules have to say it.
+
+        Args:
+            reads: what attention reads in the place of x.
+        """
+        if x.device.type != "cpu" or torch.is_grad_enabled():
+            return None
+        given: tuple[Any, ...] = None, [], [], [], [], _NOWHERE, [], 0
+        if attend is not None:
+            if rotary is None or not (isinstance(attend, CacheAttend) and attend.listed):
+                return None
+            cache: Any = attend.cache
+            angles = ([part.float()] for part in rotary)
+            stored = ([each[attend.layer]] for each in cache.stored)
+            given = reads, *angles, *stored, cache.slots, [attend.seen], cache.view
+        if not self._is_described():
+            return None
+        said: Tensor = self._run(x, *given, [])[0]
+        return said
+
+    def _is_described(self) -> bool:
+        """Whether there is a call, of the weights as they are."""
+        if self._weights is None or self._weights.changed:
+            parts = (self._attention, self._mlp, *self._norms)
+            self._weights = Weights(module for part in parts if part for module in part.modules())
+            self._run = None
+            with suppress(Undescribed):
+                self._run = self._described()
+        return self._run is not None
+
+    def _described(self) -> Callable[..., list[Tensor]]:
+        config, attention, mlp = self._config, self._attention, self._mlp
+        kind = Kind(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.head_dim**-0.5,
+            config.hidden_act,
+            config.rms_norm_eps,
+        )
+        parts: list[Part] = []
+        for part, names in (attention, PROJECTIONS), (mlp, PRODUCTS):
+            for name in names:
+                parts += NO_MATRIX if part is None else matrix(getattr(part, name))
+        before, second = self._norms
+        for each in (before, None, second, None, None, None):
+            parts += norm(each)
+        return kind.layers(parts, (0, 0))
 
 
 class DecoderLayer(nn.Module):
@@ -149,28 +213,36 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: LayerConfig, input_norm: bool = True) -> None:
         super().__init__()
         H, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm: nn.Module = RMSNorm(H, eps) if input_norm else nn.Identity()
+        self.input_layernorm: nn.Module = nn.RMSNorm(H, eps) if input_norm else nn.Identity()
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
-        self.post_attention_layernorm = RMSNorm(H, eps)
+        self.post_attention_layernorm = nn.RMSNorm(H, eps)
+        self.one_call = OneCall(
+            config, self.self_attn, self.input_layernorm, self.mlp, self.post_attention_layernorm
+        )
 
     def forward(self, x: Float[Tensor, "B T H"], rotary: CosSin, attend: Attend) -> Float[Tensor, "B T H"]:
         """One layer."""
+        if (said := self.one_call(x, rotary, attend)) is not None:
+            return said
         x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 def attended(
-    q: Float[Tensor, "B A T D"], key: Float[Tensor, "B G S D"], value: Float[Tensor, "B G S D"], seen: Tensor
-) -> Float[Tensor, "B A T D"]:
+    q: Float[Tensor, "B A T D"], key: Float[Tensor, "B G S D"], value: Float[Tensor, "B G S D"], seen: Seen
+) -> Float[Tensor, "B T A D"]:
     """Attention where several heads may share keys. Branches: of free sizes Dynamo makes no bool."""
+    if seen.dtype == torch.int32:
+        lists = seen.expand(-1, -1, q.shape[2], -1)
+        return kernels.attention(q, key, value, lists, q.shape[-1] ** -0.5)
     if learning.learns(q):
-        return learning.attention(q, key, value, seen, q.shape[-1] ** -0.5)
+        return learning.attention(q, key, value, seen, q.shape[-1] ** -0.5).transpose(1, 2)
     if q.requires_grad:  # under a mask only cuDNN shares them and stores no scores
         key, value = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (key, value))
     if q.shape[1] == key.shape[1]:
-        return F.scaled_dot_product_attention(q, key, value, seen)
-    return F.scaled_dot_product_attention(q, key, value, seen, enable_gqa=True)
+        return F.scaled_dot_product_attention(q, key, value, seen).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, key, value, seen, enable_gqa=True).transpose(1, 2)
 
 
 def rotate(x: Float[Tensor, "B heads T D"], cos: Tensor, sin: Tensor) -> Float[Tensor, "B heads T D"]:
@@ -187,6 +259,11 @@ class CacheAttend:
     cache: KVCache | LayerView
     layer: int
     seen: Seen
+
+    @property
+    def listed(self) -> bool:
+        """Whether rows list the keys that they see, as `kernels.attention` takes them."""
+        return self.seen.dtype == torch.int32
 
     def __call__(self, key: Tensor, value: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:
         self.cache.write(self.layer, key, value)
@@ -211,11 +288,23 @@ def attend_cache(
     at = cache.used.device
     depths = after + torch.arange(rows, device=at)
     views = compiles and bool(cache.stored)
-    listed = views and at.type != "cuda" and kernels.has_kernels(at, cache.stored[0].dtype)
-    seen = (_listed if listed else _masked)(cache, depths, among)
+    seen = (_listed if _lists(cache) else _masked)(cache, depths, among)
     seen = freed(seen, 0, 2, 3) if views else seen
     attends = [CacheAttend(cache.layer(i) if views else cache, i, seen) for i in range(cache.layers)]
     return attends, cache.lengths[:, None] + depths
+
+
+def first_slots(cache: KVCache, count: Int[Tensor, " B"]) -> Seen:
+    """The first `count` slots of each text, for all rows."""
+    if _lists(cache):
+        return F.pad(count[:, None].int(), (2, 0))[:, None, None]
+    return (cache.used < count[:, None])[:, None, None]
+
+
+def _lists(cache: KVCache) -> bool:
+    """Whether rows list the keys that they see, for `kernels.attention` on a CPU."""
+    at = cache.used.device
+    return at.type == "cpu" and bool(cache.stored) and kernels.has_kernels(at, cache.stored[0].dtype)
 
 
 def _masked(

@@ -60,11 +60,11 @@ class RecursiveDrafter(HeadDrafter):
     def start(self, batch: int, device: torch.device) -> RecursiveState:
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
         hidden = torch.zeros(batch, self.head.config.hidden_size, dtype=self.target.dtype, device=device)
-        return RecursiveState(zeros, hidden, zeros.clone(), KVCache(1, batch, device))
+        return RecursiveState(zeros, hidden, zeros.clone(), self.new_cache(1, batch))
 
     def absorb(self, span: Span, state: RecursiveState) -> None:
         assert span.features is not None
-        attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.target.compiles)
+        attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.compiles)
         tokens = span.nexts if self.head.shifted else span.tokens
         hidden = self.read(tokens, span.features, positions, attends=attends, more=(True,))
         state.cache.follow(span.cache, span.count)
@@ -79,7 +79,7 @@ class RecursiveDrafter(HeadDrafter):
             n = tokens.shape[1]
             read, above = tokens if self.head.shifted else above.gather(1, origin), tokens
             parents = hidden.gather(1, origin[..., None].expand(-1, -1, hidden.shape[-1]))
-            attends, _ = attend_cache(state.cache, n, seen.shape[2] - n, seen, self.target.compiles)
+            attends, _ = attend_cache(state.cache, n, seen.shape[2] - n, seen, self.compiles)
             # `repeat` and not `expand`: a tensor with strides of its own needs no graph of its own.
             positions = (state.cache.lengths + level - 1)[:, None].repeat(1, n)
             hidden = self.read(read, parents, positions, attends=attends, more=(False,))

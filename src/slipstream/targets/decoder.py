@@ -8,19 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from slipstream import kernels
 from slipstream.core.cache import KVCache
+from slipstream.targets.executor import Kind, Part, Undescribed, Weights, eps_of, matrix, norm
 from slipstream.targets.inside import LOOKS, Blocks, StandIn
 from slipstream.targets.masks import Masks
-from slipstream.targets.ours import Packed, packed_copy, version_of
 from slipstream.targets.part import between, decoder_of
-from slipstream.targets.quantised import QuantisedLinear
 
-ACTIVATIONS = {"silu": 0, "swish": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2}
 SPLIT = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
 HEADS = "q_norm", "k_norm"
@@ -69,10 +65,6 @@ FAMILIES = {
 HUGGING_FACE = "transformers.models."
 
 
-class Undescribed(Exception):
-    """A model has something that the description has no word for."""
-
-
 class Decoder:
     """The layers and the last norm of a model.
 
@@ -98,40 +90,39 @@ class Decoder:
         self._factor = getattr(config, "embedding_multiplier", 1.0)
         self._windows = windows
         self._hooks = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
-        self._weights = [
-            (m._parameters, name, weight, version_of(weight))
-            for m in blocks.modules()
-            for name, weight in m._parameters.items()
-            if weight is not None
-        ]
+        self._weights = Weights(blocks.modules())
         kinds = getattr(config, "layer_types", None) or [""] * len(blocks)
         # Rotary positions: one for each type of attention, where each has frequencies of its own.
         self._turns = sorted(set(kinds)) if hasattr(self._rotary, "layer_types") else None
-        parts, which = list[Tensor | None](), list[int]()
-        for block, kind in zip(blocks, kinds, strict=True):
+        parts, which = list[Part](), list[int]()
+        for block, of in zip(blocks, kinds, strict=True):
             parts += self._parts(block)
-            turn = self._turns.index(kind) if self._turns else 0
-            window = windows.index(kind) if len(windows) > 1 else 0
+            turn = self._turns.index(of) if self._turns else 0
+            window = windows.index(of) if len(windows) > 1 else 0
             which += turn if getattr(block.self_attn, "use_rope", True) else -1, window
         attention = blocks[0].self_attn
         self._heads, self._dim = config.num_key_value_heads, attention.head_dim
-        norm = next(getattr(blocks[0], name) for name in family.norms if name)
+        first = next(getattr(blocks[0], name) for name in family.norms if name)
         heads_norm = getattr(attention, "q_norm", None)
-        if (activation := getattr(config, "hidden_activation", None) or config.hidden_act) not in ACTIVATIONS:
-            raise Undescribed(f"activation {activation}")
-        sizes = [
-            *(len(family.read), len(family.up), config.num_attention_heads, self._heads, self._dim),
-            getattr(blocks[0], "use_parallel_residual", False),
+        kind = Kind(
+            config.num_attention_heads,
+            self._heads,
+            self._dim,
+            float(attention.scaling),
+            getattr(config, "hidden_activation", None) or config.hidden_act,
+            eps_of(first),
+            getattr(attention, "attn_logit_softcapping", None) or 0.0,
+            0.0 if heads_norm is None else eps_of(heads_norm),
+            len(family.read),
+            len(family.up),
             family.gated,
-            ACTIVATIONS[activation],
-            isinstance(norm, nn.LayerNorm),
+            getattr(blocks[0], "use_parallel_residual", False),
+            isinstance(first, nn.LayerNorm),
             heads_norm is not None and heads_norm.weight.numel() != self._dim,
-        ]
-        cap = getattr(attention, "attn_logit_softcapping", None) or 0.0
-        numbers = [_eps(norm), 0.0 if heads_norm is None else _eps(heads_norm), float(attention.scaling), cap]
-        self._run = torch.classes.slipstream.Decoder(parts, which, list(map(int, sizes)), numbers).run
+        )
+        self._run = kind.layers(parts, which)
 
-    def _parts(self, block: Any) -> Iterator[Tensor | None]:
+    def _parts(self, block: Any) -> Iterator[Part]:
         """What `Decoder` in kernels_decoder.h takes of a layer."""
         family, attention, mlp = self._family, block.self_attn, block.mlp
         for module in (block, attention, mlp):
@@ -143,18 +134,18 @@ class Decoder:
         _check(block, filter(None, family.norms), "self_attn", "mlp")
         factor = getattr(block, "residual_multiplier", 1.0)
         for name in family.read:
-            yield from _matrix(getattr(attention, name))
-        yield from _matrix(attention.o_proj, factor)
+            yield from matrix(getattr(attention, name))
+        yield from matrix(attention.o_proj, factor)
         for name in family.up:
-            yield from _matrix(getattr(mlp, name))
+            yield from matrix(getattr(mlp, name))
         down = getattr(mlp, family.down)
         if family.gated and len(family.up) == 1 and down.in_features % PANEL:
             raise Undescribed(f"gate and up in one, {down.in_features} wide")
-        yield from _matrix(down, factor)
-        for norm in family.norms:
-            yield from _norm(getattr(block, norm, None) if norm else None, family.more)
+        yield from matrix(down, factor)
+        for place in family.norms:
+            yield from norm(getattr(block, place, None) if place else None, family.more)
         for name in HEADS:
-            yield from _norm(getattr(attention, name, None), family.more)
+            yield from norm(getattr(attention, name, None), family.more)
 
     @property
     def is_watched(self) -> bool:
@@ -164,10 +155,7 @@ class Decoder:
     @property
     def is_stale(self) -> bool:
         """Whether a weight was changed in place, or replaced, since it was packed."""
-        return any(
-            parameters[name] is not weight or version_of(weight) != version
-            for parameters, name, weight, version in self._weights
-        )
+        return self._weights.changed
 
     def __call__(
         self,
@@ -191,7 +179,7 @@ class Decoder:
         keys, values = (stored.unbind(0) for stored in cache.stored)
         masks = [lists[kind] for kind in self._windows] if isinstance(lists, dict) else [lists]
         before = sorted({i - 1 for i in taken if i})
-        *said, last = self._run(x, cos, sin, keys, values, cache.slots, masks, cache.view, before)
+        *said, last = self._run(x, None, cos, sin, keys, values, cache.slots, masks, cache.view, before)
         return self._norm(last), {0: x, **{i + 1: states for i, states in zip(before, said, strict=True)}}
 
 
@@ -212,28 +200,3 @@ def _check(module: nn.Module, known: Iterable[str], *more: str) -> None:
     names = {name for name, _ in module.named_children() if "dropout" not in name} - {*known, *more}
     if names:
         raise Undescribed(f"{type(module).__name__} with {', '.join(sorted(names))}")
-
-
-def _matrix(module: Any, factor: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A linear layer's tiles, scales and bias."""
-    if type(module) is QuantisedLinear:
-        tiles, scales = module.weight, module.scales
-    elif type(module) is Packed and kernels.has_tiles(module.weight.dtype):
-        tiles, scales = packed_copy(module), torch.ones(len(module.weight))
-    else:
-        raise Undescribed(type(module).__name__)
-    bias = None if module.bias is None else (module.bias.detach().float() * factor).contiguous()
-    return tiles, scales if factor == 1 else scales * factor, bias
-
-
-def _norm(module: Any, more: float) -> tuple[Tensor | None, Tensor | None]:
-    """A norm's weight and shift."""
-    if module is None or isinstance(module, nn.Identity):
-        return None, None
-    bias = getattr(module, "bias", None)
-    weight = (module.weight.detach().float() + more).contiguous()
-    return weight, None if bias is None else bias.detach().float().contiguous()
-
-
-def _eps(norm: Any) -> float:
-    return float(getattr(norm, "variance_epsilon", None) or norm.eps)

@@ -26,6 +26,7 @@ from slipstream.core.span import Output
 from slipstream.core.target import LMHead, Target
 from slipstream.core.tree import Layout, Tree, chain
 from slipstream.machine import where
+from slipstream.packing import EIGHT
 from slipstream.targets import ours, support
 from slipstream.targets.alike import agrees, own_noise, rounds_alike
 from slipstream.targets.decoder import Decoder, Undescribed
@@ -232,6 +233,8 @@ class HFTarget(Target):
 
     def lend_products(self, module: nn.Module) -> None:
         if self._ours:
+            for weight in module.parameters() if self.quantize else ():
+                setattr(weight, EIGHT, True)
             ours.own_products(module, self.dtype, self.device)
 
     def rope(self, block: int) -> tuple[list[float], float]:

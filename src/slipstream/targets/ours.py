@@ -1,8 +1,9 @@
 """Our attention and products in the place of Hugging Face's, in a twin."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +14,13 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from slipstream import learning
-from slipstream.kernels import attention, has_tiles, linear, mean
+from slipstream.kernels import attention, has_tiles, linear, mean, panels, tiled_linear, whole_numbers
 from slipstream.machine import available_memory
-from slipstream.packing import HAS_BF16, packed_linear, packed_weight
+from slipstream.packing import EIGHT, HAS_BF16, packed_linear, packed_weight
 from slipstream.targets.activations import CALLED, aligned, own_activations
 from slipstream.targets.alike import ROWS
 
+Copy = TypeVar("Copy")
 OURS = "slipstream"
 NEEDS = (
     "that takes float32, bfloat16 or, on a GPU, float16, a C++ compiler or, on a GPU, Triton, and attention "
@@ -98,21 +100,43 @@ def version_of(weight: Tensor) -> int:
     return 0 if weight.is_inference() else weight._version
 
 
-def _copy_of(module: Any, copied: Callable[[Tensor], Tensor]) -> Tensor:
+@dataclass(frozen=True)
+class Held:
+    """A copy of a weight as it was at some version. A copy of its module does not get it: there versions are
+    counted anew."""
+
+    weight: Tensor
+    version: int
+    copy: Any
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+
+def _copy_of(module: Any, copied: Callable[[Tensor], Copy]) -> Copy:
     """A copy of a module's weight, kept beside it, and made again when there is another weight or it was
     changed in place."""
     weight = module.weight
     version = version_of(weight)
     held = module.__dict__.get("held")
-    if held is None or held[0] is not weight or held[1] != version:
-        module.held = held = weight, version, copied(weight.detach())
-    copy: Tensor = held[2]
+    if held is None or held.weight is not weight or held.version != version:
+        module.held = held = Held(weight, version, copied(weight.detach()))
+    copy: Copy = held.copy
     return copy
 
 
-def packed_copy(module: nn.Linear) -> Tensor:
-    """A linear layer's weight, packed; see `_copy_of`."""
-    return _copy_of(module, packed_weight)
+def packed_copy(module: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """A linear layer's weight, packed, see `_copy_of`, and the scales of one that was stored in 8 bits."""
+    return _copy_of(module, _eight_bits if hasattr(module.weight, EIGHT) else _as_it_is)
+
+
+def _as_it_is(weight: Tensor) -> tuple[Tensor, None]:
+    return packed_weight(weight), None
+
+
+def _eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
+    whole, scales = whole_numbers(weight)
+    return panels(whole), scales
 
 
 class Turned(Conv1D):
@@ -136,7 +160,11 @@ class Packed(nn.Linear):
         """`F.linear`. The packed copy is of this layer's own weight; one that was cast has none."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or weight is not self.weight:
             return F.linear(x, weight, bias)
-        return packed_linear(x, packed_copy(self), bias, len(weight))
+        packed, scales = packed_copy(self)
+        if scales is None:
+            return packed_linear(x, packed, bias, len(weight))
+        out = tiled_linear(x, packed, scales)
+        return out if bias is None else out + bias
 
 
 def own_parts(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
