@@ -91,10 +91,10 @@ CONTEXT = "length of the context at which rounds are timed, in tokens (default: 
 
 
 @command(
-    "tune --compile",
-    "tune --batch 4 --context 1024 --compile",
+    "tune",
+    "tune --batch 4 --context 1024",
     "tune --drafter runs/eagle --questions gsm8k.jsonl --json tuned.json --plot tuned.svg",
-    "tune --drafter draft-model:model=./small --compile",
+    "tune --drafter draft-model:model=./small",
     "tune --drafter self-speculative",
     "tune --measure --plot costs.svg",
     lists=_growers,
@@ -169,8 +169,8 @@ USED = "length of your texts, in tokens (default: the questions')"
 
 
 @command(
-    "doctor --compile",
-    "doctor --drafter runs/eagle --temperature 0.7 --compile",
+    "doctor",
+    "doctor --drafter runs/eagle --temperature 0.7",
     "doctor --drafter eagle:tree=chain-2 --batch 8 --context 2048 --json found.json",
     lists=drafters,
 )

@@ -48,7 +48,7 @@ LAW = "coupled or multi-round (default: the drafter's own); lossy-typical, Medus
 
 @command(
     'generate "What is gravity?"',
-    'generate "What is gravity?" --compile --explain',
+    'generate "What is gravity?" --explain',
     'generate "Write a haiku." --temperature 0.8 --top-p 0.95 --seed 7',
     'generate "Who wrote Faust?" --json-schema person.json',
     "generate - --drafter ngram --json answer.json < long_prompt.txt",

@@ -151,7 +151,7 @@ class Target(ABC):
         width: H, of the final states, which the LM head reads.
         window: its number of positions; a very large number if it names none.
         embed: from tokens [*n] to their embeddings [*n, H].
-        compiles: its passes and its drafters' are compiled.
+        compiles: its passes are compiled, where it has no description, and on a GPU those of its drafters.
         captures: its rounds are captured as CUDA graphs.
         text: how it reads and writes text; None where prompts are token ids.
         source: directory or hub id of its weights, or "".
