@@ -355,7 +355,8 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& scales) {
 // x [..., K] times a weight [N, K] of the same type, plus bias [N], in the place of oneDNN's product.
 Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t N) {
   TORCH_CHECK(
-      packed.dim() == dims_of(x, packed) && packed.is_contiguous() && packed.size(0) == (N + WIDE - 1) / WIDE && (!bias || bias->numel() == N),
+      packed.dim() == dims_of(x, packed) && packed.is_contiguous() && packed.size(0) == (N + WIDE - 1) / WIDE &&
+          (!bias || bias->numel() == N),
       "packed_linear: x, weight and bias do not fit");
   const Flat rows(x);
   const Tensor out = rows.wide(N), added = bias ? bias->to(at::kFloat).contiguous() : Tensor();

@@ -6,13 +6,18 @@ from functools import wraps
 import pytest
 import torch
 from transformers import (
+    Cohere2Config,
+    CohereConfig,
+    GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
+    Qwen3MoeConfig,
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
@@ -21,8 +26,9 @@ from transformers import (
 from slipstream.core.tree import chain
 from slipstream.kernels import available
 from slipstream.targets import HFTarget, decoder
-from tiny import FAMILIES, GROUPED, MIXED, build
+from tiny import FAMILIES, GROUPED, MIXED, SHAPE, build
 
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SQUARE = GROUPED | {"intermediate_size": 64, "pad_token_id": None}  # gate and up in whole panels
 DESCRIBED: dict[str, PreTrainedConfig] = {
     **{name: FAMILIES[name] for name in ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3")},
@@ -39,10 +45,17 @@ DESCRIBED: dict[str, PreTrainedConfig] = {
     "olmo2": Olmo2Config(**GROUPED),
     "olmo3": Olmo3Config(**MIXED),
     "starcoder2": Starcoder2Config(**GROUPED),
+    "mixtral": FAMILIES["mixtral"],
+    "qwen3-moe": Qwen3MoeConfig(**GROUPED, **EXPERTS, norm_topk_prob=True, mlp_only_layers=[0]),
+    "olmoe": OlmoeConfig(**GROUPED, **EXPERTS),
+    "cohere": CohereConfig(**GROUPED, logit_scale=0.5),
+    "cohere2": Cohere2Config(**MIXED),
+    "gpt-neox": FAMILIES["gpt-neox"],
+    "gpt-neox, in turn": GPTNeoXConfig(**SHAPE, use_parallel_residual=False, attention_bias=False),
     "stablelm": StableLmConfig(**GROUPED, use_qkv_bias=True),
     "stablelm, parallel": StableLmConfig(**GROUPED, use_parallel_residual=True),
 }
-UNDESCRIBED = "mixtral", "gpt-neox", "gpt2", "opt", "phi", "falcon, new"
+UNDESCRIBED = "gpt2", "opt", "phi", "falcon, new"
 
 pytestmark = pytest.mark.skipif(not available(), reason="there are no kernels")
 

@@ -204,7 +204,9 @@ class OneCall:
         before, second = self._norms
         for each in (before, None, second, None, None, None):
             parts += norm(each)
-        return kind.layers(parts, (0, 0))
+        if len({(part.dtype, part.dim()) for part in parts if part is not None and part.dim() > 1}) > 1:
+            raise Undescribed("weights of several kinds")
+        return kind.layers(parts, (0, 0, 0))
 
 
 class DecoderLayer(nn.Module):

@@ -12,7 +12,18 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from slipstream.core.cache import KVCache
-from slipstream.targets.executor import Kind, Part, Undescribed, Weights, eps_of, matrix, norm
+from slipstream.machine import available_memory
+from slipstream.targets.executor import (
+    NO_MATRIX,
+    Kind,
+    Part,
+    Undescribed,
+    Weights,
+    eps_of,
+    matrix,
+    norm,
+    stored,
+)
 from slipstream.targets.inside import LOOKS, Blocks, StandIn
 from slipstream.targets.masks import Masks
 from slipstream.targets.part import between, decoder_of
@@ -30,20 +41,25 @@ class Family:
     Attributes:
         norms: before attention, behind it, before the MLP, behind it.
         read: queries, keys and values, or all of them.
-        up: gate and up of an MLP, both in one, or up alone.
+        up: gate and up of an MLP, both in one, or up alone where it is not `gated`.
         more: what a norm's weight lacks, 1 where it is stored as its distance from 1.
+        final: the norm behind all layers.
+        parallel: the MLP always reads what attention reads.
+        by_head, pairs: see `executor.Kind`.
     """
 
     norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
     read: tuple[str, ...] = SPLIT
     up: tuple[str, ...] = GATED
     down: str = "down_proj"
+    gated: bool = True
     more: float = 0.0
-
-    @property
-    def gated(self) -> bool:
-        """Whether the MLP has a gate."""
-        return self.up != ("c_fc",)
+    attention: str = "self_attn"
+    o: str = "o_proj"
+    final: str = "norm"
+    parallel: bool = False
+    by_head: bool = False
+    pairs: bool = False
 
 
 LLAMA = Family()
@@ -55,12 +71,26 @@ AROUND = (
     "post_feedforward_layernorm",
 )
 GEMMA = Family(AROUND, more=1.0)
+COHERE = Family(("input_layernorm", None, None, None), parallel=True, pairs=True)
+NEOX = Family(
+    read=("query_key_value",),
+    up=("dense_h_to_4h",),
+    down="dense_4h_to_h",
+    gated=False,
+    attention="attention",
+    o="dense",
+    final="final_layer_norm",
+    by_head=True,
+)
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "stablelm"), LLAMA),
     **dict.fromkeys(("olmo2", "olmo3"), OLMO),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
     "phi3": Family(read=("qkv_proj",), up=("gate_up_proj",)),
-    "starcoder2": Family(up=("c_fc",), down="c_proj"),
+    "starcoder2": Family(up=("c_fc",), down="c_proj", gated=False),
+    **dict.fromkeys(("cohere", "cohere2"), COHERE),
+    "gpt_neox": NEOX,
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe"), LLAMA),
 }
 HUGGING_FACE = "transformers.models."
 
@@ -81,12 +111,16 @@ class Decoder:
         config = decoder_of(model, blocks).config  # of these layers, where they are some of a model's
         if (family := FAMILIES.get(config.model_type)) is None:
             raise Undescribed(f"a model of type {config.model_type}")
+        if getattr(config, "clip_qkv", None):
+            raise Undescribed("clipped queries")
+        if sum(p.nbytes for p in blocks.parameters() if p.dim() > 2) > 0.8 * available_memory():
+            raise Undescribed("no room for packed experts")
         _check_class(model)
         _check_forward(model)
         others: dict[str, Any] = between(model, blocks)
-        if set(others) != {"rotary_emb", "norm"}:
+        if {name for name in others if "dropout" not in name} != {"rotary_emb", family.final}:
             raise Undescribed(f"beside its layers {', '.join(others)}")
-        self._family, self._rotary, self._norm = family, others["rotary_emb"], others["norm"]
+        self._family, self._rotary, self._norm = family, others["rotary_emb"], others[family.final]
         self._factor = getattr(config, "embedding_multiplier", 1.0)
         self._windows = windows
         self._hooks = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
@@ -99,9 +133,10 @@ class Decoder:
             parts += self._parts(block)
             turn = self._turns.index(of) if self._turns else 0
             window = windows.index(of) if len(windows) > 1 else 0
-            which += turn if getattr(block.self_attn, "use_rope", True) else -1, window
-        attention = blocks[0].self_attn
-        self._heads, self._dim = config.num_key_value_heads, attention.head_dim
+            which += turn if _turns(getattr(block, family.attention)) else -1, window, _experts(block.mlp)
+        attention = getattr(blocks[0], family.attention)
+        self._heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self._dim = getattr(attention, "head_dim", None) or attention.head_size
         first = next(getattr(blocks[0], name) for name in family.norms if name)
         heads_norm = getattr(attention, "q_norm", None)
         kind = Kind(
@@ -116,32 +151,49 @@ class Decoder:
             len(family.read),
             len(family.up),
             family.gated,
-            getattr(blocks[0], "use_parallel_residual", False),
-            isinstance(first, nn.LayerNorm),
+            family.parallel or getattr(blocks[0], "use_parallel_residual", False),
+            "LayerNorm" in type(first).__name__,
             heads_norm is not None and heads_norm.weight.numel() != self._dim,
+            family.by_head,
+            family.pairs,
+            *next((_choice(block.mlp) for block in blocks if _experts(block.mlp)), (0, False)),
         )
         self._run = kind.layers(parts, which)
 
     def _parts(self, block: Any) -> Iterator[Part]:
         """What `Decoder` in kernels_decoder.h takes of a layer."""
-        family, attention, mlp = self._family, block.self_attn, block.mlp
+        family, mlp = self._family, block.mlp
+        attention = getattr(block, family.attention)
         for module in (block, attention, mlp):
             _check_class(module)
         for module in block.modules():
             _check_forward(module)
-        _check(attention, family.read, "o_proj", *HEADS)
-        _check(mlp, family.up, family.down, "act_fn", "act", "activation_fn")
-        _check(block, filter(None, family.norms), "self_attn", "mlp")
+        _check(attention, family.read, family.o, *HEADS)
+        if experts := _experts(mlp):
+            _check_class(mlp.experts)
+            _check_class(mlp.gate)
+            _check(mlp, ("experts", "gate"))
+            _check(mlp.experts, (), "act_fn")
+        else:
+            _check(mlp, family.up, family.down, "act_fn", "act", "activation_fn")
+        _check(block, filter(None, family.norms), family.attention, "mlp")
         factor = getattr(block, "residual_multiplier", 1.0)
         for name in family.read:
             yield from matrix(getattr(attention, name))
-        yield from matrix(attention.o_proj, factor)
-        for name in family.up:
-            yield from matrix(getattr(mlp, name))
-        down = getattr(mlp, family.down)
-        if family.gated and len(family.up) == 1 and down.in_features % PANEL:
-            raise Undescribed(f"gate and up in one, {down.in_features} wide")
-        yield from matrix(down, factor)
+        yield from matrix(getattr(attention, family.o), factor)
+        if experts:
+            yield from NO_MATRIX * (len(family.up) + 1)
+            yield from stored(mlp.gate.weight)
+            for both, down in zip(mlp.experts.gate_up_proj, mlp.experts.down_proj, strict=True):
+                for weight in (*both.chunk(2), down):
+                    yield from stored(weight)
+        else:
+            for name in family.up:
+                yield from matrix(getattr(mlp, name))
+            down = getattr(mlp, family.down)
+            if family.gated and len(family.up) == 1 and down.in_features % PANEL:
+                raise Undescribed(f"gate and up in one, {down.in_features} wide")
+            yield from matrix(down, factor)
         for place in family.norms:
             yield from norm(getattr(block, place, None) if place else None, family.more)
         for name in HEADS:
@@ -181,6 +233,22 @@ class Decoder:
         before = sorted({i - 1 for i in taken if i})
         *said, last = self._run(x, None, cos, sin, keys, values, cache.slots, masks, cache.view, before)
         return self._norm(last), {0: x, **{i + 1: states for i, states in zip(before, said, strict=True)}}
+
+
+def _turns(attention: Any) -> bool:
+    """Whether attention turns queries and keys: Cohere 2's does within a window alone."""
+    windowed = getattr(attention, "sliding_window", None) is not None
+    return bool(getattr(attention, "use_rope", windowed or "Cohere2" not in type(attention).__name__))
+
+
+def _experts(mlp: Any) -> int:
+    """How many experts there are."""
+    return len(mlp.experts.gate_up_proj) if hasattr(mlp, "experts") else 0
+
+
+def _choice(mlp: Any) -> tuple[int, bool]:
+    """How many experts a row has, and whether their weights add up to 1."""
+    return mlp.gate.top_k, getattr(mlp.gate, "norm_topk_prob", True)
 
 
 def _check_class(module: nn.Module) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream import kernels
+from slipstream.packing import packed_weight
 from slipstream.targets.ours import Packed, packed_copy, version_of
 from slipstream.targets.quantised import QuantisedLinear
 
@@ -34,6 +35,9 @@ class Kind:
         parallel: the MLP reads what attention reads.
         centred: norms take the mean away first, as LayerNorm does.
         whole: norms of queries and keys are of all heads together.
+        by_head: one matrix reads a head's queries, keys and values, and then the next head's.
+        pairs: angles turn neighbouring numbers, and not halves.
+        chosen: experts of each row; their weights add up to 1 if they are `shared`.
         eps, head_eps: of norms, and of those of queries and keys.
 
     Raises:
@@ -54,16 +58,19 @@ class Kind:
     parallel: bool = False
     centred: bool = False
     whole: bool = False
+    by_head: bool = False
+    pairs: bool = False
+    chosen: int = 0
+    shared: bool = False
 
     def layers(self, parts: Sequence[Part], which: Sequence[int]) -> Callable[..., list[Tensor]]:
         """`Decoder.run` of kernels_decoder.h, with what its constructor takes."""
         if self.activation not in ACTIVATIONS:
             raise Undescribed(f"activation {self.activation}")
-        if len({(part.dtype, part.dim()) for part in parts if part is not None and part.dim() > 1}) > 1:
-            raise Undescribed("weights of several kinds")
         sizes = [
             *(self.read, self.up, self.heads, self.kv_heads, self.head_dim, self.parallel, self.gated),
-            *(ACTIVATIONS[self.activation], self.centred, self.whole),
+            *(ACTIVATIONS[self.activation], self.centred, self.whole, self.by_head, self.pairs),
+            *(self.chosen, self.shared),
         ]
         numbers = [self.eps, self.head_eps, self.scale, self.cap]
         made: Any = torch.classes.slipstream.Decoder(list(parts), list(which), list(map(int, sizes)), numbers)
@@ -105,10 +112,19 @@ def matrix(module: Any, factor: float = 1.0) -> tuple[Tensor, Tensor, Part]:
     return tiles, scales if factor == 1 else scales * factor, bias
 
 
+def stored(weight: Tensor) -> tuple[Tensor, Tensor, Part]:
+    """A weight that no linear layer holds, packed. Raises Undescribed as `matrix` does."""
+    if not kernels.has_tiles(weight.dtype):
+        raise Undescribed(f"weights of {weight.dtype}")
+    return packed_weight(weight.detach()), torch.ones(len(weight)), None
+
+
 def norm(module: Any, more: float = 0.0) -> tuple[Part, Part]:
     """A norm's weight and shift. `more`: what the weight lacks."""
     if module is None or isinstance(module, nn.Identity):
         return NO_NORM
+    if module.weight.dim() > 1:
+        raise Undescribed("a norm of each head")
     bias = getattr(module, "bias", None)
     weight = (module.weight.detach().float() + more).contiguous()
     return weight, None if bias is None else bias.detach().float().contiguous()
