@@ -1,8 +1,9 @@
-r"""The tables of auto.md, drafters.md, gpu.md, peers.md, tables.md and throughput.md, from stored results,
-between markers.
+r"""The tables of auto.md, drafters.md, exactness.md, gpu.md, peers.md, tables.md and throughput.md, from
+stored results, between markers.
 
     python benchmarks/table.py benchmarks/results/drafters.json docs/drafters.md \
         --pair 'fasteagle over ngram'
+    python benchmarks/table.py benchmarks/results/families.json docs/exactness.md
     python benchmarks/table.py benchmarks/results/gpu_7b.json docs/gpu.md
     python benchmarks/table.py benchmarks/results/peers_zen4.json docs/peers.md
     python benchmarks/table.py benchmarks/results/policy_zen4_all.json docs/auto.md
@@ -24,6 +25,7 @@ from typing import Annotated
 import typer
 
 from common import run
+from families import FamiliesReport
 from gpu import GPUReport
 from peers import PeersReport
 from policy import ENOUGH, PolicyReport
@@ -40,7 +42,9 @@ MANY = {"holds": "hold", "does not hold": "do not hold"}
 BEGIN, END = "<!-- made by benchmarks/table.py -->", "<!-- end -->"
 
 
-Stored = BenchReport | GPUReport | PeersReport | PolicyReport | ReproduceReport | ThroughputReport
+Stored = (
+    BenchReport | FamiliesReport | GPUReport | PeersReport | PolicyReport | ReproduceReport | ThroughputReport
+)
 PASSES = ("1", "8", "16", "32", "64")  # rows of those that are shown
 
 
@@ -54,6 +58,8 @@ def tables(report: Stored, link: str) -> str:
         return policy_tables(report, link)
     if isinstance(report, GPUReport):
         return gpu_tables(report, link)
+    if isinstance(report, FamiliesReport):
+        return families_table(report, link)
     return peers_table(report, link) if isinstance(report, PeersReport) else drafter_tables(report, link)
 
 
@@ -102,6 +108,16 @@ def peers_table(report: PeersReport, link: str) -> str:
     head = ["engine", "tokens/s", *sets, "behind the prompt", "prompt, ms", "× plain [95 %]"]
     about = f"{sum(report.prompts.values())} questions, {report.max_new_tokens} tokens an answer"
     return f"{_settings(report, f'T = 0, {about}', link)}\n\n{_table(head, rows)}"
+
+
+def families_table(report: FamiliesReport, link: str) -> str:
+    """One row for each family."""
+    rows = [
+        [name, each.layers, *each.exactness.values(), f"{each.difference:.0e}"]
+        for name, each in report.families.items()
+    ]
+    head = ["family", "layers", *next(iter(report.families.values())).exactness, "difference"]
+    return f"{_settings(report, 'passes of 1 to 64 rows', link)}\n\n{_table(head, rows)}"
 
 
 def throughput_tables(report: ThroughputReport, link: str) -> str:
@@ -221,7 +237,7 @@ def write_tables(results: str, page: str) -> Stored:
 
 def read(results: str) -> Stored:
     """A result of any kind. Raises ValueError."""
-    for kind in (GPUReport, PeersReport, PolicyReport, ReproduceReport, ThroughputReport):
+    for kind in (FamiliesReport, GPUReport, PeersReport, PolicyReport, ReproduceReport, ThroughputReport):
         with suppress(ValueError):
             return kind.read(results)
     return BenchReport.read(results)

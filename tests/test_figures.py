@@ -242,15 +242,17 @@ def test_what_is_no_figure_of_ours_is_passed_over():
 VERDICT = re.compile(r"\*\*([^*]*?\b(shown|refuted|undecided)\b[^*]*)\*\*([^*]*)")
 INTERVAL = re.compile(r"\[([−-]?\d+\.\d+), ([−-]?\d+\.\d+)\]")
 PAPERS = re.compile(r"paper's (\d+\.\d+) times")
-SEED = 0.03  # what one seed does not show: three of one arm differ by nearly as much
+SEED = {0.0: 0.03, 1.0: 0.05}  # what one seed does not show, of a difference and of a ratio
 
 
-def verdict(low: float, high: float, against: float | None = None) -> str:
-    """What an interval says of a difference, or of a ratio; `against` the paper's ratio, if that is given."""
+def verdict(low: float, high: float, against: float | None = None, seeds: bool = False) -> str:
+    """What an interval says of a difference, or of a ratio; `against` the paper's ratio, if that is given.
+    `seeds`: there are several."""
     if against is not None:
         return "undecided" if low <= against <= high else "refuted"
     nothing = 1.0 if low > 0.5 else 0.0
-    return "undecided" if low <= nothing <= high or abs((low + high) / 2 - nothing) < SEED else "decided"
+    least = 0.0 if seeds else SEED[nothing]
+    return "undecided" if low <= nothing <= high or abs((low + high) / 2 - nothing) < least else "decided"
 
 
 def verdicts(text: str) -> list[tuple[str, str, str]]:
@@ -260,7 +262,8 @@ def verdicts(text: str) -> list[tuple[str, str, str]]:
         for claim, word, behind in VERDICT.findall(" ".join(paragraph.split())):
             low, high = (float(n.replace("−", "-")) for n in INTERVAL.findall(behind)[0])
             against = PAPERS.search(claim)
-            found.append((claim, word, verdict(low, high, float(against[1]) if against else None)))
+            seeds = "three seeds" in claim
+            found.append((claim, word, verdict(low, high, float(against[1]) if against else None, seeds)))
     return found
 
 
@@ -276,6 +279,8 @@ def test_a_verdict_follows_from_its_interval():
     assert verdicts("**A above B: shown.** It has 1.06 [1.02, 1.10] times.")[0][2] == "decided"
     assert verdicts("**A above B: shown.** It adds 0.05 [−0.01, 0.11].")[0][2] == "undecided"
     assert verdicts("**A above B: undecided.** It has 1.01 [1.00, 1.02] times.")[0][2] == "undecided"
+    assert verdicts("**A above B: shown, one seed.** It has 1.04 [1.03, 1.05] times.")[0][2] == "undecided"
+    assert verdicts("**A above B: shown, three seeds.** It has 1.04 [1.03, 1.05] times.")[0][2] == "decided"
     assert (
         verdicts("**A, the paper's 1.5 times: refuted.** It has 1.01 [1.00, 1.02] times.")[0][2] == "refuted"
     )

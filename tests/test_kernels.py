@@ -531,3 +531,12 @@ def test_processes_that_start_at_once_build_once(copying):
     assert [each.communicate()[0] for each in ran] == [b"True\n"] * 3
     assert copying.read_text() == "\n\n"
     assert [*library.parent.iterdir()] == [library]
+
+
+def test_bf16_is_widened_as_torch_does_it():
+    """Every number, of rows that do not lie side by side, too."""
+    x = torch.randn(5, 40_003, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for each in (x, x[:, ::3], x[:0]):
+        assert torch.equal(kernels.widened(each), each.float())
+    with pytest.raises(RuntimeError):
+        kernels.widened(x.float())

@@ -633,6 +633,18 @@ namespace {
 
 int64_t lanes() { return W; }
 
+// bf16 as float32, by the threads that multiply: PyTorch's wait long for one that has no core.
+Tensor widened(const Tensor& x) {
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16, "widened: bfloat16 is expected");
+  const Tensor from = x.contiguous(), out = fresh(from.sizes(), at::kFloat);
+  const bf16* in = from.const_data_ptr<bf16>();
+  float* to = out.data_ptr<float>();
+  team::parallel_for(from.numel(), 16384, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) to[i] = float(in[i]);
+  });
+  return out;
+}
+
 // A copy of a tensor in huge pages.
 Tensor kept(const Tensor& x) { return huge(x.sizes(), x.scalar_type()).copy_(x); }
 
@@ -649,6 +661,7 @@ TORCH_LIBRARY_FRAGMENT(slipstream, m) {
   m.class_<decoder::Decoder>("Decoder")
       .def(torch::init<c10::List<std::optional<Tensor>>, std::vector<int64_t>, std::vector<int64_t>, std::vector<double>>())
       .def("run", &decoder::Decoder::run);
+  m.def("widened(Tensor x) -> Tensor");
   m.def("kept(Tensor x) -> Tensor");
   m.def("int8_rows(Tensor tiles, Tensor scales, Tensor which, int K, ScalarType dtype) -> Tensor");
 }
@@ -657,6 +670,7 @@ TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
   m.impl("linear", &linear);
   m.impl("attention", &attention);
   m.impl("tiled_linear", &tiled::linear);
+  m.impl("widened", &widened);
   m.impl("kept", &kept);
   m.impl("int8_rows", &tiled::int8_rows);
   m.impl("packed_linear", &tiled::packed_linear);  // defined in packing.py

@@ -316,6 +316,12 @@ def attention(
     return (ops.attention_cuda if q.is_cuda else ops.attention)(q, k, v, keys, scale, cap, sinks)
 
 
+def widened(x: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+    """bf16 as float32, by the threads of our products."""
+    wide: Tensor = torch.ops.slipstream.widened(x)
+    return wide
+
+
 def mean(x: Float[Tensor, "*n H"]) -> Float[Tensor, "*n 1"]:
     """Over the last dimension. On a GPU the order of torch's sum depends on the number of rows; on the CPU it
     does not, and is taken."""

@@ -34,7 +34,7 @@ struct Matrix {
   }
 };
 
-enum Activation { SILU, GELU, GELU_TANH };
+enum Activation { SILU, GELU, GELU_TANH, CLAMPED };  // the last with a gate alone, see `Decoder::gated`
 
 inline Vec activated(Vec x, Activation how) {
   if (how == SILU) return tiled::silu(x);
@@ -67,6 +67,7 @@ struct Layer {
   std::vector<Mlp> experts;
   Norm before, behind, second, last;  // attention and MLP
   Norm queries, keys;
+  Part sinks;  // of heads
   int64_t angles, lists;  // which of a pass's; no angles: -1
   bool attends() const { return o.tiles.defined(); }
   bool has_mlp() const { return mlp.down.tiles.defined(); }
@@ -82,8 +83,8 @@ struct Pass {
 class Decoder : public torch::CustomClassHolder {
  public:
   // `parts` of each layer: read (1 or 3), o, up (1 or 2) and down as tiles, scales and bias, with experts the
-  // router, and up and down of each; four norms and those of queries and keys as weight and shift. `which` of
-  // each layer: angles, lists, and how many experts there are.
+  // router, and up and down of each; four norms and those of queries and keys as weight and shift; sinks.
+  // `which` of each layer: angles, lists, and how many experts there are.
   Decoder(
       c10::List<std::optional<Tensor>> parts, std::vector<int64_t> which, std::vector<int64_t> sizes,
       std::vector<double> numbers_of) {
@@ -94,7 +95,7 @@ class Decoder : public torch::CustomClassHolder {
     const bool centred = sizes[8];
     whole_ = sizes[9];
     const float eps = numbers_of[0], head_eps = numbers_of[1];
-    scale_ = numbers_of[2], cap_ = numbers_of[3];
+    scale_ = numbers_of[2], cap_ = numbers_of[3], alpha_ = numbers_of[4], limit_ = numbers_of[5];
     chosen_ = sizes[12], shared_ = sizes[13];
     size_t at = 0;
     auto next = [&]() -> Part { return parts.get(at++); };
@@ -129,6 +130,7 @@ class Decoder : public torch::CustomClassHolder {
       for (int64_t j = 0; j < which[i + 2]; j++) layer.experts.push_back(mlp());
       for (Norm* to : {&layer.before, &layer.behind, &layer.second, &layer.last}) *to = norm(eps, centred);
       for (Norm* to : {&layer.queries, &layer.keys}) *to = norm(head_eps, false);
+      layer.sinks = next();
       layer.angles = which[i], layer.lists = which[i + 1];
       TORCH_CHECK(int64_t(layer.experts.size()) >= (layer.experts.empty() ? 0 : chosen_), "Decoder: few experts");
       attends_ = attends_ || layer.attends();
@@ -190,6 +192,7 @@ class Decoder : public torch::CustomClassHolder {
   bool shared_;     // whose weights add up to 1
   Activation activation_;
   double scale_, cap_;
+  float alpha_, limit_;
 
   // x + attention of the rows that are read.
   template <class Kind, class T>
@@ -209,7 +212,7 @@ class Decoder : public torch::CustomClassHolder {
     read<Kind>(layer, rows, keys, values, q.data_ptr<T>(), pass);
     const Tensor seen = attention(
         q, keys.narrow(2, 0, pass.S), values.narrow(2, 0, pass.S), pass.lists[layer.lists], scale_, cap_,
-        {});
+        layer.sinks);
     added<Kind>(
         tiled::prepared<Kind>(seen.const_data_ptr<T>(), M, inner), layer.o, layer.behind,
         x.const_data_ptr<T>(), out.data_ptr<T>());
@@ -382,6 +385,15 @@ class Decoder : public torch::CustomClassHolder {
     for (int64_t i = 0; i < chosen_; i++) f(order[i], scores[order[i]] / (shared_ ? kept : all));
   }
 
+  // What gate and up say; clamped, (up + 1) · gate · σ(α gate), neither further from 0 than the limit, but a
+  // gate below it.
+  Vec gated(Vec gate, Vec up) const {
+    if (activation_ != CLAMPED) return activated(gate, activation_) * up;
+    const Vec zero = Vec::set(0), limit = Vec::set(limit_), least = zero - limit;
+    const Vec x = zero - max(zero - gate, least), y = max(zero - max(zero - up, least), least);
+    return (y + Vec::set(1)) * tiled::silu(Vec::set(alpha_) * x) * Vec::set(1 / alpha_);
+  }
+
   // Rows of an MLP before `down`.
   template <class Kind>
   Tensor active(const Mlp& mlp, const Rows<Kind>& x, int64_t H) const {
@@ -404,7 +416,7 @@ class Decoder : public torch::CustomClassHolder {
             const int64_t n = std::min(inner - p * WIDE, WIDE);
             gate.scaled(sums[0], p, x.scale(m), made[0]), up.scaled(sums[1], p + behind, x.scale(m), made[1]);
             for (int64_t i = 0; i < WIDE; i += W)
-              (activated(Vec::load(made[0] + i), activation_) * Vec::load(made[1] + i)).store(made[0] + i);
+              gated(Vec::load(made[0] + i), Vec::load(made[1] + i)).store(made[0] + i);
             std::copy_n(made[0], n, middle + m * inner + p * WIDE);
           });
     } else {

@@ -17,6 +17,7 @@ from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
+from slipstream.kernels import available
 from slipstream.targets import HFTarget, load_target
 from slipstream.targets.ours import Packed
 
@@ -82,6 +83,16 @@ def test_under_another_law_it_does_not_look_at_the_noise(tmp_path):
     assert load_drafter(named, target, 1.0).proposal == "noise"
     assert load_drafter(f"{named},proposal=top-k", target, 1.0).proposal == "top-k"
     assert generate(target, [1, 2, 3], named, law="multi-round", max_new_tokens=3, temperature=1.0).tokens
+
+
+@pytest.mark.skipif(not available(), reason="there is no C++ compiler")
+@pytest.mark.parametrize(
+    ("said", "kind"), [("", "int8"), (",quantize=int4", "int4"), (",quantize=none", None)]
+)
+def test_it_has_the_targets_quantisation_unless_told_otherwise(said, kind, tmp_path):
+    target = load_target(saved(tmp_path), "float32", quantize="int8")
+    drafter = load_drafter(f"draft-model:model={tmp_path}{said}", target)
+    assert drafter.model.quantize == kind
 
 
 def test_every_drafted_child_is_among_the_likeliest_of_its_path():

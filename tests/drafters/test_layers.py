@@ -144,6 +144,18 @@ def test_one_call_says_what_the_modules_say(dtype, eight):
     near(said(layer, x, cached(layer, 9, dtype)), proven())
 
 
+@pytest.mark.skipif(not available(), reason="there is no C++ compiler")
+@torch.no_grad()
+def test_a_layer_that_was_cast_is_described_anew():
+    """Its parameters stay the same objects, of the same version, and lie elsewhere."""
+    layer = DecoderLayer(SIZES).bfloat16().requires_grad_(False)
+    own_products(layer, torch.bfloat16, torch.device("cpu"))
+    x = torch.randn(2, 3, 64)
+    rounded = said(layer, x.bfloat16(), cached(layer, 9, torch.bfloat16))
+    exact = said(layer.float(), x, cached(layer.float(), 9, torch.float32))
+    torch.testing.assert_close(rounded.float(), exact, rtol=0.05, atol=0.1)
+
+
 @torch.no_grad()
 def test_modules_say_what_no_call_can():
     """An activation of the GPU's, weights that are not packed, and gradients."""

@@ -5,9 +5,10 @@ little: norms and where they stand, biases, rotary positions, windows, activatio
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -45,7 +46,7 @@ class Family:
         more: what a norm's weight lacks, 1 where it is stored as its distance from 1.
         final: the norm behind all layers.
         parallel: the MLP always reads what attention reads.
-        by_head, pairs: see `executor.Kind`.
+        by_head, pairs, clamped: see `executor.Kind`.
     """
 
     norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
@@ -60,6 +61,7 @@ class Family:
     parallel: bool = False
     by_head: bool = False
     pairs: bool = False
+    clamped: bool = False
 
 
 LLAMA = Family()
@@ -91,6 +93,7 @@ FAMILIES = {
     **dict.fromkeys(("cohere", "cohere2"), COHERE),
     "gpt_neox": NEOX,
     **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe"), LLAMA),
+    "gpt_oss": Family(clamped=True),
 }
 HUGGING_FACE = "transformers.models."
 
@@ -158,6 +161,9 @@ class Decoder:
             family.pairs,
             *next((_choice(block.mlp) for block in blocks if _experts(block.mlp)), (0, False)),
         )
+        if family.clamped:
+            experts = blocks[0].mlp.experts
+            kind = replace(kind, activation="clamped", alpha=experts.alpha, limit=experts.limit)
         self._run = kind.layers(parts, which)
 
     def _parts(self, block: Any) -> Iterator[Part]:
@@ -171,8 +177,8 @@ class Decoder:
         _check(attention, family.read, family.o, *HEADS)
         if experts := _experts(mlp):
             _check_class(mlp.experts)
-            _check_class(mlp.gate)
-            _check(mlp, ("experts", "gate"))
+            _check_class(_router(mlp))
+            _check(mlp, ("experts", "gate", "router"))
             _check(mlp.experts, (), "act_fn")
         else:
             _check(mlp, family.up, family.down, "act_fn", "act", "activation_fn")
@@ -183,10 +189,9 @@ class Decoder:
         yield from matrix(getattr(attention, family.o), factor)
         if experts:
             yield from NO_MATRIX * (len(family.up) + 1)
-            yield from stored(mlp.gate.weight)
-            for both, down in zip(mlp.experts.gate_up_proj, mlp.experts.down_proj, strict=True):
-                for weight in (*both.chunk(2), down):
-                    yield from stored(weight)
+            yield from stored(_router(mlp).weight, getattr(_router(mlp), "bias", None))
+            for i in range(experts):
+                yield from _expert(mlp.experts, i)
         else:
             for name in family.up:
                 yield from matrix(getattr(mlp, name))
@@ -198,6 +203,8 @@ class Decoder:
             yield from norm(getattr(block, place, None) if place else None, family.more)
         for name in HEADS:
             yield from norm(getattr(attention, name, None), family.more)
+        sinks = getattr(attention, "sinks", None)
+        yield None if sinks is None else sinks.detach().float()
 
     @property
     def is_watched(self) -> bool:
@@ -224,7 +231,7 @@ class Decoder:
         """
         x = embedded if self._factor == 1 else embedded * self._factor
         kinds = [()] if self._turns is None else [(kind,) for kind in self._turns]
-        angles = [[part.float() for part in self._rotary(x, positions, *kind)] for kind in kinds]
+        angles = [self._angles(x, positions, *kind) for kind in kinds]
         cos, sin = map(list, zip(*angles, strict=True))
         empty = x.new_empty(1, self._heads, 0, self._dim)
         cache.allocate(empty, empty)
@@ -233,6 +240,11 @@ class Decoder:
         before = sorted({i - 1 for i in taken if i})
         *said, last = self._run(x, None, cos, sin, keys, values, cache.slots, masks, cache.view, before)
         return self._norm(last), {0: x, **{i + 1: states for i, states in zip(before, said, strict=True)}}
+
+    def _angles(self, x: Tensor, positions: Tensor, *kind: str) -> list[Tensor]:
+        """cos and sin, those of both halves where Hugging Face has them once."""
+        angles = [part.float() for part in self._rotary(x, positions, *kind)]
+        return [torch.cat([part, part], -1) for part in angles] if self._family.clamped else angles
 
 
 def _turns(attention: Any) -> bool:
@@ -248,7 +260,25 @@ def _experts(mlp: Any) -> int:
 
 def _choice(mlp: Any) -> tuple[int, bool]:
     """How many experts a row has, and whether their weights add up to 1."""
-    return mlp.gate.top_k, getattr(mlp.gate, "norm_topk_prob", True)
+    router = _router(mlp)
+    return router.top_k, getattr(router, "norm_topk_prob", True)
+
+
+def _router(mlp: Any) -> Any:
+    return mlp.router if hasattr(mlp, "router") else mlp.gate
+
+
+def _expert(experts: Any, i: int) -> Iterator[Part]:
+    """Gate, up and down of an expert: as they are, or as gpt-oss has them, turned and gate and up in turn."""
+    both, down = experts.gate_up_proj[i], experts.down_proj[i]
+    if not hasattr(experts, "gate_up_proj_bias"):
+        for weight in (*both.chunk(2), down):
+            yield from stored(weight)
+        return
+    bias = experts.gate_up_proj_bias[i]
+    yield from stored(both.t()[::2], bias[::2])
+    yield from stored(both.t()[1::2], bias[1::2])
+    yield from stored(down.t(), experts.down_proj_bias[i])
 
 
 def _check_class(module: nn.Module) -> None:

@@ -12,7 +12,7 @@ from slipstream.packing import packed_weight
 from slipstream.targets.ours import Packed, packed_copy, version_of
 from slipstream.targets.quantised import QuantisedLinear
 
-ACTIVATIONS = {"silu": 0, "swish": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2}
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2, "clamped": 3}
 Part = Tensor | None
 NO_MATRIX: tuple[Part, Part, Part] = None, None, None
 NO_NORM: tuple[Part, Part] = None, None
@@ -29,7 +29,7 @@ class Kind:
     Attributes:
         heads, kv_heads, head_dim: of attention.
         scale, cap: of its scores, see `kernels.attention`.
-        activation: a key of `ACTIVATIONS`.
+        activation: a key of `ACTIVATIONS`; "clamped" is gpt-oss's, by `alpha` and `limit`.
         read: 3 matrices for queries, keys and values, or one for all.
         up: 2 matrices for gate and up of the MLP, or one for both; one if it is not `gated`.
         parallel: the MLP reads what attention reads.
@@ -62,6 +62,8 @@ class Kind:
     pairs: bool = False
     chosen: int = 0
     shared: bool = False
+    alpha: float = 1.0
+    limit: float = 0.0
 
     def layers(self, parts: Sequence[Part], which: Sequence[int]) -> Callable[..., list[Tensor]]:
         """`Decoder.run` of kernels_decoder.h, with what its constructor takes."""
@@ -72,7 +74,7 @@ class Kind:
             *(ACTIVATIONS[self.activation], self.centred, self.whole, self.by_head, self.pairs),
             *(self.chosen, self.shared),
         ]
-        numbers = [self.eps, self.head_eps, self.scale, self.cap]
+        numbers = [self.eps, self.head_eps, self.scale, self.cap, self.alpha, self.limit]
         made: Any = torch.classes.slipstream.Decoder(list(parts), list(which), list(map(int, sizes)), numbers)
         run: Callable[..., list[Tensor]] = made.run
         return run
@@ -112,11 +114,12 @@ def matrix(module: Any, factor: float = 1.0) -> tuple[Tensor, Tensor, Part]:
     return tiles, scales if factor == 1 else scales * factor, bias
 
 
-def stored(weight: Tensor) -> tuple[Tensor, Tensor, Part]:
+def stored(weight: Tensor, bias: Part = None) -> tuple[Tensor, Tensor, Part]:
     """A weight that no linear layer holds, packed. Raises Undescribed as `matrix` does."""
     if not kernels.has_tiles(weight.dtype):
         raise Undescribed(f"weights of {weight.dtype}")
-    return packed_weight(weight.detach()), torch.ones(len(weight)), None
+    tiles = packed_weight(weight.detach().contiguous())
+    return tiles, torch.ones(len(weight)), None if bias is None else bias.detach().float().contiguous()
 
 
 def norm(module: Any, more: float = 0.0) -> tuple[Part, Part]:

@@ -4,10 +4,10 @@ All that makes a tree pass possible is outside the model: our cache in the place
 what each row sees (sliding windows included), explicit positions, and probe rows through `inputs_embeds`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
 from time import perf_counter
@@ -229,7 +229,16 @@ class HFTarget(Target):
         own = factor if config.model_type == "hyperclovax" else 1 / factor
         scale = getattr(config, "logit_scale", None) or own
         cap = getattr(config, "final_logit_softcapping", None)
-        return LMHead(head.weight, head.bias, scale, cap, getattr(head, "product", F.linear))
+        product = getattr(head, "product", F.linear)
+        if (
+            self._ours
+            and self.device.type == "cpu"
+            and self.dtype == torch.bfloat16
+            and scale == 1
+            and not cap
+        ):
+            product = partial(_widened, product)
+        return LMHead(head.weight, head.bias, scale, cap, product)
 
     def lend_products(self, module: nn.Module) -> None:
         if self._ours:
@@ -437,3 +446,9 @@ class HFTarget(Target):
         if self._ours:
             return key_lists(layout, positions, cache, self.windows, nodes, depth)
         return dense(layout, positions, cache, self.windows, nodes, self.dtype)
+
+
+def _widened(product: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
+    """A product in bf16 as float32."""
+    out = product(*given)
+    return out if torch.is_grad_enabled() else kernels.widened(out)

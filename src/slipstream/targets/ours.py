@@ -95,9 +95,10 @@ class Linear(nn.Linear):
         return F.linear(x, weight, bias) if torch.is_grad_enabled() else linear(x, weight, bias)
 
 
-def version_of(weight: Tensor) -> int:
-    """How often a weight was changed in place; in inference mode nobody counts that."""
-    return 0 if weight.is_inference() else weight._version
+def version_of(weight: Tensor) -> tuple[int, int]:
+    """How often a weight was changed in place, which in inference mode nobody counts, and where it lies: a
+    module that is cast keeps its parameters and gives them other memory."""
+    return 0 if weight.is_inference() else weight._version, weight.data_ptr()
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Held:
     counted anew."""
 
     weight: Tensor
-    version: int
+    version: tuple[int, int]
     copy: Any
 
     def __deepcopy__(self, memo: Any) -> None:
