@@ -138,7 +138,7 @@ class Decoder:
             window = windows.index(of) if len(windows) > 1 else 0
             which += turn if _turns(getattr(block, family.attention)) else -1, window, _experts(block.mlp)
         attention = getattr(blocks[0], family.attention)
-        self._heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self._heads = config.num_attention_heads if family.by_head else config.num_key_value_heads
         self._dim = getattr(attention, "head_dim", None) or attention.head_size
         first = next(getattr(blocks[0], name) for name in family.norms if name)
         heads_norm = getattr(attention, "q_norm", None)
