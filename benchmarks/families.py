@@ -37,7 +37,7 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by name: the model type, and what it has beside SIZES
     "Llama": ("llama", {}),
     "Mistral": ("mistral", {"sliding_window": 16}),
-    "Qwen 2, 2.5": ("qwen2", {"use_sliding_window": False}),
+    "Qwen 2": ("qwen2", {"use_sliding_window": False}),
     "Qwen 3": ("qwen3", HEADS),
     "Gemma 2": ("gemma2", {**MIXED, **HEADS, "query_pre_attn_scalar": 32, "attn_implementation": "eager"}),
     "Gemma 3": ("gemma3_text", {**MIXED, **HEADS, "query_pre_attn_scalar": 32}),
