@@ -449,6 +449,6 @@ class HFTarget(Target):
 
 
 def _widened(product: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
-    """A product in bf16 as float32."""
+    """A product in float32; an LM head that was cast has one of its own."""
     out = product(*given)
-    return out if torch.is_grad_enabled() else kernels.widened(out)
+    return out if torch.is_grad_enabled() or out.dtype != torch.bfloat16 else kernels.widened(out)
