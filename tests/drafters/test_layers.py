@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from slipstream.core.cache import KVCache
 from slipstream.drafters.layers import (
     SCALED,
+    CacheAttend,
     DecoderLayer,
     LayerConfig,
     OneCall,
@@ -85,11 +86,17 @@ def cached(layer: DecoderLayer, text: int, dtype: torch.dtype) -> KVCache:
     return cache
 
 
-def said(layer: DecoderLayer, x: Tensor, cache: KVCache, reads: Tensor | None = None) -> Tensor:
-    """One call's, over a branch of three rows that see two of each other."""
+def branch(cache: KVCache) -> tuple[CacheAttend, Tensor]:
+    """Three rows, of which the last two follow the first, and their positions."""
     among = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, -1, -1)
     attends, positions = attend_cache(cache, 3, 0, among)
-    made = layer.one_call(x, layer.self_attn.rope(positions, x.dtype), attends[0], reads)
+    return attends[0], positions
+
+
+def said(layer: DecoderLayer, x: Tensor, cache: KVCache, reads: Tensor | None = None) -> Tensor:
+    """One call's, of a branch."""
+    attend, positions = branch(cache)
+    made = layer.one_call(x, layer.self_attn.rope(positions, x.dtype), attend, reads)
     assert made is not None
     return made
 
@@ -115,11 +122,9 @@ def test_one_call_says_what_the_modules_say(dtype, eight):
     def proven(read: Tensor | None = None) -> Tensor:
         """By modules, in another cache."""
         layer.one_call, call = (lambda *_: None), layer.one_call
-        cache = cached(layer, 9, dtype)
-        among = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, -1, -1)
-        attends, positions = attend_cache(cache, 3, 0, among)
+        attend, positions = branch(cached(layer, 9, dtype))
         normed = layer.input_layernorm(x if read is None else read)
-        middle = x + layer.self_attn(normed, layer.self_attn.rope(positions, dtype), attends[0])
+        middle = x + layer.self_attn(normed, layer.self_attn.rope(positions, dtype), attend)
         layer.one_call = call
         return middle + layer.mlp(layer.post_attention_layernorm(middle))
 

@@ -190,12 +190,12 @@ class OneCall:
     def _described(self) -> Callable[..., list[Tensor]]:
         config, attention, mlp = self._config, self._attention, self._mlp
         kind = Kind(
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.head_dim**-0.5,
-            config.hidden_act,
-            config.rms_norm_eps,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            activation=config.hidden_act,
+            eps=config.rms_norm_eps,
         )
         parts: list[Part] = []
         for part, names in (attention, PROJECTIONS), (mlp, PRODUCTS):

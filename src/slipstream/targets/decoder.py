@@ -143,24 +143,26 @@ class Decoder:
         first = next(getattr(blocks[0], name) for name in family.norms if name)
         heads_norm = getattr(attention, "q_norm", None)
         kind = Kind(
-            config.num_attention_heads,
-            self._heads,
-            self._dim,
-            float(attention.scaling),
-            getattr(config, "hidden_activation", None) or config.hidden_act,
-            eps_of(first),
-            getattr(attention, "attn_logit_softcapping", None) or 0.0,
-            0.0 if heads_norm is None else eps_of(heads_norm),
-            len(family.read),
-            len(family.up),
-            family.gated,
-            family.parallel or getattr(blocks[0], "use_parallel_residual", False),
-            "LayerNorm" in type(first).__name__,
-            heads_norm is not None and heads_norm.weight.numel() != self._dim,
-            family.by_head,
-            family.pairs,
-            *next((_choice(block.mlp) for block in blocks if _experts(block.mlp)), (0, False)),
+            heads=config.num_attention_heads,
+            kv_heads=self._heads,
+            head_dim=self._dim,
+            scale=float(attention.scaling),
+            cap=getattr(attention, "attn_logit_softcapping", None) or 0.0,
+            activation=getattr(config, "hidden_activation", None) or config.hidden_act,
+            eps=eps_of(first),
+            head_eps=0.0 if heads_norm is None else eps_of(heads_norm),
+            read=len(family.read),
+            up=len(family.up),
+            gated=family.gated,
+            parallel=family.parallel or getattr(blocks[0], "use_parallel_residual", False),
+            centred="LayerNorm" in type(first).__name__,
+            whole=heads_norm is not None and heads_norm.weight.numel() != self._dim,
+            by_head=family.by_head,
+            pairs=family.pairs,
         )
+        if routed := next((block.mlp for block in blocks if _experts(block.mlp)), None):
+            router = _router(routed)
+            kind = replace(kind, chosen=router.top_k, shared=getattr(router, "norm_topk_prob", True))
         if family.clamped:
             experts = blocks[0].mlp.experts
             kind = replace(kind, activation="clamped", alpha=experts.alpha, limit=experts.limit)
@@ -235,7 +237,7 @@ class Decoder:
         cos, sin = map(list, zip(*angles, strict=True))
         empty = x.new_empty(1, self._heads, 0, self._dim)
         cache.allocate(empty, empty)
-        keys, values = (stored.unbind(0) for stored in cache.stored)
+        keys, values = (each.unbind(0) for each in cache.stored)
         masks = [lists[kind] for kind in self._windows] if isinstance(lists, dict) else [lists]
         before = sorted({i - 1 for i in taken if i})
         *said, last = self._run(x, None, cos, sin, keys, values, cache.slots, masks, cache.view, before)
@@ -256,12 +258,6 @@ def _turns(attention: Any) -> bool:
 def _experts(mlp: Any) -> int:
     """How many experts there are."""
     return len(mlp.experts.gate_up_proj) if hasattr(mlp, "experts") else 0
-
-
-def _choice(mlp: Any) -> tuple[int, bool]:
-    """How many experts a row has, and whether their weights add up to 1."""
-    router = _router(mlp)
-    return router.top_k, getattr(router, "norm_topk_prob", True)
 
 
 def _router(mlp: Any) -> Any:

@@ -15,7 +15,6 @@ from slipstream.targets.quantised import QuantisedLinear
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2, "clamped": 3}
 Part = Tensor | None
 NO_MATRIX: tuple[Part, Part, Part] = None, None, None
-NO_NORM: tuple[Part, Part] = None, None
 
 
 class Undescribed(Exception):
@@ -123,9 +122,10 @@ def stored(weight: Tensor, bias: Part = None) -> tuple[Tensor, Tensor, Part]:
 
 
 def norm(module: Any, more: float = 0.0) -> tuple[Part, Part]:
-    """A norm's weight and shift. `more`: what the weight lacks."""
+    """A norm's weight and shift. `more`: what the weight lacks. Raises Undescribed where each head has its
+    own."""
     if module is None or isinstance(module, nn.Identity):
-        return NO_NORM
+        return None, None
     if module.weight.dim() > 1:
         raise Undescribed("a norm of each head")
     bias = getattr(module, "bias", None)

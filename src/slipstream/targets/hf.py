@@ -230,13 +230,7 @@ class HFTarget(Target):
         scale = getattr(config, "logit_scale", None) or own
         cap = getattr(config, "final_logit_softcapping", None)
         product = getattr(head, "product", F.linear)
-        if (
-            self._ours
-            and self.device.type == "cpu"
-            and self.dtype == torch.bfloat16
-            and scale == 1
-            and not cap
-        ):
+        if self._ours and self.device.type == "cpu" and scale == 1 and not cap:
             product = partial(_widened, product)
         return LMHead(head.weight, head.bias, scale, cap, product)
 
@@ -449,6 +443,6 @@ class HFTarget(Target):
 
 
 def _widened(product: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
-    """A product in float32; an LM head that was cast has one of its own."""
+    """A product, in float32 where it is bf16: an LM head may be cast."""
     out = product(*given)
     return out if torch.is_grad_enabled() or out.dtype != torch.bfloat16 else kernels.widened(out)
