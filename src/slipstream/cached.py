@@ -11,7 +11,7 @@ from slipstream.files import cache_home
 
 KINDS = {
     "fetched": "models that fetch brought",
-    "models": "models converted from GGUF",
+    "models": "models converted from GGUF, and quantised ones",
     "features": "targets' features of training data",
     "compiled": "compiled passes",
     "kernels": "compiled attention and products",

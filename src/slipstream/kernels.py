@@ -32,6 +32,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 HAS_AMX = torch.cpu._is_amx_tile_supported()
 PRECISIONS = (torch.float32, torch.bfloat16)
 ON_CUDA = (*PRECISIONS, torch.float16)
+AT_ONCE = 128  # rows of a weight that are rounded together
 HALVES = (torch.bfloat16, torch.float16)
 FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"]
@@ -179,10 +180,14 @@ def tiles(weight: Float[Tensor, "N K"]) -> Tensor:
 
 def whole_numbers(weight: Float[Tensor, "N K"]) -> tuple[Int8[Tensor, "N K"], Float[Tensor, " N"]]:
     """A weight as whole numbers from -127 to 127, and the rows' scales."""
-    weight = weight.float()
-    scales = weight.abs().amax(1) / 127
-    whole = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round()
-    return whole.clamp(-127, 127).to(torch.int8), scales
+    whole = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(len(weight), device=weight.device)
+    for i in range(0, len(weight), AT_ONCE):  # a part of it lies in the processor's cache
+        part, some = weight[i : i + AT_ONCE].float(), slice(i, i + AT_ONCE)
+        scales[some] = part.abs().amax(1) / 127
+        part = part / scales[some].clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+        whole[some] = part.round_().clamp_(-127, 127)
+    return whole, scales
 
 
 def int8_tiles(weight: Int8[Tensor, "N K"]) -> Int8[Tensor, "panels steps 2 16 16 4"]:

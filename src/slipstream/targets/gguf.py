@@ -6,11 +6,15 @@ llama.cpp has it (`src/llama-model.cpp`, `src/llama-vocab.cpp`, `src/models`).
 """
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from math import log
 from pathlib import Path
+from threading import Lock
 from typing import Any, Never
 
+import gguf
 import numpy as np
 import torch
 import transformers
@@ -27,6 +31,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from slipstream.files import first_line
 from slipstream.targets.support import check_supported
 
+READS = Lock()  # one file at a time
 READER = 1  # a number of what is set below: what an earlier one made is not taken from the cache
 
 # The attribute of a Hugging Face configuration that holds what a key says: the first of these that it has.
@@ -96,6 +101,27 @@ SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 SPACE = "\u2581"
 
 
+class Reader(GGUFReader):
+    """gguf's reader over a plain array: of one of numpy's memmap type each slice takes many times as long."""
+
+    def _get(self, offset: int, dtype: Any, *more: Any, **how: Any) -> Any:
+        self.data: Any = np.asarray(self.data)
+        return super()._get(offset, dtype, *more, **how)
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Reader]:
+    """A file's reader. transformers, which opens a file for its configuration, its tokenizer and its weights,
+    gets this one."""
+    with READS:
+        reader = Reader(file)
+        gguf.GGUFReader = lambda path, *_: reader if Path(path) == file else Reader(path)
+        try:
+            yield reader
+        finally:
+            gguf.GGUFReader = GGUFReader
+
+
 def read_gguf(file: Path, dtype: torch.dtype) -> tuple[transformers.PreTrainedModel, PreTrainedTokenizerFast]:
     """Model and tokenizer of a GGUF file, dequantised. Raises ValueError, in one line, for a file that cannot
     be read, or says what cannot be set."""
@@ -104,16 +130,15 @@ def read_gguf(file: Path, dtype: torch.dtype) -> tuple[transformers.PreTrainedMo
     if hasattr(transformers, "GgufConfig"):  # newer versions keep the weights packed by default
         dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        reader = GGUFReader(file)
-        keys = {name: field.contents() for name, field in reader.fields.items() if len(field.data) < 1000}
-        _check_file(keys, reader.tensors)
-        config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
-        _set_config(config, keys, {tensor.name: tensor for tensor in reader.tensors})
-        check_supported(config)
-        _check_tensors(config, keys, reader.tensors)
-        tokenizer = _tokenizer(AutoTokenizer.from_pretrained(**source), keys)
-        del reader
-        model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=dtype, **dense)
+        with opened(file) as reader:
+            keys = {name: field.contents() for name, field in reader.fields.items() if len(field.data) < 1000}
+            _check_file(keys, reader.tensors)
+            config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
+            _set_config(config, keys, {tensor.name: tensor for tensor in reader.tensors})
+            check_supported(config)
+            _check_tensors(config, keys, reader.tensors)
+            tokenizer = _tokenizer(AutoTokenizer.from_pretrained(**source), keys)
+            model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=dtype, **dense)
     except Exception as error:  # damaged files raise errors of many types
         raise ValueError(f"target {str(file)!r} could not be read as GGUF: {first_line(error)}") from error
     if hasattr(model.config, "quantization_config"):

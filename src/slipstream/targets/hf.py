@@ -94,9 +94,10 @@ class HFTarget(Target):
         support.check_model(model, config)
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.device, self.dtype, self.quantize = model.device, model.dtype, quantize
-        self.fingerprint = support.fingerprint_of(model)
-        self._weights = model.num_parameters()
-        self.model = model if quantize is None else quantised(model, quantize, self.name)
+        origin = getattr(model, "origin", None)  # of a quantised model that was kept
+        self.fingerprint = origin.fingerprint if origin else support.fingerprint_of(model)
+        self._weights = origin.weights if origin else model.num_parameters()
+        self.model = model if quantize is None or origin else quantised(model, quantize, self.name)
         self.text = None if tokenizer is None else HFText(tokenizer, self.name)
         support.check_causal(self.plain)
         self._twin: PreTrainedModel | None = twin(self.plain)

@@ -1,16 +1,13 @@
 """Find and load a target: an alias, a directory, a GGUF file or a hub id."""
 
-import hashlib
 import os
 import re
-import shutil
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -22,8 +19,9 @@ from transformers import (
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from slipstream.catalog import MODELS, find_target
-from slipstream.files import cache_home, first_line, name_of
+from slipstream.files import first_line, name_of
 from slipstream.packing import HAS_BF16
+from slipstream.targets import kept
 from slipstream.targets.gguf import READER, read_gguf
 from slipstream.targets.hf import HFTarget
 from slipstream.targets.quantised import KINDS
@@ -71,10 +69,15 @@ def load_target(
     if quantize not in (None, *KINDS):
         raise ValueError(f"Unknown quantisation: {quantize!r}. Available: {', '.join(KINDS)}")
     path, gguf = find_target(name)
+    of, keeps = DTYPES[dtype], quantize is not None and place.type == "cpu" and path.exists()
     if gguf is not None:
-        model, tokenizer = _load_gguf(gguf, DTYPES[dtype])
+        load = partial(_load_gguf, gguf, of, not keeps)
     else:
-        model, tokenizer = _load(str(path) if path.exists() else name, DTYPES[dtype])
+        load = partial(_load, str(path) if path.exists() else name, of)
+    if keeps and quantize is not None:
+        model, tokenizer = kept.kept_quantised(gguf or path, name, of, quantize, load)
+    else:
+        model, tokenizer = load()
     model.to(place)  # type: ignore[arg-type]
     return HFTarget(model, tokenizer, name, compile, exact, quantize)
 
@@ -148,34 +151,21 @@ def _some(names: list[str], n: int = 3) -> str:
     return ", ".join(names[:n]) + (f" and {len(names) - n} more" if len(names) > n else "")
 
 
-def _load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer]:
-    """Read a GGUF file, dequantised. Parsing takes over ten seconds, so the user's cache keeps the result,
-    under a hash of the file's content, which copies share."""
-    with open(file, "rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
-    key = hashlib.sha256(f"{digest} {dtype} {transformers.__version__} {READER}".encode()).hexdigest()[:16]
-    kept = next(cache_home().glob(f"*-{key}"), cache_home() / f"{file.stem}-{key}")
-    if kept.is_dir():
-        try:
-            return _load(str(kept), dtype)
-        except Exception:  # a damaged copy is made again
-            shutil.rmtree(kept, ignore_errors=True)
+def _load_gguf(file: Path, dtype: torch.dtype, keeps: bool) -> tuple[PreTrainedModel, Tokenizer]:
+    """Read a GGUF file, dequantised. That takes over ten seconds, so the user's cache keeps the result, unless
+    another is made of it."""
+    place = kept.place_of(file, dtype, READER)
+    if (here := kept.found(place, lambda home: _load(str(home), dtype))) is not None:
+        return here
     model, tokenizer = read_gguf(file, dtype)
-    return _load(str(kept), dtype) if _keep(model, tokenizer, kept) else (model, tokenizer)
+    if not keeps:
+        return model, tokenizer
 
+    def write(beside: Path) -> None:
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
 
-def _keep(model: PreTrainedModel, tokenizer: Tokenizer, kept: Path) -> bool:
-    """Write to a temporary directory, then rename it. A cache that cannot be written is no error."""
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent, ignore_cleanup_errors=True) as home:
-            beside = Path(home) / "model"
-            model.save_pretrained(beside)
-            tokenizer.save_pretrained(beside)
-            os.rename(beside, kept)
-    except (OSError, SafetensorError):  # the disk is full or read-only, or another process was faster
-        pass
-    return kept.is_dir()
+    return _load(str(place), dtype) if kept.keep(place, write) else (model, tokenizer)
 
 
 def place_of(device: str) -> torch.device:

@@ -1,0 +1,125 @@
+"""Quantised models are read again as they were made, or made again."""
+
+import json
+import os
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from slipstream import kernels
+from slipstream.core.tree import chain
+from slipstream.targets import HFTarget, kept, load, load_target
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
+TOKENS = torch.arange(1, 12)[None]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "slipstream"
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of models whose weights were rounded."""
+    names, rounded = list[str](), kept.quantised
+
+    def quantised(model, kind, name):
+        names.append(name)
+        return rounded(model, kind, name)
+
+    monkeypatch.setattr(kept, "quantised", quantised)
+    return names
+
+
+def saved(family: str, directory: Path) -> str:
+    tiny.reference(family).save_pretrained(directory)
+    tiny.tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+def says(target: HFTarget) -> torch.Tensor:
+    return target(chain(TOKENS % target.vocab), target.new_cache(1)).logits
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3", "gpt2", "phi", "mixtral"])
+def test_a_second_start_reads_the_same_model(unchecked, tmp_path, home, made, family, kind):
+    """Weights rounded at every start: 20 seconds and three times the memory. Rotary positions, tied heads,
+    factors of embeddings and biases are no parameters of linear layers, and may be lost."""
+    name = saved(family, tmp_path / "model")
+    one, other = (load_target(name, "float32", quantize=kind) for _ in range(2))
+    assert made == [name]
+    assert torch.equal(says(one), says(other))
+    plain = HFTarget(deepcopy(tiny.reference(family)).float(), quantize=kind)
+    assert torch.equal(says(one), says(plain))
+    for field in ("fingerprint", "quantize", "exactness", "window", "read_bytes", "source", "stamp", "described"):
+        assert getattr(one, field) == getattr(other, field), field
+    assert repr(one) == repr(other)
+    assert (one.decoder is None) == (other.decoder is None)
+
+
+def test_other_contents_dtypes_and_kinds_are_other_models(unchecked, tmp_path, home, made):
+    """An answer by weights that were replaced since."""
+    name = saved("llama", tmp_path / "model")
+    for quantize, dtype in (("int8", "float32"), ("int4", "float32"), ("int8", "bfloat16")):
+        load_target(name, dtype, quantize=quantize)
+    assert len(made) == 3
+    weights = tmp_path / "model" / "model.safetensors"
+    content, said = bytearray(weights.read_bytes()), os.stat(weights)
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights, ns=(said.st_atime_ns, said.st_mtime_ns))  # of the same size and time
+    load_target(name, "float32", quantize="int8")
+    assert len(made) == 4
+
+
+@pytest.mark.parametrize("file", [kept.WEIGHTS, kept.LAYERS, "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_damaged_copy_is_made_again(unchecked, tmp_path, home, made, file, left):
+    name = saved("llama", tmp_path / "model")
+    whole = says(load_target(name, "float32", quantize="int8"))
+    (copy,) = (path for path in home.iterdir() if path.is_dir())
+    (copy / file).write_bytes((copy / file).read_bytes()[:left])
+    assert torch.equal(says(load_target(name, "float32", quantize="int8")), whole)
+    assert len(made) == 2
+    load_target(name, "float32", quantize="int8")
+    assert len(made) == 2
+
+
+def test_what_would_be_read_otherwise_is_not_kept(unchecked, tmp_path, home, made, monkeypatch):
+    """A copy that lost something is compared with the model before anyone reads it."""
+    write = kept.save_file
+    monkeypatch.setattr(kept, "save_file", lambda tensors, place: write(
+        {name: tensor * 0 if name.endswith("layernorm.weight") else tensor for name, tensor in tensors.items()}, place
+    ))  # fmt: skip
+    name = saved("llama", tmp_path / "model")
+    load_target(name, "float32", quantize="int8")
+    assert [path for path in home.iterdir() if path.is_dir()] == []
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(unchecked, tmp_path, monkeypatch, made):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    name = saved("llama", tmp_path / "model")
+    for _ in range(2):
+        load_target(name, "float32", quantize="int8")
+    assert len(made) == 2
+
+
+def test_a_gguf_file_is_kept_once(unchecked, tmp_path, home, made, monkeypatch):
+    """The dequantised model beside the quantised one: 3 GB that nobody reads."""
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(b"GGUF")
+    monkeypatch.setattr(
+        load, "read_gguf", lambda file, dtype: (tiny.build(tiny.FAMILIES["llama"]).to(dtype), tiny.tokenizer())
+    )
+    load_target(str(file), "float32", quantize="int8")
+    (copy,) = (path for path in home.iterdir() if path.is_dir())
+    assert json.loads((copy / kept.LAYERS).read_text())["origin"]["quantize"] == "int8"
+    load_target(str(file), "float32", quantize="int8")
+    assert len(made) == 1
