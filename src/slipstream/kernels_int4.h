@@ -59,14 +59,18 @@ inline const float* factors_of(const uint8_t* row, int64_t groups, int64_t g) {
 
 #if defined(__AVX512VNNI__)
 
-// The products of R rows with a panel.
+// Adds the products of R rows with groups `from` to `to` of a panel. The first are not added to anything.
 template <int R>
 [[gnu::noinline]] void add_up(
-    const uint8_t* x, int64_t stride, const uint8_t* w, int64_t groups, float* out) {
+    const uint8_t* x, int64_t stride, const uint8_t* w, int64_t groups, int64_t from, int64_t to, float* out) {
   __m512 total[R][2];
   const __m512i low = _mm512_set1_epi8(15);
-  each<R>([&](auto r) { total[r][0] = total[r][1] = _mm512_setzero_ps(); });
-  for (int64_t g = 0; g < groups; g++, w += STEP) {
+  each<R>([&](auto r) {
+    total[r][0] = from ? _mm512_loadu_ps(out + r * WIDE) : _mm512_setzero_ps();
+    total[r][1] = from ? _mm512_loadu_ps(out + r * WIDE + 16) : _mm512_setzero_ps();
+  });
+  w += from * STEP;
+  for (int64_t g = from; g < to; g++, w += STEP) {
     __m512i sum[R][2];
     each<R>([&](auto r) { sum[r][0] = sum[r][1] = _mm512_setzero_si512(); });
     each<4>([&](auto v) {
@@ -109,33 +113,35 @@ template <int R>
 // Sums by pairs of 16 bits: at most 16 · 127 · 15. Eight columns at a time.
 template <int R>
 [[gnu::noinline]] void add_up(
-    const uint8_t* x, int64_t stride, const uint8_t* w, int64_t groups, float* out) {
+    const uint8_t* x, int64_t stride, const uint8_t* w, int64_t groups, int64_t from, int64_t to, float* out) {
   const __m256i low = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1);
   for (int64_t n = 0; n < WIDE; n += 8) {
     __m256 total[R];
-    each<R>([&](auto r) { total[r] = _mm256_setzero_ps(); });
-    for (int64_t g = 0; g < groups; g++) {
+    each<R>([&](auto r) { total[r] = from ? _mm256_loadu_ps(out + r * WIDE + n) : _mm256_setzero_ps(); });
+    for (int64_t g = from; g < to; g++) {
       const uint8_t *group = w + g * STEP, *columns = group + n / 16 * 4 * VECTOR + n % 16 * 4;
       if (n == 0) each<STEP / VECTOR>([&](auto i) { __builtin_prefetch(group + AHEAD + i * VECTOR, 0, 2); });
       __m256i sum[R];
       each<R>([&](auto r) { sum[r] = _mm256_setzero_si256(); });
-      each<8>([&](auto i) {
-        const __m256i both = _mm256_loadu_si256((const __m256i*)(columns + i / 2 * VECTOR)),
-                      four = _mm256_and_si256(i % 2 ? _mm256_srli_epi16(both, 4) : both, low);
-        each<R>([&](auto r) {
-          int32_t row;
-          std::memcpy(&row, x + r * stride + g * GROUP + i * 4, 4);
-          sum[r] = _mm256_add_epi16(sum[r], _mm256_maddubs_epi16(four, _mm256_set1_epi32(row)));
+#pragma GCC unroll 2
+      for (int64_t v = 0; v < 4; v++) {
+        const __m256i both = _mm256_loadu_si256((const __m256i*)(columns + v * VECTOR)),
+                      fours[2] = {_mm256_and_si256(both, low), _mm256_and_si256(_mm256_srli_epi16(both, 4), low)};
+        each<2>([&](auto half) {
+          each<R>([&](auto r) {
+            const __m256i row = _mm256_broadcastd_epi32(_mm_loadu_si32(x + r * stride + g * GROUP + v * 8 + half * 4));
+            sum[r] = _mm256_add_epi16(sum[r], _mm256_maddubs_epi16(fours[half], row));
+          });
         });
-      });
+      }
       const __m128i* halves = (const __m128i*)(group + 8 * VECTOR + n * 2);
       const __m256 d = _mm256_cvtph_ps(_mm_loadu_si128(halves)),
                    m = _mm256_cvtph_ps(_mm_loadu_si128(halves + 4));
       each<R>([&](auto r) {
         const float* of = factors_of(x + r * stride, groups, g);
         const __m256 whole = _mm256_cvtepi32_ps(_mm256_madd_epi16(sum[r], one));
-        total[r] = _mm256_fmadd_ps(_mm256_mul_ps(whole, _mm256_set1_ps(of[0])), d, total[r]);
-        total[r] = _mm256_fmadd_ps(_mm256_set1_ps(of[1]), m, total[r]);
+        total[r] = _mm256_fmadd_ps(_mm256_mul_ps(whole, _mm256_broadcast_ss(of)), d, total[r]);
+        total[r] = _mm256_fmadd_ps(_mm256_broadcast_ss(of + 1), m, total[r]);
       });
     }
     each<R>([&](auto r) { _mm256_storeu_ps(out + r * WIDE + n, total[r]); });
@@ -146,15 +152,16 @@ template <int R>
 
 template <int R>
 void add_up(
-    const uint8_t* x, int64_t stride, const uint8_t* w, int64_t groups, float* out) {
-  std::fill(out, out + R * WIDE, 0.0f);
-  for (int64_t g = 0; g < groups; g++, w += STEP) {
-    const at::Half* halves = reinterpret_cast<const at::Half*>(w + 8 * VECTOR);
+    const uint8_t* x, int64_t stride, const uint8_t* w, int64_t groups, int64_t from, int64_t to, float* out) {
+  if (from == 0) std::fill(out, out + R * WIDE, 0.0f);
+  for (int64_t g = from; g < to; g++) {
+    const uint8_t* group = w + g * STEP;
+    const at::Half* halves = reinterpret_cast<const at::Half*>(group + 8 * VECTOR);
     for (int64_t r = 0; r < R; r++)
       for (int64_t n = 0; n < WIDE; n++) {
         int32_t sum = 0;
         for (int64_t k = 0; k < GROUP; k++) {
-          const int32_t both = w[(n / 16 * 4 + k / 8) * VECTOR + n % 16 * 4 + k % 4];
+          const int32_t both = group[(n / 16 * 4 + k / 8) * VECTOR + n % 16 * 4 + k % 4];
           sum += (both >> k / 4 % 2 * 4 & 15) * int8_t(x[r * stride + g * GROUP + k]);
         }
         const float* of = factors_of(x + r * stride, groups, g);
@@ -278,9 +285,11 @@ inline void multiply(
     return n > amx::SIDE ? by_tiles<true>(x, stride, n, w, groups, out)
                          : by_tiles<false>(x, stride, n, w, groups, out);
 #endif
-  even_tiles<ROWS>(n, [&](int64_t r, auto rows) {
-    add_up<rows>(x + r * stride, stride, w, groups, out + r * WIDE);
-  });
+  constexpr int64_t NEAR = 16;  // groups that the first cache holds
+  for (int64_t g = 0; g < groups; g += NEAR)
+    even_tiles<TOGETHER<uint8_t>>(n, [&](int64_t r, auto rows) {
+      add_up<rows>(x + r * stride, stride, w, groups, g, std::min(groups, g + NEAR), out + r * WIDE);
+    });
 }
 
 }  // namespace int4

@@ -123,30 +123,49 @@ template <int R>
 #elif defined(__AVX2__)
 
 // As numbers of 16 bits, whose products are added by pairs; eight columns at a time, of which the first two ask
-// for the halves of a later step.
+// for the halves of a later step. Adds to `sums` behind the first steps.
 template <int R>
 [[gnu::noinline]] void add_up(
-    const int8_t* x, int64_t stride, const int8_t* w, int64_t steps, int32_t* sums) {
+    const int16_t* x, int64_t stride, const int8_t* w, int64_t steps, bool first, int32_t* sums) {
   for (int64_t n = 0; n < WIDE; n += 8) {
     __m256i sum[R][2];
     each<R>([&](auto r) { sum[r][0] = sum[r][1] = _mm256_setzero_si256(); });
-    for (int64_t k = 0; k < steps; k++)
+    for (int64_t k = 0; k < steps; k++) {
+      const int8_t *columns = w + k * STEP + n / 16 * (STEP / 2) + n % 16 * 4,
+                   *later = w + k * STEP + n / 8 * (STEP / 2) + AHEAD;
+#pragma GCC unroll 4
       for (int64_t i = 0; i < 16; i++) {
-        const int8_t* columns = w + k * STEP + n / 16 * (STEP / 2) + i * 64 + n % 16 * 4;
-        if (n < 2 * 8) __builtin_prefetch(w + k * STEP + n / 8 * (STEP / 2) + i * 64 + AHEAD, 0, 2);
-        const __m256i left = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)columns)),
-                      right = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(columns + 16)));
+        if (n < 2 * 8) __builtin_prefetch(later + i * 64, 0, 2);
+        const __m128i* four = (const __m128i*)(columns + i * 64);
+        const __m256i left = _mm256_cvtepi8_epi16(_mm_loadu_si128(four)),
+                      right = _mm256_cvtepi8_epi16(_mm_loadu_si128(four + 1));
         each<R>([&](auto r) {
-          int32_t four;
-          std::memcpy(&four, x + r * stride + k * DEEP + i * 4, 4);
-          const __m256i row = _mm256_cvtepi8_epi16(_mm_set1_epi32(four));
+          const __m256i row = _mm256_broadcastq_epi64(_mm_loadl_epi64((const __m128i*)(x + r * stride + k * DEEP + i * 4)));
           sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(row, left));
           sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(row, right));
         });
       }
+    }
     each<R>([&](auto r) {
-      const __m256i pairs = _mm256_hadd_epi32(sum[r][0], sum[r][1]);  // columns 0 1 4 5, 2 3 6 7
-      _mm256_storeu_si256((__m256i*)(sums + r * WIDE + n), _mm256_permute4x64_epi64(pairs, 0xd8));
+      __m256i pairs = _mm256_hadd_epi32(sum[r][0], sum[r][1]);  // columns 0 1 4 5, 2 3 6 7
+      pairs = _mm256_permute4x64_epi64(pairs, 0xd8);
+      __m256i* to = (__m256i*)(sums + r * WIDE + n);
+      _mm256_storeu_si256(to, first ? pairs : _mm256_add_epi32(pairs, _mm256_loadu_si256(to)));
+    });
+  }
+}
+
+// Of as many steps as the first cache holds, one behind the other, all rows are multiplied.
+inline void by_blocks(
+    const int8_t* x, int64_t n, int64_t stride, const int8_t* w, int64_t steps, int32_t* sums) {
+  constexpr int64_t NEAR = 4, LONG = NEAR * DEEP;
+  alignas(32) int16_t rows[MOST * LONG];
+  for (int64_t k = 0; k < steps; k += NEAR) {
+    const int64_t here = std::min(steps - k, NEAR);
+    for (int64_t r = 0; r < n; r++)
+      for (int64_t i = 0; i < here * DEEP; i++) rows[r * LONG + i] = x[r * stride + k * DEEP + i];
+    even_tiles<TOGETHER<int8_t>>(n, [&](int64_t r, auto count) {
+      add_up<count>(rows + r * LONG, LONG, w + k * STEP, here, k == 0, sums + r * WIDE);
     });
   }
 }

@@ -35,6 +35,11 @@ template <>
 constexpr int TOGETHER<float> = 12;
 template <>
 constexpr int TOGETHER<int8_t> = 12;
+#elif defined(__AVX2__)
+template <>
+constexpr int TOGETHER<int8_t> = 4;
+template <>
+constexpr int TOGETHER<uint8_t> = 4;
 #endif
 
 }  // namespace tiled
@@ -52,6 +57,10 @@ using at::Tensor;
 
 template <class Number, class Stored, class Sum>
 void by_vectors(const Number* x, int64_t n, int64_t stride, const Stored* panel, int64_t steps, Sum* sums) {
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+  if constexpr (std::is_same_v<Number, int8_t>) return by_blocks(x, n, stride, panel, steps, sums);
+  else
+#endif
   even_tiles<TOGETHER<Number>>(n, [&](int64_t r, auto rows) {
     add_up<rows>(x + r * stride, stride, panel, steps, sums + r * WIDE);
   });
