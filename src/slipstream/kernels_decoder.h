@@ -83,8 +83,8 @@ struct Pass {
 class Decoder : public torch::CustomClassHolder {
  public:
   // `parts` of each layer: read (1 or 3), o, up (1 or 2) and down as tiles, scales and bias, with experts the
-  // router, and up and down of each; four norms and those of queries and keys as weight and shift; sinks.
-  // `which` of each layer: angles, lists, and how many experts there are.
+  // router, and up and down of each; four norms and those of queries and keys as weight and shift; sinks. Behind
+  // all layers the last norm. `which` of each layer: angles, lists, and how many experts there are.
   Decoder(
       c10::List<std::optional<Tensor>> parts, std::vector<int64_t> which, std::vector<int64_t> sizes,
       std::vector<double> numbers_of) {
@@ -136,11 +136,12 @@ class Decoder : public torch::CustomClassHolder {
       attends_ = attends_ || layer.attends();
       layers_.push_back(std::move(layer));
     }
+    final_ = norm(eps, centred);
     TORCH_CHECK(at == parts.size(), "Decoder: parts and layers do not fit");
   }
 
   // Rows x [B, R, H] through all layers: what each says whose number is among `kept`, and what the last one
-  // says. `read`: rows that attention of the first layer reads in the place of x.
+  // says, normed. `read`: rows that attention of the first layer reads in the place of x.
   std::vector<Tensor> run(
       Tensor x, std::optional<Tensor> read, std::vector<Tensor> cos, std::vector<Tensor> sin,
       std::vector<Tensor> keys, std::vector<Tensor> values, Tensor slots, std::vector<Tensor> lists, int64_t S,
@@ -176,6 +177,7 @@ class Decoder : public torch::CustomClassHolder {
         reads = x = between;
         if (std::find(kept.begin(), kept.end(), int64_t(i)) != kept.end()) said.push_back(x);
       }
+      if (final_.weight) x = x.scalar_type() == at::kFloat ? normed<float>(x) : normed<bf16>(x);
     });
     said.push_back(x);
     return said;
@@ -183,6 +185,7 @@ class Decoder : public torch::CustomClassHolder {
 
  private:
   std::vector<Layer> layers_;
+  Norm final_;
   int64_t heads_, kv_, D_;
   bool attends_ = false, parallel_, gated_;
   bool whole_;    // norms of queries and keys are of all heads together
@@ -193,6 +196,23 @@ class Decoder : public torch::CustomClassHolder {
   Activation activation_;
   double scale_, cap_;
   float alpha_, limit_;
+
+  // Rows behind the last norm.
+  template <class T>
+  Tensor normed(const Tensor& x) const {
+    const int64_t H = x.size(2);
+    const Tensor out = fresh(x.sizes(), x.scalar_type());
+    const T* from = x.const_data_ptr<T>();
+    T* to = out.data_ptr<T>();
+    team::parallel_for(x.numel() / H, 4, [&](int64_t begin, int64_t end) {
+      std::vector<float> made(H);
+      for (int64_t m = begin; m < end; m++) {
+        final_(from + m * H, H, made.data());
+        for (int64_t h = 0; h < H; h++) to[m * H + h] = T(made[h]);
+      }
+    });
+    return out;
+  }
 
   // x + attention of the rows that are read.
   template <class Kind, class T>

@@ -206,7 +206,7 @@ class OneCall:
             parts += norm(each)
         if len({(part.dtype, part.dim()) for part in parts if part is not None and part.dim() > 1}) > 1:
             raise Undescribed("weights of several kinds")
-        return kind.layers([*parts, None], (0, 0, 0))
+        return kind.layers([*parts, None, *norm(None)], (0, 0, 0))
 
 
 class DecoderLayer(nn.Module):

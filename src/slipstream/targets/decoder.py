@@ -98,6 +98,33 @@ FAMILIES = {
 HUGGING_FACE = "transformers.models."
 
 
+class Rotary:
+    """cos and sin of the angles of positions, as Hugging Face's module says them.
+
+    Args:
+        module: the model's.
+        kind: of attention, before the names of what it holds; "" where all types have the same.
+
+    Raises:
+        Undescribed: the module says something else.
+    """
+
+    def __init__(self, module: Any, kind: str, family: Family) -> None:
+        self._frequencies = getattr(module, f"{kind}inv_freq", torch.empty(0)).float()
+        self._factor, self._pairs = getattr(module, f"{kind}attention_scaling", 1.0), family.pairs
+        near = torch.tensor([[0, 1, 2, 3, 5, 77, 1000]], device=self._frequencies.device)
+        theirs = module(torch.empty(1, dtype=torch.float32), near, *[kind[:-1]][: bool(kind)])
+        for mine, said in zip(self(near, torch.float32), theirs, strict=True):
+            if not torch.equal(mine[..., : said.shape[-1]], said):
+                raise Undescribed(f"a {type(module).__name__}")
+
+    def __call__(self, positions: Int[Tensor, "#B R"], dtype: torch.dtype) -> list[Float[Tensor, "#B R D"]]:
+        """cos and sin, rounded to the precision of the states."""
+        angles = positions[..., None].float() * self._frequencies
+        both = angles.repeat_interleave(2, -1) if self._pairs else torch.cat([angles, angles], -1)
+        return [(turned * self._factor).to(dtype).float() for turned in (both.cos(), both.sin())]
+
+
 class Decoder:
     """The layers and the last norm of a model.
 
@@ -123,18 +150,19 @@ class Decoder:
         others: dict[str, Any] = between(model, blocks)
         if {name for name in others if "dropout" not in name} != {"rotary_emb", family.final}:
             raise Undescribed(f"beside its layers {', '.join(others)}")
-        self._family, self._rotary, self._norm = family, others["rotary_emb"], others[family.final]
+        self._family, final, rotary = family, others[family.final], others["rotary_emb"]
         self._factor = getattr(config, "embedding_multiplier", 1.0)
         self._windows = windows
         self._hooks = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
-        self._weights = Weights(blocks.modules())
+        self._weights = Weights([*blocks.modules(), final])
         kinds = getattr(config, "layer_types", None) or [""] * len(blocks)
         # Rotary positions: one for each type of attention, where each has frequencies of its own.
-        self._turns = sorted(set(kinds)) if hasattr(self._rotary, "layer_types") else None
+        turns = [f"{kind}_" for kind in sorted(set(kinds))] if hasattr(rotary, "layer_types") else [""]
+        self._rotary = [Rotary(rotary, turn, family) for turn in turns]
         parts, which = list[Part](), list[int]()
         for block, of in zip(blocks, kinds, strict=True):
             parts += self._parts(block)
-            turn = self._turns.index(of) if self._turns else 0
+            turn = turns.index(f"{of}_") if len(turns) > 1 else 0
             window = windows.index(of) if len(windows) > 1 else 0
             which += turn if _turns(getattr(block, family.attention)) else -1, window, _experts(block.mlp)
         attention = getattr(blocks[0], family.attention)
@@ -166,7 +194,7 @@ class Decoder:
         if family.clamped:
             experts = blocks[0].mlp.experts
             kind = replace(kind, activation="clamped", alpha=experts.alpha, limit=experts.limit)
-        self._run = kind.layers(parts, which)
+        self._run = kind.layers([*parts, *norm(final, family.more)], which)
 
     def _parts(self, block: Any) -> Iterator[Part]:
         """What `Decoder` in kernels_decoder.h takes of a layer."""
@@ -232,21 +260,14 @@ class Decoder:
             lists: see `masks.key_lists`.
         """
         x = embedded if self._factor == 1 else embedded * self._factor
-        kinds = [()] if self._turns is None else [(kind,) for kind in self._turns]
-        angles = [self._angles(x, positions, *kind) for kind in kinds]
-        cos, sin = map(list, zip(*angles, strict=True))
+        cos, sin = map(list, zip(*(rotary(positions, x.dtype) for rotary in self._rotary), strict=True))
         empty = x.new_empty(1, self._heads, 0, self._dim)
         cache.allocate(empty, empty)
         keys, values = (each.unbind(0) for each in cache.stored)
         masks = [lists[kind] for kind in self._windows] if isinstance(lists, dict) else [lists]
         before = sorted({i - 1 for i in taken if i})
         *said, last = self._run(x, None, cos, sin, keys, values, cache.slots, masks, cache.view, before)
-        return self._norm(last), {0: x, **{i + 1: states for i, states in zip(before, said, strict=True)}}
-
-    def _angles(self, x: Tensor, positions: Tensor, *kind: str) -> list[Tensor]:
-        """cos and sin, those of both halves where Hugging Face has them once."""
-        angles = [part.float() for part in self._rotary(x, positions, *kind)]
-        return [torch.cat([part, part], -1) for part in angles] if self._family.clamped else angles
+        return last, {0: x, **{i + 1: states for i, states in zip(before, said, strict=True)}}
 
 
 def _turns(attention: Any) -> bool:

@@ -35,7 +35,7 @@ from slipstream.targets.masks import Masks, additive, dense, key_lists
 from slipstream.targets.part import between, decoder_of, own_blocks, part, rows_of_head
 from slipstream.targets.prompts import HFText
 from slipstream.targets.quantised import of_torchao, quantised, stored_bytes
-from slipstream.targets.taps import Taps
+from slipstream.targets.taps import Taps, index_of, side_by_side
 
 OF_PASSES = (
     "_taps",
@@ -219,6 +219,8 @@ class HFTarget(Target):
             self.text.tokenizer.save_pretrained(directory)
 
     def new_cache(self, batch: int, memory: Tensor | None = None) -> KVCache:
+        if self.decoder is not None and self.decoder.is_stale:  # asked here, since it takes 1 % of a pass
+            del self.decoder
         return KVCache(len(self.blocks), batch, self.device, memory, self._cached if self.compiles else None)
 
     def lm_head(self, vocab: Int[Tensor, " Vd"] | None = None) -> LMHead:
@@ -337,17 +339,18 @@ class HFTarget(Target):
     ) -> tuple[Float[Tensor, "B K V"], Float[Tensor, "B R F"] | None]:
         """The logits of the rows to keep, and the features of all rows."""
         with self.lock:
-            self._taps.watch(taps)
-            view = View(cache, self.blocks)
             if (decoder := self._described()) is not None:
                 given = inputs.get("inputs_embeds")
                 embedded = self.embed(inputs["input_ids"]) if given is None else given
-                taken = [int(tap.removeprefix(INPUT)) for tap in taps if tap.startswith(INPUT)]
-                view.final, took = decoder(embedded, positions, mask, cache, taken)
-                view.took = {self.blocks[i]: states for i, states in took.items()}
-                final = view.final if isinstance(keep, int) else view.final[:, keep]
-                logits = self._to_logits(final)
+                asked = [tap for tap in taps if tap.startswith(INPUT)]
+                taken = [index_of(tap, len(self.blocks)) for tap in asked]
+                final, took = decoder(embedded, positions, mask, cache, taken)
+                logits = self._to_logits(final if isinstance(keep, int) else final[:, keep])
+                said = {tap: took[block] for tap, block in zip(asked, taken, strict=True)}
+                features = side_by_side(taps, {FINAL: final, **said}, cache, len(self.blocks))
             else:
+                self._taps.watch(taps)
+                view = View(cache, self.blocks)
                 own: Any = {"position_ids": positions, "attention_mask": mask, "past_key_values": view}
                 if self._selects_rows:
                     own["logits_to_keep"] = keep
@@ -355,7 +358,7 @@ class HFTarget(Target):
                     logits = self.twin(**inputs, **own, use_cache=True).logits
                 if isinstance(keep, Tensor) and logits.shape[1] != len(keep):  # it has made those of all rows
                     logits = logits[:, keep]
-            features = self._taps.take(taps, cache, view)
+                features = self._taps.take(taps, cache)
         return logits if logits.dtype == torch.float64 else logits.float(), features
 
     @cached_property
@@ -378,8 +381,6 @@ class HFTarget(Target):
 
     def _described(self) -> Decoder | None:
         """The layers in one call, where there is a description of them and nobody looks into them."""
-        if self.decoder is not None and self.decoder.is_stale:
-            del self.decoder
         return None if self.decoder is None or self.decoder.is_watched else self.decoder
 
     @cached_property

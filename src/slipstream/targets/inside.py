@@ -12,7 +12,7 @@ from slipstream.compiled import Backend, backend_for, compiled, freed, graph_of
 from slipstream.core.cache import KVCache, LayerView
 
 Model = TypeVar("Model", bound=nn.Module)
-LOOKS = "looks_at_took"  # marks a hook of ours, not needed where `View.took` holds what it would see
+LOOKS = "looks"  # marks a hook of ours, which described layers do not need
 
 
 def twin(model: Model) -> Model:
@@ -52,8 +52,6 @@ class View(Cache):
 
     Attributes:
         first: the pass's first call of each kind of compiled layer.
-        final: the final states of described layers (`Decoder`), which are not called.
-        took: what some of these took.
     """
 
     def __init__(self, cache: KVCache | LayerView, blocks: Blocks | None = None) -> None:
@@ -61,8 +59,6 @@ class View(Cache):
         self._cache = cache
         self._place = {number: place for place, number in enumerate(blocks.numbers if blocks else ())}
         self.first: dict[Backend, First | None] = {}
-        self.final: Tensor | None = None
-        self.took: dict[nn.Module, Tensor] = {}
 
     @property
     def stored(self) -> bool:

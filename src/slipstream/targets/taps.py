@@ -1,6 +1,6 @@
 """Taps: states inside a pass that drafters read."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slipstream.core.cache import KVCache
 from slipstream.core.drafter import CACHE, FINAL, INPUT
-from slipstream.targets.inside import LOOKS, Blocks, View
+from slipstream.targets.inside import LOOKS, Blocks
 
 
 class Taps:
@@ -31,26 +31,17 @@ class Taps:
             self._hook(tap)
         self._states.clear()  # of a pass that failed
 
-    def take(self, taps: Sequence[str], cache: KVCache, view: View) -> Float[Tensor, "B R F"] | None:
+    def take(self, taps: Sequence[str], cache: KVCache) -> Float[Tensor, "B R F"] | None:
         """What the pass left, side by side; None without taps."""
         for tap in taps:
-            if tap not in self._states:  # of the cache, or of modules that were not called
-                self._states[tap] = self._taken(tap, cache, view)
-            if self._states[tap].dim() > 3 and not tap.startswith(CACHE):
+            if tap in self._states and self._states[tap].dim() > 3:
                 raise ValueError(
                     f"this target hands on several streams of states at {tap!r}, which no head can read: "
                     "take a drafter that reads the final states, such as eagle"
                 )
-        features = torch.cat([self._states[tap] for tap in taps], -1) if taps else None
+        features = side_by_side(taps, self._states, cache, len(self._blocks))
         self._states.clear()
         return features
-
-    def _taken(self, tap: str, cache: KVCache, view: View) -> Tensor:
-        if tap == FINAL:
-            assert view.final is not None
-            return view.final
-        block = self._index(tap)
-        return cache.written(block) if tap.startswith(CACHE) else view.took[self._blocks[block]]
 
     def _hook(self, tap: str) -> None:
         states = self._states
@@ -63,20 +54,29 @@ class Taps:
 
         for hook in (after, before):
             setattr(hook, LOOKS, True)
-        block = self._blocks[self._index(tap)] if tap != FINAL else None
+        block = self._blocks[index_of(tap, len(self._blocks))] if tap != FINAL else None
         if block is None:
             self._decoder.register_forward_hook(after)
         elif not tap.startswith(CACHE):  # the cache is read after the pass
             block.register_forward_pre_hook(before, with_kwargs=True)
         self._watched.add(tap)
 
-    def _index(self, tap: str) -> int:
-        """The block that a tap names. Raises ValueError."""
-        name, _, block = tap.rpartition(" ")
-        if f"{name} " in (INPUT, CACHE) and block.isdecimal() and int(block) < len(self._blocks):
-            return int(block)
-        last = len(self._blocks) - 1
-        raise ValueError(
-            f"Unknown tap: {tap!r}. Available: '{FINAL}', '{INPUT}0' to '{INPUT}{last}', '{CACHE}0' to "
-            f"'{CACHE}{last}'"
-        )
+
+def index_of(tap: str, blocks: int) -> int:
+    """The block that a tap names. Raises ValueError."""
+    name, _, block = tap.rpartition(" ")
+    if f"{name} " in (INPUT, CACHE) and block.isdecimal() and int(block) < blocks:
+        return int(block)
+    raise ValueError(
+        f"Unknown tap: {tap!r}. Available: '{FINAL}', '{INPUT}0' to '{INPUT}{blocks - 1}', '{CACHE}0' to "
+        f"'{CACHE}{blocks - 1}'"
+    )
+
+
+def side_by_side(
+    taps: Sequence[str], states: Mapping[str, Tensor], cache: KVCache, blocks: int
+) -> Float[Tensor, "B R F"] | None:
+    """States by tap, and what a pass wrote to its cache; None without taps. Raises ValueError for a tap that
+    there is not."""
+    parts = [states[tap] if tap in states else cache.written(index_of(tap, blocks)) for tap in taps]
+    return torch.cat(parts, -1) if parts else None
