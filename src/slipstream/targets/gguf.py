@@ -113,13 +113,17 @@ class Reader(GGUFReader):
 def opened(file: Path) -> Iterator[Reader]:
     """A file's reader. transformers, which opens a file for its configuration, its tokenizer and its weights,
     gets this one."""
+
+    def reader_of(path: str, *_: Any) -> Reader:
+        return reader if Path(path) == file else Reader(path)
+
+    library: Any = gguf
     with READS:
-        reader = Reader(file)
-        gguf.GGUFReader = lambda path, *_: reader if Path(path) == file else Reader(path)
+        reader, library.GGUFReader = Reader(file), reader_of
         try:
             yield reader
         finally:
-            gguf.GGUFReader = GGUFReader
+            library.GGUFReader = GGUFReader
 
 
 def read_gguf(file: Path, dtype: torch.dtype) -> tuple[transformers.PreTrainedModel, PreTrainedTokenizerFast]:

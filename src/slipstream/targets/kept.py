@@ -1,5 +1,5 @@
-"""Models in the user's cache, under a hash of what they were made of, so that a later start reads them as they
-are: GGUF files, dequantised, and quantised models, whose packed weights go straight into memory."""
+"""Models in the user's cache, under a hash of what they were made of, so that a later start reads them as
+they are: GGUF files, dequantised, and quantised models, whose packed weights go straight into memory."""
 
 import hashlib
 import json
@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import _TYPES, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -33,9 +32,7 @@ from slipstream.targets.support import fingerprint_of
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 DIGESTS, WEIGHTS, LAYERS = "digests.json", "quantised.safetensors", "layers.json"
-FORMAT = 1  # of these files
-NUMBERS = {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool}
-NUMBERS |= {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+FORMAT = 2  # of these files
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,9 @@ def _content(source: Path) -> str:
     known by its place, size and times."""
     files = [source]
     if source.is_dir():
-        files = [file for file in sorted(source.iterdir()) if any(fnmatch(file.name, each) for each in LOADED)]
+        files = [
+            file for file in sorted(source.iterdir()) if any(fnmatch(file.name, each) for each in LOADED)
+        ]
     known, news = read_results(cache_home() / DIGESTS), dict[str, dict[str, Any]]()
     for file in files:
         place, said = os.path.realpath(file), os.stat(file)
@@ -151,6 +150,7 @@ def _write(model: Any, tokenizer: Any, place: Path) -> None:
     save_file(tensors, place / WEIGHTS)
     dtype = str(model.dtype).removeprefix("torch.")
     said = {"origin": asdict(model.origin), "dtype": dtype, "layers": layers, "names": names}
+    said["tokenizer"] = type(tokenizer).__name__
     (place / LAYERS).write_text(json.dumps(said), "utf-8")
     text = torch.arange(1, 5)[None] % model.config.get_text_config(decoder=True).vocab_size
     again = _read(place)[0]
@@ -176,7 +176,12 @@ def _read(place: Path) -> Loaded:
         model: Any = AutoModelForCausalLM.from_config(config)
     given = {name: tensors[key] for name, key in said["names"].items()}
     for path, layer in said["layers"].items():
-        parts = given[f"{path}.weight"], given[f"{path}.scales"], layer["width"], getattr(torch, said["dtype"])
+        parts = (
+            given[f"{path}.weight"],
+            given[f"{path}.scales"],
+            layer["width"],
+            getattr(torch, said["dtype"]),
+        )
         made = QuantisedEmbedding if layer["embeds"] else QuantisedLinear
         model.set_submodule(path, made(*parts, None))  # bias and factor are among the tensors
     modules = dict(model.named_modules())
@@ -193,7 +198,8 @@ def _read(place: Path) -> Loaded:
     if (place / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(place)
     model.origin = origin
-    return model.eval(), AutoTokenizer.from_pretrained(place)
+    # AutoTokenizer would take another class for some families, which reads text otherwise.
+    return model.eval(), getattr(transformers, said["tokenizer"]).from_pretrained(place)
 
 
 def _weights(file: Path) -> dict[str, Tensor]:
@@ -211,5 +217,5 @@ def _weights(file: Path) -> dict[str, Tensor]:
             content.seek(start + begin)
             if end > begin and content.readinto(memory.numpy()) != end - begin:
                 raise OSError(f"{file} is shorter than it says")
-            made[name] = memory.view(NUMBERS[said["dtype"]]).view(said["shape"])
+            made[name] = memory.view(_TYPES[said["dtype"]]).view(said["shape"])
     return made

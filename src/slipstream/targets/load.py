@@ -15,6 +15,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -152,20 +153,22 @@ def _some(names: list[str], n: int = 3) -> str:
 
 
 def _load_gguf(file: Path, dtype: torch.dtype, keeps: bool) -> tuple[PreTrainedModel, Tokenizer]:
-    """Read a GGUF file, dequantised. That takes over ten seconds, so the user's cache keeps the result, unless
-    another is made of it."""
+    """Read a GGUF file, dequantised. That takes over ten seconds, so the user's cache keeps the result,
+    unless another is made of it."""
     place = kept.place_of(file, dtype, READER)
-    if (here := kept.found(place, lambda home: _load(str(home), dtype))) is not None:
-        return here
-    model, tokenizer = read_gguf(file, dtype)
-    if not keeps:
-        return model, tokenizer
+
+    def read(home: Path) -> tuple[PreTrainedModel, Tokenizer]:  # not with AutoTokenizer, see `read_gguf`
+        model = _whole(str(home), pretrained_model_name_or_path=str(home), dtype=dtype)
+        return model, PreTrainedTokenizerFast.from_pretrained(home)
 
     def write(beside: Path) -> None:
         model.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
 
-    return _load(str(place), dtype) if kept.keep(place, write) else (model, tokenizer)
+    if (here := kept.found(place, read)) is not None:
+        return here
+    model, tokenizer = read_gguf(file, dtype)
+    return read(place) if keeps and kept.keep(place, write) else (model, tokenizer)
 
 
 def place_of(device: str) -> torch.device:
