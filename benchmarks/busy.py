@@ -10,7 +10,7 @@ left out, with one line that says why: llama.cpp is compiled at its first use, f
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from statistics import median
@@ -23,7 +23,7 @@ from rich.console import Group
 from rich.text import Text
 
 from common import run
-from engines import OURS, Engine, Way, begun, engines
+from engines import OURS, Answers, Engine, Way, begun, engines, started
 from slipstream.cli import common as cli
 from slipstream.files import cache_home, check_counts, check_writable
 from slipstream.results import Figures, Part, Report, heading
@@ -91,14 +91,23 @@ def compared(target: HFTarget) -> list[Engine]:
 
 
 def measure(
-    target: HFTarget, counts: Sequence[int], repeats: int, new_tokens: int, progress: Any = lambda _: None
+    target: HFTarget,
+    counts: Sequence[int],
+    repeats: int,
+    new_tokens: int,
+    progress: Any = lambda _: None,
+    start: Callable[[Engine], Answers] = started,
 ) -> BusyReport:
-    """Each engine's answers beside so many neighbours. Raises ValueError."""
+    """Each engine's answers beside so many neighbours. Raises ValueError.
+
+    Args:
+        start: gives what answers for an engine.
+    """
     check_counts(repeats=repeats, new_tokens=new_tokens)
     assert target.text is not None
     prompt = target.text.encode(TEXT)
     with ExitStack() as last:
-        arms, skipped = begun(compared(target), last, progress)
+        arms, skipped = begun(compared(target), last, progress, start)
         for way in arms.values():
             _pace(way, prompt, WARM_UP)
         cells = []

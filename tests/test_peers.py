@@ -6,10 +6,12 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic, sleep
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import busy
 import engines
 import peer_worker
 import peers
@@ -92,6 +94,36 @@ def test_every_engine_says_the_same_in_float64(run):
         rates = [pace.tokens_per_second for pace in arm.by_file.values()]
         assert arm.speed == pytest.approx(sum(rates) / 2, abs=0.01)
     assert report.arms[0].over_plain.mean == 1
+
+
+def test_busy_neighbours_come_and_go(target, monkeypatch):
+    """Figures of a quiet machine in the column of a busy one, or neighbours that outlive the run."""
+    answers, counts = Inside.ask, list[int]()
+
+    class Neighbour:
+        def __init__(self, command, **how):
+            running.append(self)
+
+        def kill(self):
+            running.remove(self)
+
+        def wait(self): ...
+
+    running = list[Neighbour]()
+    monkeypatch.setattr(busy, "subprocess", SimpleNamespace(Popen=Neighbour))
+    monkeypatch.setattr(busy, "sleep", lambda seconds: None)
+    monkeypatch.setattr(
+        Inside, "ask", lambda self, **how: counts.append(len(running)) or answers(self, **how)
+    )
+    report = busy.measure(target, [0, 2], 2, NEW, start=Inside)
+    arms = ["Slipstream, vanilla", "Slipstream, one thread, vanilla", "Hugging Face, plain"]
+    assert [(cell.arm, cell.neighbours) for cell in report.cells] == [
+        (arm, n) for n in (0, 2) for arm in arms
+    ]
+    assert counts == [0] * 3 + [0] * 6 + [2] * 6
+    assert running == []
+    assert all(speed > 0 for cell in report.cells for speed in cell.tokens_per_second)
+    assert "llama.cpp Q4_1, plain is left out: it is not here" in str(report)
 
 
 def test_what_is_missing_is_said_in_a_line(run):

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "kernels_memory.h"
 
@@ -106,10 +107,12 @@ Tensor bf16_tiles(const Tensor& weight) {
   bf16* to = made.data_ptr<bf16>();
   team::parallel_for(panels * steps, 16, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++)
-      for (int64_t j = 0; j < WIDE * DEEP; j++) {
-        const int64_t n = i / steps * WIDE + j / (SIDE * DEEP) * SIDE + j % DEEP / 2;
-        const int64_t k = i % steps * DEEP + j % (SIDE * DEEP) / DEEP * 2 + j % 2;
-        to[i * WIDE * DEEP + j] = n < N && k < K ? from[n * K + k] : bf16(0);
+      for (int64_t column = 0; column < WIDE; column++) {
+        const int64_t n = i / steps * WIDE + column, k = i % steps * DEEP;
+        bf16 row[DEEP] = {};
+        if (n < N) std::copy_n(from + n * K + k, std::min(K - k, DEEP), row);
+        bf16* words = to + i * WIDE * DEEP + column / SIDE * SIDE * DEEP + column % SIDE * 2;
+        for (int64_t j = 0; j < DEEP; j += 2) std::memcpy(words + j / 2 * DEEP, row + j, 2 * sizeof(bf16));
       }
   });
   return made;
