@@ -59,53 +59,44 @@ inline const float* factors_of(const uint8_t* row, int64_t groups, int64_t g) {
 
 #if defined(__AVX512VNNI__)
 
-// Adds the products of R rows with groups `from` to `to` of a panel. The first are not added to anything.
+// Adds the products of R rows with groups `from` to `to` of a panel, 16 columns at a time. The first are not added
+// to anything. Asks for `bytes` of what is read later.
 template <int R>
 [[gnu::noinline]] void add_up(
-    const uint8_t* x, int64_t stride, const uint8_t* w, int64_t groups, int64_t from, int64_t to, float* out) {
-  __m512 total[R][2];
+    const uint8_t* x, int64_t stride, const uint8_t* w, int64_t groups, int64_t from, int64_t to,
+    const uint8_t* later, int64_t bytes, float* out) {
   const __m512i low = _mm512_set1_epi8(15);
-  each<R>([&](auto r) {
-    total[r][0] = from ? _mm512_loadu_ps(out + r * WIDE) : _mm512_setzero_ps();
-    total[r][1] = from ? _mm512_loadu_ps(out + r * WIDE + 16) : _mm512_setzero_ps();
-  });
-  w += from * STEP;
-  for (int64_t g = from; g < to; g++, w += STEP) {
-    __m512i sum[R][2];
-    each<R>([&](auto r) { sum[r][0] = sum[r][1] = _mm512_setzero_si512(); });
-    each<4>([&](auto v) {
-      const uint8_t *low_columns = w + v * VECTOR, *high_columns = w + (v + 4) * VECTOR;
-      _mm_prefetch(low_columns + AHEAD, _MM_HINT_T1), _mm_prefetch(high_columns + AHEAD, _MM_HINT_T1);
-      const __m512i left = _mm512_loadu_si512(low_columns), right = _mm512_loadu_si512(high_columns);
-      const __m512i columns[2][2] = {
-          {_mm512_and_si512(left, low), _mm512_and_si512(right, low)},
-          {_mm512_and_si512(_mm512_srli_epi16(left, 4), low),
-           _mm512_and_si512(_mm512_srli_epi16(right, 4), low)}};
-      each<2>([&](auto half) {
-        each<R>([&](auto r) {
-          int32_t four;
-          std::memcpy(&four, x + r * stride + g * GROUP + v * 8 + half * 4, 4);
-          const __m512i row = _mm512_set1_epi32(four);
-          sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], columns[half][0], row);
-          sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], columns[half][1], row);
+  for (int64_t side = 0; side < 2; side++) {
+    ask_for(later + side * bytes / 2, bytes / 2);
+    __m512 total[R];
+    each<R>([&](auto r) { total[r] = from ? _mm512_loadu_ps(out + r * WIDE + side * 16) : _mm512_setzero_ps(); });
+    for (int64_t g = from; g < to; g++) {
+      const uint8_t *group = w + g * STEP, *columns = group + side * 4 * VECTOR;
+      __m512i sum[R];
+      each<R>([&](auto r) { sum[r] = _mm512_setzero_si512(); });
+      each<4>([&](auto v) {
+        const __m512i both = _mm512_loadu_si512(columns + v * VECTOR),
+                      fours[2] = {_mm512_and_si512(both, low), _mm512_and_si512(_mm512_srli_epi16(both, 4), low)};
+        each<2>([&](auto half) {
+          each<R>([&](auto r) {
+            int32_t four;
+            std::memcpy(&four, x + r * stride + g * GROUP + v * 8 + half * 4, 4);
+            sum[r] = _mm512_dpbusd_epi32(sum[r], fours[half], _mm512_set1_epi32(four));
+          });
         });
       });
-    });
-    each<2>([&](auto side) {
-      const __m512 d = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(w + 8 * VECTOR + side * 32))),
-                   m = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(w + 9 * VECTOR + side * 32)));
+      const __m256i* halves = (const __m256i*)(group + 8 * VECTOR + side * 32);
+      const __m512 d = _mm512_cvtph_ps(_mm256_loadu_si256(halves)),
+                   m = _mm512_cvtph_ps(_mm256_loadu_si256(halves + 2));
       each<R>([&](auto r) {
         const float* of = factors_of(x + r * stride, groups, g);
-        const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[r][side]), _mm512_set1_ps(of[0]));
-        total[r][side] = _mm512_fmadd_ps(scaled, d, total[r][side]);
-        total[r][side] = _mm512_fmadd_ps(_mm512_set1_ps(of[1]), m, total[r][side]);
+        const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[r]), _mm512_set1_ps(of[0]));
+        total[r] = _mm512_fmadd_ps(scaled, d, total[r]);
+        total[r] = _mm512_fmadd_ps(_mm512_set1_ps(of[1]), m, total[r]);
       });
-    });
+    }
+    each<R>([&](auto r) { _mm512_storeu_ps(out + r * WIDE + side * 16, total[r]); });
   }
-  each<R>([&](auto r) {
-    _mm512_storeu_ps(out + r * WIDE, total[r][0]);
-    _mm512_storeu_ps(out + r * WIDE + 16, total[r][1]);
-  });
 }
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -113,14 +104,15 @@ template <int R>
 // Sums by pairs of 16 bits: at most 16 · 127 · 15. Eight columns at a time.
 template <int R>
 [[gnu::noinline]] void add_up(
-    const uint8_t* x, int64_t stride, const uint8_t* w, int64_t groups, int64_t from, int64_t to, float* out) {
+    const uint8_t* x, int64_t stride, const uint8_t* w, int64_t groups, int64_t from, int64_t to,
+    const uint8_t* later, int64_t bytes, float* out) {
   const __m256i low = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1);
   for (int64_t n = 0; n < WIDE; n += 8) {
+    ask_for(later + n * bytes / WIDE, bytes / 4);
     __m256 total[R];
     each<R>([&](auto r) { total[r] = from ? _mm256_loadu_ps(out + r * WIDE + n) : _mm256_setzero_ps(); });
     for (int64_t g = from; g < to; g++) {
       const uint8_t *group = w + g * STEP, *columns = group + n / 16 * 4 * VECTOR + n % 16 * 4;
-      if (n == 0) each<STEP / VECTOR>([&](auto i) { __builtin_prefetch(group + AHEAD + i * VECTOR, 0, 2); });
       __m256i sum[R];
       each<R>([&](auto r) { sum[r] = _mm256_setzero_si256(); });
 #pragma GCC unroll 2
@@ -152,7 +144,8 @@ template <int R>
 
 template <int R>
 void add_up(
-    const uint8_t* x, int64_t stride, const uint8_t* w, int64_t groups, int64_t from, int64_t to, float* out) {
+    const uint8_t* x, int64_t stride, const uint8_t* w, int64_t groups, int64_t from, int64_t to, const uint8_t*,
+    int64_t, float* out) {
   if (from == 0) std::fill(out, out + R * WIDE, 0.0f);
   for (int64_t g = from; g < to; g++) {
     const uint8_t* group = w + g * STEP;
@@ -285,11 +278,16 @@ inline void multiply(
     return n > amx::SIDE ? by_tiles<true>(x, stride, n, w, groups, out)
                          : by_tiles<false>(x, stride, n, w, groups, out);
 #endif
-  constexpr int64_t NEAR = 16;  // groups that the first cache holds
-  for (int64_t g = 0; g < groups; g += NEAR)
+  constexpr int64_t NEAR = 16;  // groups that the first cache holds; those after the next ones are asked for
+  const int64_t share = NEAR * STEP / parts_of<TOGETHER<uint8_t>>(n);
+  for (int64_t g = 0; g < groups; g += NEAR) {
+    const uint8_t* later = w + (g + 2 * NEAR) * STEP;
     even_tiles<TOGETHER<uint8_t>>(n, [&](int64_t r, auto rows) {
-      add_up<rows>(x + r * stride, stride, w, groups, g, std::min(groups, g + NEAR), out + r * WIDE);
+      add_up<rows>(
+          x + r * stride, stride, w, groups, g, std::min(groups, g + NEAR), later, share, out + r * WIDE);
+      later += share;
     });
+  }
 }
 
 }  // namespace int4

@@ -122,20 +122,20 @@ template <int R>
 
 #elif defined(__AVX2__)
 
-// As numbers of 16 bits, whose products are added by pairs; eight columns at a time, of which the first two ask
-// for the halves of a later step. Adds to `sums` behind the first steps.
+// As numbers of 16 bits, whose products are added by pairs; eight columns at a time. Adds to `sums` behind the first
+// steps. Asks for `bytes` of what is read later with each step and eight columns.
 template <int R>
 [[gnu::noinline]] void add_up(
-    const int16_t* x, int64_t stride, const int8_t* w, int64_t steps, bool first, int32_t* sums) {
+    const int16_t* x, int64_t stride, const int8_t* w, int64_t steps, bool first, const int8_t* later,
+    int64_t bytes, int32_t* sums) {
   for (int64_t n = 0; n < WIDE; n += 8) {
     __m256i sum[R][2];
     each<R>([&](auto r) { sum[r][0] = sum[r][1] = _mm256_setzero_si256(); });
     for (int64_t k = 0; k < steps; k++) {
-      const int8_t *columns = w + k * STEP + n / 16 * (STEP / 2) + n % 16 * 4,
-                   *later = w + k * STEP + n / 8 * (STEP / 2) + AHEAD;
+      const int8_t* columns = w + k * STEP + n / 16 * (STEP / 2) + n % 16 * 4;
+      ask_for(later + (k * WIDE + n) / 8 * bytes, bytes);
 #pragma GCC unroll 4
       for (int64_t i = 0; i < 16; i++) {
-        if (n < 2 * 8) __builtin_prefetch(later + i * 64, 0, 2);
         const __m128i* four = (const __m128i*)(columns + i * 64);
         const __m256i left = _mm256_cvtepi8_epi16(_mm_loadu_si128(four)),
                       right = _mm256_cvtepi8_epi16(_mm_loadu_si128(four + 1));
@@ -160,12 +160,15 @@ inline void by_blocks(
     const int8_t* x, int64_t n, int64_t stride, const int8_t* w, int64_t steps, int32_t* sums) {
   constexpr int64_t NEAR = 4, LONG = NEAR * DEEP;
   alignas(32) int16_t rows[MOST * LONG];
+  const int64_t share = STEP / 4 / parts_of<TOGETHER<int8_t>>(n);
   for (int64_t k = 0; k < steps; k += NEAR) {
     const int64_t here = std::min(steps - k, NEAR);
     for (int64_t r = 0; r < n; r++)
       for (int64_t i = 0; i < here * DEEP; i++) rows[r * LONG + i] = x[r * stride + k * DEEP + i];
+    const int8_t* later = w + (k + NEAR) * STEP;
     even_tiles<TOGETHER<int8_t>>(n, [&](int64_t r, auto count) {
-      add_up<count>(rows + r * LONG, LONG, w + k * STEP, here, k == 0, sums + r * WIDE);
+      add_up<count>(rows + r * LONG, LONG, w + k * STEP, here, k == 0, later, share, sums + r * WIDE);
+      later += NEAR * 4 * share;
     });
   }
 }

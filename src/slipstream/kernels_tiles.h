@@ -35,12 +35,25 @@ template <>
 constexpr int TOGETHER<float> = 12;
 template <>
 constexpr int TOGETHER<int8_t> = 12;
+template <>
+constexpr int TOGETHER<uint8_t> = 8;
 #elif defined(__AVX2__)
 template <>
 constexpr int TOGETHER<int8_t> = 4;
 template <>
 constexpr int TOGETHER<uint8_t> = 4;
 #endif
+
+// Asks for weights that are read later.
+inline void ask_for(const void* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+}
+
+// How many tiles `even_tiles<R>` makes of n rows.
+template <int R>
+constexpr int64_t parts_of(int64_t n) {
+  return (n + R - 1) / R;
+}
 
 }  // namespace tiled
 }  // namespace
