@@ -648,8 +648,6 @@ Tensor widened(const Tensor& x) {
 // A copy of a tensor in huge pages.
 Tensor kept(const Tensor& x) { return huge(x.sizes(), x.scalar_type()).copy_(x); }
 
-Tensor huge_bytes(int64_t n) { return huge({n}, at::kByte); }
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(slipstream, m) {
@@ -665,7 +663,6 @@ TORCH_LIBRARY_FRAGMENT(slipstream, m) {
       .def("run", &decoder::Decoder::run);
   m.def("widened(Tensor x) -> Tensor");
   m.def("kept(Tensor x) -> Tensor");
-  m.def("huge(int n) -> Tensor", &huge_bytes);
   m.def("int8_rows(Tensor tiles, Tensor scales, Tensor which, int K, ScalarType dtype) -> Tensor");
 }
 

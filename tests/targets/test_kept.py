@@ -4,6 +4,7 @@ import json
 import os
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,12 +94,12 @@ def test_a_damaged_copy_is_made_again(unchecked, tmp_path, home, made, file, lef
 
 def test_what_would_be_read_otherwise_is_not_kept(unchecked, tmp_path, home, made, monkeypatch):
     """A copy that lost something is compared with the model before anyone reads it."""
-    write = kept.save_file
+    write = kept._save
 
-    def wrongly(tensors: dict[str, torch.Tensor], place: Path) -> None:
-        write({name: tensor * ("norm" not in name) for name, tensor in tensors.items()}, place)
+    def wrongly(tensors: dict[str, torch.Tensor], file: Path) -> dict[str, Any]:
+        return write({name: tensor * ("norm" not in name) for name, tensor in tensors.items()}, file)
 
-    monkeypatch.setattr(kept, "save_file", wrongly)
+    monkeypatch.setattr(kept, "_save", wrongly)
     name = saved("llama", tmp_path / "model")
     load_target(name, "float32", quantize="int8")
     assert [path for path in home.iterdir() if path.is_dir()] == []

@@ -1,8 +1,9 @@
 """Models in the user's cache, under a hash of what they were made of, so that a later start reads them as
-they are: GGUF files, dequantised, and quantised models, whose packed weights go straight into memory."""
+they are: GGUF files, dequantised, and quantised models, whose packed weights are mapped."""
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from safetensors.torch import _TYPES, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -31,8 +31,9 @@ from slipstream.targets.quantised import Quantised, QuantisedEmbedding, Quantise
 from slipstream.targets.support import fingerprint_of
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
-DIGESTS, WEIGHTS, LAYERS = "digests.json", "quantised.safetensors", "layers.json"
-FORMAT = 2  # of these files
+DIGESTS, WEIGHTS, LAYERS = "digests.json", "weights.bin", "layers.json"
+FORMAT = 3  # of these files
+LINE = 64  # bytes
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,10 @@ def _write(model: Any, tokenizer: Any, place: Path) -> None:
     if model.generation_config is not None:
         model.generation_config.save_pretrained(place)
     tokenizer.save_pretrained(place)
-    save_file(tensors, place / WEIGHTS)
-    dtype = str(model.dtype).removeprefix("torch.")
-    said = {"origin": asdict(model.origin), "dtype": dtype, "layers": layers, "names": names}
+    said = {"origin": asdict(model.origin), "layers": layers, "names": names}
+    said["dtype"] = str(model.dtype).removeprefix("torch.")
     said["tokenizer"] = type(tokenizer).__name__
+    said["places"] = _save(tensors, place / WEIGHTS)
     (place / LAYERS).write_text(json.dumps(said), "utf-8")
     text = torch.arange(1, 5)[None] % model.config.get_text_config(decoder=True).vocab_size
     again = _read(place)[0]
@@ -169,7 +170,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read(place: Path) -> Loaded:
-    said, tensors = read_json(place / LAYERS, "cache"), _weights(place / WEIGHTS)
+    said = read_json(place / LAYERS, "cache")
+    tensors = _mapped(place / WEIGHTS, said["places"])
     origin = Origin(**said["origin"])
     config = AutoConfig.from_pretrained(place)
     with torch.device("meta"):
@@ -202,20 +204,24 @@ def _read(place: Path) -> Loaded:
     return model.eval(), getattr(transformers, said["tokenizer"]).from_pretrained(place)
 
 
-def _weights(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, read into huge pages, which products read a quarter quicker than
-    the file's own."""
+def _save(tensors: dict[str, Tensor], file: Path) -> dict[str, Any]:
+    """Write tensors one behind the other, each at a whole cache line, which safetensors does not do. Returns
+    where each lies, and what it is."""
+    places = dict[str, Any]()
+    with open(file, "wb") as content:
+        for name, tensor in tensors.items():
+            content.write(bytes(-content.tell() % LINE))
+            places[name] = content.tell(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+            content.write(tensor.flatten().view(torch.uint8).numpy())
+    return places
+
+
+def _mapped(file: Path, places: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors that `_save` wrote, in the file's own memory, which all processes share."""
+    whole = torch.from_file(str(file), shared=False, size=os.path.getsize(file), dtype=torch.uint8)
     made = dict[str, Tensor]()
-    with open(file, "rb", buffering=0) as content:
-        header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
-        start = content.tell()
-        for name, said in header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = said["data_offsets"]
-            memory = torch.ops.slipstream.huge(end - begin)
-            content.seek(start + begin)
-            if end > begin and content.readinto(memory.numpy()) != end - begin:
-                raise OSError(f"{file} is shorter than it says")
-            made[name] = memory.view(_TYPES[said["dtype"]]).view(said["shape"])
+    for name, (start, kind, shape) in places.items():
+        dtype: torch.dtype = getattr(torch, kind)
+        part = whole[start : start + math.prod(shape) * dtype.itemsize]
+        made[name] = part.view(dtype).view(shape)
     return made
