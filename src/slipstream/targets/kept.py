@@ -148,10 +148,14 @@ def _write(model: Any, tokenizer: Any, place: Path) -> None:
     if model.generation_config is not None:
         model.generation_config.save_pretrained(place)
     tokenizer.save_pretrained(place)
-    said = {"origin": asdict(model.origin), "layers": layers, "names": names}
-    said["dtype"] = str(model.dtype).removeprefix("torch.")
-    said["tokenizer"] = type(tokenizer).__name__
-    said["places"] = _save(tensors, place / WEIGHTS)
+    said = {
+        "origin": asdict(model.origin),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "tokenizer": type(tokenizer).__name__,
+        "layers": layers,
+        "names": names,
+        "places": _save(tensors, place / WEIGHTS),
+    }
     (place / LAYERS).write_text(json.dumps(said), "utf-8")
     text = torch.arange(1, 5)[None] % model.config.get_text_config(decoder=True).vocab_size
     again = _read(place)[0]
@@ -212,7 +216,7 @@ def _save(tensors: dict[str, Tensor], file: Path) -> dict[str, Any]:
         for name, tensor in tensors.items():
             content.write(bytes(-content.tell() % LINE))
             places[name] = content.tell(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-            content.write(tensor.flatten().view(torch.uint8).numpy())
+            content.write(tensor.flatten().view(torch.uint8).numpy().data)
     return places
 
 
