@@ -119,6 +119,7 @@ def compare(
     drafters: Sequence[str],
     questions: Sequence[Asking] = (),
     *,
+    only: Sequence[str] = (),
     limit: int | None = None,
     max_new_tokens: int = 96,
     compiles: bool = True,
@@ -128,6 +129,7 @@ def compare(
     """Let every arm answer the first turn of every question, in an order that rotates.
 
     Args:
+        only: names of engines; default: all.
         limit: questions of each file, taken evenly over it.
         start: gives what answers for an engine.
 
@@ -141,6 +143,10 @@ def compare(
     with ExitStack() as last:
         home = cache_home() / "peers" / f"{target.fingerprint}-{target.dtype_name}"  # vLLM's cache knows it
         every = engines(target, home, drafters, torch.get_num_threads(), compiles)
+        if unknown := set(only) - {engine.name for engine in every}:
+            names = ", ".join(dict.fromkeys(engine.name for engine in every))
+            raise ValueError(f"Unknown engine: {min(unknown)!r}. Available: {names}")
+        every = [engine for engine in every if not only or engine.name in only]
         arms, skipped = begun(every, last, progress, start)
         made = rounds(arms, turns, skipped, progress)
     if PLAIN not in made:
@@ -236,6 +242,9 @@ def main(
     target: Annotated[str, typer.Argument(help=cli.NAMED)],
     questions: cli.Files = [],  # noqa: B006
     drafter: cli.DrafterNames = DRAFTERS,
+    engine: Annotated[
+        list[str], cli.option("only this one, such as 'llama.cpp Q4_1'; repeatable", "NAME")
+    ] = [],  # noqa: B006
     limit: cli.Limit = None,
     max_new_tokens: cli.MaxNewTokens = 96,
     dtype: cli.Dtype = "auto",
@@ -245,9 +254,8 @@ def main(
     check_writable(json_path, plot, reads=cli.inputs(target, drafter, questions))
     loaded = cli.load(target, dtype, "cpu")
     with cli.progress_bar(None) as step:
-        report = compare(
-            loaded, drafter, questions, limit=limit, max_new_tokens=max_new_tokens, progress=step
-        )
+        how: Any = {"limit": limit, "max_new_tokens": max_new_tokens, "progress": step}
+        report = compare(loaded, drafter, questions, only=engine, **how)
     cli.deliver(report, json_path, plot, report.draw)
 
 

@@ -134,6 +134,17 @@ def test_what_is_missing_is_said_in_a_line(run):
     assert "\nvLLM, plain is left out: it is not here" in str(report)
 
 
+def test_only_named_engines_answer(target):
+    """A minute of compiling for engines that nobody asked for."""
+    with pytest.raises(
+        ValueError, match="Unknown engine: 'llamas'. Available: Slipstream, Slipstream int8, Sl"
+    ):
+        peers.compare(target, ["vanilla"], ASKED, only=["llamas"])
+    report = peers.compare(target, ["vanilla"], ASKED, only=["Slipstream"], max_new_tokens=NEW, start=Inside)
+    assert [arm.arm for arm in report.arms] == ["Slipstream, vanilla"]
+    assert report.skipped == {}
+
+
 def test_engines_are_asked_in_turn_and_closed(run):
     """The order rotates: no arm is always the first behind another."""
     _, started = run
