@@ -136,11 +136,10 @@ def test_what_is_missing_is_said_in_a_line(run):
 
 def test_only_named_engines_answer(target):
     """A minute of compiling for engines that nobody asked for."""
-    with pytest.raises(
-        ValueError, match="Unknown engine: 'llamas'. Available: Slipstream, Slipstream int8, Sl"
-    ):
+    with pytest.raises(ValueError, match=r"Unknown engine: 'llamas'\. Available: Slipstream, Slipstr"):
         peers.compare(target, ["vanilla"], ASKED, only=["llamas"])
-    report = peers.compare(target, ["vanilla"], ASKED, only=["Slipstream"], max_new_tokens=NEW, start=Inside)
+    how = {"max_new_tokens": NEW, "compiles": False, "start": Inside}
+    report = peers.compare(target, ["vanilla"], ASKED, only=["Slipstream"], **how)
     assert [arm.arm for arm in report.arms] == ["Slipstream, vanilla"]
     assert report.skipped == {}
 
