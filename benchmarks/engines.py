@@ -253,6 +253,8 @@ def save_assistant(target: HFTarget, directory: str) -> None:
     decoder = model.get_decoder()
     decoder.layers = nn.ModuleList(each for i, each in enumerate(decoder.layers) if i not in SKIPPED)
     model.config.num_hidden_layers = len(decoder.layers)
+    if kinds := getattr(model.config, "layer_types", None):
+        model.config.layer_types = [each for i, each in enumerate(kinds) if i not in SKIPPED]
     model.save_pretrained(directory)
 
 
