@@ -82,7 +82,7 @@ def main(
     limit: Annotated[int, cli.option("questions of each file", "N")] = 10,
     max_new_tokens: Annotated[int, cli.option("tokens an answer", "N")] = 128,
     dtype: Annotated[str, cli.option("precision", "NAME")] = "auto",
-    compile: Annotated[bool, cli.option("compile every pass")] = True,
+    compile: Annotated[bool, cli.option("compile every pass")] = False,
     quantize: cli.Quantize = None,
 ) -> None:
     """Answer, compare, print."""
