@@ -64,6 +64,14 @@ def test_a_second_start_reads_the_same_model(unchecked, tmp_path, home, made, fa
     assert (one.decoder is None) == (other.decoder is None)
 
 
+def test_a_kept_model_is_no_other_kind(unchecked, tmp_path, home):
+    """A model of 8 bits that calls itself int4."""
+    target = load_target(saved("llama", tmp_path / "model"), "float32", quantize="int8")
+    assert HFTarget(target.model, quantize="int8").fingerprint == target.fingerprint
+    with pytest.raises(ValueError, match="is quantised already"):
+        HFTarget(target.model, quantize="int4")
+
+
 def test_other_contents_dtypes_and_kinds_are_other_models(unchecked, tmp_path, home, made):
     """An answer by weights that were replaced since."""
     name = saved("llama", tmp_path / "model")

@@ -97,7 +97,9 @@ class HFTarget(Target):
         origin = getattr(model, "origin", None)  # of a quantised model that was kept
         self.fingerprint = origin.fingerprint if origin else support.fingerprint_of(model)
         self._weights = origin.weights if origin else model.num_parameters()
-        self.model = model if quantize is None or origin else quantised(model, quantize, self.name)
+        self.model = model
+        if quantize is not None and (origin is None or origin.quantize != quantize):
+            self.model = quantised(model, quantize, self.name)
         self.text = None if tokenizer is None else HFText(tokenizer, self.name)
         support.check_causal(self.plain)
         self._twin: PreTrainedModel | None = twin(self.plain)

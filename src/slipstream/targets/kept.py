@@ -27,12 +27,13 @@ from transformers import (
 
 from slipstream import kernels
 from slipstream.files import LOADED, cache_home, read_json, read_results, update_json
+from slipstream.targets.gguf import READER
 from slipstream.targets.quantised import Quantised, QuantisedEmbedding, QuantisedLinear, quantised
 from slipstream.targets.support import fingerprint_of
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 DIGESTS, WEIGHTS, LAYERS = "digests.json", "weights.bin", "layers.json"
-FORMAT = 3  # of these files
+FORMAT = 4  # of these files, and of what `quantised` rounds
 LINE = 64  # bytes
 
 
@@ -120,7 +121,7 @@ def kept_quantised(
     Raises ValueError as `quantised` does."""
     if not kernels.has_kernels(torch.device("cpu"), dtype):
         return load()  # which is refused then
-    place = place_of(source, dtype, quantize, FORMAT, kernels.build())
+    place = place_of(source, dtype, quantize, FORMAT, READER, kernels.build())
     if (here := found(place, _read)) is not None:
         return here
     model, tokenizer = load()
@@ -177,19 +178,15 @@ def _read(place: Path) -> Loaded:
     said = read_json(place / LAYERS, "cache")
     tensors = _mapped(place / WEIGHTS, said["places"])
     origin = Origin(**said["origin"])
-    config = AutoConfig.from_pretrained(place)
+    config, dtype = AutoConfig.from_pretrained(place), getattr(torch, said["dtype"])
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     given = {name: tensors[key] for name, key in said["names"].items()}
     for path, layer in said["layers"].items():
-        parts = (
-            given[f"{path}.weight"],
-            given[f"{path}.scales"],
-            layer["width"],
-            getattr(torch, said["dtype"]),
-        )
+        weight, scales = given[f"{path}.weight"], given[f"{path}.scales"]
         made = QuantisedEmbedding if layer["embeds"] else QuantisedLinear
-        model.set_submodule(path, made(*parts, None))  # bias and factor are among the tensors
+        # Bias and factor are among the tensors.
+        model.set_submodule(path, made(weight, scales, layer["width"], dtype, None))
     modules = dict(model.named_modules())
     for name, tensor in given.items():
         path, _, own = name.rpartition(".")

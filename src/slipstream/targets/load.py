@@ -70,13 +70,13 @@ def load_target(
     if quantize not in (None, *KINDS):
         raise ValueError(f"Unknown quantisation: {quantize!r}. Available: {', '.join(KINDS)}")
     path, gguf = find_target(name)
-    of, keeps = DTYPES[dtype], quantize is not None and place.type == "cpu" and path.exists()
+    rounded = quantize if place.type == "cpu" and path.exists() else None  # which the cache keeps
     if gguf is not None:
-        load = partial(_load_gguf, gguf, of, not keeps)
+        load = partial(_load_gguf, gguf, DTYPES[dtype], rounded is None)
     else:
-        load = partial(_load, str(path) if path.exists() else name, of)
-    if keeps and quantize is not None:
-        model, tokenizer = kept.kept_quantised(gguf or path, name, of, quantize, load)
+        load = partial(_load, str(path) if path.exists() else name, DTYPES[dtype])
+    if rounded is not None:
+        model, tokenizer = kept.kept_quantised(gguf or path, name, DTYPES[dtype], rounded, load)
     else:
         model, tokenizer = load()
     model.to(place)  # type: ignore[arg-type]
