@@ -56,7 +56,7 @@ def test_a_second_start_reads_the_same_model(unchecked, tmp_path, home, made, fa
     one, other = (load_target(name, "float32", quantize=kind) for _ in range(2))
     assert made == [name]
     assert torch.equal(says(one), says(other))
-    plain = HFTarget(deepcopy(tiny.reference(family)).float(), quantize=kind)
+    plain = HFTarget(tiny.build(tiny.FAMILIES[family]).float(), quantize=kind)
     assert torch.equal(says(one), says(plain))
     for field in ("fingerprint", "exactness", "window", "read_bytes", "source", "stamp", "described"):
         assert getattr(one, field) == getattr(other, field), field
