@@ -23,7 +23,7 @@ Action = Annotated[str, typer.Argument(metavar="clean", show_default=False, help
 )
 def cache(
     action: Action = "show",
-    models: Annotated[bool, flag("only models converted from GGUF", "--models")] = False,
+    models: Annotated[bool, flag("only models converted from GGUF, or quantised", "--models")] = False,
     fetched: Annotated[bool, flag("only models that fetch brought", "--fetched")] = False,
     features: Annotated[bool, flag("only targets' features of training data", "--features")] = False,
     compiled: Annotated[bool, flag("only compiled passes", "--compiled")] = False,
