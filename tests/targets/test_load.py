@@ -17,6 +17,7 @@ from slipstream import catalog
 from slipstream.core.tree import chain
 from slipstream.packing import HAS_BF16
 from slipstream.targets import HFTarget, load, load_target
+from slipstream.targets.kept import DIGESTS
 from slipstream.targets.prompts import encode
 
 CPU = Path("/proc/cpuinfo")
@@ -36,13 +37,6 @@ def assert_is_llama(target: HFTarget) -> None:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache directory."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "slipstream"
-
-
-@pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """GGUF files that were parsed, the slow way; every one holds the tiny llama."""
     read: list[str] = []
@@ -56,7 +50,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def kept_in(home: Path) -> list[Path]:
-    return [path for path in home.iterdir() if path.is_dir()]
+    """All that the cache holds beside the hashes of files."""
+    return [path for path in home.iterdir() if path.name != DIGESTS]
 
 
 @pytest.fixture
