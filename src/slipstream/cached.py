@@ -11,7 +11,7 @@ from slipstream.files import cache_home
 
 KINDS = {
     "fetched": "models that fetch brought",
-    "models": "models converted from GGUF, and quantised ones",
+    "models": "models converted from GGUF, quantised ones, and descriptions of models",
     "features": "targets' features of training data",
     "compiled": "compiled passes",
     "kernels": "compiled attention and products",
@@ -62,7 +62,8 @@ def clear(some: Iterable[Entry]) -> None:
 def _paths(kind: str) -> list[Path]:
     home = cache_home()
     if kind == "models":  # NAME-HASH
-        return [path.parent for path in home.glob(f"*-{'[0-9a-f]' * 16}/config.json")]
+        files = home.glob(f"*-{'[0-9a-f]' * 16}/*.json")
+        return [path.parent for path in files if path.name in ("config.json", "target.json")]
     if kind in ("features", "fetched", "tuned"):
         return [] if (home / kind).is_symlink() else list((home / kind).glob("*"))
     if kind == "costs":

@@ -1,6 +1,7 @@
 """Compilation of functions of tensors into graphs of free sizes."""
 
 import os
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import is_dataclass
 from functools import cache, partial
@@ -10,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from slipstream.files import cache_home
 from slipstream.merging import merges, merging
@@ -37,6 +37,8 @@ def compiled(
         whole: a method gets code of its own for each backend. If no single graph can hold it, it raises an
             error: its parts would be compiled apart, and one of them may be called with several modules.
     """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # and Dynamo: a second
+
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # layers of any index share a graph
     if os.environ.get(CACHE) in (None, default_cache_dir()):  # which importing transformers sets
@@ -147,6 +149,7 @@ def _fixed(value: Any) -> Hashable:
 
 def freed(x: Tensor, *dims: int) -> Tensor:
     """x itself, marked so that graphs take any size of its `dims` (default: the first two)."""
-    if not hasattr(x, "_dynamo_weak_dynamic_indices"):  # every layer gets the same masks and angles
+    # Nobody compiles before Dynamo is loaded, and every layer gets the same masks and angles.
+    if "torch._dynamo" in sys.modules and not hasattr(x, "_dynamo_weak_dynamic_indices"):
         torch._dynamo.maybe_mark_dynamic(x, dims or (0, 1))
     return x

@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Int8, Real, UInt8
 from torch import Tensor
-from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths
 
 from slipstream.files import cache_home, first_line, locked, note
 
@@ -83,8 +82,8 @@ def _hash_of(sources: str, *built_by: Any) -> str:
     return hashlib.sha256(read + repr(built_by).encode()).hexdigest()
 
 
-def _processor() -> str:
-    """What it has of `INSTRUCTIONS`."""
+def processor() -> str:
+    """What this processor has of `INSTRUCTIONS`."""
     capability = torch.backends.cpu.get_cpu_capability()
     if capability != "AVX512":
         return capability
@@ -105,12 +104,12 @@ def _is_intel() -> bool:
 def _library() -> Path:
     """The library for this processor, compiled under a lock if there is none. Raises OSError or ValueError
     where there is no compiler, it fails, or nothing can be written."""
-    processor = _processor()
-    compiler = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *INSTRUCTIONS.get(processor, [])]
+    kind = processor()
+    compiler = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *INSTRUCTIONS.get(kind, [])]
     if _is_intel():
         compiler.append("-DHALF_RATE_PAIRS")  # vdpbf16ps, beside two vfmadd231ps
     home, key = cache_home() / "kernels", _hash_of("kernels*.[ch]*", torch.__version__, compiler)[:16]
-    name = f"{processor.lower()}-{key}"
+    name = f"{kind.lower()}-{key}"
     if (found := _sound(home, name)) is None:
         home.mkdir(parents=True, exist_ok=True)
         with locked(home / name, wait=True):
@@ -138,6 +137,8 @@ def _compiled(compiler: list[str], home: Path, name: str) -> Path:
         raise OSError(f"there is no compiler {compiler[0]}")
     for left in (*home.glob(f"{name}-*.so"), *home.glob(f".{name}-*")):
         left.unlink()
+    from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths  # a sixth of a second
+
     print("compiling kernels for this processor, once: about half a minute", file=sys.stderr, flush=True)
     places = [*(f"-I{path}" for path in include_paths()), f"-L{TORCH_LIB_PATH}", "-ltorch_cpu", "-lc10"]
     beside = home / f".{name}-{token_hex(8)}"  # the compiler of a process that was killed may still write
@@ -156,13 +157,13 @@ def _compiled(compiler: list[str], home: Path, name: str) -> Path:
 def has_tiles(dtype: torch.dtype) -> bool:
     """Whether the kernels multiply weights of this precision, as they are, in tiles or panels. oneDNN has
     instructions for bf16 on processors that we do not know."""
-    known = dtype == torch.float32 or (dtype == torch.bfloat16 and _processor() in INSTRUCTIONS)
+    known = dtype == torch.float32 or (dtype == torch.bfloat16 and processor() in INSTRUCTIONS)
     return known and available()
 
 
 def has_pairs(dtype: torch.dtype) -> bool:
     """Whether this is bf16 on a processor that multiplies pairs of it, which lie in tiles."""
-    return dtype == torch.bfloat16 and _processor() in ("AMX", "AVX512_BF16")
+    return dtype == torch.bfloat16 and processor() in ("AMX", "AVX512_BF16")
 
 
 def tiles_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:

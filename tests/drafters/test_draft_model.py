@@ -19,7 +19,7 @@ from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
 from slipstream.kernels import available
 from slipstream.targets import HFTarget, load_target
-from slipstream.targets.ours import Packed
+from slipstream.targets.products import Packed
 
 PROMPTS = tiny.prompts(9, 4, 14)
 

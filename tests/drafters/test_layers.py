@@ -24,7 +24,7 @@ from slipstream.drafters.layers import (
 from slipstream.kernels import available
 from slipstream.learning import ROWS
 from slipstream.packing import EIGHT
-from slipstream.targets.ours import own_products
+from slipstream.targets.products import own_products
 from slipstream.training.methods import Unrolled
 
 NUMBERS = {"factor": 4.0, "original_max_position_embeddings": 32}

@@ -26,7 +26,7 @@ from transformers import (
 
 from slipstream.core.tree import chain
 from slipstream.kernels import available
-from slipstream.targets import HFTarget, decoder
+from slipstream.targets import HFTarget, description
 from tiny import FAMILIES, GROUPED, MIXED, SHAPE, build
 
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -109,7 +109,7 @@ def test_a_module_more_is_no_word_of_the_description():
 def test_a_description_that_is_wrong_is_not_taken(monkeypatch):
     """Nor for a part of the model, which nobody tries."""
     model = build(FAMILIES["llama"]).float()
-    monkeypatch.setattr(decoder, "eps_of", lambda norm: 100.0)
+    monkeypatch.setattr(description, "eps_of", lambda norm: 100.0)
     target = HFTarget(deepcopy(model))
     assert target.decoder is None
     assert target.part([1]).decoder is None

@@ -16,8 +16,9 @@ import tiny
 from slipstream import catalog
 from slipstream.core.tree import chain
 from slipstream.packing import HAS_BF16
-from slipstream.targets import HFTarget, load, load_target
+from slipstream.targets import HFTarget, load, load_target, models
 from slipstream.targets.kept import DIGESTS
+from slipstream.targets.kept_target import TARGET
 from slipstream.targets.prompts import encode
 
 CPU = Path("/proc/cpuinfo")
@@ -45,13 +46,13 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         read.append(file.name)
         return tiny.build(tiny.FAMILIES["llama"]).to(dtype), tiny.tokenizer()
 
-    monkeypatch.setattr(load, "read_gguf", read_gguf)
+    monkeypatch.setattr(models, "read_gguf", read_gguf)
     return read
 
 
 def kept_in(home: Path) -> list[Path]:
-    """All that the cache holds beside the hashes of files."""
-    return [path for path in home.iterdir() if path.name != DIGESTS]
+    """All that the cache holds beside the hashes of files and descriptions."""
+    return [path for path in home.iterdir() if path.name != DIGESTS and not (path / TARGET).exists()]
 
 
 @pytest.fixture
@@ -333,6 +334,6 @@ def test_weights_come_in_the_precision_that_is_asked_for(tmp_path, monkeypatch):
     weight = model.model.layers[0].mlp.up_proj.weight
     weight.data = weight.data.bfloat16()
     whole = {"missing_keys": [], "unexpected_keys": []}
-    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", lambda **_: (model, whole))
-    made = load._whole("tiny", dtype=torch.float32)
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", lambda **_: (model, whole))
+    made = models._whole("tiny", dtype=torch.float32)
     assert {p.dtype for p in made.parameters()} == {torch.float32}

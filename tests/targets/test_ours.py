@@ -16,9 +16,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 import tiny
 from slipstream import kernels
 from slipstream.core.tree import Tree, chain
-from slipstream.targets import HFTarget, hf, ours
-from slipstream.targets.decoder import Undescribed
-from slipstream.targets.ours import Linear, Packed, Turned, attend
+from slipstream.targets import HFTarget, hf, ours, products
+from slipstream.targets.executor import Undescribed
+from slipstream.targets.ours import Turned, attend
+from slipstream.targets.products import Linear, Packed
 
 TEXT = torch.tensor(tiny.prompts(11))
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
@@ -106,7 +107,7 @@ def test_gradients_flow_through_states(family):
 
 def misread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let our attention, which modules call where no description stands for them, say nothing."""
-    monkeypatch.setattr(hf, "Decoder", Mock(side_effect=Undescribed))
+    monkeypatch.setattr(hf, "ModelDecoder", Mock(side_effect=Undescribed))
     monkeypatch.setattr(ours, "attention", lambda q, k, v, *_: torch.zeros_like(q).transpose(1, 2))
 
 
@@ -231,18 +232,18 @@ def test_rows_with_gradients_attend_alike():
 def test_a_packed_product_is_taken_where_its_rows_are_alike(monkeypatch, alike):
     """On a processor with bf16 instructions, which fp32 plays here: oneDNN's product for a size of which it
     rounds rows by their number, or never."""
-    packed = ours.packed_linear
+    packed = products.packed_linear
 
     def uneven(x, weight, bias, N):
         return packed(x, weight, bias, N) + (len(x) == 3) * 1e-6
 
-    monkeypatch.setattr(ours, "packs", lambda *_: True)
-    monkeypatch.setattr(ours, "has_tiles", lambda dtype: False)  # whose rows are alike by construction
+    monkeypatch.setattr(products, "packs", lambda *_: True)
+    monkeypatch.setattr(products, "has_tiles", lambda dtype: False)  # whose rows are alike by construction
     if not alike:
-        monkeypatch.setattr(ours, "packed_linear", uneven)
+        monkeypatch.setattr(products, "packed_linear", uneven)
     target = HFTarget(deepcopy(tiny.reference("llama")).float())
     kinds = {type(m) for m in target.twin.modules() if isinstance(m, nn.Linear)}
-    assert kinds == {ours.Packed if alike else ours.Linear}
+    assert kinds == {Packed if alike else Linear}
     assert target.exactness == "bits"
 
 

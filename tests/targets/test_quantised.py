@@ -21,15 +21,8 @@ from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.targets import HFTarget, load_target
 from slipstream.targets.inside import twin
-from slipstream.targets.quantised import (
-    KINDS,
-    Quantised,
-    QuantisedLinear,
-    is_quantised,
-    on_gpu,
-    quantised,
-    stored_bytes,
-)
+from slipstream.targets.quantised import KINDS, Quantised, QuantisedLinear, stored_bytes
+from slipstream.targets.rounding import is_quantised, on_gpu, quantised
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -257,7 +250,7 @@ def test_on_a_gpu_layers_have_8_bits_or_torchaos_4(unchecked, family, kind, monk
     def four_bits(group_size: int, **_: Any) -> Any:
         return torchao.IntxWeightOnlyConfig(torch.int4, torchao.PerGroup(group_size))
 
-    monkeypatch.setattr("slipstream.targets.quantised.GROUP", 16)
+    monkeypatch.setattr("slipstream.targets.rounding.GROUP", 16)
     monkeypatch.setattr("torchao.quantization.Int4WeightOnlyConfig", four_bits)
     monkeypatch.setattr("slipstream.kernels.linear", whole_linear)
     monkeypatch.setattr("slipstream.targets.hf.quantised", lambda model, *how: on_gpu(twin(model), *how))

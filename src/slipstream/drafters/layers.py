@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream import kernels, learning
 from slipstream.compiled import freed
@@ -71,6 +69,9 @@ class Rope:
         """The RoPE of a config; a scaled one as Hugging Face computes it."""
         if config.rope_scaling is None:
             return cls([config.rope_theta ** (-i / config.head_dim) for i in range(0, config.head_dim, 2)])
+        from transformers import LlamaConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         llama = LlamaConfig(
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_attention_heads,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slipstream import kernels
 from slipstream.packing import packed_weight
-from slipstream.targets.ours import Packed, packed_copy, version_of
+from slipstream.targets.products import Packed, packed_copy, version_of
 from slipstream.targets.quantised import QuantisedLinear
 
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2, "clamped": 3}

@@ -32,7 +32,6 @@ from slipstream.files import first_line
 from slipstream.targets.support import check_supported
 
 READS = Lock()  # one file at a time
-READER = 1  # a number of what is set below: what an earlier one made is not taken from the cache
 
 # The attribute of a Hugging Face configuration that holds what a key says: the first of these that it has.
 ATTRIBUTES = {

@@ -4,49 +4,41 @@ All that makes a tree pass possible is outside the model: our cache in the place
 what each row sees (sliding windows included), explicit positions, and probe rows through `inputs_embeds`.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from functools import cached_property, partial
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
-from time import perf_counter
 from typing import Any, final
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream import kernels
 from slipstream.core.cache import KVCache
-from slipstream.core.drafter import CACHE, FINAL, INPUT
-from slipstream.core.span import Output
-from slipstream.core.target import LMHead, Target
-from slipstream.core.tree import Layout, Tree, chain
-from slipstream.machine import where
-from slipstream.packing import EIGHT
+from slipstream.core.tree import Layout
 from slipstream.targets import ours, support
 from slipstream.targets.alike import agrees, own_noise, rounds_alike
-from slipstream.targets.decoder import Decoder, Undescribed
-from slipstream.targets.inside import Behind, Blocks, View, compile_forward, twin
-from slipstream.targets.masks import Masks, additive, dense, key_lists
-from slipstream.targets.part import between, decoder_of, own_blocks, part, rows_of_head
+from slipstream.targets.decoder_target import DecoderTarget, Features
+from slipstream.targets.description import ModelDecoder
+from slipstream.targets.executor import Undescribed
+from slipstream.targets.inside import Behind, Blocks, Taps, View, compile_forward, twin
+from slipstream.targets.kept_target import KeptTarget
+from slipstream.targets.masks import Masks, additive, dense
+from slipstream.targets.part import between, decoder_of, own_blocks, part
 from slipstream.targets.prompts import HFText
-from slipstream.targets.quantised import of_torchao, quantised, stored_bytes
-from slipstream.targets.taps import Taps, index_of, side_by_side
+from slipstream.targets.quantised import of_torchao, stored_bytes
+from slipstream.targets.rounding import quantised
 
-OF_PASSES = (
-    "_taps",
-    "_straight",
-    "decoder",
-    "_to_logits",
-)  # what passes over one model's modules are made with
+OF_PASSES = ("_taps", "decoder", "_to_logits")  # what passes over one model's modules are made with
 
 
 @final
-class HFTarget(Target):
+class HFTarget(DecoderTarget):
     """A Hugging Face causal LM.
 
     The model stays the caller's. Passes run through a twin: modules of our own over the same weights, in
@@ -71,8 +63,6 @@ class HFTarget(Target):
         ValueError: the model is no Hugging Face model, cannot be decoded exactly (`check_supported`,
             `check_causal`) or quantised, or has no kernels to be `exact` with.
     """
-
-    text: HFText | None
 
     def __init__(
         self,
@@ -107,6 +97,7 @@ class HFTarget(Target):
         self.source, self.vocab = self.config.name_or_path or "", self.config.vocab_size
         self.window = support.longest_text(self.plain)
         self.windows, self.sizes = support.attention_windows(self.config), support.sizes_of(self.config)
+        self.scale, self.cap = support.scale_and_cap(self.config)
         self.blocks = own_blocks(self.twin, self.sizes.blocks)
         self.embed: Any = self.twin.get_input_embeddings()
         self._head: Any = self.twin.get_output_embeddings()
@@ -153,16 +144,11 @@ class HFTarget(Target):
         noise = 0.0 if self.dtype == torch.float64 else own_noise(self, self.plain)
         return max(super().margin, 2 * noise)  # both of two scores may be off by it
 
-    def __repr__(self) -> str:
-        how = f"{self.precision} on {self.device}{', compiled' if self.compiles else ''}"
-        kind = f"{self.config.model_type}, {len(self.blocks)} blocks, {self._weights / 1e6:,.1f} M weights"
-        return f"HFTarget({self.name}: {kind}, {how})"
-
     @property
     def twin(self) -> PreTrainedModel:
         """The model that passes run through. Raises ValueError once the target is released."""
         if self._twin is None:
-            raise ValueError(f"target {self.name} was released: make another one, HFTarget(model)")
+            raise ValueError(self.released)
         return self._twin
 
     @cached_property
@@ -182,22 +168,14 @@ class HFTarget(Target):
         return support.hash_of(self.model)
 
     def release(self) -> None:
-        """Release the weights, with their packed copies, but not the caller's model. `with HFTarget(model) as
-        target:` does this at the end."""
-        self._twin = self.embed = self._head = None
-        self.blocks = Blocks(())
-        for name in ("plain", "drafters", *OF_PASSES):
+        super().release()
+        self._twin, self.blocks = None, Blocks(())
+        for name in ("plain", "_taps"):
             vars(self).pop(name, None)
 
-    def __enter__(self) -> "HFTarget":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
     @property
-    def place(self) -> str:
-        return f"{where(self.device)}, {self.precision}{', compiled' if self.compiles else ''}"
+    def layers(self) -> int:
+        return len(self.blocks)
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -205,7 +183,8 @@ class HFTarget(Target):
 
     @property
     def described(self) -> dict[str, Any]:
-        return self.config.to_dict()
+        config: dict[str, Any] = json.loads(self.config.to_json_string(use_diff=False))
+        return config
 
     @property
     def read_bytes(self) -> int:
@@ -223,27 +202,7 @@ class HFTarget(Target):
     def new_cache(self, batch: int, memory: Tensor | None = None) -> KVCache:
         if self.decoder is not None and self.decoder.is_stale:  # asked here, since it takes 1 % of a pass
             del self.decoder
-        return KVCache(len(self.blocks), batch, self.device, memory, self._cached if self.compiles else None)
-
-    def lm_head(self, vocab: Int[Tensor, " Vd"] | None = None) -> LMHead:
-        config, head = self.config, self._head
-        if vocab is not None:
-            head = rows_of_head(head, vocab)
-            self.lend_products(head)
-        factor = getattr(config, "logits_scaling", None) or 1  # all models but one divide by it
-        own = factor if config.model_type == "hyperclovax" else 1 / factor
-        scale = getattr(config, "logit_scale", None) or own
-        cap = getattr(config, "final_logit_softcapping", None)
-        product = getattr(head, "product", F.linear)
-        if self._ours and self.device.type == "cpu" and scale == 1 and not cap:
-            product = partial(_widened, product)
-        return LMHead(head.weight, head.bias, scale, cap, product)
-
-    def lend_products(self, module: nn.Module) -> None:
-        if self._ours:
-            for weight in module.parameters() if self.quantize else ():
-                setattr(weight, EIGHT, True)
-            ours.own_products(module, self.dtype, self.device)
+        return super().new_cache(batch, memory)
 
     def rope(self, block: int) -> tuple[list[float], float]:
         return support.rope(self.config, block)
@@ -288,48 +247,6 @@ class HFTarget(Target):
         )
         return out.last_hidden_state, cache.own
 
-    @torch.inference_mode()
-    def __call__(
-        self, tree: Tree, cache: KVCache, taps: Sequence[str] = (), rows: Int[Tensor, "B K"] | None = None
-    ) -> Output:
-        layout = tree.layout()
-        cache.reserve(tree.rows)
-        # Only padding lies beyond the window.
-        positions = (cache.lengths[:, None] + layout.depths).clamp(max=self.window - 1)
-        tokens = tree.tokens.clamp(min=0)
-        if tree.probes is None:
-            inputs = {"input_ids": tokens}
-        else:
-            vectors, hosts = tree.probes
-            embedded = self._whole_embed(tokens)
-            behind = vectors.to(embedded).repeat(hosts.shape[1], 1).expand(len(tokens), -1, -1)
-            inputs = {"inputs_embeds": torch.cat([embedded, behind], 1)}
-        keep: int | Tensor = 0
-        if rows is not None or tree.probes is not None:
-            keep = torch.arange(tree.nodes, device=self.device) if rows is None else rows.unique()
-            # One row by its index: sliced states are not contiguous, and each text would copy the head.
-            keep = keep if len(keep) else positions.new_zeros(1)
-        probes = 0 if tree.probes is None else len(tree.probes.vectors)
-        depth = 0 if tree.is_chain and not probes else tree.depth + 1 + probes
-        mask = self._masks(layout, positions, cache, tree.nodes, depth)
-        began = perf_counter()
-        logits, features = self._pass(inputs, positions, mask, cache, keep, tuple(taps))
-        seconds = perf_counter() - began
-        if rows is not None:
-            at = torch.searchsorted(keep, rows) if isinstance(keep, Tensor) else rows
-            logits = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
-        return Output(logits, features, seconds)
-
-    @torch.inference_mode()
-    def extend(
-        self, tokens: Int[Tensor, "B R"], layout: Layout, cache: KVCache, after: int
-    ) -> Float[Tensor, "B R V"]:
-        cache.reserve(tokens.shape[1], after)
-        positions = (cache.lengths[:, None] + layout.depths).clamp(max=self.window - 1)
-        mask = self._masks(layout, positions, cache, tokens.shape[1], layout.visible.shape[2])
-        own = positions[:, after:].expand(len(tokens), -1)
-        return self._pass({"input_ids": tokens.clamp(min=0)}, own, mask, cache, 0, ())[0]
-
     def _pass(
         self,
         inputs: dict[str, Tensor],
@@ -338,33 +255,24 @@ class HFTarget(Target):
         cache: KVCache,
         keep: int | Tensor,
         taps: tuple[str, ...],
-    ) -> tuple[Float[Tensor, "B K V"], Float[Tensor, "B R F"] | None]:
-        """The logits of the rows to keep, and the features of all rows."""
+    ) -> tuple[Float[Tensor, "B K V"], Features]:
+        if self._described() is not None:
+            return super()._pass(inputs, positions, mask, cache, keep, taps)
         with self.lock:
-            if (decoder := self._described()) is not None:
-                given = inputs.get("inputs_embeds")
-                embedded = self.embed(inputs["input_ids"]) if given is None else given
-                asked = [tap for tap in taps if tap.startswith(INPUT)]
-                taken = [index_of(tap, len(self.blocks)) for tap in asked]
-                final, took = decoder(embedded, positions, mask, cache, taken)
-                logits = self._to_logits(final if isinstance(keep, int) else final[:, keep])
-                said = {tap: took[block] for tap, block in zip(asked, taken, strict=True)}
-                features = side_by_side(taps, {FINAL: final, **said}, cache, len(self.blocks))
-            else:
-                self._taps.watch(taps)
-                view = View(cache, self.blocks)
-                own: Any = {"position_ids": positions, "attention_mask": mask, "past_key_values": view}
-                if self._selects_rows:
-                    own["logits_to_keep"] = keep
-                with self._calls:
-                    logits = self.twin(**inputs, **own, use_cache=True).logits
-                if isinstance(keep, Tensor) and logits.shape[1] != len(keep):  # it has made those of all rows
-                    logits = logits[:, keep]
-                features = self._taps.take(taps, cache)
+            self._taps.watch(taps)
+            view = View(cache, self.blocks)
+            own: Any = {"position_ids": positions, "attention_mask": mask, "past_key_values": view}
+            if self._selects_rows:
+                own["logits_to_keep"] = keep
+            with self._calls:
+                logits = self.twin(**inputs, **own, use_cache=True).logits
+            if isinstance(keep, Tensor) and logits.shape[1] != len(keep):  # it has made those of all rows
+                logits = logits[:, keep]
+            features = self._taps.take(taps, cache)
         return logits if logits.dtype == torch.float64 else logits.float(), features
 
     @cached_property
-    def _whole_embed(self) -> Any:
+    def _whole_embed(self) -> nn.Module:
         support.check_embedding(self.plain, self.embed)
         return self.embed
 
@@ -377,52 +285,18 @@ class HFTarget(Target):
     def _taps(self) -> Taps:
         return Taps(decoder_of(self.twin, self.blocks), self.blocks)
 
-    @cached_property
-    def _to_logits(self) -> LMHead:
-        return self.lm_head()
-
-    def _described(self) -> Decoder | None:
+    def _described(self) -> ModelDecoder | None:
         """The layers in one call, where there is a description of them and nobody looks into them."""
         return None if self.decoder is None or self.decoder.is_watched else self.decoder
 
     @cached_property
-    def decoder(self) -> Decoder | None:
-        """The layers as our kernels execute them; None where they are Hugging Face's modules."""
+    def decoder(self) -> ModelDecoder | None:
         if not self._ours or self.device.type != "cpu":
             return None
         try:
-            return Decoder(self.twin, self.blocks, list(self.windows))
+            return ModelDecoder(self.twin, self.blocks, list(self.windows))
         except Undescribed:
             return None
-
-    def widths(self, taps: Sequence[str]) -> list[int]:
-        def width(tap: str) -> int:
-            if tap.startswith(CACHE):
-                return sum(x.shape[1] * x.shape[3] for x in self._cached)
-            return self.width if tap == FINAL else self.sizes.hidden_size
-
-        return [width(tap) for tap in taps]
-
-    @cached_property
-    def _cached(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of one block and no token, [1, heads, 0, D], from which a cache is allocated before
-        its first pass, as compiled passes need it."""
-        cache = KVCache(len(self.blocks), 1, self.device)
-        self(chain(torch.zeros(1, 1, dtype=torch.long, device=self.device)), cache)
-        keys, values = (stored[0, :, :, :0].clone() for stored in cache.stored)
-        return keys, values
-
-    def features(self, rows: Sequence[Sequence[int]], taps: Sequence[str]) -> Float[Tensor, "B T F"]:
-        width = max(map(len, rows))
-        if not taps:
-            return torch.zeros(len(rows), width, 0, dtype=self.dtype, device=self.device)
-        tokens = torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=self.device)
-        out = self(chain(tokens), self.new_cache(len(rows)), taps, rows=tokens[:, :0])
-        assert out.features is not None
-        for row, sound in zip(rows, out.features.isfinite().all(-1).cpu(), strict=True):
-            if not sound[: len(row)].all():
-                raise ValueError(self.unsound(row))
-        return out.features.clone()  # outside inference mode, so that autograd may read it
 
     def unsound(self, tokens: Sequence[int]) -> str:
         module = support.first_unsound(self.plain, tokens) or "no module of Hugging Face's own pass"
@@ -431,22 +305,12 @@ class HFTarget(Target):
             f"{module}: its weights are damaged, or {self.precision} is too narrow: load it in float32"
         )
 
-    def warm_up(self) -> None:
-        """Compile the passes that rounds of one text take: of one row and of several."""
-        cache, tokens = self.new_cache(1), torch.zeros(1, 2, dtype=torch.long, device=self.device)
-        for rows in (2, 1):
-            self(chain(tokens[:, :rows]), cache)
-
     def _masks(
         self, layout: Layout, positions: Int[Tensor, "B A"], cache: KVCache, nodes: int, depth: int
     ) -> Masks:
-        """What the new rows read, for the attention at hand."""
         if self._ours:
-            return key_lists(layout, positions, cache, self.windows, nodes, depth)
+            return super()._masks(layout, positions, cache, nodes, depth)
         return dense(layout, positions, cache, self.windows, nodes, self.dtype)
 
 
-def _widened(product: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
-    """A product, in float32 where it is bf16: an LM head may be cast."""
-    out = product(*given)
-    return out if torch.is_grad_enabled() or out.dtype != torch.bfloat16 else kernels.widened(out)
+HFTarget.register(KeptTarget)  # which becomes one when somebody asks for its modules

@@ -1,56 +1,29 @@
-"""Models in the user's cache, under a hash of what they were made of, so that a later start reads them as
-they are: GGUF files, dequantised, and quantised models, whose packed weights are mapped."""
+"""What was made of a model, in the user's cache under a hash of what it was made of: a later start reads it
+as it is."""
 
 import hashlib
-import json
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
-from safetensors import SafetensorError
-from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from slipstream import kernels
 from slipstream.files import LOADED, cache_home, read_json, read_results, update_json
-from slipstream.targets.gguf import READER
-from slipstream.targets.quantised import Quantised, QuantisedEmbedding, QuantisedLinear, quantised
-from slipstream.targets.support import fingerprint_of
 
-Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+Read = TypeVar("Read")
 DIGESTS, WEIGHTS, LAYERS = "digests.json", "weights.bin", "layers.json"
-FORMAT = 4  # of these files, and of what `quantised` rounds
+FORMAT = 5  # of what is kept, and of what quantised models are rounded to
+READER = 1  # of what gguf.py sets: what an earlier one made is not taken from the cache
 LINE = 64  # bytes
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What a quantised model was made of.
-
-    Attributes:
-        quantize: how it was rounded.
-        source: directory or hub id of the model before, or "".
-        fingerprint, weights: of the model before: its hash, and how many numbers it has.
-    """
-
-    quantize: str
-    source: str
-    fingerprint: str
-    weights: int
 
 
 def place_of(source: Path, *made_by: Any) -> Path:
@@ -104,7 +77,7 @@ def keep(place: Path, write: Callable[[Path], Any]) -> bool:
     return place.is_dir()
 
 
-def found(place: Path, read: Callable[[Path], Loaded]) -> Loaded | None:
+def found(place: Path, read: Callable[[Path], Read]) -> Read | None:
     """What is read from a directory, if there is one. A damaged one is removed."""
     if place.is_dir():
         try:
@@ -114,98 +87,7 @@ def found(place: Path, read: Callable[[Path], Loaded]) -> Loaded | None:
     return None
 
 
-def kept_quantised(
-    source: Path, name: str, dtype: torch.dtype, quantize: str, load: Callable[[], Loaded]
-) -> Loaded:
-    """A model with weights of 8 or 4 bits: from the cache, or made of what `load` brings, and kept there.
-    Raises ValueError as `quantised` does."""
-    if not kernels.has_kernels(torch.device("cpu"), dtype):
-        return load()  # which is refused then
-    place = place_of(source, dtype, quantize, FORMAT, READER, kernels.build())
-    if (here := found(place, _read)) is not None:
-        return here
-    model, tokenizer = load()
-    config = model.config.get_text_config(decoder=True)
-    origin = Origin(quantize, config.name_or_path or "", fingerprint_of(model), model.num_parameters())
-    made: Any = quantised(model, quantize, name)
-    del model
-    made.origin = origin
-    if type(made).__module__.startswith("transformers."):
-        keep(place, lambda beside: _write(made, tokenizer, beside))
-    return made, tokenizer
-
-
-def _write(model: Any, tokenizer: Any, place: Path) -> None:
-    """Raises ValueError where the model that is read again says anything else."""
-    tensors, names, layers = dict[str, Tensor](), dict[str, str](), dict[str, Any]()
-    first = dict[int, str]()
-    for name, tensor in _tensors(model):
-        names[name] = first.setdefault(id(tensor), name)
-        tensors[names[name]] = tensor.detach().contiguous()
-    for name, module in model.named_modules():
-        if isinstance(module, Quantised):
-            layers[name] = {"embeds": isinstance(module, QuantisedEmbedding), "width": module.width}
-    model.config.save_pretrained(place)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(place)
-    tokenizer.save_pretrained(place)
-    said = {
-        "origin": asdict(model.origin),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "tokenizer": type(tokenizer).__name__,
-        "layers": layers,
-        "names": names,
-        "places": _save(tensors, place / WEIGHTS),
-    }
-    (place / LAYERS).write_text(json.dumps(said), "utf-8")
-    text = torch.arange(1, 5)[None] % model.config.get_text_config(decoder=True).vocab_size
-    again = _read(place)[0]
-    with torch.inference_mode():
-        mine, theirs = (each(text, use_cache=False).logits for each in (again, model.eval()))
-    if not torch.equal(mine, theirs):
-        raise ValueError("what was kept says something else")
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All that a model's modules hold, also what they do not save."""
-    for path, module in model.named_modules():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                yield f"{path}.{name}", tensor
-
-
-def _read(place: Path) -> Loaded:
-    said = read_json(place / LAYERS, "cache")
-    tensors = _mapped(place / WEIGHTS, said["places"])
-    origin = Origin(**said["origin"])
-    config, dtype = AutoConfig.from_pretrained(place), getattr(torch, said["dtype"])
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
-    given = {name: tensors[key] for name, key in said["names"].items()}
-    for path, layer in said["layers"].items():
-        weight, scales = given[f"{path}.weight"], given[f"{path}.scales"]
-        made = QuantisedEmbedding if layer["embeds"] else QuantisedLinear
-        # Bias and factor are among the tensors.
-        model.set_submodule(path, made(weight, scales, layer["width"], dtype, None))
-    modules = dict(model.named_modules())
-    for name, tensor in given.items():
-        path, _, own = name.rpartition(".")
-        module = modules[path]
-        if own in module._buffers:
-            module._buffers[own] = tensor
-        else:
-            module._parameters[own] = nn.Parameter(tensor, requires_grad=False)
-    if any(tensor.is_meta for _, tensor in _tensors(model)):
-        raise ValueError("some weights are missing")
-    config.name_or_path = origin.source
-    if (place / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(place)
-    model.origin = origin
-    # AutoTokenizer would take another class for some families, which reads text otherwise.
-    return model.eval(), getattr(transformers, said["tokenizer"]).from_pretrained(place)
-
-
-def _save(tensors: dict[str, Tensor], file: Path) -> dict[str, Any]:
+def save(tensors: dict[str, Tensor], file: Path) -> dict[str, Any]:
     """Write tensors one behind the other, each at a whole cache line, which safetensors does not do. Returns
     where each lies, and what it is."""
     places = dict[str, Any]()
@@ -217,8 +99,8 @@ def _save(tensors: dict[str, Tensor], file: Path) -> dict[str, Any]:
     return places
 
 
-def _mapped(file: Path, places: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors that `_save` wrote, in the file's own memory, which all processes share."""
+def mapped(file: Path, places: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors that `save` wrote, in the file's own memory, which all processes share."""
     whole = torch.from_file(str(file), shared=False, size=os.path.getsize(file), dtype=torch.uint8)
     made = dict[str, Tensor]()
     for name, (start, kind, shape) in places.items():
@@ -226,3 +108,38 @@ def _mapped(file: Path, places: dict[str, Any]) -> dict[str, Tensor]:
         part = whole[start : start + math.prod(shape) * dtype.itemsize]
         made[name] = part.view(dtype).view(shape)
     return made
+
+
+def of_files(directory: Path, dtype: torch.dtype) -> Callable[[str], Tensor]:
+    """The tensors of a checkpoint's files by their names, in this precision."""
+    homes = dict[str, Any]()
+    for file in directory.glob("*.safetensors"):
+        content: Any = safe_open(file, "pt")
+        homes.update(dict.fromkeys(content.keys(), content))
+
+    def tensor_of(name: str) -> Tensor:
+        if name not in homes:
+            raise ValueError(f"there is no {name} in {directory}")
+        tensor: Tensor = homes[name].get_tensor(name).to(dtype)
+        return tensor
+
+    return tensor_of
+
+
+def weights_of(source: Path, dtype: torch.dtype, quantize: str | None) -> Callable[[str], Tensor]:
+    """The tensors by name of a directory's or GGUF file's model in this precision, as the cache keeps it."""
+    if quantize is not None:
+        return of_quantised(place_of_quantised(source, dtype, quantize))
+    return of_files(source if source.is_dir() else place_of(source, dtype, READER), dtype)
+
+
+def place_of_quantised(source: Path, dtype: torch.dtype, quantize: str) -> Path:
+    """The directory of a quantised model."""
+    return place_of(source, dtype, quantize, FORMAT, READER, kernels.build())
+
+
+def of_quantised(place: Path) -> Callable[[str], Tensor]:
+    """The tensors of a quantised model in the cache by their names."""
+    said = read_json(place / LAYERS, "cache")
+    tensors = mapped(place / WEIGHTS, said["places"])
+    return lambda name: tensors[said["names"][name]]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slipstream.targets.inside import Blocks
-from slipstream.targets.quantised import QuantisedLinear, dense
+from slipstream.targets.quantised import rows_of_head
 from slipstream.targets.support import SUPPORTED
 
 
@@ -70,16 +70,6 @@ def decoder_of(model: Any, blocks: nn.ModuleList) -> Any:
     ModernBertDecoderForCausalLM is the head."""
     decoder = model.get_decoder()
     return decoder if any(module is blocks for module in decoder.modules()) else model.base_model
-
-
-def rows_of_head(head: Any, vocab: Int[Tensor, " Vd"]) -> nn.Linear:
-    """An LM head over some tokens, as a linear layer; a quantised one's in the precision of the states."""
-    rows = head.rows(vocab) if isinstance(head, QuantisedLinear) else dense(head.weight[vocab])
-    narrow = nn.Linear(1, 1, head.bias is not None, device="meta")
-    narrow.weight = nn.Parameter(rows.contiguous(), requires_grad=False)
-    if head.bias is not None:
-        narrow.bias = nn.Parameter(head.bias[vocab], requires_grad=False)
-    return narrow
 
 
 def between(model: PreTrainedModel, blocks: nn.ModuleList) -> dict[str, nn.Module]:

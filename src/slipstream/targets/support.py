@@ -243,3 +243,10 @@ def rope(config: Any, block: int) -> tuple[list[float], float]:
     D = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dim = int(D * (parameters.get("partial_rotary_factor") or 1.0))
     return (1.0 / parameters["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim)).tolist(), 1.0
+
+
+def scale_and_cap(config: Any) -> tuple[float, float | None]:
+    """Of logits, see `LMHead`."""
+    factor = getattr(config, "logits_scaling", None) or 1  # all models but one divide by it
+    own = factor if config.model_type == "hyperclovax" else 1 / factor
+    return getattr(config, "logit_scale", None) or own, getattr(config, "final_logit_softcapping", None)

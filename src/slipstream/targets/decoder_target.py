@@ -1,0 +1,222 @@
+"""A target whose passes one call of our kernels executes, by a description of its layers."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from slipstream import kernels
+from slipstream.core.cache import KVCache
+from slipstream.core.drafter import CACHE, FINAL, INPUT
+from slipstream.core.span import Output
+from slipstream.core.target import LMHead, Target
+from slipstream.core.tree import Layout, Tree, chain
+from slipstream.machine import where
+from slipstream.packing import EIGHT
+from slipstream.targets.decoder import Decoder
+from slipstream.targets.masks import Masks, Windows, key_lists
+from slipstream.targets.products import own_products
+from slipstream.targets.prompts import HFText
+from slipstream.targets.quantised import rows_of_head
+from slipstream.targets.taps import index_of, side_by_side
+
+Features = Float[Tensor, "B R F"] | None
+
+
+class DecoderTarget(Target):
+    """What targets have in common whose layers are described.
+
+    Attributes:
+        windows: the sliding window of each type of attention.
+        scale, cap: of logits, see `LMHead`.
+    """
+
+    text: HFText | None
+    windows: Windows
+    scale: float
+    cap: float | None
+    _head: Any
+    _weights: int  # numbers in the weights, as loaded
+    _ours: bool  # attention and products are ours
+
+    @property
+    @abstractmethod
+    def decoder(self) -> Decoder | None:
+        """Executes the layers; None where Hugging Face's modules do."""
+
+    @property
+    @abstractmethod
+    def layers(self) -> int:
+        """How many there are."""
+
+    def __repr__(self) -> str:
+        how = f"{self.precision} on {self.device}{', compiled' if self.compiles else ''}"
+        kind = f"{self.described['model_type']}, {self.layers} blocks, {self._weights / 1e6:,.1f} M weights"
+        return f"HFTarget({self.name}: {kind}, {how})"
+
+    def release(self) -> None:
+        """Release the weights, with their packed copies, but not the caller's model. `with HFTarget(model) as
+        target:` does this at the end."""
+        self.embed = self._head = None  # type: ignore[assignment]
+        for name in ("drafters", "decoder", "_to_logits"):
+            vars(self).pop(name, None)
+
+    @property
+    def released(self) -> str:
+        """The error message for what is asked of it after that."""
+        return f"target {self.name} was released: make another one, HFTarget(model) or load_target(…)"
+
+    def __enter__(self) -> "DecoderTarget":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def place(self) -> str:
+        return f"{where(self.device)}, {self.precision}{', compiled' if self.compiles else ''}"
+
+    def new_cache(self, batch: int, memory: Tensor | None = None) -> KVCache:
+        return KVCache(self.layers, batch, self.device, memory, self._cached if self.compiles else None)
+
+    def lm_head(self, vocab: Int[Tensor, " Vd"] | None = None) -> LMHead:
+        head = self._head
+        if vocab is not None:
+            head = rows_of_head(head, vocab)
+            self.lend_products(head)
+        product = getattr(head, "product", F.linear)
+        if self._ours and self.device.type == "cpu" and self.scale == 1 and not self.cap:
+            product = partial(_widened, product)
+        return LMHead(head.weight, head.bias, self.scale, self.cap, product)
+
+    def lend_products(self, module: nn.Module) -> None:
+        if self._ours:
+            for weight in module.parameters() if self.quantize else ():
+                setattr(weight, EIGHT, True)
+            own_products(module, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def __call__(
+        self, tree: Tree, cache: KVCache, taps: Sequence[str] = (), rows: Int[Tensor, "B K"] | None = None
+    ) -> Output:
+        layout = tree.layout()
+        cache.reserve(tree.rows)
+        # Only padding lies beyond the window.
+        positions = (cache.lengths[:, None] + layout.depths).clamp(max=self.window - 1)
+        tokens = tree.tokens.clamp(min=0)
+        if tree.probes is None:
+            inputs = {"input_ids": tokens}
+        else:
+            vectors, hosts = tree.probes
+            embedded = self._whole_embed(tokens)
+            behind = vectors.to(embedded).repeat(hosts.shape[1], 1).expand(len(tokens), -1, -1)
+            inputs = {"inputs_embeds": torch.cat([embedded, behind], 1)}
+        keep: int | Tensor = 0
+        if rows is not None or tree.probes is not None:
+            keep = torch.arange(tree.nodes, device=self.device) if rows is None else rows.unique()
+            # One row by its index: sliced states are not contiguous, and each text would copy the head.
+            keep = keep if len(keep) else positions.new_zeros(1)
+        probes = 0 if tree.probes is None else len(tree.probes.vectors)
+        depth = 0 if tree.is_chain and not probes else tree.depth + 1 + probes
+        mask = self._masks(layout, positions, cache, tree.nodes, depth)
+        began = perf_counter()
+        logits, features = self._pass(inputs, positions, mask, cache, keep, tuple(taps))
+        seconds = perf_counter() - began
+        if rows is not None:
+            at = torch.searchsorted(keep, rows) if isinstance(keep, Tensor) else rows
+            logits = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
+        return Output(logits, features, seconds)
+
+    @torch.inference_mode()
+    def extend(
+        self, tokens: Int[Tensor, "B R"], layout: Layout, cache: KVCache, after: int
+    ) -> Float[Tensor, "B R V"]:
+        cache.reserve(tokens.shape[1], after)
+        positions = (cache.lengths[:, None] + layout.depths).clamp(max=self.window - 1)
+        mask = self._masks(layout, positions, cache, tokens.shape[1], layout.visible.shape[2])
+        own = positions[:, after:].expand(len(tokens), -1)
+        return self._pass({"input_ids": tokens.clamp(min=0)}, own, mask, cache, 0, ())[0]
+
+    def _pass(
+        self,
+        inputs: dict[str, Tensor],
+        positions: Int[Tensor, "B R"],
+        mask: Masks,
+        cache: KVCache,
+        keep: int | Tensor,
+        taps: tuple[str, ...],
+    ) -> tuple[Float[Tensor, "B K V"], Features]:
+        """The logits of the rows to keep, in float32 at least, and the features of all rows."""
+        with self.lock:
+            if (decoder := self.decoder) is None:
+                raise ValueError(self.released)
+            given = inputs.get("inputs_embeds")
+            embedded = self.embed(inputs["input_ids"]) if given is None else given
+            asked = [tap for tap in taps if tap.startswith(INPUT)]
+            taken = [index_of(tap, self.layers) for tap in asked]
+            final, took = decoder(embedded, positions, mask, cache, taken)
+            logits = self._to_logits(final if isinstance(keep, int) else final[:, keep])
+            said = {tap: took[block] for tap, block in zip(asked, taken, strict=True)}
+            return logits, side_by_side(taps, {FINAL: final, **said}, cache, self.layers)
+
+    @property
+    def _whole_embed(self) -> nn.Module:
+        """The embedding, where nothing behind it reads tokens."""
+        return self.embed
+
+    @cached_property
+    def _to_logits(self) -> LMHead:
+        return self.lm_head()
+
+    def widths(self, taps: Sequence[str]) -> list[int]:
+        def width(tap: str) -> int:
+            if tap.startswith(CACHE):
+                return sum(x.shape[1] * x.shape[3] for x in self._cached)
+            return self.width if tap == FINAL else self.sizes.hidden_size
+
+        return [width(tap) for tap in taps]
+
+    @cached_property
+    def _cached(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of one block and no token, [1, heads, 0, D], from which a cache is allocated before
+        its first pass, as compiled passes need it."""
+        cache = KVCache(self.layers, 1, self.device)
+        self(chain(torch.zeros(1, 1, dtype=torch.long, device=self.device)), cache)
+        keys, values = (stored[0, :, :, :0].clone() for stored in cache.stored)
+        return keys, values
+
+    def features(self, rows: Sequence[Sequence[int]], taps: Sequence[str]) -> Float[Tensor, "B T F"]:
+        width = max(map(len, rows))
+        if not taps:
+            return torch.zeros(len(rows), width, 0, dtype=self.dtype, device=self.device)
+        tokens = torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=self.device)
+        out = self(chain(tokens), self.new_cache(len(rows)), taps, rows=tokens[:, :0])
+        assert out.features is not None
+        for row, sound in zip(rows, out.features.isfinite().all(-1).cpu(), strict=True):
+            if not sound[: len(row)].all():
+                raise ValueError(self.unsound(row))
+        return out.features.clone()  # outside inference mode, so that autograd may read it
+
+    def warm_up(self) -> None:
+        """Compile the passes that rounds of one text take: of one row and of several."""
+        cache, tokens = self.new_cache(1), torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        for rows in (2, 1):
+            self(chain(tokens[:, :rows]), cache)
+
+    def _masks(
+        self, layout: Layout, positions: Int[Tensor, "B A"], cache: KVCache, nodes: int, depth: int
+    ) -> Masks:
+        """What the new rows read, for the attention at hand."""
+        return key_lists(layout, positions, cache, self.windows, nodes, depth)
+
+
+def _widened(product: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
+    """A product, in float32 where it is bf16: an LM head may be cast."""
+    out = product(*given)
+    return out if torch.is_grad_enabled() or out.dtype != torch.bfloat16 else kernels.widened(out)

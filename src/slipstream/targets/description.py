@@ -1,0 +1,291 @@
+"""A model's layers as a description, which is read from Hugging Face's configuration and modules.
+
+Families of models differ in little: norms and where they stand, biases, rotary positions, windows,
+activations, merged projections.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.machine import available_memory
+from slipstream.targets.decoder import Decoder, Description, Rotary
+from slipstream.targets.executor import (
+    NO_MATRIX,
+    Kind,
+    Part,
+    Undescribed,
+    Weights,
+    eps_of,
+    matrix,
+    norm,
+    stored,
+)
+from slipstream.targets.inside import LOOKS, Blocks, StandIn
+from slipstream.targets.part import between, decoder_of
+
+SPLIT = ("q_proj", "k_proj", "v_proj")
+GATED = ("gate_proj", "up_proj")
+HEADS = "q_norm", "k_norm"
+PANEL = 32  # columns of a weight in tiles
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the layers of some model types are made of, by the names of their modules.
+
+    Attributes:
+        norms: before attention, behind it, before the MLP, behind it.
+        read: queries, keys and values, or all of them.
+        up: gate and up of an MLP, both in one, or up alone where it is not `gated`.
+        more: what a norm's weight lacks, 1 where it is stored as its distance from 1.
+        final: the norm behind all layers.
+        parallel: the MLP always reads what attention reads.
+        by_head, pairs, clamped: see `executor.Kind`.
+    """
+
+    norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
+    read: tuple[str, ...] = SPLIT
+    up: tuple[str, ...] = GATED
+    down: str = "down_proj"
+    gated: bool = True
+    more: float = 0.0
+    attention: str = "self_attn"
+    o: str = "o_proj"
+    final: str = "norm"
+    parallel: bool = False
+    by_head: bool = False
+    pairs: bool = False
+    clamped: bool = False
+
+
+LLAMA = Family()
+OLMO = Family((None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
+AROUND = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+GEMMA = Family(AROUND, more=1.0)
+COHERE = Family(("input_layernorm", None, None, None), parallel=True, pairs=True)
+NEOX = Family(
+    read=("query_key_value",),
+    up=("dense_h_to_4h",),
+    down="dense_4h_to_h",
+    gated=False,
+    attention="attention",
+    o="dense",
+    final="final_layer_norm",
+    by_head=True,
+)
+FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "stablelm"), LLAMA),
+    **dict.fromkeys(("olmo2", "olmo3"), OLMO),
+    **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
+    "phi3": Family(read=("qkv_proj",), up=("gate_up_proj",)),
+    "starcoder2": Family(up=("c_fc",), down="c_proj", gated=False),
+    **dict.fromkeys(("cohere", "cohere2"), COHERE),
+    "gpt_neox": NEOX,
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe"), LLAMA),
+    "gpt_oss": Family(clamped=True),
+}
+HUGGING_FACE = "transformers.models."
+
+
+class ModelDecoder(Decoder):
+    """The layers and the last norm of a model.
+
+    Args:
+        model: a causal LM. Packed copies of its weights are shared with its own linear layers.
+        blocks: its layers, or some of them.
+        windows: the types of attention, see `support.attention_windows`.
+
+    Raises:
+        Undescribed: its layers have something that no family here has.
+    """
+
+    def __init__(self, model: Any, blocks: Blocks, windows: Sequence[str]) -> None:
+        super().__init__(_described(model, blocks, windows))
+        self._hooks = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+        own = (blocks, *between(model, blocks).values())
+        self._weights = Weights(module for each in own for module in each.modules())
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody's hooks look into the model, but for ours, which see what a call returns."""
+        return any(not hasattr(hook, LOOKS) for hooks in self._hooks if hooks for hook in hooks.values())
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a weight was changed in place, or replaced, since it was packed."""
+        return self._weights.changed
+
+
+def _described(model: Any, blocks: Blocks, windows: Sequence[str]) -> Description:
+    config = decoder_of(model, blocks).config  # of these layers, where they are some of a model's
+    if (family := FAMILIES.get(config.model_type)) is None:
+        raise Undescribed(f"a model of type {config.model_type}")
+    if getattr(config, "clip_qkv", None):
+        raise Undescribed("clipped queries")
+    if sum(p.nbytes for p in blocks.parameters() if p.dim() > 2) > 0.8 * available_memory():
+        raise Undescribed("no room for packed experts")
+    _check_class(model)
+    _check_forward(model)
+    others: dict[str, Any] = between(model, blocks)
+    if {name for name in others if "dropout" not in name} != {"rotary_emb", family.final}:
+        raise Undescribed(f"beside its layers {', '.join(others)}")
+    kinds = getattr(config, "layer_types", None) or [""] * len(blocks)
+    # Rotary positions: one for each type of attention, where each has frequencies of its own.
+    turned = others["rotary_emb"]
+    turns = [f"{kind}_" for kind in sorted(set(kinds))] if hasattr(turned, "layer_types") else [""]
+    parts, which = list[Part](), list[int]()
+    for block, of in zip(blocks, kinds, strict=True):
+        parts += _parts(block, family)
+        turn = turns.index(f"{of}_") if len(turns) > 1 else 0
+        window = windows.index(of) if len(windows) > 1 else 0
+        which += turn if _turns(getattr(block, family.attention)) else -1, window, _experts(block.mlp)
+    return Description(
+        kind=_kind(config, blocks, family),
+        parts=[*parts, *norm(others[family.final], family.more)],
+        which=which,
+        rotary=[_rotary(turned, turn, family) for turn in turns],
+        windows=windows,
+        factor=getattr(config, "embedding_multiplier", 1.0),
+    )
+
+
+def _rotary(module: Any, kind: str, family: Family) -> Rotary:
+    """What a model's module says. `kind`: of attention, before the names of what it holds; "" where all types
+    have the same. Raises Undescribed where it says something else."""
+    frequencies = getattr(module, f"{kind}inv_freq", torch.empty(0)).float()
+    made = Rotary(frequencies, getattr(module, f"{kind}attention_scaling", 1.0), family.pairs)
+    near = torch.tensor([[0, 1, 2, 3, 5, 77, 1000]], device=frequencies.device)
+    theirs = module(torch.empty(1, dtype=torch.float32), near, *[kind[:-1]][: bool(kind)])
+    for mine, said in zip(made(near, torch.float32), theirs, strict=True):
+        if not torch.equal(mine[..., : said.shape[-1]], said):
+            raise Undescribed(f"a {type(module).__name__}")
+    return made
+
+
+def _kind(config: Any, blocks: Blocks, family: Family) -> Kind:
+    attention = getattr(blocks[0], family.attention)
+    dim = getattr(attention, "head_dim", None) or attention.head_size
+    first = next(getattr(blocks[0], name) for name in family.norms if name)
+    heads_norm = getattr(attention, "q_norm", None)
+    kind = Kind(
+        heads=config.num_attention_heads,
+        kv_heads=config.num_attention_heads if family.by_head else config.num_key_value_heads,
+        head_dim=dim,
+        scale=float(attention.scaling),
+        cap=getattr(attention, "attn_logit_softcapping", None) or 0.0,
+        activation=getattr(config, "hidden_activation", None) or config.hidden_act,
+        eps=eps_of(first),
+        head_eps=0.0 if heads_norm is None else eps_of(heads_norm),
+        read=len(family.read),
+        up=len(family.up),
+        gated=family.gated,
+        parallel=family.parallel or getattr(blocks[0], "use_parallel_residual", False),
+        centred="LayerNorm" in type(first).__name__,
+        whole=heads_norm is not None and heads_norm.weight.numel() != dim,
+        by_head=family.by_head,
+        pairs=family.pairs,
+    )
+    if routed := next((block.mlp for block in blocks if _experts(block.mlp)), None):
+        router = _router(routed)
+        kind = replace(kind, chosen=router.top_k, shared=getattr(router, "norm_topk_prob", True))
+    if family.clamped:
+        experts = blocks[0].mlp.experts
+        kind = replace(kind, activation="clamped", alpha=experts.alpha, limit=experts.limit)
+    return kind
+
+
+def _parts(block: Any, family: Family) -> Iterator[Part]:
+    """What `Decoder` in kernels_decoder.h takes of a layer."""
+    mlp = block.mlp
+    attention = getattr(block, family.attention)
+    for module in (block, attention, mlp):
+        _check_class(module)
+    for module in block.modules():
+        _check_forward(module)
+    _check(attention, family.read, family.o, *HEADS)
+    if experts := _experts(mlp):
+        _check_class(mlp.experts)
+        _check_class(_router(mlp))
+        _check(mlp, ("experts", "gate", "router"))
+        _check(mlp.experts, (), "act_fn")
+    else:
+        _check(mlp, family.up, family.down, "act_fn", "act", "activation_fn")
+    _check(block, filter(None, family.norms), family.attention, "mlp")
+    factor = getattr(block, "residual_multiplier", 1.0)
+    for name in family.read:
+        yield from matrix(getattr(attention, name))
+    yield from matrix(getattr(attention, family.o), factor)
+    if experts:
+        yield from NO_MATRIX * (len(family.up) + 1)
+        yield from stored(_router(mlp).weight, getattr(_router(mlp), "bias", None))
+        for i in range(experts):
+            yield from _expert(mlp.experts, i)
+    else:
+        for name in family.up:
+            yield from matrix(getattr(mlp, name))
+        down = getattr(mlp, family.down)
+        if family.gated and len(family.up) == 1 and down.in_features % PANEL:
+            raise Undescribed(f"gate and up in one, {down.in_features} wide")
+        yield from matrix(down, factor)
+    for place in family.norms:
+        yield from norm(getattr(block, place, None) if place else None, family.more)
+    for name in HEADS:
+        yield from norm(getattr(attention, name, None), family.more)
+    sinks = getattr(attention, "sinks", None)
+    yield None if sinks is None else sinks.detach().float()
+
+
+def _turns(attention: Any) -> bool:
+    """Whether attention turns queries and keys: Cohere 2's does within a window alone."""
+    windowed = getattr(attention, "sliding_window", None) is not None
+    return bool(getattr(attention, "use_rope", windowed or "Cohere2" not in type(attention).__name__))
+
+
+def _experts(mlp: Any) -> int:
+    """How many experts there are."""
+    return len(mlp.experts.gate_up_proj) if hasattr(mlp, "experts") else 0
+
+
+def _router(mlp: Any) -> Any:
+    return mlp.router if hasattr(mlp, "router") else mlp.gate
+
+
+def _expert(experts: Any, i: int) -> Iterator[Part]:
+    """Gate, up and down of an expert: as they are, or as gpt-oss has them, turned and gate and up in turn."""
+    both, down = experts.gate_up_proj[i], experts.down_proj[i]
+    if not hasattr(experts, "gate_up_proj_bias"):
+        for weight in (*both.chunk(2), down):
+            yield from stored(weight)
+        return
+    bias = experts.gate_up_proj_bias[i]
+    yield from stored(both.t()[::2], bias[::2])
+    yield from stored(both.t()[1::2], bias[1::2])
+    yield from stored(down.t(), experts.down_proj_bias[i])
+
+
+def _check_class(module: nn.Module) -> None:
+    """Raise Undescribed for a module of a class that is not Hugging Face's, and may do something else."""
+    if not type(module).__module__.startswith(HUGGING_FACE):
+        raise Undescribed(f"a {type(module).__name__} of another's")
+
+
+def _check_forward(module: nn.Module) -> None:
+    """Raise Undescribed for a module whose `forward` somebody replaced."""
+    if not isinstance(vars(module).get("forward"), StandIn | None):
+        raise Undescribed(f"a {type(module).__name__} with another's forward")
+
+
+def _check(module: nn.Module, known: Iterable[str], *more: str) -> None:
+    """Raise Undescribed for parts of a module that are not known, but for dropout."""
+    names = {name for name, _ in module.named_children() if "dropout" not in name} - {*known, *more}
+    if names:
+        raise Undescribed(f"{type(module).__name__} with {', '.join(sorted(names))}")
