@@ -16,8 +16,8 @@ Everything that `slipstream` exports, by what it is for. `python3 docs/api.py` w
 docstrings of the code: change them there.
 """
 SECTIONS = {
-    "Answer": """fetch load_target HFTarget RecordedTarget generate stream GrammarLimits custom_generate
-        Generation Interrupted Stream load_drafter Sampling""",
+    "Answer": """fetch load_target HFTarget slipstream.targets.decoder_target:DecoderTarget RecordedTarget
+        generate stream GrammarLimits custom_generate Generation Interrupted Stream load_drafter Sampling""",
     "Measure": """bench BenchReport sweep Sweep reproduce ReproduceReport certify Certificate doctor
         DoctorReport tune TuneReport Question""",
     "Train": "train TrainingRun synthesize regenerate Answers inventory Inventory",

@@ -45,11 +45,9 @@ if TYPE_CHECKING:
     from slipstream.measure.tuned import TuneReport as TuneReport
     from slipstream.methods import METHODS as METHODS, Method as Method, register as register
     from slipstream.spec import Spec as Spec
-    from slipstream.targets import (
-        HFTarget as HFTarget,
-        RecordedTarget as RecordedTarget,
-        load_target as load_target,
-    )
+    from slipstream.targets.hf import HFTarget as HFTarget
+    from slipstream.targets.load import load_target as load_target
+    from slipstream.targets.recorded import RecordedTarget as RecordedTarget
     from slipstream.training.inventory import Inventory as Inventory, inventory as inventory
     from slipstream.training.run import TrainingRun as TrainingRun, train as train
     from slipstream.training.synthesize import (
