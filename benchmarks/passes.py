@@ -1,6 +1,6 @@
 """What a pass of a Llama-like target costs on a CPU: whole, its products alone, and its attention alone.
 
-    python benchmarks/passes.py smollm2 --dtype bfloat16 --json benchmarks/results/passes_bf16.json
+    python benchmarks/passes.py smollm2 --dtype bfloat16 --json benchmarks/results/passes_layers.json
 
 Products are those of all layers with packed weights, joined where they read the same states, and of the LM
 head: as the compiled target makes them, and by oneDNN. Attention is that of all layers. Its limit is the

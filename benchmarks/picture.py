@@ -1,4 +1,4 @@
-"""The README's picture: a question and its answer, as `slipstream demo` shows them, as an SVG.
+"""The picture of docs/how.md: a question and its answer, as `slipstream demo` shows them, as an SVG.
 
     python benchmarks/picture.py docs/demo.svg
 
