@@ -68,7 +68,7 @@ class DecoderTarget(Target):
             vars(self).pop(name, None)
 
     @property
-    def released(self) -> str:
+    def _released(self) -> str:
         """The error message for what is asked of it after that."""
         return f"target {self.name} was released: make another one, HFTarget(model) or load_target(…)"
 
@@ -155,7 +155,7 @@ class DecoderTarget(Target):
         """The logits of the rows to keep, in float32 at least, and the features of all rows."""
         with self.lock:
             if (decoder := self.decoder) is None:
-                raise ValueError(self.released)
+                raise ValueError(self._released)
             given = inputs.get("inputs_embeds")
             embedded = self.embed(inputs["input_ids"]) if given is None else given
             asked = [tap for tap in taps if tap.startswith(INPUT)]

@@ -148,7 +148,7 @@ class HFTarget(DecoderTarget):
     def twin(self) -> PreTrainedModel:
         """The model that passes run through. Raises ValueError once the target is released."""
         if self._twin is None:
-            raise ValueError(self.released)
+            raise ValueError(self._released)
         return self._twin
 
     @cached_property

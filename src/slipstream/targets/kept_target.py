@@ -85,7 +85,7 @@ class KeptTarget(DecoderTarget):
         with self.lock:
             if type(self) is KeptTarget:
                 if self._decoder is None:
-                    raise ValueError(self.released)
+                    raise ValueError(self._released)
                 made: Any = self._modules()
                 made.text, made.model.generation_config = self.text, self._generation_config
                 vars(self).pop("_to_logits", None)
