@@ -9,10 +9,16 @@ INSTALLED := $(VENV)/.installed
 READY  := $(VENV)/.ready
 RUN    := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)
 
-.PHONY: demo new-user docs figures test test-browser test-compiled check bench exactness vllm clean
+.PHONY: demo wheel new-user docs figures test test-browser test-compiled check bench exactness vllm clean
 
 demo: $(INSTALLED)  ## SmolLM2 answers three questions plainly and with a drafter: the same text, sooner
 	@$(RUN)/slipstream demo
+
+wheel: $(READY)  ## dist/*.whl for Linux on x86-64, with kernels for every processor: its users need no compiler
+	@rm -rf build/wheel && mkdir -p build/wheel
+	@git archive HEAD | tar -x -C build/wheel
+	$(BIN)/python -m slipstream.kernels build/wheel/src/slipstream/built
+	$(PIP) wheel --no-deps --wheel-dir dist --config-settings=--build-option=--plat-name=linux_x86_64 ./build/wheel
 
 new-user:  ## five ways of a new user, from a wheel in an environment of its own, build/new_user
 	$(PYTHON) examples/new_user/run.py

@@ -533,6 +533,29 @@ def test_processes_that_start_at_once_build_once(copying):
     assert [*library.parent.iterdir()] == [library]
 
 
+@compiled
+def test_a_wheels_library_needs_no_compiler(copying, tmp_path, monkeypatch):
+    """A user without a compiler, whose wheel brought kernels: a damaged one is not loaded."""
+    library = kernels._library()
+    built = Path(shutil.copytree(library.parent, tmp_path / "built")) / library.name
+    library.unlink()
+    monkeypatch.setattr(kernels, "BUILT", built.parent)
+    monkeypatch.setenv("CXX", "nothing")
+    assert kernels._library() == built
+    built.write_bytes(b"")
+    with pytest.raises(OSError, match="no compiler"):
+        kernels._library()
+
+
+@compiled
+def test_a_wheel_has_a_library_for_every_processor(copying, tmp_path):
+    kernels.build_all(tmp_path / "built")
+    kinds = sorted(path.name.split("-")[0] for path in (tmp_path / "built").iterdir())
+    assert kinds == sorted(2 * [name.lower() for name in kernels.INSTRUCTIONS])
+    kernels.build_all(tmp_path / "built")
+    assert len(copying.read_text()) == len(kinds)
+
+
 def test_bf16_is_widened_as_torch_does_it():
     """Every number, of rows that do not lie side by side, too."""
     x = torch.randn(5, 40_003, generator=torch.Generator().manual_seed(0)).bfloat16()

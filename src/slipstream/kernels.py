@@ -1,8 +1,8 @@
 """Attention and products in which a row's bits do not depend on its neighbours.
 
 On the CPU (`kernels.cpp`) they are compiled once for a processor and a torch, in about half a minute, and
-kept in the user's cache. Where there is no C++ compiler, targets go without them. On a GPU Triton compiles
-them (`kernels_triton.py`).
+kept in the user's cache, unless a wheel brought them (`make wheel`). Where there is no C++ compiler, targets
+go without them. On a GPU Triton compiles them (`kernels_triton.py`).
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -28,6 +29,7 @@ from torch import Tensor
 from slipstream.files import cache_home, first_line, locked, note
 
 SOURCE = Path(__file__).with_suffix(".cpp")
+BUILT = SOURCE.with_name("built")  # where a wheel holds libraries
 HAS_AMX = torch.cpu._is_amx_tile_supported()
 PRECISIONS = (torch.float32, torch.bfloat16)
 ON_CUDA = (*PRECISIONS, torch.float16)
@@ -102,19 +104,31 @@ def _is_intel() -> bool:
 
 
 def _library() -> Path:
-    """The library for this processor, compiled under a lock if there is none. Raises OSError or ValueError
+    """The library for this processor: a wheel's, or else compiled under a lock. Raises OSError or ValueError
     where there is no compiler, it fails, or nothing can be written."""
-    kind = processor()
-    compiler = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *INSTRUCTIONS.get(kind, [])]
-    if _is_intel():
-        compiler.append("-DHALF_RATE_PAIRS")  # vdpbf16ps, beside two vfmadd231ps
-    home, key = cache_home() / "kernels", _hash_of("kernels*.[ch]*", torch.__version__, compiler)[:16]
-    name = f"{kind.lower()}-{key}"
-    if (found := _sound(home, name)) is None:
+    home, (name, flags) = cache_home() / "kernels", _built_with(processor(), _is_intel())
+    if (found := _sound(BUILT, name) or _sound(home, name)) is None:
         home.mkdir(parents=True, exist_ok=True)
         with locked(home / name, wait=True):
-            found = _sound(home, name) or _compiled(compiler, home, name)
+            found = _sound(home, name) or _compiled(flags, home, name)
     return found
+
+
+def _built_with(kind: str, is_intel: bool) -> tuple[str, list[str]]:
+    """The name of the library for processors of a kind, a key of `INSTRUCTIONS`, and its compiler's flags."""
+    flags = [*FLAGS, *INSTRUCTIONS.get(kind, [])]
+    if is_intel:
+        flags.append("-DHALF_RATE_PAIRS")  # vdpbf16ps, beside two vfmadd231ps
+    return f"{kind.lower()}-{_hash_of('kernels*.[ch]*', torch.__version__, flags)[:16]}", flags
+
+
+def build_all(home: Path) -> None:
+    """Compile a library for every kind of x86-64 into a directory, as a wheel holds them. Raises OSError."""
+    home.mkdir(parents=True, exist_ok=True)
+    for kind, is_intel in product(INSTRUCTIONS, (False, True)):
+        name, flags = _built_with(kind, is_intel)
+        if _sound(home, name) is None:
+            _compiled(flags, home, name)
 
 
 def _sound(home: Path, name: str) -> Path | None:
@@ -131,8 +145,9 @@ def _content(library: Path) -> str:
     return hashlib.sha256(library.read_bytes()).hexdigest()[:16]
 
 
-def _compiled(compiler: list[str], home: Path, name: str) -> Path:
+def _compiled(flags: list[str], home: Path, name: str) -> Path:
     """A new library in the place of damaged ones. Raises OSError where there is no compiler, or it fails."""
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
     if shutil.which(compiler[0]) is None:
         raise OSError(f"there is no compiler {compiler[0]}")
     for left in (*home.glob(f"{name}-*.so"), *home.glob(f".{name}-*")):
@@ -143,7 +158,7 @@ def _compiled(compiler: list[str], home: Path, name: str) -> Path:
     places = [*(f"-I{path}" for path in include_paths()), f"-L{TORCH_LIB_PATH}", "-ltorch_cpu", "-lc10"]
     beside = home / f".{name}-{token_hex(8)}"  # the compiler of a process that was killed may still write
     try:
-        done = subprocess.run([*compiler, str(SOURCE), *places, "-o", beside], capture_output=True)
+        done = subprocess.run([*compiler, *flags, str(SOURCE), *places, "-o", beside], capture_output=True)
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip().split("\n")[0]
             raise OSError(f"{compiler[0]} failed with code {done.returncode}: {said}")
@@ -332,3 +347,7 @@ def mean(x: Float[Tensor, "*n H"]) -> Float[Tensor, "*n 1"]:
     """Over the last dimension. On a GPU the order of torch's sum depends on the number of rows; on the CPU it
     does not, and is taken."""
     return torch.ops.slipstream.mean_cuda(x) if x.is_cuda else x.mean(-1, keepdim=True)
+
+
+if __name__ == "__main__":  # python -m slipstream.kernels DIRECTORY
+    build_all(Path(sys.argv[1]))
