@@ -1,10 +1,12 @@
 """Our kernels against the same sums in plain torch, in every bit, and against float64."""
 
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
