@@ -3,6 +3,7 @@
     python benchmarks/gpu.py --json benchmarks/results/gpu_smollm2.json
     python benchmarks/gpu.py --shape 7b --json benchmarks/results/gpu_7b.json
     python benchmarks/gpu.py --shape tiny --device cpu --contexts 16 --max-new-tokens 8
+    python benchmarks/gpu.py --answers --max-new-tokens 128 --json benchmarks/results/gpu_answers.json
 
 Proves first, in float64: texts of every drafter, captured, and texts written at once are those of eager plain
 decoding. Then measures in the given precision the cost curve, plain decoding, and the share of the memory's
@@ -11,6 +12,11 @@ target, what it finds out about its rows, whether its drafters' texts are plain 
 and of targets of 8 and 4 bits. The result is written after every mode: a lease that ends too soon leaves what
 was measured. --mode captured takes the least time. On a CPU nothing is captured, and compiled rounds stand
 for captured ones.
+
+--answers instead times whole answers at T = 0, prompts included: plain decoding, every drafter that there is
+for the target, `auto`, Hugging Face's generate and, where it is installed, vLLM, one and eight texts at once.
+Arms take turns over the questions, and the result is written after each. After --budget seconds it ends with
+what it has.
 """
 
 import gc
@@ -31,6 +37,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from typer import Exit
 
+import answers
 from common import compiled, run
 from slipstream import kernels
 from slipstream.cli import common as cli
@@ -40,6 +47,7 @@ from slipstream.decode.generate import Generation, Job, generate
 from slipstream.drafters import load_drafter
 from slipstream.files import check_writable
 from slipstream.measure.cost import ROWS, pass_seconds, read_bandwidth
+from slipstream.measure.questions import load_questions
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
 from slipstream.targets.load import place_of
@@ -400,13 +408,32 @@ def main(
     modes: Annotated[list[str], cli.option("of rounds; repeatable", "MODE", "--mode")] = [*MODES],  # noqa: B006
     contexts: Contexts = [256, 1024],  # noqa: B006
     max_new_tokens: cli.MaxNewTokens = 256,
+    whole: Annotated[bool, cli.flag("whole answers instead", "--answers")] = False,
+    questions: cli.Files = [],  # noqa: B006
+    limit: cli.Limit = 16,
+    budget: Annotated[int, cli.option("seconds for --answers", "N", min=0)] = 480,
     json_path: cli.JsonPath = None,
 ) -> None:
-    check_writable(json_path, reads=[] if shape else cli.inputs(target))
+    until = perf_counter() + budget
+    check_writable(json_path, reads=[] if shape else cli.inputs(target, files=questions))
     if shape not in (None, *SHAPES):
         raise ValueError(f"Unknown shape: {shape!r}. Available: {', '.join(SHAPES)}")
     if unknown := [mode for mode in modes if mode not in MODES]:
         raise ValueError(f"Unknown mode: {unknown[0]!r}. Available: {', '.join(MODES)}")
+
+    keep: Callable[[Any], None] = (
+        (lambda report: report.write(json_path)) if json_path else lambda report: None
+    )
+    if whole:
+        if shape is not None:
+            raise ValueError(
+                "--answers are to questions, which random weights cannot read: leave --shape out"
+            )
+        model = cli.load(target, dtype, device, compile=torch.device(device).type == "cuda")
+        with cli.progress_bar(None) as step:
+            how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "until": until, "keep": keep}
+            found = answers.race(model, load_questions(questions, limit), **how, progress=step)
+        return cli.deliver(found, json_path)
 
     def loaded(dtype: str) -> HFTarget:
         return cli.load(target, dtype, device) if shape is None else random_llama(shape, dtype, device)
@@ -419,10 +446,8 @@ def main(
         del eager
         _free(torch.device(device))
     on_gpu = torch.device(device).type == "cuda"
-    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "mib": 4096 if on_gpu else 512}
+    how = {"max_new_tokens": max_new_tokens, "mib": 4096 if on_gpu else 512, "keep": keep}
     modes = [mode for mode in modes if on_gpu or mode != "captured"] or ["compiled"]
-    if json_path is not None:
-        how["keep"] = lambda report: report.write(json_path)
     report = measure(loaded(dtype), modes, contexts, **how, proved=proved, drafters=drafters)
     cli.deliver(report, json_path)
     if not all(proof.same for proof in (*proved, *report.proved_exact)):
