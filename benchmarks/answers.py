@@ -156,7 +156,7 @@ def drafters(target: HFTarget, texts: int) -> dict[str, Drafter]:
 
 
 def vllm(target: HFTarget, texts: int, new: int, last: ExitStack) -> Ask:
-    """vLLM for so many prompts at once, in a process that starts when it is first asked and ends with `last`."""
+    """vLLM for so many prompts, in a process that starts when it is first asked and ends with `last`."""
 
     @cache
     def process() -> Answers:
