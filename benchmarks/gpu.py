@@ -10,17 +10,19 @@ decoding. Then measures in the given precision the cost curve, plain decoding, a
 speed at which weights are read; our attention and products beside torch's; then the same costs of an exact
 target, what it finds out about its rows, whether its drafters' texts are plain decoding's, token for token;
 and of targets of 8 and 4 bits. The result is written after every mode: a lease that ends too soon leaves what
-was measured. --mode captured takes the least time. On a CPU nothing is captured, and compiled rounds stand
-for captured ones.
+was measured. --mode captured takes the least time; --mode described captures layers that have a description
+(targets/decoder.py), without compilation. On a CPU nothing is captured, and compiled rounds stand for
+captured ones.
 
 --answers instead times whole answers at T = 0, prompts included: plain decoding, every drafter that there is
-for the target, `auto`, Hugging Face's generate and, where it is installed, vLLM, one and eight texts at once.
-Arms take turns over the questions, and the result is written after each. After --budget seconds it ends with
-what it has.
+for the target, `auto`, Hugging Face's generate and, where it is installed, vLLM, one and eight texts at once,
+on a GPU in the last --mode. Arms take turns over the questions, and the result is written after each. After
+--budget seconds it ends with what it has.
 """
 
 import gc
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -55,7 +57,8 @@ from slipstream.targets.prompts import encode
 from slipstream.targets.quantised import KINDS
 from slipstream.training.wide import Wide
 
-MODES = ("eager", "compiled", "captured")
+MODES = ("eager", "described", "compiled", "captured")
+UNCOMPILED = MODES[:2]
 UNTRAINED = ("vanilla", "ngram")
 TRAINED = ("eagle:tree=fig9", "eagle:tree=dynamic-5x8x16", "eagle:proposal=noise")  # ship for SmolLM2
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -160,10 +163,13 @@ def random_llama(shape: str, dtype: str, device: str) -> HFTarget:
 
 def in_mode(target: HFTarget, mode: str) -> HFTarget:
     """A target over the same weights in one of `MODES`."""
-    if mode == "eager":
-        return target
-    made = compiled(target)
-    made.captures = made.captures and mode == "captured"
+    return _in_mode(copy(target) if mode in UNCOMPILED else compiled(target), mode)
+
+
+def _in_mode(made: HFTarget, mode: str) -> HFTarget:
+    """A fresh target whose rounds are captured where the mode says so, and they can be."""
+    described = made.device.type == "cuda" and made.decoder is not None
+    made.captures = described if mode == "described" else made.captures and mode == "captured"
     return made
 
 
@@ -171,11 +177,10 @@ def another_in(target: HFTarget, mode: str, **how: Any) -> HFTarget | None:
     """A target of the same model, made `exact` or to `quantize`, in one of `MODES`, if there can be one."""
     tokenizer = target.text and target.text.tokenizer
     try:
-        made = HFTarget(target.model, tokenizer, target.name, compile=mode != "eager", **how)
+        made = HFTarget(target.model, tokenizer, target.name, compile=mode not in UNCOMPILED, **how)
     except ValueError:
         return None
-    made.captures = made.captures and mode == "captured"
-    return made
+    return _in_mode(made, mode)
 
 
 def prove(
@@ -429,7 +434,8 @@ def main(
             raise ValueError(
                 "--answers are to questions, which random weights cannot read: leave --shape out"
             )
-        model = cli.load(target, dtype, device, compile=torch.device(device).type == "cuda")
+        mode = modes[-1] if torch.device(device).type == "cuda" else "eager"
+        model = in_mode(cli.load(target, dtype, device), mode)
         with cli.progress_bar(None) as step:
             how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "until": until, "keep": keep}
             found = answers.race(model, load_questions(questions, limit), **how, progress=step)
@@ -447,7 +453,7 @@ def main(
         _free(torch.device(device))
     on_gpu = torch.device(device).type == "cuda"
     how = {"max_new_tokens": max_new_tokens, "mib": 4096 if on_gpu else 512, "keep": keep}
-    modes = [mode for mode in modes if on_gpu or mode != "captured"] or ["compiled"]
+    modes = [mode for mode in modes if on_gpu or mode not in ("described", "captured")] or ["compiled"]
     report = measure(loaded(dtype), modes, contexts, **how, proved=proved, drafters=drafters)
     cli.deliver(report, json_path)
     if not all(proof.same for proof in (*proved, *report.proved_exact)):

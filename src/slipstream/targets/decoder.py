@@ -1,4 +1,4 @@
-"""A model's layers as a description that one call of our kernels executes on the CPU.
+"""A model's layers as a description, which one call of our kernels executes on the CPU, and torch elsewhere.
 
 The description is read from Hugging Face's configuration and modules, by families whose layers differ in
 little: norms and where they stand, biases, rotary positions, windows, activations, merged projections.
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from slipstream.core.cache import KVCache
 from slipstream.machine import available_memory
+from slipstream.targets import ours
 from slipstream.targets.executor import (
     NO_MATRIX,
     Kind,
+    Layer,
     Part,
     Undescribed,
     Weights,
@@ -25,6 +27,7 @@ from slipstream.targets.executor import (
     norm,
     stored,
 )
+from slipstream.targets.executor_torch import Layers
 from slipstream.targets.inside import LOOKS, Blocks, StandIn
 from slipstream.targets.masks import Masks
 from slipstream.targets.part import between, decoder_of
@@ -113,9 +116,10 @@ class Rotary:
         self._frequencies = getattr(module, f"{kind}inv_freq", torch.empty(0)).float()
         self._factor, self._pairs = getattr(module, f"{kind}attention_scaling", 1.0), family.pairs
         near = torch.tensor([[0, 1, 2, 3, 5, 77, 1000]], device=self._frequencies.device)
-        theirs = module(torch.empty(1, dtype=torch.float32), near, *[kind[:-1]][: bool(kind)])
+        theirs = module(torch.empty(1, device=near.device), near, *[kind[:-1]][: bool(kind)])
+        off = 0 if near.device.type == "cpu" else 1e-3  # a GPU may multiply otherwise in matrices
         for mine, said in zip(self(near, torch.float32), theirs, strict=True):
-            if not torch.equal(mine[..., : said.shape[-1]], said):
+            if not torch.allclose(mine[..., : said.shape[-1]], said, rtol=0, atol=off):
                 raise Undescribed(f"a {type(module).__name__}")
 
     def __call__(self, positions: Int[Tensor, "#B R"], dtype: torch.dtype) -> list[Float[Tensor, "#B R D"]]:
@@ -132,12 +136,13 @@ class Decoder:
         model: a causal LM. Packed copies of its weights are shared with its own linear layers.
         blocks: its layers, or some of them.
         windows: the types of attention, see `support.attention_windows`.
+        exact: on a GPU, too, no row's bits depend on its neighbours.
 
     Raises:
         Undescribed: its layers have something that no family here has.
     """
 
-    def __init__(self, model: Any, blocks: Blocks, windows: Sequence[str]) -> None:
+    def __init__(self, model: Any, blocks: Blocks, windows: Sequence[str], exact: bool = True) -> None:
         config = decoder_of(model, blocks).config  # of these layers, where they are some of a model's
         if (family := FAMILIES.get(config.model_type)) is None:
             raise Undescribed(f"a model of type {config.model_type}")
@@ -159,12 +164,10 @@ class Decoder:
         # Rotary positions: one for each type of attention, where each has frequencies of its own.
         turns = [f"{kind}_" for kind in sorted(set(kinds))] if hasattr(rotary, "layer_types") else [""]
         self._rotary = [Rotary(rotary, turn, family) for turn in turns]
-        parts, which = list[Part](), list[int]()
+        layers = list[Layer]()
         for block, of in zip(blocks, kinds, strict=True):
-            parts += self._parts(block)
             turn = turns.index(f"{of}_") if len(turns) > 1 else 0
-            window = windows.index(of) if len(windows) > 1 else 0
-            which += turn if _turns(getattr(block, family.attention)) else -1, window, _experts(block.mlp)
+            layers.append(self._layer(block, turn, windows.index(of) if len(windows) > 1 else 0))
         attention = getattr(blocks[0], family.attention)
         self._heads = config.num_attention_heads if family.by_head else config.num_key_value_heads
         self._dim = getattr(attention, "head_dim", None) or attention.head_size
@@ -187,6 +190,7 @@ class Decoder:
             whole=heads_norm is not None and heads_norm.weight.numel() != self._dim,
             by_head=family.by_head,
             pairs=family.pairs,
+            more=family.more,
         )
         if routed := next((block.mlp for block in blocks if _experts(block.mlp)), None):
             router = _router(routed)
@@ -194,10 +198,15 @@ class Decoder:
         if family.clamped:
             experts = blocks[0].mlp.experts
             kind = replace(kind, activation="clamped", alpha=experts.alpha, limit=experts.limit)
-        self._run = kind.layers([*parts, *norm(final, family.more)], which)
+        if ours.packs(final.weight.dtype, final.weight.device):
+            parts = [part for layer in layers for part in self._packed(layer)]
+            which = [n for each in layers for n in (each.angles, each.window, _experts(each.mlp))]
+            self._run = kind.layers([*parts, *norm(final, family.more)], which)
+        else:
+            self._run = Layers(kind, layers, final, exact).run
 
-    def _parts(self, block: Any) -> Iterator[Part]:
-        """What `Decoder` in kernels_decoder.h takes of a layer."""
+    def _layer(self, block: Any, turn: int, window: int) -> Layer:
+        """The modules of a layer, of which nothing is left out."""
         family, mlp = self._family, block.mlp
         attention = getattr(block, family.attention)
         for module in (block, attention, mlp):
@@ -213,28 +222,41 @@ class Decoder:
         else:
             _check(mlp, family.up, family.down, "act_fn", "act", "activation_fn")
         _check(block, filter(None, family.norms), family.attention, "mlp")
-        factor = getattr(block, "residual_multiplier", 1.0)
-        for name in family.read:
-            yield from matrix(getattr(attention, name))
-        yield from matrix(getattr(attention, family.o), factor)
-        if experts:
+        sinks = getattr(attention, "sinks", None)
+        return Layer(
+            read=[getattr(attention, name) for name in family.read],
+            o=getattr(attention, family.o),
+            mlp=mlp,
+            up=[] if experts else [getattr(mlp, name) for name in family.up],
+            down=None if experts else getattr(mlp, family.down),
+            norms=[getattr(block, place, None) if place else None for place in family.norms],
+            heads=[getattr(attention, name, None) for name in HEADS],
+            factor=getattr(block, "residual_multiplier", 1.0),
+            sinks=None if sinks is None else sinks.detach().float(),
+            angles=turn if _turns(attention) else -1,
+            window=window,
+        )
+
+    def _packed(self, layer: Layer) -> Iterator[Part]:
+        """What `Decoder` in kernels_decoder.h takes of a layer."""
+        family, mlp = self._family, layer.mlp
+        for each in layer.read:
+            yield from matrix(each)
+        yield from matrix(layer.o, layer.factor)
+        if experts := _experts(mlp):
             yield from NO_MATRIX * (len(family.up) + 1)
             yield from stored(_router(mlp).weight, getattr(_router(mlp), "bias", None))
             for i in range(experts):
                 yield from _expert(mlp.experts, i)
         else:
-            for name in family.up:
-                yield from matrix(getattr(mlp, name))
-            down = getattr(mlp, family.down)
-            if family.gated and len(family.up) == 1 and down.in_features % PANEL:
-                raise Undescribed(f"gate and up in one, {down.in_features} wide")
-            yield from matrix(down, factor)
-        for place in family.norms:
-            yield from norm(getattr(block, place, None) if place else None, family.more)
-        for name in HEADS:
-            yield from norm(getattr(attention, name, None), family.more)
-        sinks = getattr(attention, "sinks", None)
-        yield None if sinks is None else sinks.detach().float()
+            for each in layer.up:
+                yield from matrix(each)
+            if family.gated and len(family.up) == 1 and layer.down.in_features % PANEL:
+                raise Undescribed(f"gate and up in one, {layer.down.in_features} wide")
+            yield from matrix(layer.down, layer.factor)
+        for every in (*layer.norms, *layer.heads):
+            yield from norm(every, family.more)
+        yield layer.sinks
 
     @property
     def is_watched(self) -> bool:

@@ -116,6 +116,8 @@ class HFTarget(Target):
         self._calls: AbstractContextManager[Any] = nullcontext()
         if self.device.type == "cpu" or exact:
             self._take_ours()
+        else:
+            self._try_description()
         if exact and not self._ours:
             raise ValueError(f"target {self.name} cannot be exact in {self.precision}: {ours.NEEDS}")
         if compile:
@@ -135,12 +137,16 @@ class HFTarget(Target):
             if ours.called_directly(self.twin, self.config):
                 self._calls = ours.Calls()
             ours.own_parts(self.twin, self.dtype, self.device)
-            if self.decoder is not None and not agrees(self, self.plain):
-                self.decoder = None
+            self._try_description()
             if self.decoder is None and not agrees(self, self.plain):
                 self._ours, self._calls = False, nullcontext()
                 if settable:
                     self.twin.set_attn_implementation(theirs)
+
+    def _try_description(self) -> None:
+        """Use the description of the layers only where it says what Hugging Face's modules say."""
+        if self.decoder is not None and not agrees(self, self.plain):
+            self.decoder = None
 
     @cached_property
     def exactness(self) -> str:
@@ -387,11 +393,15 @@ class HFTarget(Target):
 
     @cached_property
     def decoder(self) -> Decoder | None:
-        """The layers as our kernels execute them; None where they are Hugging Face's modules."""
-        if not self._ours or self.device.type != "cpu":
+        """The layers as their description is executed; None where they are Hugging Face's modules."""
+        ready = self._ours
+        if self.device.type == "cuda":
+            has_kernels = kernels.has_kernels(self.device, self.dtype)
+            ready = has_kernels and not (self.compiles or of_torchao(self.twin))
+        if not ready:
             return None
         try:
-            return Decoder(self.twin, self.blocks, list(self.windows))
+            return Decoder(self.twin, self.blocks, list(self.windows), self._ours)
         except Undescribed:
             return None
 
@@ -441,7 +451,7 @@ class HFTarget(Target):
         self, layout: Layout, positions: Int[Tensor, "B A"], cache: KVCache, nodes: int, depth: int
     ) -> Masks:
         """What the new rows read, for the attention at hand."""
-        if self._ours:
+        if self._ours or self._described() is not None:
             return key_lists(layout, positions, cache, self.windows, nodes, depth)
         return dense(layout, positions, cache, self.windows, nodes, self.dtype)
 
