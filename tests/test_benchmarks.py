@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import torch
 
+import answers
 import budget
 import common
 import crowd
@@ -38,6 +39,7 @@ from slipstream.drafters.store import save_drafter
 from slipstream.machine import hardware
 from slipstream.measure import reproduce, reproduced
 from slipstream.measure.confidence import calibrate
+from slipstream.measure.contest import Contest
 from slipstream.measure.evidence import Cell
 from slipstream.measure.questions import Question
 from slipstream.measure.report import BenchReport
@@ -185,6 +187,68 @@ def test_a_random_target_needs_its_device():
     """A traceback where there is no GPU."""
     with pytest.raises(ValueError, match="Unknown or missing device: 'cuda:99'"):
         gpu.random_llama("tiny", "float32", "cuda:99")
+
+
+def test_whole_answers_of_every_arm(target, monkeypatch):
+    """Tokens held against another group's, an arm's first call that counts, a size that nobody answers, one
+    that fails and takes the others along, a result that lacks what was measured before."""
+    kept, ask = [], Contest.ask_all
+
+    def failing(contest, method, prompts):
+        if (method, contest.batch, len(kept) > 9) == ("suffix", 2, True):
+            raise RuntimeError("out of memory")
+        return ask(contest, method, prompts)
+
+    monkeypatch.setattr(Contest, "ask_all", failing)
+    monkeypatch.setattr(answers, "find_spec", lambda name: "here")
+    monkeypatch.setattr(answers, "started", Recorded)
+    report = answers.race(target, ASKED, texts=(1, 2), max_new_tokens=6, keep=kept.append)
+    counts = {(arm.arm, arm.texts): arm.answers for arm in report.arms}
+    names = {"vanilla", "hf_generate", "auto", "ngram", "lookahead", "vLLM"}
+    assert counts == {(name, 1): 3 for name in {*names, "suffix"}} | {(name, 2): 2 for name in names}
+    assert report.skipped == {"suffix, 2 at once": "out of memory"}
+    assert all(arm.same == arm.answers for arm in report.arms if arm.arm != "vLLM")
+    assert all(arm.over_plain == [1, 1, 1] for arm in report.arms if arm.arm == "vanilla")
+    assert [(arm.same, arm.tau, arm.tokens_per_second) for arm in report.arms if arm.arm == "vLLM"] == [
+        (0, None, 4.0),
+        (0, None, 8.0),
+    ]
+    assert [arm.texts for arm in report.arms] == sorted(arm.texts for arm in report.arms)
+    assert [len(each.arms) for each in kept[:3]] == [1, 2, 3]
+    assert answers.AnswersReport.from_json(report.to_json()) == report
+    assert "suffix, 2 at once is left out: out of memory" in str(report)
+
+
+class Recorded:
+    """An engine's process that says two tokens in half a second."""
+
+    def __init__(self, engine):
+        assert Path(engine.options["model"], "config.json").exists()
+
+    def ask(self, prompts, new, ends):
+        assert (new, ends) == (6, True)
+        return {"tokens": [[1, 2]] * len(prompts), "seconds_prompt": 0.25, "seconds_decode": 0.25}
+
+    def close(self):
+        pass
+
+
+def test_whole_answers_end_when_their_time_is_over(target, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "answers.json"
+    monkeypatch.setattr(gpu.cli, "load", lambda *given, **how: target)
+    words = ["gpu.py", "--device", "cpu", "--answers", "--max-new-tokens", "4", "--limit", "1"]
+    for seconds, stopped in (("60", None), ("0", "its time was over")):
+        monkeypatch.setattr(sys, "argv", [*words, "--budget", seconds, "--json", str(path)])
+        with pytest.raises(SystemExit) as ended:
+            gpu.run(gpu.main)
+        report = answers.AnswersReport.read(path)
+        assert (ended.value.code or 0, report.stopped) == (0, stopped)
+        assert (len(report.arms) > 5) == (stopped is None)
+    monkeypatch.setattr(sys, "argv", [*words, "--shape", "tiny"])
+    with pytest.raises(SystemExit) as ended:
+        gpu.run(gpu.main)
+    assert ended.value.code == 2
+    assert "leave --shape out" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")

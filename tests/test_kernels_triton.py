@@ -23,7 +23,8 @@ from triton.runtime import interpreter
 import tiny
 from slipstream import kernels, kernels_triton
 from slipstream.kernels_triton import attention, linear, linears, mean
-from slipstream.targets import HFTarget, alike, ours
+from slipstream.targets import HFTarget, alike, ours, products
+from slipstream.targets.executor_torch import Layers
 from test_kernels import CASES, case, each_misfit, lists, misfit, numbers, slots_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -315,7 +316,9 @@ def as_on_a_gpu(monkeypatch):
     if DEVICE.type == "cpu":
         for name in ("attention", "linear", "mean"):
             monkeypatch.setattr(ours, name, getattr(kernels_triton, name))
+        monkeypatch.setattr(products, "linear", kernels_triton.linear)
         monkeypatch.setattr(ours, "called_directly", lambda *_: True)
+        monkeypatch.setattr(products, "packs", lambda *_: False)
         monkeypatch.setattr(kernels, "has_kernels", lambda device, dtype: dtype in kernels.ON_CUDA)
 
 
@@ -336,4 +339,9 @@ def test_a_target_is_exact_on_them(config, monkeypatch):
     monkeypatch.setattr(alike, "ROWS", (1, 3, 33))
     dtype = torch.float32 if config.model_type == "mistral" else torch.bfloat16
     target = HFTarget(tiny.build(config).to(DEVICE, dtype), exact=True)
+    assert target.decoder is not None
+    assert isinstance(target.decoder._run.__self__, Layers)
+    assert target.exactness == "bits"
+    target.decoder = None  # Hugging Face's modules
+    del target.exactness
     assert target.exactness == "bits"

@@ -10,10 +10,12 @@ from weakref import ref
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tiny
+from slipstream import kernels
 from slipstream.core import look
 from slipstream.core.sampling import Sampling, rows_of
 from slipstream.core.shape import PLAIN, Shape
@@ -21,6 +23,8 @@ from slipstream.decode import capture, session
 from slipstream.decode.answer import Answer
 from slipstream.decode.generate import Job
 from slipstream.drafters.vanilla import Vanilla
+from slipstream.targets import HFTarget, products
+from slipstream.targets.executor_torch import Layers
 
 DRAFTERS = {
     name: make for name, make in tiny.DRAFTERS.items() if name not in ("oracle", "random, probes, memory")
@@ -28,6 +32,23 @@ DRAFTERS = {
 PROMPTS = tiny.prompts(7, 13, 40)
 NEW = 30  # past a multiple of the span below
 pytestmark = pytest.mark.usefixtures("unchecked")  # shapes and types are checked by the exactness suite
+
+
+WAIT = (  # on a GPU, which a capture does not allow
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten._unique2.default,
+)
+
+
+class Host(TorchFunctionMode):
+    """Numbers from the host, for which a GPU waits, too."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        assert function not in (torch.tensor, torch.as_tensor, torch.from_numpy), (
+            "a captured round asks the host"
+        )
+        return function(*args, **(kwargs or {}))
 
 
 class Tape(TorchDispatchMode):
@@ -38,7 +59,9 @@ class Tape(TorchDispatchMode):
         self.calls: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        assert operator is not torch.ops.aten._local_scalar_dense.default, "a captured round looks at a value"
+        assert operator not in WAIT, "a captured round looks at a value"
+        if operator in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
+            assert all(x is None or x.dtype != torch.bool for x in args[1]), "a captured round counts a mask"
         out = operator(*args, **(kwargs or {}))
         self.calls.append((operator, args, kwargs or {}, out))
         return out
@@ -58,7 +81,7 @@ def tapes(monkeypatch):
     def record(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         function()  # as outside of a CUDA graph
         made.append(Tape())
-        with made[-1]:
+        with Host(), made[-1]:
             return function(), made[-1].replay
 
     monkeypatch.setattr(look, "may_look", lambda x: False)
@@ -111,6 +134,22 @@ def test_captured_rounds_say_what_plain_decoding_says(tapes, name, sampling, bat
     monkeypatch.undo()
     assert captured == texts(target, Vanilla(), PROMPTS[:batch], rows)
     assert len(tapes) > 2  # two halves, more than once
+
+
+@pytest.mark.parametrize("name", ["ngram", "eagle"])
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+def test_described_layers_are_captured_without_compilation(tapes, name, family, monkeypatch):
+    """As on a GPU, with torch operations in the place of Hugging Face's modules."""
+    if not kernels.available():
+        pytest.skip("there are no kernels, which read lists of keys")
+    monkeypatch.setattr(products, "packs", lambda *_: False)
+    target = HFTarget(tiny.build(tiny.FAMILIES[family]).float())
+    assert target.decoder is not None
+    assert isinstance(target.decoder._run.__self__, Layers)
+    captured = texts(target, DRAFTERS[name](target, []), PROMPTS[:2], rows_of(Sampling(), 2))
+    assert len(tapes) > 2
+    monkeypatch.undo()
+    assert captured == texts(target, Vanilla(), PROMPTS[:2], rows_of(Sampling(), 2))
 
 
 def test_a_graph_keeps_what_it_reads(monkeypatch):

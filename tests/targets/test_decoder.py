@@ -26,7 +26,10 @@ from transformers import (
 
 from slipstream.core.tree import chain
 from slipstream.kernels import available
-from slipstream.targets import HFTarget, description
+from slipstream.targets import HFTarget, description, masks, products
+from slipstream.targets.description import ModelDecoder
+from slipstream.targets.executor import Undescribed
+from slipstream.targets.executor_torch import Layers
 from tiny import FAMILIES, GROUPED, MIXED, SHAPE, build
 
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -57,6 +60,8 @@ DESCRIBED: dict[str, PreTrainedConfig] = {
     "stablelm": StableLmConfig(**GROUPED, use_qkv_bias=True),
     "stablelm, parallel": StableLmConfig(**GROUPED, use_parallel_residual=True),
 }
+MIXTURES = "mixtral", "qwen3-moe", "gpt-oss", "olmoe"
+TAPS = "input of block 1", "final", "input of block 0", "cache of block 1"
 UNDESCRIBED = "gpt2", "opt", "phi", "falcon, new"
 
 pytestmark = pytest.mark.skipif(not available(), reason="there are no kernels")
@@ -78,6 +83,42 @@ def test_a_description_says_what_the_familys_own_modules_do(family):
         mine.append(target(chain(rows), cache).logits)
         cache.keep(None, torch.tensor([rows.shape[1]]))
     assert torch.allclose(torch.cat(mine, 1), theirs, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", [family for family in DESCRIBED if family not in MIXTURES])
+@pytest.mark.parametrize(
+    ("dtype", "exact"), [(torch.float32, False), (torch.float32, True), (torch.float64, False)], ids=str
+)
+def test_torch_operations_say_what_the_familys_own_modules_do(family, exact, dtype, monkeypatch):
+    """As on a GPU. A norm in another's place, other halves that turn, another layer's window, another text's
+    slots."""
+    monkeypatch.setattr(products, "packs", lambda *_: False)
+    if dtype == torch.float64:  # for which there is no attention over lists
+        how = lambda self, *given: masks.dense(*given[:3], self.windows, given[3], self.dtype)  # noqa: E731
+        monkeypatch.setattr(HFTarget, "_masks", how)
+    model = build(DESCRIBED[family]).to(dtype)
+    target, modules = HFTarget(deepcopy(model), name=family), HFTarget(deepcopy(model))
+    target.decoder = ModelDecoder(target.twin, target.blocks, list(target.windows), exact)
+    modules.decoder = None
+    assert isinstance(target.decoder._run.__self__, Layers)
+    near = {"rtol": 1e-4, "atol": 2e-4} if dtype == torch.float32 else {"rtol": 1e-5, "atol": 1e-5}
+    whole = torch.cat([text(20), text(20).flip(1)])
+    both = target, modules
+    caches, mine = [each.new_cache(2) for each in both], []
+    for rows in whole.split([7, 1, 12], 1):
+        one, other = (each(chain(rows), cache, TAPS) for each, cache in zip(both, caches, strict=True))
+        assert torch.allclose(one.features, other.features, **near)
+        mine.append(one.logits)
+        for cache in caches:
+            cache.keep(None, torch.tensor([rows.shape[1]] * 2))
+    assert torch.allclose(torch.cat(mine, 1), model(whole).logits, **near)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_of_experts_are_no_torch_operations(family):
+    target = HFTarget(build(DESCRIBED[family]))
+    with pytest.raises(Undescribed, match="experts"):
+        ModelDecoder(target.twin, target.blocks, list(target.windows))
 
 
 @pytest.mark.parametrize("family", DESCRIBED)
@@ -172,10 +213,9 @@ def test_whoever_looks_at_a_module_sees_its_passes():
 def test_taps_and_parts_are_those_of_the_modules(family):
     model = build(FAMILIES[family]).float()
     target = HFTarget(model)
-    taps = "input of block 1", "final", "input of block 0", "cache of block 1"
 
     def features(target: HFTarget) -> torch.Tensor:
-        found = target(chain(text(9)), target.new_cache(1), taps).features
+        found = target(chain(text(9)), target.new_cache(1), TAPS).features
         assert found is not None
         return found
 

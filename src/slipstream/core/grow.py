@@ -8,7 +8,7 @@ the step before (0 at the root). It returns candidate ids [B, F, K], best first,
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -181,12 +181,13 @@ def cape(
     most `drafted` tokens stand below the root; the deepest levels lose candidates first.
     """
     frontier, origin, score = _begin(root)
-    extra, bounds = (torch.tensor(each, device=root.device) for each in (counts, limits))
+    steps = [(limit, b - a) for limit, (a, b) in zip(limits, pairwise(counts), strict=True)]
     ranks = torch.arange(1 + max(counts), device=root.device)
     levels, wanted, scores = list[Tensor](), list[Tensor](), list[Tensor]()
     for _ in range(depth):
         ids, log_q = expand(frontier, origin)
-        count = extra[torch.bucketize(log_q[:, 0, 0].exp().to(bounds), bounds)]
+        p = log_q[:, 0, 0].exp().float()
+        count = sum(((p > limit) * step for limit, step in steps), torch.full_like(p, counts[0]))
         scores.append(score + _certain(log_q[:, 0, : len(ranks)]))
         levels.append(ids[:, 0, : len(ranks)].masked_fill(scores[-1] == -torch.inf, PAD))
         wanted.append(ranks <= count[:, None])
@@ -197,7 +198,7 @@ def cape(
     want = first | (want & ((want & ~first).cumsum(1) <= drafted - depth))
     nodes = int(want.sum(1).max()) if look.may_look(want) else min(drafted, want.shape[1])
     kept = (~want).sort(dim=1, stable=True).indices[:, :nodes]
-    chain = want.cumsum(1)[:, first]  # slots of the proposals; the root is slot 0
+    chain = want.cumsum(1)[:, :: len(ranks)]  # slots of the proposals; the root is slot 0
     above = torch.cat([origin, chain[:, :-1]], 1).repeat_interleave(len(ranks), 1)
     parents = above.gather(1, kept) * want.gather(1, kept)
     tokens = torch.cat(levels, 1).masked_fill(~want, PAD).gather(1, kept)

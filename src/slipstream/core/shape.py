@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, product
 
 import torch
@@ -122,10 +123,9 @@ class Shape:
             path[-1] == 0 or (*path[:-1], path[-1] - 1) in self.paths for path in self.paths
         )
 
-    @property
-    def inner(self) -> Int[Tensor, " n"]:
+    def inner(self, device: torch.device) -> Int[Tensor, " n"]:
         """Of a static tree: the slots that are expanded, in the order of expansion."""
-        return torch.cat([level.parent for level in static_levels(self.paths)]).unique()
+        return _inner(self.paths, device)
 
     def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
         """The tree, in `depth` calls of `expand`; the first one expands the root."""
@@ -136,6 +136,12 @@ class Shape:
 
 
 PLAIN = Shape("plain", (), 0, 1, 0, 0)  # a bare root: plain decoding
+
+
+@lru_cache
+def _inner(paths: tuple[Path, ...], device: torch.device) -> Int[Tensor, " n"]:
+    """See `Shape.inner`; kept, because a captured round cannot wait for it."""
+    return torch.cat([level.parent for level in static_levels(paths)]).unique().to(device)
 
 
 def check_affordable(name: str, depth: int, rows: int, drafted: int = 0) -> None:

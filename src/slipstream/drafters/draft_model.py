@@ -178,13 +178,13 @@ class DraftModel(Proposer):
         state.scores, state.root = at_last[:, 0, : len(self.vocab)], span.root
 
     def propose(self, state: DraftModelState, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        depths = list[int]()
+        depths = state.root.new_zeros(0)
 
         def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:
             nonlocal depths
             n = tokens.shape[1]
-            depths = depths + [level - 1] * n
-            layout = Layout(torch.tensor([depths], device=tokens.device), seen)
+            depths = torch.cat([depths, depths.new_full((n,), level - 1)])
+            layout = Layout(depths[None], seen)
             return self.model.extend(tokens, layout, state.cache, seen.shape[2] - n)[..., : len(self.vocab)]
 
         draft = Draft(self, self.shaped(shape), sampler)

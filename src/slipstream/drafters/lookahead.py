@@ -60,6 +60,7 @@ class Lookahead(Drafter):
         self.depth = window + ngram - 2
 
     def start(self, batch: int, device: torch.device) -> LookaheadState:
+        self._column, self._parents = self._column.to(device), self._parents.to(device)
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
         levels = zeros.new_zeros(batch, self.N - 1, self.W)
         pool = zeros.new_full((batch, POOL + 1, self.N), PAD)
@@ -97,10 +98,10 @@ class Lookahead(Drafter):
         state.made = state.made + real.sum(1)
 
     def propose(self, state: LookaheadState, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        B, device = len(state.root), state.root.device
+        B = len(state.root)
         columns = torch.cat([state.levels[:, 0], state.levels[:, 1:].transpose(1, 2).flatten(1)], 1)
         tokens = torch.cat([state.root[:, None], columns, self._guesses(state).flatten(1)], 1)
-        return Tree(tokens, self._parents.to(device).expand(B, -1), self.depth)
+        return Tree(tokens, self._parents.expand(B, -1), self.depth)
 
     def _guesses(self, state: LookaheadState) -> Int[Tensor, "B G N1"]:
         """The latest distinct n-grams that begin with the root, `PAD` where there are fewer than G."""

@@ -145,7 +145,7 @@ class Draft:
             return tree
         size = len(tree.tokens), tree.nodes, self.drafter.width
         law = torch.zeros(size, dtype=self.laws[0].dtype, device=self.laws[0].device)
-        law[:, self.shape.inner.to(law.device)[:, None], self.drafter.vocab] = torch.cat(self.laws, 1)
+        law[:, self.shape.inner(law.device)[:, None], self.drafter.vocab] = torch.cat(self.laws, 1)
         return replace(tree, law=law)
 
     def step_by_step(

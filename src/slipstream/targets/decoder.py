@@ -1,6 +1,6 @@
-"""A model's layers and last norm as one call of our kernels on the CPU (kernels_decoder.h)."""
+"""A model's layers and last norm as one call, on the CPU of our kernels (kernels_decoder.h)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,11 +54,11 @@ class Description:
 
 
 class Decoder:
-    """Executes a description."""
+    """Executes a description, by our kernels unless something else `run`s it."""
 
-    def __init__(self, description: Description) -> None:
+    def __init__(self, description: Description, run: Callable[..., list[Tensor]] | None = None) -> None:
         self.description = description
-        self._run = description.kind.layers(description.parts, description.which)
+        self._run = run or description.kind.layers(description.parts, description.which)
 
     def __call__(
         self,

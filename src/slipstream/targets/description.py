@@ -1,21 +1,24 @@
-"""A model's layers as a description, which is read from Hugging Face's configuration and modules.
+"""A model's layers as a description, which is read from Hugging Face's configuration and modules. One call of
+our kernels executes it on the CPU, and torch elsewhere.
 
 Families of models differ in little: norms and where they stand, biases, rotary positions, windows,
 activations, merged projections.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.machine import available_memory
+from slipstream.targets import products
 from slipstream.targets.decoder import Decoder, Description, Rotary
 from slipstream.targets.executor import (
     NO_MATRIX,
     Kind,
+    Layer,
     Part,
     Undescribed,
     Weights,
@@ -24,6 +27,7 @@ from slipstream.targets.executor import (
     norm,
     stored,
 )
+from slipstream.targets.executor_torch import Layers
 from slipstream.targets.inside import LOOKS, Blocks, StandIn
 from slipstream.targets.part import between, decoder_of
 
@@ -103,13 +107,14 @@ class ModelDecoder(Decoder):
         model: a causal LM. Packed copies of its weights are shared with its own linear layers.
         blocks: its layers, or some of them.
         windows: the types of attention, see `support.attention_windows`.
+        exact: on a GPU, too, no row's bits depend on its neighbours.
 
     Raises:
         Undescribed: its layers have something that no family here has.
     """
 
-    def __init__(self, model: Any, blocks: Blocks, windows: Sequence[str]) -> None:
-        super().__init__(_described(model, blocks, windows))
+    def __init__(self, model: Any, blocks: Blocks, windows: Sequence[str], exact: bool = True) -> None:
+        super().__init__(*_described(model, blocks, windows, exact))
         self._hooks = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         own = (blocks, *between(model, blocks).values())
         self._weights = Weights(module for each in own for module in each.modules())
@@ -125,7 +130,10 @@ class ModelDecoder(Decoder):
         return self._weights.changed
 
 
-def _described(model: Any, blocks: Blocks, windows: Sequence[str]) -> Description:
+def _described(
+    model: Any, blocks: Blocks, windows: Sequence[str], exact: bool
+) -> tuple[Description, Callable[..., list[Tensor]] | None]:
+    """A description, and what executes it where our kernels do not."""
     config = decoder_of(model, blocks).config  # of these layers, where they are some of a model's
     if (family := FAMILIES.get(config.model_type)) is None:
         raise Undescribed(f"a model of type {config.model_type}")
@@ -140,22 +148,28 @@ def _described(model: Any, blocks: Blocks, windows: Sequence[str]) -> Descriptio
         raise Undescribed(f"beside its layers {', '.join(others)}")
     kinds = getattr(config, "layer_types", None) or [""] * len(blocks)
     # Rotary positions: one for each type of attention, where each has frequencies of its own.
-    turned = others["rotary_emb"]
+    turned, final = others["rotary_emb"], others[family.final]
     turns = [f"{kind}_" for kind in sorted(set(kinds))] if hasattr(turned, "layer_types") else [""]
-    parts, which = list[Part](), list[int]()
+    layers = list[Layer]()
     for block, of in zip(blocks, kinds, strict=True):
-        parts += _parts(block, family)
         turn = turns.index(f"{of}_") if len(turns) > 1 else 0
-        window = windows.index(of) if len(windows) > 1 else 0
-        which += turn if _turns(getattr(block, family.attention)) else -1, window, _experts(block.mlp)
-    return Description(
-        kind=_kind(config, blocks, family),
-        parts=[*parts, *norm(others[family.final], family.more)],
-        which=which,
+        layers.append(_layer(block, family, turn, windows.index(of) if len(windows) > 1 else 0))
+    kind = _kind(config, blocks, family)
+    parts, run = list[Part](), None
+    if products.packs(final.weight.dtype, final.weight.device):
+        parts = [part for layer in layers for part in _parts(layer, family)]
+        parts += norm(final, family.more)
+    else:
+        run = Layers(kind, layers, final, exact).run
+    said = Description(
+        kind=kind,
+        parts=parts,
+        which=[n for each in layers for n in (each.angles, each.window, _experts(each.mlp))],
         rotary=[_rotary(turned, turn, family) for turn in turns],
         windows=windows,
         factor=getattr(config, "embedding_multiplier", 1.0),
     )
+    return said, run
 
 
 def _rotary(module: Any, kind: str, family: Family) -> Rotary:
@@ -164,9 +178,10 @@ def _rotary(module: Any, kind: str, family: Family) -> Rotary:
     frequencies = getattr(module, f"{kind}inv_freq", torch.empty(0)).float()
     made = Rotary(frequencies, getattr(module, f"{kind}attention_scaling", 1.0), family.pairs)
     near = torch.tensor([[0, 1, 2, 3, 5, 77, 1000]], device=frequencies.device)
-    theirs = module(torch.empty(1, dtype=torch.float32), near, *[kind[:-1]][: bool(kind)])
+    theirs = module(torch.empty(1, device=near.device), near, *[kind[:-1]][: bool(kind)])
+    off = 0 if near.device.type == "cpu" else 1e-3  # a GPU may multiply otherwise in matrices
     for mine, said in zip(made(near, torch.float32), theirs, strict=True):
-        if not torch.equal(mine[..., : said.shape[-1]], said):
+        if not torch.allclose(mine[..., : said.shape[-1]], said, rtol=0, atol=off):
             raise Undescribed(f"a {type(module).__name__}")
     return made
 
@@ -193,6 +208,7 @@ def _kind(config: Any, blocks: Blocks, family: Family) -> Kind:
         whole=heads_norm is not None and heads_norm.weight.numel() != dim,
         by_head=family.by_head,
         pairs=family.pairs,
+        more=family.more,
     )
     if routed := next((block.mlp for block in blocks if _experts(block.mlp)), None):
         router = _router(routed)
@@ -203,10 +219,9 @@ def _kind(config: Any, blocks: Blocks, family: Family) -> Kind:
     return kind
 
 
-def _parts(block: Any, family: Family) -> Iterator[Part]:
-    """What `Decoder` in kernels_decoder.h takes of a layer."""
-    mlp = block.mlp
-    attention = getattr(block, family.attention)
+def _layer(block: Any, family: Family, turn: int, window: int) -> Layer:
+    """The modules of a layer, of which nothing is left out."""
+    mlp, attention = block.mlp, getattr(block, family.attention)
     for module in (block, attention, mlp):
         _check_class(module)
     for module in block.modules():
@@ -220,28 +235,41 @@ def _parts(block: Any, family: Family) -> Iterator[Part]:
     else:
         _check(mlp, family.up, family.down, "act_fn", "act", "activation_fn")
     _check(block, filter(None, family.norms), family.attention, "mlp")
-    factor = getattr(block, "residual_multiplier", 1.0)
-    for name in family.read:
-        yield from matrix(getattr(attention, name))
-    yield from matrix(getattr(attention, family.o), factor)
-    if experts:
-        yield from NO_MATRIX * (len(family.up) + 1)
-        yield from stored(_router(mlp).weight, getattr(_router(mlp), "bias", None))
-        for i in range(experts):
-            yield from _expert(mlp.experts, i)
-    else:
-        for name in family.up:
-            yield from matrix(getattr(mlp, name))
-        down = getattr(mlp, family.down)
-        if family.gated and len(family.up) == 1 and down.in_features % PANEL:
-            raise Undescribed(f"gate and up in one, {down.in_features} wide")
-        yield from matrix(down, factor)
-    for place in family.norms:
-        yield from norm(getattr(block, place, None) if place else None, family.more)
-    for name in HEADS:
-        yield from norm(getattr(attention, name, None), family.more)
     sinks = getattr(attention, "sinks", None)
-    yield None if sinks is None else sinks.detach().float()
+    return Layer(
+        read=[getattr(attention, name) for name in family.read],
+        o=getattr(attention, family.o),
+        mlp=mlp,
+        up=[] if experts else [getattr(mlp, name) for name in family.up],
+        down=None if experts else getattr(mlp, family.down),
+        norms=[getattr(block, place, None) if place else None for place in family.norms],
+        heads=[getattr(attention, name, None) for name in HEADS],
+        factor=getattr(block, "residual_multiplier", 1.0),
+        sinks=None if sinks is None else sinks.detach().float(),
+        angles=turn if _turns(attention) else -1,
+        window=window,
+    )
+
+
+def _parts(layer: Layer, family: Family) -> Iterator[Part]:
+    """What `Decoder` in kernels_decoder.h takes of a layer."""
+    for each in layer.read:
+        yield from matrix(each)
+    yield from matrix(layer.o, layer.factor)
+    if experts := _experts(layer.mlp):
+        yield from NO_MATRIX * (len(family.up) + 1)
+        yield from stored(_router(layer.mlp).weight, getattr(_router(layer.mlp), "bias", None))
+        for i in range(experts):
+            yield from _expert(layer.mlp.experts, i)
+    else:
+        for each in layer.up:
+            yield from matrix(each)
+        if family.gated and len(family.up) == 1 and layer.down.in_features % PANEL:
+            raise Undescribed(f"gate and up in one, {layer.down.in_features} wide")
+        yield from matrix(layer.down, layer.factor)
+    for every in (*layer.norms, *layer.heads):
+        yield from norm(every, family.more)
+    yield layer.sinks
 
 
 def _turns(attention: Any) -> bool:

@@ -38,6 +38,7 @@ class Kind:
         pairs: angles turn neighbouring numbers, and not halves.
         chosen: experts of each row; their weights add up to 1 if they are `shared`.
         eps, head_eps: of norms, and of those of queries and keys.
+        more: what the weights of norms lack.
 
     Raises:
         Undescribed: the activation is not known.
@@ -63,6 +64,7 @@ class Kind:
     shared: bool = False
     alpha: float = 1.0
     limit: float = 0.0
+    more: float = 0.0
 
     def layers(self, parts: Sequence[Part], which: Sequence[int]) -> Callable[..., list[Tensor]]:
         """`Decoder.run` of kernels_decoder.h, with what its constructor takes."""
@@ -77,6 +79,32 @@ class Kind:
         made: Any = torch.classes.slipstream.Decoder(list(parts), list(which), list(map(int, sizes)), numbers)
         run: Callable[..., list[Tensor]] = made.run
         return run
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer, by its modules.
+
+    Attributes:
+        read, o, up, down: linear layers, see `Kind`; `mlp` is what holds up and down, or experts.
+        norms: before attention, behind it, before the MLP, behind it.
+        heads: norms of queries and keys.
+        factor: of what attention and the MLP add.
+        sinks: see `kernels.attention`.
+        angles, window: which of a pass's it takes; -1: no angles.
+    """
+
+    read: Sequence[nn.Module]
+    o: nn.Module
+    mlp: Any
+    up: Sequence[nn.Module]
+    down: Any
+    norms: Sequence[nn.Module | None]
+    heads: Sequence[nn.Module | None]
+    factor: float
+    sinks: Part
+    angles: int
+    window: int
 
 
 class Weights:

@@ -107,6 +107,8 @@ class HFTarget(DecoderTarget):
         self._calls: AbstractContextManager[Any] = nullcontext()
         if self.device.type == "cpu" or exact:
             self._take_ours()
+        else:
+            self._try_description()
         if exact and not self._ours:
             raise ValueError(f"target {self.name} cannot be exact in {self.precision}: {ours.NEEDS}")
         if compile:
@@ -126,12 +128,16 @@ class HFTarget(DecoderTarget):
             if ours.called_directly(self.twin, self.config):
                 self._calls = ours.Calls()
             ours.own_parts(self.twin, self.dtype, self.device)
-            if self.decoder is not None and not agrees(self, self.plain):
-                self.decoder = None
+            self._try_description()
             if self.decoder is None and not agrees(self, self.plain):
                 self._ours, self._calls = False, nullcontext()
                 if settable:
                     self.twin.set_attn_implementation(theirs)
+
+    def _try_description(self) -> None:
+        """Use the description of the layers only where it says what Hugging Face's modules say."""
+        if self.decoder is not None and not agrees(self, self.plain):
+            self.decoder = None
 
     @cached_property
     def exactness(self) -> str:
@@ -291,10 +297,14 @@ class HFTarget(DecoderTarget):
 
     @cached_property
     def decoder(self) -> ModelDecoder | None:
-        if not self._ours or self.device.type != "cpu":
+        ready = self._ours
+        if self.device.type == "cuda":
+            has_kernels = kernels.has_kernels(self.device, self.dtype)
+            ready = has_kernels and not (self.compiles or of_torchao(self.twin))
+        if not ready:
             return None
         try:
-            return ModelDecoder(self.twin, self.blocks, list(self.windows))
+            return ModelDecoder(self.twin, self.blocks, list(self.windows), self._ours)
         except Undescribed:
             return None
 
@@ -308,7 +318,7 @@ class HFTarget(DecoderTarget):
     def _masks(
         self, layout: Layout, positions: Int[Tensor, "B A"], cache: KVCache, nodes: int, depth: int
     ) -> Masks:
-        if self._ours:
+        if self._ours or self._described() is not None:
             return super()._masks(layout, positions, cache, nodes, depth)
         return dense(layout, positions, cache, self.windows, nodes, self.dtype)
 
