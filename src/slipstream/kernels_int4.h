@@ -60,18 +60,18 @@ inline const float* factors_of(const uint8_t* row, int64_t groups, int64_t g) {
 #if defined(__AVX512VNNI__)
 
 // Adds the products of R rows with groups `from` to `to` of a panel, 16 columns at a time. The first are not added
-// to anything. Asks for `bytes` of what is read later.
+// to anything. With each group and 16 columns it asks for `bytes` of what is read later.
 template <int R>
 [[gnu::noinline]] void add_up(
     const uint8_t* x, int64_t stride, const uint8_t* w, int64_t groups, int64_t from, int64_t to,
     const uint8_t* later, int64_t bytes, float* out) {
   const __m512i low = _mm512_set1_epi8(15);
   for (int64_t side = 0; side < 2; side++) {
-    ask_for(later + side * bytes / 2, bytes / 2);
     __m512 total[R];
     each<R>([&](auto r) { total[r] = from ? _mm512_loadu_ps(out + r * WIDE + side * 16) : _mm512_setzero_ps(); });
     for (int64_t g = from; g < to; g++) {
       const uint8_t *group = w + g * STEP, *columns = group + side * 4 * VECTOR;
+      ask_for(later, bytes), later += bytes;
       __m512i sum[R];
       each<R>([&](auto r) { sum[r] = _mm512_setzero_si512(); });
       each<4>([&](auto v) {
@@ -108,11 +108,11 @@ template <int R>
     const uint8_t* later, int64_t bytes, float* out) {
   const __m256i low = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1);
   for (int64_t n = 0; n < WIDE; n += 8) {
-    ask_for(later + n * bytes / WIDE, bytes / 4);
     __m256 total[R];
     each<R>([&](auto r) { total[r] = from ? _mm256_loadu_ps(out + r * WIDE + n) : _mm256_setzero_ps(); });
     for (int64_t g = from; g < to; g++) {
       const uint8_t *group = w + g * STEP, *columns = group + n / 16 * 4 * VECTOR + n % 16 * 4;
+      ask_for(later, bytes / 2), later += bytes / 2;
       __m256i sum[R];
       each<R>([&](auto r) { sum[r] = _mm256_setzero_si256(); });
 #pragma GCC unroll 2
@@ -279,13 +279,13 @@ inline void multiply(
                          : by_tiles<false>(x, stride, n, w, groups, out);
 #endif
   constexpr int64_t NEAR = 16;  // groups that the first cache holds; those after the next ones are asked for
-  const int64_t share = NEAR * STEP / parts_of<TOGETHER<uint8_t>>(n);
+  const int64_t share = STEP / 2 / parts_of<TOGETHER<uint8_t>>(n);
   for (int64_t g = 0; g < groups; g += NEAR) {
     const uint8_t* later = w + (g + 2 * NEAR) * STEP;
     even_tiles<TOGETHER<uint8_t>>(n, [&](int64_t r, auto rows) {
       add_up<rows>(
           x + r * stride, stride, w, groups, g, std::min(groups, g + NEAR), later, share, out + r * WIDE);
-      later += share;
+      later += 2 * NEAR * share;
     });
   }
 }

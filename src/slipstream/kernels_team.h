@@ -46,28 +46,28 @@ inline void rest() {
 // What a caller knows of the cores that it gets.
 struct Cores {
   int fewer = 0;         // threads than it may have, until then
-  Time until;
-  bool fresh = false;    // it has just taken all again
+  Time until, back;      // when it takes all again, and when it last did
   Span left{0};          // how long there were fewer
   Span worked{0}, lost{0};  // in this window; what it lost itself
   std::vector<Span> late;   // what it waited for each other thread
 
   int threads(int most, Time now) {
-    if (fewer && until <= now) fewer = 0, fresh = true, worked = lost = Span(0);
+    if (fewer && until <= now) fewer = 0, back = now, worked = lost = Span(0);
     late.resize(most);
     return std::max(1, most - fewer);
   }
 
-  // Fewer threads, if some lost too much: twice as long as last time, if that was just before.
+  // Fewer threads, if some lost too much: twice as long as last time, if all were there for less than that since.
   void judge(int most) {
     if (worked < WINDOW) return;
     int losers = lost > worked / LOSS;
     for (Span& each : late) losers += each > worked / LOSS, each = Span(0);
     if (losers) {
-      left = fresh ? std::min<Span>(2 * left, LONG) : SHORT;
-      fewer = std::min(most - 1, fewer + losers), until = Clock::now() + left;
+      const Time now = Clock::now();
+      left = now - back < left ? std::min<Span>(2 * left, LONG) : SHORT;
+      fewer = std::min(most - 1, fewer + losers), until = now + left;
     }
-    worked = lost = Span(0), fresh = false;
+    worked = lost = Span(0);
   }
 };
 
