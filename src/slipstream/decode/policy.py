@@ -29,6 +29,7 @@ OFF = 1.3  # a round counts as so many times its cost at most: something may hav
 LAGS = 4  # rounds without the head after which its next one reads much, and does not tell what rounds cost
 KEEPS = 200.0  # rounds that an average of accepted tokens remembers
 FIRST, GROWN = 0.2, 0.29  # guess: tokens accepted of a head's tree, and more for each doubling of its nodes
+CHAINED = 0.7  # guess: a chain's next token is accepted
 MATCHED = (0.2, 0.6, 0.8, 0.92)  # guess: a match's next token is accepted, by sign
 GUESS = 8.0  # rounds that a guess counts as
 HOPE = 0.75  # standard errors
@@ -92,8 +93,9 @@ class Ledger:
         if (rung, sign) not in self.accepted:
             shape, match = self.rungs[rung], MATCHED[sign]
             grown = FIRST + GROWN * log2(shape.nodes) if shape.children else 0.0
-            matched = sum(match**i for i in range(1, shape.nodes))
-            self.accepted[rung, sign] = Accepted(matched + (1 - match) * grown)
+            if shape.is_chain:
+                grown = _accepted(CHAINED, shape)
+            self.accepted[rung, sign] = Accepted(_accepted(match, shape) + (1 - match) * grown)
         return self.accepted[rung, sign]
 
     def add(self, rung: int, sign: int, tokens: int, factor: float) -> None:
@@ -103,11 +105,11 @@ class Ledger:
         before = average.mean
         average.add(tokens, factor)
         change = min(2.0, max(0.5, average.mean / before)) if before else 1.0
-        kind = bool(self.rungs[rung].children)
+        kind, own = bool(self.rungs[rung].children), _leverage(self.rungs[rung])
         for i, shape in enumerate(self.rungs):
             if i != rung and shape.depth and bool(shape.children) == kind:
                 like = self.of(i, sign)
-                like.mean *= change ** min(1.0, GUESS / like.rounds)
+                like.mean *= change ** (_leverage(shape) / own * min(1.0, GUESS / like.rounds))
 
     def costs(self, texts: int) -> list[float]:
         """Of every rung, for so many texts; for the nearest number that was measured."""
@@ -135,6 +137,16 @@ class Ledger:
             timed[i] = n * AGES**rounds + (i == rung)
         if rung == 0 or known not in self.told:
             self.told[known] = costs[0]
+
+
+def _accepted(chance: float, shape: Shape) -> float:
+    """Tokens accepted of a chain with so many nodes, if each has this chance."""
+    return sum((chance**i for i in range(1, shape.nodes)), 0.0)
+
+
+def _leverage(shape: Shape) -> float:
+    """By about how many percent a tree brings more if its guesses are one percent likelier."""
+    return log2(2 * shape.depth) if shape.is_chain else 1.0
 
 
 @dataclass

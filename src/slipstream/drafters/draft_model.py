@@ -76,6 +76,11 @@ class DraftModel(Proposer):
 
     method = "draft-model"
 
+    @property
+    def ladder(self) -> tuple[str, ...]:
+        """A whole model takes a long pass for each level, and a longer one where the level is wide."""
+        return super().ladder if self.part else ("chain-1", "chain-2", "chain-4", "chain-8")
+
     def __init__(
         self,
         model: Target,
