@@ -5,7 +5,7 @@ import random
 import pytest
 
 from slipstream.core.shape import PLAIN, Shape
-from slipstream.decode.policy import FADES_UNUSED, NO_GUESSES, RESTS, Accepted, Ledger, Policy
+from slipstream.decode.policy import DOUBTED, FADES_UNUSED, NO_GUESSES, RESTS, Accepted, Ledger, Policy
 
 MATCH = Shape("matches-3", (), 3, 4, 0, 0)
 SMALL, LARGE = Shape.parse("best-first-2x4"), Shape.parse("best-first-3x16")
@@ -172,6 +172,18 @@ def test_a_draft_model_that_is_right_soon_drafts_far():
     chosen = decode(policy, lambda shape: shape.depth, 60, seconds=PASSES.get)
     assert chosen[0].depth
     assert min(shape.depth for shape in chosen[20:]) >= 4
+
+
+@pytest.mark.parametrize(("rungs", "left"), [(CHAINS, DOUBTED), (RUNGS, 10.0)])
+def test_what_few_rounds_told_of_a_chain_fades(rungs, left):
+    """One text made a draft model look a little too dear, and no text after it was drafted."""
+    last = len(rungs) - 1
+    ledger = Ledger(rungs, {1: [20.0, *[200.0] * last]}, {(last, 0): Accepted(0.5, 10.0)})
+    policy = Policy(ledger)
+    for _ in range(400):
+        assert policy.choose([0], [0]) is PLAIN
+        policy.learn([1], 20.0, [False])
+    assert ledger.of(last, 0).rounds == left
 
 
 def test_a_draft_model_reads_a_long_prompt_only_if_that_may_pay():

@@ -29,7 +29,7 @@ OFF = 1.3  # a round counts as so many times its cost at most: something may hav
 LAGS = 4  # rounds without the head after which its next one reads much, and does not tell what rounds cost
 KEEPS = 200.0  # rounds that an average of accepted tokens remembers
 FIRST, GROWN = 0.2, 0.29  # guess: tokens accepted of a head's tree, and more for each doubling of its nodes
-CHAINED = 0.7  # guess: a chain's next token is accepted
+CHAINED = 0.8  # guess: a chain's next token is accepted
 MATCHED = (0.2, 0.6, 0.8, 0.92)  # guess: a match's next token is accepted, by sign
 GUESS = 8.0  # rounds that a guess counts as
 HOPE = 0.75  # standard errors
@@ -37,6 +37,7 @@ NO_GUESSES = -1  # the sign of a text that gets none: it brings one token, whate
 KINDS = "no match", "match", "head"  # of guesses
 PAYS = 16  # rounds of a head's trees in which what it has yet to read must pay
 TOLD = 32.0  # rounds that a mean is worth at least, once as many told it
+DOUBTED = 4.0  # the same of a chain that fewer told: it may cost so much that it is not tried again otherwise
 
 
 @dataclass
@@ -52,10 +53,12 @@ class Accepted:
         again."""
         return self.mean + HOPE * sqrt(self.mean / self.rounds)
 
-    def fade(self, left: float) -> None:
-        """Other rounds went by. What many rounds told is never worth as little as a guess."""
-        if self.rounds > TOLD:
-            self.rounds = max(TOLD, self.rounds * left)
+    def fade(self, left: float, least: float = TOLD) -> None:
+        """Other rounds went by. What many rounds told is never worth as little as a guess; what fewer told,
+        no less than `least`."""
+        least = TOLD if self.rounds > TOLD else least
+        if self.rounds > least:
+            self.rounds = max(least, self.rounds * left)
 
     def add(self, tokens: int, factor: float) -> None:
         """A round of a text whose guesses are `factor` times as good."""
@@ -228,8 +231,8 @@ class Policy:
         whose head could not guess yet, for lack of masks in the round before, was decoded plainly."""
         shape, rounds = self.ledger.rungs[self._rung], 1 + self._rested
         left, self._rested = FADES_UNUSED**rounds, 0
-        for average in self.ledger.accepted.values():
-            average.fade(left)
+        for (rung, _), average in self.ledger.accepted.items():
+            average.fade(left, DOUBTED if self.ledger.rungs[rung].is_chain else TOLD)
         for (text, sign), made, drafted in zip(self._rows, tokens, guessed, strict=True):
             if sign == NO_GUESSES:
                 continue
