@@ -96,6 +96,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[str | int, str]]] = {
             "--stop": "b zz : ''",
             "--regex": "'[a-c]+' : '[a' ''",
             "--choice": "b : ''",
+            "--draft-model": ": {model} none ''",  # beside --drafter ngram
             "--law": "coupled multi-round : '' copuled",
             "--trace": f"{{out}}/trace.jsonl : {NO_OUTPUT}",
         },

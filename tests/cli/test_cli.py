@@ -66,6 +66,14 @@ MISTAKES = {
         ["certify", "--drafter", "egale"],
         "Available: auto, vanilla, ngram, suffix, lookahead",
     ),
+    "a draft model for another drafter": (
+        ["generate", "abc", "--drafter", "ngram", "--draft-model", "smollm2"],
+        "--draft-model is for --drafter auto without a head, and --drafter is 'ngram'",
+    ),
+    "a draft model beside a head": (
+        ["bench", "--drafter", "auto:head=eagle", "--draft-model", "smollm2"],
+        "give --drafter draft-model:model=smollm2",
+    ),
     "empty prompt": (["generate", " "], "prompt is empty"),
     "a prompt that is no text": (["generate", "abc\udcff"], "no Unicode text"),
     "a stop string that is no text": (

@@ -15,6 +15,15 @@ def test_the_version_is_the_packages(run):
     assert slipstream.__version__ == version("slipstream")
 
 
+def test_a_draft_model_is_autos_head(run, tiny_options, questions, model, tmp_path):
+    path, words = tmp_path / "run.json", [*tiny_options, "--draft-model", model]
+    code, said, _ = run("generate", "abc", *words)
+    assert (code, said) == (0, run("generate", "abc", *tiny_options, "--drafter", "vanilla")[1])
+    assert run("bench", "--questions", questions, *words, "--json", str(path))[0] == 0
+    named = [each["drafter"] for each in json.loads(path.read_text())["results"]]
+    assert named == ["vanilla", f"auto:head=draft-model:model={model}"]
+
+
 def test_names_are_no_markup(run, tmp_path, tiny_options):
     """A traceback of rich's for `[/]` in a name, and colours where somebody wrote [red]."""
     home = tmp_path / "[red]odd[/] :eyes:"

@@ -17,8 +17,8 @@ PATHS = {
         ["x", "--json-schema", "none.json"],
         ["x", "--grammar", "none.lark"],
     ],
-    "chat": [["--target", "none.gguf"], ["--drafter", "runs/none"]],
-    "serve": [["--target", "empty"], ["--drafter", "runs/none"]],
+    "chat": [["--target", "none.gguf"], ["--drafter", "runs/none"], ["--draft-model", "./none"]],
+    "serve": [["--target", "empty"], ["--drafter", "runs/none"], ["--draft-model", "./none"]],
     "bench": [
         ["--target", "smollm2", "--target", "~/none-at-all"],
         ["--drafter", "ngram", "--drafter", "empty"],

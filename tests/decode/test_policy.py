@@ -5,7 +5,7 @@ import random
 import pytest
 
 from slipstream.core.shape import PLAIN, Shape
-from slipstream.decode.policy import FADES_UNUSED, NO_GUESSES, RESTS, Accepted, Ledger, Policy
+from slipstream.decode.policy import DOUBTED, FADES_UNUSED, NO_GUESSES, RESTS, Accepted, Ledger, Policy
 
 MATCH = Shape("matches-3", (), 3, 4, 0, 0)
 SMALL, LARGE = Shape.parse("best-first-2x4"), Shape.parse("best-first-3x16")
@@ -18,7 +18,7 @@ def decode(policy, tokens, rounds, signs=lambda i: 0, seconds=lambda shape: COST
     chosen = []
     for i in range(rounds):
         shape = policy.choose([0], [signs(i)])
-        drafts = shape.depth and (shape.width or signs(i))
+        drafts = shape.depth and (shape.children or signs(i))
         policy.learn([1 + (tokens(shape) if drafts else 0)], seconds(shape), [bool(drafts)])
         chosen.append(shape)
     return chosen
@@ -150,6 +150,46 @@ def test_a_head_that_could_not_guess_yet_is_not_blamed():
     policy.learn([1], 21.0, [True])
     assert policy._of(0, 0, True).factor < 1
     assert known.seconds[1] != COSTS
+
+
+CHAINS = (PLAIN, *map(Shape.parse, ("chain-1", "chain-2", "chain-4", "chain-8")))
+PASSES = {shape: 40.0 + 20.0 * shape.depth for shape in CHAINS}  # a draft model of half the target's time
+
+
+def test_a_draft_model_that_never_agrees_is_dropped_at_once():
+    """A round of eight passes that nothing comes of is five plain ones."""
+    chosen = decode(
+        Policy(Ledger(CHAINS, {1: list(PASSES.values())})), lambda shape: 0, 128, seconds=PASSES.get
+    )
+    assert 0 < max(shape.depth for shape in chosen) <= 2
+    assert sum(map(PASSES.get, chosen)) <= 128 * PASSES[PLAIN] / 0.97
+
+
+def test_a_draft_model_that_is_right_soon_drafts_far():
+    """A chain's guess was that of a head's tree, so that none was tried. A longer one promised too little
+    beside a shorter one that was right."""
+    policy = Policy(Ledger(CHAINS, {1: list(PASSES.values())}))
+    chosen = decode(policy, lambda shape: shape.depth, 60, seconds=PASSES.get)
+    assert chosen[0].depth
+    assert min(shape.depth for shape in chosen[20:]) >= 4
+
+
+@pytest.mark.parametrize(("rungs", "left"), [(CHAINS, DOUBTED), (RUNGS, 10.0)])
+def test_what_few_rounds_told_of_a_chain_fades(rungs, left):
+    """One text made a draft model look a little too dear, and no text after it was drafted."""
+    last = len(rungs) - 1
+    ledger = Ledger(rungs, {1: [20.0, *[200.0] * last]}, {(last, 0): Accepted(0.5, 10.0)})
+    policy = Policy(ledger)
+    for _ in range(400):
+        assert policy.choose([0], [0]) is PLAIN
+        policy.learn([1], 20.0, [False])
+    assert ledger.of(last, 0).rounds == left
+
+
+def test_a_draft_model_reads_a_long_prompt_only_if_that_may_pay():
+    policy = Policy(Ledger(CHAINS, {1: list(PASSES.values())}))
+    assert policy.choose([0], [0], owed=100.0).depth
+    assert not policy.choose([0], [0], owed=1000.0).depth
 
 
 def test_texts_in_a_batch_decide_together_and_are_forgotten_when_they_leave():

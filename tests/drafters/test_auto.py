@@ -1,6 +1,7 @@
 """Auto: the head reads later what it missed, and says the same."""
 
 import random
+from copy import deepcopy
 from unittest.mock import patch
 
 import pytest
@@ -185,6 +186,30 @@ def test_masks_ride_with_the_heads_trees_alone():
         assert session.state.head.known.all()
         (then,) = session.step(shape=tree)
         assert then.drafted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model_is_offered_chains(temperature, tmp_path):
+    """Each of a tree's levels is a pass of a whole model, the more so where it is wide."""
+    target = tiny.target("llama")
+    tiny.reference("mistral").save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    auto = load_drafter(f"auto:head=draft-model:model={tmp_path}", target, temperature)
+    assert [rung.name for rung in auto.rungs[4:]] == ["chain-1", "chain-2", "chain-4", "chain-8"]
+    how = {"max_new_tokens": 30, "temperature": temperature, "seed": 3}
+    made, plain = (generate(target, PROMPTS, drafter, **how) for drafter in (auto, "vanilla"))
+    assert [each.tokens for each in made] == [each.tokens for each in plain]
+    part = Auto(tiny.distilled(target))
+    assert part.rungs[4].name == "best-first-1x2", "one block is as cheap as a head"
+
+
+def test_a_draft_model_of_another_tokenizer_is_refused(tmp_path):
+    tiny.reference("llama").save_pretrained(tmp_path)
+    other = deepcopy(tiny.tokenizer())
+    other.add_tokens(["zz"])
+    other.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="reads other tokens than the target"):
+        load_drafter(f"auto:head=draft-model:model={tmp_path}", tiny.target("llama"))
 
 
 def test_a_head_without_trees_is_refused():

@@ -64,15 +64,19 @@ def test_a_directory_that_was_written_again_is_read_again(saved, spec, file):
     assert kept_drafter(spec.format(home), target) is again
 
 
-def test_a_draft_model_is_loaded_once(saved, tmp_path):
+@pytest.mark.parametrize(
+    ("spec", "other"),
+    [("draft-model:model={}", "tree=chain-2"), ("auto:head=draft-model:model={}", "remember=1")],
+)
+def test_a_draft_model_is_loaded_once(saved, tmp_path, spec, other):
     """It was read, and compiled, in every call of `generate`."""
     target, home = saved[0], tmp_path / "small"
     tiny.reference("llama").save_pretrained(home)
     tiny.tokenizer().save_pretrained(home)
-    name = f"draft-model:model={home}"
+    name = spec.format(home)
     first = kept_drafter(name, target)
     assert kept_drafter(name, target) is first
-    assert kept_drafter(f"{name},tree=chain-2", target) is not first
+    assert kept_drafter(f"{name},{other}", target) is not first
     (home / "config.json").write_text((home / "config.json").read_text() + " ")
     assert kept_drafter(name, target) is not first
 

@@ -20,6 +20,7 @@ from slipstream.cli.common import (
     Compile,
     Device,
     DrafterName,
+    DraftModelName,
     Dtype,
     MaxNewTokens,
     OwnTemperature,
@@ -33,6 +34,7 @@ from slipstream.cli.common import (
     load,
     on_questions,
     out,
+    with_model,
 )
 from slipstream.command import suggested
 from slipstream.files import check_writable, replacing
@@ -65,6 +67,7 @@ ENDED = {"eos": "stop", "stop": "stop"}  # as OpenAI's clients are told
 def chat(
     target: TargetName = "smollm2",
     drafter: DrafterName = "auto",
+    draft_model: DraftModelName = None,
     system: Annotated[str | None, on_questions("what the system says first", "TEXT")] = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: OwnTemperature = None,
@@ -78,6 +81,7 @@ def chat(
 
     Figures stand below each answer. An answer reads what was said before only once.
     """
+    drafter = with_model(drafter, draft_model)
     inputs(target, [drafter])
     from slipstream.decode.talk import Talk
 

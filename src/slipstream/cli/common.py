@@ -109,6 +109,8 @@ def drafters() -> str:
 
 DrafterName = Annotated[str, option("one of the drafters below", "NAME", "--drafter")]
 DrafterNames = Annotated[list[str], option("one of those below; repeatable", "NAME", "--drafter")]
+SMALLER = "smaller target of the same tokenizer, by which auto drafts too, while it pays"
+DraftModelName = Annotated[str | None, option(SMALLER, "NAME", "--draft-model")]
 QUESTIONS = "question.jsonl, mt_bench, humaneval or hf:REPOSITORY:SPLIT; repeatable (default: our own)"
 Files = Annotated[list[str], on_questions(QUESTIONS, "FILE", "--questions")]
 Limit = Annotated[int | None, on_questions("questions of each file, evenly over it", "N", min=1)]
@@ -212,6 +214,20 @@ def inputs(
     specs = [Spec.parse(drafter) for drafter in drafters]
     named = [name.partition(":")[0] for spec in specs for name in (spec.name, *spec.options.values())]
     return [*several(targets), *named, *files]
+
+
+def with_model(drafter: str, model: str | None) -> str:
+    """The drafter auto, whose head is a draft model if one is named. Raises ValueError for any other
+    drafter."""
+    spec = Spec.parse(drafter)
+    if model is None:
+        return drafter
+    if spec.name != "auto" or "head" in spec.options:
+        raise ValueError(
+            f"--draft-model is for --drafter auto without a head, and --drafter is {drafter!r}: leave one of "
+            f"the two out, or give --drafter draft-model:model={model}"
+        )
+    return str(spec.replace(head=f"draft-model:model={model}"))
 
 
 def deliver(

@@ -11,6 +11,7 @@ from slipstream.cli.common import (
     Compile,
     Device,
     DrafterName,
+    DraftModelName,
     Dtype,
     JsonPath,
     MaxNewTokens,
@@ -25,6 +26,7 @@ from slipstream.cli.common import (
     load,
     on_results,
     on_sampling,
+    with_model,
 )
 from slipstream.files import STANDARD, check_writable, read_text, replacing, write_json
 
@@ -58,6 +60,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="the user's message; - reads it from standard input")],
     target: TargetName = "smollm2",
     drafter: DrafterName = "auto",
+    draft_model: DraftModelName = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: OwnTemperature = None,
     top_k: Annotated[int | None, on_sampling("keep the K likeliest tokens", "K")] = None,
@@ -86,6 +89,7 @@ def generate(
     The text is the same whatever the drafter: token for token in float32 and bfloat16
     on a CPU with a C++ compiler, and elsewhere up to near-ties, which rounding may turn.
     """
+    drafter = with_model(drafter, draft_model)
     files = [each for each in (json_schema, grammar) if each is not None]
     check_writable(trace, json_path, reads=inputs(target, [drafter], files))
     bounds = {"json_schema": json_schema and read_text(json_schema, "schema"), "regex": regex}

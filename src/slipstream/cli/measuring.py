@@ -9,6 +9,7 @@ from slipstream.cli.common import (
     Compile,
     Device,
     DrafterNames,
+    DraftModelName,
     Dtype,
     Files,
     JsonPath,
@@ -34,6 +35,7 @@ from slipstream.cli.common import (
     progress_bar,
     storing,
     unfinished,
+    with_model,
 )
 from slipstream.files import check_writable
 from slipstream.measure.questions import load_questions
@@ -58,6 +60,7 @@ Temperatures = Annotated[list[float], on_sampling(SEVERAL, "T", "--temperature",
 def bench(
     target: TargetNames = ["smollm2"],
     drafter: DrafterNames = ["auto"],
+    draft_model: DraftModelName = None,
     questions: Files = [],
     limit: Limit = None,
     max_new_tokens: MaxNewTokens = 128,
@@ -77,6 +80,7 @@ def bench(
 
     Several targets, temperatures or numbers of texts make one run each, and one file in all.
     """
+    drafter = [with_model(each, draft_model) for each in drafter]
     check_picture(plot)
     check_writable(plot, json_path, reads=inputs(target, drafter, questions))
     asked, others = load_questions(questions, limit), len(set(drafter) - {"vanilla"})

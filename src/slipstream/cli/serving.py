@@ -9,6 +9,7 @@ from slipstream.cli.common import (
     Compile,
     Device,
     DrafterName,
+    DraftModelName,
     Dtype,
     Quantize,
     TargetName,
@@ -18,6 +19,7 @@ from slipstream.cli.common import (
     inputs,
     load,
     option,
+    with_model,
 )
 from slipstream.files import install
 
@@ -44,6 +46,7 @@ GRACE = "time that requests under way get after Ctrl-C or SIGTERM"
 def serve(
     target: TargetName = "smollm2",
     drafter: DrafterName = "auto",
+    draft_model: DraftModelName = None,
     host: Annotated[str, option(HOST, "ADDRESS")] = "127.0.0.1",
     port: Annotated[int, option("0 takes a free one", "N", min=0, max=65535)] = 8000,
     api_key: Annotated[list[str], option(KEY, "KEY", "--api-key", envvar="SLIPSTREAM_API_KEY")] = [],
@@ -71,6 +74,7 @@ def serve(
     All texts share one session, and each says what generate would say alone. /metrics is for
     Prometheus, and standard output gets a line of JSON for each request, without prompts.
     """
+    drafter = with_model(drafter, draft_model)
     inputs(target, [drafter])
     try:
         from slipstream.serve.run import is_local, run

@@ -117,6 +117,11 @@ class Shape:
         return not self.paths and self.width == self.children == self.nodes - 1 > 0
 
     @property
+    def is_chain(self) -> bool:
+        """A static tree that does not branch."""
+        return bool(self.paths) and self.nodes == self.depth + 1
+
+    @property
     def keeps_first_children(self) -> bool:
         """A static tree whose nodes have their most likely children."""
         return bool(self.paths or not self.depth) and all(

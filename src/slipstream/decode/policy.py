@@ -29,6 +29,7 @@ OFF = 1.3  # a round counts as so many times its cost at most: something may hav
 LAGS = 4  # rounds without the head after which its next one reads much, and does not tell what rounds cost
 KEEPS = 200.0  # rounds that an average of accepted tokens remembers
 FIRST, GROWN = 0.2, 0.29  # guess: tokens accepted of a head's tree, and more for each doubling of its nodes
+CHAINED = 0.8  # guess: a chain's next token is accepted
 MATCHED = (0.2, 0.6, 0.8, 0.92)  # guess: a match's next token is accepted, by sign
 GUESS = 8.0  # rounds that a guess counts as
 HOPE = 0.75  # standard errors
@@ -36,6 +37,7 @@ NO_GUESSES = -1  # the sign of a text that gets none: it brings one token, whate
 KINDS = "no match", "match", "head"  # of guesses
 PAYS = 16  # rounds of a head's trees in which what it has yet to read must pay
 TOLD = 32.0  # rounds that a mean is worth at least, once as many told it
+DOUBTED = 4.0  # the same of a chain that fewer told: it may cost so much that it is not tried again otherwise
 
 
 @dataclass
@@ -51,10 +53,12 @@ class Accepted:
         again."""
         return self.mean + HOPE * sqrt(self.mean / self.rounds)
 
-    def fade(self, left: float) -> None:
-        """Other rounds went by. What many rounds told is never worth as little as a guess."""
-        if self.rounds > TOLD:
-            self.rounds = max(TOLD, self.rounds * left)
+    def fade(self, left: float, least: float = TOLD) -> None:
+        """Other rounds went by. What many rounds told is never worth as little as a guess; what fewer told,
+        no less than `least`."""
+        least = TOLD if self.rounds > TOLD else least
+        if self.rounds > least:
+            self.rounds = max(least, self.rounds * left)
 
     def add(self, tokens: int, factor: float) -> None:
         """A round of a text whose guesses are `factor` times as good."""
@@ -92,8 +96,9 @@ class Ledger:
         if (rung, sign) not in self.accepted:
             shape, match = self.rungs[rung], MATCHED[sign]
             grown = FIRST + GROWN * log2(shape.nodes) if shape.children else 0.0
-            matched = sum(match**i for i in range(1, shape.nodes))
-            self.accepted[rung, sign] = Accepted(matched + (1 - match) * grown)
+            if shape.is_chain:
+                grown = _accepted(CHAINED, shape)
+            self.accepted[rung, sign] = Accepted(_accepted(match, shape) + (1 - match) * grown)
         return self.accepted[rung, sign]
 
     def add(self, rung: int, sign: int, tokens: int, factor: float) -> None:
@@ -103,11 +108,11 @@ class Ledger:
         before = average.mean
         average.add(tokens, factor)
         change = min(2.0, max(0.5, average.mean / before)) if before else 1.0
-        kind = bool(self.rungs[rung].children)
+        kind, own = bool(self.rungs[rung].children), _leverage(self.rungs[rung])
         for i, shape in enumerate(self.rungs):
             if i != rung and shape.depth and bool(shape.children) == kind:
                 like = self.of(i, sign)
-                like.mean *= change ** min(1.0, GUESS / like.rounds)
+                like.mean *= change ** (_leverage(shape) / own * min(1.0, GUESS / like.rounds))
 
     def costs(self, texts: int) -> list[float]:
         """Of every rung, for so many texts; for the nearest number that was measured."""
@@ -135,6 +140,16 @@ class Ledger:
             timed[i] = n * AGES**rounds + (i == rung)
         if rung == 0 or known not in self.told:
             self.told[known] = costs[0]
+
+
+def _accepted(chance: float, shape: Shape) -> float:
+    """Tokens accepted of a chain with so many nodes, if each has this chance."""
+    return sum((chance**i for i in range(1, shape.nodes)), 0.0)
+
+
+def _leverage(shape: Shape) -> float:
+    """By about how many percent a tree brings more if its guesses are one percent likelier."""
+    return log2(2 * shape.depth) if shape.is_chain else 1.0
 
 
 @dataclass
@@ -216,8 +231,8 @@ class Policy:
         whose head could not guess yet, for lack of masks in the round before, was decoded plainly."""
         shape, rounds = self.ledger.rungs[self._rung], 1 + self._rested
         left, self._rested = FADES_UNUSED**rounds, 0
-        for average in self.ledger.accepted.values():
-            average.fade(left)
+        for (rung, _), average in self.ledger.accepted.items():
+            average.fade(left, DOUBTED if self.ledger.rungs[rung].is_chain else TOLD)
         for (text, sign), made, drafted in zip(self._rows, tokens, guessed, strict=True):
             if sign == NO_GUESSES:
                 continue

@@ -26,8 +26,6 @@ from slipstream.methods import SHIPPED
 from slipstream.spec import Named, Spec
 
 HEADS = ("fasteagle", "eagle", "eagle3", "medusa", "glide")  # the quickest first, of those that ship
-NODES = (2, 4, 8, 16)  # of a tree of the head, matches included
-DEEPEST = 5
 MATCHES = (4, 8, 16)  # of a tree of matches
 SAMPLED = ", T > 0"  # ends the name of an auto that samples
 LONG = (2, 4, 8)  # tokens of a match: signs for the policy
@@ -87,7 +85,7 @@ class Auto(Drafter):
     Args:
         head: grows the trees. Without one there are matches alone.
         remember: see `Suffix`.
-        tuned: the head's trees, as `tune` found them; by default best-first trees of `NODES`.
+        tuned: the head's trees, as `tune` found them; by default its `ladder`.
     """
 
     def __init__(
@@ -102,10 +100,8 @@ class Auto(Drafter):
         self.rungs = (PLAIN, *found)
         self.rows, self.depth, self.remembers = self.matches.rows, self.matches.depth, self.matches.remembers
         if head is not None:
-            deepest = min(DEEPEST, head.deepest or DEEPEST)
-            ladder = [Shape.parse(f"best-first-{max(1, min(deepest, n // 2))}x{n}") for n in NODES]
             self.tuned = tuple(tuned)
-            trees = self.tuned or tuple(ladder)
+            trees = self.tuned or tuple(map(Shape.parse, head.ladder))
             head.grow_as(trees[-1], head.proposal)
             self.hybrid = Hybrid(head, self.matches)
             self.rungs += trees

@@ -76,6 +76,11 @@ class DraftModel(Proposer):
 
     method = "draft-model"
 
+    @property
+    def ladder(self) -> tuple[str, ...]:
+        """A whole model takes a long pass for each level, and a longer one where the level is wide."""
+        return super().ladder if self.part else ("chain-1", "chain-2", "chain-4", "chain-8")
+
     def __init__(
         self,
         model: Target,
@@ -167,14 +172,14 @@ class DraftModel(Proposer):
         tokens = tokens.gather(1, at.clamp(max=tokens.shape[1] - 1))
         tokens = tokens.clamp(max=self.model.vocab - 1)  # models pad embeddings: the target may have more
         count = span.count + begins
-        prompt = tokens.shape[1] > DEEPEST + 2
-        if look.may_look(begins):
-            prompt = prompt or bool(begins.any())
-            tokens = tokens if bool(begins.any()) else tokens[:, :-1]
-        last = (count - 1).clamp(min=0)[:, None]  # of a round all logits are taken: its shape is fixed
-        logits = self.model(chain(tokens), state.cache, rows=last if prompt else None).logits
+        host = look.may_look(begins)
+        if host and not bool(begins.any()):
+            tokens = tokens[:, :-1]
+        alone = host or tokens.shape[1] > DEEPEST + 2  # a captured round takes all logits: its shape is fixed
+        last = (count - 1).clamp(min=0)[:, None]
+        logits = self.model(chain(tokens), state.cache, rows=last if alone else None).logits
         state.cache.follow(span.cache, count, ahead=1)
-        at_last = logits if prompt else logits.gather(1, last[..., None].expand(-1, -1, logits.shape[2]))
+        at_last = logits if alone else logits.gather(1, last[..., None].expand(-1, -1, logits.shape[2]))
         state.scores, state.root = at_last[:, 0, : len(self.vocab)], span.root
 
     def propose(self, state: DraftModelState, sampler: Sampler, shape: Shape | None = None) -> Tree:

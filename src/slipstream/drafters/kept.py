@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.catalog import MODELS, located
 from slipstream.core.drafter import Drafter
 from slipstream.core.target import Target
 from slipstream.drafters import load_drafter, tuned_home
@@ -51,17 +52,19 @@ def home_of(spec: Spec, target: Target) -> Path | None:
 
 
 def _homes(spec: Spec, target: Target) -> list[Path]:
-    """The directories of a drafter's weights and, last, of its tuned tree; none for one without weights, and
-    for a draft model that is no directory."""
-    if "model" not in spec.options:
+    """What a drafter's weights are read from and, last, the directory of its tuned tree; none for one without
+    weights, and for a draft model of the hub."""
+    head = Spec.parse(spec.options.get("head", spec))
+    if "model" not in head.options:
         home = home_of(spec, target)
         return [] if home is None else [home]
-    model = Path(spec.options["model"]).expanduser()
-    return [model, tuned_home(spec, target)] if model.is_dir() else []
+    named = head.options["model"]
+    model = located(named) if named in MODELS else Path(named).expanduser()
+    return [model, tuned_home(head, target)] if model.exists() else []
 
 
 def _stamp(homes: Sequence[Path]) -> tuple[tuple[int, int, int] | None, ...]:
     """What changes when a file is written: its number, time and size."""
-    files = [*(home / name for home in homes for name in READ), tuned_file(homes[-1])]
+    files = [*(home / name for home in homes for name in READ), *homes[:-1], tuned_file(homes[-1])]
     stats = [file.stat() if file.exists() else None for file in files]
     return tuple(stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats)

@@ -19,6 +19,7 @@ from slipstream.drafters.layers import descended
 from slipstream.drafters.store import VOCAB
 
 PROPOSALS = ("top-k", "noise", "sampled")
+NODES, LEVELS = (2, 4, 8, 16), 5  # of a ladder's trees; at most
 # scores of a frontier, from its tokens, their parents in the frontier before, what they see of the scratch
 # rows, the level
 Step = Callable[[Int[Tensor, "B F"], Int[Tensor, "B F"], Bool[Tensor, "B F A"], int], Float[Tensor, "B F Vd"]]
@@ -57,6 +58,12 @@ class Proposer(Drafter):
     def deepest(self) -> int | None:
         """The deepest tree that it can grow, if there is a limit."""
         return None
+
+    @property
+    def ladder(self) -> tuple[str, ...]:
+        """Trees of rising size that `auto` chooses among, unless others were tuned."""
+        most = min(LEVELS, self.deepest or LEVELS)
+        return tuple(f"best-first-{max(1, min(most, n // 2))}x{n}" for n in NODES)
 
     @property
     def drafted(self) -> int:
