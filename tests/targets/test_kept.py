@@ -115,6 +115,19 @@ def test_what_would_be_read_otherwise_is_not_kept(unchecked, tmp_path, home, mad
     assert [path for path in home.iterdir() if path.name != kept.DIGESTS] == []
 
 
+@pytest.mark.parametrize("said", ["", "{", "[]", '{"a": 1}', '{"/": {"stamp": 3}}'])
+def test_damaged_hashes_of_files_are_made_again(unchecked, tmp_path, home, made, said):
+    """A refusal of every target: move it away."""
+    name = saved("llama", tmp_path / "model")
+    for text in (said, None):
+        if text is not None:
+            home.mkdir(parents=True, exist_ok=True)
+            (home / kept.DIGESTS).write_text(text)
+        load_target(name, "float32", quantize="int8")
+    assert len(made) == 1
+    assert json.loads((home / kept.DIGESTS).read_text())
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(unchecked, tmp_path, monkeypatch, made):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -114,7 +114,7 @@ def generate(
             print(piece, end="", flush=True)
         print()
     idle = [f"--{name.replace('_', '-')}" for name, value in cuts.items() if value is not None and not T]
-    _figures(pieces.generation, law or guide.law, idle, json_path)
+    _figures(pieces.generation, loaded.precision, law or guide.law, idle, json_path)
     if explain:
         err.print(explained(loaded, guide, pieces.tokens))
 
@@ -137,13 +137,15 @@ def _guide(target: "HFTarget", name: str, temperature: float, explain: bool, tex
     return guide
 
 
-def _figures(made: "Generation | None", law: str, idle: list[str], json_path: str | None) -> None:
+def _figures(
+    made: "Generation | None", precision: str, law: str, idle: list[str], json_path: str | None
+) -> None:
     """Print an answer's figures, and the options that had no effect."""
     from slipstream.decode.generate import LOSSY
 
     assert made is not None
     speed = f"τ {made.tau:.2f}   {len(made.tokens) / made.seconds.total:.1f} tokens/s"
-    err.print(f"{len(made.tokens)} tokens ({made.finish})   {speed}", style="dim")
+    err.print(f"{len(made.tokens)} tokens ({made.finish})   {speed}   {precision}", style="dim")
     if idle:
         err.print(f"at temperature 0 nothing is sampled: {', '.join(idle)} without effect", style="yellow")
     if law == LOSSY and made.sampling.temperature:

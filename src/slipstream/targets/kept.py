@@ -41,7 +41,7 @@ def _content(source: Path) -> str:
         files = [
             file for file in sorted(source.iterdir()) if any(fnmatch(file.name, each) for each in LOADED)
         ]
-    known, news = read_results(cache_home() / DIGESTS), dict[str, dict[str, Any]]()
+    known, news = _digests(cache_home() / DIGESTS), dict[str, dict[str, Any]]()
     for file in files:
         place, said = os.path.realpath(file), os.stat(file)
         stamp = [said.st_size, said.st_mtime_ns, said.st_ctime_ns, said.st_ino]
@@ -53,6 +53,15 @@ def _content(source: Path) -> str:
         _try(lambda: update_json(cache_home() / DIGESTS, news))
     parts = [(file.name, known[os.path.realpath(file)]["sha256"]) for file in files]
     return parts[0][1] if source.is_file() else repr(parts)
+
+
+def _digests(file: Path) -> dict[str, Any]:
+    """What was hashed so far. A damaged file goes."""
+    try:
+        return read_results(file)
+    except ValueError:
+        _try(lambda: file.unlink(missing_ok=True))
+        return {}
 
 
 def _try(write: Callable[[], Any]) -> None:
