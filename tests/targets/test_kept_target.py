@@ -124,6 +124,19 @@ def test_threads_may_ask_for_modules_at_once(tmp_path):
     assert wrong == []
 
 
+def test_files_that_are_written_again_change_no_target(tmp_path):
+    """SIGBUS: a training that saves into the directory that a server answers from."""
+    name = saved(tmp_path / "model")
+    load_target(name, "float32")
+    target = load_target(name, "float32")
+    before = says(target)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    assert torch.equal(says(target), before)
+    with pytest.raises(ValueError, match="were written again since it was loaded: load it anew"):
+        target.part([0])
+    assert torch.equal(says(target), before)
+
+
 def test_released_ones_load_nothing(tmp_path):
     name = saved(tmp_path / "model")
     load_target(name, "float32")

@@ -55,14 +55,19 @@ class KeptTarget(DecoderTarget):
         quantize: str | None,
     ) -> None:
         said = read_json(place / TARGET, "cache")
-        parts = kept.mapped(place / PARTS, said["places"])
+        parts, own = kept.mapped(place / PARTS, said["places"]), dict[str, Tensor]()
 
         def found(ref: list[str] | None) -> Any:
             if ref is None:
                 return None
             kind, key = ref
-            tensor = parts[key] if kind == "part" else weights(key)
-            return packed_weight(tensor) if kind == "packed" else tensor
+            if kind == "part":
+                return parts[key]
+            if kind == "packed":
+                return packed_weight(weights(key))
+            if key not in own:  # a copy: the user's own files may be written again
+                own[key] = weights(key) if quantize else weights(key).clone()
+            return own[key]
 
         self.name, self.device, self.dtype, self.quantize = name, torch.device("cpu"), dtype, quantize
         self.compiles = self.captures = False
@@ -71,10 +76,10 @@ class KeptTarget(DecoderTarget):
         self.sizes = Sizes(**said["sizes"])
         self.embed = _embedding(said["embed"], found, dtype)
         self._head = _head(said["head"], found, dtype)
-        kind, own = Kind(**said["kind"]), list(map(found, said["parts"]))
+        kind, layers = Kind(**said["kind"]), list(map(found, said["parts"]))
         rotary = [Rotary(found(ref), *rest) for ref, *rest in said["rotary"]]
         rest = said["which"], rotary, said["types"], said["factor"]
-        self._decoder: Decoder | None = Decoder(Description(kind, own, *rest))
+        self._decoder: Decoder | None = Decoder(Description(kind, layers, *rest))
         self._generation_config = GenerationConfig.from_pretrained(place)
         # AutoTokenizer would take another class for some families, which reads text otherwise.
         tokenizer = said["tokenizer"] and getattr(transformers, said["tokenizer"]).from_pretrained(place)

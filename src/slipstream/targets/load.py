@@ -72,10 +72,18 @@ def load_target(
     if not keeps or compile or not kernels.has_kernels(place, kind):
         return modules()
     how = kind, rounded, kept.FORMAT, kept.READER, kernels.build(), kernels.processor()
-    home = kept.place_of(source, "target", str(path), *how)
+    made_of = "target", str(path), *how
+    home = kept.place_of(source, *made_of)
+
+    def same_modules() -> "HFTarget":
+        if not source.exists() or kept.place_of(source, *made_of) != home:
+            raise ValueError(
+                f"the files of target {name} were written again since it was loaded: load it anew"
+            )
+        return modules()
 
     def read(home: Path) -> KeptTarget:
-        return KeptTarget(home, kept.weights_of(source, kind, rounded), modules, name, kind, rounded)
+        return KeptTarget(home, kept.weights_of(source, kind, rounded), same_modules, name, kind, rounded)
 
     if (here := kept.found(home, read)) is not None:
         return cast("HFTarget", here)  # which it becomes when somebody asks for its modules
