@@ -11,7 +11,7 @@ speed at which weights are read; our attention and products beside torch's; then
 target, what it finds out about its rows, whether its drafters' texts are plain decoding's, token for token;
 and of targets of 8 and 4 bits. The result is written after every mode: a lease that ends too soon leaves what
 was measured. --mode captured takes the least time; --mode described captures layers that have a description
-(targets/decoder.py), without compilation. On a CPU nothing is captured, and compiled rounds stand for
+(targets/description.py), without compilation. On a CPU nothing is captured, and compiled rounds stand for
 captured ones.
 
 --answers instead times whole answers at T = 0, prompts included: plain decoding, every drafter that there is

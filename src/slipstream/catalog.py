@@ -95,6 +95,11 @@ def located(alias: str) -> Path:
     raise ValueError(f"target {alias!r} is not here yet: run `slipstream fetch {alias}`")
 
 
+def path_of(name: str) -> Path:
+    """The file of an alias, or the path that a name is. Raises ValueError as `located` does."""
+    return located(name) if name in MODELS else Path(name).expanduser()
+
+
 def find_target(name: str) -> tuple[Path, Path | None]:
     """The path that a target's name stands for, which need not exist where it may be a hub id, and the GGUF
     file that it is or holds.
@@ -103,7 +108,7 @@ def find_target(name: str) -> tuple[Path, Path | None]:
         ValueError: an alias is misspelt, or its file is not here; a path leads nowhere, or to a directory
             that holds no model, or several GGUF files.
     """
-    path = located(name) if name in MODELS else Path(name).expanduser()
+    path = path_of(name)
     near = get_close_matches(name, MODELS, 1, cutoff=0.8)
     if near and not path.exists():  # a misspelt alias, for which the hub is not asked
         raise ValueError(f"Unknown target: {name!r}. Did you mean {near[0]!r}?")

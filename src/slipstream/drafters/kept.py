@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.catalog import MODELS, located
+from slipstream.catalog import path_of
 from slipstream.core.drafter import Drafter
 from slipstream.core.target import Target
 from slipstream.drafters import load_drafter, tuned_home
@@ -58,8 +58,7 @@ def _homes(spec: Spec, target: Target) -> list[Path]:
     if "model" not in head.options:
         home = home_of(spec, target)
         return [] if home is None else [home]
-    named = head.options["model"]
-    model = located(named) if named in MODELS else Path(named).expanduser()
+    model = path_of(head.options["model"])
     return [model, tuned_home(head, target)] if model.exists() else []
 
 

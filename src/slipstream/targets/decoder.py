@@ -14,11 +14,12 @@ from slipstream.targets.masks import Masks
 
 @dataclass(frozen=True)
 class Rotary:
-    """cos and sin of the angles of positions: of neighbouring numbers, or else of `pairs` of halves.
+    """cos and sin of the angles of positions.
 
     Attributes:
         frequencies: [D / 2] in float32.
         factor: of cos and sin.
+        pairs: neighbouring numbers have the same angle, and not those at one place of both halves.
     """
 
     frequencies: Tensor

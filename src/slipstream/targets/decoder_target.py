@@ -30,7 +30,7 @@ Features = Float[Tensor, "B R F"] | None
 
 
 class DecoderTarget(Target):
-    """What targets have in common whose layers are described.
+    """What targets with described layers have in common.
 
     Attributes:
         windows: the sliding window of each type of attention.
@@ -53,7 +53,7 @@ class DecoderTarget(Target):
     @property
     @abstractmethod
     def layers(self) -> int:
-        """How many there are."""
+        """The number of layers."""
 
     def __repr__(self) -> str:
         how = f"{self.precision} on {self.device}{', compiled' if self.compiles else ''}"

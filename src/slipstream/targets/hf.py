@@ -262,9 +262,9 @@ class HFTarget(DecoderTarget):
         keep: int | Tensor,
         taps: tuple[str, ...],
     ) -> tuple[Float[Tensor, "B K V"], Features]:
-        if self._described() is not None:
-            return super()._pass(inputs, positions, mask, cache, keep, taps)
         with self.lock:
+            if self._described() is not None:
+                return super()._pass(inputs, positions, mask, cache, keep, taps)
             self._taps.watch(taps)
             view = View(cache, self.blocks)
             own: Any = {"position_ids": positions, "attention_mask": mask, "past_key_values": view}

@@ -152,3 +152,9 @@ def of_quantised(place: Path) -> Callable[[str], Tensor]:
     said = read_json(place / LAYERS, "cache")
     tensors = mapped(place / WEIGHTS, said["places"])
     return lambda name: tensors[said["names"][name]]
+
+
+def tokenizer_of(place: Path, kind: str) -> Any:
+    """The tokenizer of a class that was saved in a directory. AutoTokenizer would take another class for some
+    families, which reads text otherwise."""
+    return getattr(transformers, kind).from_pretrained(place)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -129,5 +128,4 @@ def _read(place: Path) -> Loaded:
     if (place / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(place)
     model.origin = origin
-    # AutoTokenizer would take another class for some families, which reads text otherwise.
-    return model.eval(), getattr(transformers, said["tokenizer"]).from_pretrained(place)
+    return model.eval(), kept.tokenizer_of(place, said["tokenizer"])

@@ -9,7 +9,6 @@ from typing import Any, final
 
 import torch
 import torch.nn.functional as F
-import transformers
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import GenerationConfig
@@ -24,7 +23,7 @@ from slipstream.targets.decoder_target import DecoderTarget
 from slipstream.targets.executor import Kind
 from slipstream.targets.products import Packed, own_products, packed_copy
 from slipstream.targets.prompts import HFText
-from slipstream.targets.quantised import Quantised, QuantisedEmbedding, QuantisedLinear
+from slipstream.targets.quantised import Quantised, QuantisedEmbedding, QuantisedLinear, linear_of
 
 TARGET, PARTS = "target.json", "parts.bin"
 MOST = 2**26  # bytes of parts that are no tensor of the model, such as norms in float32
@@ -81,9 +80,9 @@ class KeptTarget(DecoderTarget):
         rest = said["which"], rotary, said["types"], said["factor"]
         self._decoder: Decoder | None = Decoder(Description(kind, layers, *rest))
         self._generation_config = GenerationConfig.from_pretrained(place)
-        # AutoTokenizer would take another class for some families, which reads text otherwise.
-        tokenizer = said["tokenizer"] and getattr(transformers, said["tokenizer"]).from_pretrained(place)
-        self.text = HFText(tokenizer, name) if tokenizer else None
+        self.text = None
+        if said["tokenizer"] is not None:
+            self.text = HFText(kept.tokenizer_of(place, said["tokenizer"]), name)
 
     def whole(self) -> Any:
         """This target with its modules. Raises ValueError if it is released."""
@@ -185,10 +184,7 @@ def _head(said: Mapping[str, Any], found: Callable[..., Any], dtype: torch.dtype
     weight, bias = found(said["weight"]), found(said["bias"])
     if said["width"] is not None:
         return QuantisedLinear(weight, found(said["scales"]), said["width"], dtype, bias)
-    made = nn.Linear(weight.shape[1], len(weight), bias is not None, device="meta")
-    made.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        made.bias = nn.Parameter(bias, requires_grad=False)
+    made = linear_of(weight, bias)
     own_products(made, dtype, torch.device("cpu"))
     return made
 

@@ -123,11 +123,16 @@ def parts_of(weight: Any) -> list[Tensor]:
 def rows_of_head(head: Any, vocab: Int[Tensor, " Vd"]) -> nn.Linear:
     """An LM head over some tokens, as a linear layer; a quantised one's in the precision of the states."""
     rows = head.rows(vocab) if isinstance(head, QuantisedLinear) else dense(head.weight[vocab])
-    narrow = nn.Linear(1, 1, head.bias is not None, device="meta")
-    narrow.weight = nn.Parameter(rows.contiguous(), requires_grad=False)
-    if head.bias is not None:
-        narrow.bias = nn.Parameter(head.bias[vocab], requires_grad=False)
-    return narrow
+    return linear_of(rows.contiguous(), None if head.bias is None else head.bias[vocab])
+
+
+def linear_of(weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None) -> nn.Linear:
+    """The linear layer of a weight, which does not learn."""
+    made = nn.Linear(weight.shape[1], len(weight), bias is not None, device="meta")
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias, requires_grad=False)
+    return made
 
 
 def stored_bytes(model: nn.Module) -> int:
