@@ -25,16 +25,17 @@ from slipstream.cli.chat import Chat, editor, plainly, wrapping
 from slipstream.decode.talk import Talk
 
 BEGINS = r"\x1b\[\?2004l(?s:.*)\x1b\[\?2004h(?s:.*)[a-zA-Z0-9]"  # an answer, behind its prompt
+ANSWER = 8192  # tokens, of seconds
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A tiny Llama with a chat template and a window of 4096 tokens, whose answers can be interrupted."""
+    """A tiny Llama with a chat template, whose answers are long enough to be interrupted on any machine."""
     path = tmp_path_factory.mktemp("chatting")
     reference = deepcopy(tiny.reference("llama"))
-    reference.config.max_position_embeddings = 4096
-    reference.generation_config.min_new_tokens = 400
+    reference.config.max_position_embeddings = 2 * ANSWER
+    reference.generation_config.min_new_tokens = ANSWER
     reference.save_pretrained(path)
     tokenizer = deepcopy(tiny.tokenizer())
     tokenizer.chat_template = TEMPLATE
@@ -84,7 +85,7 @@ def shown(text: str) -> str:
 
 def test_a_conversation_in_a_terminal(model):
     """Every command, an answer that is stopped, and a chat that goes on."""
-    options = ["--target", model, "--dtype", "float32", "--drafter", "suffix", "--max-new-tokens", "2000"]
+    options = ["--target", model, "--dtype", "float32", "--drafter", "suffix", "--max-new-tokens", str(ANSWER)]
     here = Terminal(*options, "--temperature", "0")
     try:
         here.until("›")
@@ -94,7 +95,7 @@ def test_a_conversation_in_a_terminal(model):
         os.killpg(here.process.pid, signal.SIGINT)
         stopped = shown(here.until("interrupted"))
         assert "…" in stopped
-        assert int(re.search(r"(\d+) tokens   ", stopped)[1]) < 2000
+        assert int(re.search(r"(\d+) tokens   ", stopped)[1]) < ANSWER
         assert "suffix   τ" in stopped
         first = int(re.search(r"(\d+) of (\d+) tokens read", stopped)[1])
         assert first == 11
