@@ -17,7 +17,7 @@ demo: $(INSTALLED)  ## SmolLM2 answers three questions plainly and with a drafte
 wheel: $(READY)  ## dist/*.whl for Linux on x86-64, with kernels for every processor: its users need no compiler
 	@rm -rf build/wheel && mkdir -p build/wheel
 	@git archive HEAD | tar -x -C build/wheel
-	$(BIN)/python -m slipstream.kernels build/wheel/src/slipstream/built
+	$(BIN)/python -m slipstream.kernels.build build/wheel/src/slipstream/kernels/built
 	$(PIP) wheel --no-deps --wheel-dir dist --config-settings=--build-option=--plat-name=linux_x86_64 ./build/wheel
 
 new-user:  ## five ways of a new user, from a wheel in an environment of its own, build/new_user
@@ -27,13 +27,13 @@ test: check  ## every check and every test, on all cores; what CI runs
 	$(RUN)/python -m pytest -n auto
 
 test-compiled: $(READY)  ## the exactness suite with every pass compiled: minutes of compilation
-	TEST_COMPILED=1 $(RUN)/python -m pytest -n auto -W ignore::DeprecationWarning tests/targets/test_compiled.py tests/targets/test_quantised.py tests/decode/test_exactness.py
+	TEST_COMPILED=1 $(RUN)/python -m pytest -n auto -W ignore::DeprecationWarning tests/targets/test_compiled.py tests/targets/test_quantized.py tests/engine/test_exactness.py
 
 test-browser: $(READY)  ## the report and the playground in headless Chromium, held to axe-core's checks
 	@for name in chromium-headless-shell chromium google-chrome; do command -v $$name > /dev/null && break; done || \
 		{ echo "no Chromium: apt-get install chromium-headless-shell, or what your system calls it"; exit 1; }
 	$(PIP) --quiet --constraint constraints.txt --editable '.[browser]'
-	$(RUN)/python -m pytest tests/measure/test_page.py tests/serve/test_page.py
+	$(RUN)/python -m pytest tests/measure/report/test_page.py tests/serve/test_page.py
 
 check: $(READY)  ## style, types, import rules, public surface
 	$(BIN)/ruff check

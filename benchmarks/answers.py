@@ -19,9 +19,9 @@ from engines import Answers, Engine, started
 from slipstream.core.drafter import Drafter
 from slipstream.drafters import load_drafter
 from slipstream.files import first_line
-from slipstream.measure.contest import HF, Contest, first_prompts
+from slipstream.measure.metrics import Answered, Tally
 from slipstream.measure.questions import Question
-from slipstream.measure.tally import Answered, Tally
+from slipstream.measure.runner import HF, Contest, first_prompts
 from slipstream.methods import named
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget

@@ -17,7 +17,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from slipstream import machine
-from slipstream.measure.paired import student
+from slipstream.measure.bootstrap import student
 
 WORKER = """
 import json, sys, time, slipstream

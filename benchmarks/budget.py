@@ -23,12 +23,12 @@ from common import between, drawn_of, pooled, prompts_by_file, records, run
 from slipstream.cli import common as cli
 from slipstream.core.drafter import Drafter, Room, State
 from slipstream.core.sampling import Sampler
-from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree
-from slipstream.decode.predict import Prediction, predict
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters import load_drafter
 from slipstream.drafters.proposer import Proposer
+from slipstream.engine.replay import Prediction, predict
 from slipstream.files import check_writable, write_json
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget

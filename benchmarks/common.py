@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.cli import common as cli
-from slipstream.command import commanded
-from slipstream.decode.predict import Prediction, record
-from slipstream.measure.contest import first_prompts
-from slipstream.measure.paired import SAMPLES, interval
+from slipstream.engine.replay import Prediction, record
+from slipstream.measure.bootstrap import SAMPLES, interval
 from slipstream.measure.questions import Asking, load_questions
 from slipstream.measure.resume import check_same
+from slipstream.measure.runner import first_prompts
+from slipstream.provenance import commanded
 from slipstream.targets import HFTarget, RecordedTarget
 
 Prompts = dict[str, list[list[int]]]  # by file of questions

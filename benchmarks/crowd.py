@@ -21,10 +21,10 @@ from common import prompts_by_file, run
 from slipstream.cli import common as cli
 from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling
-from slipstream.decode.generate import Job
-from slipstream.decode.session import Session
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
+from slipstream.engine.generate import Job
+from slipstream.engine.session import Session
 from slipstream.files import check_writable, write_json
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, load_target

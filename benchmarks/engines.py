@@ -21,7 +21,7 @@ import slipstream
 from slipstream.catalog import find_target
 from slipstream.files import cache_home
 from slipstream.targets import HFTarget
-from slipstream.targets.quantised import KINDS
+from slipstream.targets.quantized import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("peer_worker.py")

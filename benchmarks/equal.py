@@ -19,7 +19,7 @@ import typer
 from common import prompts_by_file, run
 from slipstream import generate
 from slipstream.cli import common as cli
-from slipstream.decode import session
+from slipstream.engine import session
 from slipstream.files import check_writable, write_json
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, load_target

@@ -14,10 +14,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from common import run
-from slipstream.bars import bars
 from slipstream.cli import common as cli
 from slipstream.core.tree import chain
 from slipstream.files import check_writable
+from slipstream.progress import bars
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
 

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from common import run
-from slipstream.bars import bars
 from slipstream.catalog import find_target
 from slipstream.cli import common as cli
-from slipstream.decode.generate import generate
+from slipstream.engine.generate import generate
 from slipstream.files import check_writable, write_json
+from slipstream.progress import bars
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, load_target
 

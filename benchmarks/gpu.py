@@ -41,21 +41,21 @@ from typer import Exit
 
 import answers
 from common import compiled, run
-from slipstream import kernels
 from slipstream.cli import common as cli
-from slipstream.command import public
-from slipstream.decode.capture import cuda_graph
-from slipstream.decode.generate import Generation, Job, generate
 from slipstream.drafters import load_drafter
+from slipstream.engine.cuda_graphs import cuda_graph
+from slipstream.engine.generate import Generation, Job, generate
 from slipstream.files import check_writable
+from slipstream.kernels import ops as kernels
 from slipstream.measure.cost import ROWS, pass_seconds, read_bandwidth
 from slipstream.measure.questions import load_questions
+from slipstream.provenance import public
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
 from slipstream.targets.load import place_of
 from slipstream.targets.prompts import encode
-from slipstream.targets.quantised import KINDS
-from slipstream.training.wide import Wide
+from slipstream.targets.quantized import KINDS
+from slipstream.training.batch_generation import Wide
 
 MODES = ("eager", "described", "compiled", "captured")
 UNCOMPILED = MODES[:2]

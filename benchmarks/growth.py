@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from common import digits
 from heads import HeadsReport
-from slipstream.picture import picture
+from slipstream.plotting import picture
 
 Numbers = NDArray[np.float64]
 Law = Callable[[Numbers], Numbers]

@@ -29,19 +29,19 @@ from torch import Tensor
 
 from common import Plot, between, compiled, digits, drawn_of, pooled, prompts_by_file, records, run, shortest
 from slipstream.cli import common as cli
-from slipstream.command import public
-from slipstream.core.shape import Shape
-from slipstream.decode.predict import Prediction, decoded, predict
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters import load_drafter
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import find_drafter, read_drafter
 from slipstream.drafters.vanilla import Vanilla
+from slipstream.engine.replay import Prediction, decoded, predict
 from slipstream.files import check_writable
 from slipstream.measure.cost import PARTS, Rounds
 from slipstream.measure.questions import Asking
 from slipstream.measure.trees import proposing
-from slipstream.picture import picture
+from slipstream.plotting import picture
+from slipstream.provenance import public
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget, RecordedTarget
 

@@ -12,9 +12,9 @@ import typer
 
 from common import run
 from passes import ROWS, Shapes, ms
-from slipstream import kernels
 from slipstream.cli import common as cli
 from slipstream.files import check_writable, write_json
+from slipstream.kernels import ops as kernels
 from slipstream.results import Figures, heading
 from slipstream.targets import load_target
 

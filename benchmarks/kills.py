@@ -32,9 +32,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from common import run
-from slipstream import cli as commands, kernels
+from slipstream import cli as commands
 from slipstream.cli import common as cli
 from slipstream.files import cache_home, check_writable
+from slipstream.kernels import ops as kernels
 from slipstream.machine import hardware, versions
 from slipstream.results import Figures, Part, Result, made
 
@@ -51,12 +52,19 @@ LONGER = 1.15  # a moment may lie so far behind the undisturbed run's time
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }} {{ m.content }}{% if m.role[0] == 'a' %}</s>{% endif %}"
 TEMPLATE += "{% endfor %}{% if add_generation_prompt %}a {% endif %}"
 SETS = ("mt_bench", "humaneval", "gsm8k", "alpaca", "cnn_dm")
-IMPORTED = (
-    *("accelerate", "matplotlib.pyplot", "transformers.models.llama.modeling_llama", "slipstream.kernels"),
-    *("slipstream.measure.certify", "slipstream.measure.pictures", "slipstream.measure.reproduce"),
-    *("slipstream.measure.sweep", "slipstream.measure.tune", "slipstream.training.inventory"),
-    *("slipstream.training.run", "slipstream.training.synthesize", "slipstream.interop.public"),
-)
+IMPORTED = [
+    *("accelerate", "matplotlib.pyplot", "transformers.models.llama.modeling_llama"),
+    "slipstream.kernels.ops",
+    "slipstream.measure.certify",
+    "slipstream.measure.report.pictures",
+    "slipstream.measure.papers.reproduce",
+    "slipstream.measure.sweep",
+    "slipstream.measure.tune",
+    "slipstream.training.inventory",
+    "slipstream.training.run",
+    "slipstream.training.synthesize",
+    "slipstream.interop.public",
+]
 Words = list[str]
 
 

@@ -18,15 +18,15 @@ from common import Plot, Prompts, digits, prompts_by_file, run
 from slipstream.cli import common as cli
 from slipstream.core.drafter import Drafter
 from slipstream.core.tree import PAD
-from slipstream.decode.generate import generate
-from slipstream.decode.predict import rounds
 from slipstream.drafters import load_drafter
 from slipstream.drafters.hybrid import Hybrid
 from slipstream.drafters.ngram import NGram
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.suffix import Suffix
+from slipstream.engine.generate import generate
+from slipstream.engine.replay import rounds
 from slipstream.files import check_writable
-from slipstream.picture import picture
+from slipstream.plotting import picture
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget, RecordedTarget
 

@@ -17,11 +17,11 @@ import torch
 import typer
 
 from common import run
-from slipstream import kernels
 from slipstream.cli import common as cli
 from slipstream.core.tree import chain
 from slipstream.files import check_writable, write_json
-from slipstream.packing import PACKED_FOR, packed_linear, packed_weight
+from slipstream.kernels import ops as kernels
+from slipstream.kernels.weight_packing import PACKED_FOR, packed_linear, packed_weight
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, load_target
 

@@ -59,7 +59,7 @@ class Slipstream:
 
     def answer(self, prompts: list[list[int]], new: int, drafter: str) -> Taker:
         from slipstream import load_drafter
-        from slipstream.decode.generate import Job
+        from slipstream.engine.generate import Job
 
         if (key := (drafter, len(prompts))) not in self.drafters:
             self.drafters[key] = load_drafter(drafter, self.target, texts=len(prompts))

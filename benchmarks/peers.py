@@ -24,10 +24,10 @@ from common import Plot, run
 from engines import OURS, Answers, Engine, Way, begun, engines, started
 from slipstream.cli import common as cli
 from slipstream.files import cache_home, check_counts, check_writable
-from slipstream.measure.contest import first_prompts
-from slipstream.measure.paired import Asked, Paired, paired
+from slipstream.measure.bootstrap import Asked, Paired, paired
 from slipstream.measure.questions import Asking, Question, batches, load_questions
-from slipstream.picture import picture
+from slipstream.measure.runner import first_prompts
+from slipstream.plotting import picture
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
 

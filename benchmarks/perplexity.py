@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common import run
-from slipstream.bars import bars
 from slipstream.cli import common as cli
 from slipstream.core.tree import chain
 from slipstream.files import check_writable, write_json
 from slipstream.measure.questions import Question, load_questions
+from slipstream.progress import bars
 from slipstream.results import Figures, heading
 from slipstream.targets import HFTarget, load_target
-from slipstream.targets.quantised import KINDS, stored_bytes
+from slipstream.targets.quantized import KINDS, stored_bytes
 
 
 def texts_of(target: HFTarget, asked: list[Question], tokens: int) -> list[list[int]]:

@@ -29,17 +29,17 @@ import torch
 import typer
 
 from common import Turn, cells_in, prompts_by_file, ratio, run, texts_behind
-from slipstream.bars import bars
 from slipstream.cli import common as cli
 from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler, Sampling
-from slipstream.core.shape import Shape
-from slipstream.decode.costs import keep, policy
-from slipstream.decode.session import Session
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
+from slipstream.engine.costs import keep, policy
+from slipstream.engine.session import Session
 from slipstream.files import check_writable
 from slipstream.machine import hardware
+from slipstream.progress import bars
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget, load_target
 

@@ -17,11 +17,11 @@ import typer
 from common import between, drawn_of, run
 from slipstream.cli import common as cli
 from slipstream.core.tree import chain
-from slipstream.decode.generate import generate
+from slipstream.engine.generate import generate
 from slipstream.files import check_writable
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget, load_target
-from slipstream.targets.quantised import KINDS
+from slipstream.targets.quantized import KINDS
 
 ROWS = (1, 8, 16, 32)
 NEW = 48

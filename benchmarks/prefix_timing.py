@@ -19,8 +19,8 @@ import typer
 from common import run
 from slipstream.cli import common as cli
 from slipstream.core.sampling import Sampling
-from slipstream.decode.session import Session
 from slipstream.drafters.vanilla import Vanilla
+from slipstream.engine.session import Session
 from slipstream.files import check_writable, write_json
 from slipstream.results import heading
 from slipstream.targets import HFTarget, load_target

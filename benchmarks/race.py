@@ -24,13 +24,13 @@ import typer
 
 from common import run
 from slipstream.cli import common as cli
-from slipstream.core.shape import Shape
-from slipstream.decode.session import Seconds
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
+from slipstream.engine.session import Seconds
 from slipstream.files import check_writable, read_json, write_json
+from slipstream.measure.bootstrap import student
 from slipstream.measure.cost import PARTS, Rounds
-from slipstream.measure.paired import student
 from slipstream.measure.questions import load_questions
 from slipstream.results import Figures, heading
 from slipstream.targets.prompts import encode

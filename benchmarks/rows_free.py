@@ -23,10 +23,10 @@ from slipstream.cli import common as cli
 from slipstream.drafters import load_drafter
 from slipstream.files import check_writable
 from slipstream.machine import versions
-from slipstream.measure.evidence import ABSENT, Cell, Evidence
 from slipstream.measure.papers import ENTRIES
 from slipstream.measure.papers.entry import RACE
-from slipstream.measure.reproduced import ReproduceReport
+from slipstream.measure.papers.evidence import ABSENT, Cell, Evidence
+from slipstream.measure.papers.reproduce_report import ReproduceReport
 from slipstream.results import Figures, Part, Result, made
 from slipstream.targets import load_target
 

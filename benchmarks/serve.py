@@ -28,11 +28,11 @@ from common import run
 from slipstream.cli import common as cli
 from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling
-from slipstream.decode.answer import Answer
-from slipstream.decode.generate import generate
-from slipstream.decode.session import Session
-from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
+from slipstream.engine.answer import Answer
+from slipstream.engine.generate import generate
+from slipstream.engine.session import Session
+from slipstream.engine.settings import Settings
 from slipstream.files import check_writable, write_json
 from slipstream.measure.questions import load_questions
 from slipstream.results import heading

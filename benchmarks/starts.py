@@ -23,7 +23,7 @@ from slipstream.cli import common as cli
 from slipstream.files import check_writable
 from slipstream.machine import hardware, versions
 from slipstream.results import Figures, Part, Result, made
-from slipstream.targets.quantised import KINDS
+from slipstream.targets.quantized import KINDS
 
 LONGEST = 600  # seconds, of one start
 

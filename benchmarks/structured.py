@@ -16,10 +16,10 @@ from common import run
 from schemas import Pair, pairs
 from slipstream.cli import common as cli
 from slipstream.core.drafter import Drafter
-from slipstream.decode.answer import Answer, mean_accepted_length
-from slipstream.decode.generate import Job
-from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
+from slipstream.engine.answer import Answer, mean_accepted_length
+from slipstream.engine.generate import Job
+from slipstream.engine.settings import Settings
 from slipstream.files import check_writable, write_json
 from slipstream.results import heading
 from slipstream.targets import HFTarget, load_target

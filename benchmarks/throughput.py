@@ -24,13 +24,13 @@ from rich.text import Text
 
 from common import Plot, Turn, cells_in, prompts_by_file, ratio, run, texts_behind
 from engines import OURS, Way, begun, crowded
-from slipstream.bars import bars
 from slipstream.cli import common as cli
-from slipstream.decode.memory import memory
 from slipstream.drafters import load_drafter
+from slipstream.engine.memory import memory
 from slipstream.files import cache_home, check_writable
 from slipstream.machine import hardware
-from slipstream.picture import picture
+from slipstream.plotting import picture
+from slipstream.progress import bars
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
 

@@ -14,15 +14,15 @@ from rich.text import Text
 
 from common import digits, pooled, prompts_by_file, records, run, shortest
 from slipstream.cli import common as cli
-from slipstream.command import public
-from slipstream.core.shape import Shape
-from slipstream.decode.predict import predict
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import find_drafter, read_tuned
 from slipstream.drafters.vanilla import Vanilla
+from slipstream.engine.replay import predict
 from slipstream.files import check_writable
 from slipstream.measure.cost import PARTS, Rounds
 from slipstream.measure.questions import Asking
+from slipstream.provenance import public
 from slipstream.results import Figures, Part, Report, heading
 from slipstream.targets import HFTarget
 

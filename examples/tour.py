@@ -27,7 +27,7 @@ from slipstream import (
     Tree,
     chain,
 )
-from slipstream.core.shape import Shape
+from slipstream.core.tree_spec import Shape
 
 
 @dataclass

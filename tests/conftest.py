@@ -26,7 +26,7 @@ def jaxtyped(typechecker, decorate=jaxtyping.jaxtyped):
 jaxtyping.jaxtyped = jaxtyped
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # for kernels_triton.py, where Triton is installed
+    os.environ["TRITON_INTERPRET"] = "1"  # for kernels/triton.py, where Triton is installed
 if not os.environ.get("TEST_COMPILED"):
     install_import_hook("slipstream", "beartype.beartype")  # before anything imports slipstream
 torch.set_num_threads(1)
@@ -34,8 +34,8 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory):
-    from slipstream import kernels
     from slipstream.files import cache_home
+    from slipstream.kernels import ops as kernels
 
     kernels.available()  # compiled once, and not in half a minute of every run
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))

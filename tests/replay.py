@@ -37,8 +37,9 @@ from transformers.utils import logging
 
 import slipstream
 import tiny
-from slipstream import cli, kernels
-from slipstream.training import writers
+from slipstream import cli
+from slipstream.kernels import ops as kernels
+from slipstream.training import generators as writers
 from world import World
 
 PATIENCE, MEMORY = 60, 12 * 2**30  # seconds of one call, bytes of all

@@ -33,16 +33,16 @@ import table
 import tiny
 import training
 import trees
-from slipstream import kernels
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import save_drafter
+from slipstream.kernels import ops as kernels
 from slipstream.machine import hardware
-from slipstream.measure import reproduce, reproduced
+from slipstream.measure.bench_report import BenchReport
 from slipstream.measure.confidence import calibrate
-from slipstream.measure.contest import Contest
-from slipstream.measure.evidence import Cell
+from slipstream.measure.papers import reproduce, reproduce_report as reproduced
+from slipstream.measure.papers.evidence import Cell
 from slipstream.measure.questions import Question
-from slipstream.measure.report import BenchReport
+from slipstream.measure.runner import Contest
 from slipstream.targets import HFTarget, load_target
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import slipstream
 import tiny
-from slipstream.measure import doctor
+from slipstream.measure.doctor import doctor
 from world import TEMPLATE
 
 ROOT = Path(__file__).parent.parent

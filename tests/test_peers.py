@@ -19,7 +19,7 @@ import table
 import throughput
 import tiny
 from slipstream import HFTarget, generate, load_drafter, load_target
-from slipstream.decode.memory import GIB, memory
+from slipstream.engine.memory import GIB, memory
 from slipstream.measure.questions import Question
 from slipstream.results import heading
 

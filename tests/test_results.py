@@ -11,13 +11,13 @@ from rich.console import Console
 
 import tiny
 from slipstream import machine
-from slipstream.decode.generate import Generation
-from slipstream.decode.session import Seconds
+from slipstream.engine.generate import Generation
+from slipstream.engine.session import Seconds
 from slipstream.interop.parity import ParityReport
+from slipstream.measure.bench_report import BenchReport
 from slipstream.measure.certify import Certificate
 from slipstream.measure.cost import CostReport, cost_curve
-from slipstream.measure.report import BenchReport
-from slipstream.measure.tuned import TuneReport
+from slipstream.measure.tune_report import TuneReport
 from slipstream.training.synthesize import Answers
 
 STORED = Path(__file__).parent.parent / "benchmarks" / "results"

@@ -4,7 +4,7 @@ import pytest
 
 import starts
 import tiny
-from slipstream import kernels
+from slipstream.kernels import ops as kernels
 
 
 @pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")

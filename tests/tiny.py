@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -37,9 +38,8 @@ from transformers import (
 )
 
 from slipstream.core.drafter import CACHE, Drafter
-from slipstream.core.shape import Shape
 from slipstream.core.tree import chain
-from slipstream.decode.policy import Ledger, Policy
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters import load_drafter
 from slipstream.drafters.auto import Auto
 from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
@@ -56,6 +56,7 @@ from slipstream.drafters.ngram import NGram
 from slipstream.drafters.random_drafter import RandomDrafter
 from slipstream.drafters.suffix import Suffix
 from slipstream.drafters.tree_oracle import TreeOracle
+from slipstream.engine.policy import Ledger, Policy
 from slipstream.methods import METHODS
 from slipstream.targets import HFTarget
 
@@ -387,3 +388,10 @@ DRAFTERS: dict[str, Callable[[HFTarget, Texts], Drafter]] = {
         target, "[[0],[1],[2],[0,0],[1,0],[1,1],[1,0,0]]", "sampled", rank=6
     ),
 }
+
+
+def replace_is_host(patch: pytest.MonkeyPatch, is_host: Callable[[Tensor], bool]) -> None:
+    """In every module that asks whether a tensor is on the host, as on a GPU."""
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("slipstream.") and hasattr(module, "is_host"):
+            patch.setattr(module, "is_host", is_host)

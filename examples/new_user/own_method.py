@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream import Drafter, Method, Sampler, Span, State, Target, Tree, chain, register
-from slipstream.core.shape import Shape
+from slipstream.core.tree_spec import Shape
 
 ASKED = "Count from 1 to 20."
 

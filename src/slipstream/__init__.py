@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from slipstream.core.span import Span as Span
     from slipstream.core.target import Target as Target
     from slipstream.core.tree import PAD as PAD, Tree as Tree, chain as chain
-    from slipstream.decode.generate import (
+    from slipstream.drafters import load_drafter as load_drafter
+    from slipstream.drafters.ngram import NGram as NGram
+    from slipstream.drafters.random_drafter import RandomDrafter as RandomDrafter
+    from slipstream.drafters.tree_oracle import TreeOracle as TreeOracle
+    from slipstream.drafters.vanilla import Vanilla as Vanilla
+    from slipstream.engine.generate import (
         Generation as Generation,
         Interrupted as Interrupted,
         Stream as Stream,
         generate as generate,
         stream as stream,
     )
-    from slipstream.drafters import load_drafter as load_drafter
-    from slipstream.drafters.ngram import NGram as NGram
-    from slipstream.drafters.random_drafter import RandomDrafter as RandomDrafter
-    from slipstream.drafters.tree_oracle import TreeOracle as TreeOracle
-    from slipstream.drafters.vanilla import Vanilla as Vanilla
     from slipstream.interop.hugging_face import custom_generate as custom_generate
     from slipstream.interop.parity import ParityReport as ParityReport, parity as parity
     from slipstream.interop.public import (
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
         export as export,
         import_checkpoint as import_checkpoint,
     )
+    from slipstream.measure.bench import bench as bench
+    from slipstream.measure.bench_report import BenchReport as BenchReport
     from slipstream.measure.certify import Certificate as Certificate, certify as certify
-    from slipstream.measure.doctor import DoctorReport as DoctorReport, doctor as doctor
+    from slipstream.measure.doctor.doctor import DoctorReport as DoctorReport, doctor as doctor
+    from slipstream.measure.papers.reproduce import reproduce as reproduce
+    from slipstream.measure.papers.reproduce_report import ReproduceReport as ReproduceReport
     from slipstream.measure.questions import Question as Question
-    from slipstream.measure.report import BenchReport as BenchReport
-    from slipstream.measure.reproduce import reproduce as reproduce
-    from slipstream.measure.reproduced import ReproduceReport as ReproduceReport
-    from slipstream.measure.run import bench as bench
     from slipstream.measure.sweep import Sweep as Sweep, sweep as sweep
     from slipstream.measure.tune import tune as tune
-    from slipstream.measure.tuned import TuneReport as TuneReport
+    from slipstream.measure.tune_report import TuneReport as TuneReport
     from slipstream.methods import METHODS as METHODS, Method as Method, register as register
     from slipstream.spec import Spec as Spec
     from slipstream.targets.hf import HFTarget as HFTarget

@@ -85,7 +85,7 @@ def install(extra: str) -> str:
 
 
 def cache_home() -> Path:
-    """The directory of `slipstream.cached`."""
+    """The directory of `slipstream.cache_admin`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 

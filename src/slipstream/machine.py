@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from slipstream.kernels import HAS_AMX
-from slipstream.packing import HAS_BF16
+from slipstream.kernels.build import HAS_AMX
+from slipstream.kernels.weight_packing import HAS_BF16
 
 SCHEMA = 1
 GIT = ("git", "--no-optional-locks")  # which a command that is killed would leave locked

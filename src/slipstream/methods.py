@@ -138,7 +138,7 @@ TABLE = (
         make="slipstream.drafters.draft_model:DraftModel.named",
         needs="model",
         drafter="slipstream.drafters.draft_model:DraftModel",
-        objective="slipstream.training.methods:DistillObjective",
+        objective="slipstream.training.objectives:DistillObjective",
         recipe="slipstream.training.recipes:DraftModelRecipe",
         tunes=True,
     ),

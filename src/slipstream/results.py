@@ -16,7 +16,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from slipstream import command
+from slipstream import provenance as command
 from slipstream.core.target import Target
 from slipstream.files import first_line, parsed, read_text, write_json
 from slipstream.machine import SCHEMA, hardware, versions

@@ -22,7 +22,7 @@ from rich.console import Console
 
 import tiny
 from slipstream.cli.chat import Chat, editor, plainly, wrapping
-from slipstream.decode.talk import Talk
+from slipstream.engine.chat_session import Talk
 
 BEGINS = r"\x1b\[\?2004l(?s:.*)\x1b\[\?2004h(?s:.*)[a-zA-Z0-9]"  # an answer, behind its prompt
 ANSWER = 8192  # tokens, of seconds
@@ -85,8 +85,8 @@ def shown(text: str) -> str:
 
 def test_a_conversation_in_a_terminal(model):
     """Every command, an answer that is stopped, and a chat that goes on."""
-    options = ["--target", model, "--dtype", "float32", "--drafter", "suffix", "--max-new-tokens", str(ANSWER)]
-    here = Terminal(*options, "--temperature", "0")
+    options = ["--target", model, "--dtype", "float32", "--drafter", "suffix", "--temperature", "0"]
+    here = Terminal(*options, "--max-new-tokens", str(ANSWER))
     try:
         here.until("›")
         os.write(here.main, b"abc abc abc\n")

@@ -11,8 +11,8 @@ from copy import deepcopy
 import pytest
 
 import tiny
-from slipstream.decode.session import Session
-from slipstream.measure.run import Contest
+from slipstream.engine.session import Session
+from slipstream.measure.bench import Contest
 
 COMMANDS = ("demo", "generate", "bench", "certify")
 
@@ -292,7 +292,7 @@ def test_sigterm_is_one_line_and_143(tiny_options, questions):
     with open(questions, "a") as file:
         file.writelines('{"turns": ["abc"]}\n' for _ in range(500))
     start = """if True:
-        import sys, slipstream.cli as cli, slipstream.measure.run as run
+        import sys, slipstream.cli as cli, slipstream.measure.bench as run
         ask, asked = run.Contest.ask, []
         def told(*args):
             asked.append(1)

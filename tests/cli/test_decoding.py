@@ -6,11 +6,12 @@ from functools import partial
 import pytest
 import torch
 
-from slipstream.decode import session
-from slipstream.decode.generate import LAWS
-from slipstream.measure import burdens, cost
+from slipstream.engine import session
+from slipstream.engine.generate import LAWS
+from slipstream.measure import cost
 from slipstream.measure.certify import Certificate
-from slipstream.measure.patient import Patient
+from slipstream.measure.doctor import machine_checks as burdens
+from slipstream.measure.doctor.diagnosis import Patient
 
 
 def test_generate_prints_the_answer_and_writes_json_and_trace(run, tiny_options, tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.measure.report import BenchReport
+from slipstream.measure.bench_report import BenchReport
 from slipstream.measure.sweep import Sweep
 
 

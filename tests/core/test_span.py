@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.core.cache import KVCache
+from slipstream.core.kv_cache import KVCache
 from slipstream.core.span import Output, commit
 from slipstream.core.tree import PAD, Probes, Tree, chain
 from slipstream.core.verify import Verdict

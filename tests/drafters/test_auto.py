@@ -9,13 +9,13 @@ import torch
 
 import tiny
 from slipstream.core.sampling import Sampling
-from slipstream.core.shape import PLAIN
-from slipstream.decode.generate import generate
-from slipstream.decode.session import Session
+from slipstream.core.tree_spec import PLAIN
 from slipstream.drafters import auto as auto_module, load_drafter
 from slipstream.drafters.auto import Auto
 from slipstream.drafters.ngram import TextState
 from slipstream.drafters.store import save_drafter
+from slipstream.engine.generate import generate
+from slipstream.engine.session import Session
 
 PROMPTS = tiny.prompts(9, 14, 5)
 

@@ -8,8 +8,8 @@ import torch
 
 import tiny
 from slipstream.core.tree import PAD, Tree
-from slipstream.decode.generate import generate
 from slipstream.drafters.bita import Bita, likeliest_ends, static_hosts
+from slipstream.engine.generate import generate
 from slipstream.training import bita
 from slipstream.training.data import Example
 from slipstream.training.objective import Batch

@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from transformers import LlamaConfig
 
 import tiny
-from slipstream.core.cache import BLOCK
+from slipstream.core.kv_cache import BLOCK
 from slipstream.core.tree import chain
-from slipstream.decode import session as rounds
-from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
-from slipstream.kernels import available
+from slipstream.engine import session as rounds
+from slipstream.engine.generate import generate
+from slipstream.kernels.ops import available
 from slipstream.targets import HFTarget, load_target
-from slipstream.targets.products import Packed
+from slipstream.targets.linear import Packed
 
 PROMPTS = tiny.prompts(9, 4, 14)
 

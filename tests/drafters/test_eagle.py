@@ -12,12 +12,12 @@ import tiny
 from slipstream.core.sampling import Sampler, Sampling, rows_of
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, chain
-from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.drafters.eagle import Eagle
 from slipstream.drafters.eagle3 import Eagle3Head
 from slipstream.drafters.recursive import RecursiveDrafter
 from slipstream.drafters.store import save_drafter
+from slipstream.engine.generate import generate
 
 PROMPTS = tiny.prompts(9, 4, 14)
 INPUTS = [partial(tiny.eagle, inputs=inputs) for inputs in ("unshifted", "features", "tokens")]

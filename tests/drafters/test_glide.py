@@ -11,12 +11,12 @@ from transformers import CohereConfig, LlamaConfig
 import tiny
 from slipstream.core.span import Span
 from slipstream.core.tree import chain
-from slipstream.decode.generate import generate
 from slipstream.drafters.glide import CrossAttention, Glide, apart, rotates_pairs
 from slipstream.drafters.layers import Rope, attend_cache
+from slipstream.engine.generate import generate
 from slipstream.targets import HFTarget
 from slipstream.targets.support import rope
-from slipstream.training.methods import GlideObjective
+from slipstream.training.objectives import GlideObjective
 from slipstream.training.recipes import GlideRecipe
 
 PROMPTS = tiny.prompts(9, 4, 14)
@@ -63,7 +63,7 @@ def test_every_drafted_child_is_among_the_likeliest_of_its_path(family, tree, ma
 def test_rows_of_a_batch_draft_as_they_do_alone(published, monkeypatch):
     """Ragged prefill, in chunks of which a text begins in the second; rows that end before others, slots of
     one row seen by another."""
-    monkeypatch.setattr("slipstream.decode.session.CHUNK", 5)
+    monkeypatch.setattr("slipstream.engine.session.CHUNK", 5)
     target = tiny.target("llama")
     drafter = tiny.glide(target, depth=2, published=published)
     together = generate(target, PROMPTS, drafter, max_new_tokens=16, temperature=0.0)

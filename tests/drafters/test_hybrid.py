@@ -7,13 +7,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import tiny
-from slipstream.core import look
 from slipstream.core.tree import PAD, Probes, Tree, chain
-from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.drafters.hybrid import Hybrid, merged
 from slipstream.drafters.store import save_drafter, save_tuned
 from slipstream.drafters.suffix import Suffix
+from slipstream.engine.generate import generate
 
 
 def paths(tree: Tree, row: int) -> set[tuple[int, ...]]:
@@ -41,7 +40,7 @@ HEAD = scored([9, 1, 2, 3, 4, 5], [0, 0, 0, 1, 1, 3], 3, [1, 0.6, 0.3, 0.5, 0.1,
 @pytest.fixture(params=[True, False])
 def looks(request, monkeypatch):
     """Whether lists of the host merge one text's trees, or tensors."""
-    monkeypatch.setattr(look, "may_look", lambda x: request.param)
+    tiny.replace_is_host(monkeypatch, lambda x: request.param)
 
 
 @pytest.mark.usefixtures("looks")
@@ -88,7 +87,7 @@ def test_lists_and_tensors_merge_alike(data):
 
     one, other = tree(9), tree(9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(look, "may_look", lambda x: False)
+        tiny.replace_is_host(patch, lambda x: False)
         want = merged(one, other)
     made = merged(one, other)
     for name in ("tokens", "parents", "scores"):

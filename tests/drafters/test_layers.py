@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from slipstream.core.cache import KVCache
+from slipstream.core.kv_cache import KVCache
 from slipstream.drafters.layers import (
     SCALED,
     CacheAttend,
@@ -21,11 +21,11 @@ from slipstream.drafters.layers import (
     attend_cache,
     attended,
 )
-from slipstream.kernels import available
-from slipstream.learning import ROWS
-from slipstream.packing import EIGHT
-from slipstream.targets.products import own_products
-from slipstream.training.methods import Unrolled
+from slipstream.kernels.ops import available
+from slipstream.kernels.training_attention import ROWS
+from slipstream.kernels.weight_packing import EIGHT
+from slipstream.targets.linear import own_products
+from slipstream.training.objectives import Unrolled
 
 NUMBERS = {"factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import tiny
-from slipstream.decode.generate import generate
 from slipstream.drafters.lookahead import Lookahead
+from slipstream.engine.generate import generate
 
 PROMPTS = tiny.prompts(9, 4, 14)
 W, N, G = 3, 4, 2

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 import tiny
-from slipstream.decode.generate import generate
+from slipstream.engine.generate import generate
 from slipstream.training.data import Example
-from slipstream.training.methods import MedusaObjective
 from slipstream.training.objective import Batch
+from slipstream.training.objectives import MedusaObjective
 from slipstream.training.recipes import MedusaRecipe
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from slipstream.core.cache import BLOCK, KVCache
+from slipstream.core.kv_cache import BLOCK, KVCache
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD

@@ -9,10 +9,10 @@ from transformers import LlamaConfig
 
 import tiny
 from public_heads import DEEP, IDS, LLAMA3, H, formulas3, public3, write
-from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.drafters.heads import block_taps
 from slipstream.drafters.store import save_drafter
+from slipstream.engine.generate import generate
 from slipstream.interop.public import export, import_checkpoint
 
 KINDS3 = {

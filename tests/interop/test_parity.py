@@ -9,9 +9,9 @@ import pytest
 
 import slipstream.interop.parity as module
 import tiny
-from slipstream.decode.generate import generate
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import save_drafter
+from slipstream.engine.generate import generate
 from slipstream.interop.parity import WORKER, parity
 
 

@@ -13,12 +13,12 @@ from slipstream.core import verify
 from slipstream.core.tree import PAD, chain
 from slipstream.drafters.ngram import NGram
 from slipstream.drafters.tree_oracle import TreeOracle
-from slipstream.measure import contest
+from slipstream.measure import runner as contest
+from slipstream.measure.bench import HF, Contest, bench
+from slipstream.measure.bench_report import BenchReport
 from slipstream.measure.certify import Certificate, certify
 from slipstream.measure.demo import demo
 from slipstream.measure.questions import Question
-from slipstream.measure.report import BenchReport
-from slipstream.measure.run import HF, Contest, bench
 from slipstream.targets import HFTarget
 
 QUESTION = Question("f", "1", "chat", ("a b c a b",))

@@ -3,10 +3,10 @@
 import pytest
 
 import tiny
-from slipstream.decode.predict import record
+from slipstream.engine.replay import record
 from slipstream.measure.confidence import BINS, by_question, calibrate
-from slipstream.measure.contest import first_prompts
 from slipstream.measure.questions import Question
+from slipstream.measure.runner import first_prompts
 
 ASKED = [Question("f", str(i), "c", (f"abc {i}",)) for i in range(3)]
 

@@ -11,10 +11,10 @@ import pytest
 import slipstream
 from slipstream import generate, load_drafter, load_target
 from slipstream.core.sampling import Sampling
-from slipstream.decode.answer import mean_accepted_length
-from slipstream.decode.audit import audit
-from slipstream.decode.predict import predict, record
 from slipstream.drafters.store import find_drafter
+from slipstream.engine.answer import mean_accepted_length
+from slipstream.engine.audit import audit
+from slipstream.engine.replay import predict, record
 from slipstream.measure.certify import certify
 from slipstream.measure.questions import load_questions
 from slipstream.targets.prompts import encode

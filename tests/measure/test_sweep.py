@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tiny
+from slipstream.measure.bench import bench
 from slipstream.measure.questions import Question
-from slipstream.measure.run import bench
 from slipstream.measure.sweep import Sweep, sweep
 from slipstream.targets import HFTarget
 

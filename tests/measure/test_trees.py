@@ -5,10 +5,10 @@ import torch
 
 import tiny
 from slipstream.core.sampling import Sampler
-from slipstream.core.shape import Shape
 from slipstream.core.span import Span
-from slipstream.decode.predict import record
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters.draft_model import DraftModel
+from slipstream.engine.replay import record
 from slipstream.measure.trees import GAMMA, RANKS, _rising, acceptance, proposing, ranks
 
 

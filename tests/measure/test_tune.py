@@ -9,19 +9,19 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 import tiny
-from slipstream.core.shape import Shape
-from slipstream.decode import costs
-from slipstream.decode.answer import Round
-from slipstream.decode.policy import GUESS
-from slipstream.decode.session import Seconds
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
+from slipstream.engine import costs
+from slipstream.engine.answer import Round
+from slipstream.engine.policy import GUESS
+from slipstream.engine.session import Seconds
 from slipstream.measure.cost import ROWS, cost_curve, pass_seconds
+from slipstream.measure.metrics import Answered, Tally, ledger
 from slipstream.measure.questions import Question
 from slipstream.measure.skip import skippable
-from slipstream.measure.tally import Answered, Tally, ledger
 from slipstream.measure.tune import SIZES, tune
-from slipstream.measure.tuned import TuneReport
+from slipstream.measure.tune_report import TuneReport
 from slipstream.targets import HFTarget
 
 ASKED = [Question("f", "1", "letters", ("a b a",)), Question("f", "2", "letters", ("c d e f",))]

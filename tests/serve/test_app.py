@@ -306,7 +306,7 @@ def test_a_body_that_is_no_json_object_is_called_so(client, body, kind, says):
 
 def test_a_chat_without_a_limit_goes_on_to_its_end(client, monkeypatch):
     """It was cut off behind as many tokens as `generate` takes, where clients of OpenAI's expect all."""
-    monkeypatch.setattr("slipstream.decode.settings.NEW_TOKENS", 4)
+    monkeypatch.setattr("slipstream.engine.settings.NEW_TOKENS", 4)
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "a b"}], "temperature": 0}
     _, told = client().post("/v1/chat/completions", asked)
     ends, used = told["choices"][0]["finish_reason"], told["usage"]

@@ -7,12 +7,12 @@ import torch
 
 from slipstream import generate
 from slipstream.core.grammar import DeadEnd
-from slipstream.decode import session
-from slipstream.decode.answer import Answer
-from slipstream.decode.prefixes import LEAST
-from slipstream.decode.reading import TOGETHER
-from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
+from slipstream.engine import session
+from slipstream.engine.answer import Answer
+from slipstream.engine.prefill import TOGETHER
+from slipstream.engine.prefix_cache import LEAST
+from slipstream.engine.settings import Settings
 from slipstream.serve.engine import Busy, Ended, Engine, Task, likely
 
 NEW = 12

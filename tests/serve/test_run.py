@@ -13,7 +13,7 @@ import tiny
 
 SLOW = """if True:
     import sys, time, slipstream.cli as cli
-    from slipstream.decode.session import Session
+    from slipstream.engine.session import Session
     step = Session.step
     def slowly(*args, **how):
         time.sleep(0.02)

@@ -13,7 +13,7 @@ import tiny
 from slipstream.core.tree import chain
 from slipstream.targets import HFTarget
 from slipstream.targets.activations import GRAIN, SERIAL, Activation, own_activations
-from slipstream.targets.ours import Calls
+from slipstream.targets.attention_patch import Calls
 
 SIZES = (1, 31, 48, 1500, SERIAL + 5, 2 * GRAIN + 33, 4 * GRAIN - 1500)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

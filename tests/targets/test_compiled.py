@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import tiny
-from slipstream.compiled import graph_of
 from slipstream.core.sampling import Sampling, rows_of
 from slipstream.core.tree import Tree, chain
-from slipstream.decode.answer import Answer
-from slipstream.decode.generate import Job
-from slipstream.decode.session import Session
 from slipstream.drafters.vanilla import Vanilla
-from slipstream.targets import HFTarget, inside
+from slipstream.engine.answer import Answer
+from slipstream.engine.generate import Job
+from slipstream.engine.session import Session
+from slipstream.kernels.compiled import graph_of
+from slipstream.targets import HFTarget, shadow_model as inside
 
 pytestmark = pytest.mark.skipif(not tiny.COMPILED, reason="make test-compiled")
 PROMPTS = tiny.prompts(7, 13, 55)

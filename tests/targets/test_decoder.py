@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from slipstream.core.tree import chain
-from slipstream.kernels import available
-from slipstream.targets import HFTarget, description, masks, products
+from slipstream.kernels.ops import available
+from slipstream.targets import HFTarget, description, linear as products, masks
 from slipstream.targets.description import ModelDecoder
 from slipstream.targets.executor import Undescribed
 from slipstream.targets.executor_torch import Layers

@@ -18,19 +18,19 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-import slipstream.decode.session
+import slipstream.engine.session
 import tiny
-from slipstream.core.cache import KVCache
 from slipstream.core.drafter import Drafter, State
+from slipstream.core.kv_cache import KVCache
 from slipstream.core.sampling import Sampler, Sampling
-from slipstream.core.shape import Shape
 from slipstream.core.span import Output, Span
 from slipstream.core.tree import PAD, Probes, Tree, chain
-from slipstream.decode.generate import generate
-from slipstream.decode.session import Session
+from slipstream.core.tree_spec import Shape
+from slipstream.engine.generate import generate
+from slipstream.engine.session import Session
 from slipstream.measure.baseline import hf_generate
 from slipstream.targets import HFTarget
-from slipstream.targets.ours import OURS
+from slipstream.targets.attention_patch import OURS
 from slipstream.targets.prompts import encode
 
 PROMPTS = tiny.prompts(9, 5, 14)
@@ -175,7 +175,7 @@ def test_prefill_in_chunks_equals_prefill_in_one(family, monkeypatch):
     """Chunks cut so that a short prompt is read twice, late or not at all, or its drafter misses tokens."""
     target = tiny.target(family)
     whole, once = prefill(target)
-    monkeypatch.setattr(slipstream.decode.session, "CHUNK", 4)
+    monkeypatch.setattr(slipstream.engine.session, "CHUNK", 4)
     parts, often = prefill(target)
     assert (len(once.spans), len(often.spans)) == (1, 4)
     assert parts.lengths.tolist() == whole.lengths.tolist() == list(map(len, PROMPTS))

@@ -15,10 +15,10 @@ from transformers import LlamaForSequenceClassification, PreTrainedModel, PreTra
 import tiny
 from slipstream import catalog
 from slipstream.core.tree import chain
-from slipstream.packing import HAS_BF16
+from slipstream.kernels.weight_packing import HAS_BF16
 from slipstream.targets import HFTarget, load, load_target, models
-from slipstream.targets.kept import DIGESTS
-from slipstream.targets.kept_target import TARGET
+from slipstream.targets.cached_target import TARGET
+from slipstream.targets.model_cache import DIGESTS
 from slipstream.targets.prompts import encode
 
 CPU = Path("/proc/cpuinfo")

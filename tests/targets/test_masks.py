@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.core.cache import KVCache
+from slipstream.core.kv_cache import KVCache
 from slipstream.core.tree import PAD, Layout, Probes, Tree, chain
 from slipstream.targets.masks import dense, key_lists
 

@@ -38,10 +38,10 @@ from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 import slipstream
 import tiny
-from slipstream.decode.generate import generate
 from slipstream.drafters.tree_oracle import TreeOracle
+from slipstream.engine.generate import generate
 from slipstream.targets import HFTarget
-from slipstream.targets.inside import twin
+from slipstream.targets.shadow_model import twin
 from slipstream.targets.support import attention_windows, check_supported, longest_text, rope
 
 PADDED = tiny.GROUPED | {"pad_token_id": 0}

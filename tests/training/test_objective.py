@@ -14,14 +14,14 @@ from slipstream.drafters.layers import attend_cache
 from slipstream.drafters.store import save_drafter
 from slipstream.targets import HFTarget
 from slipstream.training.data import Example
-from slipstream.training.methods import (
+from slipstream.training.objective import ROWS, Batch, LossOfLaw, check_size, coverage, frequent
+from slipstream.training.objectives import (
     DistillObjective,
     Eagle3Objective,
     EagleObjective,
     FastEagleObjective,
     Unrolled,
 )
-from slipstream.training.objective import ROWS, Batch, LossOfLaw, check_size, coverage, frequent
 from slipstream.training.recipe import load_recipe
 from slipstream.training.recipes import Eagle3Recipe, EagleRecipe, FastEagleRecipe
 

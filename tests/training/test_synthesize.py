@@ -9,12 +9,12 @@ from itertools import cycle, islice
 import pytest
 
 import tiny
-from slipstream.decode.generate import generate
+from slipstream.engine.generate import generate
 from slipstream.files import locked
 from slipstream.targets import HFTarget
 from slipstream.training.data import load_examples
+from slipstream.training.generators import Asked, ServerWriter, TargetWriter, Writer, Written
 from slipstream.training.synthesize import Answers, regenerate, synthesize, templated
-from slipstream.training.writers import Asked, ServerWriter, TargetWriter, Writer, Written
 
 ROWS = [
     [{"role": "user", "content": c * 3}, {"role": "assistant", "content": "to be dropped"}] for c in "abcdefg"
@@ -363,8 +363,8 @@ def test_a_starting_server_is_waited_for(server, monkeypatch, capsys):
     url, _, starting = server
     starting += [503, 503]
     waits = []
-    monkeypatch.setattr("slipstream.training.writers.time.sleep", waits.append)
-    monkeypatch.setattr("slipstream.training.writers.STARTING", 60)
+    monkeypatch.setattr("slipstream.training.generators.time.sleep", waits.append)
+    monkeypatch.setattr("slipstream.training.generators.STARTING", 60)
     assert ServerWriter(url).model == "tiny"
     assert len(waits) == 2
     assert capsys.readouterr().err == f"server {url} is not ready: waiting up to 60 seconds for its start\n"
@@ -415,7 +415,7 @@ def test_prompts_are_answered_while_more_are_written(chat, tmp_path):
 
 
 def test_a_server_that_is_not_there_is_one_clear_error(monkeypatch):
-    monkeypatch.setattr("slipstream.training.writers.STARTING", 0)
+    monkeypatch.setattr("slipstream.training.generators.STARTING", 0)
     with pytest.raises(ValueError, match="give the base of an OpenAI-compatible server"):
         ServerWriter("http://127.0.0.1:9/v1")
 

@@ -11,10 +11,10 @@ from transformers import DeepseekV3Config
 import slipstream
 import tiny
 from runs import recipe, train
-from slipstream.decode.answer import mean_accepted_length
-from slipstream.decode.generate import generate
-from slipstream.decode.predict import record
 from slipstream.drafters import load_drafter
+from slipstream.engine.answer import mean_accepted_length
+from slipstream.engine.generate import generate
+from slipstream.engine.replay import record
 from slipstream.methods import METHODS
 from slipstream.targets import HFTarget
 from slipstream.training.data import load_examples

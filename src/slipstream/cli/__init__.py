@@ -14,8 +14,8 @@ import typer
 
 from slipstream.cli import cache, chat, decoding, fetching, generating, measuring, report, serving, training  # noqa: F401  each registers its commands
 from slipstream.cli.common import app, err
-from slipstream.command import commanded
 from slipstream.files import printable
+from slipstream.provenance import commanded
 
 STOPPED = 130  # what typer turns a KeyboardInterrupt into
 SILENT = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")  # other libraries read these when imported

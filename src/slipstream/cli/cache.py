@@ -36,7 +36,7 @@ def cache(
     json_path: JsonPath = None,
 ) -> None:
     """Show what is kept where, or delete it. All of it can be made again; files outside the cache stay."""
-    from slipstream.cached import KINDS, clear, entries
+    from slipstream.cache_admin import KINDS, clear, entries
     from slipstream.files import cache_home, check_writable, write_json
 
     if action not in ("show", "clean"):

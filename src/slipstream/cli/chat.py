@@ -36,12 +36,12 @@ from slipstream.cli.common import (
     out,
     with_model,
 )
-from slipstream.command import suggested
 from slipstream.files import check_writable, replacing
+from slipstream.provenance import suggested
 
 if TYPE_CHECKING:
-    from slipstream.decode.talk import Talk
-    from slipstream.decode.trace import Round
+    from slipstream.engine.chat_session import Talk
+    from slipstream.engine.trace import Round
 
 ACCEPTED, ASKS = "green", "› "
 HELP = """\
@@ -83,7 +83,7 @@ def chat(
     """
     drafter = with_model(drafter, draft_model)
     inputs(target, [drafter])
-    from slipstream.decode.talk import Talk
+    from slipstream.engine.chat_session import Talk
 
     with held():
         loaded = load(target, dtype, device, compile, quantize)
@@ -236,7 +236,7 @@ class Chat:
     @property
     def T(self) -> float:
         """The temperature of the next answer."""
-        from slipstream.decode.settings import Settings
+        from slipstream.engine.settings import Settings
 
         return Settings.of(self.talk.target, **self.talk.options).sampling.temperature
 

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
-from slipstream.bars import bars
 from slipstream.catalog import find_target
 from slipstream.directories import check_drafter
 from slipstream.files import STANDARD, check_file, several
 from slipstream.measure.questions import is_set
 from slipstream.methods import Method, load_plugin, named
+from slipstream.progress import bars
 from slipstream.spec import Spec
 
 if TYPE_CHECKING:

@@ -36,11 +36,11 @@ from slipstream.cli.common import (
     out,
     progress_bar,
 )
-from slipstream.command import suggested
 from slipstream.files import check_writable, evenly, read_results
 from slipstream.measure.questions import load_questions
 from slipstream.methods import named
-from slipstream.picture import check_picture
+from slipstream.plotting import check_picture
+from slipstream.provenance import suggested
 
 if TYPE_CHECKING:
     from slipstream.targets import HFTarget
@@ -67,8 +67,8 @@ def demo(
     """
     inputs(target, [drafter], questions)
     asked = load_questions(questions, limit)
-    from slipstream.measure.contest import Contest
     from slipstream.measure.demo import demo as run
+    from slipstream.measure.runner import Contest
 
     contest = Contest.of(
         load(target, dtype, device, compile, quantize), [drafter], max_new_tokens, temperature, seed
@@ -131,7 +131,7 @@ def tune(
     from slipstream.drafters.auto import tuned_head
     from slipstream.drafters.store import tuned_file
     from slipstream.measure.tune import tune as run
-    from slipstream.measure.tuned import TuneReport
+    from slipstream.measure.tune_report import TuneReport
 
     loaded = load(target, dtype, device, compile, quantize)
     if measure:
@@ -197,7 +197,7 @@ def doctor(
     """
     check_writable(json_path, reads=inputs(target, [drafter], questions))
     asked = load_questions(questions)
-    from slipstream.measure.doctor import STEPS, doctor as run
+    from slipstream.measure.doctor.doctor import STEPS, doctor as run
 
     how: Any = {"temperature": temperature, "batch": batch, "context": context, "limit": limit}
     with progress_bar(STEPS) as progress:

@@ -32,7 +32,7 @@ from slipstream.files import STANDARD, check_writable, read_text, replacing, wri
 
 if TYPE_CHECKING:
     from slipstream.core.drafter import Drafter
-    from slipstream.decode.generate import Generation
+    from slipstream.engine.generate import Generation
     from slipstream.targets import HFTarget
 
 MASS = "keep the likeliest tokens with this mass"
@@ -96,9 +96,9 @@ def generate(
     bounds["grammar"] = grammar and read_text(grammar, "grammar")
     aside = redirect_stdout(sys.stderr) if {trace, json_path} & {*STANDARD} else nullcontext()
     text = sys.stdin.read() if prompt == "-" else prompt
-    from slipstream.decode.costs import explained
-    from slipstream.decode.generate import stream
-    from slipstream.decode.settings import resolve_sampling
+    from slipstream.engine.costs import explained
+    from slipstream.engine.generate import stream
+    from slipstream.engine.settings import resolve_sampling
 
     loaded = load(target, dtype, device, compile, quantize)
     T = resolve_sampling(loaded, temperature=temperature).temperature
@@ -121,9 +121,9 @@ def generate(
 
 def _guide(target: "HFTarget", name: str, temperature: float, explain: bool, text: str) -> "Drafter":
     """The drafter, ready to go. Raises ValueError."""
-    from slipstream.decode.costs import policy
-    from slipstream.decode.generate import stream
     from slipstream.drafters import load_drafter
+    from slipstream.engine.costs import policy
+    from slipstream.engine.generate import stream
 
     guide = load_drafter(name, target, temperature)
     if explain and not guide.rungs:
@@ -141,7 +141,7 @@ def _figures(
     made: "Generation | None", precision: str, law: str, idle: list[str], json_path: str | None
 ) -> None:
     """Print an answer's figures, and the options that had no effect."""
-    from slipstream.decode.generate import LOSSY
+    from slipstream.engine.generate import LOSSY
 
     assert made is not None
     speed = f"τ {made.tau:.2f}   {len(made.tokens) / made.seconds.total:.1f} tokens/s"

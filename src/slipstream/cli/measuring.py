@@ -39,14 +39,14 @@ from slipstream.cli.common import (
 )
 from slipstream.files import check_writable
 from slipstream.measure.questions import load_questions
-from slipstream.picture import check_picture
+from slipstream.plotting import check_picture
 
 SEVERAL = "0 is greedy; repeatable"
 PLOT = "draw it, as SVG or PNG: by task and round, or of several runs by texts at once"
 BATCHES = "questions that are asked at once; repeatable"
-BENCH, SWEEP = "slipstream.measure.report:BenchReport", "slipstream.measure.sweep:Sweep"  # results
+BENCH, SWEEP = "slipstream.measure.bench_report:BenchReport", "slipstream.measure.sweep:Sweep"  # results
 CERTIFICATE = "slipstream.measure.certify:Certificate"
-REPRODUCED = "slipstream.measure.reproduced:ReproduceReport"
+REPRODUCED = "slipstream.measure.papers.reproduce_report:ReproduceReport"
 Temperatures = Annotated[list[float], on_sampling(SEVERAL, "T", "--temperature", min=0)]
 
 
@@ -86,8 +86,8 @@ def bench(
     asked, others = load_questions(questions, limit), len(set(drafter) - {"vanilla"})
     several = len(target) * len(temperatures) * len(batch) > 1
     begun: Any = unfinished(resume, json_path, *([] if several else [BENCH]), SWEEP)
-    from slipstream.measure.pictures import draw_run, draw_sweep
-    from slipstream.measure.run import bench as run, steps
+    from slipstream.measure.bench import bench as run, steps
+    from slipstream.measure.report.pictures import draw_run, draw_sweep
     from slipstream.measure.sweep import Sweep, sweep
 
     several |= isinstance(begun, Sweep)  # to which one run is added
@@ -200,7 +200,7 @@ def reproduce(
     if not listing:
         check_writable(json_path, reads=inputs(target, [*where.values()], [*own.values()]))
     begun = unfinished((listing and json_path is not None) or resume, json_path, REPRODUCED)
-    from slipstream.measure.reproduce import listed, reproduce as run, wanted
+    from slipstream.measure.papers.reproduce import listed, reproduce as run, wanted
 
     if listing:
         out.print(listed(begun))

@@ -29,7 +29,7 @@ def report(
     round of an answer shows the tree that was drafted, and what the target made of it.
     """
     check_writable(out, reads=inputs(files=files))
-    from slipstream.measure.page import page
+    from slipstream.measure.report.page import page
 
     made = page(files)
     with replacing(out) as file:

@@ -83,8 +83,8 @@ def serve(
             f"the server needs {error.name}, which is not installed: {install('serve')}"
         ) from error
     from slipstream.core.grammar import GrammarLimits
-    from slipstream.decode import memory as needed
     from slipstream.drafters import load_drafter
+    from slipstream.engine import memory as needed
     from slipstream.serve.app import Limits, Server
     from slipstream.serve.guard import host_name
     from slipstream.serve.loading import Loading

@@ -34,11 +34,11 @@ from slipstream.cli.common import (
     out,
     progress_bar,
 )
-from slipstream.command import suggested
 from slipstream.directories import RUN, check_claim, checkpoint_file
 from slipstream.files import HANDED, check_interpreter, check_writable, name_of, written_to
 from slipstream.measure.questions import load_questions
 from slipstream.methods import METHODS, TABLE
+from slipstream.provenance import suggested
 
 LAYOUTS = [layout for method in TABLE for layout in method.layouts]
 PUBLIC = f"{', '.join(LAYOUTS[:-1])} or {LAYOUTS[-1]}"
@@ -91,7 +91,7 @@ def train(
     inputs(target, files=reads)
     from accelerate import PartialState
 
-    from slipstream.bars import bars
+    from slipstream.progress import bars
     from slipstream.training.data import read_rows
     from slipstream.training.run import Watch, preview as show_preview, recipe_of, train as run
 

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from slipstream.core.cache import BLOCK, KVCache
+from slipstream.core.kv_cache import BLOCK, KVCache
 from slipstream.core.sampling import Sampler
-from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
+from slipstream.core.tree_spec import Shape
 
 FINAL, INPUT, CACHE = "final", "input of block ", "cache of block "  # taps; a block's number follows
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from slipstream.core import look
+from slipstream.core.device import is_host
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
@@ -35,7 +35,7 @@ def words(
     keys: Int[Tensor, "B 2"], stream: Stream, positions: Int[Tensor, " B"], n: int
 ) -> Int[Tensor, "B n"]:
     """`n` words of 52 bits per row, by (seed, row) and position."""
-    make = _words_numpy if look.may_look(positions) else _words_torch
+    make = _words_numpy if is_host(positions) else _words_torch
     return make(keys, stream, positions, n)
 
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from slipstream.core import look
+from slipstream.core.device import is_host
 from slipstream.core.grammar import Grammar, Walk
 from slipstream.core.noise import Stream, gumbel, uniform, winner, words
 
@@ -224,7 +224,7 @@ class Sampler:
         limited = top_k > 0
         # Scores that move by slack / 2 move a set's mass by slack / 4 at most.
         p = torch.where(top_p < 1, top_p + slack / 4, 2.0)
-        for width in (SHORTLIST, self.vocab) if look.may_look(x) else (self.vocab,):
+        for width in (SHORTLIST, self.vocab) if is_host(x) else (self.vocab,):
             top = x.topk(min(width, self.vocab)).values
             kth = torch.where(limited, top.gather(1, top_k.clamp(1, top.shape[-1]) - 1), -torch.inf)
             kept = top.masked_fill(top < kth, -torch.inf)
@@ -247,7 +247,7 @@ class Sampler:
     def draw(self, scores: Float[Tensor, "B V"], positions: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
         """argmax(scores + g), the token at each absolute position; g depends on (seed, row, position) alone.
         A row whose best score is not finite is no longer `sound`, and its token has no meaning."""
-        if look.may_look(scores):
+        if is_host(scores):
             rows = zip(scores, positions.tolist(), strict=True)
             return torch.tensor([self.draw_alone(i, *row) for i, row in enumerate(rows)])
         perturbed = scores if self.greedy else scores + self.noise(positions)
@@ -271,7 +271,7 @@ class Sampler:
     ) -> Float[Tensor, "B n"]:
         """The Gumbel noise of `draw`, of some or all tokens; 0 for greedy rows. Under the coupled law a
         drafter may look at it."""
-        if look.may_look(positions):
+        if is_host(positions):
             bits = torch.stack(
                 [self._words(row, position) for row, position in enumerate(positions.tolist())]
             )

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from slipstream.core import look
-from slipstream.core.cache import KVCache
+from slipstream.core.device import is_host
+from slipstream.core.kv_cache import KVCache
 from slipstream.core.tree import Tree
 from slipstream.core.verify import Verdict
 
@@ -134,7 +134,7 @@ def merged(spans: Sequence[Span]) -> Span:
     mask = torch.cat([span.mask for span in spans], 1)
     count = mask.sum(1)
     order = (~mask).long().sort(dim=1, stable=True).indices  # each row's real columns first
-    if look.may_look(count):
+    if is_host(count):
         order = order[:, : int(count.max())]
 
     def gathered(parts: Sequence[Tensor]) -> Tensor:

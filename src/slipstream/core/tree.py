@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from slipstream.core import look
+from slipstream.core.device import is_host
 
 PAD = -1  # a token id that no draw can match
 SHARED = 64  # nodes at most of trees whose layouts are kept
@@ -85,7 +85,7 @@ class Tree:
     def layout(self) -> Layout:
         """Depths and visibility of all rows. A tree takes `depth` steps up to the parents, a chain none."""
         N, device, parents = self.nodes, self.tokens.device, self.parents
-        if look.may_look(self.tokens) and N <= SHARED:
+        if is_host(self.tokens) and N <= SHARED:
             above = None if parents is None else tuple(map(tuple, parents.tolist()))
             layout: Layout = _shared_layout(N, above, self.depth)
         else:

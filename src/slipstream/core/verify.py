@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from slipstream.core import look
+from slipstream.core.device import is_host
 from slipstream.core.grammar import leads_on
 from slipstream.core.sampling import Sampler
 from slipstream.core.tree import Tree
@@ -107,7 +107,7 @@ def _normalised(p: Tensor, otherwise: Tensor) -> Tensor:
 
 def child_with(tree: Tree, node: PerRow, token: PerRow) -> PerRow:
     """Slot of the node's first child that carries the token (−1: none)."""
-    if not look.may_look(token):
+    if not is_host(token):
         return _first(_children(tree, node) & (tree.tokens == token[:, None]))
     parents = tree.parent_slots().expand_as(tree.tokens)
     rows = zip(*(x.tolist() for x in (tree.tokens, parents, node, token)), strict=True)
@@ -148,7 +148,7 @@ def verify(
 ) -> Verdict:
     """Walk from the root while a child is accepted, and extend the histories of `sampler` on the way.
     `lengths` are tokens before the root: a node of depth d stands at position lengths + d."""
-    if law is coupled and sampler.tempers_only and look.may_look(logits):
+    if law is coupled and sampler.tempers_only and is_host(logits):
         return _on_host(tree, logits, lengths, sampler)
     B, device = len(lengths), lengths.device
     rows, alive = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
@@ -162,7 +162,7 @@ def verify(
             child = _leading_on(child, drawn, sampler)
         token = torch.where(alive, drawn, token)
         alive = alive & (child >= 0)
-        if depth == tree.depth or (look.may_look(alive) and not bool(alive.any())):
+        if depth == tree.depth or (is_host(alive) and not bool(alive.any())):
             break
         node = torch.where(alive, child, node)
         sampler.observe(tree.tokens[rows, node], alive)

@@ -9,8 +9,8 @@ from pkgutil import resolve_name
 from typing import Any
 
 from slipstream.core.drafter import Drafter
-from slipstream.core.shape import LARGEST, ROWS, shortened
 from slipstream.core.target import Target
+from slipstream.core.tree_spec import LARGEST, ROWS, shortened
 from slipstream.directories import check_drafter
 from slipstream.drafters.store import find_drafter, read_drafter, read_tuned
 from slipstream.files import cache_home, understood

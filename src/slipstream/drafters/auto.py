@@ -11,13 +11,13 @@ from typing import final
 
 import torch
 
-from slipstream.core import look
+from slipstream.core.device import is_host
 from slipstream.core.drafter import Drafter, Room, State
 from slipstream.core.sampling import Sampler
-from slipstream.core.shape import PLAIN, Shape
 from slipstream.core.span import Span, beside, merged
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree
+from slipstream.core.tree_spec import PLAIN, Shape
 from slipstream.drafters.hybrid import Hybrid, HybridState
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import read_rungs
@@ -166,7 +166,7 @@ class Auto(Drafter):
             state.columns += span.tokens.numel()
             if state.columns > 2 * self._worth(state):
                 self._drop_far(state)
-            waits = look.may_look(span.root)  # what is captured cannot wait, nor can what masks have guessed
+            waits = is_host(span.root)  # what is captured cannot wait, nor can what masks have guessed
             if not waits or self.probes is not None or state.columns * state.width >= BEHIND:
                 self.catch_up(state)
 
@@ -203,7 +203,7 @@ class Auto(Drafter):
 
     def signs(self, state: AutoState) -> list[int]:
         """How long a match there is: shorter than all of `LONG`, or as long as the first, second or third."""
-        if not look.may_look(state.root):
+        if not is_host(state.root):
             return super().signs(state)
         return state.matches.matched(LONG)
 

@@ -8,14 +8,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from slipstream.core import look
+from slipstream.core.device import is_host
 from slipstream.core.drafter import FINAL, Room
-from slipstream.core.grow import Path
 from slipstream.core.sampling import Sampler
-from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import PAD, Probes, Tree, chain
+from slipstream.core.tree_builders import Path
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters.heads import Head
 from slipstream.drafters.parallel import ParallelDrafter, ParallelState
 
@@ -119,7 +119,7 @@ class Bita(ParallelDrafter):
         assert isinstance(state, BitaState)
         shape = self.shaped(shape)
         masks = self.head.masks[: shape.depth]
-        if look.may_look(state.known) and not bool(state.known.any()):
+        if is_host(state.known) and not bool(state.known.any()):
             bare = chain(state.root[:, None])
             return replace(bare, probes=Probes(masks, torch.zeros_like(bare.tokens)))
         tree = super().propose(state, sampler, shape)

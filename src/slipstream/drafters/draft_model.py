@@ -11,17 +11,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from slipstream.command import suggested
-from slipstream.core import look
-from slipstream.core.cache import KVCache
+from slipstream.core.device import is_host
 from slipstream.core.drafter import State
+from slipstream.core.kv_cache import KVCache
 from slipstream.core.sampling import Sampler
-from slipstream.core.shape import DEEPEST, Shape
 from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import Layout, Tree, chain
+from slipstream.core.tree_spec import DEEPEST, Shape
 from slipstream.drafters.proposer import Draft, Proposer
 from slipstream.drafters.store import VOCAB, load_weights
+from slipstream.provenance import suggested
 from slipstream.targets import load_target
 
 
@@ -172,7 +172,7 @@ class DraftModel(Proposer):
         tokens = tokens.gather(1, at.clamp(max=tokens.shape[1] - 1))
         tokens = tokens.clamp(max=self.model.vocab - 1)  # models pad embeddings: the target may have more
         count = span.count + begins
-        host = look.may_look(begins)
+        host = is_host(begins)
         if host and not bool(begins.any()):
             tokens = tokens[:, :-1]
         alone = host or tokens.shape[1] > DEEPEST + 2  # a captured round takes all logits: its shape is fixed

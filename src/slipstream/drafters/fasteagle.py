@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from slipstream.compiled import backend_for, compiled, freed
-from slipstream.core.cache import KVCache
-from slipstream.core.shape import Shape
+from slipstream.core.kv_cache import KVCache
 from slipstream.core.span import Span
 from slipstream.core.target import Target
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters.eagle import EagleHead
 from slipstream.drafters.heads import NEAR, Head, HeadConfig, copying, randomise
 from slipstream.drafters.layers import Attend, DecoderLayer, attend_cache
 from slipstream.drafters.parallel import ParallelDrafter, ParallelState
+from slipstream.kernels.compiled import backend_for, compiled, freed
 
 
 @dataclass(frozen=True)

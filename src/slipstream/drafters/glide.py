@@ -10,15 +10,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from slipstream.compiled import freed
-from slipstream.core.cache import KVCache
+from slipstream.core.device import is_host
 from slipstream.core.drafter import CACHE, State
-from slipstream.core.look import may_look
+from slipstream.core.kv_cache import KVCache
 from slipstream.core.sampling import Sampler
-from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters.heads import Head, HeadConfig, HeadDrafter, randomise
 from slipstream.drafters.layers import (
     MLP,
@@ -33,6 +32,7 @@ from slipstream.drafters.layers import (
     rotate,
 )
 from slipstream.drafters.proposer import Draft
+from slipstream.kernels.compiled import freed
 
 # The target's keys and values of one block, and which of them each row sees.
 Glimpse = tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S D"], Seen]
@@ -226,7 +226,7 @@ class Glide(HeadDrafter):
     def _begin(self, span: Span, state: GlideState) -> None:
         """Read the first token of each text that begins here. It sees itself, in the target's cache too."""
         new = (state.cache.lengths == 0) & (span.count > 0)
-        if may_look(new) and not new.any():
+        if is_host(new) and not new.any():
             return
         own, positions = attend_cache(state.cache, 1)
         glimpses = self._glimpses(state.seen, torch.ones_like(span.count))

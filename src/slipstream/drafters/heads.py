@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from slipstream.compiled import backend_for, compiled, freed
-from slipstream.core.cache import KVCache
 from slipstream.core.drafter import FINAL, INPUT
-from slipstream.core.shape import Shape
+from slipstream.core.kv_cache import KVCache
 from slipstream.core.target import Target
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters.layers import ACTIVATIONS, CacheAttend, LayerConfig
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import VOCAB, load_weights
+from slipstream.kernels.compiled import backend_for, compiled, freed
 
 NEAR = 256  # tokens before the root behind which heads draft nearly as well as behind all (docs/log.md)
 EMBEDDING = "embed_tokens.weight"  # public checkpoints carry a copy of the target's

@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from slipstream.core import look
+from slipstream.core.device import is_host
 from slipstream.core.drafter import Drafter, Room, State
 from slipstream.core.sampling import Sampler
-from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import PAD, Tree
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.suffix import Suffix, SuffixState
 from slipstream.spec import Spec
@@ -105,7 +105,7 @@ def merged(tree: Tree, other: Tree) -> Tree:
     """The most probable nodes of two trees, as many as the first has. A node of both has the larger score."""
     assert tree.scores is not None
     assert other.scores is not None
-    if len(tree.tokens) == 1 and tree.probes is None and look.may_look(tree.tokens):
+    if len(tree.tokens) == 1 and tree.probes is None and is_host(tree.tokens):
         return _merged_by_host(tree, other)
     N, known = tree.nodes, _known(tree, other)
     parents = other.parent_slots().expand_as(known)

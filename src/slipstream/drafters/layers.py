@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from slipstream import kernels, learning
-from slipstream.compiled import freed
-from slipstream.core.cache import KVCache, LayerView
+from slipstream.core.kv_cache import KVCache, LayerView
+from slipstream.kernels import ops as kernels, training_attention as learning
+from slipstream.kernels.compiled import freed
 from slipstream.targets.executor import NO_MATRIX, Kind, Part, Undescribed, Weights, matrix, norm
 
 # Which keys each row sees: a mask, or lists as `kernels.attention` takes them.

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampler
-from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters.ngram import TextState
 
 POOL = 4096  # n-grams that a row remembers; a new one replaces the oldest

@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from slipstream.core import look
+from slipstream.core.device import is_host
 from slipstream.core.drafter import Drafter, State, appended
 from slipstream.core.sampling import Sampler
-from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree, chain
+from slipstream.core.tree_spec import Shape
 
 
 @dataclass
@@ -31,7 +31,7 @@ class TextState(State):
 
     def viewed(self) -> Int[Tensor, "B S1"]:
         """The text without slots that no row has filled, where the host may know."""
-        return self.text[:, : int(self.length.max())] if look.may_look(self.length) else self.text
+        return self.text[:, : int(self.length.max())] if is_host(self.length) else self.text
 
     def ends(self, longest: int) -> Int[Tensor, "B n"]:
         """The last tokens, the root first; before the text's beginning what equals no token."""
@@ -74,7 +74,7 @@ def match_lengths(
     """Slots of a table, and at each of them how many tokens up to it equal the last of a text, newest first
     in `ends`. Where the host may look, slots at which no text matches are left out."""
     slots = torch.arange(table.shape[1], device=table.device)
-    if look.may_look(table):
+    if is_host(table):
         slots = slots[(table == ends[:, :1]).any(0)]
     at = slots[:, None] - torch.arange(ends.shape[1], device=table.device)
     same = (table[:, at.clamp(min=0)] == ends[:, None]) & (at >= 0)
@@ -114,7 +114,7 @@ class NGram(Drafter):
         slots, lengths = match_lengths(state.viewed(), state.ends(self.longest))
         lengths = lengths.where(slots < state.length[:, None], 0)
         matched = lengths.amax(1) >= self.shortest if len(slots) else lengths.any(1)
-        if look.may_look(matched) and not bool(matched.any()):
+        if is_host(matched) and not bool(matched.any()):
             return chain(state.root[:, None])
         latest = slots[(lengths * len(slots) + torch.arange(len(slots), device=slots.device)).argmax(1)]
         depth = self.depth if shape is None else min(self.depth, shape.depth)

@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from slipstream.core import look
+from slipstream.core.device import is_host
 from slipstream.core.drafter import State
-from slipstream.core.grow import best_first
 from slipstream.core.sampling import Sampler
-from slipstream.core.shape import Shape
 from slipstream.core.tree import Tree
+from slipstream.core.tree_builders import best_first
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters.heads import HeadDrafter
 from slipstream.drafters.proposer import Draft
 
@@ -49,7 +49,7 @@ class ParallelDrafter(HeadDrafter):
                 "tokens: name it among the session's shapes"
             )
         scores = self.scores(state.hidden[:, : draft.shape.depth])
-        if self.one_law and draft.shape.best_first and not any(sampler.walks) and look.may_look(scores):
+        if self.one_law and draft.shape.best_first and not any(sampler.walks) and is_host(scores):
             return best_first(state.root, *self._offered(draft, scores, state.length), draft.shape.nodes)
 
         def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:

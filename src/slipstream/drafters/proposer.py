@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from slipstream.core.drafter import Drafter, Room
 from slipstream.core.grammar import Walk, leads_on
-from slipstream.core.grow import Expand
 from slipstream.core.noise import Stream
 from slipstream.core.sampling import Sampler, within
-from slipstream.core.shape import Shape
 from slipstream.core.tree import PAD, Tree
+from slipstream.core.tree_builders import Expand
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters.layers import descended
 from slipstream.drafters.store import VOCAB
 

@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from slipstream.core.cache import KVCache
 from slipstream.core.drafter import State
+from slipstream.core.kv_cache import KVCache
 from slipstream.core.sampling import Sampler
-from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters.heads import NEAR, Head, HeadDrafter
 from slipstream.drafters.layers import Attend, attend_cache
 from slipstream.drafters.proposer import Draft

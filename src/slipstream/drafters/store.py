@@ -13,14 +13,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from slipstream.command import suggested
 from slipstream.core.drafter import FINAL
-from slipstream.core.shape import Shape
 from slipstream.core.target import Target
+from slipstream.core.tree_spec import Shape
 from slipstream.directories import check_claim
 from slipstream.files import cache_home, check_regular, first_line, note, read_json, understood, update_json
+from slipstream.kernels.weight_packing import EIGHT
 from slipstream.methods import METHODS, SHIPPED
-from slipstream.packing import EIGHT
+from slipstream.provenance import suggested
 
 VERSION = 1
 VOCAB = "draft_vocab"  # target ids that a drafter takes its candidates from, sorted

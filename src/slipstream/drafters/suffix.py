@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from slipstream.core import look
+from slipstream.core.device import is_host
 from slipstream.core.drafter import Drafter, Room
 from slipstream.core.sampling import Sampler
-from slipstream.core.shape import DEEPEST, ROWS, Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree, chain
+from slipstream.core.tree_spec import DEEPEST, ROWS, Shape
 from slipstream.drafters.ngram import TextState, match_lengths
 
 LONGEST = 16  # tokens of a match that count
@@ -118,7 +118,7 @@ class Suffix(Drafter):
     def propose(self, state: SuffixState, sampler: Sampler, shape: Shape | None = None) -> Tree:
         nodes, depth = (self.rows, self.depth) if shape is None else (shape.nodes, shape.depth)
         state.asked = state.length.where(state.asked < 0, state.asked)
-        if len(state.root) == 1 and state.memory is None and look.may_look(state.root):
+        if len(state.root) == 1 and state.memory is None and is_host(state.root):
             return _grown_by_host(state, nodes - 1, depth)
         if state.found is None:
             state.found = self._matches(state)
@@ -167,7 +167,7 @@ def grown(root: Int[Tensor, " B"], matches: Matches, nodes: int) -> Tree:
     shared, number = alike.argmax(3), torch.arange(D * K, device=root.device).view(D, K)
     scores = _scores(matches, alike).masked_fill(shared != number[0], -torch.inf).flatten(1)
     count = min(nodes, D * K)
-    if look.may_look(scores):
+    if is_host(scores):
         count = min(count, int((scores > -torch.inf).sum(1).max()))
         if count == 0:
             return bare

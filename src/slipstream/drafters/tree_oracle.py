@@ -10,9 +10,9 @@ from torch import Tensor
 
 from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler
-from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree
+from slipstream.core.tree_spec import Shape
 
 
 @dataclass

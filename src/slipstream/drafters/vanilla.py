@@ -6,9 +6,9 @@ import torch
 
 from slipstream.core.drafter import Drafter, State
 from slipstream.core.sampling import Sampler
-from slipstream.core.shape import Shape
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree, chain
+from slipstream.core.tree_spec import Shape
 
 
 @final

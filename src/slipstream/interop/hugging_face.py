@@ -21,12 +21,12 @@ from transformers.generation import (
 
 from slipstream.core.drafter import Drafter
 from slipstream.core.target import lock
-from slipstream.decode.answer import Answer
-from slipstream.decode.generate import Job, Streamer
 from slipstream.drafters.draft_model import DraftModel
+from slipstream.engine.answer import Answer
+from slipstream.engine.generate import Job, Streamer
 from slipstream.spec import Named
 from slipstream.targets import HFTarget
-from slipstream.targets.inside import twin
+from slipstream.targets.shadow_model import twin
 from slipstream.targets.support import check_whole
 
 DIRECTORY = str(Path(__file__).with_name("hf"))  # for those who give `custom_generate` a directory

@@ -15,17 +15,17 @@ from rich.text import Text
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slipstream.command import public
-from slipstream.core.cache import KVCache
+from slipstream.core.kv_cache import KVCache
 from slipstream.core.sampling import Sampling
-from slipstream.decode.audit import audit
-from slipstream.decode.generate import Generation, generate
-from slipstream.decode.settings import Settings
 from slipstream.drafters import load_drafter
 from slipstream.drafters.heads import HeadDrafter
 from slipstream.drafters.layers import attend_cache
+from slipstream.engine.audit import audit
+from slipstream.engine.generate import Generation, generate
+from slipstream.engine.settings import Settings
 from slipstream.files import check_counts, check_given, check_interpreter
 from slipstream.interop.public import export
+from slipstream.provenance import public
 from slipstream.results import Figures, Margin, Part, Report, heading
 from slipstream.targets import HFTarget
 from slipstream.targets.load import AnyTarget, loaded

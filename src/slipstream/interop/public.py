@@ -16,9 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slipstream.command import public
-from slipstream.core.shape import Shape
 from slipstream.core.target import Target
+from slipstream.core.tree_spec import Shape
 from slipstream.directories import SAFE, checkpoint_file, claimed, mark_of
 from slipstream.drafters import drafter_class
 from slipstream.drafters.heads import EMBEDDING
@@ -33,6 +32,7 @@ from slipstream.files import check_regular, first_line, name_of, read_json, unde
 from slipstream.interop.layouts import Config, Layout, Tensors, close, layouts
 from slipstream.interop.sizes import unread
 from slipstream.methods import METHODS
+from slipstream.provenance import public
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from slipstream.decode.settings import Settings
+from slipstream.engine.settings import Settings
 from slipstream.targets.hf import HFTarget
 
 # fields of generation_config that make Hugging Face draft, or change its cache

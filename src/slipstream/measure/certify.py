@@ -9,19 +9,28 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from slipstream.command import public
 from slipstream.core.drafter import Drafter
 from slipstream.core.tree import PAD
-from slipstream.decode.settings import resolve_sampling
 from slipstream.drafters.tree_oracle import TreeOracle
 from slipstream.drafters.vanilla import Vanilla
+from slipstream.engine.settings import resolve_sampling
 from slipstream.files import check_counts, check_given, several
-from slipstream.measure.contest import HF, ORACLE, Contest, Drafters, drafters_of, first_prompts
-from slipstream.measure.draws import BATCH, CLASSES, LENGTH, POWER, SIGNIFICANCE, Drawn, draw, drawn
+from slipstream.measure.bench_report import Difference, promise
+from slipstream.measure.distribution_test import (
+    BATCH,
+    CLASSES,
+    LENGTH,
+    POWER,
+    SIGNIFICANCE,
+    Drawn,
+    draw,
+    drawn,
+)
+from slipstream.measure.metrics import Answered
 from slipstream.measure.questions import Question, Questions, load_questions
-from slipstream.measure.report import Difference, promise
 from slipstream.measure.resume import UNFINISHED, check_goes_on, fingerprint, marks
-from slipstream.measure.tally import Answered
+from slipstream.measure.runner import HF, ORACLE, Contest, Drafters, drafters_of, first_prompts
+from slipstream.provenance import public
 from slipstream.results import Figures, Part, Report, flat, heading
 from slipstream.targets import HFTarget
 from slipstream.targets.load import AnyTarget, loaded

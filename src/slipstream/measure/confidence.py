@@ -13,16 +13,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from slipstream.command import public
-from slipstream.core.grow import Expand
-from slipstream.core.shape import Shape
 from slipstream.core.tree import Tree
-from slipstream.decode.predict import record
+from slipstream.core.tree_builders import Expand
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters.proposer import Proposer
-from slipstream.measure.contest import first_prompts
+from slipstream.engine.replay import record
 from slipstream.measure.questions import Questions, load_questions
+from slipstream.measure.runner import first_prompts
 from slipstream.measure.trees import ranked, ranks
-from slipstream.picture import picture
+from slipstream.plotting import picture
+from slipstream.provenance import public
 from slipstream.results import Figures, Part, Report, flat, heading
 from slipstream.targets import HFTarget, RecordedTarget
 

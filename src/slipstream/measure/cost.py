@@ -14,16 +14,16 @@ from rich.text import Text
 
 from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling, rows_of
-from slipstream.core.shape import Shape
 from slipstream.core.target import Target
 from slipstream.core.tree import chain
-from slipstream.decode.capture import recorder
-from slipstream.decode.generate import LAWS
-from slipstream.decode.session import Seconds, Session
+from slipstream.core.tree_spec import Shape
+from slipstream.engine.cuda_graphs import recorder
+from slipstream.engine.generate import LAWS
+from slipstream.engine.session import Seconds, Session
 from slipstream.files import cache_home, update_json
+from slipstream.measure.bench_report import PARTS
 from slipstream.measure.experts import experts_read, own_texts
-from slipstream.measure.report import PARTS
-from slipstream.picture import picture
+from slipstream.plotting import picture
 from slipstream.results import Figures, Part, Report, flat, heading
 from slipstream.targets import HFTarget
 

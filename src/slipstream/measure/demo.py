@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.decode.costs import explained
-from slipstream.measure.contest import HF, Contest, first_prompts
+from slipstream.engine.costs import explained
+from slipstream.measure.bench_report import promise
+from slipstream.measure.metrics import Answered, Tally
 from slipstream.measure.questions import Question
-from slipstream.measure.report import promise
-from slipstream.measure.tally import Answered, Tally
+from slipstream.measure.runner import HF, Contest, first_prompts
 from slipstream.targets.prompts import encode
 
 ACCEPTED, OWN = "bold green", "default"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.files import check_limits, evenly, name_of, parsed, printable, read_text, several
-from slipstream.measure.hub import HUB, hub_rows
+from slipstream.measure.hf_datasets import HUB, hub_rows
 
 SETS = files("slipstream.measure") / "sets"
 OWN = SETS / "own.jsonl"

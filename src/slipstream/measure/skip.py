@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from slipstream.core.drafter import FINAL, INPUT
 from slipstream.core.target import Target
-from slipstream.decode.predict import record
+from slipstream.engine.replay import record
 from slipstream.measure.cost import pass_seconds, promised
-from slipstream.measure.tuned import Skipped
+from slipstream.measure.tune_report import Skipped
 
 GAMMAS = range(1, 11)
 

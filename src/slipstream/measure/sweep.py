@@ -8,15 +8,15 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from slipstream.command import public
 from slipstream.core.sampling import Sampling
 from slipstream.files import check_given, first_line, several
 from slipstream.machine import hardware, versions
-from slipstream.measure.contest import Drafters
+from slipstream.measure.bench import bench
+from slipstream.measure.bench_report import BenchReport
 from slipstream.measure.questions import Question, Questions, load_questions
-from slipstream.measure.report import BenchReport
 from slipstream.measure.resume import UNFINISHED, check_same, fingerprint
-from slipstream.measure.run import bench
+from slipstream.measure.runner import Drafters
+from slipstream.provenance import public
 from slipstream.results import Figures, Result, made
 from slipstream.targets import HFTarget
 from slipstream.targets.load import AnyTarget, loaded
@@ -56,7 +56,7 @@ class Sweep(Result):
     def plot(self, path: str | None = None) -> Any:
         """Tokens a second and speed-up against texts at once, as one matplotlib Figure, which a notebook
         shows and `path` (.svg or .png) keeps."""
-        from slipstream.measure.pictures import draw_sweep
+        from slipstream.measure.report.pictures import draw_sweep
 
         return draw_sweep(self, path)
 

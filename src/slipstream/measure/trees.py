@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
-from slipstream.core.optimal import optimal_trees
-from slipstream.core.shape import Shape
+from slipstream.core.optimal_trees import optimal_trees
 from slipstream.core.target import Target
-from slipstream.decode.predict import one_by_one, rounds
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.vanilla import Vanilla
+from slipstream.engine.replay import one_by_one, rounds
 from slipstream.measure.cost import ROWS, Rounds, pass_seconds
-from slipstream.measure.tuned import Size
+from slipstream.measure.tune_report import Size
 from slipstream.targets.recorded import RecordedTarget
 
 BUDGETS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 16, 20, 26, 32, 40, 48, 64)  # nodes, root included

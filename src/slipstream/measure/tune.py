@@ -12,29 +12,29 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
-from slipstream.command import public, suggested
 from slipstream.core.drafter import Drafter
-from slipstream.core.grow import Path
-from slipstream.core.shape import Shape
 from slipstream.core.target import Target
-from slipstream.decode.costs import learn
-from slipstream.decode.predict import decoded, predict, record, rounds
-from slipstream.decode.session import Seconds
+from slipstream.core.tree_builders import Path
+from slipstream.core.tree_spec import Shape
 from slipstream.drafters import load_drafter, tuned_home
 from slipstream.drafters.auto import tuned_head
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import save_tuned, tuned_file
 from slipstream.drafters.vanilla import Vanilla
+from slipstream.engine.costs import learn
+from slipstream.engine.replay import decoded, predict, record, rounds
+from slipstream.engine.session import Seconds
 from slipstream.files import check_counts, check_given, check_limits, evenly, read_results, several
-from slipstream.measure.contest import first_prompts
+from slipstream.measure.bench_report import PARTS
 from slipstream.measure.cost import Rounds
 from slipstream.measure.questions import Questions, load_questions
-from slipstream.measure.report import PARTS
+from slipstream.measure.runner import first_prompts
 from slipstream.measure.skip import skippable
 from slipstream.measure.trees import ROUNDS, Costs, acceptance, best_sizes, deepest, proposing
-from slipstream.measure.tuned import Held, Proposed, Raced, Skipped, Timing, Tuned, TuneReport
+from slipstream.measure.tune_report import Held, Proposed, Raced, Skipped, Timing, Tuned, TuneReport
 from slipstream.methods import named
+from slipstream.provenance import public, suggested
 from slipstream.results import heading
 from slipstream.spec import Named, Spec
 from slipstream.targets.load import AnyTarget, loaded

@@ -23,8 +23,8 @@ from starlette.requests import Request
 from slipstream.core.drafter import Drafter
 from slipstream.core.grammar import Grammar, GrammarLimits
 from slipstream.core.target import Target
-from slipstream.decode.answer import Answer
-from slipstream.decode.settings import Settings
+from slipstream.engine.answer import Answer
+from slipstream.engine.settings import Settings
 from slipstream.serve.bias import Bias
 from slipstream.serve.engine import Busy, Ended, Engine, News, Task
 from slipstream.serve.guard import API_KEY, Guard

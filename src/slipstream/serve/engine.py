@@ -17,12 +17,12 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.grammar import DeadEnd, check_onward
 from slipstream.core.sampling import Sampling
 from slipstream.core.target import Target
-from slipstream.decode.answer import Answer, Finish, Round
-from slipstream.decode.costs import keep, policy
-from slipstream.decode.generate import LAWS
-from slipstream.decode.reading import together
-from slipstream.decode.session import Committed, Seconds, Session
-from slipstream.decode.trace import Looked, Round as Traced, drawn
+from slipstream.engine.answer import Answer, Finish, Round
+from slipstream.engine.costs import keep, policy
+from slipstream.engine.generate import LAWS
+from slipstream.engine.prefill import together
+from slipstream.engine.session import Committed, Seconds, Session
+from slipstream.engine.trace import Looked, Round as Traced, drawn
 
 BLOCK = 64  # tokens
 LADDER = (1, 4)  # texts for which the cost of rounds is measured, beside all rows

@@ -2,7 +2,7 @@
 
 from importlib.resources import files
 
-from slipstream.pages import assembled
+from slipstream.html import assembled
 
 SHARED = ("dom", "tree")  # scripts of the report's page, which draws the same trees
 

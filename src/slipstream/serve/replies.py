@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from slipstream.core.target import Text
-from slipstream.decode.answer import mean_accepted_length
+from slipstream.engine.answer import mean_accepted_length
 from slipstream.serve.engine import Engine, Likely, News, Task
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.tools import Calls

@@ -1,4 +1,4 @@
-"""A model's layers and last norm as one call, on the CPU of our kernels (kernels_decoder.h)."""
+"""A model's layers and last norm as one call, on the CPU of our kernels (csrc/decoder.h)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from slipstream.core.cache import KVCache
+from slipstream.core.kv_cache import KVCache
 from slipstream.targets.executor import Kind, Part
 from slipstream.targets.masks import Masks
 
@@ -39,7 +39,7 @@ class Description:
 
     Attributes:
         kind: what all layers have in common.
-        parts: of each layer, and then of the last norm, in the order of kernels_decoder.h.
+        parts: of each layer, and then of the last norm, in the order of csrc/decoder.h.
         which: of each layer its rotary positions, or -1, its window, and its number of experts.
         rotary: one, or one for each type of attention.
         windows: the types of attention, see `support.attention_windows`.

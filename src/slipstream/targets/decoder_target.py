@@ -11,20 +11,20 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from slipstream import kernels
-from slipstream.core.cache import KVCache
 from slipstream.core.drafter import CACHE, FINAL, INPUT
+from slipstream.core.kv_cache import KVCache
 from slipstream.core.span import Output
 from slipstream.core.target import LMHead, Target
 from slipstream.core.tree import Layout, Tree, chain
+from slipstream.kernels import ops as kernels
+from slipstream.kernels.weight_packing import EIGHT
 from slipstream.machine import where
-from slipstream.packing import EIGHT
 from slipstream.targets.decoder import Decoder
+from slipstream.targets.hidden_states import index_of, side_by_side
+from slipstream.targets.linear import own_products
 from slipstream.targets.masks import Masks, Windows, key_lists
-from slipstream.targets.products import own_products
 from slipstream.targets.prompts import HFText
-from slipstream.targets.quantised import rows_of_head
-from slipstream.targets.taps import index_of, side_by_side
+from slipstream.targets.quantized import rows_of_head
 
 Features = Float[Tensor, "B R F"] | None
 

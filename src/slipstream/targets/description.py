@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.machine import available_memory
-from slipstream.targets import products
+from slipstream.targets import linear as products
 from slipstream.targets.decoder import Decoder, Description, Rotary
 from slipstream.targets.executor import (
     NO_MATRIX,
@@ -28,8 +28,8 @@ from slipstream.targets.executor import (
     stored,
 )
 from slipstream.targets.executor_torch import Layers
-from slipstream.targets.inside import LOOKS, Blocks, StandIn
-from slipstream.targets.part import between, decoder_of
+from slipstream.targets.layer_subset import between, decoder_of
+from slipstream.targets.shadow_model import LOOKS, Blocks, StandIn
 
 SPLIT = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
@@ -252,7 +252,7 @@ def _layer(block: Any, family: Family, turn: int, window: int) -> Layer:
 
 
 def _parts(layer: Layer, family: Family) -> Iterator[Part]:
-    """What `Decoder` in kernels_decoder.h takes of a layer."""
+    """What `Decoder` in csrc/decoder.h takes of a layer."""
     for each in layer.read:
         yield from matrix(each)
     yield from matrix(layer.o, layer.factor)

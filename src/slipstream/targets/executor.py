@@ -1,4 +1,4 @@
-"""Decoder layers, described by their modules, that one call of our kernels executes (kernels_decoder.h)."""
+"""Decoder layers, described by their modules, that one call of our kernels executes (csrc/decoder.h)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream import kernels
-from slipstream.packing import packed_weight
-from slipstream.targets.products import Packed, packed_copy, version_of
-from slipstream.targets.quantised import QuantisedLinear
+from slipstream.kernels import ops as kernels
+from slipstream.kernels.weight_packing import packed_weight
+from slipstream.targets.linear import Packed, packed_copy, version_of
+from slipstream.targets.quantized import QuantisedLinear
 
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2, "clamped": 3}
 Part = Tensor | None
@@ -67,7 +67,7 @@ class Kind:
     more: float = 0.0
 
     def layers(self, parts: Sequence[Part], which: Sequence[int]) -> Callable[..., list[Tensor]]:
-        """`Decoder.run` of kernels_decoder.h, with what its constructor takes."""
+        """`Decoder.run` of csrc/decoder.h, with what its constructor takes."""
         if self.activation not in ACTIVATIONS:
             raise Undescribed(f"activation {self.activation}")
         sizes = [

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from slipstream.targets import ours
+from slipstream.targets import attention_patch as ours
 from slipstream.targets.executor import Kind, Layer, Undescribed, eps_of
 
 TANH = partial(F.gelu, approximate="tanh")
@@ -66,7 +66,7 @@ class Layers:
         view: int,
         kept: Collection[int],
     ) -> list[Tensor]:
-        """As `Decoder.run` of kernels_decoder.h."""
+        """As `Decoder.run` of csrc/decoder.h."""
         turns = [[each.to(x.dtype)[:, None] for each in both] for both in zip(cos, sin, strict=True)]
         at = torch.arange(len(x), device=x.device)[:, None], slice(None), slots
         said = []

@@ -18,21 +18,21 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from slipstream import kernels
-from slipstream.core.cache import KVCache
+from slipstream.core.kv_cache import KVCache
 from slipstream.core.tree import Layout
-from slipstream.targets import ours, support
-from slipstream.targets.alike import agrees, own_noise, rounds_alike
+from slipstream.kernels import ops as kernels
+from slipstream.targets import attention_patch as ours, support
+from slipstream.targets.batch_invariance import agrees, own_noise, rounds_alike
+from slipstream.targets.cached_target import KeptTarget
 from slipstream.targets.decoder_target import DecoderTarget, Features
 from slipstream.targets.description import ModelDecoder
 from slipstream.targets.executor import Undescribed
-from slipstream.targets.inside import Behind, Blocks, Taps, View, compile_forward, twin
-from slipstream.targets.kept_target import KeptTarget
+from slipstream.targets.layer_subset import between, decoder_of, own_blocks, part
 from slipstream.targets.masks import Masks, additive, dense
-from slipstream.targets.part import between, decoder_of, own_blocks, part
 from slipstream.targets.prompts import HFText
-from slipstream.targets.quantised import of_torchao, stored_bytes
-from slipstream.targets.rounding import quantised
+from slipstream.targets.quantize import quantised
+from slipstream.targets.quantized import of_torchao, stored_bytes
+from slipstream.targets.shadow_model import Behind, Blocks, Taps, View, compile_forward, twin
 
 OF_PASSES = ("_taps", "decoder", "_to_logits")  # what passes over one model's modules are made with
 

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Union, cast
 
 import torch
 
-from slipstream import kernels
 from slipstream.catalog import find_target
 from slipstream.files import first_line, name_of
-from slipstream.packing import HAS_BF16
-from slipstream.targets import kept
+from slipstream.kernels import ops as kernels
+from slipstream.kernels.build import fingerprint, processor
+from slipstream.kernels.weight_packing import HAS_BF16
+from slipstream.targets import model_cache as kept
+from slipstream.targets.cached_target import KeptTarget, write
 from slipstream.targets.decoder_target import DecoderTarget
-from slipstream.targets.kept_target import KeptTarget, write
-from slipstream.targets.quantised import KINDS
+from slipstream.targets.quantized import KINDS
 
 if TYPE_CHECKING:
     from slipstream.targets.hf import HFTarget
@@ -71,7 +72,7 @@ def load_target(
 
     if not keeps or compile or not kernels.has_kernels(place, kind):
         return modules()
-    how = kind, rounded, kept.FORMAT, kept.READER, kernels.build(), kernels.processor()
+    how = kind, rounded, kept.FORMAT, kept.READER, fingerprint(), processor()
     made_of = "target", str(path), *how
     home = kept.place_of(source, *made_of)
 

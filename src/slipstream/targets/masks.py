@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from slipstream.core.cache import KVCache
+from slipstream.core.kv_cache import KVCache
 from slipstream.core.tree import Layout, SharedLayout
 
 Windows = dict[str, int | None]  # the sliding window of each type of attention; None: it reads everything

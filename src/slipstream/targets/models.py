@@ -20,9 +20,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from slipstream.catalog import MODELS
 from slipstream.files import first_line
-from slipstream.targets import kept
+from slipstream.targets import model_cache as kept
 from slipstream.targets.gguf import read_gguf
-from slipstream.targets.kept_models import kept_quantised
+from slipstream.targets.quantized_cache import kept_quantised
 from slipstream.targets.support import check_supported
 
 MOST = 10_000  # layers, or experts of a layer

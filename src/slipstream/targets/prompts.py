@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from slipstream.core.target import Messages, Rendered, Target, Text
 from slipstream.files import first_line, is_whole
-from slipstream.targets.specials import Specials, texts_in
+from slipstream.targets.special_tokens import Specials, texts_in
 
 # text, token ids, messages, or what a tokenizer returns
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Tensor | np.ndarray

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from slipstream.core.cache import KVCache
 from slipstream.core.drafter import FINAL
+from slipstream.core.kv_cache import KVCache
 from slipstream.core.sampling import Sampler, Sampling, rows_of
 from slipstream.core.span import Output
 from slipstream.core.target import Target

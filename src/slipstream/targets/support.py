@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.core.target import Sizes
 from slipstream.files import several
-from slipstream.targets.quantised import dense
+from slipstream.targets.quantized import dense
 
 ROPE_REFUSED = ("dynamic", "longrope", "su")
 LAYERS_KNOWN = ("full_attention", "sliding_attention")

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from slipstream.core.cache import KVCache
 from slipstream.core.drafter import FINAL
+from slipstream.core.kv_cache import KVCache
 from slipstream.core.target import Target
 from slipstream.core.tree import chain
-from slipstream.decode.predict import Prediction, decoded
 from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
 from slipstream.drafters.store import stored
+from slipstream.engine.replay import Prediction, decoded
 from slipstream.targets.recorded import RecordedTarget
 from slipstream.training.objective import Batch, Given, LossOfLaw, Objective
 from slipstream.training.recipes import BitaRecipe

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.command import suggested
 from slipstream.core.target import Target
 from slipstream.files import evenly, parsed, read_text
+from slipstream.provenance import suggested
 from slipstream.targets.prompts import check_readable, message_of
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "tool": "tool"}

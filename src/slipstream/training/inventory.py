@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
-from slipstream.command import public
 from slipstream.files import Paths, check_writable, replacing, several
+from slipstream.provenance import public
 from slipstream.results import Figures, Part, Result, flat, made
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import check_lines, encode_row, read_rows
-from slipstream.training.repeats import excluded_words, holds, loops, near_copies
+from slipstream.training.dedup import excluded_words, holds, loops, near_copies
 from slipstream.training.synthesize import Told
 
 ALL = "all"

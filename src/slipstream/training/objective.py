@@ -17,14 +17,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from slipstream.core.drafter import CACHE, FINAL
 from slipstream.core.target import Target
-from slipstream.decode.predict import Prediction, predict
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.heads import HeadDrafter, layer_sizes
 from slipstream.drafters.store import restored, stored
+from slipstream.engine.replay import Prediction, predict
 from slipstream.targets.recorded import RecordedTarget
 from slipstream.training.data import Example
 from slipstream.training.recipe import Head, Recipe
-from slipstream.training.start import Start
+from slipstream.training.warm_start import Start
 
 ROWS = 32  # of logits, whose laws are looked at together
 SMALL = 2**27  # weights that a head may have whatever its target

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from slipstream.command import suggested
 from slipstream.core.drafter import FINAL
-from slipstream.core.shape import Shape
+from slipstream.core.tree_spec import Shape
 from slipstream.files import read_text
 from slipstream.methods import METHODS
+from slipstream.provenance import suggested
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Precision = Annotated[  # YAML reads a bare `no` as false

@@ -12,10 +12,10 @@ from rich.panel import Panel
 from rich.progress import Progress, TaskID
 from rich.text import Text
 
-from slipstream.command import public
 from slipstream.core.target import Target
 from slipstream.files import Paths, several, written_to
-from slipstream.picture import picture
+from slipstream.plotting import picture
+from slipstream.provenance import public
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import load_examples

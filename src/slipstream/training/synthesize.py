@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.text import Text
 
-from slipstream.command import public
 from slipstream.core.sampling import Sampling
 from slipstream.files import (
     STANDARD,
@@ -25,11 +24,12 @@ from slipstream.files import (
     several,
     written_to,
 )
+from slipstream.provenance import public
 from slipstream.results import Result, made
 from slipstream.targets.load import AnyTarget, loaded
 from slipstream.training.data import check_lines, read_rows
-from slipstream.training.kinds import Question, check_kinds, is_raw, opening_of, synthesize_prompts
-from slipstream.training.writers import Asked, Messages, Prompt, TargetWriter, Writer, wrapped, writer_of
+from slipstream.training.generators import Asked, Messages, Prompt, TargetWriter, Writer, wrapped, writer_of
+from slipstream.training.prompt_kinds import Question, check_kinds, is_raw, opening_of, synthesize_prompts
 
 ABOUT = {"source": "self"}  # every row begins with this
 Rows = list[dict[str, Any]]

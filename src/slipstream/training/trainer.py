@@ -22,20 +22,20 @@ from torch.nn.attention import sdpa_kernel
 
 from slipstream.core.drafter import FINAL
 from slipstream.core.target import Target
-from slipstream.decode.predict import Prediction, record
 from slipstream.directories import RUN, RUN_MARK, claimed
 from slipstream.drafters.store import find_drafter, save_drafter
+from slipstream.engine.replay import Prediction, record
 from slipstream.files import replacing, understood
 from slipstream.machine import memory_kept
 from slipstream.methods import METHODS
 from slipstream.targets.recorded import RecordedTarget
+from slipstream.training.batch_generation import BACKENDS
 from slipstream.training.checkpoint import read_checkpoint, write_checkpoint
 from slipstream.training.data import hold_out, load_examples
 from slipstream.training.features import Features, pack
 from slipstream.training.objective import Batch, Objective, coverage
 from slipstream.training.progress import Evaluation, Filling, Progress, Seen, Show
 from slipstream.training.recipe import Data, Optimizer, Recipe
-from slipstream.training.wide import BACKENDS
 
 STATE, LOG, RECIPE = "state.pt", "log.jsonl", RUN
 OWN = 0.95  # the share of a greedy answer's tokens that are the target's likeliest, in any precision

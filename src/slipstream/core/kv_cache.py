@@ -1,0 +1,285 @@
+"""KVCache: keys and values of what the target has read, in rows of a storage that is allocated once."""
+
+from copy import copy
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from slipstream.core.device import is_host
+from slipstream.kernels.compiled import freed
+
+BUCKET = 64  # keys are read up to a multiple of this, never to capacity
+BLOCK = 256  # slots by which a storage grows
+NewKeys = Float[Tensor, "B heads R D"]
+NewValues = Float[Tensor, "B heads R Dv"]
+
+
+class LayerView(NamedTuple):
+    """One layer of a cache in one round, as tensors alone, for compiled passes.
+
+    Attributes:
+        keys, values: to full capacity.
+        slots: where `write` puts new rows.
+        used: the slots that `read` returns.
+    """
+
+    keys: Float[Tensor, "B heads C D"]
+    values: Float[Tensor, "B heads C Dv"]
+    slots: Int[Tensor, "B R"]
+    used: Int[Tensor, " S"]
+
+    @property
+    def layers(self) -> int:
+        return 1
+
+    def write(self, layer: int, key: NewKeys, value: NewValues) -> None:
+        """Fill the reserved slots."""
+        _put(self.keys, self.slots, key)
+        _put(self.values, self.slots, value)
+
+    def read(self, layer: int) -> tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S Dv"]]:
+        """Keys and values of the slots `used`."""
+        S = len(self.used)
+        return self.keys[:, :, :S], self.values[:, :, :S]
+
+
+def _put(storage: Float[Tensor, "B heads C D"], slots: Int[Tensor, "B R"], new: NewKeys) -> None:
+    """New rows into slots that may differ from text to text."""
+    rows = torch.arange(len(new), device=new.device)[:, None]
+    storage[rows, :, slots] = new.transpose(1, 2)
+
+
+class Storage:
+    """The memory behind the caches of one session: keys and values of L layers for a fixed number of rows.
+    It is allocated in the layers' own shape and dtype, and copied only to hold longer texts.
+
+    Args:
+        like: keys and values of one layer, of any number of rows and slots. By default the first write tells
+            their shape and dtype.
+
+    Attributes:
+        stored: keys [L, rows, heads, S, D] and values [L, rows, heads, S, Dv]; empty until allocated.
+        prefix: slots that `memory` fills at the beginning of each row.
+        capacity: slots for a row's text. One more, never read, spares a pass over all slots its own graph.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        memory: Float[Tensor, "L 2 P heads D"] | None,
+        like: tuple[NewKeys, NewValues] | None,
+    ) -> None:
+        self.layers, self.rows, self.memory, self.like, self.capacity = layers, rows, memory, like, 0
+        self.prefix = 0 if memory is None else memory.shape[2]
+        self.stored: list[Tensor] = []
+
+    def hold(self, slots: int) -> None:
+        """Make room for texts of so many tokens. What is stored stays."""
+        if slots > self.capacity:
+            self.capacity = slots
+            self.stored = [self._zeros(old, old) for old in self.stored]
+
+    def allocate(self, key: NewKeys, value: NewValues) -> None:
+        """Memory for rows like these."""
+        memory = (None, None) if self.memory is None else self.memory.transpose(2, 3)[:, :, None].unbind(1)
+        self.stored = [self._zeros(*each) for each in zip((key, value), memory, strict=True)]
+
+    def _zeros(self, like: Tensor, first: Tensor | None) -> Float[Tensor, "L rows heads S D"]:
+        """Zeros behind the given first slots. Masked slots enter as 0 · value, and 0 · NaN is NaN."""
+        shape = self.layers, self.rows, like.shape[-3], self.prefix + self.capacity + 1, like.shape[-1]
+        made = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        if first is not None:
+            made[..., : first.shape[-2], :] = first
+        return made
+
+
+def _moves(paths: Int[Tensor, "B D1"], counts: Int[Tensor, " B"]) -> bool:
+    """Whether a kept row is not where it belongs already."""
+    rows = zip(paths.tolist(), counts.tolist(), strict=True)
+    return any(path[:n] != list(range(len(path[:n]))) for path, n in rows)
+
+
+class KVCache:
+    """Keys and values of L layers for B texts: the rows [first, first + B) of a `Storage`.
+
+    A round reserves slots for its rows (`reserve`). The target's layers write into them (`write`). What was
+    accepted is moved to the front (`keep`). Slots past `lengths` are scratch.
+
+    Args:
+        batch: B, and the rows of the storage.
+        memory: what only probes read (BiTA's prompts), in the first P slots of every row, at no position.
+        like: see `Storage`.
+
+    Attributes:
+        lengths: tokens of each text.
+        texts: the number of the text in each row, which a session counts.
+        bound: upper bound on `lengths`, known to the host; exact after `settle`.
+        view: slots that a pass reads: memory, text and the reserved rows, up to the next bucket.
+        used: these slots, counted from 0.
+        slots: the reserved ones of each row.
+        stored: keys and values of these rows; empty before they are allocated.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        device: torch.device | str = "cpu",
+        memory: Float[Tensor, "L 2 P heads D"] | None = None,
+        like: tuple[NewKeys, NewValues] | None = None,
+    ) -> None:
+        self.storage, self.layers = Storage(layers, batch, memory, like), layers
+        self.first = self.bound = self.view = 0
+        self.prefix = self.storage.prefix
+        self.lengths: Int[Tensor, " B"] = torch.zeros(batch, dtype=torch.long, device=device)
+        self.texts: Int[Tensor, " B"] = torch.arange(batch, device=device)
+        self.used: Int[Tensor, " S"] = torch.arange(0, device=device)
+        self.slots: Int[Tensor, "B R"] = self.lengths[:, None]
+        self.stored = self._stored()
+        self._start: int | None = None  # first slot of this round where all rows agree
+
+    def window(self, rows: int) -> "KVCache":
+        """An empty cache for new texts, in the storage's rows behind these."""
+        made = copy(self)
+        made.first = self.first + len(self.lengths)
+        assert made.first + rows <= self.storage.rows, "the storage has no rows left"
+        made.lengths, made.bound = self.lengths.new_zeros(rows), 0
+        made.texts = torch.arange(rows, device=self.texts.device)
+        return made
+
+    def join(self, other: "KVCache") -> None:
+        """Take in a window behind these rows. Where rows between them have gone, it moves down."""
+        first = self.first + len(self.lengths)
+        assert other.storage is self.storage and other.first >= first
+        if other.first > first:
+            rows = torch.arange(len(other.lengths), device=self.lengths.device)
+            used = slice(self.prefix, self.prefix + other.bound)
+            for stored in self.storage.stored:  # the right side is a copy: rows may be among the goals
+                stored[:, first + rows, :, used] = stored[:, other.first + rows, :, used]
+            other.first = first
+            other.stored = other._stored()
+        self.lengths = torch.cat([self.lengths, other.lengths])
+        self.texts = torch.cat([self.texts, other.texts])
+        self.bound = max(self.bound, other.bound)
+        self.stored = self._stored()
+
+    def select(self, order: list[int]) -> None:
+        """Go on with some of the rows, in that order. Only rows that change place are moved."""
+        moves = [(goal, row) for goal, row in enumerate(order) if goal != row]
+        if moves:
+            self.stored = self._stored()
+            goals, rows = torch.tensor(moves, device=self.lengths.device).T
+            used = slice(self.prefix, self.prefix + self.bound)
+            for stored in self.stored:  # the right side is a copy: rows may change places
+                stored[:, goals, :, used] = stored[:, rows, :, used]
+        index = torch.tensor(order, dtype=torch.long, device=self.lengths.device)
+        self.lengths, self.texts = self.lengths[index], self.texts[index]
+        self.stored = self._stored()
+
+    def wipe(self, rows: list[int]) -> None:
+        """Zero all slots of some rows. What is not finite would reach the next text there, though masked."""
+        for stored in self._stored():
+            stored[:, rows, :, self.prefix :] = 0
+
+    def row(self, row: int) -> list[Float[Tensor, "L heads T _"]]:
+        """A copy of one text's keys and values; none where nothing is allocated."""
+        used = slice(self.prefix, self.prefix + int(self.lengths[row]))
+        return [stored[:, row, :, used].clone() for stored in self._stored()]
+
+    def fill(self, row: int, stored: list[Float[Tensor, "L heads T _"]], count: int) -> None:
+        """Let a text that has read nothing go on behind the first `count` tokens of another's `row`."""
+        if not stored or not count:
+            return
+        if count > self.storage.capacity:
+            self.storage.hold(-(-count // BLOCK) * BLOCK)
+        if not self.storage.stored:
+            self.storage.allocate(*stored)
+        self.stored = self._stored()
+        for own, other in zip(self.stored, stored, strict=True):
+            own[:, row, :, self.prefix : self.prefix + count] = other[:, :, :count]
+        self.lengths[row] = count
+        self.bound = max(self.bound, count)
+
+    def _stored(self) -> list[Float[Tensor, "L B heads S _"]]:
+        B = len(self.lengths)
+        return [x if x.shape[1] == B else x[:, self.first : self.first + B] for x in self.storage.stored]
+
+    def reserve(self, rows: int, after: int = 0) -> None:
+        """Set aside the next `rows` slots of every row, behind `after` scratch slots of the round's earlier
+        passes. The storage grows where they do not fit."""
+        needed = self.bound + after + rows
+        if needed > self.storage.capacity:
+            self.storage.hold(-(-needed // BLOCK) * BLOCK)
+        if self.storage.like is not None and not self.storage.stored:
+            self.storage.allocate(*self.storage.like)
+        self.stored = self._stored()
+        filled = -(-(self.prefix + needed) // BUCKET) * BUCKET
+        self.view = min(filled, self.prefix + self.storage.capacity)
+        first = self.prefix + after + self.lengths[:, None]
+        self.slots = first + torch.arange(rows, device=self.lengths.device)
+        if not is_host(self.lengths):
+            self.used, self._start = torch.arange(self.view, device=self.lengths.device), None
+            return
+        if len(self.used) != self.view:
+            self.used = torch.arange(self.view)
+        length, *others = self.lengths.tolist()
+        self._start = self.prefix + after + length if all(n == length for n in others) and rows else None
+
+    def allocate(self, key: NewKeys, value: NewValues) -> None:
+        """Memory for rows like these, where there is none yet."""
+        if not self.stored:
+            if not self.storage.stored:
+                self.storage.allocate(key, value)
+            self.stored = self._stored()
+
+    def write(self, layer: int, key: NewKeys, value: NewValues) -> None:
+        """Fill the reserved slots of one layer."""
+        self.allocate(key, value)
+        for stored, new in zip(self.stored, (key, value), strict=True):
+            if self._start is not None:  # a plain copy: a third of the cost of index_put_
+                stored[layer][:, :, self._start : self._start + new.shape[2]] = new
+            else:
+                _put(stored[layer], self.slots, new)
+
+    def read(self, layer: int) -> tuple[Float[Tensor, "B heads S D"], Float[Tensor, "B heads S Dv"]]:
+        """Keys and values of one layer, `view` slots."""
+        keys, values = self.stored
+        return keys[layer][:, :, : self.view], values[layer][:, :, : self.view]
+
+    def written(self, layer: int) -> Float[Tensor, "B R W"]:
+        """What this round's reserved slots of one layer hold: keys of all heads, then values."""
+        rows = torch.arange(len(self.slots), device=self.slots.device)[:, None]
+        return torch.cat([stored[layer][rows, :, self.slots].flatten(2) for stored in self.stored], -1)
+
+    def layer(self, layer: int) -> LayerView:
+        """This round's view of one layer; something must have been written before."""
+        keys, values = (freed(stored[layer], 0, 2) for stored in self.stored)
+        return LayerView(keys, values, freed(self.slots), freed(self.used, 0))
+
+    def keep(self, path: Int[Tensor, "B D1"] | None, count: Int[Tensor, " B"]) -> None:
+        """Keep the `count` reserved rows named by `path` (`None`: the first ones), in place, and forget the
+        others."""
+        width = self.slots.shape[1]
+        if path is not None:  # a tree may name a depth that its nodes cannot reach
+            path = path[:, :width]
+            width = path.shape[1]
+        if path is not None and self.stored and (not is_host(path) or _moves(path, count)):
+            rows = torch.arange(len(path), device=path.device)[:, None]
+            source, goal = self.slots.gather(1, path), self.slots[:, :width]
+            for stored in self.stored:  # path[j] >= j and the right side is a copy: safe
+                stored[:, rows, :, goal] = stored[:, rows, :, source]
+        self.lengths = self.lengths + count
+        self.bound += width
+
+    def follow(self, other: "KVCache", count: Int[Tensor, " B"], ahead: int = 0) -> None:
+        """Keep the first `count` reserved rows of texts that the other cache has read. These are `ahead`
+        tokens longer at most, so the other's bound limits this one's."""
+        self.keep(None, count)
+        self.bound = min(self.bound, other.bound + ahead)
+
+    def settle(self, lengths: list[int]) -> None:
+        """Make the bound exact, from lengths that the host knows."""
+        self.bound = max(lengths, default=0)

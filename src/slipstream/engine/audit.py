@@ -1,0 +1,65 @@
+"""The audit: is every token of an answer the one that plain decoding would have chosen?
+
+Where a target's `exactness` is "bits", every difference is an error. Elsewhere passes over a tree and over
+one row round differently: a token whose score is within the precision's margin of the best is a tie, and any
+other difference an error. The same holds of Hugging Face's `generate`, on every target. The audit says what
+differs and by how much; `measure.contest.Contest.audited` judges it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.core.sampling import Sampling
+from slipstream.core.target import Target
+from slipstream.drafters.vanilla import Vanilla
+from slipstream.engine.session import Session
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A token that plain decoding, forced along the answer up to there, would not have chosen.
+
+    Attributes:
+        position: index into the answer.
+        token, plain: what was emitted, and what plain decoding chooses.
+        margin: how far the emitted token's score lies below the best, in logits; infinite outside the
+            support.
+    """
+
+    position: int
+    token: int
+    plain: int
+    margin: float
+
+
+@torch.inference_mode()
+def audit(
+    target: Target, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling
+) -> list[Divergence]:
+    """Teacher-force plain decoding, one row a pass, over an answer; all tokens that differ from its choice.
+
+    A token is inside the support if a top-k, top-p or min-p boundary moved by the margin lets it in; only
+    tokens of a support narrowed as much outrank it. Processors and warpers have no such slack.
+    """
+    session = Session(target, Vanilla(), capacity=len(prompt) + len(answer))
+    slack = target.margin
+    unit = sampling.temperature or 1.0  # scores are logits over temperature
+    found = []
+    for i, token in enumerate(answer):
+        if i:
+            session.state.root.fill_(answer[i - 1])
+        [plain] = session.step() if i else session.admit([prompt], [sampling])
+        if not plain.sound:
+            raise ValueError(target.unsound([*prompt, *answer[:i]]))
+        if plain.tokens != [token]:
+            sampler, span = session.sampler, session.span
+            assert span is not None and span.logits is not None
+            noise, logits = sampler.noise(span.start + span.count), span.logits[:, -1]
+            mine = (sampler.scores(logits, slack / unit) + noise)[0, token]
+            best = (sampler.scores(logits, -slack / unit) + noise).max()
+            behind = float(best - mine) * unit if mine > -torch.inf else math.inf
+            found.append(Divergence(i, token, plain.tokens[0], max(0.0, behind)))
+    return found

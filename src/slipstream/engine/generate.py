@@ -1,0 +1,412 @@
+"""generate and stream: prompts in, answers out, with the arguments people know from Hugging Face."""
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from itertools import islice
+from numbers import Real
+from os import PathLike
+from time import perf_counter
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, get_args, overload, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from slipstream.core.drafter import Drafter
+from slipstream.core.grammar import GrammarLimits
+from slipstream.core.sampling import Sampling
+from slipstream.core.target import Target
+from slipstream.core.verify import Law, coupled, lossy_typical, multi_round
+from slipstream.drafters.drafter_cache import kept_drafter
+from slipstream.engine.answer import Answer, Finish, Round, mean_accepted_length
+from slipstream.engine.costs import keep, policy
+from slipstream.engine.memory import memory
+from slipstream.engine.prefill import together
+from slipstream.engine.session import Seconds, Session
+from slipstream.engine.settings import Settings, check_kind
+from slipstream.engine.trace import Tracer
+from slipstream.files import is_whole
+from slipstream.spec import Named, Spec
+from slipstream.targets.prompts import Prompt, read_prompts
+
+LOSSY = "lossy-typical"
+INTERRUPTED: Literal["interrupted"] = "interrupted"
+LAWS: dict[str, Law] = {"coupled": coupled, "multi-round": multi_round, LOSSY: lossy_typical}
+
+
+@runtime_checkable
+class Streamer(Protocol):
+    """A Hugging Face streamer, such as `TextStreamer`: it gets the prompt, then tokens as they come."""
+
+    def put(self, value: Tensor) -> None: ...
+    def end(self) -> None: ...
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """Anything with `write`, such as an open file."""
+
+    def write(self, text: str, /) -> Any: ...
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in `generate`, with what was made before.
+
+    Attributes:
+        partial: what `generate` would have returned, as far as it came: a `Generation` for one prompt, a list
+            for several. Answers that had not ended have the `finish` "interrupted".
+        finished: a list of the answers that had ended, and None for the others.
+    """
+
+    def __init__(self, made: "list[Generation]", single: bool) -> None:
+        tokens = sum(len(each.tokens) for each in made)
+        super().__init__(f"stopped after {tokens} tokens, which this error's `partial` holds")
+        self.partial: Generation | list[Generation] = made[0] if single else made
+        self.finished = [None if each.finish == INTERRUPTED else each for each in made]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer.
+
+    Attributes:
+        prompt, tokens: token ids; `tokens` includes a closing EOS.
+        text: the answer's text, without special tokens and without the stop string.
+        finish: what ended it: "eos" (an end token), "stop" (a stop string), "length" (its limit), or
+            "interrupted" (Ctrl-C, in `Interrupted.partial` alone).
+        rounds: one entry per target pass after the prompt's.
+        seconds: where the time of the whole call went, which all of its answers share.
+        sampling: how its tokens were chosen, as `audit` takes it.
+    """
+
+    prompt: list[int] = field(repr=False)
+    tokens: list[int] = field(repr=False)
+    text: str
+    finish: Finish | Literal["interrupted"]
+    rounds: list[Round] = field(repr=False)
+    seconds: Seconds
+    sampling: Sampling = field(default_factory=Sampling, repr=False)
+
+    @property
+    def tau(self) -> float:
+        """The answer's `mean_accepted_length`."""
+        return mean_accepted_length(self.rounds)
+
+    def _repr_html_(self) -> str:
+        """The answer and a line of figures, as a notebook shows them."""
+        figures = (
+            f"{len(self.tokens)} tokens",
+            f"τ {self.tau:.2f}",
+            f"{self.seconds.total:.2f} s",
+            self.finish,
+        )
+        said = escape(self.text) or "(no text)"
+        return f'<div style="white-space: pre-wrap">{said}</div><p><small>{", ".join(figures)}</small></p>'
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of `generate` and `stream`, which `generate` explains; None is not given."""
+
+    max_new_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    seed: int | None
+    processors: Sequence[Any] | None
+    json_schema: Mapping[str, Any] | str | None
+    regex: str | None
+    grammar: str | None
+    choice: Sequence[str] | None
+    grammar_limits: GrammarLimits | None
+    eos_token_ids: int | Iterable[int] | None
+    stop: str | Sequence[str] | None
+    law: str | None
+    trace: Writer | None
+
+
+class BatchOptions(Options, total=False):
+    """Those of `generate` alone."""
+
+    batch: int | None
+    memory: float | None
+    attention_mask: Any
+    streamer: Streamer | None
+
+
+Message = Mapping[str, Any]
+One = str | Sequence[int] | Sequence[Message]
+Many = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Sequence[Sequence[Message]]
+Prompts = Prompt | Sequence[Prompt]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _spelled(function: F) -> F:
+    """Decorates a function whose options are a TypedDict: its signature names each of them, for completion in
+    shells and for `help`."""
+    own = inspect.signature(function)
+    *before, options = own.parameters.values()
+    (kind,) = get_args(options.annotation)
+    named = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=of)
+        for name, of in kind.__annotations__.items()
+    ]
+    function.__signature__ = own.replace(parameters=[*before, *named])  # type: ignore[attr-defined]
+    return function
+
+
+@overload
+def generate(
+    target: Target, prompts: One, drafter: Named | Drafter = ..., **options: Unpack[BatchOptions]
+) -> Generation: ...
+@overload
+def generate(
+    target: Target, prompts: Many, drafter: Named | Drafter = ..., **options: Unpack[BatchOptions]
+) -> list[Generation]: ...
+@overload  # tensors and what a tokenizer returns hold one prompt or several
+def generate(
+    target: Target, prompts: Prompts, drafter: Named | Drafter = ..., **options: Unpack[BatchOptions]
+) -> Any: ...
+@_spelled
+def generate(
+    target: Target, prompts: Prompts, drafter: Named | Drafter = "auto", **options: Unpack[BatchOptions]
+) -> Any:
+    """Answer one prompt (a `Generation`) or several (a list of them), `batch` at once.
+
+    The text depends on (prompt, sampling, seed) alone, not on drafter and batch: token for token where
+    `target.exactness` is "bits", and elsewhere up to near-ties within `target.margin`. The i-th prompt draws
+    noise keyed by (seed, i). What is not given comes from the target's `generation_config`, whose other
+    fields are honoured through Hugging Face's own processors, or refused by name.
+
+    Args:
+        prompts: text (put through the chat template where there is one), messages, token ids (a list, tensor
+            or array), or what a tokenizer returns, whose masked padding is dropped; or a list of such.
+        drafter: a name, a directory or a `Drafter`. "auto" takes what is quickest here, round by round. Its
+            first use measures rounds for a few seconds, and keeps the result in the user's cache.
+        max_new_tokens: tokens per answer, at most; default: the target's limit, or 256.
+        temperature, top_k, top_p, min_p, seed, processors: see `Sampling`. `top_k` is off unless this or the
+            target sets it.
+        repetition_penalty, presence_penalty, frequency_penalty: see `Sampling`.
+        json_schema, regex, grammar, choice: what an answer may be, at most one of them: JSON of a schema, a
+            match of a regular expression, a text of a grammar in Lark's or llama.cpp's form, one of several
+            texts. An answer that its limit or a stop string ends may be a beginning of one.
+        grammar_limits: what reading the grammar may take; default: `GrammarLimits()`.
+        eos_token_ids: ids that end an answer; default: the target's.
+        stop: strings that end an answer and are no part of its text; default: the target's.
+        law: "coupled" (same seed, same text) or "multi-round" (exact in distribution); default: the drafter's
+            own. "lossy-typical" is Medusa's typical acceptance, which changes the distribution at T > 0.
+        trace: receives one JSON line per text and round, which `slipstream report` shows.
+        batch: answers under way at once, default all. Waiting prompts take the place of ended answers.
+        memory: GiB that keys and values may take: fewer answers are under way where not all fit.
+        attention_mask: 0 where `prompts`, then token ids, are padding.
+        streamer: gets one prompt, then its tokens as they come. With stop strings it gets only tokens that
+            are certain to belong to the text; `stream` gives every character.
+
+    Raises:
+        ValueError: an argument of another type or outside its range, a field of generation_config that cannot
+            be honoured, an empty prompt, or one that fills the target's window.
+        Interrupted: Ctrl-C, a KeyboardInterrupt whose `partial` holds what was made until then.
+    """
+    if (mask := options.pop("attention_mask", None)) is not None:
+        prompts = {"input_ids": prompts, "attention_mask": mask}
+    streamer = options.pop("streamer", None)
+    job = Job.of(target, prompts, drafter, **options)
+    if streamer is not None:
+        job.check_single("a streamer", "generate")
+        check_kind("streamer", streamer, Streamer, "give an object with put and end, such as a TextStreamer")
+    made = job.generations(job.run(streamer))
+    return made[0] if job.single else made
+
+
+@_spelled
+def stream(
+    target: Target, prompt: Prompt, drafter: Named | Drafter = "auto", **options: Unpack[Options]
+) -> "Stream":
+    """Answer one prompt piece by piece, with the options of `generate`.
+
+        for piece in stream(target, "What is gravity?", drafter="ngram"):
+            print(piece, end="", flush=True)
+
+    Raises ValueError as `generate` does, for more than one prompt, and for a target without tokenizer.
+    """
+    job = Job.of(target, prompt, drafter, read=True, **options)
+    job.check_single("stream", "it")
+    return Stream(job)
+
+
+class Stream(Iterator[str]):
+    """An iterator over the pieces of an answer's text as it is made. Together they are `generation.text`.
+
+    Attributes:
+        rounds: the same text in lists, one for each round, with the text that each token made certain.
+        tokens: the most tokens that prompt and answer can have together.
+        generation: the whole answer. None until the last piece has been taken.
+    """
+
+    def __init__(self, job: "Job") -> None:
+        self.generation: Generation | None = None
+        self.tokens = _longest(job.prompts, job.answers)
+        self.rounds = self._rounds(job)
+
+    def __next__(self) -> str:
+        return next(filter(None, map("".join, self.rounds)))
+
+    def close(self) -> None:
+        """Stop decoding. `generation` stays None if the answer had not ended."""
+        self.rounds.close()
+
+    def _rounds(self, job: "Job") -> Generator[list[str], None, None]:
+        (answer,), shown = job.answers, 0
+        for seconds in job.rounds():
+            pieces, shown = answer.pieces[shown:], len(answer.pieces)
+            if answer.finish is not None:
+                (self.generation,) = job.generations(seconds)
+            yield pieces
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be answered, and how. `answers`, one per prompt, are filled by `rounds`."""
+
+    target: Target
+    drafter: Drafter
+    prompts: list[list[int]]
+    sampling: list[Sampling]
+    answers: list[Answer]
+    law: Law = coupled
+    trace: Writer | None = None
+    batch: int | None = None
+    single: bool = False  # one prompt was given, not a list
+
+    @classmethod
+    def of(
+        cls,
+        target: Target,
+        prompts: Prompts,
+        drafter: Named | Drafter,
+        law: str | None = None,
+        trace: Writer | None = None,
+        batch: int | None = None,
+        memory: float | None = None,
+        read: bool = False,
+        **given: Any,
+    ) -> "Job":
+        """From the arguments of `generate`. Raises ValueError; TypeError for one that there is not."""
+        if unknown := given.keys() - Options.__annotations__.keys():
+            known = ", ".join(BatchOptions.__annotations__)
+            raise TypeError(f"generate has no argument {unknown.pop()!r}: it has {known}")
+        settings = Settings.of(target, **given)
+        ids, single = read_prompts(target, prompts)
+        if law is not None and law not in list(LAWS):
+            raise ValueError(f"Unknown law: {law!r}. Available: {', '.join(LAWS)}")
+        if batch is not None and not (is_whole(batch) and batch > 0):
+            raise ValueError(f"batch is {batch!r}; it must be at least 1, a whole number")
+        if isinstance(drafter, (str, PathLike, Spec)):
+            texts = min(batch or len(ids), len(ids))
+            looks = law in (None, "coupled")  # other laws do not allow drafts that depend on the noise
+            temperature = settings.sampling.temperature if looks else 0.0
+            drafter = kept_drafter(drafter, target, temperature, texts)
+        if not isinstance(drafter, Drafter):
+            raise ValueError(f"drafter is {drafter!r}: give a name, a directory or a slipstream.Drafter")
+        if trace is not None:
+            check_kind("trace", trace, Writer, "give an open file, or anything else with write")
+        law = law or drafter.law
+        if drafter.peeks and law != "coupled":
+            raise ValueError(
+                f"this drafter looks at the target's noise, which the {law} law does not allow: use law "
+                "coupled"
+            )
+        if read and target.text is None:
+            raise ValueError(f"target {target.name} has no tokenizer: call generate, and read its token ids")
+        read |= trace is not None and target.text is not None
+        answers = [Answer(target, settings.limit(each), settings.eos, settings.stop, read) for each in ids]
+        if memory is not None:
+            batch = min(batch or len(ids), _fitting(target, drafter, memory, ids, answers))
+        rows = [settings.row(i, prompt) for i, prompt in enumerate(ids)]
+        return cls(target, drafter, ids, rows, answers, LAWS[law], trace, batch, single)
+
+    def check_single(self, taker: str, caller: str) -> None:
+        """Raises ValueError for more than one prompt."""
+        if (count := len(self.prompts)) > 1:
+            raise ValueError(f"{taker} takes one prompt, {count} were given: call {caller} once for each")
+
+    def rounds(self) -> Iterator[Seconds]:
+        """Fill the answers, round by round; waiting prompts take the rows of finished ones. Yields where the
+        time went so far. What was learnt of rounds is kept, also where the caller ends them."""
+        try:
+            yield from self._rounds()
+        finally:
+            keep(self.target, self.drafter)
+
+    def _rounds(self) -> Iterator[Seconds]:
+        prompts, answers = self.prompts, self.answers
+        rows = min(self.batch or len(prompts), len(prompts))
+        longest = _longest(prompts, answers)
+        chooses = policy(self.target, self.drafter, rows)
+        session = Session(self.target, self.drafter, self.law, rows, capacity=longest, policy=chooses)
+        told = (self.target, prompts, self.sampling, answers)
+        tracer = None if self.trace is None else Tracer(self.trace, *told)
+        waiting, spent = deque(range(len(prompts))), Seconds()
+        while waiting or session.reading or session.texts:
+            before = replace(session.seconds)
+            if session.reading is None and (free := min(len(waiting), rows - len(session.texts))):
+                count = together(prompts[i] for i in islice(waiting, free))
+                joining = [waiting.popleft() for _ in range(count)]
+                session.begin([prompts[i] for i in joining], [self.sampling[i] for i in joining])
+            reads = session.reading is not None and not session.due
+            news = session.read() if reads else session.step()
+            began = perf_counter()
+            for each in news:
+                answers[each.text].take(each, prompts[each.text])
+            session.seconds.host += perf_counter() - began
+            spent += session.seconds - before
+            if news and tracer is not None:
+                tracer.take(session, spent, [each.text for each in news if reads])
+            if news:
+                spent = Seconds()
+            yield session.seconds
+            session.retire(each.text for each in news if answers[each.text].finish is not None)
+
+    def run(self, streamer: Streamer | None = None) -> Seconds:
+        """Fill the answers. Returns where the time went. Raises Interrupted."""
+        seconds = Seconds()
+        try:
+            if streamer is not None:
+                streamer.put(torch.tensor(self.prompts[0]))
+            for seconds in self.rounds():  # noqa: B007
+                if streamer is not None and (tokens := self.answers[0].released()):
+                    streamer.put(torch.tensor(tokens))
+        except KeyboardInterrupt as stopped:
+            raise Interrupted(self.generations(seconds), self.single) from stopped
+        if streamer is not None:
+            streamer.end()
+        return seconds
+
+    def generations(self, seconds: Seconds) -> list[Generation]:
+        """The answers as far as they came, as `generate` returns them."""
+        return [
+            Generation(prompt, a.tokens, a.text, a.finish or INTERRUPTED, a.rounds, seconds, s)
+            for prompt, a, s in zip(self.prompts, self.answers, self.sampling, strict=True)
+        ]
+
+
+def _longest(prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> int:
+    """Tokens of the longest text."""
+    return max(len(prompt) + answer.limit for prompt, answer in zip(prompts, answers, strict=True))
+
+
+def _fitting(
+    target: Target,
+    drafter: Drafter,
+    gib: float,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Answer],
+) -> int:
+    """The most answers that may be under way at once in so much memory. Raises ValueError."""
+    check_kind("memory", gib, Real, "give GiB")
+    return memory(target, drafter, _longest(prompts, answers)).batch(gib)

@@ -1,0 +1,54 @@
+"""Memory that keys and values of texts take, in the target's cache and the drafter's, and how many fit."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from slipstream.core.drafter import Drafter
+from slipstream.core.kv_cache import KVCache
+from slipstream.core.sampling import Sampling
+from slipstream.core.target import Target
+from slipstream.engine.session import Session
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the keys and values of one text of so many tokens, the rows of a round included."""
+
+    tokens: int
+    target: int
+    drafter: int
+
+    def __str__(self) -> str:
+        parts = f"{self.target / 2**20:.1f} MiB in the target, {self.drafter / 2**20:.1f} MiB in the drafter"
+        return f"Keys and values of a text of {self.tokens:,} tokens: {parts}"
+
+    @property
+    def text(self) -> int:
+        """Bytes in all."""
+        return self.target + self.drafter
+
+    def batch(self, gib: float, beside: float = 0.0) -> int:
+        """The most texts that so much memory holds at once, `beside` other things of so many GiB. Raises
+        ValueError where it holds none."""
+        if not 0 < gib < math.inf or (batch := int((gib - beside) * GIB // self.text)) < 1:
+            least = f"{self.text / GIB + beside:.2g} GiB"
+            raise ValueError(f"memory is {gib:g} GiB. {self}: give at least {least}")
+        return batch
+
+
+def memory(target: Target, drafter: Drafter, tokens: int) -> Memory:
+    """What a text of `tokens` tokens takes, answer included, as the caches of a small session show."""
+    session = Session(target, drafter, shapes=drafter.rungs)
+    session.admit([[0]], [Sampling()])
+    session.step(shape=drafter.rungs[-1] if drafter.rungs else None)
+
+    def held(caches: Iterable[KVCache], room: int) -> int:
+        stored = [(x, cache.prefix) for cache in caches for x in cache.storage.stored]
+        return sum(x.nbytes // x.shape[3] * (prefix + tokens + room + 1) for x, prefix in stored)
+
+    return Memory(
+        tokens, held([session.cache], session.room.target), held(session.state.caches, session.room.own)
+    )

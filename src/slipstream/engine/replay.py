@@ -1,0 +1,143 @@
+"""Predicted τ: the ordinary rounds of a session over a recorded target. No pass of the model is made."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from slipstream.core.drafter import Drafter
+from slipstream.core.sampling import Sampler
+from slipstream.core.target import Target
+from slipstream.core.tree import Tree
+from slipstream.core.tree_spec import Shape
+from slipstream.core.verify import Law, coupled
+from slipstream.engine.generate import generate
+from slipstream.engine.policy import Policy
+from slipstream.engine.session import Committed, Session
+from slipstream.targets.recorded import RecordedTarget
+
+
+def record(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    taps: tuple[str, ...],
+    batch: int = 32,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> RecordedTarget:
+    """Record the target's answers of at most `new` tokens, made `batch` at once. Answers of one token, behind
+    which nothing is drafted, are left out. Raises ValueError if no other is left."""
+    made = generate(
+        target, prompts, "vanilla", max_new_tokens=new, temperature=temperature, batch=batch, seed=seed
+    )
+    made = [answer for answer in made if len(answer.tokens) > 1]
+    if not made:
+        raise ValueError(
+            "every prompt is answered by the end token at once: give prompts that the target answers"
+        )
+    texts = [(answer.prompt, answer.tokens) for answer in made]
+    return RecordedTarget(target, texts, taps, [answer.sampling for answer in made])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Acceptance over all rounds.
+
+    Attributes:
+        committed: tokens of each round, the target's own included; 0 after the text's end.
+        depth: of the tree.
+    """
+
+    committed: Int[Tensor, "rounds B"]
+    depth: int
+
+    @property
+    def rounds(self) -> int:
+        """Target passes."""
+        return int((self.committed > 0).sum())
+
+    @property
+    def tau(self) -> float:
+        """Tokens a target pass."""
+        return int(self.committed.sum()) / self.rounds
+
+    @property
+    def acceptance(self) -> list[float]:
+        """By depth d: the share of the rounds that accept d drafted tokens or more."""
+        return [int((self.committed > d).sum()) / self.rounds for d in range(1, self.depth + 1)]
+
+
+def rounds(
+    drafter: Drafter,
+    recorded: RecordedTarget,
+    law: Law | None,
+    shape: Shape | None = None,
+    policy: Policy | None = None,
+) -> Iterator[tuple[Session, list[Committed]]]:
+    """Rounds of all recorded texts, each up to its last token: (session, what the round brought). Without a
+    law the recorded target decodes them anew."""
+    prompts, ends = _prompts(recorded), recorded.lengths.tolist()
+    target, law = (recorded, law) if law else (recorded.target, coupled)
+    room, shapes = recorded.tokens.shape[1], (*drafter.rungs, *filter(None, [shape]))
+    session = Session(target, drafter, law, len(prompts), room, shapes, policy)
+    session.admit(prompts, recorded.sampling)
+    while True:
+        under_way = zip(session.texts, session.lengths, strict=True)
+        session.retire([text for text, length in under_way if length + 1 >= ends[text]])
+        if not session.texts:
+            return
+        yield session, session.step(shape=shape)
+
+
+def one_by_one(
+    tree: Tree, node: Tensor, logits: Tensor, at: Tensor, sampler: Sampler
+) -> tuple[Tensor, Tensor]:
+    """The recorded text's law, but no guess is accepted, so that the next round begins one token later."""
+    child, token = RecordedTarget.law(tree, node, logits, at, sampler)
+    return torch.full_like(child, -1), token
+
+
+def predict(drafter: Drafter, recorded: RecordedTarget, shape: Shape | None = None) -> Prediction:
+    """τ of a drafter along the record, with its own tree or another `shape`, as decoding counts it: without
+    tokens past an answer's end. Raises ValueError for probes and for sampled children, which `decoded`
+    judges."""
+    if drafter.probes is not None:
+        raise ValueError(
+            "this drafter guesses in the target's own passes, which a record does not have: judge it by "
+            "decoding (bench)"
+        )
+    if drafter.law != "coupled" and any(row.temperature for row in recorded.sampling):
+        raise ValueError(
+            "proposal=sampled accepts Σ min(p, q) of its guesses, and a known text matches Σ p·q of them: "
+            "judge it by decoding (bench), or predict proposal=top-k or noise"
+        )
+    kept: list[list[int]] = [[] for _ in recorded.tokens]
+    ends = recorded.lengths.tolist()
+    for session, made in rounds(drafter, recorded, recorded.law, shape):
+        for each, length in zip(made, session.lengths, strict=True):
+            past = length + 1 - ends[each.text]  # the root is chosen, too
+            kept[each.text].append(len(each.tokens) - max(past, 0))
+    return _prediction(kept, drafter.depth if shape is None else shape.depth)
+
+
+def decoded(drafter: Drafter, recorded: RecordedTarget) -> Prediction:
+    """The same by decoding the record's prompts anew."""
+    prompts, new = _prompts(recorded), int((recorded.lengths - recorded.prompts).max())
+    first = recorded.sampling[0]
+    answers = generate(
+        recorded.target, prompts, drafter, max_new_tokens=new, temperature=first.temperature, seed=first.seed
+    )
+    return _prediction([[r.kept for r in answer.rounds] for answer in answers], drafter.depth)
+
+
+def _prompts(recorded: RecordedTarget) -> list[list[int]]:
+    lines = zip(recorded.tokens.tolist(), recorded.prompts.tolist(), strict=True)
+    return [tokens[:length] for tokens, length in lines]
+
+
+def _prediction(kept: Sequence[Sequence[int]], depth: int) -> Prediction:
+    return Prediction(pad_sequence([torch.tensor(rounds, dtype=torch.long) for rounds in kept]), depth)

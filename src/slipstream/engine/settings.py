@@ -1,0 +1,338 @@
+"""Settings: all that an answer depends on beside its prompt, from the caller and generation_config. Fields of
+the latter that change the text are honoured by Hugging Face's own processors, in their order, or refused."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import transformers as hf
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from slipstream.core.grammar import Grammar, GrammarLimits
+from slipstream.core.sampling import Processor, Sampling
+from slipstream.core.target import Target
+from slipstream.engine.detokenizer import silent_stops
+from slipstream.files import is_whole, several
+from slipstream.targets.prompts import check_readable, checked_ids
+
+GRAMMARS = ("json_schema", "regex", "grammar", "choice")  # arguments of `generate`, of which one may be given
+NEW_TOKENS = 256  # of an answer, where neither the caller nor the target gives a limit
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a processor is made from: a prompt and the settings of its answer."""
+
+    prompt: Any  # ids [1, T], which Hugging Face calls a LongTensor
+    limit: int  # the most tokens that the answer may have
+    eos: list[int]
+    temperature: float
+    forces_bos: bool
+    vocab: int
+    stopped: Callable[[list[int]], bool]  # whether an answer so far holds a stop string
+
+    @property
+    def start(self) -> int:
+        return int(self.prompt.shape[1])
+
+    @property
+    def device(self) -> Any:
+        return self.prompt.device
+
+
+@dataclass(frozen=True)
+class BeforeTopK:
+    """A warper between temperature and top-k, as a processor, which runs before both."""
+
+    warper: Any
+    temperature: float
+
+    def __call__(self, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
+        return x.masked_fill(self.warper(ids, x / self.temperature) == -torch.inf, -torch.inf)
+
+
+@dataclass(frozen=True)
+class BeforeEnd:
+    """A processor that is asked where plain decoding asks it: not behind a guess that ends the answer."""
+
+    processor: Processor
+    row: Row
+
+    def __call__(self, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
+        said = ids[0, self.row.start :].tolist()
+        ended = len(said) >= self.row.limit or any(end in said for end in self.row.eos)
+        return x if ended or self.row.stopped(said) else self.processor(ids, x)
+
+    @property
+    def __name__(self) -> str:
+        return str(getattr(self.processor, "__name__", type(self.processor).__name__))
+
+
+def _forced_eos(value: Any, row: Row) -> Processor:
+    ids = checked_ids(several(value), row.vocab, "it")
+    return hf.ForcedEOSTokenLogitsProcessor(row.start + row.limit, ids, row.device)
+
+
+def _suppress_at_begin(value: Any, row: Row) -> Processor:
+    forced = row.forces_bos and row.start == 1  # then the second token is the first that is chosen
+    return hf.SuppressTokensAtBeginLogitsProcessor(value, row.start + forced, row.device)
+
+
+def _watermark(value: Any, row: Row) -> Processor:
+    if not isinstance(value, hf.WatermarkingConfig):  # SynthID's processor counts its calls
+        raise ValueError(f"a {type(value).__name__} cannot be applied to a tree: use a WatermarkingConfig")
+    processor: Processor = value.construct_processor(row.vocab, row.device)
+    return processor
+
+
+# For each field of generation_config, in Hugging Face's order: the value that, like None, turns it off, and
+# what makes its processor of a value x and a row.
+Table = dict[str, tuple[Any, Callable[[Any, Row], Processor]]]
+PROCESSORS: Table = {
+    "sequence_bias": (None, lambda x, row: hf.SequenceBiasLogitsProcessor(x)),
+    "encoder_repetition_penalty": (
+        1,
+        lambda x, row: hf.EncoderRepetitionPenaltyLogitsProcessor(x, row.prompt),
+    ),
+    "repetition_penalty": (1, lambda x, row: hf.RepetitionPenaltyLogitsProcessor(x)),
+    "no_repeat_ngram_size": (0, lambda x, row: hf.NoRepeatNGramLogitsProcessor(x)),
+    "encoder_no_repeat_ngram_size": (0, lambda x, row: hf.EncoderNoRepeatNGramLogitsProcessor(x, row.prompt)),
+    "bad_words_ids": (None, lambda x, row: hf.NoBadWordsLogitsProcessor(x, row.eos or None)),
+    "min_length": (0, lambda x, row: hf.MinLengthLogitsProcessor(x, row.eos, row.device)),
+    "min_new_tokens": (
+        0,
+        lambda x, row: hf.MinNewTokensLengthLogitsProcessor(row.start, x, row.eos, row.device),
+    ),
+    "forced_bos_token_id": (
+        None,
+        lambda x, row: hf.ForcedBOSTokenLogitsProcessor(*checked_ids([x], row.vocab, "it")),
+    ),
+    "forced_eos_token_id": (None, _forced_eos),
+    "remove_invalid_values": (False, lambda x, row: hf.InfNanRemoveLogitsProcessor()),
+    "exponential_decay_length_penalty": (
+        None,
+        lambda x, row: hf.ExponentialDecayLengthPenalty(x, row.eos, row.start),
+    ),
+    "suppress_tokens": (None, lambda x, row: hf.SuppressTokensLogitsProcessor(x, row.device)),
+    "begin_suppress_tokens": (None, _suppress_at_begin),
+}
+TOP_H: Table = {"top_h": (None, lambda x, row: BeforeTopK(hf.TopHLogitsWarper(x), row.temperature))}
+WARPERS: Table = {
+    "typical_p": (1, lambda x, row: hf.TypicalLogitsWarper(x)),
+    "epsilon_cutoff": (0, lambda x, row: hf.EpsilonLogitsWarper(x)),
+    "eta_cutoff": (0, lambda x, row: hf.EtaLogitsWarper(x, device=row.device)),
+}
+WATERMARK: Table = {"watermarking_config": (None, _watermark)}
+NEED_EOS = ("min_length", "min_new_tokens", "exponential_decay_length_penalty")  # no effect without an EOS id
+SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # read only where the target samples, as in Hugging Face
+
+# Fields that change the text and are refused: the value that, like None, turns it off, and what it asks for.
+REFUSED: dict[str, tuple[Any, str]] = {
+    "num_beams": (1, "beam search"),
+    "num_return_sequences": (1, "several answers to one prompt"),
+    "penalty_alpha": (0, "contrastive search"),
+    "dola_layers": (None, "DoLa"),
+    "constraints": (None, "constrained beam search"),
+    "force_words_ids": (None, "constrained beam search"),
+    "guidance_scale": (1, "classifier-free guidance"),
+    "token_healing": (False, "another end of the prompt"),
+    "max_time": (None, "a limit in seconds"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a call of `generate`.
+
+    Attributes:
+        sampling: the first row's, without what depends on its prompt.
+        max_new_tokens: None if the target's `max_length` decides.
+    """
+
+    target: Target
+    sampling: Sampling
+    max_new_tokens: int | None
+    eos: frozenset[int]
+    stop: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        target: Target,
+        max_new_tokens: int | None = None,
+        eos_token_ids: int | Iterable[int] | None = None,
+        stop: str | Sequence[str] | None = None,
+        grammar_limits: GrammarLimits | None = None,
+        **sampling: Any,
+    ) -> "Settings":
+        """From `generate`'s arguments; an argument of None comes from generation_config. Raises ValueError
+        for an argument or a field of generation_config that is out of range or cannot be honoured."""
+        check_kind("target", target, Target, "give slipstream.HFTarget(model, tokenizer) or load_target(…)")
+        config = target.generation_config
+        for name, (off, what) in REFUSED.items():
+            if (value := getattr(config, name, None)) not in (None, off):
+                raise ValueError(
+                    f"the generation_config of {target.name} sets {name} to {value} ({what}), which cannot "
+                    f"be honoured: set target.model.generation_config.{name} = {off}"
+                )
+        new = config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        new = NEW_TOKENS if new is None and config.max_length is None else new
+        if new is not None and (not is_whole(new) or new < 1):
+            raise ValueError(f"max_new_tokens is {new!r}; it must be at least 1, a whole number")
+        eos = _eos(target, eos_token_ids)
+        stops = _stops(target, config.stop_strings if stop is None else stop)
+        asked = {name: sampling.pop(name, None) for name in GRAMMARS}
+        asked = {name: it for name, it in asked.items() if it is not None}
+        grammar = _grammar(target, asked, eos, grammar_limits)
+        return cls(target, resolve_sampling(target, **sampling, grammar=grammar), new, eos, stops)
+
+    def limit(self, prompt: Sequence[int]) -> int:
+        """The most tokens that an answer to the prompt may have. Raises ValueError if it has no room."""
+        config, new = self.target.generation_config, self.max_new_tokens
+        if new is None and len(prompt) >= config.max_length:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens; the generation_config of {self.target.name} has a "
+                f"max_length of {config.max_length} for prompt and answer: give max_new_tokens, or "
+                "max_tokens in a request"
+            )
+        if len(prompt) >= self.target.window:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens; {self.target.name} has a window of "
+                f"{self.target.window} for prompt and answer: shorten the prompt"
+            )
+        return min(config.max_length - len(prompt) if new is None else new, self.target.window - len(prompt))
+
+    def row(self, i: int, prompt: Sequence[int]) -> Sampling:
+        """Sampling of the i-th row of a batch: noise of its own, and the processors of generation_config."""
+        config, own = self.target.generation_config, self.sampling
+        ids = torch.tensor([list(prompt)], device=self.target.device)
+        eos = sorted(token for token in self.eos if token < self.target.vocab)
+        forces_bos = config.forced_bos_token_id is not None
+        limit, vocab = self.limit(prompt), self.target.vocab
+        row = Row(ids, limit, eos, own.temperature, forces_bos, vocab, self._stopped)
+        made = self._made(PROCESSORS, row)
+        if config.min_new_tokens is not None:
+            made.pop("min_length", None)
+        penalty = own.repetition_penalty
+        given = any(type(each) is hf.RepetitionPenaltyLogitsProcessor for each in own.processors)
+        if next(iter(made), None) == "repetition_penalty" and not given:
+            del made["repetition_penalty"]  # the sampler's own penalty also comes first, and is faster
+        elif "repetition_penalty" in made:
+            penalty = 1.0
+        merged = _merged(list(made.values()), own.processors)
+        processors: list[Processor] = [BeforeEnd(each, row) for each in merged]
+        warpers: list[Processor] = [BeforeEnd(each, row) for each in own.warpers]
+        if own.temperature:
+            processors += self._made(TOP_H, row).values()
+            warpers += self._made(WARPERS, row).values()
+        warpers += self._made(WATERMARK, row).values()
+        own = replace(own, row=i, repetition_penalty=penalty)
+        return replace(own, processors=tuple(processors), warpers=tuple(warpers))
+
+    def _stopped(self, said: list[int]) -> bool:
+        if not self.stop or self.target.text is None:
+            return False
+        text = self.target.text.decode(said)
+        return any(stop in text for stop in self.stop) or not self._silent.isdisjoint(said)
+
+    @cached_property
+    def _silent(self) -> frozenset[int]:
+        return frozenset() if self.target.text is None else silent_stops(self.target.text, self.stop)
+
+    def _made(self, table: Table, row: Row) -> dict[str, Processor]:
+        made = {}
+        for name, (off, make) in table.items():
+            value = getattr(self.target.generation_config, name, None)
+            if name == "repetition_penalty":
+                value = self.sampling.repetition_penalty
+            if value not in (None, off, []) and (row.eos or name not in NEED_EOS):
+                with _blamed(self.target, name, value):
+                    made[name] = make(value, row)
+        return made
+
+
+def resolve_sampling(target: Target, **given: Any) -> Sampling:
+    """`Sampling` from the arguments or else generation_config. It is greedy unless a temperature is given or
+    generation_config sets `do_sample`. Raises ValueError."""
+    config = target.generation_config
+    given = {name: value for name, value in given.items() if value is not None}
+    processors = given.get("processors", ())
+    check_kind("processors", processors, (list, tuple), "give a list of LogitsProcessors")
+    given["processors"] = tuple(processors)
+    if "temperature" not in given and not config.do_sample:
+        given["temperature"] = 0.0
+    settled = {"temperature": 1.0}
+    for name in ("repetition_penalty", *(SAMPLED if given.get("temperature") != 0 else ())):
+        value = getattr(config, name, None)
+        if value is not None and name not in given:
+            with _blamed(target, name, value):
+                Sampling(**{name: value})
+            settled[name] = value
+    return Sampling(**settled | given)
+
+
+def check_kind(name: str, value: Any, kind: Any, advice: str) -> None:
+    """Raises ValueError for an argument of another type."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is a {type(value).__name__}: {advice}")
+
+
+@contextmanager
+def _blamed(target: Target, name: str, value: Any) -> Iterator[None]:
+    """Turn an error over a field of generation_config into a ValueError that names the field."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"the generation_config of {target.name} sets {name} to {str(value)[:60]!r}, which cannot be "
+            f"honoured: {error}"
+        ) from error
+
+
+def _merged(made: list[Processor], given: Sequence[Processor]) -> list[Processor]:
+    """Both lists of processors. A given one replaces one of its type, as in Hugging Face."""
+    merged = [next((own for own in given if type(own) is type(each)), each) for each in made]
+    return [*merged, *(own for own in given if not any(own is each for each in merged))]
+
+
+def _grammar(
+    target: Target, asked: Mapping[str, Any], eos: frozenset[int], limits: GrammarLimits | None
+) -> Grammar | None:
+    """The grammar that is asked for, if one is. Raises ValueError."""
+    if len(asked) > 1:
+        raise ValueError(f"{' and '.join(asked)} are given: an answer has one grammar")
+    if not asked:
+        return None
+    from slipstream.targets.grammar import read_grammar
+
+    ((kind, source),) = asked.items()
+    return source if isinstance(source, Grammar) else read_grammar(target, kind, source, eos, limits)
+
+
+def _eos(target: Target, given: Any) -> frozenset[int]:
+    if given is not None:
+        return frozenset(checked_ids(several(given), target.vocab, "eos_token_ids"))
+    ids = target.generation_config.eos_token_id
+    if ids is None and target.text is not None:
+        ids = target.text.eos
+    with _blamed(target, "eos_token_id", ids):  # an id outside the vocabulary is no error: it never comes
+        return frozenset(() if ids is None else checked_ids(several(ids), 2**63))
+
+
+def _stops(target: Target, stop: Any) -> tuple[str, ...]:
+    stops = () if stop is None else tuple(several(stop))
+    for each in stops:
+        if not isinstance(each, str):
+            raise ValueError(f"stop holds {each!r}, a {type(each).__name__}: give strings")
+    if "" in stops:
+        raise ValueError("a stop string is empty: leave it out, or give at least one character")
+    check_readable(stops, "a stop string")
+    if stops and target.text is None:
+        raise ValueError(
+            f"target {target.name} has no tokenizer: end answers with eos_token_ids, not with stop strings"
+        )
+    return stops

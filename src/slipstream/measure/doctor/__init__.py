@@ -1,0 +1,1 @@
+"""doctor: checks of a head, a target and a machine."""

@@ -1,0 +1,175 @@
+"""doctor: why drafting is slow or guesses badly. Each fault is named by a measurement that shows it.
+
+A check measures something that only its fault spoils, and wherever it can it measures the remedy, too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rich.console import Group
+from rich.text import Text
+
+from slipstream.core.sampling import Sampling
+from slipstream.files import check_counts, check_limits, evenly
+from slipstream.measure.doctor import head_checks as faults, machine_checks as burdens
+from slipstream.measure.doctor.diagnosis import Patient, Seen, Unmeasured
+from slipstream.measure.questions import Questions, load_questions
+from slipstream.measure.runner import first_prompts
+from slipstream.provenance import public
+from slipstream.results import Figures, Part, Report, flat, heading
+from slipstream.spec import Named, Spec
+from slipstream.targets.load import AnyTarget, loaded
+
+QUESTIONS = 8
+STEPS = 40  # of a progress bar, about: checks, and changes that are tried
+
+
+@dataclass(frozen=True)
+class Check:
+    """A fault, and what tells whether it is there."""
+
+    fault: str
+    examine: Callable[[Patient], Seen]
+
+
+CHECKS = (
+    Check("wrong chat template", faults.template),
+    Check("missing system prompt", faults.system),
+    Check("tap shifted by one block", faults.tap),
+    Check("final norm missing", faults.norm),
+    Check("another target's drafter", faults.renamed),
+    Check("draft vocabulary of other texts", faults.vocabulary),
+    Check("rope base wrong", faults.rope),
+    Check("loss mask off by one", faults.mask),
+    Check("context past training length", faults.context),
+    Check("temperature above training", faults.temperature),
+    Check("depth too small", burdens.shallow),
+    Check("tree too large", burdens.oversized),
+    Check("batch past break-even", burdens.crowded),
+    Check("uncompiled", burdens.uncompiled),
+    Check("precision too wide", burdens.precision),
+    Check("threads", burdens.threads),
+)
+
+
+class Finding(Part):
+    """What a check found. A check that does not apply says why in `measured`."""
+
+    fault: str
+    verdict: Literal["ok", "found", "not measured"]
+    measured: str
+    normal: str = ""
+    cause: str = ""
+    remedy: str = ""
+    figures: dict[str, float] = {}
+
+    @classmethod
+    def of(cls, check: Check, patient: Patient) -> "Finding":
+        """Run a check."""
+        try:
+            seen = check.examine(patient)
+        except Unmeasured as error:
+            return cls(fault=check.fault, verdict="not measured", measured=str(error))
+        return cls(
+            fault=check.fault,
+            verdict="found" if seen.found else "ok",
+            measured=seen.measured,
+            normal=seen.normal,
+            cause=seen.cause if seen.found else "",
+            remedy=seen.remedy if seen.found else "",
+            figures={name: round(float(value), 5) for name, value in seen.figures.items()},
+        )
+
+
+class DoctorReport(Report):
+    """What `doctor` found.
+
+    Attributes:
+        temperature, batch: those of the use that was examined.
+        context: number of tokens of its texts. None: as many as the questions have.
+    """
+
+    drafter: str
+    temperature: float
+    batch: int
+    context: int | None = None
+    findings: list[Finding]
+
+    @property
+    def found(self) -> list[Finding]:
+        """The findings that are faults."""
+        return [each for each in self.findings if each.verdict == "found"]
+
+    def __rich__(self) -> Group:
+        """A row for every check, and what to do about each fault."""
+        how = f"{self.dtype}{', compiled' * self.compiled}, T = {self.temperature:g}, {self.batch} at once"
+        table = Figures(f"{self.target}, {self.drafter}: {how}", "fault", "measured", "normal", "verdict")
+        for column in table.columns[1:]:
+            column.justify = "left"
+        for each in self.findings:
+            style = {"found": "bold red", "ok": "green"}.get(each.verdict, "dim")
+            verdict = Text({"found": "FOUND", "ok": "ok"}.get(each.verdict, "–"), style)
+            table.add_row(each.fault, each.measured, each.normal, verdict)
+        lines = [Text("nothing found", "green")] if not self.found else []
+        for each in self.found:
+            lines.append(Text.assemble((f"{each.fault}: ", "bold red"), each.cause))
+            lines.append(Text.assemble(("  remedy: ", "bold"), each.remedy))
+        return Group(table, *lines)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [flat(each) for each in self.findings]
+
+
+@public
+def doctor(
+    target: AnyTarget,
+    drafter: Named = "auto",
+    questions: Questions = (),
+    *,
+    temperature: float = 0.0,
+    batch: int = 1,
+    context: int | None = None,
+    limit: int = QUESTIONS,
+    max_new_tokens: int = 32,
+    progress: Callable[[str], None] = lambda _: None,
+) -> DoctorReport:
+    """Look for what makes drafting slow, or guesses bad, and say what to do about it.
+
+    Args:
+        target, questions, progress: as `bench` takes them.
+        drafter: a name or a directory, with options.
+        temperature: the temperature of the answers in use.
+        batch: how many of them are made at once.
+        context: number of tokens of the texts in use; default: as many as the questions have.
+        limit: number of questions that are asked in all.
+        max_new_tokens: tokens of each answer that is examined, at most.
+
+    Raises:
+        ValueError: an unknown drafter, a setting out of range, a question that leaves no room for an answer,
+            or a target without a tokenizer.
+    """
+    asked = evenly(load_questions(questions), limit)
+    check_counts(batch=batch, max_new_tokens=max_new_tokens)
+    check_limits(context=context)
+    Sampling(temperature=temperature)
+    target = loaded(target)
+    first_prompts(target, asked, max_new_tokens)
+    if context is not None and context + max_new_tokens >= target.window:
+        raise ValueError(f"context is {context:,}; with an answer it must fit {target.window:,} tokens")
+    patient = Patient(
+        target, Spec.parse(drafter), asked, temperature, batch, context, max_new_tokens, progress
+    )
+    patient.drafter  # noqa: B018  an unknown one is refused before anything is measured
+    findings = []
+    for check in CHECKS:
+        progress(check.fault)
+        findings.append(Finding.of(check, patient))
+    return DoctorReport(
+        **heading(target),
+        drafter=str(patient.spec),
+        temperature=temperature,
+        batch=batch,
+        context=context,
+        findings=findings,
+    )

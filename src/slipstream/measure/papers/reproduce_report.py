@@ -1,0 +1,163 @@
+"""What `reproduce` returns, and its tables."""
+
+from collections import Counter
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from slipstream.measure.bootstrap import Interval
+from slipstream.measure.papers.entry import Entry
+from slipstream.measure.papers.evidence import ABSENT, FAILS, HOLDS, Cell, Evidence
+from slipstream.results import Figures, Part, Report, flat
+
+QUESTIONS, TOKENS = 20, 64  # of fewer a table says little, and is marked
+STYLES = {HOLDS: "green", FAILS: "bold red"}
+
+
+class Asked(Part):
+    """A set of questions: where it is from, and the categories of those that were asked, by name.
+    `fingerprint`: of their texts."""
+
+    source: str
+    categories: dict[str, str]
+    fingerprint: str
+
+
+class Settings(Part):
+    """What was asked: a run goes on only under the same settings."""
+
+    limit: int | None
+    sets: dict[str, Asked]
+    heads: dict[str, str]
+    fingerprint: str  # of the target and its generation_config
+    marks: dict[str, str] = {}  # by drafter: a fingerprint of its trees and weights
+
+
+class Value(Part):
+    """A cell of a table: ours, its interval over questions, and the paper's figure."""
+
+    row: str
+    column: str
+    ours: float | None
+    interval: Interval | None
+    paper: float | None
+
+    def __str__(self) -> str:
+        ours = "–" if self.ours is None else f"{self.ours:.2f}"
+        sure = " [{:.2f}, {:.2f}]".format(*self.interval) if self.interval else ""
+        return ours + sure + (f" ({self.paper:g})" if self.paper is not None else "")
+
+
+class Relation(Part):
+    """A relation of the paper's, and whether it holds here: "holds", "does not hold", "undecided" or "not
+    measured". `difference`: what decides, with its interval over questions."""
+
+    claim: str
+    verdict: str
+    difference: float | None
+    interval: Interval | None
+
+    @property
+    def told(self) -> str:
+        """What was claimed, and what decides."""
+        sure = " [{:+.2f}, {:+.2f}]".format(*self.interval) if self.interval else ""
+        return self.claim + ("" if self.difference is None else f" (by {self.difference:+.2f}{sure})")
+
+
+class Table(Part):
+    """A table or a figure of a paper.
+
+    Attributes:
+        model: whose figures are the paper's.
+        smoke: fewer than 20 questions a set, or 64 tokens an answer.
+        missing: heads that are not here, and how to train them.
+    """
+
+    name: str
+    shows: str
+    model: str
+    smoke: bool
+    values: list[Value]
+    relations: list[Relation]
+    missing: list[str]
+    note: str
+
+    @classmethod
+    def of(cls, entry: Entry, evidence: Evidence, new: int, missing: dict[str, str]) -> "Table":
+        """What the evidence says of an entry."""
+        values = []
+        for line in entry.lines:
+            ours, interval = evidence.value(line.figure)
+            paper, row = line.paper, {"row": line.row, "column": line.column}
+            values.append(Value(**row, ours=ours, interval=interval, paper=paper))
+        relations = []
+        for claim in entry.claims:
+            verdict, difference, interval = evidence.verdict(claim)
+            told = {"claim": claim.text, "verdict": verdict}
+            relations.append(Relation(**told, difference=difference, interval=interval))
+        asked = [evidence.questions(figure) for figure in entry.figures]
+        absent = [missing[figure.drafter] for figure in entry.figures if figure.drafter in missing]
+        return cls(
+            name=entry.name,
+            shows=entry.shows,
+            model=entry.model,
+            smoke=new < TOKENS or min((n for n in asked if n), default=QUESTIONS) < QUESTIONS,
+            values=values,
+            relations=relations,
+            missing=list(dict.fromkeys(absent)),
+            note=entry.note,
+        )
+
+    def __rich__(self) -> Group:
+        smoke = "; SMOKE: too few questions or tokens to say much" if self.smoke else ""
+        title = f"{self.name}: {self.shows}; in parentheses the paper's, {self.model}{smoke}"
+        columns = list(dict.fromkeys(value.column for value in self.values))
+        parts: list[Figures | Text] = [Text(title, "bold")]
+        if columns:
+            table = Figures(None, "", *columns)
+            for row in dict.fromkeys(value.row for value in self.values):
+                cells = {value.column: str(value) for value in self.values if value.row == row}
+                table.add_row(row, *(cells.get(column, "") for column in columns))
+            parts.append(table)
+        for relation in self.relations:
+            style = STYLES.get(relation.verdict, "yellow")
+            parts.append(Text.assemble((relation.verdict, style), f": {relation.told}"))
+        parts += [Text(line, "dim") for line in (*self.missing, self.note) if line]
+        return Group(*parts, Text(""))
+
+
+class ReproduceReport(Report):
+    """What `reproduce` found.
+
+    Attributes:
+        settings: what was asked.
+        estimate_seconds, seconds: the time that was told before the work, and the time of it, in this call.
+        cells: what was measured; a run goes on from them.
+        tables: what follows.
+    """
+
+    max_new_tokens: int
+    seed: int
+    settings: Settings
+    estimate_seconds: float
+    seconds: float
+    cells: list[Cell]
+    tables: list[Table]
+
+    def __rich__(self) -> Group:
+        """Every table, and how many relations hold."""
+        verdicts = Counter(each.verdict for table in self.tables for each in table.relations)
+        sizes = [len(asked.categories) for asked in self.settings.sets.values()]
+        most = " to ".join(map(str, sorted({min(sizes), max(sizes)}))) if sizes else "no"
+        title = f"{self.model}, {self.hardware['cpu']}: "
+        title += f"{most} questions of each set, {self.max_new_tokens} tokens"
+        sets = ", ".join(f"{name} is {asked.source}" for name, asked in self.settings.sets.items())
+        told = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in (HOLDS, FAILS, *OTHERS))
+        return Group(Text(title, "bold"), Text(sets, "dim"), *self.tables, Text(f"relations: {told}", "bold"))
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [{"table": table.name} | flat(value) for table in self.tables for value in table.values]
+
+
+OTHERS = ("undecided", ABSENT)

@@ -1,0 +1,106 @@
+"""The command under way: results store it, and the commands that hints show repeat its options."""
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from inspect import isroutine, signature
+from itertools import pairwise
+from numbers import Integral
+from typing import Any, ParamSpec, TypeVar
+
+from slipstream.progress import in_notebook, notebook_bar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+MOST = 64  # items of an argument that are shown: data are larger
+PLUGIN, FLAG = "--plugin", "--compile"  # an option before a command, and one without a value
+KEPT = ("--target", "--dtype", "--device", FLAG, "--quantize")  # the model, and how it is loaded
+TAKEN = {"import": 2, "export": 2, "parity": 2, "train": 3, "synthesize": 3, "regenerate": 3}
+TAKEN |= {"data": 1, "fetch": 0, "report": 0, "cache": 0}
+_command: ContextVar[str] = ContextVar("command", default="")
+
+
+def current() -> str:
+    """The command under way; empty where there is none."""
+    return _command.get()
+
+
+def suggested(words: str) -> str:
+    """A command as a hint shows it: `slipstream WORDS`, for the model that the command under way was given.
+
+    Options of `KEPT` that WORDS do not name are repeated, of which that command takes the first `TAKEN`, and
+    `PLUGIN` before it.
+    """
+    verb, *named = words.split()
+    kept = [name for name in KEPT[: TAKEN.get(verb, len(KEPT))] if name not in named]
+    options = (each for name in kept for each in _given(name))
+    return " ".join([_program(), *_given(PLUGIN), words, *options])
+
+
+def _program() -> str:
+    """How the program under way is called: by its path where a shell would not find it."""
+    called = sys.argv[0]
+    found = os.path.basename(called) != "slipstream" or shutil.which("slipstream")
+    return "slipstream" if found else shlex.quote(called)
+
+
+def _given(option: str) -> Iterator[str]:
+    """An option and its value, as often as the command line under way has it."""
+    line = shlex.split(current()) if current().startswith("slipstream ") else []
+    for word, following in pairwise([*line, ""]):
+        name, equals, value = word.partition("=")
+        if name == option:
+            yield option if option == FLAG else f"{option} {shlex.quote(value if equals else following)}"
+
+
+@contextmanager
+def commanded(command: str) -> Iterator[None]:
+    """Results made in this context store `command`, or that of a context around it."""
+    token = _command.set(_command.get() or command)
+    try:
+        yield
+    finally:
+        _command.reset(token)
+
+
+def public(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a public function: results that it makes store its call as their command. A notebook shows
+    its `progress`, unless the caller takes it; `None` shows none. A seed may be of any integer type."""
+    shows = "progress" in signature(function).parameters
+
+    @wraps(function)
+    def call(*args: P.args, **named: P.kwargs) -> R:
+        told = shows and "progress" not in named
+        if named.get("progress", call) is None:
+            del named["progress"]
+        if isinstance(seed := named.get("seed"), Integral):
+            named["seed"] = int(seed)  # such as NumPy's
+        if current():
+            return function(*args, **named)
+        bound = signature(function).bind(*args, **named)
+        given = bound.arguments.items()
+        shown = ", ".join(f"{name}={_shown(value)}" for name, value in given if not isroutine(value))
+        package = function.__module__.partition(".")[0]
+        with ExitStack() as stack:
+            if told and "progress" not in bound.arguments and in_notebook():
+                named["progress"] = stack.enter_context(notebook_bar(function.__name__))
+            stack.enter_context(commanded(f"{package}.{function.__name__}({shown})"))
+            return function(*args, **named)
+
+    return call
+
+
+def _shown(value: Any) -> str:
+    """Plain values as Python writes them, and the class of anything else."""
+    if isinstance(value, (list, tuple, dict)) and len(value) > MOST:
+        return f"{type(value).__name__} of {len(value)}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_shown(key)}: {_shown(each)}' for key, each in value.items())}}}"
+    return repr(value) if isinstance(value, (str, int, float, type(None))) else type(value).__name__

@@ -1,0 +1,160 @@
+"""What was made of a model, in the user's cache under a hash of what it was made of: a later start reads it
+as it is."""
+
+import hashlib
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from slipstream.files import LOADED, cache_home, read_json, read_results, update_json
+from slipstream.kernels.build import fingerprint
+
+Read = TypeVar("Read")
+DIGESTS, WEIGHTS, LAYERS = "digests.json", "weights.bin", "layers.json"
+FORMAT = 5  # of what is kept, and of what quantised models are rounded to
+READER = 1  # of what gguf.py sets: what an earlier one made is not taken from the cache
+LINE = 64  # bytes
+
+
+def place_of(source: Path, *made_by: Any) -> Path:
+    """The directory of what is made of a file or a model's directory, in this way."""
+    said = (_content(source), transformers.__version__, *made_by)
+    key = hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+    return next(cache_home().glob(f"*-{key}"), cache_home() / f"{source.stem or 'model'}-{key}")
+
+
+def _content(source: Path) -> str:
+    """A hash of a file, or of all files in a directory that a model is loaded from. What was hashed once is
+    known by its place, size and times."""
+    files = [source]
+    if source.is_dir():
+        files = [
+            file for file in sorted(source.iterdir()) if any(fnmatch(file.name, each) for each in LOADED)
+        ]
+    known, news = _digests(cache_home() / DIGESTS), dict[str, dict[str, Any]]()
+    for file in files:
+        place, said = os.path.realpath(file), os.stat(file)
+        stamp = [said.st_size, said.st_mtime_ns, said.st_ctime_ns, said.st_ino]
+        if known.get(place, {}).get("stamp") != stamp:
+            with open(file, "rb") as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+            known[place] = news[place] = {"stamp": stamp, "sha256": digest}
+    if news:
+        _try(lambda: update_json(cache_home() / DIGESTS, news))
+    parts = [(file.name, known[os.path.realpath(file)]["sha256"]) for file in files]
+    return parts[0][1] if source.is_file() else repr(parts)
+
+
+def _digests(file: Path) -> dict[str, Any]:
+    """What was hashed so far. A damaged file goes."""
+    try:
+        return read_results(file)
+    except ValueError:
+        _try(lambda: file.unlink(missing_ok=True))
+        return {}
+
+
+def _try(write: Callable[[], Any]) -> None:
+    """Write to the cache. One that cannot be written is no error: the disk is full or read-only, or another
+    process was faster."""
+    try:
+        cache_home().mkdir(parents=True, exist_ok=True)
+        write()
+    except (OSError, ValueError, SafetensorError):
+        pass
+
+
+def keep(place: Path, write: Callable[[Path], Any]) -> bool:
+    """Let `write` fill a directory, which then gets this name. Whether it is there."""
+
+    def whole() -> None:
+        with tempfile.TemporaryDirectory(dir=place.parent, ignore_cleanup_errors=True) as home:
+            write(beside := Path(home) / "model")
+            os.rename(beside, place)
+
+    _try(whole)
+    return place.is_dir()
+
+
+def found(place: Path, read: Callable[[Path], Read]) -> Read | None:
+    """What is read from a directory, if there is one. A damaged one is removed."""
+    if place.is_dir():
+        try:
+            return read(place)
+        except Exception:
+            shutil.rmtree(place, ignore_errors=True)
+    return None
+
+
+def save(tensors: dict[str, Tensor], file: Path) -> dict[str, Any]:
+    """Write tensors one behind the other, each at a whole cache line, which safetensors does not do. Returns
+    where each lies, and what it is."""
+    places = dict[str, Any]()
+    with open(file, "wb") as content:
+        for name, tensor in tensors.items():
+            content.write(bytes(-content.tell() % LINE))
+            places[name] = content.tell(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+            content.write(tensor.flatten().view(torch.uint8).numpy().data)
+    return places
+
+
+def mapped(file: Path, places: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors that `save` wrote, in the file's own memory, which all processes share."""
+    whole = torch.from_file(str(file), shared=False, size=os.path.getsize(file), dtype=torch.uint8)
+    made = dict[str, Tensor]()
+    for name, (start, kind, shape) in places.items():
+        dtype: torch.dtype = getattr(torch, kind)
+        part = whole[start : start + math.prod(shape) * dtype.itemsize]
+        made[name] = part.view(dtype).view(shape)
+    return made
+
+
+def of_files(directory: Path, dtype: torch.dtype) -> Callable[[str], Tensor]:
+    """The tensors of a checkpoint's files by their names, in this precision."""
+    homes = dict[str, Any]()
+    for file in directory.glob("*.safetensors"):
+        content: Any = safe_open(file, "pt")
+        homes.update(dict.fromkeys(content.keys(), content))
+
+    def tensor_of(name: str) -> Tensor:
+        if name not in homes:
+            raise ValueError(f"there is no {name} in {directory}")
+        tensor: Tensor = homes[name].get_tensor(name).to(dtype)
+        return tensor
+
+    return tensor_of
+
+
+def weights_of(source: Path, dtype: torch.dtype, quantize: str | None) -> Callable[[str], Tensor]:
+    """The tensors by name of a directory's or GGUF file's model in this precision, as the cache keeps it."""
+    if quantize is not None:
+        return of_quantised(place_of_quantised(source, dtype, quantize))
+    return of_files(source if source.is_dir() else place_of(source, dtype, READER), dtype)
+
+
+def place_of_quantised(source: Path, dtype: torch.dtype, quantize: str) -> Path:
+    """The directory of a quantised model."""
+    return place_of(source, dtype, quantize, FORMAT, READER, fingerprint())
+
+
+def of_quantised(place: Path) -> Callable[[str], Tensor]:
+    """The tensors of a quantised model in the cache by their names."""
+    said = read_json(place / LAYERS, "cache")
+    tensors = mapped(place / WEIGHTS, said["places"])
+    return lambda name: tensors[said["names"][name]]
+
+
+def tokenizer_of(place: Path, kind: str) -> Any:
+    """The tokenizer of a class that was saved in a directory. AutoTokenizer would take another class for some
+    families, which reads text otherwise."""
+    return getattr(transformers, kind).from_pretrained(place)

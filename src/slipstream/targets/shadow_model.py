@@ -1,0 +1,250 @@
+"""A Hugging Face model's twin, what replaces its parts (cache, compiled modules' `forward`), and what looks
+into it."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import Cache
+
+from slipstream.core.drafter import CACHE, FINAL
+from slipstream.core.kv_cache import KVCache, LayerView
+from slipstream.kernels.compiled import Backend, backend_for, compiled, freed, graph_of
+from slipstream.targets.hidden_states import index_of, side_by_side
+
+Model = TypeVar("Model", bound=nn.Module)
+LOOKS = "looks"  # marks a hook of ours, which described layers do not need
+
+
+def twin(model: Model) -> Model:
+    """The same model in eval mode: new modules over the same memory.
+
+    The two share changes of weights in place, and nothing else: no module, mode, configuration or gradient.
+    """
+    weights = {  # quantised weights have types of their own, which carry more than numbers: they are shared
+        id(p): nn.Parameter(p.detach(), requires_grad=False) if type(p) is nn.Parameter else p
+        for p in model.parameters()
+    }
+    return deepcopy(model, {**weights, **{id(buffer): buffer for buffer in model.buffers()}}).eval()
+
+
+class Blocks(nn.ModuleList):
+    """A model's layers.
+
+    Args:
+        numbers: by which the layers ask for their part of a cache, where they are some of a larger model's.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], numbers: Sequence[int] | None = None) -> None:
+        super().__init__(layers)
+        self.numbers = range(len(self)) if numbers is None else numbers
+
+    def __getitem__(self, index: Any) -> Any:
+        """All layers are these layers: Hugging Face slices them in each pass."""
+        every = isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1)
+        return self if every else super().__getitem__(index)
+
+
+class View(Cache):
+    """Gives the model's layers our cache for one pass.
+
+    Args:
+        blocks: the model's layers in their order.
+
+    Attributes:
+        first: the pass's first call of each kind of compiled layer.
+    """
+
+    def __init__(self, cache: KVCache | LayerView, blocks: Blocks | None = None) -> None:
+        super().__init__(layers=[])
+        self._cache = cache
+        self._place = {number: place for place, number in enumerate(blocks.numbers if blocks else ())}
+        self.first: dict[Backend, First | None] = {}
+
+    @property
+    def stored(self) -> bool:
+        """Whether keys and values have storage; a pass that makes it is not compiled."""
+        return isinstance(self._cache, LayerView) or bool(self._cache.stored)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        place = self._place.get(layer_idx, layer_idx)
+        self._cache.write(place, key_states, value_states)
+        return self._cache.read(place)
+
+    def of(self, layer: int) -> "View":
+        """The view for one compiled layer."""
+        return View(self._cache.layer(self._place[layer])) if isinstance(self._cache, KVCache) else self
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return 0  # positions are explicit, and nothing may be derived from this
+
+    def __len__(self) -> int:
+        return self._cache.layers
+
+
+class Behind(Cache):
+    """Keys and values that a pass reads before its own. Nothing is written in place, so gradients flow.
+
+    Args:
+        layers: keys and values of each layer [B, heads, S, D]; none by default.
+    """
+
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        super().__init__(layers=[])
+        self._layers = layers
+        self.own: list[tuple[Tensor, Tensor]] = []  # keys and values of the pass's rows
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.own.append((key_states, value_states))
+        if not self._layers:
+            return key_states, value_states
+        keys, values = self._layers[layer_idx]
+        return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return 0
+
+
+class First(NamedTuple):
+    """The first call of a kind of layer in a pass, whose graph later layers take without Dynamo's checks.
+
+    Attributes:
+        given: its arguments, with `View` in the place of the view, and the names of those that have one.
+        tensors: the ids of all tensors among them.
+        graph: see `graph_of`.
+    """
+
+    given: tuple[Any, ...]
+    tensors: frozenset[int]
+    graph: Any
+
+    @classmethod
+    def of(cls, given: tuple[Any, ...], graph: Callable[..., Any] | None) -> "First | None":
+        """None where there is no graph, or other arguments than values that nobody can change."""
+        tensors = [id(x) for x in _leaves(given) if isinstance(x, Tensor)]
+        fixed = all(isinstance(x, (Tensor, bool, str, type, type(None))) for x in _leaves(given))
+        once = len(set(tensors)) == len(tensors)
+        return None if graph is None or not (fixed and once) else cls(given, frozenset(tensors), graph)
+
+    def fits(self, given: tuple[Any, ...]) -> bool:
+        """Whether Dynamo would find the same of other arguments: all are the same objects, but for the
+        states, one tensor of the same layout that was not among them."""
+        changed = [(x, y) for x, y in zip(given, self.given, strict=False) if x is not y]
+        if len(given) != len(self.given) or len(changed) != 1:
+            return False
+        (new, old), *_ = changed
+        return id(new) not in self.tensors and _layout(new) == _layout(old) != ()
+
+
+def _leaves(given: tuple[Any, ...]) -> Iterator[Any]:
+    for x in given:
+        yield from _leaves(x) if type(x) is tuple else (x,)
+
+
+def _layout(x: Any) -> tuple[Any, ...]:
+    return (x.shape, x.stride(), x.dtype) if type(x) is Tensor else ()
+
+
+class StandIn:
+    """Replaces the `forward` of a module by compiled graphs, which all modules of its kind share."""
+
+    def __init__(self, module: nn.Module, device: torch.device, layer: int = 0) -> None:
+        self.plain, self._module = module.forward, module
+        self._backend = backend_for(module)
+        self._compiled = compiled(module.forward, device, self._backend)
+        self._layer = layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        view = next((x for x in (*args, *kwargs.values()) if isinstance(x, View)), None)
+        if view is not None and not view.stored:
+            return self.plain(*args, **kwargs)
+        # The view holds its first calls: a call that held the view would keep its tensors alive.
+        given = tuple(View if x is view else x for x in (*args, *kwargs.values(), *kwargs))
+        first = None if view is None else view.first.get(self._backend)
+        if view is not None and first is not None and first.fits(given):
+            return self._alone(first.graph, view, args, kwargs)
+        owned = tuple(map(self._own, args)), {name: self._own(x) for name, x in kwargs.items()}
+        graph = graph_of(self.plain, self._backend, *owned)
+        says = self._compiled(*owned[0], **owned[1]) if graph is None else None
+        if view is not None and self._backend not in view.first:
+            graph = graph or graph_of(self.plain, self._backend, *owned)
+            view.first[self._backend] = First.of(given, graph)
+        return graph(self._module, *owned[0], **owned[1]) if says is None else says
+
+    def _alone(
+        self, graph: Callable[..., Any], view: View, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What a graph says of this layer's module and its part of the cache."""
+        mine = view.of(self._layer)
+        args = tuple(mine if x is view else x for x in args)
+        return graph(self._module, *args, **{name: mine if x is view else x for name, x in kwargs.items()})
+
+    def _own(self, x: Any) -> Any:
+        """An argument as the graphs take it: tensors of any size, and this layer's part of the cache."""
+        if isinstance(x, Tensor):
+            return freed(x, *range(x.dim()))
+        if isinstance(x, View):
+            return x.of(self._layer)
+        return tuple(map(self._own, x)) if type(x) is tuple else x
+
+
+def compile_forward(module: nn.Module, device: torch.device, layer: int = 0) -> None:
+    """Run a module as a compiled graph from now on."""
+    module.forward = StandIn(module, device, layer)
+
+
+class Taps:
+    """The taps of one model, which are named as `Drafter.taps` says. Hugging Face's own recorder keeps the
+    states of all layers, by hooks inside them, which cannot be compiled.
+
+    Args:
+        decoder: it says the final states.
+        blocks: the layers.
+    """
+
+    def __init__(self, decoder: nn.Module, blocks: Blocks) -> None:
+        self._decoder, self._blocks = decoder, blocks
+        self._states, self._watched = dict[str, Tensor](), set[str]()
+
+    def watch(self, taps: Sequence[str]) -> None:
+        """Let the next pass leave its states. Raises ValueError for a tap that there is not."""
+        for tap in set(taps) - self._watched:
+            self._hook(tap)
+        self._states.clear()  # of a pass that failed
+
+    def take(self, taps: Sequence[str], cache: KVCache) -> Float[Tensor, "B R F"] | None:
+        """What the pass left, side by side; None without taps."""
+        for tap in taps:
+            if tap in self._states and self._states[tap].dim() > 3:
+                raise ValueError(
+                    f"this target hands on several streams of states at {tap!r}, which no head can read: "
+                    "take a drafter that reads the final states, such as eagle"
+                )
+        features = side_by_side(taps, self._states, cache, len(self._blocks))
+        self._states.clear()
+        return features
+
+    def _hook(self, tap: str) -> None:
+        states = self._states
+
+        def after(module: nn.Module, args: Any, out: Any) -> None:
+            states[FINAL] = out.last_hidden_state
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            states[tap] = args[0] if args else kwargs["hidden_states"]
+
+        for hook in (after, before):
+            setattr(hook, LOOKS, True)
+        block = self._blocks[index_of(tap, len(self._blocks))] if tap != FINAL else None
+        if block is None:
+            self._decoder.register_forward_hook(after)
+        elif not tap.startswith(CACHE):  # the cache is read after the pass
+            block.register_forward_pre_hook(before, with_kwargs=True)
+        self._watched.add(tap)

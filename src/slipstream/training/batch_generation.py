@@ -1,0 +1,286 @@
+"""Plain decoding of thousands of texts at once, for training data written on a GPU.
+
+A session's host work for each text would leave a GPU idle. Here a step is one captured graph over all texts,
+and the host looks at them every few steps. All texts of a call end on the same slot of the cache: prompts
+are padded on their left. Rounding depends on the neighbours, which training data may.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface, Cache
+
+from slipstream.engine.cuda_graphs import cuda_graph
+from slipstream.targets.hf import HFTarget
+from slipstream.targets.shadow_model import twin
+
+WIDE = "slipstream_wide"
+SPAN = 128  # slots by which what a step reads grows
+LOOK = 16  # steps between two looks at which texts have ended
+LEAST = 64  # rows below which a batch is not made smaller
+SHARE = 0.45  # of a GPU's free memory for keys and values
+CHUNK = 2**16  # tokens of prompts that are read at once
+# Texts and batches differ in shape. cuDNN plans for each shape anew, which takes longer than a step.
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Attention under an additive mask. Where a text has one row, the heads that share keys stand in the
+    place of its rows, and keys are read once."""
+    (B, heads, R, D), KV = query.shape, key.shape[1]
+    if R == 1:
+        query = query.reshape(B, KV, heads // KV, D)
+    else:
+        key, value = (x.repeat_interleave(heads // KV, 1) for x in (key, value))
+    out = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
+    return out.reshape(B, heads, R, -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(WIDE, attend)
+
+
+class _Slots(Cache):
+    """Keys and values [L, B, heads, C, D] in memory that stays; passes read the first `used` slots."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__(layers=[])
+        self.keys, self.values, self.used = keys, values, 0
+        self.at = torch.zeros(1, dtype=torch.long, device=keys.device)  # the slot that a step fills
+        self.rows: Tensor | slice = slice(None)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        if (width := key_states.shape[2]) > 1:  # prompts of some rows
+            keys[self.rows, :, :width], values[self.rows, :, :width] = key_states, value_states
+            return key_states, value_states
+        keys.index_copy_(2, self.at, key_states)
+        values.index_copy_(2, self.at, value_states)
+        return keys[:, :, : self.used], values[:, :, : self.used]
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return 0  # positions are explicit
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+class _Texts(NamedTuple):
+    """B texts under way. All tensors stay where they are, because graphs read and write them.
+
+    Attributes:
+        cache: of B rows.
+        pads: [B] slots before each text.
+        token: [B] the last token of each, yet to be read.
+        ended: [B].
+        written: [B, C] tokens.
+        step: [1] how many of them there are.
+    """
+
+    cache: _Slots
+    pads: Tensor
+    token: Tensor
+    ended: Tensor
+    written: Tensor
+    step: Tensor
+
+
+class Wide:
+    """A target that decodes many texts at once.
+
+    Args:
+        eos: tokens that end a text.
+        slots: rows times slots of keys and values; default: what fits in `SHARE` of the GPU's free memory.
+    """
+
+    def __init__(self, target: HFTarget, eos: Iterable[int], slots: int | None = None) -> None:
+        self.target, self.device = target, target.device
+        self.model = twin(target.model)
+        self.model.set_attn_implementation(WIDE)
+        sizes = target.sizes
+        self._shape = sizes.blocks, sizes.num_key_value_heads, sizes.head_dim
+        token = sizes.blocks * sizes.num_key_value_heads * sizes.head_dim
+        if slots is None:
+            free = int(SHARE * torch.cuda.mem_get_info(self.device)[0])
+            slots = free // (2 * token * target.dtype.itemsize)
+        self.slots = slots
+        self._memory = torch.zeros(2, slots * token, dtype=target.dtype, device=self.device)
+        self._ends = frozenset(eos)
+        self._eos = torch.tensor(sorted(self._ends), device=self.device)
+        self._temperature = torch.zeros((), device=self.device)
+        self._texts: dict[tuple[int, int], _Texts] = {}
+        self._steps: dict[tuple[int, int, int], Callable[[], Any]] = {}
+        self._pool: Any = None  # the memory that all graphs share
+
+    @staticmethod
+    def serves(target: Any) -> bool:
+        """Whether a target is on a GPU, and reads everything before a row by attention that can be set."""
+        return (
+            isinstance(target, HFTarget)
+            and target.device.type == "cuda"
+            and set(target.windows.values()) == {None}
+            and getattr(target.config, "attn_logit_softcapping", None) is None
+            and target.model._can_set_attn_implementation()
+        )
+
+    @torch.inference_mode()
+    def write(
+        self, prompts: Sequence[Sequence[int]], temperature: float, limit: int, seed: int
+    ) -> list[list[int]]:
+        """At most `limit` tokens behind each prompt, up to the one that ends the text. Raises ValueError if
+        the memory does not hold one text."""
+        torch.manual_seed(seed)
+        self._temperature.fill_(temperature)
+        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        said: dict[int, list[int]] = {}
+        while order:
+            width = -(-len(prompts[order[0]]) // 16) * 16
+            capacity = -(-(width + limit) // (2 * SPAN)) * 2 * SPAN
+            if capacity > self.slots:
+                raise ValueError(f"a prompt of {len(prompts[order[0]])} tokens leaves the GPU no memory")
+            rows = min(1 << ((self.slots // capacity).bit_length() - 1), _power(len(order)))
+            some, order = order[:rows], order[rows:]
+            made = self._batch([prompts[i] for i in some], rows, capacity, width, limit)
+            said.update(zip(some, map(self._cut, made), strict=True))
+        return [said[i] for i in range(len(prompts))]
+
+    def _cut(self, tokens: list[int]) -> list[int]:
+        """Up to the first token that ends a text."""
+        return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in self._ends), len(tokens))]
+
+    def _batch(
+        self, prompts: Sequence[Sequence[int]], rows: int, capacity: int, width: int, limit: int
+    ) -> list[list[int]]:
+        """What some texts say. Graphs are kept for the next texts of the same sizes."""
+        texts, alive = self._texts_of(rows, capacity), [*range(len(prompts))]  # the text of each row
+        said: list[list[int]] = [[] for _ in prompts]
+        self._read(texts, prompts, width)
+        for step in range(1, limit):
+            if step % LOOK == 0 and (ended := texts.ended.tolist()).count(False) <= rows // 2:
+                self._keep(texts, said, alive, step)
+                kept = [row for row in range(len(alive)) if not ended[row]]
+                if not kept:
+                    return said
+                if (fewer := max(LEAST, _power(len(kept)))) < rows:
+                    smaller = self._texts_of(fewer, capacity)
+                    self._move(texts, smaller, kept, width + step)
+                    rows, texts, alive = fewer, smaller, [alive[row] for row in kept]
+            used = min(-(-(width + step) // SPAN) * SPAN, capacity)
+            if (rows, capacity, used) not in self._steps:
+                self._steps[rows, capacity, used] = self._step(texts, used)
+            self._steps[rows, capacity, used]()
+        self._keep(texts, said, alive, limit)
+        return said
+
+    def _texts_of(self, rows: int, capacity: int) -> _Texts:
+        if (rows, capacity) not in self._texts:
+            L, heads, D = self._shape
+            count = L * rows * heads * capacity * D
+            keys, values = (x[:count].view(L, rows, heads, capacity, D) for x in self._memory)
+            zeros = torch.zeros(rows, dtype=torch.long, device=self.device)
+            cache, written = _Slots(keys, values), zeros[:, None].repeat(1, capacity)
+            self._texts[rows, capacity] = _Texts(
+                cache, zeros, zeros.clone(), zeros.bool(), written, zeros[:1].clone()
+            )
+        return self._texts[rows, capacity]
+
+    def _read(self, texts: _Texts, prompts: Sequence[Sequence[int]], width: int) -> None:
+        """Read the prompts, and choose the first token of each."""
+        texts.cache.at.fill_(width)
+        texts.step.fill_(1)
+        texts.pads.zero_()
+        texts.ended.fill_(True)
+        at, each = torch.arange(width, device=self.device), max(1, CHUNK // width)
+        for first in range(0, len(prompts), each):
+            some = prompts[first : first + each]
+            texts.cache.rows = rows = slice(first, first + len(some))
+            tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in some], device=self.device)
+            pads = torch.tensor([width - len(p) for p in some], device=self.device)
+            # Padding reads itself: a row that reads nothing says what is no number.
+            seen = (at <= at[:, None]) & (at >= pads[:, None, None]) | (at == at[:, None])
+            logits = self._logits(tokens, at - pads[:, None], seen[:, None], texts.cache)
+            texts.pads[rows], texts.token[rows] = pads, self._chosen(logits)
+            texts.ended[rows] = torch.isin(texts.token[rows], self._eos)
+        texts.written[:, 0] = texts.token
+
+    def _step(self, texts: _Texts, used: int) -> Callable[[], Any]:
+        """A step in which texts read the first `used` slots."""
+        at = torch.arange(used, device=self.device)
+
+        def step() -> None:
+            texts.cache.used = used
+            seen = (at >= texts.pads[:, None]) & (at <= texts.cache.at)
+            positions = (texts.cache.at - texts.pads)[:, None]
+            logits = self._logits(texts.token[:, None], positions, seen[:, None, None], texts.cache)
+            texts.token.copy_(torch.where(texts.ended, texts.token, self._chosen(logits)))
+            texts.written.index_copy_(1, texts.step, texts.token[:, None])
+            texts.ended.logical_or_(torch.isin(texts.token, self._eos))
+            texts.step.add_(1)
+            texts.cache.at.add_(1)
+
+        if self.device.type != "cuda":
+            return step
+        # A capture is preceded by a step, whose changes are put back.
+        changed = (texts.written, texts.token, texts.ended, texts.step, texts.cache.at)
+        before = [x.clone() for x in changed]
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        replay = cuda_graph(step, self._pool)[1]
+        for x, was in zip(changed, before, strict=True):
+            x.copy_(was)
+        return replay
+
+    def _logits(self, tokens: Tensor, positions: Tensor, seen: Tensor, cache: _Slots) -> Tensor:
+        mask = torch.zeros_like(seen, dtype=self.target.dtype).masked_fill_(~seen, -torch.inf)
+        with sdpa_kernel(BACKENDS):
+            out: Any = self.model(
+                input_ids=tokens,
+                position_ids=positions.clamp(0, self.target.window - 1),
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        logits: Tensor = out.logits[:, -1].float()
+        return logits
+
+    def _chosen(self, logits: Tensor) -> Tensor:
+        """The likeliest token at T = 0, else one drawn: of p / e, with exponential noise e, the largest."""
+        T = self._temperature
+        noise = torch.empty_like(logits).exponential_().clamp_(min=1e-30)
+        drawn = (logits / T.clamp(min=1e-3)).softmax(-1) / noise
+        return torch.where(T > 0, drawn, logits).argmax(-1)
+
+    @staticmethod
+    def _keep(texts: _Texts, said: list[list[int]], alive: Sequence[int], count: int) -> None:
+        """Take down what rows say so far."""
+        for text, tokens in zip(alive, texts.written[:, :count].tolist(), strict=False):
+            said[text] = tokens
+
+    @staticmethod
+    def _move(texts: _Texts, smaller: _Texts, kept: Sequence[int], used: int) -> None:
+        """Let some rows go on among fewer. Both lie in the same memory, and each layer moves to its front."""
+        fill = [kept[0]] * (len(smaller.token) - len(kept))
+        index = torch.tensor([*kept, *fill], device=texts.token.device)
+        for stored, goal in (
+            (texts.cache.keys, smaller.cache.keys),
+            (texts.cache.values, smaller.cache.values),
+        ):
+            for old, new in zip(stored, goal, strict=True):
+                new[:, :, :used] = old[index, :, :used]  # the right side is a copy
+        for old, new in zip(texts[1:5], smaller[1:5], strict=True):
+            new.copy_(old[index])
+        smaller.ended[len(kept) :] = True
+        smaller.step.copy_(texts.step)
+        smaller.cache.at.copy_(texts.cache.at)
+
+
+def _power(n: int) -> int:
+    """The least power of two that is no smaller."""
+    return 1 << (n - 1).bit_length()
