@@ -43,13 +43,13 @@ class Shared(Drafter):
     def __init__(self, drafter: Proposer, budget: int) -> None:
         self.drafter, self.budget = drafter, budget
         self.rows, self.depth = drafter.rows, drafter.depth
-        self.taps, self.peeks = drafter.taps, drafter.peeks
+        self.taps, self.uses_target_noise = drafter.taps, drafter.uses_target_noise
 
     def start(self, batch: int, device: torch.device) -> State:
         return self.drafter.start(batch, device)
 
-    def absorb(self, span: Span, state: State) -> None:
-        self.drafter.absorb(span, state)
+    def update(self, span: Span, state: State) -> None:
+        self.drafter.update(span, state)
 
     def room(self, shape: Shape | None = None) -> Room:
         return self.drafter.room(shape)

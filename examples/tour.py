@@ -48,7 +48,7 @@ class Stutter(Drafter):
         none = torch.zeros(batch, dtype=torch.long, device=device)
         return Heard(none, none.bool())
 
-    def absorb(self, span: Span, state: State) -> None:
+    def update(self, span: Span, state: State) -> None:
         """Remember whether a token came twice."""
         assert isinstance(state, Heard)
         state.again = state.again | ((span.tokens == span.nexts) & span.mask).any(1)

@@ -34,7 +34,7 @@ class Recent(Drafter):
         zeros = torch.zeros(batch, self.depth, dtype=torch.long, device=device)
         return RecentState(zeros[:, 0].clone(), zeros)
 
-    def absorb(self, span: Span, state: State) -> None:
+    def update(self, span: Span, state: State) -> None:
         """Remember what the target has read, without padding."""
         assert isinstance(state, RecentState)
         for token, real in zip(span.nexts.T, span.mask.T, strict=True):

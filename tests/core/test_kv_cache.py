@@ -77,7 +77,7 @@ def test_equals_one_list_per_row(data, batch, others):
     for _ in range(data.draw(st.integers(1, 4))):
         checked.read(*data.draw(passes(batch)))
         if data.draw(st.booleans()):
-            checked.cache.settle([len(row) for row in checked.rows])
+            checked.cache.flush([len(row) for row in checked.rows])
     order = data.draw(st.lists(st.integers(0, batch - 1), min_size=1, unique=True))
     memory = checked.cache.stored[0].data_ptr()
     checked.cache.select(order)
@@ -130,7 +130,7 @@ def test_only_rows_that_change_place_are_moved():
     """A copy of the whole cache whenever one text ends."""
     cache = Checked(4)
     cache.read(torch.arange(8.0).view(4, 2), None, torch.tensor([2, 2, 2, 2]))
-    cache.cache.settle([2, 2, 2, 2])
+    cache.cache.flush([2, 2, 2, 2])
     cache.cache.storage.stored[0][:, [0, 2, 3], :, 2:] = torch.nan  # past what is used
     cache.cache.select([0, 3])
     kept = cache.cache.storage.stored[0][0, :, 0, :, 0]
@@ -170,7 +170,7 @@ def test_reads_a_bucket_and_never_to_capacity():
     there."""
     cache = KVCache(1, 2)
     cache.storage.hold(10 * BUCKET + 7)
-    cache.settle([3, BUCKET])
+    cache.flush([3, BUCKET])
     for rows, view in (
         (1, 2 * BUCKET),
         (BUCKET, 2 * BUCKET),
@@ -179,11 +179,11 @@ def test_reads_a_bucket_and_never_to_capacity():
     ):
         cache.reserve(rows)
         assert cache.view == view
-    cache.settle([0, 10 * BUCKET])
+    cache.flush([0, 10 * BUCKET])
     cache.reserve(7)
     assert cache.view == cache.storage.capacity
     behind_memory = KVCache(1, 1, memory=torch.zeros(1, 2, 5, 1, 1))
-    behind_memory.settle([BUCKET - 5])
+    behind_memory.flush([BUCKET - 5])
     behind_memory.reserve(1)
     assert behind_memory.view == 2 * BUCKET
 

@@ -60,9 +60,9 @@ def test_a_head_begins_with_what_is_in_its_reach(head, plain, reach, each, monke
     for _ in range(plain):
         session.step(shape=PLAIN)
     texts = [said[:n] for said, n in zip(session._said, session.lengths, strict=True)]
-    with patch.object(auto.hybrid.head, "absorb", wraps=auto.hybrid.head.absorb) as absorb:
+    with patch.object(auto.hybrid.head, "update", wraps=auto.hybrid.head.update) as update:
         session.step(shape=auto.rungs[-1])
-    (span, _), _ = absorb.call_args
+    (span, _), _ = update.call_args
     last = [text[-each:] for text in texts]
     assert span.count.tolist() == [len(text) for text in last]
     assert [row[: len(text)] for row, text in zip(span.tokens.tolist(), last, strict=True)] == last
@@ -78,12 +78,12 @@ def test_texts_that_join_and_leave_before_the_head_reads_are_drafted_the_same(he
         auto = Auto(head(target))
         tree = auto.rungs[-1]
         session = Session(target, auto, rows=3, capacity=200, shapes=auto.rungs)
-        settle = () if lags else (session.state,)
+        flush = () if lags else (session.state,)
 
-        def rounds(shape, session=session, settle=settle):
+        def rounds(shape, session=session, flush=flush):
             session.step(shape=shape)
-            for state in settle:
-                state.settle()
+            for state in flush:
+                state.flush()
 
         for prompt in PROMPTS[:2]:
             session.admit([prompt], [Sampling()])
@@ -124,7 +124,7 @@ def test_texts_that_are_never_drafted_are_not_read(behind, monkeypatch):
     target = tiny.target("llama")
     auto = Auto(tiny.fasteagle(target))
     read = []
-    monkeypatch.setattr(auto.hybrid.head, "absorb", lambda span, state: read.append(span))
+    monkeypatch.setattr(auto.hybrid.head, "update", lambda span, state: read.append(span))
     session = Session(target, auto, rows=3, capacity=200, shapes=auto.rungs)
     for prompt in PROMPTS:
         session.admit([prompt], [Sampling()])

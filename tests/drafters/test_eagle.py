@@ -84,7 +84,7 @@ def state_of(drafter: Eagle, target, prompt: list[int], rows: int, root: int):
     cache.keep(None, count)
     nexts = torch.cat([tokens[:, 1:], torch.full((rows, 1), root)], 1)
     state = drafter.start(rows, target.device)
-    drafter.absorb(Span(tokens, nexts, 0 * count, count, cache, out.features), state)
+    drafter.update(Span(tokens, nexts, 0 * count, count, cache, out.features), state)
     return state
 
 

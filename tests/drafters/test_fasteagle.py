@@ -44,7 +44,7 @@ def proposed(drafter: FastEagle, target, text: list[int], sampling: Sampling, ro
     out = target(chain(tokens[:, :-1]), cache, drafter.taps)
     cache.keep(None, count)
     state = drafter.start(rows, target.device)
-    drafter.absorb(Span(tokens[:, :-1], tokens[:, 1:], 0 * count, count, cache, out.features), state)
+    drafter.update(Span(tokens[:, :-1], tokens[:, 1:], 0 * count, count, cache, out.features), state)
     return drafter.propose(state, Sampler(rows_of(sampling, rows), [text[:-1]] * rows, target.vocab))
 
 

@@ -90,7 +90,7 @@ def test_a_block_of_training_is_a_draft(published):
             cache, count = target.new_cache(1), torch.tensor([row + 1])
             cache.keep(None, count)
             state = drafter.start(1, target.device)
-            drafter.absorb(
+            drafter.update(
                 Span(
                     text[:, : row + 1], text[:, 1 : row + 2], 0 * count, count, cache, features[:, : row + 1]
                 ),

@@ -30,7 +30,7 @@ def span_of(pieces, start):
     return Span(padded[:, :-1], padded[:, 1:], torch.tensor(start), count, KVCache(0, len(pieces)))
 
 
-def absorb(drafter, texts, cuts=()):
+def update(drafter, texts, cuts=()):
     """Feed the texts, root last, in pieces cut so many tokens before the end, where a shorter text has not
     begun."""
     state = drafter.start(len(texts), torch.device("cpu"))
@@ -39,7 +39,7 @@ def absorb(drafter, texts, cuts=()):
         ends = [max(0, len(text) - 1 - cut) for text in texts]
         if any(ends):
             pieces = [text[at : end + 1] for text, at, end in zip(texts, done, ends, strict=True)]
-            drafter.absorb(span_of(pieces, done), state)
+            drafter.update(span_of(pieces, done), state)
         done = ends
     return state
 
@@ -62,7 +62,7 @@ def test_equals_a_search_in_plain_lists(texts, limits, cuts):
     would tell.
     """
     drafter = NGram(*limits)
-    tree = propose(drafter, absorb(drafter, texts, cuts=cuts))
+    tree = propose(drafter, update(drafter, texts, cuts=cuts))
     found = [lookup(text, *limits) for text in texts]
     assert tree.is_chain
     if not any(found):
@@ -85,7 +85,7 @@ def test_the_reference_itself_on_plain_cases():
 def test_rows_come_and_go_with_their_text():
     """A row that takes another's table with it drafts another's words."""
     drafter, texts = NGram(depth=3, longest=3, shortest=1), [[1, 2, 3, 1], [4, 5, 6, 4, 5], [7, 8, 7]]
-    state = absorb(drafter, texts)
+    state = update(drafter, texts)
     state.select([2, 0, 1])
     expected = [[7, 8, 7, 8], [1, 2, 3, 1], [5, 6, 4, 5]]
     assert propose(drafter, state).tokens.tolist() == expected
@@ -99,8 +99,8 @@ def test_padding_past_the_capacity_leaves_the_last_token_alone(length):
     state = drafter.start(1, torch.device("cpu"))
     text = [1] * (length - 1) + [7, 7, 9]
     tokens, nexts = torch.tensor([[text[:-1]], [text[1:]]])
-    cache.settle([length])
-    drafter.absorb(Span(tokens, nexts, torch.tensor([0]), torch.tensor([length]), cache), state)
+    cache.flush([length])
+    drafter.update(Span(tokens, nexts, torch.tensor([0]), torch.tensor([length]), cache), state)
     assert propose(drafter, state).tokens.tolist() == [[7, 7]]
 
 
@@ -108,10 +108,10 @@ def test_texts_of_different_blocks_share_a_table():
     drafter, states = NGram(depth=2, longest=1, shortest=1), []
     for text in ([3, 4, 5, 3], [1] * BLOCK + [2, 6, 7, 2]):
         cache = KVCache(0, 1)
-        cache.settle([len(text) - 1])
+        cache.flush([len(text) - 1])
         states.append(drafter.start(1, torch.device("cpu")))
         tokens, nexts = torch.tensor([[text[:-1]], [text[1:]]])
-        drafter.absorb(
+        drafter.update(
             Span(tokens, nexts, torch.tensor([0]), torch.tensor([len(text) - 1]), cache), states[-1]
         )
     states[0].join(states[1])

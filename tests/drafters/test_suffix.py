@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import tiny
-from drafters.test_ngram import absorb, propose, span_of, texts_of
+from drafters.test_ngram import propose, span_of, texts_of, update
 from slipstream.core.sampling import Sampling
 from slipstream.core.tree import PAD
 from slipstream.drafters import load_drafter, suffix
@@ -84,7 +84,7 @@ def test_equals_counts_in_plain_lists(looks, texts, rows, depth, cuts):
     with pytest.MonkeyPatch.context() as patch:
         tiny.replace_is_host(patch, lambda x: looks)
         drafter = Suffix(rows, depth)
-        tree = propose(drafter, absorb(drafter, texts, cuts))
+        tree = propose(drafter, update(drafter, texts, cuts))
     check(tree, texts, rows, drafter.depth)
 
 
@@ -93,7 +93,7 @@ def test_equals_counts_in_plain_lists(looks, texts, rows, depth, cuts):
 def test_earlier_answers_are_matched_too(earlier, texts, rows):
     """An answer that goes on into the next one, or into the ring's empty slots."""
     drafter = Suffix(rows, 5, remember=1)
-    state = absorb(drafter, texts)
+    state = update(drafter, texts)
     state.memory.put(torch.tensor(earlier), torch.tensor(0))
     check(propose(drafter, state), texts, rows, drafter.depth, earlier)
 
@@ -101,7 +101,7 @@ def test_earlier_answers_are_matched_too(earlier, texts, rows):
 def test_answers_of_another_salt_are_not_matched():
     """The number of tokens that were accepted told what another client had been answered."""
     drafter, texts, earlier = Suffix(8, 5, remember=1), [[1, 2, 3], [9, 2, 3]], [2, 3, 7, 8]
-    state = absorb(drafter, texts)
+    state = update(drafter, texts)
     state.share_within(torch.tensor([5, 6]))
     state.memory.put(torch.tensor(earlier), torch.tensor(6))
     tree = propose(drafter, state)
@@ -134,13 +134,13 @@ def test_the_memory_is_bounded_and_forgets_the_oldest():
 def test_answers_that_leave_are_remembered_without_their_prompts():
     """What a row leaves when another moves into its place; or a text that left before it was answered."""
     drafter, texts = Suffix(remember=1), [[1, 2, 3, 4], [5, 6, 7]]
-    state = absorb(drafter, texts)
+    state = update(drafter, texts)
     propose(drafter, state)
-    drafter.absorb(span_of([[4, 9, 8], [7, 6, 5, 4]], [3, 2]), state)
+    drafter.update(span_of([[4, 9, 8], [7, 6, 5, 4]], [3, 2]), state)
     state.select([1])
     assert drafter._memory.ring[0, :4].tolist() == [4, 9, 8, PAD]
     assert propose(drafter, state).tokens[0, 0] == 4
-    absorb(drafter, texts).select([])
+    update(drafter, texts).select([])
     assert drafter._memory.written == 4
     state.select([])
     assert drafter._memory.ring[0, 4:9].tolist() == [7, 6, 5, 4, PAD]

@@ -75,7 +75,7 @@ def test_the_first_lap_reads_one_token_alone(auto, monkeypatch):
     target, drafter = auto
     events: list[str | int] = []
     step, head = costs.Session.step, drafter.hybrid.head
-    absorb = head.absorb
+    update = head.update
 
     def stepped(session, shape):
         events.append(shape.name)
@@ -83,10 +83,10 @@ def test_the_first_lap_reads_one_token_alone(auto, monkeypatch):
 
     def read(span, state):
         events.append(span.tokens.shape[1])
-        absorb(span, state)
+        update(span, state)
 
     monkeypatch.setattr(costs.Session, "step", stepped)
-    monkeypatch.setattr(head, "absorb", read)
+    monkeypatch.setattr(head, "update", read)
     next(costs._laps(target, drafter, 4))
     for tree in (rung.name for rung in drafter.rungs if rung.children):
         assert ("plain", tree, 1) in zip(events, events[1:], events[2:], strict=False)

@@ -180,7 +180,7 @@ def test_multi_round_at_temperature_zero_is_plain_decoding(name):
     """Residuals or point masses that turn a certain choice into another."""
     target, some = tiny.target("llama"), BATCHES[3]
     drafter = tiny.DRAFTERS[name](target, texts_of("llama", "T=0")[some])
-    if drafter.peeks:
+    if drafter.uses_target_noise:
         pytest.skip("the coupled law only: generate refuses the other")
     assert run(target, drafter, PROMPTS[some], [Sampling()] * 3, multi_round) == plain("llama", "T=0")[some]
 

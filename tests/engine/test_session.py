@@ -71,7 +71,7 @@ def play(session: Session, kind: str, seed: int, step=Session.step, bare=frozens
             assert session.span.tokens.shape[0] == len(session.texts)  # idle rows are in no pass
             assert session.cache.read(0)[0].shape[0] == len(session.texts)
         for each in news:
-            assert each.sound
+            assert each.finite
             assert not (each.drafted and each.text in bare)
             answers.setdefault(each.text, []).extend(each.tokens)
         done = [text for text in session.texts if len(answers[text]) >= ends[text]]

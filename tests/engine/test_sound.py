@@ -74,12 +74,12 @@ def test_a_text_in_the_row_of_an_unsound_one_is_sound(drafter, step):
     target = broken(math.nan, token=sound[1] if step else PROMPT[-1])
     session = Session(target, load_drafter(drafter, target), rows=1)
     news = session.admit([PROMPT], [Sampling()])
-    while news[0].sound:
+    while news[0].finite:
         news = session.step()
     session.retire([0])
     other = [token for token in tiny.prompts(5)[0] if token not in (sound[1], PROMPT[-1])]
     made = [*session.admit([other], [Sampling()]), *session.step()]
-    assert all(each.sound for each in made)
+    assert all(each.finite for each in made)
     assert [token for each in made for token in each.tokens] == generate(
         target, other, "vanilla", max_new_tokens=sum(len(each.tokens) for each in made), eos_token_ids=()
     ).tokens

@@ -224,7 +224,7 @@ def test_what_is_certified_is_what_answers_at_that_temperature(monkeypatch):
 
     def watched(self, method, prompt, show=None):
         if method == "mine":
-            assert self.drafters[method].peeks == (self.temperature > 0)
+            assert self.drafters[method].uses_target_noise == (self.temperature > 0)
         return ask(self, method, prompt, show)
 
     monkeypatch.setattr(Contest, "ask", watched)

@@ -50,14 +50,14 @@ def test_ranks_are_those_of_drafts_from_every_position(target, drafter, proposal
             read = Span(
                 text[None, :at], text[None, 1 : at + 1], torch.zeros(1).long(), torch.tensor([at]), cache
             )
-            drafter.absorb(
+            drafter.update(
                 Span(**{**vars(read), "features": recorded.tapped(("final",))[b : b + 1, :at]}), state
             )
             for depth in range(min(2, len(text) - 1 - at)):
                 if depth:  # the guess is fed instead of the feature: what a draft has
                     one, fed = torch.ones(1).long(), text[None, at + depth : at + depth + 1]
                     step = Span(fed, fed, state.cache.lengths, one, cache, state.hidden[:, None])
-                    drafter.absorb(step, state)
+                    drafter.update(step, state)
                 state.root = text[at + depth][None]
                 found = ranked.propose(state, sampler, ten).tokens[0, 1:].tolist()
                 tried[depth] += 1

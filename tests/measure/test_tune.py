@@ -108,7 +108,7 @@ def test_auto_begins_with_what_tune_found(target, home, monkeypatch, temperature
     assert sorted(found.rungs) == sorted(rung.name for rung in auto.tuned)
     assert auto.rungs[-len(auto.tuned) :] == auto.tuned
     assert [rung.nodes for rung in auto.tuned] == sorted(rung.nodes for rung in auto.tuned)
-    assert auto.peeks == (found.chosen.proposal == "noise")
+    assert auto.uses_target_noise == (found.chosen.proposal == "noise")
     known = costs.policy(target, auto, 1).ledger
     assert all(known.of(i, 0).rounds > GUESS for i in range(1, len(auto.rungs)))
     shown = Console(width=300, file=io.StringIO())

@@ -73,7 +73,7 @@ def in_a_batch(target: HFTarget, tree: Tree) -> tuple[Tensor, Output]:
     last = torch.tensor(lengths)[:, None] - 1
     read = target(chain(tokens), cache, rows=last).logits[:, 0]
     cache.keep(None, torch.tensor(lengths))
-    cache.settle(lengths)
+    cache.flush(lengths)
     return read, target(tree, cache, ("final",))
 
 
@@ -96,7 +96,7 @@ def alone(target: HFTarget, tree: Tree, text: int) -> tuple[Tensor, Tensor]:
         while path[0]:
             path.insert(0, parents[path[0]])
         cache.lengths = torch.tensor([len(prompt)])  # forget the path before
-        cache.settle([len(prompt)])
+        cache.flush([len(prompt)])
         for node in path:
             logits[node] = say(target, cache, [tokens[node]])
     return read, logits

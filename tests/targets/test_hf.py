@@ -73,7 +73,7 @@ def prefilled(target: HFTarget, memory: Tensor | None = None) -> KVCache:
     cache = target.new_cache(len(PROMPTS), memory)
     target(chain(tokens), cache)
     cache.keep(None, torch.tensor(lengths))
-    cache.settle(lengths)
+    cache.flush(lengths)
     return cache
 
 
@@ -152,7 +152,7 @@ class Listener(Drafter):
     def start(self, batch: int, device: torch.device) -> State:
         return State(torch.zeros(batch, dtype=torch.long))
 
-    def absorb(self, span: Span, state: State) -> None:
+    def update(self, span: Span, state: State) -> None:
         self.spans.append(span)
 
     def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:

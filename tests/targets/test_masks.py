@@ -20,7 +20,7 @@ def cache_of(rows: int, after: int = 0, prefix: int = 0, lengths: list[int] = LE
     memory = torch.zeros(1, 2, prefix, 1, 1) if prefix else None
     cache = KVCache(1, len(lengths), memory=memory)
     cache.lengths = torch.tensor(lengths)
-    cache.settle(lengths)
+    cache.flush(lengths)
     cache.reserve(rows, after)
     return cache
 

@@ -203,7 +203,7 @@ def test_it_is_named(kind):
     assert target.place.endswith(f"bfloat16, {kind}")
     assert f"bfloat16, {kind} on cpu" in repr(target)
     assert (whole.quantize, whole.precision) == (None, "float64")
-    assert f"bfloat16, {kind} is" in target.unsound([1, 2])
+    assert f"bfloat16, {kind} is" in target.explain_non_finite([1, 2])
     with pytest.raises(ValueError, match=f"{kind}, which Hugging Face cannot read"):
         target.save("nowhere")
 

@@ -47,7 +47,7 @@ def test_unrolled_steps_are_the_steps_of_a_draft(inputs):
         state = drafter.start(1, target.device)
         count = torch.tensor([root])
         span = Span(text[:, :root], text[:, 1 : root + 1], 0 * count, count, cache, features[:, :root])
-        drafter.absorb(span, state)
+        drafter.update(span, state)
         hidden = state.hidden[:, None]
         assert torch.allclose(hidden[0, 0], steps[0][0, root - 1])
         for j in range(1, depth):
@@ -71,7 +71,7 @@ def test_layers_of_a_cascade_are_the_steps_of_a_draft():
         cache, count = target.new_cache(1), torch.tensor([root])
         cache.keep(None, count)
         state = drafter.start(1, target.device)
-        drafter.absorb(
+        drafter.update(
             Span(text[:, :root], text[:, 1 : root + 1], 0 * count, count, cache, features[:, :root]), state
         )
         for j, step in enumerate(steps):
@@ -91,7 +91,7 @@ def test_a_law_is_trained_behind_the_token_that_it_is_drafted_behind():
     count, cache = torch.tensor([3]), target.new_cache(1)
     cache.keep(None, count)
     state = drafter.start(1, target.device)
-    drafter.absorb(Span(text[:, :3], text[:, 1:4], 0 * count, count, cache, features[:, :3]), state)
+    drafter.update(Span(text[:, :3], text[:, 1:4], 0 * count, count, cache, features[:, :3]), state)
     scores = drafter.scores(state.hidden)
     for j, step in enumerate(steps):
         here, row = slice(j, j + 1), 2 + j  # the root, t_3, is row 2's next token

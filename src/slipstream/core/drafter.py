@@ -49,12 +49,12 @@ class State:
             if isinstance(value, State):
                 value.share_within(salts)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Read what was put off, so that every row holds what it has been told."""
 
     def before_copies(self) -> None:
         """Make ready for a row to be copied, for texts that begin alike."""
-        self.settle()
+        self.flush()
 
     def place_behind(self, other: "State") -> None:
         """Let the caches, which are still empty, be windows behind another state's."""
@@ -114,15 +114,16 @@ class Room(NamedTuple):
 
 class Drafter(ABC):
     """Guesses ahead. What changes from round to round is in the `State` that `start` returns, never on the
-    drafter; a subclass names its own type of state in `absorb` and `propose`.
+    drafter; a subclass names its own type of state in `update` and `propose`.
 
     Attributes:
-        taps: what `absorb` reads of the target: "final" (what the LM head reads), "input of block i", or
+        taps: what `update` reads of the target: "final" (what the LM head reads), "input of block i", or
             "cache of block i" (rotated keys, and values, of all heads). A feature [F] is their concatenation.
         rows: the most rows that its own trees take in a target pass, probes included.
         depth: of its deepest own tree.
         law: how its trees are verified: "coupled", or "multi-round" for children sampled from `Tree.law`.
-        peeks: its candidates depend on `sampler.noise`, so that only the coupled law is exact for it.
+        uses_target_noise: its candidates depend on `sampler.noise`, so that only the coupled law is exact
+            for it.
         remembers: it guesses from texts that have ended, too, which its trees then show.
         probes: vectors [M, H] that the prompt's last token hosts; later trees carry their own.
         memory: keys and values [L, 2, P, heads, D] that its probes read in the target's attention.
@@ -137,7 +138,7 @@ class Drafter(ABC):
     rows: int = 1
     depth: int = 0
     law: str = "coupled"
-    peeks: bool = False
+    uses_target_noise: bool = False
     remembers: bool = False
     probes: Float[Tensor, "M H"] | None = None
     memory: Float[Tensor, "L 2 P heads D"] | None = None
@@ -151,13 +152,13 @@ class Drafter(ABC):
         """The state of rows that have read nothing."""
 
     @abstractmethod
-    def absorb(self, span: Span, state: Any) -> None:
+    def update(self, span: Span, state: Any) -> None:
         """Read what the target has just read, and set the state's root to `span.root`. A drafter that sat out
-        some rounds absorbs their spans later, in order."""
+        some rounds is updated with their spans later, in order."""
 
     @abstractmethod
     def propose(self, state: Any, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        """Guess. A drafter that reads `sampler.noise` says so (`peeks`).
+        """Guess. A drafter that reads `sampler.noise` says so (`uses_target_noise`).
 
         Args:
             shape: this round's tree; default: the drafter's own. A drafter that looks its guesses up takes

@@ -116,7 +116,7 @@ class KVCache:
     Attributes:
         lengths: tokens of each text.
         texts: the number of the text in each row, which a session counts.
-        bound: upper bound on `lengths`, known to the host; exact after `settle`.
+        bound: upper bound on `lengths`, known to the host; exact after `flush`.
         view: slots that a pass reads: memory, text and the reserved rows, up to the next bucket.
         used: these slots, counted from 0.
         slots: the reserved ones of each row.
@@ -280,6 +280,6 @@ class KVCache:
         self.keep(None, count)
         self.bound = min(self.bound, other.bound + ahead)
 
-    def settle(self, lengths: list[int]) -> None:
+    def flush(self, lengths: list[int]) -> None:
         """Make the bound exact, from lengths that the host knows."""
         self.bound = max(lengths, default=0)

@@ -104,7 +104,7 @@ class Sampler:
         device: where the logits live.
 
     Attributes:
-        sound: false once a draw of the row had no finite best score.
+        finite: false once a draw of the row had no finite best score.
         temperature: of each row, 0 for a greedy one.
         greedy: all rows have temperature 0.
         walks: of each row, where its history stands in its grammar; None: it has none, or has left it.
@@ -124,7 +124,7 @@ class Sampler:
         self._columns = {name: self._column(name, kind) for name, (kind, _, _) in ALLOWED.items()}
         self._keys = torch.cat([self._columns["seed"], self._columns["row"]], 1)
         self.temperature: Float[Tensor, "B 1"] = self._columns["temperature"]
-        self.sound: Bool[Tensor, " B"] = torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
+        self.finite: Bool[Tensor, " B"] = torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
         self.greedy = all(row.temperature == 0 for row in self.rows)
         self._tempered = any(row.temperature not in (0, 1) for row in self.rows)
         self._cuts = any(row.top_k or row.top_p < 1 or row.min_p for row in self.rows if row.temperature)
@@ -246,14 +246,14 @@ class Sampler:
 
     def draw(self, scores: Float[Tensor, "B V"], positions: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
         """argmax(scores + g), the token at each absolute position; g depends on (seed, row, position) alone.
-        A row whose best score is not finite is no longer `sound`, and its token has no meaning."""
+        A row whose best score is not finite is no longer `finite`, and its token has no meaning."""
         if is_host(scores):
             rows = zip(scores, positions.tolist(), strict=True)
             return torch.tensor([self.draw_alone(i, *row) for i, row in enumerate(rows)])
         perturbed = scores if self.greedy else scores + self.noise(positions)
         token = perturbed.argmax(-1)
         finite = perturbed.gather(1, token[:, None])[:, 0].isfinite()
-        self.sound.logical_and_(finite)  # in place, so that a captured round updates it
+        self.finite.logical_and_(finite)  # in place, so that a captured round updates it
         return token
 
     def draw_alone(self, row: int, scores: Float[Tensor, " V"], position: int) -> int:
@@ -263,7 +263,7 @@ class Sampler:
         else:
             token = winner(scores, self._words(row, position))
         if not math.isfinite(scores[token]):
-            self.sound[row] = False
+            self.finite[row] = False
         return token
 
     def noise(
@@ -314,7 +314,7 @@ class Sampler:
             if made._seen is not None and sampler._seen is not None:
                 for new, old in zip(made._seen, sampler._seen, strict=True):
                     new[i] = old[b]
-            made.walks[i], made.sound[i] = sampler.walks[b], sampler.sound[b]
+            made.walks[i], made.finite[i] = sampler.walks[b], sampler.finite[b]
         return made
 
 

@@ -320,7 +320,7 @@ class Target(ABC):
         """
 
     @abstractmethod
-    def unsound(self, tokens: Sequence[int]) -> str:
+    def explain_non_finite(self, tokens: Sequence[int]) -> str:
         """The error message for numbers that are not finite after `tokens`. It names the first module that
         returned such numbers."""
 

@@ -50,12 +50,12 @@ class AutoState(HybridState):
         features = self.missed[-1].features if self.missed else None
         return 0 if features is None else features[0, 0].nbytes
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         self.drafter.catch_up(self)
 
     def before_copies(self) -> None:
         if self.reads:  # otherwise nobody has asked for the head yet
-            self.settle()
+            self.flush()
 
     def select(self, order: list[int]) -> None:
         rows = torch.tensor(order, dtype=torch.long, device=self.root.device)
@@ -67,8 +67,8 @@ class AutoState(HybridState):
     def join(self, other: State) -> None:
         assert isinstance(other, AutoState)
         if len(self.root) and (self.reads or other.reads):
-            self.settle()
-            other.settle()
+            self.flush()
+            other.flush()
         elif other.missed:
             missed = merged(other.missed)
             self.missed = [beside(merged(self.missed), missed) if self.missed else missed]
@@ -105,7 +105,7 @@ class Auto(Drafter):
             head.grow_as(trees[-1], head.proposal)
             self.hybrid = Hybrid(head, self.matches)
             self.rungs += trees
-            self.taps, self.peeks = head.taps, head.peeks
+            self.taps, self.uses_target_noise = head.taps, head.uses_target_noise
             self.probes, self.memory = head.probes, head.memory
             self.rows = max(self.rows, self.hybrid.rows)
 
@@ -158,8 +158,8 @@ class Auto(Drafter):
         by = self.hybrid if self.hybrid is not None and shape.children else self.matches
         return by.room(shape)
 
-    def absorb(self, span: Span, state: AutoState) -> None:
-        self.matches.absorb(span, state.matches)
+    def update(self, span: Span, state: AutoState) -> None:
+        self.matches.update(span, state.matches)
         state.root = span.root
         if self.hybrid is not None:
             state.missed.append(replace(span, tree=None, path=None, logits=None))
@@ -192,7 +192,7 @@ class Auto(Drafter):
         self._drop_far(state)
         if state.missed and self.hybrid is not None:
             began, missed = perf_counter(), merged(state.missed)
-            self.hybrid.head.absorb(missed, state.head)
+            self.hybrid.head.update(missed, state.head)
             if missed.tokens.numel() >= MANY:
                 self.pace = (perf_counter() - began) / missed.tokens.numel()
             state.reads = True

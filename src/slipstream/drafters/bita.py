@@ -103,7 +103,7 @@ class Bita(ParallelDrafter):
         known = torch.zeros(batch, dtype=torch.long, device=device)
         return BitaState(**vars(super().start(batch, device)), known=known)
 
-    def absorb(self, span: Span, state: BitaState) -> None:
+    def update(self, span: Span, state: BitaState) -> None:
         if span.probed is None:
             state.known = torch.zeros_like(state.known)  # no masks rode in this pass
         else:

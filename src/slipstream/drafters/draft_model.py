@@ -164,7 +164,7 @@ class DraftModel(Proposer):
         scores = torch.zeros(batch, len(self.vocab), device=device)
         return DraftModelState(zeros, scores, self.model.new_cache(batch))
 
-    def absorb(self, span: Span, state: DraftModelState) -> None:
+    def update(self, span: Span, state: DraftModelState) -> None:
         """Read the tokens chosen since the last time, with the root, which the target has not read yet."""
         begins = (span.start == 0) & (span.count > 0)  # a text's first token is not among `span.nexts`
         tokens = torch.cat([span.tokens[:, :1], span.nexts], 1)

@@ -168,7 +168,7 @@ class FastEagle(ParallelDrafter):
         cache = self.new_cache(self.drafted, batch)
         return FastEagleState(**vars(super().start(batch, device)), cache=cache)
 
-    def absorb(self, span: Span, state: FastEagleState) -> None:
+    def update(self, span: Span, state: FastEagleState) -> None:
         assert span.features is not None
         attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.compiles)
         states = self.read(span.nexts, span.features, positions, attends=attends)

@@ -204,7 +204,7 @@ class Glide(HeadDrafter):
         hidden = torch.zeros(batch, width, dtype=self.target.dtype, device=device)
         return GlideState(zeros, hidden, self.new_cache(N, batch), KVCache(len(self.taps), batch, device))
 
-    def absorb(self, span: Span, state: GlideState) -> None:
+    def update(self, span: Span, state: GlideState) -> None:
         T = span.tokens.shape[1]
         glimpses: list[Glimpse | None] = [None] * self.head.config.depth
         if self.taps:

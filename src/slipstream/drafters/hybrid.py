@@ -40,7 +40,12 @@ class Hybrid(Drafter):
     def __init__(self, head: Proposer, matches: Suffix) -> None:
         if head.law != "coupled":
             raise ValueError("hybrid drafts take proposal=top-k or noise: a match was drawn from no law")
-        self.head, self.matches, self.taps, self.peeks = head, matches, head.taps, head.peeks
+        self.head, self.matches, self.taps, self.uses_target_noise = (
+            head,
+            matches,
+            head.taps,
+            head.uses_target_noise,
+        )
         self.rows, self.depth = max(head.rows, matches.rows), max(head.depth, matches.depth)
         self.probes, self.memory, self.remembers = head.probes, head.memory, matches.remembers
 
@@ -87,9 +92,9 @@ class Hybrid(Drafter):
         head, matches = self.head.room(shape), self.matches.room(shape)
         return Room(max(head.target, matches.target), head.own + matches.own)
 
-    def absorb(self, span: Span, state: HybridState) -> None:
-        self.head.absorb(span, state.head)
-        self.matches.absorb(span, state.matches)
+    def update(self, span: Span, state: HybridState) -> None:
+        self.head.update(span, state.head)
+        self.matches.update(span, state.matches)
         state.root = state.head.root
 
     def propose(self, state: HybridState, sampler: Sampler, shape: Shape | None = None) -> Tree:

@@ -66,7 +66,7 @@ class Lookahead(Drafter):
         pool = zeros.new_full((batch, POOL + 1, self.N), PAD)
         return LookaheadState(zeros, zeros.new_zeros(batch, 0), zeros.clone(), levels, pool, zeros.clone())
 
-    def absorb(self, span: Span, state: LookaheadState) -> None:
+    def update(self, span: Span, state: LookaheadState) -> None:
         cut = span.tree is not None and span.tree.nodes != self.rows  # by a grammar: slots are others
         if span.tree is None or span.tree.is_chain or cut:
             self._read(span, state)

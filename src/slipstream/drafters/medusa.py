@@ -90,7 +90,7 @@ class Medusa(ParallelDrafter):
 
     method, module, reach = "medusa", MedusaHead, 1
 
-    def absorb(self, span: Span, state: ParallelState) -> None:
+    def update(self, span: Span, state: ParallelState) -> None:
         assert span.features is not None
         last = span.last(span.features)[:, None]  # nothing else is read, so there is no cache
         state.hidden = self.read(last, more=(state.hidden.shape[1],))[:, 0]

@@ -107,7 +107,7 @@ class NGram(Drafter):
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
         return TextState(zeros, zeros.new_zeros(batch, 0), zeros.clone())
 
-    def absorb(self, span: Span, state: TextState) -> None:
+    def update(self, span: Span, state: TextState) -> None:
         state.read(span)
 
     def propose(self, state: TextState, sampler: Sampler, shape: Shape | None = None) -> Tree:

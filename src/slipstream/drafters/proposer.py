@@ -75,7 +75,10 @@ class Proposer(Drafter):
         if proposal not in PROPOSALS:
             raise ValueError(f"Unknown proposal: {proposal!r}. Available: {', '.join(PROPOSALS)}")
         self.proposal = proposal
-        self.peeks, self.law = proposal == "noise", "multi-round" if proposal == "sampled" else "coupled"
+        self.uses_target_noise, self.law = (
+            proposal == "noise",
+            "multi-round" if proposal == "sampled" else "coupled",
+        )
         self.shape = Shape.parse(tree) if isinstance(tree, str) else tree
         self.check(self.shape)
         self._checked = [self.shape]

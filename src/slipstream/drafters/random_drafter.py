@@ -56,7 +56,7 @@ class RandomDrafter(Drafter):
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
         return RandomState(zeros, zeros)
 
-    def absorb(self, span: Span, state: RandomState) -> None:
+    def update(self, span: Span, state: RandomState) -> None:
         state.root = span.root
         state.position = span.start + span.count
 

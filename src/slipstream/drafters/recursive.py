@@ -62,7 +62,7 @@ class RecursiveDrafter(HeadDrafter):
         hidden = torch.zeros(batch, self.head.config.hidden_size, dtype=self.target.dtype, device=device)
         return RecursiveState(zeros, hidden, zeros.clone(), self.new_cache(1, batch))
 
-    def absorb(self, span: Span, state: RecursiveState) -> None:
+    def update(self, span: Span, state: RecursiveState) -> None:
         assert span.features is not None
         attends, positions = attend_cache(state.cache, span.tokens.shape[1], compiles=self.compiles)
         tokens = span.nexts if self.head.shifted else span.tokens

@@ -111,7 +111,7 @@ class Suffix(Drafter):
         rows = self.rows if shape is None else shape.nodes
         return Room(rows, rows)
 
-    def absorb(self, span: Span, state: SuffixState) -> None:
+    def update(self, span: Span, state: SuffixState) -> None:
         state.read(span)
         state.found = None
 

@@ -48,7 +48,7 @@ class TreeOracle(Drafter):
         zeros = torch.zeros(batch, dtype=torch.long, device=device)
         return OracleState(zeros, zeros, zeros, zeros)
 
-    def absorb(self, span: Span, state: OracleState) -> None:
+    def update(self, span: Span, state: OracleState) -> None:
         state.root = span.root
         state.position = span.start + span.count
         state.row = span.cache.texts

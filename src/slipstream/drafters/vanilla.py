@@ -18,7 +18,7 @@ class Vanilla(Drafter):
     def start(self, batch: int, device: torch.device) -> State:
         return State(torch.zeros(batch, dtype=torch.long, device=device))
 
-    def absorb(self, span: Span, state: State) -> None:
+    def update(self, span: Span, state: State) -> None:
         state.root = span.root
 
     def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:

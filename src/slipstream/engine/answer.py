@@ -59,8 +59,8 @@ class Answer:
     def take(self, made: Committed, prompt: Sequence[int], known: int = 0) -> list[int]:
         """Take what a pass brought, but for its first tokens that are `known`; returns those taken. Raises
         ValueError where scores that decided were not finite."""
-        if not made.sound:
-            raise ValueError(self.target.unsound([*prompt, *self.tokens]))
+        if not made.finite:
+            raise ValueError(self.target.explain_non_finite([*prompt, *self.tokens]))
         taken = self.extend(made.tokens[known:])
         if made.drafted is not None and taken:
             self.rounds.append(Round(made.drafted, len(made.tokens) - 1, len(taken)))

@@ -52,8 +52,8 @@ def audit(
         if i:
             session.state.root.fill_(answer[i - 1])
         [plain] = session.step() if i else session.admit([prompt], [sampling])
-        if not plain.sound:
-            raise ValueError(target.unsound([*prompt, *answer[:i]]))
+        if not plain.finite:
+            raise ValueError(target.explain_non_finite([*prompt, *answer[:i]]))
         if plain.tokens != [token]:
             sampler, span = session.sampler, session.span
             assert span is not None and span.logits is not None

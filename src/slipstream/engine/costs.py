@@ -212,7 +212,7 @@ def _laps(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) 
     for rung in drafter.rungs:
         session = ready()
         session.step(shape=rung)
-        session.state.settle()  # a drafter that waits reads now, and then has one token to read
+        session.state.flush()  # a drafter that waits reads now, and then has one token to read
         session.step(shape=PLAIN)
         session.step(shape=rung)
     while True:
@@ -235,7 +235,9 @@ def _session(target: Target, drafter: Drafter, texts: int, context: int) -> Sess
     prompts = [[(7 * i + text) % target.vocab for i in range(context)] for text in range(texts)]
     capacity = min(context + CONTEXT, target.window)
     session = Session(target, Full(drafter), rows=texts, capacity=capacity, shapes=drafter.rungs)
-    session.admit(prompts, [Sampling(temperature=float(drafter.peeks))] * texts)  # noise takes its time
+    session.admit(
+        prompts, [Sampling(temperature=float(drafter.uses_target_noise))] * texts
+    )  # noise takes its time
     return session
 
 
@@ -249,8 +251,8 @@ class Full(Drafter):
     def start(self, batch: int, device: torch.device) -> State:
         return self._drafter.start(batch, device)
 
-    def absorb(self, span: Span, state: State) -> None:
-        self._drafter.absorb(span, state)
+    def update(self, span: Span, state: State) -> None:
+        self._drafter.update(span, state)
 
     def room(self, shape: Shape | None = None) -> Room:
         return self._drafter.room(shape)

@@ -47,7 +47,7 @@ def recorder(target: Target) -> Record | None:
 
 class Captured:
     """Rounds over the same rows, in two halves: `propose` makes a tree, and `check` reads it with the target,
-    keeps what agrees and lets the drafter absorb it.
+    keeps what agrees and lets the drafter update it.
 
     Args:
         cache, state: all that the halves change, in place or by new tensors of the same shapes.
@@ -83,7 +83,7 @@ class Captured:
         self._propose()
         self._check()
         for cache in self.caches:
-            cache.settle([bound + self.depth + 1])
+            cache.flush([bound + self.depth + 1])
         return self._made
 
     def _moved(self) -> bool:
@@ -95,7 +95,7 @@ class Captured:
         self._until = until
         before = [getattr(*place).clone() for place in self._places]
         for cache in self.caches:
-            cache.settle([until])
+            cache.flush([until])
         self.check(self.propose())  # storages and texts grow to what the captured rounds will need
         self._memory = [cache.storage.stored for cache in self.caches]
         tree, self._propose = self.record(lambda: self._half(self.propose))
@@ -108,7 +108,7 @@ class Captured:
     def _half(self, half: Callable[[], Any]) -> Any:
         """One half at the sizes of full caches. New tensors are copied to where the old ones were."""
         for cache in self.caches:
-            cache.settle([self._until])
+            cache.flush([self._until])
         before = [getattr(*place) for place in self._places]
         made = half()
         for (owner, name), old in zip(self._places, before, strict=True):

@@ -316,7 +316,7 @@ class Job:
         if trace is not None:
             check_kind("trace", trace, Writer, "give an open file, or anything else with write")
         law = law or drafter.law
-        if drafter.peeks and law != "coupled":
+        if drafter.uses_target_noise and law != "coupled":
             raise ValueError(
                 f"this drafter looks at the target's noise, which the {law} law does not allow: use law "
                 "coupled"

@@ -71,14 +71,14 @@ class Committed:
         text: its number, counted from 0 in order of admission.
         tokens: the accepted ones, then the target's own.
         drafted: depth of the deepest guess; None for the pass of the prompt.
-        sound: all scores that decided were finite; otherwise the tokens mean nothing.
+        finite: all scores that decided were finite; otherwise the tokens mean nothing.
         shared: tokens of its prompt that were known from another text, and not read.
     """
 
     text: int
     tokens: list[int]
     drafted: int | None
-    sound: bool
+    finite: bool
     shared: int = 0
 
 
@@ -215,9 +215,9 @@ class Session:
     ) -> None:
         """Keep what was `read` in some rows, where there is room, unless it has numbers that are not
         finite."""
-        sound = sampler.sound.tolist() if self._prefixes.most else []
+        finite = sampler.finite.tolist() if self._prefixes.most else []
         for row, tokens in read.items():
-            if sound and sound[row]:
+            if finite and finite[row]:
                 with suppress(MemoryError, torch.OutOfMemoryError):
                     self._prefixes.put(list(tokens), salts[row], cache, state, row)
 
@@ -256,11 +256,11 @@ class Session:
         self._salts += new.salts
         self._mark([*self.plain, *new.plain])
         self.seconds.prefill += lap()
-        firsts = torch.stack([span.root, new.sampler.sound], 1).tolist()
+        firsts = torch.stack([span.root, new.sampler.finite], 1).tolist()
         self.seconds.host += lap()
         self._said += [[*prompt, first] for prompt, (first, _) in zip(new.prompts, firsts, strict=True)]
         news = zip(numbers, firsts, new.taken, strict=True)
-        return [Committed(text, [first], None, bool(sound), n) for text, (first, sound), n in news]
+        return [Committed(text, [first], None, bool(finite), n) for text, (first, finite), n in news]
 
     def _chunk(self, new: Reading, tokens: Tensor, nexts: Tensor, count: Tensor, last: bool) -> Span:
         """Read a chunk. The last one's span has the tokens that the law drew."""
@@ -275,7 +275,7 @@ class Session:
             bare = chain(tokens.gather(1, rows))
             _, nexts = self.law(bare, 0 * count, out.logits[:, 0], start + count, new.sampler)
         span = commit(tree, out, Verdict(path, count, nexts), new.cache)
-        self.drafter.absorb(span, new.state)
+        self.drafter.update(span, new.state)
         return span
 
     @_in_turn
@@ -300,7 +300,7 @@ class Session:
         room = self.target.window - 1 - max(self.lengths)
         limit = room if limit is None else min(limit, room)
         assert room >= 0, "a text has reached the end of the target's window"
-        self.cache.settle(self.lengths)
+        self.cache.flush(self.lengths)
         depth = max(self.drafter.depth, shape.depth if shape else 0)
         if self._record is not None and not self.sampler.remembers and limit >= depth:
             self.span = self._replayed(self._record, shape, depth)
@@ -344,7 +344,7 @@ class Session:
         span = commit(tree, out, verdict, self.cache)
         self.seconds.verify += out.seconds
         self.seconds.host += lap() - out.seconds
-        self.drafter.absorb(span, self.state)
+        self.drafter.update(span, self.state)
         self.seconds.draft += lap()
         return span
 
@@ -364,12 +364,12 @@ class Session:
         assert span.tree is not None
         depths = replace(span.tree, probes=None).layout().depths
         drafted = depths.where(span.tree.tokens >= 0, 0).amax(1)
-        figures = torch.stack([span.count, drafted, self.sampler.sound], 1)
+        figures = torch.stack([span.count, drafted, self.sampler.finite], 1)
         made = []
-        for row, (count, deepest, sound, *tokens) in enumerate(torch.cat([figures, span.nexts], 1).tolist()):
+        for row, (count, deepest, finite, *tokens) in enumerate(torch.cat([figures, span.nexts], 1).tolist()):
             self.lengths[row] += count
             self._said[row] += tokens[:count]
-            made.append(Committed(self.texts[row], tokens[:count], deepest, bool(sound)))
+            made.append(Committed(self.texts[row], tokens[:count], deepest, bool(finite)))
         return made
 
     @_in_turn
@@ -382,12 +382,12 @@ class Session:
         left = len(self.texts) - len(gone)
         movers = iter([row for row in range(left, len(self.texts)) if row not in gone])
         order = [next(movers) if row in gone else row for row in range(left)]
-        self.cache.settle(self.lengths)
+        self.cache.flush(self.lengths)
         read = {row: self._said[row][: self.lengths[row]] for row in sorted(gone)}
         self._keep(read, self._salts, self.sampler, self.cache, self.state)
-        if unsound := [row for row, sound in enumerate(self.sampler.sound.tolist()) if not sound]:
+        if non_finite := [row for row, finite in enumerate(self.sampler.finite.tolist()) if not finite]:
             for cache in (self.cache, *self.state.caches):
-                cache.wipe(unsound)
+                cache.wipe(non_finite)
         self.cache.select(order)
         self.state.select(order)
         self.sampler = self.sampler.select(order)

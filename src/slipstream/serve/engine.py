@@ -318,8 +318,8 @@ class Engine:
         """Let a text's answer take what a pass brought; `row`: its row in that pass."""
         task = self._running[made.text]
         answer, start = task.answer, min(task.again, len(made.tokens))
-        if not made.sound:
-            return News(task, error=self.target.unsound([*task.prompt, *answer.tokens]))
+        if not made.finite:
+            return News(task, error=self.target.explain_non_finite([*task.prompt, *answer.tokens]))
         task.again -= start
         task.shared += made.shared
         taken = answer.take(made, task.prompt, start)

@@ -152,8 +152,8 @@ class KeptTarget(DecoderTarget):
     def states(self, *rows: Any, **how: Any) -> Any:
         return self.whole().states(*rows, **how)
 
-    def unsound(self, tokens: Any) -> str:
-        return self.whole().unsound(tokens)
+    def explain_non_finite(self, tokens: Any) -> str:
+        return self.whole().explain_non_finite(tokens)
 
 
 class Embedding(nn.Module):

@@ -198,9 +198,9 @@ class DecoderTarget(Target):
         tokens = torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=self.device)
         out = self(chain(tokens), self.new_cache(len(rows)), taps, rows=tokens[:, :0])
         assert out.features is not None
-        for row, sound in zip(rows, out.features.isfinite().all(-1).cpu(), strict=True):
-            if not sound[: len(row)].all():
-                raise ValueError(self.unsound(row))
+        for row, finite in zip(rows, out.features.isfinite().all(-1).cpu(), strict=True):
+            if not finite[: len(row)].all():
+                raise ValueError(self.explain_non_finite(row))
         return out.features.clone()  # outside inference mode, so that autograd may read it
 
     def warm_up(self) -> None:

@@ -308,7 +308,7 @@ class HFTarget(DecoderTarget):
         except Undescribed:
             return None
 
-    def unsound(self, tokens: Sequence[int]) -> str:
+    def explain_non_finite(self, tokens: Sequence[int]) -> str:
         module = support.first_unsound(self.plain, tokens) or "no module of Hugging Face's own pass"
         return (
             f"target {self.name} says numbers that are not finite after {len(tokens)} tokens, first in "

@@ -145,7 +145,7 @@ class RecordedTarget(Target):
     part: Any = property(attrgetter("target.part"))
     trunk: Any = property(attrgetter("target.trunk"))
     states: Any = property(attrgetter("target.states"))
-    unsound: Any = property(attrgetter("target.unsound"))
+    explain_non_finite: Any = property(attrgetter("target.explain_non_finite"))
 
     def extend(
         self, tokens: Int[Tensor, "B R"], layout: Layout, cache: KVCache, after: int

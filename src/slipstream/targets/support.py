@@ -191,18 +191,18 @@ def _hash(parts: Iterable[bytes]) -> str:
 @torch.inference_mode()
 def first_unsound(model: Any, tokens: Sequence[int]) -> str | None:
     """The first module that returns numbers which are not finite in a pass over a text; None if none does."""
-    unsound: list[str] = []
+    non_finite: list[str] = []
 
     def look(module: nn.Module, args: Any, out: Any, name: str) -> None:
         parts = out.values() if isinstance(out, dict) else out if isinstance(out, tuple) else (out,)
         if not all(bool(part.isfinite().all()) for part in parts if isinstance(part, Tensor)):
-            unsound.append(name or type(module).__name__)
+            non_finite.append(name or type(module).__name__)
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             hooks.callback(module.register_forward_hook(partial(look, name=name)).remove)
         model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False)
-    return unsound[0] if unsound else None
+    return non_finite[0] if non_finite else None
 
 
 def sizes_of(config: Any) -> Sizes:
