@@ -1,5 +1,5 @@
-"""Drafter directories, recipes and options of commands as they were on 30 November 2026 (`tests/earlier`): they
-are read for ever. Stored results are held by `test_results.py`."""
+"""Drafter directories, recipes and options of 30 November 2026 (`earlier/`) are read for ever.
+Stored results are held by `test_results.py`."""
 
 import io
 import json
