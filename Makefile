@@ -18,7 +18,7 @@ wheel: $(READY)  ## dist/*.whl for Linux on x86-64, with kernels for every proce
 	@rm -rf build/wheel && mkdir -p build/wheel
 	@git archive HEAD | tar -x -C build/wheel
 	$(BIN)/python -m slipstream.kernels.build build/wheel/src/slipstream/kernels/built
-	$(PIP) wheel --no-deps --wheel-dir dist --config-settings=--build-option=--plat-name=linux_x86_64 ./build/wheel
+	$(BIN)/pip wheel --disable-pip-version-check --no-deps --wheel-dir dist --config-settings=--build-option=--plat-name=linux_x86_64 ./build/wheel
 
 new-user:  ## five ways of a new user, from a wheel in an environment of its own, build/new_user
 	$(PYTHON) examples/new_user/run.py
