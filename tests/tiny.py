@@ -39,7 +39,7 @@ from transformers import (
 
 from slipstream.core.drafter import CACHE, Drafter
 from slipstream.core.tree import chain
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters import load_drafter
 from slipstream.drafters.auto import Auto
 from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
@@ -339,7 +339,7 @@ DRAFTERS: dict[str, Callable[[HFTarget, Texts], Drafter]] = {
     "auto, matches, noise": lambda target, texts: Auto(fasteagle(target, "best-first-3x8", "noise")),
     "auto, bita": lambda target, texts: Auto(bita(target, hosts=2)),
     "auto, tuned": lambda target, texts: Auto(
-        eagle(target), tuned=[*map(Shape.parse, ("chain-1", "[[0],[1],[0,0]]", "dynamic-3x3x9"))]
+        eagle(target), tuned=[*map(TreeSpec.parse, ("chain-1", "[[0],[1],[0,0]]", "dynamic-3x3x9"))]
     ),
     "oracle": lambda target, texts: TreeOracle(texts, target.vocab),
     "random, probes, memory": lambda target, texts: random_drafter(target),

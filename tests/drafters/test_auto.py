@@ -31,10 +31,10 @@ def test_a_head_that_sat_out_rounds_proposes_the_same(head, plain, behind, monke
     for lags in (True, False):
         auto = Auto(head(target))
         tree = auto.rungs[-1]
-        session = Session(target, auto, rows=3, capacity=200, shapes=auto.rungs)
+        session = Session(target, auto, rows=3, capacity=200, specs=auto.rungs)
         session.admit(PROMPTS, [Sampling()] * 3)
-        for shape in (tree, tree, *[PLAIN] * plain):
-            session.step(shape=shape)
+        for spec in (tree, tree, *[PLAIN] * plain):
+            session.step(spec=spec)
             if not lags:
                 auto.catch_up(session.state)
         assert lags or not session.state.missed
@@ -55,13 +55,13 @@ def test_a_head_begins_with_what_is_in_its_reach(head, plain, reach, each, monke
     target = tiny.target("llama")
     auto = Auto(head(target))
     auto.hybrid.head.reach = reach
-    session = Session(target, auto, rows=3, capacity=200, shapes=auto.rungs)
+    session = Session(target, auto, rows=3, capacity=200, specs=auto.rungs)
     session.admit(PROMPTS, [Sampling()] * 3)
     for _ in range(plain):
-        session.step(shape=PLAIN)
+        session.step(spec=PLAIN)
     texts = [said[:n] for said, n in zip(session._said, session.lengths, strict=True)]
     with patch.object(auto.hybrid.head, "update", wraps=auto.hybrid.head.update) as update:
-        session.step(shape=auto.rungs[-1])
+        session.step(spec=auto.rungs[-1])
     (span, _), _ = update.call_args
     last = [text[-each:] for text in texts]
     assert span.count.tolist() == [len(text) for text in last]
@@ -77,11 +77,11 @@ def test_texts_that_join_and_leave_before_the_head_reads_are_drafted_the_same(he
     for lags in (True, False):
         auto = Auto(head(target))
         tree = auto.rungs[-1]
-        session = Session(target, auto, rows=3, capacity=200, shapes=auto.rungs)
+        session = Session(target, auto, rows=3, capacity=200, specs=auto.rungs)
         flush = () if lags else (session.state,)
 
-        def rounds(shape, session=session, flush=flush):
-            session.step(shape=shape)
+        def rounds(spec, session=session, flush=flush):
+            session.step(spec=spec)
             for state in flush:
                 state.flush()
 
@@ -106,12 +106,12 @@ def test_what_is_kept_of_a_text_takes_no_head_that_nobody_asked_for():
     """A server keeps prefixes: its head read each prompt, although no tree of it was grown."""
     target, prompt = tiny.target("llama"), [i % 50 for i in range(20)]
     auto = Auto(tiny.fasteagle(target))
-    session = Session(target, auto, rows=2, shapes=auto.rungs, keep=100)
+    session = Session(target, auto, rows=2, specs=auto.rungs, keep=100)
     session.admit([prompt], [Sampling()])
     (other,) = session.admit([[*prompt, 7, 7]], [Sampling()])
     assert other.shared == len(prompt) - 1
     assert not session.state.reads
-    session.step(shape=auto.rungs[-1])  # now it is
+    session.step(spec=auto.rungs[-1])  # now it is
     session.retire([0])
     assert session.admit([[*prompt, 8, 8]], [Sampling()])[0].shared == len(prompt) - 1
 
@@ -125,11 +125,11 @@ def test_texts_that_are_never_drafted_are_not_read(behind, monkeypatch):
     auto = Auto(tiny.fasteagle(target))
     read = []
     monkeypatch.setattr(auto.hybrid.head, "update", lambda span, state: read.append(span))
-    session = Session(target, auto, rows=3, capacity=200, shapes=auto.rungs)
+    session = Session(target, auto, rows=3, capacity=200, specs=auto.rungs)
     for prompt in PROMPTS:
         session.admit([prompt], [Sampling()])
     for _ in range(40):
-        session.step(shape=PLAIN)
+        session.step(spec=PLAIN)
         assert session.state.columns * session.state.width < behind
     session.retire([1, 2])
     session.retire([0])
@@ -173,18 +173,18 @@ def test_masks_ride_with_the_heads_trees_alone():
     target = tiny.target("llama")
     auto = Auto(tiny.bita(target, hosts=2))
     plain, match, tree = auto.rungs[0], auto.rungs[1], auto.rungs[-1]
-    session = Session(target, auto, rows=1, capacity=120, shapes=auto.rungs)
+    session = Session(target, auto, rows=1, capacity=120, specs=auto.rungs)
     session.admit(tiny.prompts(23)[:1], [Sampling()])
-    (first,) = session.step(shape=tree)
+    (first,) = session.step(spec=tree)
     assert first.drafted, "the prompt's last token hosts masks"
-    for shape in (plain, match):
-        session.step(shape=shape)
+    for spec in (plain, match):
+        session.step(spec=spec)
         assert session.span.tree.probes is None
         assert not session.state.head.known.any()
-        session.step(shape=tree)
+        session.step(spec=tree)
         assert session.span.tree.probes is not None
         assert session.state.head.known.all()
-        (then,) = session.step(shape=tree)
+        (then,) = session.step(spec=tree)
         assert then.drafted
 
 

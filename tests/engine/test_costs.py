@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 import pytest
 
 import tiny
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.auto import SAMPLED, Auto
 from slipstream.engine import costs, generate
 from slipstream.files import cache_home, read_results
@@ -44,7 +44,7 @@ def test_rounds_that_were_measured_at_one_temperature_are_not_at_another(auto, m
     target, drafter = auto
     head, timed = drafter.hybrid.head, []
     sampling = Auto(head, drafter.name + SAMPLED)
-    tuned = Auto(head, drafter.name + SAMPLED, tuned=(Shape.parse("chain-2"),))
+    tuned = Auto(head, drafter.name + SAMPLED, tuned=(TreeSpec.parse("chain-2"),))
     monkeypatch.setattr(
         costs, "measured", lambda _, given, texts: timed.append(given) or [2.0] * len(given.rungs)
     )
@@ -77,9 +77,9 @@ def test_the_first_lap_reads_one_token_alone(auto, monkeypatch):
     step, head = costs.Session.step, drafter.hybrid.head
     update = head.update
 
-    def stepped(session, shape):
-        events.append(shape.name)
-        return step(session, shape=shape)
+    def stepped(session, spec):
+        events.append(spec.name)
+        return step(session, spec=spec)
 
     def read(span, state):
         events.append(span.tokens.shape[1])
@@ -205,9 +205,9 @@ def test_every_rung_is_told_its_own_time(auto, monkeypatch):
     target, drafter = auto
     now, step = [0.0], costs.Session.step
 
-    def timed(session, shape):
-        now[0] += shape.nodes
-        return step(session, shape=shape)
+    def timed(session, spec):
+        now[0] += spec.nodes
+        return step(session, spec=spec)
 
     monkeypatch.setattr(costs.Session, "step", timed)
     monkeypatch.setattr(costs, "perf_counter", lambda: now[0])

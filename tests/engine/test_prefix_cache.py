@@ -131,9 +131,9 @@ def test_remembered_answers_serve_texts_of_their_salt_alone(name, tmp_path):
     here = Session(target, drafter, rows=1)
 
     def accepted(salt: int) -> int:
-        shape = next((rung for rung in drafter.rungs if rung.depth), None)
+        spec = next((rung for rung in drafter.rungs if rung.depth), None)
         [made] = here.admit([FIRST], [HOW], salts=[salt])
-        count = sum(len(here.step(shape=shape)[0].tokens) - 1 for _ in range(4))
+        count = sum(len(here.step(spec=spec)[0].tokens) - 1 for _ in range(4))
         here.retire([made.text])
         return count
 

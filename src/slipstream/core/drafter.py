@@ -13,7 +13,7 @@ from slipstream.core.kv_cache import BLOCK, KVCache
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import Tree
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 
 FINAL, INPUT, CACHE = "final", "input of block ", "cache of block "  # taps; a block's number follows
 
@@ -142,8 +142,8 @@ class Drafter(ABC):
     remembers: bool = False
     probes: Float[Tensor, "M H"] | None = None
     memory: Float[Tensor, "L 2 P heads D"] | None = None
-    rungs: tuple[Shape, ...] = ()
-    tuned: tuple[Shape, ...] = ()
+    rungs: tuple[TreeSpec, ...] = ()
+    tuned: tuple[TreeSpec, ...] = ()
     pace: float = 0.0
     name: str = ""
 
@@ -157,15 +157,15 @@ class Drafter(ABC):
         some rounds is updated with their spans later, in order."""
 
     @abstractmethod
-    def propose(self, state: Any, sampler: Sampler, shape: Shape | None = None) -> Tree:
+    def propose(self, state: Any, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         """Guess. A drafter that reads `sampler.noise` says so (`uses_target_noise`).
 
         Args:
-            shape: this round's tree; default: the drafter's own. A drafter that looks its guesses up takes
+            spec: this round's tree; default: the drafter's own. A drafter that looks its guesses up takes
                 the depth as a limit. One whose trees have a form of their own ignores it.
 
         Raises:
-            ValueError: it cannot grow this shape.
+            ValueError: it cannot grow this spec.
         """
 
     def owed(self, state: Any) -> float:
@@ -176,6 +176,6 @@ class Drafter(ABC):
         """What a policy may know of each row before it chooses a tree: a kind of round, counted from 0."""
         return [0] * len(state.root)
 
-    def room(self, shape: Shape | None = None) -> Room:
+    def room(self, spec: TreeSpec | None = None) -> Room:
         """What a round with this tree needs. Raises ValueError as `propose` does."""
         return Room(self.rows, self.rows)

@@ -1,4 +1,4 @@
-"""Shape: the name of a tree, in recipes, drafter directories and on the command line."""
+"""TreeSpec: the name of a tree, in recipes, drafter directories and on the command line."""
 
 import json
 import math
@@ -35,7 +35,7 @@ CAPE = "-7@0.3-5@0.6-3@0.8-1"  # GLIDE, §4.2: 7 further candidates up to a conf
 
 
 @dataclass(frozen=True)
-class Shape:
+class TreeSpec:
     """A tree to grow by a drafter's `expand`.
 
     Attributes:
@@ -54,8 +54,8 @@ class Shape:
     children: int
 
     @classmethod
-    def parse(cls, name: str) -> "Shape":
-        """The shape of that name. Raises ValueError if there is none."""
+    def parse(cls, name: str) -> "TreeSpec":
+        """The spec of that name. Raises ValueError if there is none."""
         text, name = name.strip(), shortened(name)
         numbers = [int(n[:9]) for n in re.findall(r"\d+", text)]
         if max(numbers, default=0) > LARGEST:
@@ -98,7 +98,7 @@ class Shape:
         raise ValueError(f"Unknown tree: {name!r}. Available: {KINDS}")
 
     @classmethod
-    def _static(cls, name: str, paths: tuple[Path, ...]) -> "Shape":
+    def _static(cls, name: str, paths: tuple[Path, ...]) -> "TreeSpec":
         levels = static_levels(paths)
         if not levels:
             raise ValueError(f"tree {name!r} has no nodes: plain decoding is the drafter 'vanilla'")
@@ -140,12 +140,12 @@ class Shape:
         return replace(tree, parents=None) if self.nodes == self.depth + 1 else tree
 
 
-PLAIN = Shape("plain", (), 0, 1, 0, 0)  # a bare root: plain decoding
+PLAIN = TreeSpec("plain", (), 0, 1, 0, 0)  # a bare root: plain decoding
 
 
 @lru_cache
 def _inner(paths: tuple[Path, ...], device: torch.device) -> Int[Tensor, " n"]:
-    """See `Shape.inner`; kept, because a captured round cannot wait for it."""
+    """See `TreeSpec.inner`; kept, because a captured round cannot wait for it."""
     return torch.cat([level.parent for level in static_levels(paths)]).unique().to(device)
 
 
@@ -165,7 +165,7 @@ def shortened(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Beam(Shape):
+class Beam(TreeSpec):
     """The best `width` paths of every level."""
 
     def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
@@ -173,7 +173,7 @@ class Beam(Shape):
 
 
 @dataclass(frozen=True)
-class Cape(Shape):
+class Cape(TreeSpec):
     """A chain with further candidates beside each token: counts[i] up to a confidence of limits[i], and the
     last count above."""
 

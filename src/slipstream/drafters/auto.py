@@ -17,7 +17,7 @@ from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span, beside, merged
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree
-from slipstream.core.tree_spec import PLAIN, Shape
+from slipstream.core.tree_spec import PLAIN, TreeSpec
 from slipstream.drafters.hybrid import Hybrid, HybridState
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import read_rungs
@@ -93,15 +93,15 @@ class Auto(Drafter):
         head: Proposer | None = None,
         name: str = "auto",
         remember: int = 0,
-        tuned: Sequence[Shape] = (),
+        tuned: Sequence[TreeSpec] = (),
     ) -> None:
         self.matches, self.hybrid, self.name = Suffix(max(MATCHES), remember=remember), None, name
-        found = [Shape(f"matches-{n}", (), n - 1, n, 0, 0) for n in MATCHES]
+        found = [TreeSpec(f"matches-{n}", (), n - 1, n, 0, 0) for n in MATCHES]
         self.rungs = (PLAIN, *found)
         self.rows, self.depth, self.remembers = self.matches.rows, self.matches.depth, self.matches.remembers
         if head is not None:
             self.tuned = tuple(tuned)
-            trees = self.tuned or tuple(map(Shape.parse, head.ladder))
+            trees = self.tuned or tuple(map(TreeSpec.parse, head.ladder))
             head.grow_as(trees[-1], head.proposal)
             self.hybrid = Hybrid(head, self.matches)
             self.rungs += trees
@@ -152,11 +152,11 @@ class Auto(Drafter):
         head = State(root) if self.hybrid is None else self.hybrid.head.start(batch, device)
         return AutoState(root, head, self.matches.start(batch, device), self)
 
-    def room(self, shape: Shape | None = None) -> Room:
-        if shape is None:
+    def room(self, spec: TreeSpec | None = None) -> Room:
+        if spec is None:
             return Room.largest(map(self.room, self.rungs))
-        by = self.hybrid if self.hybrid is not None and shape.children else self.matches
-        return by.room(shape)
+        by = self.hybrid if self.hybrid is not None and spec.children else self.matches
+        return by.room(spec)
 
     def update(self, span: Span, state: AutoState) -> None:
         self.matches.update(span, state.matches)
@@ -207,11 +207,11 @@ class Auto(Drafter):
             return super().signs(state)
         return state.matches.matched(LONG)
 
-    def propose(self, state: AutoState, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        if self.hybrid is None or (shape is not None and not shape.children):
-            return self.matches.propose(state.matches, sampler, shape)
+    def propose(self, state: AutoState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
+        if self.hybrid is None or (spec is not None and not spec.children):
+            return self.matches.propose(state.matches, sampler, spec)
         self.catch_up(state)
-        return self.hybrid.propose(state, sampler, shape)
+        return self.hybrid.propose(state, sampler, spec)
 
 
 def tuned_head(spec: Named, target: Target) -> Spec:

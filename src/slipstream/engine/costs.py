@@ -20,7 +20,7 @@ from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree, chain
-from slipstream.core.tree_spec import PLAIN, Shape
+from slipstream.core.tree_spec import PLAIN, TreeSpec
 from slipstream.drafters.auto import SAMPLED
 from slipstream.engine.memory import GIB, memory
 from slipstream.engine.policy import Accepted, Ledger, Policy, Trial
@@ -89,8 +89,8 @@ def learn(
     known.seconds[texts] = measured(target, drafter, texts, context)
     known.begun.add(texts)
     _store(target, drafter, _costs(target, drafter, {texts: known.seconds[texts]}))
-    for rung, shape in enumerate(drafter.rungs):
-        if shape.depth:
+    for rung, spec in enumerate(drafter.rungs):
+        if spec.depth:
             deque(decode(Trial(known, rung)), maxlen=0)
     _store(target, drafter, _accepted(target, drafter, known))
 
@@ -194,7 +194,7 @@ def measured(target: Target, drafter: Drafter, texts: int, context: int = CONTEX
             break
     for tree in [rung for rung in drafter.rungs if rung.children][:1]:
         # The first session's head read its prompts while graphs and buffers were made.
-        _session(target, drafter, texts, context).step(shape=tree)
+        _session(target, drafter, texts, context).step(spec=tree)
     return [median(times) for times in zip(*spent, strict=True)]
 
 
@@ -211,20 +211,20 @@ def _laps(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) 
 
     for rung in drafter.rungs:
         session = ready()
-        session.step(shape=rung)
+        session.step(spec=rung)
         session.state.flush()  # a drafter that waits reads now, and then has one token to read
-        session.step(shape=PLAIN)
-        session.step(shape=rung)
+        session.step(spec=PLAIN)
+        session.step(spec=rung)
     while True:
         lap = []
         for rung in drafter.rungs:
             session = ready()
             # The timed round reads what this one brings, and its masks guess. Plain rounds of eight texts
             # took half as long again where they were timed behind the largest tree's.
-            session.step(shape=rung)
+            session.step(spec=rung)
             before = perf_counter()
             drafter.signs(session.state)
-            session.step(shape=rung)
+            session.step(spec=rung)
             lap.append(perf_counter() - before)
         yield lap
 
@@ -234,7 +234,7 @@ def _session(target: Target, drafter: Drafter, texts: int, context: int) -> Sess
     context = min(context, target.window // 2)
     prompts = [[(7 * i + text) % target.vocab for i in range(context)] for text in range(texts)]
     capacity = min(context + CONTEXT, target.window)
-    session = Session(target, Full(drafter), rows=texts, capacity=capacity, shapes=drafter.rungs)
+    session = Session(target, Full(drafter), rows=texts, capacity=capacity, specs=drafter.rungs)
     session.admit(
         prompts, [Sampling(temperature=float(drafter.uses_target_noise))] * texts
     )  # noise takes its time
@@ -254,12 +254,12 @@ class Full(Drafter):
     def update(self, span: Span, state: State) -> None:
         self._drafter.update(span, state)
 
-    def room(self, shape: Shape | None = None) -> Room:
-        return self._drafter.room(shape)
+    def room(self, spec: TreeSpec | None = None) -> Room:
+        return self._drafter.room(spec)
 
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        tree = self._drafter.propose(state, sampler, shape)
-        return tree if shape is None or shape.children else chain(state.root[:, None].repeat(1, shape.nodes))
+    def propose(self, state: State, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
+        tree = self._drafter.propose(state, sampler, spec)
+        return tree if spec is None or spec.children else chain(state.root[:, None].repeat(1, spec.nodes))
 
 
 def explained(target: Target, drafter: Drafter, tokens: int | None = None) -> Group:
@@ -288,6 +288,6 @@ def explained(target: Target, drafter: Drafter, tokens: int | None = None) -> Gr
     return Group(table, Text(text, "dim"))
 
 
-def _short(rung: Shape) -> str:
+def _short(rung: TreeSpec) -> str:
     """A name that fits a table: a static tree by its depth and nodes."""
     return f"static-{rung.depth}x{rung.nodes}" if rung.name.startswith("[") else rung.name

@@ -41,9 +41,9 @@ class Memory:
 
 def memory(target: Target, drafter: Drafter, tokens: int) -> Memory:
     """What a text of `tokens` tokens takes, answer included, as the caches of a small session show."""
-    session = Session(target, drafter, shapes=drafter.rungs)
+    session = Session(target, drafter, specs=drafter.rungs)
     session.admit([[0]], [Sampling()])
-    session.step(shape=drafter.rungs[-1] if drafter.rungs else None)
+    session.step(spec=drafter.rungs[-1] if drafter.rungs else None)
 
     def held(caches: Iterable[KVCache], room: int) -> int:
         stored = [(x, cache.prefix) for cache in caches for x in cache.storage.stored]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import log2, sqrt
 from operator import add
 
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 
 PRIOR = 3.5  # accepted tokens that the average of all texts weighs against what was seen of one
 FADES = 0.95  # of the evidence on a text this much is left after a round
@@ -81,7 +81,7 @@ class Ledger:
         told: of a plain round, by texts, when one was last timed.
     """
 
-    rungs: Sequence[Shape]
+    rungs: Sequence[TreeSpec]
     seconds: dict[int, list[float]] = field(default_factory=dict)
     accepted: dict[tuple[int, int], Accepted] = field(default_factory=dict)
     pace: float = 0.0
@@ -94,11 +94,11 @@ class Ledger:
     def of(self, rung: int, sign: int) -> Accepted:
         """The average, a guess before any was counted."""
         if (rung, sign) not in self.accepted:
-            shape, match = self.rungs[rung], MATCHED[sign]
-            grown = FIRST + GROWN * log2(shape.nodes) if shape.children else 0.0
-            if shape.is_chain:
-                grown = _accepted(CHAINED, shape)
-            self.accepted[rung, sign] = Accepted(_accepted(match, shape) + (1 - match) * grown)
+            spec, match = self.rungs[rung], MATCHED[sign]
+            grown = FIRST + GROWN * log2(spec.nodes) if spec.children else 0.0
+            if spec.is_chain:
+                grown = _accepted(CHAINED, spec)
+            self.accepted[rung, sign] = Accepted(_accepted(match, spec) + (1 - match) * grown)
         return self.accepted[rung, sign]
 
     def add(self, rung: int, sign: int, tokens: int, factor: float) -> None:
@@ -109,10 +109,10 @@ class Ledger:
         average.add(tokens, factor)
         change = min(2.0, max(0.5, average.mean / before)) if before else 1.0
         kind, own = bool(self.rungs[rung].children), _leverage(self.rungs[rung])
-        for i, shape in enumerate(self.rungs):
-            if i != rung and shape.depth and bool(shape.children) == kind:
+        for i, spec in enumerate(self.rungs):
+            if i != rung and spec.depth and bool(spec.children) == kind:
                 like = self.of(i, sign)
-                like.mean *= change ** (_leverage(shape) / own * min(1.0, GUESS / like.rounds))
+                like.mean *= change ** (_leverage(spec) / own * min(1.0, GUESS / like.rounds))
 
     def costs(self, texts: int) -> list[float]:
         """Of every rung, for so many texts; for the nearest number that was measured."""
@@ -142,14 +142,14 @@ class Ledger:
             self.told[known] = costs[0]
 
 
-def _accepted(chance: float, shape: Shape) -> float:
+def _accepted(chance: float, spec: TreeSpec) -> float:
     """Tokens accepted of a chain with so many nodes, if each has this chance."""
-    return sum((chance**i for i in range(1, shape.nodes)), 0.0)
+    return sum((chance**i for i in range(1, spec.nodes)), 0.0)
 
 
-def _leverage(shape: Shape) -> float:
+def _leverage(spec: TreeSpec) -> float:
     """By about how many percent a tree brings more if its guesses are one percent likelier."""
-    return log2(2 * shape.depth) if shape.is_chain else 1.0
+    return log2(2 * spec.depth) if spec.is_chain else 1.0
 
 
 @dataclass
@@ -190,7 +190,7 @@ class Policy:
         self.ledger.chosen[self._rung] += 1
         return True
 
-    def choose(self, texts: Sequence[int], signs: Sequence[int], owed: float = 0.0) -> Shape:
+    def choose(self, texts: Sequence[int], signs: Sequence[int], owed: float = 0.0) -> TreeSpec:
         """The tree for a round of these texts, which show these signs. `owed`: seconds that a head would
         first read."""
         self._rows = list(zip(texts, signs, strict=True))
@@ -229,15 +229,15 @@ class Policy:
     def learn(self, tokens: Sequence[int], seconds: float, guessed: Sequence[bool]) -> None:
         """What the chosen round brought each text, the target's own token included, and its time. A text
         whose head could not guess yet, for lack of masks in the round before, was decoded plainly."""
-        shape, rounds = self.ledger.rungs[self._rung], 1 + self._rested
+        spec, rounds = self.ledger.rungs[self._rung], 1 + self._rested
         left, self._rested = FADES_UNUSED**rounds, 0
         for (rung, _), average in self.ledger.accepted.items():
             average.fade(left, DOUBTED if self.ledger.rungs[rung].is_chain else TOLD)
         for (text, sign), made, drafted in zip(self._rows, tokens, guessed, strict=True):
             if sign == NO_GUESSES:
                 continue
-            drafts = shape.depth and (drafted or not shape.children)
-            average, seen = self.ledger.of(self._rung, sign), self._of(text, sign, bool(shape.children))
+            drafts = spec.depth and (drafted or not spec.children)
+            average, seen = self.ledger.of(self._rung, sign), self._of(text, sign, bool(spec.children))
             for kind in KINDS:
                 if evidence := self._seen.get((text, kind)):
                     evidence.fade(FADES if drafts and evidence is seen else left)
@@ -246,9 +246,9 @@ class Policy:
                 self.ledger.add(self._rung, sign, made - 1, seen.factor)
                 seen.accepted += made - 1
                 seen.promised += promised
-        if not shape.children or (any(guessed) and self._idle < LAGS):
+        if not spec.children or (any(guessed) and self._idle < LAGS):
             self.ledger.time(len(tokens), self._rung, seconds, rounds)
-        self._idle = 0 if shape.children else self._idle + 1
+        self._idle = 0 if spec.children else self._idle + 1
 
 
 class Trial(Policy):
@@ -258,12 +258,12 @@ class Trial(Policy):
         super().__init__(ledger)
         self._rung = rung
 
-    def choose(self, texts: Sequence[int], signs: Sequence[int], owed: float = 0.0) -> Shape:
+    def choose(self, texts: Sequence[int], signs: Sequence[int], owed: float = 0.0) -> TreeSpec:
         self._rows = list(zip(texts, signs, strict=True))
         return self.ledger.rungs[self._rung]
 
     def learn(self, tokens: Sequence[int], seconds: float, guessed: Sequence[bool]) -> None:
-        shape = self.ledger.rungs[self._rung]
+        spec = self.ledger.rungs[self._rung]
         for (_, sign), made, drafted in zip(self._rows, tokens, guessed, strict=True):
-            if drafted or not shape.children:
+            if drafted or not spec.children:
                 self.ledger.of(self._rung, sign).add(made - 1, 1.0)

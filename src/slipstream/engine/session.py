@@ -18,7 +18,7 @@ from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.span import Span, commit
 from slipstream.core.target import Target
 from slipstream.core.tree import PAD, Probes, Tree, chain
-from slipstream.core.tree_spec import PLAIN, Shape
+from slipstream.core.tree_spec import PLAIN, TreeSpec
 from slipstream.core.verify import Law, Verdict, coupled, verify
 from slipstream.engine.cuda_graphs import Captured, Record, recorder, rounded
 from slipstream.engine.policy import NO_GUESSES, Policy
@@ -91,7 +91,7 @@ class Session:
     Args:
         rows: texts that may be under way at once.
         capacity: tokens of the longest text, if known; caches that are too small grow by blocks.
-        shapes: trees that steps may ask for beside the drafter's own; the largest one has room, and the
+        specs: trees that steps may ask for beside the drafter's own; the largest one has room, and the
             deepest one says how deep a parallel head drafts.
         policy: chooses the tree of a step that asks for none.
         keep: tokens of texts whose caches are kept, for prompts that begin as they did.
@@ -113,7 +113,7 @@ class Session:
         law: Law = coupled,
         rows: int = 1,
         capacity: int = 0,
-        shapes: Sequence[Shape] = (),
+        specs: Sequence[TreeSpec] = (),
         policy: Policy | None = None,
         keep: int = 0,
     ) -> None:
@@ -130,9 +130,9 @@ class Session:
         self.unrounded = 0
         self._forced = False  # in the last round a grammar added tokens
         self._record = recorder(target) if law is coupled else None  # other laws look at what they drew
-        self._captured: dict[Shape | None, Captured] = {}
+        self._captured: dict[TreeSpec | None, Captured] = {}
         self.sampler = Sampler([], [], target.vocab, target.device)
-        self.room = Room.largest(map(drafter.room, (None, *shapes)))  # of all trees, before it starts
+        self.room = Room.largest(map(drafter.room, (None, *specs)))  # of all trees, before it starts
         self.cache, self.state = target.new_cache(rows, drafter.memory), drafter.start(rows, target.device)
         if capacity:
             slots = rounded(capacity) if self._record else capacity
@@ -279,14 +279,14 @@ class Session:
         return span
 
     @_in_turn
-    def step(self, limit: int | None = None, shape: Shape | None = None) -> list[Committed]:
+    def step(self, limit: int | None = None, spec: TreeSpec | None = None) -> list[Committed]:
         """One round for every text, with guesses at most `limit` deep. Returns what it brought, in the order
-        of the rows. `shape` is the round's tree, by default the policy's or the drafter's own; `PLAIN` is
+        of the rows. `spec` is the round's tree, by default the policy's or the drafter's own; `PLAIN` is
         plain decoding."""
         self.unrounded = 0
-        if shape is None and self.policy is not None and self.policy.rests(self.texts):
-            shape = PLAIN
-        if shape is None and self.policy is not None:
+        if spec is None and self.policy is not None and self.policy.rests(self.texts):
+            spec = PLAIN
+        if spec is None and self.policy is not None:
             whole = _stopwatch()
             signs = self.drafter.signs(self.state)
             quiet = [plain or forced for plain, forced in zip(self.plain, self._must_follow(), strict=True)]
@@ -301,11 +301,11 @@ class Session:
         limit = room if limit is None else min(limit, room)
         assert room >= 0, "a text has reached the end of the target's window"
         self.cache.flush(self.lengths)
-        depth = max(self.drafter.depth, shape.depth if shape else 0)
+        depth = max(self.drafter.depth, spec.depth if spec else 0)
         if self._record is not None and not self.sampler.remembers and limit >= depth:
-            self.span = self._replayed(self._record, shape, depth)
+            self.span = self._replayed(self._record, spec, depth)
         else:
-            tree = self._propose(shape).clip(limit)
+            tree = self._propose(spec).clip(limit)
             self.seconds.draft += lap()
             self.span = self._check(tree)
         lap()
@@ -325,11 +325,11 @@ class Session:
         self.plain = plain
         self._plain = torch.tensor(plain, dtype=torch.bool, device=self.target.device)[:, None]
 
-    def _propose(self, shape: Shape | None) -> Tree:
-        if all(self.plain) or (shape is not None and shape.depth == 0):
+    def _propose(self, spec: TreeSpec | None) -> Tree:
+        if all(self.plain) or (spec is not None and spec.depth == 0):
             tree = chain(self.state.root[:, None])
         else:
-            tree = self.drafter.propose(self.state, self.sampler, shape)
+            tree = self.drafter.propose(self.state, self.sampler, spec)
             if any(self.plain):
                 guesses = torch.arange(tree.nodes, device=tree.tokens.device) > 0
                 tree = replace(tree, tokens=tree.tokens.masked_fill(self._plain & guesses, PAD))
@@ -348,13 +348,13 @@ class Session:
         self.seconds.draft += lap()
         return span
 
-    def _replayed(self, record: Record, shape: Shape | None, depth: int) -> Span:
+    def _replayed(self, record: Record, spec: TreeSpec | None, depth: int) -> Span:
         """A round by capture. It cannot be split into parts; all its time is booked as verify."""
         lap, before = _stopwatch(), replace(self.seconds)
-        if shape not in self._captured:
-            propose = partial(self._propose, shape)
-            self._captured[shape] = Captured(propose, self._check, self.cache, self.state, depth, record)
-        span: Span = self._captured[shape].step()
+        if spec not in self._captured:
+            propose = partial(self._propose, spec)
+            self._captured[spec] = Captured(propose, self._check, self.cache, self.state, depth, record)
+        span: Span = self._captured[spec].step()
         span.count.tolist()  # wait for it
         self.seconds = replace(before, verify=before.verify + lap())
         return span
