@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common import between, drawn_of, pooled, prompts_by_file, records, run
 from slipstream.cli import common as cli
-from slipstream.core.drafter import Drafter, Room, State
+from slipstream.core.drafter import Drafter, ScratchSlots, State
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree
@@ -51,8 +51,8 @@ class Shared(Drafter):
     def update(self, span: Span, state: State) -> None:
         self.drafter.update(span, state)
 
-    def room(self, spec: TreeSpec | None = None) -> Room:
-        return self.drafter.room(spec)
+    def scratch_slots(self, spec: TreeSpec | None = None) -> ScratchSlots:
+        return self.drafter.scratch_slots(spec)
 
     def propose(self, state: State, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         tree = self.drafter.propose(state, sampler, spec)

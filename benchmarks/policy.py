@@ -140,7 +140,7 @@ class Arm:
 def read(target: HFTarget, drafter: Drafter, prompts: list[list[int]]) -> Session:
     """A session that has read the prompts, to be forked."""
     capacity = max(map(len, prompts)) + ROOM
-    session = Session(target, drafter, rows=len(prompts), capacity=capacity, specs=drafter.rungs)
+    session = Session(target, drafter, rows=len(prompts), capacity=capacity, specs=drafter.candidate_trees)
     session.admit(prompts, [Sampling()] * len(prompts))
     session.span = None
     return session
@@ -193,12 +193,12 @@ def cell(
 def quickest(auto: Drafter, session: Session, prompts: list[list[int]], temperature: float) -> TreeSpec:
     """The tree that decodes most tokens a second in one turn."""
     trial, speeds = forked(session, prompts, temperature, auto), dict[TreeSpec, float]()
-    for spec in auto.rungs:
+    for spec in auto.candidate_trees:
         Arm(trial, spec).turn(1)  # makes graphs, and reads what there is to read
         arm = Arm(trial, spec)
         arm.turn()
         speeds[spec] = arm.made[-1] / arm.spent[-1]
-    return max(auto.rungs[1:], key=lambda spec: speeds[spec])
+    return max(auto.candidate_trees[1:], key=lambda spec: speeds[spec])
 
 
 def loaded(target: str, precision: str, compiled: bool) -> HFTarget:

@@ -408,7 +408,7 @@ def test_forked_sessions_decode_what_one_that_read_the_prompts_does(target):
     session = policy.read(target, auto, asked)
     for temperature in (0.0, 1.0):
         arms = [policy.Arm(policy.forked(session, asked, temperature, each)) for each in (None, None, auto)]
-        arms[2].tree_spec = auto.rungs[2]
+        arms[2].tree_spec = auto.candidate_trees[2]
         lines = []
         for arm in arms:
             line = ["", ""]

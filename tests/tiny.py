@@ -56,7 +56,7 @@ from slipstream.drafters.ngram import NGram
 from slipstream.drafters.random_drafter import RandomDrafter
 from slipstream.drafters.suffix import Suffix
 from slipstream.drafters.tree_oracle import TreeOracle
-from slipstream.engine.policy import Ledger, Policy
+from slipstream.engine.policy import Policy, TreeStatistics
 from slipstream.methods import METHODS
 from slipstream.targets import HFTarget
 
@@ -306,16 +306,16 @@ Texts = list[list[int]]
 
 
 class Restless(Policy):
-    """Takes turns among a drafter's rungs, in an order without a short period."""
+    """Takes turns among a drafter's candidate trees, in an order without a short period."""
 
     def __init__(self, drafter: Drafter) -> None:
-        super().__init__(Ledger(drafter.rungs))
-        self.rungs, self.rounds = drafter.rungs, 0
+        super().__init__(TreeStatistics(drafter.candidate_trees))
+        self.trees, self.rounds = drafter.candidate_trees, 0
 
-    def choose(self, texts, signs, owed=0.0):
-        assert len(texts) == len(signs)
+    def choose(self, texts, buckets, catch_up_cost=0.0):
+        assert len(texts) == len(buckets)
         self.rounds += 1
-        return self.rungs[self.rounds * self.rounds // 3 % len(self.rungs)]
+        return self.trees[self.rounds * self.rounds // 3 % len(self.trees)]
 
     def learn(self, tokens, seconds, guessed):
         assert seconds > 0

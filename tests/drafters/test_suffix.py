@@ -102,7 +102,7 @@ def test_answers_of_another_salt_are_not_matched():
     """The number of tokens that were accepted told what another client had been answered."""
     drafter, texts, earlier = Suffix(8, 5, remember=1), [[1, 2, 3], [9, 2, 3]], [2, 3, 7, 8]
     state = update(drafter, texts)
-    state.share_within(torch.tensor([5, 6]))
+    state.set_salts(torch.tensor([5, 6]))
     state.memory.put(torch.tensor(earlier), torch.tensor(6))
     tree = propose(drafter, state)
     assert not tree.tokens[0, 1:].clamp(min=0).any()

@@ -17,7 +17,7 @@ from slipstream.engine.answer import Round
 from slipstream.engine.policy import GUESS
 from slipstream.engine.session import Seconds
 from slipstream.measure.cost import ROWS, cost_curve, pass_seconds
-from slipstream.measure.metrics import Answered, Tally, ledger
+from slipstream.measure.metrics import Answered, Tally, statistics
 from slipstream.measure.questions import Question
 from slipstream.measure.skip import skippable
 from slipstream.measure.tune import SIZES, tune
@@ -90,7 +90,7 @@ def test_what_guesses_in_the_targets_passes_is_judged_by_decoding(target):
 def home(target, drafter, monkeypatch, tmp_path):
     """An eagle directory; nothing is known of its rounds."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(costs, "_ledgers", WeakKeyDictionary())
+    monkeypatch.setattr(costs, "_statistics", WeakKeyDictionary())
     config, tensors = drafter.pack()
     save_drafter(tmp_path / "eagle", "eagle", target, config, tensors, {}, dtype=None)
     return tmp_path / "eagle"
@@ -102,15 +102,15 @@ def test_auto_begins_with_what_tune_found(target, home, monkeypatch, temperature
     name = f"auto:head={home}"
     made = tune(target, name, ASKED, temperatures=[temperature], max_new_tokens=8)
     (found,) = made.temperatures
-    monkeypatch.setattr(costs, "_ledgers", WeakKeyDictionary())  # another process
+    monkeypatch.setattr(costs, "_statistics", WeakKeyDictionary())  # another process
     monkeypatch.setattr(costs, "measured", None)
     auto = load_drafter(name, target, temperature)
     assert sorted(found.rungs) == sorted(rung.name for rung in auto.tuned)
-    assert auto.rungs[-len(auto.tuned) :] == auto.tuned
+    assert auto.candidate_trees[-len(auto.tuned) :] == auto.tuned
     assert [rung.nodes for rung in auto.tuned] == sorted(rung.nodes for rung in auto.tuned)
     assert auto.uses_target_noise == (found.chosen.proposal == "noise")
-    known = costs.policy(target, auto, 1).ledger
-    assert all(known.of(i, 0).rounds > GUESS for i in range(1, len(auto.rungs)))
+    known = costs.policy(target, auto, 1).statistics
+    assert all(known.average(i, 0).rounds > GUESS for i in range(1, len(auto.candidate_trees)))
     shown = Console(width=300, file=io.StringIO())
     shown.print(costs.explained(target, auto))
     assert "Found by tune: " in shown.file.getvalue()
@@ -125,8 +125,8 @@ def test_masks_are_among_what_auto_tunes(target, home, monkeypatch, tmp_path):
     (found,) = tune(target, str(tmp_path / "bita"), ASKED, temperatures=[0.0], max_new_tokens=8).temperatures
     auto = load_drafter(f"auto:head={tmp_path / 'bita'}", target)
     assert sorted(found.rungs) == sorted(rung.name for rung in auto.tuned)
-    known = costs.ledger(target, auto)
-    assert all(known.of(i, 0).rounds > GUESS for i in range(4, len(auto.rungs)))
+    known = costs.statistics(target, auto)
+    assert all(known.average(i, 0).rounds > GUESS for i in range(4, len(auto.candidate_trees)))
 
 
 def test_several_texts_have_trees_of_their_own(target, home):
@@ -139,7 +139,7 @@ def test_several_texts_have_trees_of_their_own(target, home):
     assert trees == ["chain-2", chosen, chosen, chosen]
     autos = [load_drafter(f"auto:head={home}", target, texts=texts) for texts in (1, 3)]
     assert [len(auto.tuned) > 0 for auto in autos] == [False, True]
-    assert set(costs.ledger(target, autos[1]).seconds) == {3}
+    assert set(costs.statistics(target, autos[1]).seconds) == {3}
     with pytest.raises(ValueError, match="context is 127; this target reads 128 tokens"):
         tune(target, str(home), ASKED, max_new_tokens=8, context=127)
 
@@ -157,7 +157,7 @@ def test_damaged_trees_are_ignored_with_one_line(target, home, damaged, capsys):
     save_tuned(home, target.place, {0.0: damaged})
     untuned = load_drafter(f"auto:head={home}", target, 1.0)
     for _ in range(2):
-        assert load_drafter(f"auto:head={home}", target).rungs == untuned.rungs
+        assert load_drafter(f"auto:head={home}", target).candidate_trees == untuned.candidate_trees
         assert load_drafter(str(home), target).tree_spec == load_drafter(str(home), target, 1.0).tree_spec
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{home / 'tuned.json'} is damaged and ignored: ")
@@ -292,7 +292,7 @@ def test_a_speed_up_is_the_product_of_its_factors():
     """7 tokens a prompt and 6 a second, against 3: every factor by hand."""
     plain = Tally([Answered([0] * 3, 1.0, [Round(0, 0, 1)] * 2, Seconds(0.2, 0.0, 0.6, 0.2)).counted])
     drafted = Tally([Answered([0] * 7, 1.2, [Round(3, 2, 3)] * 2, Seconds(0.2, 0.2, 0.7, 0.1)).counted])
-    factors = ledger(drafted, plain)
+    factors = statistics(drafted, plain)
     assert factors.tau == 3
     assert factors.rows == pytest.approx(0.6 / 0.7, abs=1e-4)
     assert factors.draft == pytest.approx(0.7 / 0.9, abs=1e-4)

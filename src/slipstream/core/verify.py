@@ -134,7 +134,7 @@ def _children(tree: Tree, node: PerRow) -> Bool[Tensor, "B N"]:
 def _leading_on(child: PerRow, token: PerRow, sampler: Sampler) -> PerRow:
     """The accepted children, but for those that nothing may follow. The text stays the same: such a token is
     the round's last, and the next round raises the error, if the text has not ended there."""
-    rows = zip(child.tolist(), token.tolist(), sampler.walks, strict=True)
+    rows = zip(child.tolist(), token.tolist(), sampler.grammar_states, strict=True)
     stuck = [slot >= 0 and walk is not None and leads_on(walk, said) is None for slot, said, walk in rows]
     return child.masked_fill(torch.tensor(stuck, device=child.device), -1)
 
@@ -146,7 +146,7 @@ def verify(
     sampler: Sampler,
     law: Law = coupled,
 ) -> Verdict:
-    """Walk from the root while a child is accepted, and extend the histories of `sampler` on the way.
+    """GrammarState from the root while a child is accepted, and extend the histories of `sampler` on the way.
     `lengths` are tokens before the root: a node of depth d stands at position lengths + d."""
     if law is coupled and sampler.tempers_only and is_host(logits):
         return _on_host(tree, logits, lengths, sampler)
@@ -158,7 +158,7 @@ def verify(
     for depth in range(tree.depth + 1):
         # A row that has stopped asks again for what it drew last, whose noise is held.
         child, drawn = law(tree, node, logits[rows, node], lengths + count, sampler)
-        if any(sampler.walks):
+        if any(sampler.grammar_states):
             child = _leading_on(child, drawn, sampler)
         token = torch.where(alive, drawn, token)
         alive = alive & (child >= 0)

@@ -1,6 +1,6 @@
 """The drafter that chooses for itself: plain decoding, matches, or a head's tree, round by round.
 
-What is chosen, and when, is up to `decode.policy`. Here is what there is to choose from.
+`engine.policy` decides which of its candidate trees a round grows.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import final
 import torch
 
 from slipstream.core.device import is_host
-from slipstream.core.drafter import Drafter, Room, State
+from slipstream.core.drafter import Drafter, ScratchSlots, State
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span, beside, merged
 from slipstream.core.target import Target
@@ -26,12 +26,12 @@ from slipstream.methods import SHIPPED
 from slipstream.spec import Named, Spec
 
 HEADS = ("fasteagle", "eagle", "eagle3", "medusa", "glide")  # the quickest first, of those that ship
-MATCHES = (4, 8, 16)  # of a tree of matches
+MATCHES = (4, 8, 16)  # nodes of the trees of matches
 SAMPLED = ", T > 0"  # ends the name of an auto that samples
-LONG = (2, 4, 8)  # tokens of a match: signs for the policy
+BUCKETS = (2, 4, 8)  # tokens of a match from which on each match bucket but the first begins
 FEWEST = 64  # tokens of a text that a head begins with, if it has more in its reach
 BEHIND = 32 * 2**20  # bytes of states that a head may lag behind: texts that it never drafts are not read
-MANY = 64  # tokens of which reading tells what one costs
+MANY = 64  # so many tokens, read at once, show what reading one costs
 
 
 @dataclass
@@ -54,13 +54,15 @@ class AutoState(HybridState):
         self.drafter.catch_up(self)
 
     def before_copies(self) -> None:
-        if self.reads:  # otherwise nobody has asked for the head yet
+        if self.reads:  # otherwise no round has used the head yet
             self.flush()
+
+    def set_missed(self, spans: list[Span]) -> None:
+        self.missed, self.columns = spans, sum(span.tokens.numel() for span in spans)
 
     def select(self, order: list[int]) -> None:
         rows = torch.tensor(order, dtype=torch.long, device=self.root.device)
-        self.missed = [span.select(rows) for span in self.missed] if order else []
-        self.columns = sum(span.tokens.numel() for span in self.missed)
+        self.set_missed([span.select(rows) for span in self.missed] if order else [])
         self.reads &= bool(order)
         super().select(order)
 
@@ -71,8 +73,7 @@ class AutoState(HybridState):
             other.flush()
         elif other.missed:
             missed = merged(other.missed)
-            self.missed = [beside(merged(self.missed), missed) if self.missed else missed]
-        self.columns = sum(span.tokens.numel() for span in self.missed)
+            self.set_missed([beside(merged(self.missed), missed) if self.missed else missed])
         self.reads |= other.reads
         super().join(other)
 
@@ -96,15 +97,14 @@ class Auto(Drafter):
         tuned: Sequence[TreeSpec] = (),
     ) -> None:
         self.matches, self.hybrid, self.name = Suffix(max(MATCHES), remember=remember), None, name
-        found = [TreeSpec(f"matches-{n}", (), n - 1, n, 0, 0) for n in MATCHES]
-        self.rungs = (PLAIN, *found)
+        self.candidate_trees = (PLAIN, *(TreeSpec(f"matches-{n}", (), n - 1, n, 0, 0) for n in MATCHES))
         self.rows, self.depth, self.remembers = self.matches.rows, self.matches.depth, self.matches.remembers
         if head is not None:
             self.tuned = tuple(tuned)
             trees = self.tuned or tuple(map(TreeSpec.parse, head.ladder))
             head.grow_as(trees[-1], head.proposal)
             self.hybrid = Hybrid(head, self.matches)
-            self.rungs += trees
+            self.candidate_trees += trees
             self.taps, self.uses_target_noise = head.taps, head.uses_target_noise
             self.probes, self.memory = head.probes, head.memory
             self.rows = max(self.rows, self.hybrid.rows)
@@ -143,8 +143,8 @@ class Auto(Drafter):
             )
         trees = read_rungs(tuned_home(head, target), target.place, temperature, texts)
         tuned = trees and drafter.law == "coupled"  # `tune` chose the proposal, too
-        kept = tuned or "proposal" in options
-        drafter.grow_as("chain-1", drafter.proposal if kept else "noise" if temperature else "top-k")
+        if not (tuned or "proposal" in options):
+            drafter.grow_as("chain-1", "noise" if temperature else "top-k")
         return cls(drafter, f"auto:head={head}{SAMPLED * bool(temperature)}", remember, trees)
 
     def start(self, batch: int, device: torch.device) -> AutoState:
@@ -152,11 +152,11 @@ class Auto(Drafter):
         head = State(root) if self.hybrid is None else self.hybrid.head.start(batch, device)
         return AutoState(root, head, self.matches.start(batch, device), self)
 
-    def room(self, spec: TreeSpec | None = None) -> Room:
+    def scratch_slots(self, spec: TreeSpec | None = None) -> ScratchSlots:
         if spec is None:
-            return Room.largest(map(self.room, self.rungs))
-        by = self.hybrid if self.hybrid is not None and spec.children else self.matches
-        return by.room(spec)
+            return ScratchSlots.largest(map(self.scratch_slots, self.candidate_trees))
+        drafter = self.hybrid if self.hybrid is not None and spec.children else self.matches
+        return drafter.scratch_slots(spec)
 
     def update(self, span: Span, state: AutoState) -> None:
         self.matches.update(span, state.matches)
@@ -183,8 +183,7 @@ class Auto(Drafter):
     def _drop_far(self, state: AutoState) -> None:
         """Forget what is out of the head's reach."""
         if state.columns > (worth := self._worth(state)):
-            state.missed = [merged(state.missed).latest(int(worth) // len(state.root))]
-            state.columns = state.missed[0].tokens.numel()
+            state.set_missed([merged(state.missed).latest(int(worth) // len(state.root))])
 
     @torch.inference_mode()
     def catch_up(self, state: AutoState) -> None:
@@ -194,18 +193,16 @@ class Auto(Drafter):
             began, missed = perf_counter(), merged(state.missed)
             self.hybrid.head.update(missed, state.head)
             if missed.tokens.numel() >= MANY:
-                self.pace = (perf_counter() - began) / missed.tokens.numel()
+                self.catch_up_per_token = (perf_counter() - began) / missed.tokens.numel()
             state.reads = True
-        state.missed, state.columns = [], 0
+        state.set_missed([])
 
-    def owed(self, state: AutoState) -> float:
-        return self.pace * min(state.columns, self._worth(state))
+    def catch_up_cost(self, state: AutoState) -> float:
+        return self.catch_up_per_token * min(state.columns, self._worth(state))
 
-    def signs(self, state: AutoState) -> list[int]:
-        """How long a match there is: shorter than all of `LONG`, or as long as the first, second or third."""
-        if not is_host(state.root):
-            return super().signs(state)
-        return state.matches.matched(LONG)
+    def match_buckets(self, state: AutoState) -> list[int]:
+        """How many of `BUCKETS` the longest match reaches."""
+        return state.matches.matched(BUCKETS) if is_host(state.root) else super().match_buckets(state)
 
     def propose(self, state: AutoState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         if self.hybrid is None or (spec is not None and not spec.children):

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from slipstream.core.device import is_host
-from slipstream.core.drafter import FINAL, Room
+from slipstream.core.drafter import FINAL, ScratchSlots
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.target import Target
@@ -92,12 +92,12 @@ class Bita(ParallelDrafter):
     def grow_as(self, tree: str | TreeSpec, proposal: str = "top-k") -> None:
         super().grow_as(tree, proposal)
         self.probes = self.head.masks[: self.depth]
-        self.rows = self.room().target
+        self.rows = self.scratch_slots().target
 
-    def room(self, spec: TreeSpec | None = None) -> Room:
+    def scratch_slots(self, spec: TreeSpec | None = None) -> ScratchSlots:
         spec = self.shaped(spec)
         rows = spec.nodes + min(self.hosts or spec.nodes, spec.nodes) * spec.depth
-        return Room(rows, rows)
+        return ScratchSlots(rows, rows)
 
     def start(self, batch: int, device: torch.device) -> BitaState:
         known = torch.zeros(batch, dtype=torch.long, device=device)

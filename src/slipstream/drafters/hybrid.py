@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from slipstream.core.device import is_host
-from slipstream.core.drafter import Drafter, Room, State
+from slipstream.core.drafter import Drafter, ScratchSlots, State
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.target import Target
@@ -87,10 +87,10 @@ class Hybrid(Drafter):
         root = torch.zeros(batch, dtype=torch.long, device=device)
         return HybridState(root, self.head.start(batch, device), self.matches.start(batch, device))
 
-    def room(self, spec: TreeSpec | None = None) -> Room:
+    def scratch_slots(self, spec: TreeSpec | None = None) -> ScratchSlots:
         """Accepted matches are longer than the head's own guesses."""
-        head, matches = self.head.room(spec), self.matches.room(spec)
-        return Room(max(head.target, matches.target), head.own + matches.own)
+        head, matches = self.head.scratch_slots(spec), self.matches.scratch_slots(spec)
+        return ScratchSlots(max(head.target, matches.target), head.drafter + matches.drafter)
 
     def update(self, span: Span, state: HybridState) -> None:
         self.head.update(span, state.head)

@@ -50,7 +50,7 @@ class ParallelDrafter(HeadDrafter):
                 "tokens: name it among the session's trees"
             )
         scores = self.scores(state.hidden[:, : spec.depth])
-        if self.one_law and spec.best_first and not any(sampler.walks) and is_host(scores):
+        if self.one_law and spec.best_first and not any(sampler.grammar_states) and is_host(scores):
             return best_first(state.root, *self._offered(draft, scores, state.length), spec.nodes)
 
         def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from slipstream.core.drafter import Drafter, Room
-from slipstream.core.grammar import Walk, leads_on
+from slipstream.core.drafter import Drafter, ScratchSlots
+from slipstream.core.grammar import GrammarState, leads_on
 from slipstream.core.noise import Stream
 from slipstream.core.sampling import Sampler, within
 from slipstream.core.tree import PAD, Tree
@@ -119,10 +119,10 @@ class Proposer(Drafter):
             self._checked.append(spec)
         return spec
 
-    def room(self, spec: TreeSpec | None = None) -> Room:
+    def scratch_slots(self, spec: TreeSpec | None = None) -> ScratchSlots:
         """See `Drafter`. Draft steps stand behind a text whose length is known a round late."""
         spec = self.shaped(spec)
-        return Room(spec.nodes, max(spec.nodes, spec.depth + spec.scratch + 3))
+        return ScratchSlots(spec.nodes, max(spec.nodes, spec.depth + spec.scratch + 3))
 
 
 @dataclass
@@ -138,12 +138,12 @@ class Draft:
     tree_spec: TreeSpec
     sampler: Sampler
     laws: list[Float[Tensor, "B F Vd"]] = field(default_factory=list)
-    walks: list[list[Walk | None]] = field(default_factory=list)
+    walks: list[list[GrammarState | None]] = field(default_factory=list)
 
     def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
         """The tree, with the laws that its children were sampled from, if they were."""
-        if any(walk is not None for walk in self.sampler.walks):
-            self.walks = [[walk] for walk in self.sampler.walks]
+        if any(walk is not None for walk in self.sampler.grammar_states):
+            self.walks = [[walk] for walk in self.sampler.grammar_states]
 
         def walked(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             if self.walks:
@@ -232,10 +232,10 @@ class Draft:
         if self.sampler.tempers_only:
             return self._tempered(scores)
         columns = zip(self._widened(scores).unbind(1), self._columns(scores.shape[1]), strict=True)
-        found = [self.sampler.scores(one, walks=walks, partial=True) for one, walks in columns]
+        found = [self.sampler.scores(one, states=walks, partial=True) for one, walks in columns]
         return torch.stack(found, 1)[..., self.drafter.vocab]
 
-    def _columns(self, n: int) -> list[list[Walk | None]]:
+    def _columns(self, n: int) -> list[list[GrammarState | None]]:
         """The walks of each of the n nodes of the frontier, over all rows."""
         return [list(column) for column in zip(*self.walks, strict=True)] or [[]] * n
 

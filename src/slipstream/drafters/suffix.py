@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from slipstream.core.device import is_host
-from slipstream.core.drafter import Drafter, Room
+from slipstream.core.drafter import Drafter, ScratchSlots
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree, chain
@@ -58,7 +58,7 @@ class SuffixState(TextState):
     memory: Memory | None
     found: Matches | None = None  # at this root
 
-    def share_within(self, salts: Int[Tensor, " B"]) -> None:
+    def set_salts(self, salts: Int[Tensor, " B"]) -> None:
         self.salts = salts
 
     def select(self, order: list[int]) -> None:
@@ -107,9 +107,9 @@ class Suffix(Drafter):
             zeros, zeros.new_zeros(batch, 0), zeros.clone(), zeros + PAD, zeros.clone(), self._memory
         )
 
-    def room(self, spec: TreeSpec | None = None) -> Room:
+    def scratch_slots(self, spec: TreeSpec | None = None) -> ScratchSlots:
         rows = self.rows if spec is None else spec.nodes
-        return Room(rows, rows)
+        return ScratchSlots(rows, rows)
 
     def update(self, span: Span, state: SuffixState) -> None:
         state.read(span)

@@ -82,7 +82,7 @@ def rounds(
     law the recorded target decodes them anew."""
     prompts, ends = _prompts(recorded), recorded.lengths.tolist()
     target, law = (recorded, law) if law else (recorded.target, coupled)
-    room, specs = recorded.tokens.shape[1], (*drafter.rungs, *filter(None, [spec]))
+    room, specs = recorded.tokens.shape[1], (*drafter.candidate_trees, *filter(None, [spec]))
     session = Session(target, drafter, law, len(prompts), room, specs, policy)
     session.admit(prompts, recorded.sampling)
     while True:

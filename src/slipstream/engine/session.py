@@ -11,7 +11,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from slipstream.core.drafter import Drafter, Room, State
+from slipstream.core.drafter import Drafter, ScratchSlots, State
 from slipstream.core.grammar import guided, must_follow
 from slipstream.core.kv_cache import KVCache
 from slipstream.core.sampling import Sampler, Sampling
@@ -99,7 +99,7 @@ class Session:
     Attributes:
         texts, lengths: of each row, the number of its text and the tokens that the target has read of it.
         plain: of each row, whether it is decoded without guesses, beside others that may have some.
-        room: slots that its largest tree needs.
+        scratch_slots: those that its largest tree needs.
         seconds: where the time went so far.
         span: what the last round read, or the last chunk of prompts.
         reading: texts that join, while their prompts are read.
@@ -132,13 +132,14 @@ class Session:
         self._record = recorder(target) if law is coupled else None  # other laws look at what they drew
         self._captured: dict[TreeSpec | None, Captured] = {}
         self.sampler = Sampler([], [], target.vocab, target.device)
-        self.room = Room.largest(map(drafter.room, (None, *specs)))  # of all trees, before it starts
+        # of all trees, before the drafter starts
+        self.scratch_slots = ScratchSlots.largest(map(drafter.scratch_slots, (None, *specs)))
         self.cache, self.state = target.new_cache(rows, drafter.memory), drafter.start(rows, target.device)
         if capacity:
             slots = rounded(capacity) if self._record else capacity
-            self.cache.storage.hold(slots + self.room.target)
+            self.cache.storage.hold(slots + self.scratch_slots.target)
             for cache in self.state.caches:
-                cache.storage.hold(slots + self.room.own)
+                cache.storage.hold(slots + self.scratch_slots.drafter)
         self.cache.select([])
         self.state.select([])
 
@@ -188,9 +189,9 @@ class Session:
         lap, count, device = _stopwatch(), len(prompts), self.target.device
         cache, state = self.cache.window(count), self.drafter.start(count, device)
         salts = list(salts) or [0] * count
-        state.share_within(torch.tensor(salts, device=device))
+        state.set_salts(torch.tensor(salts, device=device))
         cache.texts += self._admitted
-        state.place_behind(self.state)
+        state.share_storage(self.state)
         sampler = Sampler(sampling, prompts, self.target.vocab, device)
         held = self.capacities
         pairs = enumerate(zip(prompts, salts, strict=True))
@@ -288,10 +289,11 @@ class Session:
             spec = PLAIN
         if spec is None and self.policy is not None:
             whole = _stopwatch()
-            signs = self.drafter.signs(self.state)
+            buckets = self.drafter.match_buckets(self.state)
             quiet = [plain or forced for plain, forced in zip(self.plain, self._must_follow(), strict=True)]
-            told = [NO_GUESSES if each else sign for sign, each in zip(signs, quiet, strict=True)]
-            made = self.step(limit, self.policy.choose(self.texts, told, self.drafter.owed(self.state)))
+            buckets = [NO_GUESSES if each else bucket for bucket, each in zip(buckets, quiet, strict=True)]
+            catch_up = self.drafter.catch_up_cost(self.state)
+            made = self.step(limit, self.policy.choose(self.texts, buckets, catch_up))
             drafted = [bool(each.drafted) for each in made]
             if not self._forced or len(made) > 1:  # else it was not the drafter's doing
                 self.policy.learn([len(each.tokens) for each in made], whole(), drafted)
@@ -316,9 +318,9 @@ class Session:
     def _must_follow(self) -> list[bool]:
         """Which of several texts go on as their grammars say, whatever is guessed. Guesses for a single text
         may reach further than that."""
-        if len(self.texts) == 1 or not any(self.sampler.walks):
+        if len(self.texts) == 1 or not any(self.sampler.grammar_states):
             return [False] * len(self.texts)
-        return [bool(tokens) for tokens in must_follow(self.sampler.walks, self.state.root.tolist())]
+        return [bool(tokens) for tokens in must_follow(self.sampler.grammar_states, self.state.root.tolist())]
 
     def _mark(self, plain: list[bool]) -> None:
         """Rounds read the marks as a tensor, which must be there before they are captured."""
@@ -334,7 +336,7 @@ class Session:
                 guesses = torch.arange(tree.nodes, device=tree.tokens.device) > 0
                 tree = replace(tree, tokens=tree.tokens.masked_fill(self._plain & guesses, PAD))
         forces = [self.drafter.depth > 0 and not plain for plain in self.plain]  # plain decoding stays plain
-        tree, self._forced = guided(tree, self.sampler.walks, forces)
+        tree, self._forced = guided(tree, self.sampler.grammar_states, forces)
         return tree
 
     def _check(self, tree: Tree) -> Span:

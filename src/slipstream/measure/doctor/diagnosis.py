@@ -101,7 +101,7 @@ class Patient:
     @property
     def chooses(self) -> bool:
         """Whether the drafter takes another tree in every round."""
-        return bool(self.drafter.rungs)
+        return bool(self.drafter.candidate_trees)
 
     @cached_property
     def config(self) -> dict[str, Any]:
