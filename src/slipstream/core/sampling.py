@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.core.device import is_host
 from slipstream.core.grammar import Grammar, GrammarState
-from slipstream.core.noise import Stream, gumbel, uniform, winner, words
+from slipstream.core.noise import NoiseStream, gumbel, uniform, winner, words
 
 RECENT = 8  # positions of each row whose noise is held
 SHORTLIST = 1024  # tokens that top-p looks at before it sorts the whole vocabulary
@@ -225,9 +225,9 @@ class Sampler:
         for width in (SHORTLIST, self.vocab) if is_host(x) else (self.vocab,):
             top = x.topk(min(width, self.vocab)).values
             kth = torch.where(limited, top.gather(1, top_k.clamp(1, top.shape[-1]) - 1), -torch.inf)
-            kept = top.masked_fill(top < kth, -torch.inf)
-            total = torch.where(limited, kept.logsumexp(-1, keepdim=True), x.logsumexp(-1, keepdim=True))
-            mass = (kept - total).exp().cumsum(-1)  # relative to what top-k kept, as in Hugging Face
+            within_k = top.masked_fill(top < kth, -torch.inf)
+            total = torch.where(limited, within_k.logsumexp(-1, keepdim=True), x.logsumexp(-1, keepdim=True))
+            mass = (within_k - total).exp().cumsum(-1)  # relative to what top-k kept, as in Hugging Face
             enough = torch.where(limited, top_k <= top.shape[-1], (mass[:, -1:] >= p) | (p > 1))
             if width == self.vocab or bool(enough.all()):
                 break
@@ -272,7 +272,7 @@ class Sampler:
         if is_host(positions):
             bits = torch.stack([self._words(row, at) for row, at in enumerate(positions.tolist())])
         else:
-            bits = words(self._keys, Stream.TARGET, positions, self.vocab)
+            bits = words(self._keys, NoiseStream.TARGET, positions, self.vocab)
         return gumbel(bits if tokens is None else bits[:, tokens]).mul_(self.temperature > 0)
 
     def _words(self, row: int, position: int) -> Int[Tensor, " V"]:
@@ -283,10 +283,10 @@ class Sampler:
             for oldest in list(held)[: max(0, len(held) + 1 - RECENT)]:
                 del held[oldest]
             at = torch.tensor([position], device=self.device)
-            held[position] = words(self._keys[row : row + 1], Stream.TARGET, at, self.vocab)[0]
+            held[position] = words(self._keys[row : row + 1], NoiseStream.TARGET, at, self.vocab)[0]
         return held[position]
 
-    def uniform(self, stream: Stream, positions: Int[Tensor, " B"], n: int) -> Float[Tensor, "B n"]:
+    def uniform(self, stream: NoiseStream, positions: Int[Tensor, " B"], n: int) -> Float[Tensor, "B n"]:
         """Uniforms of another stream than the target's."""
         return uniform(words(self._keys, stream, positions, n))
 
@@ -294,7 +294,7 @@ class Sampler:
         self, ratio: Float[Tensor, " B"], positions: Int[Tensor, " B"], sibling: int
     ) -> Bool[Tensor, " B"]:
         """u < ratio, with the `sibling`-th acceptance uniform of the position."""
-        return self.uniform(Stream.ACCEPT, positions, sibling + 1)[:, sibling] < ratio
+        return self.uniform(NoiseStream.ACCEPT, positions, sibling + 1)[:, sibling] < ratio
 
     def select(self, rows: Sequence[int]) -> "Sampler":
         """The sampler of some of the rows, with their histories."""
@@ -305,13 +305,15 @@ class Sampler:
         return self._joined([(sampler, b) for sampler in (self, other) for b in range(len(sampler))])
 
     def _joined(self, rows: Sequence[tuple["Sampler", int]]) -> "Sampler":
-        made = Sampler([s.rows[b] for s, b in rows], [s.history[b] for s, b in rows], self.vocab, self.device)
+        joined = Sampler(
+            [s.rows[b] for s, b in rows], [s.history[b] for s, b in rows], self.vocab, self.device
+        )
         for i, (sampler, b) in enumerate(rows):
-            if made._seen is not None and sampler._seen is not None:
-                for new, old in zip(made._seen, sampler._seen, strict=True):
+            if joined._seen is not None and sampler._seen is not None:
+                for new, old in zip(joined._seen, sampler._seen, strict=True):
                     new[i] = old[b]
-            made.grammar_states[i], made.finite[i] = sampler.grammar_states[b], sampler.finite[b]
-        return made
+            joined.grammar_states[i], joined.finite[i] = sampler.grammar_states[b], sampler.finite[b]
+        return joined
 
 
 def within(x: Float[Tensor, "n V"], states: Sequence[GrammarState | None]) -> Float[Tensor, "n V"]:

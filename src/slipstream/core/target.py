@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slipstream.core.kv_cache import KVCache
 from slipstream.core.span import Output
-from slipstream.core.tree import Layout, Tree
+from slipstream.core.tree import Tree, TreeLayout
 
 # in logits, by precision: what rounding may turn
 MARGINS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
@@ -175,9 +175,9 @@ class Target(ABC):
     fingerprint: str
 
     def __copy__(self) -> "Target":
-        made = object.__new__(type(self))
-        vars(made).update(vars(self))
-        return made
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
 
     def __reduce__(self) -> Any:
         raise ValueError(f"target {self.name} cannot be pickled: load it in each process, by its name")
@@ -227,8 +227,8 @@ class Target(ABC):
     @property
     def manner(self) -> str:
         """A hash of what the generation_config says: under another the same weights answer otherwise."""
-        says = self.generation_config.to_json_string(ignore_metadata=True)
-        return hashlib.sha256(says.encode()).hexdigest()[:12]
+        config = self.generation_config.to_json_string(ignore_metadata=True)
+        return hashlib.sha256(config.encode()).hexdigest()[:12]
 
     @property
     @abstractmethod
@@ -259,7 +259,7 @@ class Target(ABC):
 
     @abstractmethod
     def extend(
-        self, tokens: Int[Tensor, "B R"], layout: Layout, cache: KVCache, after: int
+        self, tokens: Int[Tensor, "B R"], layout: TreeLayout, cache: KVCache, after: int
     ) -> Float[Tensor, "B R V"]:
         """Logits of a draft model's further rows in a round, behind `after` scratch rows of earlier passes.
         The layout holds depths [#B, A] of all A = after + R scratch rows, and what new rows see [B, R, A]."""

@@ -1,4 +1,4 @@
-"""verify: which guesses the target accepts. One walk from the root, under one of three laws.
+"""verify: which guesses the target accepts, walking down from the root under one of three laws.
 
 *Coupled*: draw the target's own token at each node and descend while a child carries it. It is exact for any
 tree, and the text does not depend on the tree. *Multi-round speculative sampling* (EAGLE, Algorithm 1; on a
@@ -56,13 +56,13 @@ def multi_round(
     child = torch.full_like(node, -1)
     sibling = 0
     while bool(waiting.any()):
-        here = waiting.any(1)
+        judged = waiting.any(1)
         slot = waiting.int().argmax(1)
         x = tree.tokens[rows, slot].clamp(min=0)
         ratio = acceptance(p, q, x)
-        accepted = here & sampler.accept(ratio, position, sibling)
+        accepted = judged & sampler.accept(ratio, position, sibling)
         child = torch.where(accepted, slot, child)
-        rejected = (here & ~accepted)[:, None]
+        rejected = (judged & ~accepted)[:, None]
         p = torch.where(rejected, residual(p, q, x), p)
         q = None if q is None else torch.where(rejected, without(q, x), q)
         waiting = waiting.scatter(1, slot[:, None], False) & ~accepted[:, None]
@@ -135,7 +135,9 @@ def _leading_on(child: PerRow, token: PerRow, sampler: Sampler) -> PerRow:
     """The accepted children, but for those that nothing may follow. The text stays the same: such a token is
     the round's last, and the next round raises the error, if the text has not ended there."""
     rows = zip(child.tolist(), token.tolist(), sampler.grammar_states, strict=True)
-    stuck = [slot >= 0 and walk is not None and leads_on(walk, said) is None for slot, said, walk in rows]
+    stuck = [
+        slot >= 0 and state is not None and leads_on(state, after) is None for slot, after, state in rows
+    ]
     return child.masked_fill(torch.tensor(stuck, device=child.device), -1)
 
 

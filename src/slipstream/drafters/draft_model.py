@@ -17,7 +17,7 @@ from slipstream.core.kv_cache import KVCache
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.target import Target
-from slipstream.core.tree import Layout, Tree, chain
+from slipstream.core.tree import Tree, TreeLayout, chain
 from slipstream.core.tree_spec import DEEPEST, TreeSpec
 from slipstream.drafters.proposer import Draft, Proposer
 from slipstream.drafters.store import VOCAB, load_weights
@@ -189,7 +189,7 @@ class DraftModel(Proposer):
             nonlocal depths
             n = tokens.shape[1]
             depths = torch.cat([depths, depths.new_full((n,), level - 1)])
-            layout = Layout(depths[None], seen)
+            layout = TreeLayout(depths[None], seen)
             return self.model.extend(tokens, layout, state.cache, seen.shape[2] - n)[..., : len(self.vocab)]
 
         draft = Draft(self, self.shaped(spec), sampler)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slipstream.core.drafter import Drafter, ScratchSlots
 from slipstream.core.grammar import GrammarState, leads_on
-from slipstream.core.noise import Stream
+from slipstream.core.noise import NoiseStream
 from slipstream.core.sampling import Sampler, within
 from slipstream.core.tree import PAD, Tree
 from slipstream.core.tree_builders import Expand
@@ -245,7 +245,7 @@ class Draft:
         """Gumbel top-k: drawn without replacement, in order; `PAD` where the law has no further token. A
         greedy row takes its top-k, and its law is its best."""
         hot = (self.sampler.temperature > 0)[..., None]
-        u = self.sampler.uniform(Stream.DRAFT, position, scores.shape[1] * scores.shape[2])
+        u = self.sampler.uniform(NoiseStream.DRAFT, position, scores.shape[1] * scores.shape[2])
         log_q = scores.double().log_softmax(-1)
         log_q = log_q.nan_to_num(-torch.inf, neginf=-torch.inf)  # nothing is allowed, or a head is damaged
         drawn = torch.where(hot, log_q - (-u.view(scores.shape).log()).log(), log_q)
