@@ -135,9 +135,7 @@ def _leading_on(child: PerRow, token: PerRow, sampler: Sampler) -> PerRow:
     """The accepted children, but for those that nothing may follow. The text stays the same: such a token is
     the round's last, and the next round raises the error, if the text has not ended there."""
     rows = zip(child.tolist(), token.tolist(), sampler.grammar_states, strict=True)
-    stuck = [
-        slot >= 0 and state is not None and leads_on(state, after) is None for slot, after, state in rows
-    ]
+    stuck = [slot >= 0 and state is not None and leads_on(state, x) is None for slot, x, state in rows]
     return child.masked_fill(torch.tensor(stuck, device=child.device), -1)
 
 
@@ -148,7 +146,7 @@ def verify(
     sampler: Sampler,
     law: Law = coupled,
 ) -> Verdict:
-    """GrammarState from the root while a child is accepted, and extend the histories of `sampler` on the way.
+    """Walk down from the root while a child is accepted, and extend the histories of `sampler` on the way.
     `lengths` are tokens before the root: a node of depth d stands at position lengths + d."""
     if law is coupled and sampler.tempers_only and is_host(logits):
         return _on_host(tree, logits, lengths, sampler)
