@@ -74,7 +74,7 @@ class State:
         """Append the rows of another state, whose caches share storages with this one's."""
         for (owner, name, value), (_, _, more) in zip(self.fields(), other.fields(), strict=True):
             if isinstance(value, Tensor):
-                if value.dim() > 1:
+                if value.dim() > 1 and value.shape[1] != more.shape[1]:
                     value, more = _widened(value, more.shape[1]), _widened(more, value.shape[1])
                 setattr(owner, name, torch.cat([value, more]))
             elif isinstance(value, KVCache):

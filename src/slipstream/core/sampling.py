@@ -132,7 +132,8 @@ class Sampler:
         self._tempered = any(row.temperature not in (0, 1) for row in self.rows)
         self._cuts = any(row.top_k or row.top_p < 1 or row.min_p for row in self.rows if row.temperature)
         self._processed = any(row.processors or row.warpers for row in self.rows)
-        self.grammar_states = [row.grammar and row.grammar.begin() for row in self.rows]
+        grammars = [row.grammar for row in self.rows]
+        self.grammar_states = [None if grammar is None else grammar.begin() for grammar in grammars]
         self._guided = any(row.grammar for row in self.rows)
         # [B, V]: which tokens stand in prompt or answer, and how often each stands in the answer
         self._seen: tuple[Bool[Tensor, "B V"], Int[Tensor, "B V"]] | None = None

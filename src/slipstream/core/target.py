@@ -42,7 +42,7 @@ class Rendered(str):
 
     Attributes:
         masked: the same with stand-ins where messages begin what would be a special token; "": nowhere.
-        signs: from stand-ins to what they stand for, as `str.translate` takes it.
+        signs: from stand-ins to the characters that they replace, as `str.translate` takes it.
     """
 
     masked: str = ""
@@ -85,8 +85,8 @@ class Text(ABC):
 
     @abstractmethod
     def ids(self, text: str, special: bool = False) -> list[int]:
-        """Token ids of text as it stands: special tokens that it writes are special, but for those that the
-        messages of a rendered text write. `special`: with the tokens that the tokenizer adds to a text."""
+        """Token ids of text as it stands. Special tokens in it are special, except those in the messages of a
+        rendered text. `special`: with the tokens that the tokenizer adds to a text."""
 
     @abstractmethod
     def render(self, messages: Messages, ask: bool, tools: Messages = ()) -> Rendered:
@@ -226,14 +226,14 @@ class Target(ABC):
 
     @property
     def manner(self) -> str:
-        """A hash of what the generation_config says: under another the same weights answer otherwise."""
+        """A hash of the generation_config: with another one the same weights may answer otherwise."""
         config = self.generation_config.to_json_string(ignore_metadata=True)
         return hashlib.sha256(config.encode()).hexdigest()[:12]
 
     @property
     @abstractmethod
     def values(self) -> str:
-        """A hash of all weights, in which a model that was tuned a little differs. It is made when used."""
+        """A hash of all weights, which even slight tuning changes. It is computed when first used."""
 
     @property
     def stamp(self) -> str:
@@ -329,6 +329,6 @@ _locks: dict[str, AbstractContextManager[Any]] = {}
 
 
 def lock(device: torch.device) -> AbstractContextManager[Any]:
-    """What threads take turns by, because modules keep what a pass leaves. All targets of a device share it:
-    a draft model's passes are a part of its target's round. A thread that holds it may take it again."""
+    """A lock for passes, because modules keep state during one. All targets of a device share it: a draft
+    model's passes are a part of its target's round. A thread that holds it may take it again."""
     return _locks.setdefault(str(device), RLock())

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.core.device import is_host
 
 PAD = -1  # a token id that no draw can match
-SHARED = 64  # nodes at most of trees whose layouts are kept
+SHARED = 64  # most nodes of trees whose layouts are cached
 
 
 class TreeLayout(NamedTuple):
@@ -23,10 +23,10 @@ class TreeLayout(NamedTuple):
 
 
 class SharedLayout(TreeLayout):
-    """A layout of many passes, which nobody may change.
+    """A cached layout of many passes, which nobody may change.
 
     Attributes:
-        derived: what was made of it, to be made once.
+        derived: values computed from it, kept here.
     """
 
     def __init__(self, *_: Tensor) -> None:
@@ -117,10 +117,9 @@ class Tree:
 @lru_cache(1024)
 @torch.inference_mode(False)
 def _shared_layout(nodes: int, parents: tuple[tuple[int, ...], ...] | None, depth: int) -> SharedLayout:
-    """Tensors of so few numbers take long on the host, and most trees were there before."""
-    return SharedLayout(
-        *(_layout_of_chain(nodes) if parents is None else _layout_of(torch.tensor(parents), depth))
-    )
+    """Cached: the host takes long over such small tensors, and most trees recur."""
+    layout = _layout_of_chain(nodes) if parents is None else _layout_of(torch.tensor(parents), depth)
+    return SharedLayout(*layout)
 
 
 def _layout_of_chain(nodes: int, device: torch.device | None = None) -> TreeLayout:

@@ -91,8 +91,8 @@ def static_levels(paths: tuple[Path, ...], device: torch.device = CPU) -> tuple[
             [path[-1] for path in level],
             [i for i, path in enumerate(level) if path in inner],
         )
-        tensors = (torch.tensor(column, dtype=torch.long, device=device) for column in columns)
-        levels.append(Level(*tensors, ranks=1 + max(columns[2])))
+        parent, under, rank, grown = (torch.tensor(c, dtype=torch.long, device=device) for c in columns)
+        levels.append(Level(parent, under, rank, grown, ranks=1 + max(columns[2])))
         expanded = [path for path in level if path in inner]
     return tuple(levels)
 

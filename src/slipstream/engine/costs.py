@@ -156,7 +156,8 @@ def _seconds(target: Target, drafter: Drafter, texts: int) -> dict[int, list[flo
     names, place = [*(spec.name for spec in drafter.candidate_trees), CATCH_UP], _setting(target, "")
     seconds, catch_up = dict[int, list[float]](), dict[int, float]()
     for what, entry in _stored(target, drafter).items():
-        number, own = what.removeprefix(place), {name: entry.get(name) for name in names}
+        number = what.removeprefix(place)
+        own: dict[str, Any] = {name: entry.get(name) for name in names}
         if what.startswith(place) and number.isdigit() and all(_is_cost(*pair) for pair in own.items()):
             *seconds[int(number)], catch_up[int(number)] = own.values()
     if texts not in seconds:
