@@ -187,7 +187,8 @@ class KVCache:
         if not stored or not count:
             return
         self._hold(count)
-        self.allocate(*stored)
+        self.storage.allocate(*stored)
+        self.stored = self._stored()
         for own, other in zip(self.stored, stored, strict=True):
             own[:, row, :, self.prefix : self.prefix + count] = other[:, :, :count]
         self.lengths[row] = count
@@ -225,13 +226,13 @@ class KVCache:
 
     def allocate(self, key: NewKeys, value: NewValues) -> None:
         """Memory for rows like these, where there is none yet."""
-        self.storage.allocate(key, value)
-        self.stored = self._stored()
+        if not self.stored:
+            self.storage.allocate(key, value)
+            self.stored = self._stored()
 
     def write(self, layer: int, key: NewKeys, value: NewValues) -> None:
         """Fill the reserved slots of one layer."""
-        if not self.stored:
-            self.allocate(key, value)
+        self.allocate(key, value)
         for stored, new in zip(self.stored, (key, value), strict=True):
             if self._start is not None:  # a plain copy: a third of the cost of index_put_
                 stored[layer][:, :, self._start : self._start + new.shape[2]] = new
