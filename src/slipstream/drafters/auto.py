@@ -28,7 +28,7 @@ from slipstream.spec import Named, Spec
 HEADS = ("fasteagle", "eagle", "eagle3", "medusa", "glide")  # the quickest first, of those that ship
 MATCHES = (4, 8, 16)  # nodes of the trees of matches
 SAMPLED = ", T > 0"  # ends the name of an auto that samples
-BUCKETS = (2, 4, 8)  # tokens of a match from which on each match bucket but the first begins
+BUCKETS = (2, 4, 8)  # tokens of the shortest match in each match bucket but the first
 FEWEST = 64  # tokens of a text that a head begins with, if it has more in its reach
 BEHIND = 32 * 2**20  # bytes of states that a head may lag behind: texts that it never drafts are not read
 MANY = 64  # so many tokens, read at once, show what reading one costs
@@ -36,8 +36,8 @@ MANY = 64  # so many tokens, read at once, show what reading one costs
 
 @dataclass
 class AutoState(HybridState):
-    """`head` has yet to read the spans `missed`, which have so many `columns` over all rows. Until it `reads`
-    for the first time it knows nothing of any row, and then begins with what is in its reach."""
+    """`head` has yet to read the spans `missed`, which have so many `columns` over all rows. Before it has
+    read for the first time (`reads`) it knows nothing of any row. It begins with what is in its reach."""
 
     drafter: "Auto"
     missed: list[Span] = field(default_factory=list)
@@ -80,8 +80,8 @@ class AutoState(HybridState):
 
 @final
 class Auto(Drafter):
-    """A policy chooses among a bare root, a match, and the head's trees with a match in them. A round without
-    the head's tree costs nothing of the head: it reads what it missed when it drafts again.
+    """A policy chooses among a bare root, a match, and the head's trees with a match in them. In rounds
+    without its tree the head does nothing: it reads what it missed when it drafts again.
 
     Args:
         head: grows the trees. Without one there are matches alone.
@@ -164,13 +164,13 @@ class Auto(Drafter):
         if self.hybrid is not None:
             state.missed.append(replace(span, tree=None, path=None, logits=None))
             state.columns += span.tokens.numel()
-            if state.columns > 2 * self._worth(state):
-                self._drop_far(state)
+            if state.columns > 2 * self._columns_to_read(state):
+                self._forget_out_of_reach(state)
             waits = is_host(span.root)  # what is captured cannot wait, nor can what masks have guessed
             if not waits or self.probes is not None or state.columns * state.width >= BEHIND:
                 self.catch_up(state)
 
-    def _worth(self, state: AutoState) -> float:
+    def _columns_to_read(self, state: AutoState) -> float:
         """Columns that the head must read of what it missed: before its first tree those in its reach, which
         texts share, and no more than half of what it may lag behind."""
         reach = None if state.reads or self.hybrid is None else self.hybrid.head.reach
@@ -180,15 +180,15 @@ class Auto(Drafter):
         most = BEHIND // (2 * texts * max(1, state.width))
         return float(texts * max(1, min(most, max(reach // texts, min(reach, FEWEST)))))
 
-    def _drop_far(self, state: AutoState) -> None:
+    def _forget_out_of_reach(self, state: AutoState) -> None:
         """Forget what is out of the head's reach."""
-        if state.columns > (worth := self._worth(state)):
-            state.set_missed([merged(state.missed).latest(int(worth) // len(state.root))])
+        if state.columns > (most := self._columns_to_read(state)):
+            state.set_missed([merged(state.missed).latest(int(most) // len(state.root))])
 
     @torch.inference_mode()
     def catch_up(self, state: AutoState) -> None:
         """Let the head read what it missed."""
-        self._drop_far(state)
+        self._forget_out_of_reach(state)
         if state.missed and self.hybrid is not None:
             began, missed = perf_counter(), merged(state.missed)
             self.hybrid.head.update(missed, state.head)
@@ -198,7 +198,7 @@ class Auto(Drafter):
         state.set_missed([])
 
     def catch_up_cost(self, state: AutoState) -> float:
-        return self.catch_up_per_token * min(state.columns, self._worth(state))
+        return self.catch_up_per_token * min(state.columns, self._columns_to_read(state))
 
     def match_buckets(self, state: AutoState) -> list[int]:
         """How many of `BUCKETS` the longest match reaches."""
