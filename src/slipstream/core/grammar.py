@@ -133,8 +133,7 @@ def must_follow(states: Sequence[GrammarState | None], roots: Sequence[int]) -> 
 
 
 def _worth(nodes: Sequence[int], forced: Sequence[int]) -> int:
-    """How many forced tokens each text may have: all rows of a pass are as wide as the widest, so that those
-    of one text cost rows of all others."""
+    """How many forced tokens each text may have, as all rows of a pass are as wide as the widest."""
 
     def width(most: int) -> int:
         return len(nodes) * max(n + min(must, most) for n, must in zip(nodes, forced, strict=True))

@@ -277,8 +277,7 @@ class Sampler:
         return gumbel(bits if tokens is None else bits[:, tokens]).mul_(self.temperature > 0)
 
     def _words(self, row: int, position: int) -> Int[Tensor, " V"]:
-        """The words of one row's noise. A drafter that reads it asks for the same as verification, and its
-        rejected guesses for those of rounds to come."""
+        """One row's noise words, cached: drafts ask for the same as verification, and for later positions."""
         held = self._recent[row]
         if position not in held:
             for oldest in list(held)[: max(0, len(held) + 1 - RECENT)]:
@@ -329,8 +328,7 @@ def within(x: Float[Tensor, "n V"], states: Sequence[GrammarState | None]) -> Fl
 def _judged(
     processor: Processor, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"], partial: bool
 ) -> Float[Tensor, "1 V"]:
-    """A processor's scores. Raises ValueError if it returns anything else, or excludes all tokens, unless x
-    is `partial`."""
+    """A processor's scores. Raises ValueError for anything else, and where none is left, unless `partial`."""
     scores = processor(ids, x)
     name = getattr(processor, "__name__", type(processor).__name__)
     if not isinstance(scores, Tensor):

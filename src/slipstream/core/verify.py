@@ -175,8 +175,7 @@ def verify(
 def _on_host(
     tree: Tree, logits: Float[Tensor, "B N V"], lengths: Int[Tensor, " B"], sampler: Sampler
 ) -> Verdict:
-    """The same under the coupled law, row by row, where no score depends on a history. Tensors of so few
-    numbers take five times as long. The path is no wider than what was accepted."""
+    """The same by the coupled law for scores without a history: small tensors take five times as long."""
     paths, nexts = [], []
     texts = (x.tolist() for x in (lengths, tree.tokens, tree.parent_slots().expand_as(tree.tokens)))
     for row, (length, tokens, parents) in enumerate(zip(*texts, strict=True)):
