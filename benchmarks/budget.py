@@ -21,11 +21,11 @@ from torch import Tensor
 
 from common import between, drawn_of, pooled, prompts_by_file, records, run
 from slipstream.cli import common as cli
-from slipstream.core.drafter import Drafter, Room, State
+from slipstream.core.drafter import Drafter, ScratchSlots, State
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters import load_drafter
 from slipstream.drafters.proposer import Proposer
 from slipstream.engine.replay import Prediction, predict
@@ -51,11 +51,11 @@ class Shared(Drafter):
     def update(self, span: Span, state: State) -> None:
         self.drafter.update(span, state)
 
-    def room(self, shape: Shape | None = None) -> Room:
-        return self.drafter.room(shape)
+    def scratch_slots(self, spec: TreeSpec | None = None) -> ScratchSlots:
+        return self.drafter.scratch_slots(spec)
 
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        tree = self.drafter.propose(state, sampler, shape)
+    def propose(self, state: State, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
+        tree = self.drafter.propose(state, sampler, spec)
         assert tree.scores is not None, "a best-first tree knows its scores"
         return replace(tree, tokens=tree.tokens.masked_fill(~likeliest(tree.scores, self.budget), PAD))
 

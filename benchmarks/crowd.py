@@ -78,7 +78,7 @@ def together(target: HFTarget, drafter: Drafter, wanted: list[Wanted], rows: int
     """All of them, in one session."""
     chance, waiting = random.Random(1), list(range(len(wanted)))
     capacity = max(len(each.prompt) + each.new for each in wanted)
-    session = Session(target, drafter, rows=rows, capacity=capacity, shapes=drafter.rungs)
+    session = Session(target, drafter, rows=rows, capacity=capacity, specs=drafter.candidate_trees)
     made: list[list[int]] = [[] for _ in wanted]
     while waiting or session.reading or session.texts:
         free = 0 if session.reading else min(len(waiting), rows - len(session.texts))
@@ -87,8 +87,8 @@ def together(target: HFTarget, drafter: Drafter, wanted: list[Wanted], rows: int
             session.begin([wanted[i].prompt for i in joining], [wanted[i].sampling for i in joining])
         reads = session.reading is not None and (not session.texts or chance.random() < 0.5)
         # Trees of every size, as a policy may choose them.
-        shape = chance.choice(drafter.rungs) if drafter.rungs else None
-        for each in session.read() if reads else session.step(shape=shape):
+        spec = chance.choice(drafter.candidate_trees) if drafter.candidate_trees else None
+        for each in session.read() if reads else session.step(spec=spec):
             made[each.text] += each.tokens
         session.retire([text for text in session.texts if len(made[text]) >= wanted[text].new])
     return [tokens[: each.new] for tokens, each in zip(made, wanted, strict=True)]

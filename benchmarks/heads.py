@@ -29,7 +29,7 @@ from torch import Tensor
 
 from common import Plot, between, compiled, digits, drawn_of, pooled, prompts_by_file, records, run, shortest
 from slipstream.cli import common as cli
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters import load_drafter
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.drafters.proposer import Proposer
@@ -310,7 +310,7 @@ def _taus(
     for tree in trees:
         base: Draws | None = None
         for label, drafter in drafters.items():
-            if drafter.deepest is not None and Shape.parse(tree).depth > drafter.deepest:
+            if drafter.deepest is not None and TreeSpec.parse(tree).depth > drafter.deepest:
                 continue
             progress(f"T = {temperature:g}: {label} {tree}")
             made = proposing(drafter, proposal, tree)
@@ -338,7 +338,7 @@ def _costs(
 ) -> Costs:
     """One race of plain decoding, all heads and all trees."""
     kinds = list(dict.fromkeys((label, row.tree, row.nodes) for label in rows for row in rows[label]))
-    arms = [(drafters[label], Shape.parse(tree)) for label, tree, _ in kinds]
+    arms = [(drafters[label], TreeSpec.parse(tree)) for label, tree, _ in kinds]
     plain, *spent = Rounds(target, [(Vanilla(), None), *arms], [probe], most=rounds).run(rounds)
     heads: dict[str, dict[str, RoundMs]] = {label: {} for label in drafters}
     shared: dict[tuple[str, int], list[float]] = {}  # by tree and rows
@@ -349,7 +349,7 @@ def _costs(
         speed = plain.total / (cost.draft + verify + cost.host)
         heads[label][tree] = RoundMs(
             **{part: round(1e3 * getattr(cost, part), 2) for part in PARTS},
-            c=digits(cost.draft / plain.verify / Shape.parse(tree).depth),
+            c=digits(cost.draft / plain.verify / TreeSpec.parse(tree).depth),
             expected={
                 str(row.temperature): digits(row.tau * speed) for row in rows[label] if row.tree == tree
             },

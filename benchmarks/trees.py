@@ -14,7 +14,7 @@ from rich.text import Text
 
 from common import digits, pooled, prompts_by_file, records, run, shortest
 from slipstream.cli import common as cli
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import find_drafter, read_tuned
 from slipstream.drafters.vanilla import Vanilla
@@ -101,22 +101,22 @@ def compare_trees(
     Raises:
         ValueError: a drafter, a tree or a file is unknown, or the drafter does not grow these trees.
     """
-    head, shapes = load_drafter(drafter, target), {tree: Shape.parse(tree) for tree in trees}
+    head, specs = load_drafter(drafter, target), {tree: TreeSpec.parse(tree) for tree in trees}
     if tuned := read_tuned(find_drafter(drafter, target), target.place, 0.0):
-        shapes[TUNED + tuned["tree"]] = Shape.parse(tuned["tree"])
+        specs[TUNED + tuned["tree"]] = TreeSpec.parse(tuned["tree"])
     prompts = prompts_by_file(target, questions, limit)
     recorded = records(target, prompts, max_new_tokens, head.taps)
-    arms = [(head, shape) for shape in shapes.values()]
+    arms = [(head, spec) for spec in specs.values()]
     timed = Rounds(target, [(Vanilla(), None), *arms], [shortest(prompts)], most=rounds)
     plain, *costs = timed.run(rounds)
     results = []
-    for (tree, shape), cost in zip(shapes.items(), costs, strict=True):
-        parts = {file: predict(head, answers, shape) for file, answers in recorded.items()}
+    for (tree, spec), cost in zip(specs.items(), costs, strict=True):
+        parts = {file: predict(head, answers, spec) for file, answers in recorded.items()}
         every = pooled(parts)
         row = TreeResult(
             tree=tree,
-            nodes=shape.nodes,
-            depth=shape.depth,
+            nodes=spec.nodes,
+            depth=spec.depth,
             tau=digits(every.tau),
             by_file=digits({file: part.tau for file, part in parts.items()}),
             acceptance_by_depth=digits(every.acceptance),

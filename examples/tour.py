@@ -27,7 +27,7 @@ from slipstream import (
     Tree,
     chain,
 )
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Stutter(Drafter):
         state.again = state.again | ((span.tokens == span.nexts) & span.mask).any(1)
         state.root = span.last(span.nexts)
 
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
+    def propose(self, state: State, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         """The root, and itself once more."""
         assert isinstance(state, Heard)
         return chain(torch.stack([state.root, state.root.where(state.again, torch.tensor(PAD))], 1))

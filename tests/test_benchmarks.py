@@ -408,12 +408,12 @@ def test_forked_sessions_decode_what_one_that_read_the_prompts_does(target):
     session = policy.read(target, auto, asked)
     for temperature in (0.0, 1.0):
         arms = [policy.Arm(policy.forked(session, asked, temperature, each)) for each in (None, None, auto)]
-        arms[2].shape = auto.rungs[2]
+        arms[2].tree_spec = auto.candidate_trees[2]
         lines = []
         for arm in arms:
             line = ["", ""]
             while min(map(len, line)) < 12:
-                for each in arm.session.step(shape=arm.shape):
+                for each in arm.session.step(spec=arm.tree_spec):
                     line[each.text] += "".join(map(chr, each.tokens))
             lines.append([text[:12] for text in line])
         assert lines[0] == lines[1] == lines[2]

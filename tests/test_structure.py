@@ -31,7 +31,7 @@ SHARED = {
 }  # writing results, what they were measured on, progress, methods, names
 ROOMS = {  # HOUSE, "Rooms": a room may import itself and these
     "kernels": set(),
-    "core": {"kernels"},
+    "core": set(),
     "targets": {"kernels", "core"},
     "drafters": {"kernels", "core", "targets"},  # a draft model is a target of its own
     "engine": {"kernels", "core", "targets", "drafters"},

@@ -39,7 +39,7 @@ from transformers import (
 
 from slipstream.core.drafter import CACHE, Drafter
 from slipstream.core.tree import chain
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters import load_drafter
 from slipstream.drafters.auto import Auto
 from slipstream.drafters.bita import Bita, BitaConfig, BitaHead
@@ -56,7 +56,7 @@ from slipstream.drafters.ngram import NGram
 from slipstream.drafters.random_drafter import RandomDrafter
 from slipstream.drafters.suffix import Suffix
 from slipstream.drafters.tree_oracle import TreeOracle
-from slipstream.engine.policy import Ledger, Policy
+from slipstream.engine.policy import Policy, TreeStatistics
 from slipstream.methods import METHODS
 from slipstream.targets import HFTarget
 
@@ -306,16 +306,16 @@ Texts = list[list[int]]
 
 
 class Restless(Policy):
-    """Takes turns among a drafter's rungs, in an order without a short period."""
+    """Takes turns among a drafter's candidate trees, in an order without a short period."""
 
     def __init__(self, drafter: Drafter) -> None:
-        super().__init__(Ledger(drafter.rungs))
-        self.rungs, self.rounds = drafter.rungs, 0
+        super().__init__(TreeStatistics(drafter.candidate_trees))
+        self.trees, self.rounds = drafter.candidate_trees, 0
 
-    def choose(self, texts, signs, owed=0.0):
-        assert len(texts) == len(signs)
+    def choose(self, texts, buckets, catch_up_cost=0.0):
+        assert len(texts) == len(buckets)
         self.rounds += 1
-        return self.rungs[self.rounds * self.rounds // 3 % len(self.rungs)]
+        return self.trees[self.rounds * self.rounds // 3 % len(self.trees)]
 
     def learn(self, tokens, seconds, guessed):
         assert seconds > 0
@@ -339,7 +339,7 @@ DRAFTERS: dict[str, Callable[[HFTarget, Texts], Drafter]] = {
     "auto, matches, noise": lambda target, texts: Auto(fasteagle(target, "best-first-3x8", "noise")),
     "auto, bita": lambda target, texts: Auto(bita(target, hosts=2)),
     "auto, tuned": lambda target, texts: Auto(
-        eagle(target), tuned=[*map(Shape.parse, ("chain-1", "[[0],[1],[0,0]]", "dynamic-3x3x9"))]
+        eagle(target), tuned=[*map(TreeSpec.parse, ("chain-1", "[[0],[1],[0,0]]", "dynamic-3x3x9"))]
     ),
     "oracle": lambda target, texts: TreeOracle(texts, target.vocab),
     "random, probes, memory": lambda target, texts: random_drafter(target),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream import Drafter, Method, Sampler, Span, State, Target, Tree, chain, register
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 
 ASKED = "Count from 1 to 20."
 
@@ -42,7 +42,7 @@ class Recent(Drafter):
             state.recent = moved.where(real[:, None], state.recent)
         state.root = span.last(span.nexts)
 
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
+    def propose(self, state: State, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         """The root, and behind it the tokens that came before."""
         assert isinstance(state, RecentState)
         return chain(torch.cat([state.root[:, None], state.recent], 1))

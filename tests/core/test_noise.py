@@ -5,14 +5,23 @@ import math
 import pytest
 import torch
 
-from slipstream.core.noise import LOUD, Stream, _words_numpy, _words_torch, gumbel, uniform, winner, words
+from slipstream.core.noise import (
+    LOUD,
+    NoiseStream,
+    _words_numpy,
+    _words_torch,
+    gumbel,
+    uniform,
+    winner,
+    words,
+)
 
 KEYS = torch.tensor(
     [[0, 0], [1, 0], [0, 1], [-1, 3], [2**63 - 1, 7], [-(2**63), 2**40], [0x9E3779B97F4A7C15 - 2**64, 5]]
 )
 
 
-@pytest.mark.parametrize("stream", list(Stream))
+@pytest.mark.parametrize("stream", list(NoiseStream))
 @pytest.mark.parametrize("n", [1, 3, 4, 5, 64, 1027])
 def test_kernels_agree_bit_for_bit(stream, n):
     """The same seed must give the same text on every device: a lost carry or a sign bit in the integer
@@ -24,8 +33,8 @@ def test_kernels_agree_bit_for_bit(stream, n):
 
 def test_asking_for_more_extends_what_there_was():
     """Acceptance reads the j-th uniform of a position by asking for j + 1 of them."""
-    long = words(KEYS, Stream.ACCEPT, torch.arange(7), 11)
-    assert torch.equal(words(KEYS, Stream.ACCEPT, torch.arange(7), 6), long[:, :6])
+    long = words(KEYS, NoiseStream.ACCEPT, torch.arange(7), 11)
+    assert torch.equal(words(KEYS, NoiseStream.ACCEPT, torch.arange(7), 6), long[:, :6])
 
 
 def test_every_part_of_the_key_counts():
@@ -35,7 +44,7 @@ def test_every_part_of_the_key_counts():
         words(torch.tensor([[seed, row]]), stream, torch.tensor([position]), 8)
         for seed in (0, 1, -1)
         for row in (0, 1)
-        for stream in Stream
+        for stream in NoiseStream
         for position in (0, 1, 2)
     ]
     assert torch.cat(draws).unique().numel() == 8 * len(draws)
@@ -54,7 +63,7 @@ def test_gumbel_argmax_draws_from_the_law():
     p = torch.tensor([0.5, 0.25, 0.15, 0.08, 0.02], dtype=torch.float64)
     n = 20_000
     keys = torch.tensor([[3, 1]]).expand(n, 2).contiguous()
-    g = gumbel(words(keys, Stream.TARGET, torch.arange(n), len(p)))
+    g = gumbel(words(keys, NoiseStream.TARGET, torch.arange(n), len(p)))
     counts = (p.log() + g).argmax(-1).bincount(minlength=len(p))
     assert ((counts - n * p).abs() < 5 * (n * p * (1 - p)).sqrt()).all()
     mean, deviation = g.mean().item(), g.std().item()
@@ -64,7 +73,7 @@ def test_gumbel_argmax_draws_from_the_law():
 
 def drawn_of(scores, position):
     """The winner, and argmax over the noise of all tokens."""
-    bits = words(KEYS[1:2], Stream.TARGET, torch.tensor([position]), len(scores))[0]
+    bits = words(KEYS[1:2], NoiseStream.TARGET, torch.tensor([position]), len(scores))[0]
     return winner(scores, bits), int((scores + gumbel(bits)).argmax())
 
 

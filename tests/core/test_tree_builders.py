@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from slipstream.core.tree import PAD
 from slipstream.core.tree_builders import best_first, dynamic, static
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 
 FIG9 = [
     *[(0,), (1,), (2,), (3,)],
@@ -45,7 +45,7 @@ def independent(ids, log_q=None):
 def test_backbone_hangs_every_level_under_the_first_of_the_last(D, K):
     """Siblings under the wrong level, or (K = 1) a chain that starts to branch."""
     ids = 10 + torch.arange(2 * D * K).view(2, D, K)
-    tree = Shape.parse(f"backbone-{D}x{K}").grow(torch.tensor([1, 2]), independent(ids))
+    tree = TreeSpec.parse(f"backbone-{D}x{K}").grow(torch.tensor([1, 2]), independent(ids))
     assert tree.is_chain == (K == 1)
     assert tree.depth == tree.layout().depths.max() == D
     for b in range(2):
@@ -169,7 +169,7 @@ def test_best_first_keeps_the_most_probable_of_all_paths(seed, D, K, budget):
     g = torch.Generator().manual_seed(seed)
     ids = torch.rand(2, D, 9, generator=g).argsort(-1)[..., :K]
     log_q = torch.rand(2, D, K, generator=g).log()
-    tree = Shape.parse(f"best-first-{D}x{budget}").grow(torch.tensor([1, 2]), independent(ids, log_q))
+    tree = TreeSpec.parse(f"best-first-{D}x{budget}").grow(torch.tensor([1, 2]), independent(ids, log_q))
     for b in range(2):
         levels = [dict(zip(ids[b, d].tolist(), log_q[b, d].tolist(), strict=True)) for d in range(D)]
         score = {
@@ -187,7 +187,7 @@ def test_nothing_hangs_below_a_candidate_that_cannot_be(name):
     ids, log_q = torch.arange(9).view(1, 3, 3), torch.zeros(1, 3, 3)
     ids[0, 1, 1:], log_q[0, 1, 1:] = PAD, -torch.inf
     ids[0, 0, 0], log_q[0, 0, 0] = PAD, -torch.inf
-    tree = Shape.parse(name).grow(torch.tensor([1]), independent(ids, log_q))
+    tree = TreeSpec.parse(name).grow(torch.tensor([1]), independent(ids, log_q))
     tokens, parents = tree.tokens[0].tolist(), tree.parent_slots().expand_as(tree.tokens)[0].tolist()
     assert PAD in tokens
     assert all(tokens[parent] != PAD for token, parent in zip(tokens, parents, strict=True) if token != PAD)
@@ -202,7 +202,7 @@ def test_cape_hangs_candidates_by_confidence(seed, D, K, more):
     ids = torch.rand(2, D, 9, generator=g).argsort(-1)[..., : K + 1]
     log_q = torch.rand(2, D, K + 1, generator=g).log().sort(-1, descending=True).values
     name = f"cape-{D}x{D + more}-{K}@0.5-{K // 2}@0.8-0"
-    tree = Shape.parse(name).grow(torch.tensor([1, 2]), independent(ids, log_q))
+    tree = TreeSpec.parse(name).grow(torch.tensor([1, 2]), independent(ids, log_q))
     widest = 0
     for b in range(2):
         expected, spine, left = [], (), more
@@ -214,7 +214,7 @@ def test_cape_hangs_candidates_by_confidence(seed, D, K, more):
             spine = (*spine, ids[b, d, 0].item())
         widest = max(widest, len(expected))
         assert [path for path in paths_of(tree, b) if path[-1] != PAD] == expected
-    assert tree.nodes == 1 + widest <= Shape.parse(name).nodes
+    assert tree.nodes == 1 + widest <= TreeSpec.parse(name).nodes
 
 
 @settings(max_examples=60, deadline=None)
@@ -223,7 +223,7 @@ def test_beams_are_the_best_extensions_of_the_best_paths(seed, D, W):
     g = torch.Generator().manual_seed(seed)
     ids = torch.rand(2, D, 9, generator=g).argsort(-1)[..., :W]
     log_q = torch.rand(2, D, W, generator=g).log()
-    tree = Shape.parse(f"beam-{D}x{W}").grow(torch.tensor([1, 2]), independent(ids, log_q))
+    tree = TreeSpec.parse(f"beam-{D}x{W}").grow(torch.tensor([1, 2]), independent(ids, log_q))
     for b in range(2):
         beams, expected = [(0.0, ())], []
         for d in range(D):
@@ -238,13 +238,13 @@ def test_beams_are_the_best_extensions_of_the_best_paths(seed, D, W):
 def test_a_heap_grows_the_same_best_first_trees(data):
     """A tie that falls to the higher slot, a candidate that is not there, siblings in another order."""
     B, D, N = (data.draw(st.integers(1, most)) for most in (3, 4, 9))
-    shape = Shape.parse(f"best-first-{D}x{N + 1}")
-    assert shape.best_first
+    spec = TreeSpec.parse(f"best-first-{D}x{N + 1}")
+    assert spec.best_first
     ids = torch.randint(1, 50, (B, D, N), generator=torch.Generator().manual_seed(N))
     costs = st.lists(st.sampled_from([0.5, 1.0, 2.0, torch.inf]), min_size=B * D * N, max_size=B * D * N)
     log_q = -torch.tensor(data.draw(costs)).view(B, D, N).cumsum(2)
     root = torch.arange(B)
-    want, got = shape.grow(root, independent(ids, log_q)), best_first(root, ids, log_q, N + 1)
+    want, got = spec.grow(root, independent(ids, log_q)), best_first(root, ids, log_q, N + 1)
     for b in range(B):  # they order nodes alike, but for those that are not there
         one, other = ([path for path in paths_of(tree, b) if path[-1] != PAD] for tree in (want, got))
         assert one == other

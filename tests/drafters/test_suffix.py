@@ -102,7 +102,7 @@ def test_answers_of_another_salt_are_not_matched():
     """The number of tokens that were accepted told what another client had been answered."""
     drafter, texts, earlier = Suffix(8, 5, remember=1), [[1, 2, 3], [9, 2, 3]], [2, 3, 7, 8]
     state = update(drafter, texts)
-    state.share_within(torch.tensor([5, 6]))
+    state.set_salts(torch.tensor([5, 6]))
     state.memory.put(torch.tensor(earlier), torch.tensor(6))
     tree = propose(drafter, state)
     assert not tree.tokens[0, 1:].clamp(min=0).any()
@@ -161,11 +161,11 @@ def test_an_answer_that_was_given_before_is_drafted_and_stays_the_same(name, tmp
 
 
 def test_a_round_may_ask_for_fewer_nodes():
-    target, shape = tiny.target("llama"), tiny.eagle(tiny.target("llama"), "best-first-2x4").shape
-    session = Session(target, Suffix(), shapes=[shape])
+    target, spec = tiny.target("llama"), tiny.eagle(tiny.target("llama"), "best-first-2x4").tree_spec
+    session = Session(target, Suffix(), specs=[spec])
     session.admit([[1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 1, 2, 5, 1, 2] * 3], [Sampling()])
     for _ in range(6):
-        session.step(shape=shape)
+        session.step(spec=spec)
         assert session.span.tree.nodes <= 4
         assert session.span.tree.depth <= 2
 

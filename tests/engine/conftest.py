@@ -9,9 +9,10 @@ from slipstream.targets import HFTarget
 
 @pytest.fixture(autouse=True)
 def restless(monkeypatch):
-    monkeypatch.setattr(
-        generate, "policy", lambda target, drafter, texts: tiny.Restless(drafter) if drafter.rungs else None
-    )
+    def policy(target, drafter, texts):
+        return tiny.Restless(drafter) if drafter.candidate_trees else None
+
+    monkeypatch.setattr(generate, "policy", policy)
 
 
 @pytest.fixture(scope="module")

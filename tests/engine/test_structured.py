@@ -94,7 +94,7 @@ def test_drafts_obey_the_grammar_and_hold_what_it_forces(name):
                 path, node = [line["tokens"][node], *path], line["parents"][node]
             walk = row.grammar.begin()
             for token in [*said[:at], *path] if tiny.EOS not in path else ():
-                walk = walk.behind(token)
+                walk = walk.advance(token)
                 assert walk is not None
 
 

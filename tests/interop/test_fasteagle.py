@@ -38,7 +38,7 @@ def test_it_comes_back_bit_for_bit(target, tmp_path, public):
     again = load_drafter(str(tmp_path / "again"), target)
     assert again.head.config == drafter.head.config
     assert torch.equal(again.vocab, drafter.vocab)
-    assert again.shape.name == drafter.shape.name
+    assert again.tree_spec.name == drafter.tree_spec.name
     for name, t in drafter.head.state_dict().items():
         assert torch.equal(again.head.state_dict()[name], t)
     export(target, str(tmp_path / "again"), str(tmp_path / "b"))

@@ -91,7 +91,7 @@ def test_our_own_head_comes_back_with_its_draft_vocabulary_and_its_tree(target, 
         assert torch.equal(again.head.state_dict()[name], t)
     assert again.head.config == drafter.head.config
     assert torch.equal(again.vocab, drafter.vocab)
-    assert again.shape.name == "chain-3"
+    assert again.tree_spec.name == "chain-3"
     export(target, str(tmp_path / "again"), str(tmp_path / "b"))
     assert (tmp_path / "b" / "config.json").read_text() == (tmp_path / "p" / "config.json").read_text()
 
@@ -111,7 +111,7 @@ def test_another_tree_stays_with_an_imported_head(target, tmp_path):
     )
     export(target, str(tmp_path / "d"), str(tmp_path / "b"))
     import_checkpoint(target, str(tmp_path / "b"), str(tmp_path / "again"))
-    assert load_drafter(str(tmp_path / "again"), target).shape.name == "best-first-2x3"
+    assert load_drafter(str(tmp_path / "again"), target).tree_spec.name == "best-first-2x3"
 
 
 def test_sglang_gets_a_bias_and_a_class_of_its_own(target, tmp_path):

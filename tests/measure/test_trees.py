@@ -6,7 +6,7 @@ import torch
 import tiny
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.draft_model import DraftModel
 from slipstream.engine.replay import record
 from slipstream.measure.trees import GAMMA, RANKS, _rising, acceptance, proposing, ranks
@@ -26,7 +26,7 @@ def test_a_model_that_drafts_for_itself_is_right_first_at_every_depth(target):
     itself = DraftModel(target, target)
     recorded = record(target, tiny.prompts(5, 9, 4), 12, ())
     assert acceptance(itself, recorded, "top-k") == [[1.0] + [0.0] * (RANKS - 1)] * GAMMA
-    drafts = ranks(itself, recorded, Shape.parse("backbone-3x2"))
+    drafts = ranks(itself, recorded, TreeSpec.parse("backbone-3x2"))
     ends = [int(n) for n in recorded.lengths - recorded.prompts]
     assert (drafts == -1).sum() == 3 * len(ends)  # one, two and three tokens before the end of a text
     assert len(drafts) == sum(ends) - len(ends)
@@ -38,7 +38,7 @@ def test_ranks_are_those_of_drafts_from_every_position(target, drafter, proposal
     """Counted by hand: from every token, the head steps along its own first guesses, as far as the text that
     is known to follow bears them out."""
     recorded = record(target, tiny.prompts(5, 9), 60, ("final",), temperature=temperature)
-    ranked, ten = proposing(drafter, proposal), Shape.parse("[[0],[1],[2],[3],[4],[5],[6],[7],[8],[9]]")
+    ranked, ten = proposing(drafter, proposal), TreeSpec.parse("[[0],[1],[2],[3],[4],[5],[6],[7],[8],[9]]")
     hits = torch.zeros(2, 10)
     tried = [0, 0]
     for b, row in enumerate(recorded.sampling):

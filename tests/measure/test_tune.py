@@ -9,7 +9,7 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 import tiny
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters import load_drafter
 from slipstream.drafters.store import read_tuned, save_drafter, save_tuned
 from slipstream.engine import costs
@@ -17,7 +17,7 @@ from slipstream.engine.answer import Round
 from slipstream.engine.policy import GUESS
 from slipstream.engine.session import Seconds
 from slipstream.measure.cost import ROWS, cost_curve, pass_seconds
-from slipstream.measure.metrics import Answered, Tally, ledger
+from slipstream.measure.metrics import Answered, Tally, statistics
 from slipstream.measure.questions import Question
 from slipstream.measure.skip import skippable
 from slipstream.measure.tune import SIZES, tune
@@ -44,7 +44,7 @@ def test_what_is_chosen_wins_the_race_of_what_was_predicted_best(tuned):
         sizes = {(s.proposal, e.nodes, e.depth): e.estimate for s in found.proposals for e in s.budgets}
         judged = {sizes[e.proposal, e.nodes, e.depth] for e in raced if e.proposal != "sampled"}
         assert judged == set(sorted(octaves.values(), reverse=True)[:SIZES])
-        assert Shape.parse(found.chosen.tree).nodes == found.chosen.nodes
+        assert TreeSpec.parse(found.chosen.tree).nodes == found.chosen.nodes
         for seen in found.proposals:
             budgets = [size.nodes for size in seen.budgets]
             assert budgets[0] == 2
@@ -58,7 +58,7 @@ def test_sampled_children_are_raced_but_taken_only_by_name(tuned):
     assert "sampled" not in {each.proposal for each in cold.candidates}
     sampled = [each for each in hot.candidates if each.proposal == "sampled"]
     assert sampled
-    assert all(Shape.parse(each.tree).keeps_first_children for each in sampled)
+    assert all(TreeSpec.parse(each.tree).keeps_first_children for each in sampled)
     sizes = {each.nodes for each in hot.candidates if each.tree.startswith("[")}
     assert {each.nodes for each in sampled} == sizes
     assert all(1 <= each.tau <= 1 + each.depth for each in sampled)
@@ -68,7 +68,7 @@ def test_sampled_children_are_raced_but_taken_only_by_name(tuned):
 def test_the_trees_for_auto_are_the_best_of_each_size(tuned):
     for found in tuned.temperatures:
         exact = [each for each in found.candidates if each.proposal != "sampled"]
-        octaves = [Shape.parse(tree).nodes.bit_length() for tree in found.rungs]
+        octaves = [TreeSpec.parse(tree).nodes.bit_length() for tree in found.rungs]
         assert sorted(octaves) == sorted({each.nodes.bit_length() for each in exact})
         for tree, octave in zip(found.rungs, octaves, strict=True):
             assert tree == next(each.tree for each in exact if each.nodes.bit_length() == octave)
@@ -78,19 +78,19 @@ def test_what_guesses_in_the_targets_passes_is_judged_by_decoding(target):
     """It was refused: no record knows what its masks say."""
     bita = tiny.bita(target, hosts=2)
     for found in tune(target, bita, ASKED, max_new_tokens=8).temperatures:
-        trees = {Shape.parse(each.tree) for each in found.candidates}
-        assert {shape.depth for shape in trees} == {1, 2, 3}
+        trees = {TreeSpec.parse(each.tree) for each in found.candidates}
+        assert {spec.depth for spec in trees} == {1, 2, 3}
         assert all(1 <= each.tau <= 1 + each.depth for each in found.candidates)
         assert found.proposals == []
         assert found.chosen.proposal != "sampled"
-    assert bita.shape.name == "backbone-3x2", "the drafter that was given stays as it is"
+    assert bita.tree_spec.name == "backbone-3x2", "the drafter that was given stays as it is"
 
 
 @pytest.fixture
 def home(target, drafter, monkeypatch, tmp_path):
     """An eagle directory; nothing is known of its rounds."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(costs, "_ledgers", WeakKeyDictionary())
+    monkeypatch.setattr(costs, "_statistics", WeakKeyDictionary())
     config, tensors = drafter.pack()
     save_drafter(tmp_path / "eagle", "eagle", target, config, tensors, {}, dtype=None)
     return tmp_path / "eagle"
@@ -102,19 +102,19 @@ def test_auto_begins_with_what_tune_found(target, home, monkeypatch, temperature
     name = f"auto:head={home}"
     made = tune(target, name, ASKED, temperatures=[temperature], max_new_tokens=8)
     (found,) = made.temperatures
-    monkeypatch.setattr(costs, "_ledgers", WeakKeyDictionary())  # another process
+    monkeypatch.setattr(costs, "_statistics", WeakKeyDictionary())  # another process
     monkeypatch.setattr(costs, "measured", None)
     auto = load_drafter(name, target, temperature)
     assert sorted(found.rungs) == sorted(rung.name for rung in auto.tuned)
-    assert auto.rungs[-len(auto.tuned) :] == auto.tuned
+    assert auto.candidate_trees[-len(auto.tuned) :] == auto.tuned
     assert [rung.nodes for rung in auto.tuned] == sorted(rung.nodes for rung in auto.tuned)
     assert auto.uses_target_noise == (found.chosen.proposal == "noise")
-    known = costs.policy(target, auto, 1).ledger
-    assert all(known.of(i, 0).rounds > GUESS for i in range(1, len(auto.rungs)))
+    known = costs.policy(target, auto, 1).statistics
+    assert all(known.average(i, 0).rounds > GUESS for i in range(1, len(auto.candidate_trees)))
     shown = Console(width=300, file=io.StringIO())
     shown.print(costs.explained(target, auto))
     assert "Found by tune: " in shown.file.getvalue()
-    assert load_drafter(str(home), target, temperature).shape.name == found.chosen.tree
+    assert load_drafter(str(home), target, temperature).tree_spec.name == found.chosen.tree
     assert not load_drafter(name, target, 1.0 - temperature).tuned
 
 
@@ -125,8 +125,8 @@ def test_masks_are_among_what_auto_tunes(target, home, monkeypatch, tmp_path):
     (found,) = tune(target, str(tmp_path / "bita"), ASKED, temperatures=[0.0], max_new_tokens=8).temperatures
     auto = load_drafter(f"auto:head={tmp_path / 'bita'}", target)
     assert sorted(found.rungs) == sorted(rung.name for rung in auto.tuned)
-    known = costs.ledger(target, auto)
-    assert all(known.of(i, 0).rounds > GUESS for i in range(4, len(auto.rungs)))
+    known = costs.statistics(target, auto)
+    assert all(known.average(i, 0).rounds > GUESS for i in range(4, len(auto.candidate_trees)))
 
 
 def test_several_texts_have_trees_of_their_own(target, home):
@@ -135,11 +135,11 @@ def test_several_texts_have_trees_of_their_own(target, home):
     report = tune(target, str(home), ASKED, temperatures=[0.0], max_new_tokens=8, batch=3, context=40)
     assert (report.batch, report.context) == (3, 40)
     chosen = report.temperatures[0].chosen.tree
-    trees = [load_drafter(str(home), target, texts=texts).shape.name for texts in (1, 2, 3, 8)]
+    trees = [load_drafter(str(home), target, texts=texts).tree_spec.name for texts in (1, 2, 3, 8)]
     assert trees == ["chain-2", chosen, chosen, chosen]
     autos = [load_drafter(f"auto:head={home}", target, texts=texts) for texts in (1, 3)]
     assert [len(auto.tuned) > 0 for auto in autos] == [False, True]
-    assert set(costs.ledger(target, autos[1]).seconds) == {3}
+    assert set(costs.statistics(target, autos[1]).seconds) == {3}
     with pytest.raises(ValueError, match="context is 127; this target reads 128 tokens"):
         tune(target, str(home), ASKED, max_new_tokens=8, context=127)
 
@@ -157,8 +157,8 @@ def test_damaged_trees_are_ignored_with_one_line(target, home, damaged, capsys):
     save_tuned(home, target.place, {0.0: damaged})
     untuned = load_drafter(f"auto:head={home}", target, 1.0)
     for _ in range(2):
-        assert load_drafter(f"auto:head={home}", target).rungs == untuned.rungs
-        assert load_drafter(str(home), target).shape == load_drafter(str(home), target, 1.0).shape
+        assert load_drafter(f"auto:head={home}", target).candidate_trees == untuned.candidate_trees
+        assert load_drafter(str(home), target).tree_spec == load_drafter(str(home), target, 1.0).tree_spec
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{home / 'tuned.json'} is damaged and ignored: ")
 
@@ -167,7 +167,7 @@ def test_damaged_trees_are_ignored_with_one_line(target, home, damaged, capsys):
 def test_a_damaged_file_of_trees_is_ignored_with_one_line(target, home, text, capsys):
     save_tuned(home, target.place, {0.0: {"tree": "chain-2"}})
     (home / "tuned.json").write_text(text.replace("here", target.place))
-    assert load_drafter(str(home), target).shape == load_drafter(str(home), target, 1.0).shape
+    assert load_drafter(str(home), target).tree_spec == load_drafter(str(home), target, 1.0).tree_spec
     assert "is damaged and ignored: " in capsys.readouterr().err
     if "T = 0" not in text:
         with pytest.raises(ValueError, match=r"tuned\.json .*: move it away"):
@@ -203,8 +203,8 @@ def test_the_table_is_in_the_order_of_its_figures(target, tuned):
     names = tuned.static_trees("self-speculative:skip=0", best=99)
     statics = {e.tree for f in tuned.temperatures for e in f.candidates if e.tree.startswith("[")}
     pasted = [shlex.split(line.partition("--drafter ")[2])[0] for line in names]
-    grown = {load_drafter(spec, target).shape.paths for spec in pasted}
-    assert grown == {Shape.parse(tree).paths for tree in statics}
+    grown = {load_drafter(spec, target).tree_spec.paths for spec in pasted}
+    assert grown == {TreeSpec.parse(tree).paths for tree in statics}
     last = next(e.tree for e in reversed(tuned.temperatures[0].candidates) if e.tree.startswith("["))
     held = tuned.temperatures[0].model_copy(update={"rungs": [last]})  # auto's, below the rows that are shown
     (line,) = tuned.model_copy(update={"temperatures": [held]}).static_trees(
@@ -236,17 +236,17 @@ def test_a_tuned_tree_is_grown_unless_another_is_named(target, drafter, tmp_path
     save_tuned(tmp_path, target.place, {0.0: chosen[0.0]})
     save_tuned(tmp_path, target.place, {1.0: chosen[1.0]})  # the other one stays
     cold, hot = (load_drafter(str(tmp_path), target, temperature) for temperature in (0.0, 0.7))
-    assert (cold.shape.name, cold.proposal, hot.shape.name, hot.proposal) == (
+    assert (cold.tree_spec.name, cold.proposal, hot.tree_spec.name, hot.proposal) == (
         "dynamic-2x3x6",
         "top-k",
         "chain-2",
         "noise",
     )
-    assert load_drafter(f"{tmp_path}:tree=chain-3", target).shape.name == "chain-3"
-    assert load_drafter(f"{tmp_path}:proposal=noise", target).shape.name == "fig9"
+    assert load_drafter(f"{tmp_path}:tree=chain-3", target).tree_spec.name == "chain-3"
+    assert load_drafter(f"{tmp_path}:proposal=noise", target).tree_spec.name == "fig9"
     assert read_tuned(tmp_path, "another machine", 0.0) == {}
     (tmp_path / "tuned.json").write_text("{")
-    assert load_drafter(str(tmp_path), target).shape.name == "fig9"
+    assert load_drafter(str(tmp_path), target).tree_spec.name == "fig9"
 
 
 def test_a_draft_model_is_tuned_as_well(target, monkeypatch, tmp_path):
@@ -261,8 +261,8 @@ def test_a_draft_model_is_tuned_as_well(target, monkeypatch, tmp_path):
     assert [chain.tree for chain in found.gammas] == [f"chain-{gamma}" for gamma in range(2, 11)]
     best = max(found.gammas, key=lambda chain: chain.estimate).tree
     assert best in [each.tree for each in found.candidates]
-    assert load_drafter(spec, target).shape.name == found.chosen.tree
-    assert load_drafter("self-speculative:skip=1", target).shape.name == "chain-5"
+    assert load_drafter(spec, target).tree_spec.name == found.chosen.tree
+    assert load_drafter("self-speculative:skip=1", target).tree_spec.name == "chain-5"
 
 
 def test_a_block_that_does_nothing_is_skipped_first():
@@ -292,7 +292,7 @@ def test_a_speed_up_is_the_product_of_its_factors():
     """7 tokens a prompt and 6 a second, against 3: every factor by hand."""
     plain = Tally([Answered([0] * 3, 1.0, [Round(0, 0, 1)] * 2, Seconds(0.2, 0.0, 0.6, 0.2)).counted])
     drafted = Tally([Answered([0] * 7, 1.2, [Round(3, 2, 3)] * 2, Seconds(0.2, 0.2, 0.7, 0.1)).counted])
-    factors = ledger(drafted, plain)
+    factors = statistics(drafted, plain)
     assert factors.tau == 3
     assert factors.rows == pytest.approx(0.6 / 0.7, abs=1e-4)
     assert factors.draft == pytest.approx(0.7 / 0.9, abs=1e-4)

@@ -28,7 +28,7 @@ def grammar(kind: str, source: object):
 def after(made, text: str):
     walk = made.begin()
     for token in ids(text):
-        walk = walk.behind(token)
+        walk = walk.advance(token)
         assert walk is not None, text
     return walk
 
@@ -59,12 +59,12 @@ def test_a_mask_holds_what_may_follow(kind, source, said, follows):
 def test_a_walk_goes_on_from_where_it_stands_and_never_changes():
     """Guesses that are refused would leave their tokens in the state."""
     walk = after(grammar("regex", "a(b|c)d"), "a")
-    assert allowed(walk.behind(LETTER["b"])) == allowed(walk.behind(LETTER["c"])) == "d"
-    assert walk.behind(LETTER["d"]) is None
+    assert allowed(walk.advance(LETTER["b"])) == allowed(walk.advance(LETTER["c"])) == "d"
+    assert walk.advance(LETTER["d"]) is None
     assert allowed(walk) == "bc"
-    ended = after(grammar("regex", "ab"), "ab").behind(tiny.EOS)
+    ended = after(grammar("regex", "ab"), "ab").advance(tiny.EOS)
     assert ended.allowed is None
-    assert ended.behind(LETTER["x"]) is ended
+    assert ended.advance(LETTER["x"]) is ended
     assert ended.forced == []
 
 
@@ -150,7 +150,7 @@ def test_smollm2_writes_json_as_json_dumps_does():
     assert len(walk.forced) >= 3
     for token in text.ids(json.dumps(value, ensure_ascii=False)):
         assert walk.allowed[token]
-        walk = walk.behind(token)
+        walk = walk.advance(token)
     assert walk.allowed.nonzero().tolist() == [[2]]
 
 

@@ -114,8 +114,8 @@ def test_long_forced_text_costs_no_more_a_token():
     for letter in text:
         (first, *_), bits = state.look(target.vocab, frozenset([tiny.EOS]))
         assert (first, bits) == (LETTER[letter], b"")
-        assert state.behind(LETTER["z"]) is None
-        state = state.behind(LETTER[letter])
+        assert state.advance(LETTER["z"]) is None
+        state = state.advance(LETTER[letter])
     assert len(calls) == 1
 
 
@@ -170,7 +170,7 @@ def test_processes_end_with_their_grammars_and_no_signal_of_a_terminal_ends_them
     for pid in (server()._process.pid, parent, *children(parent)):
         for each in (signal.SIGINT, signal.SIGTERM):
             os.kill(pid, each)
-    assert held.begin().behind(LETTER["a"]) is not None
+    assert held.begin().advance(LETTER["a"]) is not None
     del held
     assert wait_for(lambda: not children(server()._process.pid))
 
@@ -179,17 +179,17 @@ def test_a_process_that_is_killed_ends_its_text_alone():
     """And not the process that asks, which would wait for ever."""
     lost, held = read("regex", "[a-z]+"), read("regex", "[a-z]+")
     walk = lost.begin()
-    assert walk.behind(LETTER["a"]) is not None
+    assert walk.advance(LETTER["a"]) is not None
     first, _ = sorted(children(server()._process.pid))
     (pid,) = children(first)
     os.kill(pid, signal.SIGKILL)
     for _ in range(2):
         with pytest.raises(DeadEnd, match="takes more than its limit of memory"):
-            walk.behind(LETTER["b"])
-    assert held.begin().behind(LETTER["b"]) is not None
+            walk.advance(LETTER["b"])
+    assert held.begin().advance(LETTER["b"]) is not None
     os.kill(server()._process.pid, signal.SIGKILL)
     server()._process.wait()
-    assert read("regex", "[a-z]+").begin().behind(LETTER["b"]) is not None
+    assert read("regex", "[a-z]+").begin().advance(LETTER["b"]) is not None
 
 
 @pytest.mark.parametrize("limits", [{"seconds": 0.0}, {"memory": -1}, {"seconds": float("nan")}])

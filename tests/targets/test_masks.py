@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.kv_cache import KVCache
-from slipstream.core.tree import PAD, Layout, Probes, Tree, chain
+from slipstream.core.tree import PAD, Probes, Tree, TreeLayout, chain
 from slipstream.targets.masks import dense, key_lists
 
 WINDOWS = {"full_attention": None, "sliding_attention": 4}
@@ -62,7 +62,7 @@ def seen_by_lists(lists: Tensor, view: int) -> Tensor:
     return seen
 
 
-def by_rule(layout: Layout, cache: KVCache, nodes: int, window: int | None) -> Tensor:
+def by_rule(layout: TreeLayout, cache: KVCache, nodes: int, window: int | None) -> Tensor:
     """The same, slot by slot: the text, rows that a row may read, memory for probes; all in the window."""
     B, (R, A), prefix = len(cache.lengths), layout.visible.shape[1:], cache.prefix
     seen = torch.zeros(B, R, cache.view, dtype=torch.bool)
@@ -79,7 +79,7 @@ def by_rule(layout: Layout, cache: KVCache, nodes: int, window: int | None) -> T
     return seen
 
 
-def check(layout: Layout, cache: KVCache, nodes: int, depth: int) -> None:
+def check(layout: TreeLayout, cache: KVCache, nodes: int, depth: int) -> None:
     """Both forms say the rule's, for every type of attention, and alone for one type."""
     positions = cache.lengths[:, None] + layout.depths
     lists = key_lists(layout, positions, cache, WINDOWS, nodes, depth)
@@ -131,5 +131,5 @@ def test_passes_behind_a_rounds_earlier_passes(seed):
     tree = random_tree(seed, 3, 12, probes=False)
     whole = tree.layout()
     for after in (0, 3, 8):
-        layout = Layout(whole.depths, whole.visible[:, after:])
+        layout = TreeLayout(whole.depths, whole.visible[:, after:])
         check(layout, cache_of(12 - after, after), 12 - after, 12)

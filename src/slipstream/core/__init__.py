@@ -1,2 +1,2 @@
-"""The nouns: Tree, Sampling, verify, KVCache, Span and the Drafter protocol. Beside the modules that the
-whole package shares they import torch, NumPy (Philox) and jaxtyping only."""
+"""What decoding is made of: trees, sampling, verification, the cache, and the Target and Drafter protocols.
+It imports torch, NumPy (for noise on a CPU) and jaxtyping, and no other part of the package."""

@@ -8,7 +8,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from slipstream.core.device import is_host
-from slipstream.kernels.compiled import freed
 
 BUCKET = 64  # keys are read up to a multiple of this, never to capacity
 BLOCK = 256  # slots by which a storage grows
@@ -77,29 +76,24 @@ class Storage:
         self.stored: list[Tensor] = []
 
     def hold(self, slots: int) -> None:
-        """Make room for texts of so many tokens. What is stored stays."""
+        """Grow to texts of so many tokens. What is stored stays."""
         if slots > self.capacity:
             self.capacity = slots
             self.stored = [self._zeros(old, old) for old in self.stored]
 
     def allocate(self, key: NewKeys, value: NewValues) -> None:
-        """Memory for rows like these."""
-        memory = (None, None) if self.memory is None else self.memory.transpose(2, 3)[:, :, None].unbind(1)
-        self.stored = [self._zeros(*each) for each in zip((key, value), memory, strict=True)]
+        """Memory for rows like these, where there is none yet."""
+        if not self.stored:
+            first = (None, None) if self.memory is None else self.memory.transpose(2, 3)[:, :, None].unbind(1)
+            self.stored = [self._zeros(*pair) for pair in zip((key, value), first, strict=True)]
 
     def _zeros(self, like: Tensor, first: Tensor | None) -> Float[Tensor, "L rows heads S D"]:
         """Zeros behind the given first slots. Masked slots enter as 0 · value, and 0 · NaN is NaN."""
         shape = self.layers, self.rows, like.shape[-3], self.prefix + self.capacity + 1, like.shape[-1]
-        made = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        zeros = torch.zeros(shape, dtype=like.dtype, device=like.device)
         if first is not None:
-            made[..., : first.shape[-2], :] = first
-        return made
-
-
-def _moves(paths: Int[Tensor, "B D1"], counts: Int[Tensor, " B"]) -> bool:
-    """Whether a kept row is not where it belongs already."""
-    rows = zip(paths.tolist(), counts.tolist(), strict=True)
-    return any(path[:n] != list(range(len(path[:n]))) for path, n in rows)
+            zeros[..., : first.shape[-2], :] = first
+        return zeros
 
 
 class KVCache:
@@ -143,15 +137,15 @@ class KVCache:
 
     def window(self, rows: int) -> "KVCache":
         """An empty cache for new texts, in the storage's rows behind these."""
-        made = copy(self)
-        made.first = self.first + len(self.lengths)
-        assert made.first + rows <= self.storage.rows, "the storage has no rows left"
-        made.lengths, made.bound = self.lengths.new_zeros(rows), 0
-        made.texts = torch.arange(rows, device=self.texts.device)
-        return made
+        window = copy(self)
+        window.first = self.first + len(self.lengths)
+        assert window.first + rows <= self.storage.rows, "the storage has no rows left"
+        window.lengths, window.bound = self.lengths.new_zeros(rows), 0
+        window.texts = torch.arange(rows, device=self.texts.device)
+        return window
 
     def join(self, other: "KVCache") -> None:
-        """Take in a window behind these rows. Where rows between them have gone, it moves down."""
+        """Append a window behind these rows. Where rows between them have gone, it moves down."""
         first = self.first + len(self.lengths)
         assert other.storage is self.storage and other.first >= first
         if other.first > first:
@@ -167,13 +161,12 @@ class KVCache:
         self.stored = self._stored()
 
     def select(self, order: list[int]) -> None:
-        """Go on with some of the rows, in that order. Only rows that change place are moved."""
+        """Keep some of the rows, in that order. Only rows that change place are moved."""
         moves = [(goal, row) for goal, row in enumerate(order) if goal != row]
         if moves:
-            self.stored = self._stored()
             goals, rows = torch.tensor(moves, device=self.lengths.device).T
             used = slice(self.prefix, self.prefix + self.bound)
-            for stored in self.stored:  # the right side is a copy: rows may change places
+            for stored in self._stored():  # the right side is a copy: rows may change places
                 stored[:, goals, :, used] = stored[:, rows, :, used]
         index = torch.tensor(order, dtype=torch.long, device=self.lengths.device)
         self.lengths, self.texts = self.lengths[index], self.texts[index]
@@ -193,17 +186,21 @@ class KVCache:
         """Let a text that has read nothing go on behind the first `count` tokens of another's `row`."""
         if not stored or not count:
             return
-        if count > self.storage.capacity:
-            self.storage.hold(-(-count // BLOCK) * BLOCK)
-        if not self.storage.stored:
-            self.storage.allocate(*stored)
+        self._hold(count)
+        self.storage.allocate(*stored)
         self.stored = self._stored()
         for own, other in zip(self.stored, stored, strict=True):
             own[:, row, :, self.prefix : self.prefix + count] = other[:, :, :count]
         self.lengths[row] = count
         self.bound = max(self.bound, count)
 
+    def _hold(self, slots: int) -> None:
+        """Let the storage grow by blocks."""
+        if slots > self.storage.capacity:
+            self.storage.hold(-(-slots // BLOCK) * BLOCK)
+
     def _stored(self) -> list[Float[Tensor, "L B heads S _"]]:
+        """This cache's rows of the storage, which may have grown or been allocated by another."""
         B = len(self.lengths)
         return [x if x.shape[1] == B else x[:, self.first : self.first + B] for x in self.storage.stored]
 
@@ -211,9 +208,8 @@ class KVCache:
         """Set aside the next `rows` slots of every row, behind `after` scratch slots of the round's earlier
         passes. The storage grows where they do not fit."""
         needed = self.bound + after + rows
-        if needed > self.storage.capacity:
-            self.storage.hold(-(-needed // BLOCK) * BLOCK)
-        if self.storage.like is not None and not self.storage.stored:
+        self._hold(needed)
+        if self.storage.like is not None:
             self.storage.allocate(*self.storage.like)
         self.stored = self._stored()
         filled = -(-(self.prefix + needed) // BUCKET) * BUCKET
@@ -231,8 +227,7 @@ class KVCache:
     def allocate(self, key: NewKeys, value: NewValues) -> None:
         """Memory for rows like these, where there is none yet."""
         if not self.stored:
-            if not self.storage.stored:
-                self.storage.allocate(key, value)
+            self.storage.allocate(key, value)
             self.stored = self._stored()
 
     def write(self, layer: int, key: NewKeys, value: NewValues) -> None:
@@ -256,8 +251,8 @@ class KVCache:
 
     def layer(self, layer: int) -> LayerView:
         """This round's view of one layer; something must have been written before."""
-        keys, values = (freed(stored[layer], 0, 2) for stored in self.stored)
-        return LayerView(keys, values, freed(self.slots), freed(self.used, 0))
+        keys, values = self.stored
+        return LayerView(keys[layer], values[layer], self.slots, self.used)
 
     def keep(self, path: Int[Tensor, "B D1"] | None, count: Int[Tensor, " B"]) -> None:
         """Keep the `count` reserved rows named by `path` (`None`: the first ones), in place, and forget the
@@ -266,7 +261,7 @@ class KVCache:
         if path is not None:  # a tree may name a depth that its nodes cannot reach
             path = path[:, :width]
             width = path.shape[1]
-        if path is not None and self.stored and (not is_host(path) or _moves(path, count)):
+        if path is not None and self.stored and not (is_host(path) and _in_place(path, count)):
             rows = torch.arange(len(path), device=path.device)[:, None]
             source, goal = self.slots.gather(1, path), self.slots[:, :width]
             for stored in self.stored:  # path[j] >= j and the right side is a copy: safe
@@ -283,3 +278,9 @@ class KVCache:
     def flush(self, lengths: list[int]) -> None:
         """Make the bound exact, from lengths that the host knows."""
         self.bound = max(lengths, default=0)
+
+
+def _in_place(paths: Int[Tensor, "B D1"], counts: Int[Tensor, " B"]) -> bool:
+    """Whether every kept row is where it belongs already."""
+    rows = zip(paths.tolist(), counts.tolist(), strict=True)
+    return all(path[:n] == list(range(len(path[:n]))) for path, n in rows)

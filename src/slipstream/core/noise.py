@@ -23,7 +23,7 @@ LOUD = 2**52 - 2**44  # one word in 256 is above it
 MURMUR = -math.log(-math.log(LOUD / 2**52)) + 1e-9
 
 
-class Stream(IntEnum):
+class NoiseStream(IntEnum):
     """The independent streams of noise at one position."""
 
     TARGET = 0  # decides the text; a drafter may look at it under the coupled law
@@ -32,7 +32,7 @@ class Stream(IntEnum):
 
 
 def words(
-    keys: Int[Tensor, "B 2"], stream: Stream, positions: Int[Tensor, " B"], n: int
+    keys: Int[Tensor, "B 2"], stream: NoiseStream, positions: Int[Tensor, " B"], n: int
 ) -> Int[Tensor, "B n"]:
     """`n` words of 52 bits per row, by (seed, row) and position."""
     make = _words_numpy if is_host(positions) else _words_torch
@@ -64,7 +64,7 @@ def winner(scores: Float[Tensor, " V"], bits: Int[Tensor, " V"]) -> int:
     return int(some[(scores[some] + gumbel(bits[some])).argmax()])
 
 
-def _words_numpy(keys: Tensor, stream: Stream, positions: Tensor, n: int) -> Tensor:
+def _words_numpy(keys: Tensor, stream: NoiseStream, positions: Tensor, n: int) -> Tensor:
     out = np.empty((len(keys), n), dtype=np.uint64)
     for row, key, position in zip(out, keys.numpy().view(np.uint64), positions.tolist(), strict=True):
         raw = np.random.Philox(key=key, counter=[0, position, int(stream), 0]).random_raw(n)
@@ -72,7 +72,7 @@ def _words_numpy(keys: Tensor, stream: Stream, positions: Tensor, n: int) -> Ten
     return torch.from_numpy(out.view(np.int64))
 
 
-def _words_torch(keys: Tensor, stream: Stream, positions: Tensor, n: int) -> Tensor:
+def _words_torch(keys: Tensor, stream: NoiseStream, positions: Tensor, n: int) -> Tensor:
     B, blocks = len(keys), -(-n // 4)
     # The counter begins at 1, because NumPy's Philox counts up before its first block.
     counter = torch.arange(1, blocks + 1, device=keys.device).expand(B, -1)

@@ -41,9 +41,9 @@ def optimal_trees(
     def spent(path: Path, n: int) -> Iterator[Path]:
         if len(path) < len(shares):
             for rank, share in enumerate(shares[len(path)]):
-                if given := share[n]:
+                if count := share[n]:
                     yield (*path, rank)
-                    yield from spent((*path, rank), given - 1)
-                    n -= given
+                    yield from spent((*path, rank), count - 1)
+                    n -= count
 
     return {budget: (list(spent((), budget - 1)), worth[budget]) for budget in budgets}

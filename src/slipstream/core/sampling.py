@@ -1,7 +1,7 @@
 """Sampling: the distribution that decoding must keep, and the draws from it.
 
-`Sampling` holds one row's settings. `Sampler` applies them to a batch, with each row's history, at the nodes
-that the walk visits alone: to sort or perturb 49k logits at every node would cost more than the target pass.
+`Sampling` holds one row's settings. `Sampler` applies them to a batch, with each row's history, only at nodes
+that verification visits: to sort or perturb 49k logits at every node would cost more than the target pass.
 """
 
 import math
@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from slipstream.core.device import is_host
-from slipstream.core.grammar import Grammar, Walk
-from slipstream.core.noise import Stream, gumbel, uniform, winner, words
+from slipstream.core.grammar import Grammar, GrammarState
+from slipstream.core.noise import NoiseStream, gumbel, uniform, winner, words
 
 RECENT = 8  # positions of each row whose noise is held
 SHORTLIST = 1024  # tokens that top-p looks at before it sorts the whole vocabulary
@@ -62,11 +62,17 @@ class Sampling:
             if not (isinstance(value, kind) and not isinstance(value, bool) and ok(value)):
                 raise ValueError(f"{name} is {value!r}; it must be {allowed}")
         for name in ("processors", "warpers"):
-            wrong = [each for each in getattr(self, name) if not callable(each)]
-            if wrong:
-                raise ValueError(f"{name} holds {wrong[0]!r}; it must hold Hugging Face LogitsProcessors")
+            for processor in getattr(self, name):
+                if not callable(processor):
+                    raise ValueError(
+                        f"{name} holds {processor!r}; it must hold Hugging Face LogitsProcessors"
+                    )
         if not isinstance(self.grammar, Grammar | None):
             raise ValueError(f"grammar is {self.grammar!r}; it must be a Grammar")
+
+
+def _is_scale(x: Any) -> bool:
+    return 1 / LARGE <= x <= LARGE
 
 
 Allowed = tuple[type, Callable[[Any], bool], str]  # type, range, and the words in which an error gives both
@@ -75,17 +81,13 @@ KEY: Allowed = (Integral, lambda x: -(2**63) <= x < 2**63, "a 64-bit whole numbe
 ALLOWED: dict[str, Allowed] = {
     "temperature": (
         Real,
-        lambda x: x == 0 or 1 / LARGE <= x <= LARGE,
+        lambda x: x == 0 or _is_scale(x),
         "0 (greedy) or a positive number (1e-30 to 1e30)",
     ),
     "top_k": (Integral, lambda x: 0 <= x < 2**63, "0 (off) or a positive whole number below 2**63"),
     "top_p": (Real, lambda x: 0 < x <= 1, "in (0, 1], where 1 is off"),
     "min_p": (Real, lambda x: 0 <= x < 1, "in [0, 1), where 0 is off"),
-    "repetition_penalty": (
-        Real,
-        lambda x: 1 / LARGE <= x <= LARGE,
-        "positive (1e-30 to 1e30), where 1 is off",
-    ),
+    "repetition_penalty": (Real, _is_scale, "positive (1e-30 to 1e30), where 1 is off"),
     "presence_penalty": PENALTY,
     "frequency_penalty": PENALTY,
     "seed": KEY,
@@ -96,8 +98,8 @@ ALLOWED: dict[str, Allowed] = {
 class Sampler:
     """B rows of `Sampling` with their histories, which begin with the prompts.
 
-    Every later token passes through `observe` once, on the walk that accepts it. So the history at a node of
-    a walk is that node's own.
+    Every later token passes through `observe` once, when verification accepts it. So the history at each
+    node that it visits is that node's own.
 
     Args:
         vocab: V, the width of the target's logits.
@@ -107,7 +109,8 @@ class Sampler:
         finite: false once a draw of the row had no finite best score.
         temperature: of each row, 0 for a greedy one.
         greedy: all rows have temperature 0.
-        walks: of each row, where its history stands in its grammar; None: it has none, or has left it.
+        grammar_states: of each row, where its history stands in its grammar; None: it has none, or has left
+            it.
         remembers: some row's scores depend on its history.
         tempers_only: no row cuts, penalises or processes its scores: its law is a softmax at its temperature.
     """
@@ -129,18 +132,15 @@ class Sampler:
         self._tempered = any(row.temperature not in (0, 1) for row in self.rows)
         self._cuts = any(row.top_k or row.top_p < 1 or row.min_p for row in self.rows if row.temperature)
         self._processed = any(row.processors or row.warpers for row in self.rows)
-        self._warped = any(row.warpers for row in self.rows)
-        self.walks: list[Walk | None] = [
-            None if row.grammar is None else row.grammar.begin() for row in self.rows
-        ]
+        grammars = [row.grammar for row in self.rows]
+        self.grammar_states = [None if grammar is None else grammar.begin() for grammar in grammars]
         self._guided = any(row.grammar for row in self.rows)
         # [B, V]: which tokens stand in prompt or answer, and how often each stands in the answer
         self._seen: tuple[Bool[Tensor, "B V"], Int[Tensor, "B V"]] | None = None
         if any(r.repetition_penalty != 1 or r.presence_penalty or r.frequency_penalty for r in self.rows):
             count = torch.zeros(len(self.rows), vocab, dtype=torch.int32, device=self.device)
-            seen = count.bool()
-            self._seen = seen, count
-            for line, prompt in zip(seen, self.history, strict=True):
+            self._seen = count.bool(), count
+            for line, prompt in zip(self._seen[0], self.history, strict=True):
                 line[torch.tensor(prompt, dtype=torch.long, device=self.device)] = True
         self._recent: list[dict[int, Int[Tensor, " V"]]] = [{} for _ in self.rows]  # words, by position
         self.remembers = self._seen is not None or self._processed or self._guided
@@ -160,47 +160,48 @@ class Sampler:
             (seen, count), at = self._seen, tokens.clamp(min=0)[:, None]
             count.scatter_add_(1, at, live[:, None].int())
             seen.scatter_(1, at, seen.gather(1, at) | live[:, None])
-        if self._processed:
-            for history, token, alive in zip(self.history, tokens.tolist(), live.tolist(), strict=True):
-                if alive:
-                    history.append(token)
-        if self._guided:
+        if self._processed or self._guided:
             for row, (token, alive) in enumerate(zip(tokens.tolist(), live.tolist(), strict=True)):
-                walk = self.walks[row]
-                if alive and walk is not None:
-                    self.walks[row] = walk.behind(token)
+                if alive:
+                    self.history[row].append(token)
+                    state = self.grammar_states[row]
+                    self.grammar_states[row] = state and state.advance(token)
 
     def scores(
         self,
         logits: Float[Tensor, "B V"],
         slack: float = 0.0,
-        walks: Sequence[Walk | None] | None = None,
+        states: Sequence[GrammarState | None] | None = None,
         partial: bool = False,
     ) -> Float[Tensor, "B V"]:
         """Log weights of the next token up to a constant, −inf outside the support. For greedy rows they are
-        the penalised and processed logits. A positive `slack` adds all tokens to the support that an error so
-        large may have cut; a negative one removes those that it may have added. `walks`: where the rows stand
-        in their grammars, if not behind their histories. `partial`: the logits lack tokens, so processors may
-        leave none."""
+        the penalised and processed logits.
+
+        Args:
+            slack: an error of the scores. Where positive, all tokens that it may have cut are in the support;
+                where negative, those that it may have added are not.
+            states: where the rows stand in their grammars, if not behind their histories.
+            partial: the logits lack tokens, so processors may leave none.
+        """
         if self.greedy and not self.remembers:
             return logits  # whose best are the best in any precision
         x = logits.double()
         if self._guided:
-            x = within(x, self.walks if walks is None else walks)
+            x = within(x, self.grammar_states if states is None else states)
         if self._seen is not None:
             (seen, count), penalty = self._seen, self._columns["repetition_penalty"]
             x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
             x = x - self._columns["frequency_penalty"] * count
             x = x - self._columns["presence_penalty"] * (count > 0)
         if self._processed:
-            x = self._process(x, [row.processors for row in self.rows], partial)
+            x = self._process(x, "processors", partial)
         if not self.greedy:
             sampled = self.temperature > 0
             if self._tempered:
                 x = x / torch.where(sampled, self.temperature, 1.0)
             if self._cuts:
                 x = x.masked_fill(sampled & (x < self._threshold(x, slack)), -torch.inf)
-        return self._process(x, [row.warpers for row in self.rows], partial) if self._warped else x
+        return self._process(x, "warpers", partial) if self._processed else x
 
     def scores_alone(self, row: int, logits: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
         """The same of one row, if the sampler `tempers_only`."""
@@ -208,13 +209,11 @@ class Sampler:
         x = logits if self.greedy else logits.double()
         return x / temperature if temperature not in (0, 1) else x
 
-    def _process(
-        self, x: Float[Tensor, "B V"], chains: Sequence[Sequence[Processor]], partial: bool
-    ) -> Float[Tensor, "B V"]:
+    def _process(self, x: Float[Tensor, "B V"], which: str, partial: bool) -> Float[Tensor, "B V"]:
         rows = list(x.split(1))
-        for b, chain in enumerate(chains):
+        for b, row in enumerate(self.rows):
             ids = torch.tensor([self.history[b]], dtype=torch.long, device=x.device)
-            for processor in chain:
+            for processor in getattr(row, which):
                 rows[b] = _judged(processor, ids, rows[b], partial)
         return torch.cat(rows)
 
@@ -227,9 +226,9 @@ class Sampler:
         for width in (SHORTLIST, self.vocab) if is_host(x) else (self.vocab,):
             top = x.topk(min(width, self.vocab)).values
             kth = torch.where(limited, top.gather(1, top_k.clamp(1, top.shape[-1]) - 1), -torch.inf)
-            kept = top.masked_fill(top < kth, -torch.inf)
-            total = torch.where(limited, kept.logsumexp(-1, keepdim=True), x.logsumexp(-1, keepdim=True))
-            mass = (kept - total).exp().cumsum(-1)  # relative to what top-k kept, as in Hugging Face
+            within_k = top.masked_fill(top < kth, -torch.inf)
+            total = torch.where(limited, within_k.logsumexp(-1, keepdim=True), x.logsumexp(-1, keepdim=True))
+            mass = (within_k - total).exp().cumsum(-1)  # relative to what top-k kept, as in Hugging Face
             enough = torch.where(limited, top_k <= top.shape[-1], (mass[:, -1:] >= p) | (p > 1))
             if width == self.vocab or bool(enough.all()):
                 break
@@ -272,25 +271,22 @@ class Sampler:
         """The Gumbel noise of `draw`, of some or all tokens; 0 for greedy rows. Under the coupled law a
         drafter may look at it."""
         if is_host(positions):
-            bits = torch.stack(
-                [self._words(row, position) for row, position in enumerate(positions.tolist())]
-            )
+            bits = torch.stack([self._words(row, at) for row, at in enumerate(positions.tolist())])
         else:
-            bits = words(self._keys, Stream.TARGET, positions, self.vocab)
+            bits = words(self._keys, NoiseStream.TARGET, positions, self.vocab)
         return gumbel(bits if tokens is None else bits[:, tokens]).mul_(self.temperature > 0)
 
     def _words(self, row: int, position: int) -> Int[Tensor, " V"]:
-        """The words of one row's noise. A drafter that looks at it and the walk ask for the same, and guesses
-        that were refused asked for that of rounds to come."""
+        """One row's noise words, cached: drafts ask for the same as verification, and for later positions."""
         held = self._recent[row]
         if position not in held:
             for oldest in list(held)[: max(0, len(held) + 1 - RECENT)]:
                 del held[oldest]
             at = torch.tensor([position], device=self.device)
-            held[position] = words(self._keys[row : row + 1], Stream.TARGET, at, self.vocab)[0]
+            held[position] = words(self._keys[row : row + 1], NoiseStream.TARGET, at, self.vocab)[0]
         return held[position]
 
-    def uniform(self, stream: Stream, positions: Int[Tensor, " B"], n: int) -> Float[Tensor, "B n"]:
+    def uniform(self, stream: NoiseStream, positions: Int[Tensor, " B"], n: int) -> Float[Tensor, "B n"]:
         """Uniforms of another stream than the target's."""
         return uniform(words(self._keys, stream, positions, n))
 
@@ -298,7 +294,7 @@ class Sampler:
         self, ratio: Float[Tensor, " B"], positions: Int[Tensor, " B"], sibling: int
     ) -> Bool[Tensor, " B"]:
         """u < ratio, with the `sibling`-th acceptance uniform of the position."""
-        return self.uniform(Stream.ACCEPT, positions, sibling + 1)[:, sibling] < ratio
+        return self.uniform(NoiseStream.ACCEPT, positions, sibling + 1)[:, sibling] < ratio
 
     def select(self, rows: Sequence[int]) -> "Sampler":
         """The sampler of some of the rows, with their histories."""
@@ -306,24 +302,25 @@ class Sampler:
 
     def join(self, other: "Sampler") -> "Sampler":
         """The sampler of these rows followed by another's."""
-        return self._joined([(each, b) for each in (self, other) for b in range(len(each))])
+        return self._joined([(sampler, b) for sampler in (self, other) for b in range(len(sampler))])
 
     def _joined(self, rows: Sequence[tuple["Sampler", int]]) -> "Sampler":
-        made = Sampler([s.rows[b] for s, b in rows], [s.history[b] for s, b in rows], self.vocab, self.device)
+        joined = Sampler(
+            [s.rows[b] for s, b in rows], [s.history[b] for s, b in rows], self.vocab, self.device
+        )
         for i, (sampler, b) in enumerate(rows):
-            if made._seen is not None and sampler._seen is not None:
-                for new, old in zip(made._seen, sampler._seen, strict=True):
+            if joined._seen is not None and sampler._seen is not None:
+                for new, old in zip(joined._seen, sampler._seen, strict=True):
                     new[i] = old[b]
-            made.walks[i], made.finite[i] = sampler.walks[b], sampler.finite[b]
-        return made
+            joined.grammar_states[i], joined.finite[i] = sampler.grammar_states[b], sampler.finite[b]
+        return joined
 
 
-def within(x: Float[Tensor, "n V"], walks: Sequence[Walk | None]) -> Float[Tensor, "n V"]:
+def within(x: Float[Tensor, "n V"], states: Sequence[GrammarState | None]) -> Float[Tensor, "n V"]:
     """Scores of n places, −inf where the grammar of a place forbids a token."""
     rows = list(x.split(1))
-    for i, walk in enumerate(walks):
-        allowed = None if walk is None else walk.allowed
-        if allowed is not None:
+    for i, state in enumerate(states):
+        if state is not None and (allowed := state.allowed) is not None:
             rows[i] = rows[i].masked_fill(~allowed.to(x.device), -torch.inf)
     return torch.cat(rows)
 
@@ -331,18 +328,18 @@ def within(x: Float[Tensor, "n V"], walks: Sequence[Walk | None]) -> Float[Tenso
 def _judged(
     processor: Processor, ids: Int[Tensor, "1 T"], x: Float[Tensor, "1 V"], partial: bool
 ) -> Float[Tensor, "1 V"]:
-    """A processor's scores. Raises ValueError if it returns anything else, or excludes all tokens, unless x
-    is `partial`."""
+    """A processor's scores. Raises ValueError for anything else, and where none is left, unless `partial`."""
     scores = processor(ids, x)
     name = getattr(processor, "__name__", type(processor).__name__)
     if not isinstance(scores, Tensor):
         raise ValueError(f"processor {name} returned {type(scores).__name__}; it must return a tensor")
     if scores.shape != x.shape or not scores.is_floating_point():
-        given = f"{scores.dtype} of shape {list(scores.shape)}"
-        raise ValueError(f"processor {name} returned {given}; it must return scores of shape {list(x.shape)}")
+        result = f"{scores.dtype} of shape {list(scores.shape)}"
+        raise ValueError(
+            f"processor {name} returned {result}; it must return scores of shape {list(x.shape)}"
+        )
     best = float(scores.max())  # NaN where one score is NaN
-    empty = best == -torch.inf and partial
-    if not (best > -torch.inf or empty) and x.max() > -torch.inf:  # the scores that it was given were good
+    if x.max() > -torch.inf and (best != best or (best == -torch.inf and not partial)):
         fault = "left no token that may come next: let it allow at least one"
         fault = fault if best == best else "made NaN of scores: it must return numbers"
         raise ValueError(f"processor {name} {fault}")

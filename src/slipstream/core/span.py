@@ -1,6 +1,6 @@
 """Span: what the target has just read: a chunk of a prompt, an accepted path or a training sequence."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +21,7 @@ class Output:
     """One pass of the target over R rows, of which the first N are nodes.
 
     Attributes:
-        logits: at the nodes that were asked for, float32 (float64 models: float64).
+        logits: at the requested nodes, float32 (float64 models: float64).
         features: the drafter's taps, side by side; `None` where it has none.
         seconds: spent inside the model, without layout and masks.
     """
@@ -83,9 +83,7 @@ class Span:
 
     def select(self, rows: Int[Tensor, " R"]) -> "Span":
         """The span of some of the rows, without the pass that it came from."""
-        features = None if self.features is None else self.features[rows]
-        parts = (self.tokens[rows], self.nexts[rows], self.start[rows], self.count[rows])
-        return Span(*parts, self.cache, features)
+        return _span([self], lambda parts: parts[0][rows], self.start[rows], self.count[rows], self.cache)
 
     def latest(self, n: int) -> "Span":
         """The last n tokens of each row, or all where there are fewer, without the pass that read them."""
@@ -94,9 +92,8 @@ class Span:
         passed = (self.count - n).clamp(min=0)
         at = passed[:, None] + torch.arange(n, device=passed.device)
         rows = torch.arange(len(at), device=at.device)[:, None]
-        features = None if self.features is None else self.features[rows, at]
-        parts = self.tokens[rows, at], self.nexts[rows, at], self.start + passed, self.count - passed
-        return Span(*parts, self.cache, features)
+        start, count = self.start + passed, self.count - passed
+        return _span([self], lambda parts: parts[0][rows, at], start, count, self.cache)
 
     def last(self, x: Tensor) -> Tensor:
         """Row b of `x` [B, T, …] at the last real column, [B, …]; column 0 for a row without any."""
@@ -104,7 +101,7 @@ class Span:
 
 
 def commit(tree: Tree, out: Output, verdict: Verdict, cache: KVCache) -> Span:
-    """Keep the accepted path in the cache and say what was read."""
+    """Keep the accepted path in the cache. Returns what was read."""
     start, path, count = cache.lengths, verdict.path, verdict.count
     rows = torch.arange(len(count), device=count.device)
     cache.keep(None if tree.is_chain else path, count)
@@ -128,41 +125,44 @@ def commit(tree: Tree, out: Output, verdict: Verdict, cache: KVCache) -> Span:
 
 def merged(spans: Sequence[Span]) -> Span:
     """What the target has read in several passes over the same rows, in order, as one span without a tree."""
-    first, *others = spans
-    if not others:
-        return first
+    if len(spans) == 1:
+        return spans[0]
     mask = torch.cat([span.mask for span in spans], 1)
     count = mask.sum(1)
     order = (~mask).long().sort(dim=1, stable=True).indices  # each row's real columns first
     if is_host(count):
         order = order[:, : int(count.max())]
-
-    def gathered(parts: Sequence[Tensor]) -> Tensor:
-        whole = torch.cat(list(parts), 1)
-        return whole[torch.arange(len(whole), device=whole.device)[:, None], order]
-
-    features = None
-    if all(span.features is not None for span in spans):
-        features = gathered([span.features for span in spans if span.features is not None])
-    tokens, nexts = (gathered([getattr(span, name) for span in spans]) for name in ("tokens", "nexts"))
-    return Span(tokens, nexts, first.start, count, spans[-1].cache, features)
+    rows = torch.arange(len(order), device=order.device)[:, None]
+    return _span(
+        spans, lambda parts: torch.cat(parts, 1)[rows, order], spans[0].start, count, spans[-1].cache
+    )
 
 
 def beside(span: Span, other: Span) -> Span:
     """The rows of two spans as one without a tree, which are as wide as the wider one."""
-    T = max(span.tokens.shape[1], other.tokens.shape[1])
+    width = max(span.tokens.shape[1], other.tokens.shape[1])
 
-    def stacked(a: Tensor, b: Tensor) -> Tensor:
-        wide = [x.new_zeros(len(x), T, *x.shape[2:]) for x in (a, b)]
-        for goal, x in zip(wide, (a, b), strict=True):
+    def stacked(parts: list[Tensor]) -> Tensor:
+        wide = [x.new_zeros(len(x), width, *x.shape[2:]) for x in parts]
+        for goal, x in zip(wide, parts, strict=True):
             goal[:, : x.shape[1]] = x
         return torch.cat(wide)
 
-    features = None
-    if span.features is not None and other.features is not None:
-        features = stacked(span.features, other.features)
     cache = copy(span.cache)
     cache.bound = max(span.cache.bound, other.cache.bound)
-    tokens, nexts = stacked(span.tokens, other.tokens), stacked(span.nexts, other.nexts)
     start, count = torch.cat([span.start, other.start]), torch.cat([span.count, other.count])
-    return Span(tokens, nexts, start, count, cache, features)
+    return _span([span, other], stacked, start, count, cache)
+
+
+def _span(
+    spans: Sequence[Span],
+    join: Callable[[list[Tensor]], Tensor],
+    start: Tensor,
+    count: Tensor,
+    cache: KVCache,
+) -> Span:
+    """A span without a tree, whose columns `join` makes of those of others."""
+    tokens, nexts = (join([getattr(span, name) for span in spans]) for name in ("tokens", "nexts"))
+    features = [span.features for span in spans if span.features is not None]
+    joined = join(features) if len(features) == len(spans) else None
+    return Span(tokens, nexts, start, count, cache, joined)

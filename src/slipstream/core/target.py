@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slipstream.core.kv_cache import KVCache
 from slipstream.core.span import Output
-from slipstream.core.tree import Layout, Tree
+from slipstream.core.tree import Tree, TreeLayout
 
 # in logits, by precision: what rounding may turn
 MARGINS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
@@ -42,7 +42,7 @@ class Rendered(str):
 
     Attributes:
         masked: the same with stand-ins where messages begin what would be a special token; "": nowhere.
-        signs: from stand-ins to what they stand for, as `str.translate` takes it.
+        signs: from stand-ins to the characters that they replace, as `str.translate` takes it.
     """
 
     masked: str = ""
@@ -85,8 +85,8 @@ class Text(ABC):
 
     @abstractmethod
     def ids(self, text: str, special: bool = False) -> list[int]:
-        """Token ids of text as it stands: special tokens that it writes are special, but for those that the
-        messages of a rendered text write. `special`: with the tokens that the tokenizer adds to a text."""
+        """Token ids of text as it stands. Special tokens in it are special, except those in the messages of a
+        rendered text. `special`: with the tokens that the tokenizer adds to a text."""
 
     @abstractmethod
     def render(self, messages: Messages, ask: bool, tools: Messages = ()) -> Rendered:
@@ -175,9 +175,9 @@ class Target(ABC):
     fingerprint: str
 
     def __copy__(self) -> "Target":
-        made = object.__new__(type(self))
-        vars(made).update(vars(self))
-        return made
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
 
     def __reduce__(self) -> Any:
         raise ValueError(f"target {self.name} cannot be pickled: load it in each process, by its name")
@@ -226,14 +226,14 @@ class Target(ABC):
 
     @property
     def manner(self) -> str:
-        """A hash of what the generation_config says: under another the same weights answer otherwise."""
-        says = self.generation_config.to_json_string(ignore_metadata=True)
-        return hashlib.sha256(says.encode()).hexdigest()[:12]
+        """A hash of the generation_config: with another one the same weights may answer otherwise."""
+        config = self.generation_config.to_json_string(ignore_metadata=True)
+        return hashlib.sha256(config.encode()).hexdigest()[:12]
 
     @property
     @abstractmethod
     def values(self) -> str:
-        """A hash of all weights, in which a model that was tuned a little differs. It is made when used."""
+        """A hash of all weights, which even slight tuning changes. It is computed when first used."""
 
     @property
     def stamp(self) -> str:
@@ -259,7 +259,7 @@ class Target(ABC):
 
     @abstractmethod
     def extend(
-        self, tokens: Int[Tensor, "B R"], layout: Layout, cache: KVCache, after: int
+        self, tokens: Int[Tensor, "B R"], layout: TreeLayout, cache: KVCache, after: int
     ) -> Float[Tensor, "B R V"]:
         """Logits of a draft model's further rows in a round, behind `after` scratch rows of earlier passes.
         The layout holds depths [#B, A] of all A = after + R scratch rows, and what new rows see [B, R, A]."""
@@ -329,6 +329,6 @@ _locks: dict[str, AbstractContextManager[Any]] = {}
 
 
 def lock(device: torch.device) -> AbstractContextManager[Any]:
-    """What threads take turns by, because modules keep what a pass leaves. All targets of a device share it:
-    a draft model's passes are a part of its target's round. A thread that holds it may take it again."""
+    """A lock for passes, because modules keep state during one. All targets of a device share it: a draft
+    model's passes are a part of its target's round. A thread that holds it may take it again."""
     return _locks.setdefault(str(device), RLock())

@@ -12,21 +12,21 @@ from torch import Tensor
 from slipstream.core.device import is_host
 
 PAD = -1  # a token id that no draw can match
-SHARED = 64  # nodes at most of trees whose layouts are kept
+SHARED = 64  # most nodes of trees whose layouts are cached
 
 
-class Layout(NamedTuple):
+class TreeLayout(NamedTuple):
     """Positions of the R = N + G·M rows of a pass, and which rows each of them reads."""
 
     depths: Int[Tensor, "#B R"]  # position of a row = cache length + depth
     visible: Bool[Tensor, "#B R R"]  # visible[b, i, j]: row i may read row j
 
 
-class SharedLayout(Layout):
-    """A layout of many passes, which nobody may change.
+class SharedLayout(TreeLayout):
+    """A cached layout of many passes, which nobody may change.
 
     Attributes:
-        derived: what was made of it, to be made once.
+        derived: values computed from it, kept here.
     """
 
     def __init__(self, *_: Tensor) -> None:
@@ -82,12 +82,12 @@ class Tree:
             return self.parents
         return (torch.arange(self.nodes, device=self.tokens.device) - 1).clamp(min=0)[None]
 
-    def layout(self) -> Layout:
+    def layout(self) -> TreeLayout:
         """Depths and visibility of all rows. A tree takes `depth` steps up to the parents, a chain none."""
         N, device, parents = self.nodes, self.tokens.device, self.parents
         if is_host(self.tokens) and N <= SHARED:
             above = None if parents is None else tuple(map(tuple, parents.tolist()))
-            layout: Layout = _shared_layout(N, above, self.depth)
+            layout: TreeLayout = _shared_layout(N, above, self.depth)
         else:
             layout = _layout_of_chain(N, device) if parents is None else _layout_of(parents, self.depth)
         if self.probes is None:
@@ -117,28 +117,27 @@ class Tree:
 @lru_cache(1024)
 @torch.inference_mode(False)
 def _shared_layout(nodes: int, parents: tuple[tuple[int, ...], ...] | None, depth: int) -> SharedLayout:
-    """Tensors of so few numbers take long on the host, and most trees were there before."""
-    return SharedLayout(
-        *(_layout_of_chain(nodes) if parents is None else _layout_of(torch.tensor(parents), depth))
-    )
+    """Cached: the host takes long over such small tensors, and most trees recur."""
+    layout = _layout_of_chain(nodes) if parents is None else _layout_of(torch.tensor(parents), depth)
+    return SharedLayout(*layout)
 
 
-def _layout_of_chain(nodes: int, device: torch.device | None = None) -> Layout:
+def _layout_of_chain(nodes: int, device: torch.device | None = None) -> TreeLayout:
     depths = torch.arange(nodes, device=device)[None]
-    return Layout(depths, depths[:, None, :] <= depths[:, :, None])
+    return TreeLayout(depths, depths[:, None, :] <= depths[:, :, None])
 
 
-def _layout_of(parents: Int[Tensor, "#B N"], depth: int) -> Layout:
+def _layout_of(parents: Int[Tensor, "#B N"], depth: int) -> TreeLayout:
     B, N = parents.shape
     ancestors = torch.eye(N, dtype=torch.bool, device=parents.device).expand(B, N, N).clone()
     up = parents
     for _ in range(depth):
         ancestors.scatter_(2, up[..., None], True)
         up = parents.gather(1, up)
-    return Layout(ancestors.sum(-1) - 1, ancestors)
+    return TreeLayout(ancestors.sum(-1) - 1, ancestors)
 
 
-def _with_probes(depths: Tensor, ancestors: Tensor, hosts: Tensor, M: int) -> Layout:
+def _with_probes(depths: Tensor, ancestors: Tensor, hosts: Tensor, M: int) -> TreeLayout:
     """Append G groups of M probes. Probe j of a host stands j + 1 positions behind it and reads the host,
     what the host reads, and the earlier probes of its group; without a host (`PAD`), the group alone."""
     B, N, G = max(len(depths), len(hosts)), ancestors.shape[-1], hosts.shape[1]
@@ -151,7 +150,7 @@ def _with_probes(depths: Tensor, ancestors: Tensor, hosts: Tensor, M: int) -> La
     inherited = ancestors.gather(1, of_host[..., None].expand(-1, -1, N))
     visible[:, N:, :N] = inherited & present[..., None]
     visible[:, N:, N:] = (j[:, None] // M == j // M) & (j[:, None] >= j)
-    return Layout(torch.cat([depths, depths.gather(1, of_host) + 1 + j % M], 1), visible)
+    return TreeLayout(torch.cat([depths, depths.gather(1, of_host) + 1 + j % M], 1), visible)
 
 
 def chain(tokens: Int[Tensor, "B N"], law: Float[Tensor, "B N V"] | None = None) -> Tree:

@@ -1,8 +1,8 @@
 """How trees grow: from fixed child-rank paths, along a backbone, best-first, as beams, or by confidence.
 
-A drafter offers candidates; the functions here decide which of them a tree keeps. `expand(tokens, origin)` is
-one draft step. It takes the tokens [B, F] of a frontier and the index of each one's parent in the frontier of
-the step before (0 at the root). It returns candidate ids [B, F, K], best first, and their log probabilities.
+A drafter offers candidates; these functions decide which of them a tree keeps. `expand(tokens, origin)` is
+one draft step. It takes the tokens [B, F] of a frontier and the index of each one's parent in the frontier
+before (0 at the root). It returns candidate ids [B, F, K], best first, and their log probabilities.
 """
 
 from collections.abc import Callable, Sequence
@@ -84,16 +84,16 @@ def static_levels(paths: tuple[Path, ...], device: torch.device = CPU) -> tuple[
     levels: list[Level] = []
     expanded: list[Path] = [()]
     for _, group in groupby(order, key=len):
-        here = list(group)
+        level = list(group)
         columns = (
-            [slot[path[:-1]] for path in here],
-            [expanded.index(path[:-1]) for path in here],
-            [path[-1] for path in here],
-            [i for i, path in enumerate(here) if path in inner],
+            [slot[path[:-1]] for path in level],
+            [expanded.index(path[:-1]) for path in level],
+            [path[-1] for path in level],
+            [i for i, path in enumerate(level) if path in inner],
         )
         parent, under, rank, grown = (torch.tensor(c, dtype=torch.long, device=device) for c in columns)
         levels.append(Level(parent, under, rank, grown, ranks=1 + max(columns[2])))
-        expanded = [path for path in here if path in inner]
+        expanded = [path for path in level if path in inner]
     return tuple(levels)
 
 
@@ -124,7 +124,7 @@ def dynamic(
     nodes, above, paths = (torch.cat(levels, 1) for levels in (tokens, parents, scores))
     if budget:
         kept = _best(paths, budget).sort(1).values
-        nodes, above, paths = (each.gather(1, kept) for each in (nodes, above, paths))
+        nodes, above, paths = (x.gather(1, kept) for x in (nodes, above, paths))
         above = torch.searchsorted(kept, above)
     return Tree(nodes, above, depth, scores=paths)
 
@@ -134,18 +134,19 @@ def best_first(
 ) -> Tree:
     """The tree that `dynamic` grows of as many candidates as it may have nodes, where all nodes of a level
     have the same. The host finds it by a heap: tensors take several times as long for so little."""
-    laws = zip(root.tolist(), ids.tolist(), _certain(log_q).tolist(), strict=True)
-    tokens, parents, scores = zip(*(_likeliest(*law, nodes) for law in laws), strict=True)
-    nodes_of, above, paths = (torch.tensor(each, device=root.device) for each in (tokens, parents, scores))
-    return Tree(nodes_of, above, ids.shape[1], scores=paths)
+    texts = zip(root.tolist(), ids.tolist(), _certain(log_q).tolist(), strict=True)
+    trees = [_likeliest(*text, nodes) for text in texts]
+    columns = ([[node[i] for node in tree] for tree in trees] for i in range(3))
+    tokens, parents, scores = (torch.tensor(column, device=root.device) for column in columns)
+    return Tree(tokens, parents, ids.shape[1], scores=scores)
 
 
 def _likeliest(
     root: int, ids: list[list[int]], log_q: list[list[float]], nodes: int
-) -> tuple[list[int], list[int], list[float]]:
-    """One text's tokens, parents and scores, in the order of `dynamic`."""
-    found: list[tuple[int, int, int, float, int]] = []  # level, parent's place, rank, score, parent
-    places = [0] * len(ids)  # how many of each level were found: the next one's place among them
+) -> list[tuple[int, int, float]]:
+    """Token, parent and score of one text's nodes, in the order of `dynamic`."""
+    best: list[tuple[int, int, int, float, int]] = []  # level, parent's place, rank, score, parent
+    places = [0] * len(ids)  # nodes of each level so far: the next one's place among them
     heap: list[tuple[float, int, int, int, int, float]] = []
 
     def offer(level: int, place: int, rank: int, parent: int, above: float) -> None:
@@ -153,18 +154,16 @@ def _likeliest(
             heappush(heap, (-above - log_q[level][rank], level, place, rank, parent, above))
 
     offer(0, 0, 0, -1, 0.0)
-    while heap and heap[0][0] < torch.inf and len(found) < nodes - 1:
+    while heap and heap[0][0] < torch.inf and len(best) < nodes - 1:
         cost, level, place, rank, parent, above = heappop(heap)
-        found.append((level, place, rank, -cost, parent))
+        best.append((level, place, rank, -cost, parent))
         offer(level, place, rank + 1, parent, above)
-        offer(level + 1, places[level], 0, len(found) - 1, -cost)
+        offer(level + 1, places[level], 0, len(best) - 1, -cost)
         places[level] += 1
-    order = sorted(range(len(found)), key=lambda i: found[i][:3])
-    slots = {-1: 0} | {i: slot for slot, i in enumerate(order, 1)}
-    left = nodes - 1 - len(found)
-    tokens = [ids[found[i][0]][found[i][2]] for i in order]
-    parents, scores = [slots[found[i][4]] for i in order], [found[i][3] for i in order]
-    return [root, *tokens, *[PAD] * left], [0, *parents, *[0] * left], [0.0, *scores, *[-torch.inf] * left]
+    ordered = sorted(enumerate(best), key=lambda item: item[1][:3])
+    slots = {-1: 0} | {i: slot for slot, (i, _) in enumerate(ordered, 1)}
+    below = [(ids[level][rank], slots[parent], score) for _, (level, _, rank, score, parent) in ordered]
+    return [(root, 0, 0.0), *below, *[(PAD, 0, -torch.inf)] * (nodes - 1 - len(best))]
 
 
 def cape(
@@ -214,7 +213,7 @@ def _begin(root: Int[Tensor, " B"]) -> tuple[Int[Tensor, "B 1"], Int[Tensor, "B 
 
 
 def _certain(log_q: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-    """Log probabilities. What a damaged head says is no number, and would stand above the root."""
+    """Log probabilities. NaN of a damaged head would stand above the root."""
     return log_q.float().clamp(max=0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 

@@ -1,4 +1,4 @@
-"""Shape: the name of a tree, in recipes, drafter directories and on the command line."""
+"""TreeSpec: a tree by its name, as recipes, drafter directories and the command line give it."""
 
 import json
 import math
@@ -14,13 +14,7 @@ from torch import Tensor
 from slipstream.core.tree import Tree
 from slipstream.core.tree_builders import Expand, Path, backbone, cape, dynamic, static, static_levels
 
-FIG9_RANKS = """
-    0 1 2 3
-    00 01 02 10 11 20 21 30
-    000 001 002 010 011 020 021 100
-    0000 0001 0002
-    00000 00001
-"""
+FIG9_RANKS = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
 FIG9 = tuple(tuple(map(int, path)) for path in FIG9_RANKS.split())  # EAGLE, Fig. 9: 25 nodes under the root
 KINDS = (
     "chain-DEPTH, fig9, backbone-DEPTHxWIDTH, full-DEPTHxWIDTH, dynamic-DEPTHxWIDTHxNODES, "
@@ -35,7 +29,7 @@ CAPE = "-7@0.3-5@0.6-3@0.8-1"  # GLIDE, §4.2: 7 further candidates up to a conf
 
 
 @dataclass(frozen=True)
-class Shape:
+class TreeSpec:
     """A tree to grow by a drafter's `expand`.
 
     Attributes:
@@ -44,6 +38,9 @@ class Shape:
         nodes: of the tree, root included.
         width: nodes expanded at each level of a tree that is not static.
         children: candidates wanted for each expanded node.
+        beam: the expanded nodes are the tree.
+        limits, counts: of CAPE: beside each token of a chain, counts[i] further candidates up to a confidence
+            of limits[i], and the last count above.
     """
 
     name: str
@@ -52,10 +49,13 @@ class Shape:
     nodes: int
     width: int
     children: int
+    beam: bool = False
+    limits: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
 
     @classmethod
-    def parse(cls, name: str) -> "Shape":
-        """The shape of that name. Raises ValueError if there is none."""
+    def parse(cls, name: str) -> "TreeSpec":
+        """The tree of that name. Raises ValueError if there is none."""
         text, name = name.strip(), shortened(name)
         numbers = [int(n[:9]) for n in re.findall(r"\d+", text)]
         if max(numbers, default=0) > LARGEST:
@@ -81,9 +81,9 @@ class Shape:
                 return cls(text, (), depth, nodes, max(nodes - 1, 1), max(nodes - 1, 1))
             case "beam", [depth, width]:
                 check_affordable(text, depth, 1 + depth * width, width * (depth - 1))
-                return Beam(text, (), depth, 1 + depth * width, width, width)
+                return cls(text, (), depth, 1 + depth * width, width, width, beam=True)
         if match := re.fullmatch(r"cape-([1-9]\d*)(?:x([1-9]\d*))?((?:-\d+@[01]?\.\d+)*-\d+)?", text):
-            return Cape.of(text, int(match[1]), int(match[2] or 32), match[3] or CAPE)
+            return cls._cape(text, int(match[1]), int(match[2] or 32), match[3] or CAPE)
         if text.startswith("["):
             try:
                 paths = json.loads(text)
@@ -98,11 +98,25 @@ class Shape:
         raise ValueError(f"Unknown tree: {name!r}. Available: {KINDS}")
 
     @classmethod
-    def _static(cls, name: str, paths: tuple[Path, ...]) -> "Shape":
+    def _static(cls, name: str, paths: tuple[Path, ...]) -> "TreeSpec":
         levels = static_levels(paths)
         if not levels:
             raise ValueError(f"tree {name!r} has no nodes: plain decoding is the drafter 'vanilla'")
         return cls(name, paths, len(levels), 1 + len(paths), 0, max(level.ranks for level in levels))
+
+    @classmethod
+    def _cape(cls, name: str, depth: int, drafted: int, steps: str) -> "TreeSpec":
+        *below, last = [step.split("@") for step in steps[1:].split("-")]
+        limits = tuple(float(limit) for _, limit in below)
+        counts = tuple(int(count) for count, *_ in (*below, last))
+        if list(limits) != sorted(set(limits)) or drafted < depth:
+            raise ValueError(
+                f"tree {name!r}: limits must rise, and {depth} tokens or more be drafted (cape-5x32{CAPE})"
+            )
+        check_affordable(name, depth, 1 + drafted, depth - 1)
+        children = 1 + max(counts)
+        nodes = 1 + min(drafted, depth * children)
+        return cls(name, (), depth, nodes, 1, children, limits=limits, counts=counts)
 
     @property
     def scratch(self) -> int:
@@ -134,18 +148,20 @@ class Shape:
 
     def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
         """The tree, in `depth` calls of `expand`; the first one expands the root."""
+        if self.counts:
+            return cape(root, expand, self.depth, self.nodes - 1, self.limits, self.counts)
         if not self.paths:
-            return dynamic(root, expand, self.depth, self.width, self.nodes)
+            return dynamic(root, expand, self.depth, self.width, None if self.beam else self.nodes)
         tree = static(root, self.paths, expand)
-        return replace(tree, parents=None) if self.nodes == self.depth + 1 else tree
+        return replace(tree, parents=None) if self.is_chain else tree
 
 
-PLAIN = Shape("plain", (), 0, 1, 0, 0)  # a bare root: plain decoding
+PLAIN = TreeSpec("plain", (), 0, 1, 0, 0)  # a bare root: plain decoding
 
 
 @lru_cache
 def _inner(paths: tuple[Path, ...], device: torch.device) -> Int[Tensor, " n"]:
-    """See `Shape.inner`; kept, because a captured round cannot wait for it."""
+    """See `TreeSpec.inner`. Cached, because a captured round cannot wait for it."""
     return torch.cat([level.parent for level in static_levels(paths)]).unique().to(device)
 
 
@@ -162,37 +178,3 @@ def check_affordable(name: str, depth: int, rows: int, drafted: int = 0) -> None
 def shortened(name: str) -> str:
     """A name as an error shows it."""
     return name if len(name) <= 80 else f"{name[:79]}…"
-
-
-@dataclass(frozen=True)
-class Beam(Shape):
-    """The best `width` paths of every level."""
-
-    def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
-        return dynamic(root, expand, self.depth, self.width)
-
-
-@dataclass(frozen=True)
-class Cape(Shape):
-    """A chain with further candidates beside each token: counts[i] up to a confidence of limits[i], and the
-    last count above."""
-
-    limits: tuple[float, ...]
-    counts: tuple[int, ...]
-
-    @classmethod
-    def of(cls, name: str, depth: int, drafted: int, steps: str) -> "Cape":
-        """From the parts of its name."""
-        *below, last = [step.split("@") for step in steps[1:].split("-")]
-        limits = tuple(float(limit) for _, limit in below)
-        counts = tuple(int(count) for count, *_ in (*below, last))
-        if list(limits) != sorted(set(limits)) or drafted < depth:
-            raise ValueError(
-                f"tree {name!r}: limits must rise, and {depth} tokens or more be drafted (cape-5x32{CAPE})"
-            )
-        check_affordable(name, depth, 1 + drafted, depth - 1)
-        children = 1 + max(counts)
-        return cls(name, (), depth, 1 + min(drafted, depth * children), 1, children, limits, counts)
-
-    def grow(self, root: Int[Tensor, " B"], expand: Expand) -> Tree:
-        return cape(root, expand, self.depth, self.nodes - 1, self.limits, self.counts)

@@ -1,4 +1,4 @@
-"""verify: which guesses the target accepts. One walk from the root, under one of three laws.
+"""verify: which guesses the target accepts, walking down from the root under one of three laws.
 
 *Coupled*: draw the target's own token at each node and descend while a child carries it. It is exact for any
 tree, and the text does not depend on the tree. *Multi-round speculative sampling* (EAGLE, Algorithm 1; on a
@@ -56,13 +56,13 @@ def multi_round(
     child = torch.full_like(node, -1)
     sibling = 0
     while bool(waiting.any()):
-        here = waiting.any(1)
+        judged = waiting.any(1)
         slot = waiting.int().argmax(1)
         x = tree.tokens[rows, slot].clamp(min=0)
         ratio = acceptance(p, q, x)
-        accepted = here & sampler.accept(ratio, position, sibling)
+        accepted = judged & sampler.accept(ratio, position, sibling)
         child = torch.where(accepted, slot, child)
-        rejected = (here & ~accepted)[:, None]
+        rejected = (judged & ~accepted)[:, None]
         p = torch.where(rejected, residual(p, q, x), p)
         q = None if q is None else torch.where(rejected, without(q, x), q)
         waiting = waiting.scatter(1, slot[:, None], False) & ~accepted[:, None]
@@ -134,8 +134,8 @@ def _children(tree: Tree, node: PerRow) -> Bool[Tensor, "B N"]:
 def _leading_on(child: PerRow, token: PerRow, sampler: Sampler) -> PerRow:
     """The accepted children, but for those that nothing may follow. The text stays the same: such a token is
     the round's last, and the next round raises the error, if the text has not ended there."""
-    rows = zip(child.tolist(), token.tolist(), sampler.walks, strict=True)
-    stuck = [slot >= 0 and walk is not None and leads_on(walk, said) is None for slot, said, walk in rows]
+    rows = zip(child.tolist(), token.tolist(), sampler.grammar_states, strict=True)
+    stuck = [slot >= 0 and state is not None and leads_on(state, x) is None for slot, x, state in rows]
     return child.masked_fill(torch.tensor(stuck, device=child.device), -1)
 
 
@@ -146,7 +146,7 @@ def verify(
     sampler: Sampler,
     law: Law = coupled,
 ) -> Verdict:
-    """Walk from the root while a child is accepted, and extend the histories of `sampler` on the way.
+    """Walk down from the root while a child is accepted, and extend the histories of `sampler` on the way.
     `lengths` are tokens before the root: a node of depth d stands at position lengths + d."""
     if law is coupled and sampler.tempers_only and is_host(logits):
         return _on_host(tree, logits, lengths, sampler)
@@ -158,7 +158,7 @@ def verify(
     for depth in range(tree.depth + 1):
         # A row that has stopped asks again for what it drew last, whose noise is held.
         child, drawn = law(tree, node, logits[rows, node], lengths + count, sampler)
-        if any(sampler.walks):
+        if any(sampler.grammar_states):
             child = _leading_on(child, drawn, sampler)
         token = torch.where(alive, drawn, token)
         alive = alive & (child >= 0)
@@ -175,8 +175,7 @@ def verify(
 def _on_host(
     tree: Tree, logits: Float[Tensor, "B N V"], lengths: Int[Tensor, " B"], sampler: Sampler
 ) -> Verdict:
-    """The same under the coupled law, row by row, where no score depends on a history. Tensors of so few
-    numbers take five times as long. The path is no wider than what was accepted."""
+    """The same by the coupled law for scores without a history: small tensors take five times as long."""
     paths, nexts = [], []
     texts = (x.tolist() for x in (lengths, tree.tokens, tree.parent_slots().expand_as(tree.tokens)))
     for row, (length, tokens, parents) in enumerate(zip(*texts, strict=True)):

@@ -1,6 +1,6 @@
 """The drafter that chooses for itself: plain decoding, matches, or a head's tree, round by round.
 
-What is chosen, and when, is up to `decode.policy`. Here is what there is to choose from.
+`engine.policy` decides which of its candidate trees a round grows.
 """
 
 import json
@@ -12,12 +12,12 @@ from typing import final
 import torch
 
 from slipstream.core.device import is_host
-from slipstream.core.drafter import Drafter, Room, State
+from slipstream.core.drafter import Drafter, ScratchSlots, State
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span, beside, merged
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree
-from slipstream.core.tree_spec import PLAIN, Shape
+from slipstream.core.tree_spec import PLAIN, TreeSpec
 from slipstream.drafters.hybrid import Hybrid, HybridState
 from slipstream.drafters.proposer import Proposer
 from slipstream.drafters.store import read_rungs
@@ -26,18 +26,18 @@ from slipstream.methods import SHIPPED
 from slipstream.spec import Named, Spec
 
 HEADS = ("fasteagle", "eagle", "eagle3", "medusa", "glide")  # the quickest first, of those that ship
-MATCHES = (4, 8, 16)  # of a tree of matches
+MATCHES = (4, 8, 16)  # nodes of the trees of matches
 SAMPLED = ", T > 0"  # ends the name of an auto that samples
-LONG = (2, 4, 8)  # tokens of a match: signs for the policy
+BUCKETS = (2, 4, 8)  # tokens of the shortest match in each match bucket but the first
 FEWEST = 64  # tokens of a text that a head begins with, if it has more in its reach
 BEHIND = 32 * 2**20  # bytes of states that a head may lag behind: texts that it never drafts are not read
-MANY = 64  # tokens of which reading tells what one costs
+MANY = 64  # so many tokens, read at once, show what reading one costs
 
 
 @dataclass
 class AutoState(HybridState):
-    """`head` has yet to read the spans `missed`, which have so many `columns` over all rows. Until it `reads`
-    for the first time it knows nothing of any row, and then begins with what is in its reach."""
+    """`head` has yet to read the spans `missed`, which have so many `columns` over all rows. Before it has
+    read for the first time (`reads`) it knows nothing of any row. It begins with what is in its reach."""
 
     drafter: "Auto"
     missed: list[Span] = field(default_factory=list)
@@ -54,13 +54,15 @@ class AutoState(HybridState):
         self.drafter.catch_up(self)
 
     def before_copies(self) -> None:
-        if self.reads:  # otherwise nobody has asked for the head yet
+        if self.reads:  # otherwise no round has used the head yet
             self.flush()
+
+    def set_missed(self, spans: list[Span]) -> None:
+        self.missed, self.columns = spans, sum(span.tokens.numel() for span in spans)
 
     def select(self, order: list[int]) -> None:
         rows = torch.tensor(order, dtype=torch.long, device=self.root.device)
-        self.missed = [span.select(rows) for span in self.missed] if order else []
-        self.columns = sum(span.tokens.numel() for span in self.missed)
+        self.set_missed([span.select(rows) for span in self.missed] if order else [])
         self.reads &= bool(order)
         super().select(order)
 
@@ -71,16 +73,15 @@ class AutoState(HybridState):
             other.flush()
         elif other.missed:
             missed = merged(other.missed)
-            self.missed = [beside(merged(self.missed), missed) if self.missed else missed]
-        self.columns = sum(span.tokens.numel() for span in self.missed)
+            self.set_missed([beside(merged(self.missed), missed) if self.missed else missed])
         self.reads |= other.reads
         super().join(other)
 
 
 @final
 class Auto(Drafter):
-    """A policy chooses among a bare root, a match, and the head's trees with a match in them. A round without
-    the head's tree costs nothing of the head: it reads what it missed when it drafts again.
+    """A policy chooses among a bare root, a match, and the head's trees with a match in them. In rounds
+    without its tree the head does nothing: it reads what it missed when it drafts again.
 
     Args:
         head: grows the trees. Without one there are matches alone.
@@ -93,18 +94,17 @@ class Auto(Drafter):
         head: Proposer | None = None,
         name: str = "auto",
         remember: int = 0,
-        tuned: Sequence[Shape] = (),
+        tuned: Sequence[TreeSpec] = (),
     ) -> None:
         self.matches, self.hybrid, self.name = Suffix(max(MATCHES), remember=remember), None, name
-        found = [Shape(f"matches-{n}", (), n - 1, n, 0, 0) for n in MATCHES]
-        self.rungs = (PLAIN, *found)
+        self.candidate_trees = (PLAIN, *(TreeSpec(f"matches-{n}", (), n - 1, n, 0, 0) for n in MATCHES))
         self.rows, self.depth, self.remembers = self.matches.rows, self.matches.depth, self.matches.remembers
         if head is not None:
             self.tuned = tuple(tuned)
-            trees = self.tuned or tuple(map(Shape.parse, head.ladder))
+            trees = self.tuned or tuple(map(TreeSpec.parse, head.ladder))
             head.grow_as(trees[-1], head.proposal)
             self.hybrid = Hybrid(head, self.matches)
-            self.rungs += trees
+            self.candidate_trees += trees
             self.taps, self.uses_target_noise = head.taps, head.uses_target_noise
             self.probes, self.memory = head.probes, head.memory
             self.rows = max(self.rows, self.hybrid.rows)
@@ -143,8 +143,8 @@ class Auto(Drafter):
             )
         trees = read_rungs(tuned_home(head, target), target.place, temperature, texts)
         tuned = trees and drafter.law == "coupled"  # `tune` chose the proposal, too
-        kept = tuned or "proposal" in options
-        drafter.grow_as("chain-1", drafter.proposal if kept else "noise" if temperature else "top-k")
+        if not (tuned or "proposal" in options):
+            drafter.grow_as("chain-1", "noise" if temperature else "top-k")
         return cls(drafter, f"auto:head={head}{SAMPLED * bool(temperature)}", remember, trees)
 
     def start(self, batch: int, device: torch.device) -> AutoState:
@@ -152,11 +152,11 @@ class Auto(Drafter):
         head = State(root) if self.hybrid is None else self.hybrid.head.start(batch, device)
         return AutoState(root, head, self.matches.start(batch, device), self)
 
-    def room(self, shape: Shape | None = None) -> Room:
-        if shape is None:
-            return Room.largest(map(self.room, self.rungs))
-        by = self.hybrid if self.hybrid is not None and shape.children else self.matches
-        return by.room(shape)
+    def scratch_slots(self, spec: TreeSpec | None = None) -> ScratchSlots:
+        if spec is None:
+            return ScratchSlots.largest(map(self.scratch_slots, self.candidate_trees))
+        drafter = self.hybrid if self.hybrid is not None and spec.children else self.matches
+        return drafter.scratch_slots(spec)
 
     def update(self, span: Span, state: AutoState) -> None:
         self.matches.update(span, state.matches)
@@ -164,13 +164,13 @@ class Auto(Drafter):
         if self.hybrid is not None:
             state.missed.append(replace(span, tree=None, path=None, logits=None))
             state.columns += span.tokens.numel()
-            if state.columns > 2 * self._worth(state):
-                self._drop_far(state)
+            if state.columns > 2 * self._columns_to_read(state):
+                self._forget_out_of_reach(state)
             waits = is_host(span.root)  # what is captured cannot wait, nor can what masks have guessed
             if not waits or self.probes is not None or state.columns * state.width >= BEHIND:
                 self.catch_up(state)
 
-    def _worth(self, state: AutoState) -> float:
+    def _columns_to_read(self, state: AutoState) -> float:
         """Columns that the head must read of what it missed: before its first tree those in its reach, which
         texts share, and no more than half of what it may lag behind."""
         reach = None if state.reads or self.hybrid is None else self.hybrid.head.reach
@@ -180,38 +180,35 @@ class Auto(Drafter):
         most = BEHIND // (2 * texts * max(1, state.width))
         return float(texts * max(1, min(most, max(reach // texts, min(reach, FEWEST)))))
 
-    def _drop_far(self, state: AutoState) -> None:
+    def _forget_out_of_reach(self, state: AutoState) -> None:
         """Forget what is out of the head's reach."""
-        if state.columns > (worth := self._worth(state)):
-            state.missed = [merged(state.missed).latest(int(worth) // len(state.root))]
-            state.columns = state.missed[0].tokens.numel()
+        if state.columns > (most := self._columns_to_read(state)):
+            state.set_missed([merged(state.missed).latest(int(most) // len(state.root))])
 
     @torch.inference_mode()
     def catch_up(self, state: AutoState) -> None:
         """Let the head read what it missed."""
-        self._drop_far(state)
+        self._forget_out_of_reach(state)
         if state.missed and self.hybrid is not None:
             began, missed = perf_counter(), merged(state.missed)
             self.hybrid.head.update(missed, state.head)
             if missed.tokens.numel() >= MANY:
-                self.pace = (perf_counter() - began) / missed.tokens.numel()
+                self.catch_up_per_token = (perf_counter() - began) / missed.tokens.numel()
             state.reads = True
-        state.missed, state.columns = [], 0
+        state.set_missed([])
 
-    def owed(self, state: AutoState) -> float:
-        return self.pace * min(state.columns, self._worth(state))
+    def catch_up_cost(self, state: AutoState) -> float:
+        return self.catch_up_per_token * min(state.columns, self._columns_to_read(state))
 
-    def signs(self, state: AutoState) -> list[int]:
-        """How long a match there is: shorter than all of `LONG`, or as long as the first, second or third."""
-        if not is_host(state.root):
-            return super().signs(state)
-        return state.matches.matched(LONG)
+    def match_buckets(self, state: AutoState) -> list[int]:
+        """How many of `BUCKETS` the longest match reaches."""
+        return state.matches.matched(BUCKETS) if is_host(state.root) else super().match_buckets(state)
 
-    def propose(self, state: AutoState, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        if self.hybrid is None or (shape is not None and not shape.children):
-            return self.matches.propose(state.matches, sampler, shape)
+    def propose(self, state: AutoState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
+        if self.hybrid is None or (spec is not None and not spec.children):
+            return self.matches.propose(state.matches, sampler, spec)
         self.catch_up(state)
-        return self.hybrid.propose(state, sampler, shape)
+        return self.hybrid.propose(state, sampler, spec)
 
 
 def tuned_head(spec: Named, target: Target) -> Spec:

@@ -17,8 +17,8 @@ from slipstream.core.kv_cache import KVCache
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.target import Target
-from slipstream.core.tree import Layout, Tree, chain
-from slipstream.core.tree_spec import DEEPEST, Shape
+from slipstream.core.tree import Tree, TreeLayout, chain
+from slipstream.core.tree_spec import DEEPEST, TreeSpec
 from slipstream.drafters.proposer import Draft, Proposer
 from slipstream.drafters.store import VOCAB, load_weights
 from slipstream.provenance import suggested
@@ -85,7 +85,7 @@ class DraftModel(Proposer):
         self,
         model: Target,
         target: Target,
-        tree: str | Shape = "chain-5",
+        tree: str | TreeSpec = "chain-5",
         proposal: str = "top-k",
         vocab: Int[Tensor, " Vd"] | None = None,
         part: Part | None = None,
@@ -182,15 +182,15 @@ class DraftModel(Proposer):
         at_last = logits if alone else logits.gather(1, last[..., None].expand(-1, -1, logits.shape[2]))
         state.scores, state.root = at_last[:, 0, : len(self.vocab)], span.root
 
-    def propose(self, state: DraftModelState, sampler: Sampler, shape: Shape | None = None) -> Tree:
+    def propose(self, state: DraftModelState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         depths = state.root.new_zeros(0)
 
         def step(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:
             nonlocal depths
             n = tokens.shape[1]
             depths = torch.cat([depths, depths.new_full((n,), level - 1)])
-            layout = Layout(depths[None], seen)
+            layout = TreeLayout(depths[None], seen)
             return self.model.extend(tokens, layout, state.cache, seen.shape[2] - n)[..., : len(self.vocab)]
 
-        draft = Draft(self, self.shaped(shape), sampler)
+        draft = Draft(self, self.shaped(spec), sampler)
         return draft.step_by_step(state.root, state.cache.lengths - 1, state.scores[:, None], step)

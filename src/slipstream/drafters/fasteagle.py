@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slipstream.core.kv_cache import KVCache
 from slipstream.core.span import Span
 from slipstream.core.target import Target
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.eagle import EagleHead
 from slipstream.drafters.heads import NEAR, Head, HeadConfig, copying, randomise
 from slipstream.drafters.layers import Attend, DecoderLayer, attend_cache
@@ -156,7 +156,7 @@ class FastEagle(ParallelDrafter):
         head: FastEagleHead,
         target: Target,
         vocab: Int[Tensor, " Vd"] | None = None,
-        tree: str | Shape = "fig9",
+        tree: str | TreeSpec = "fig9",
         proposal: str = "top-k",
     ) -> None:
         super().__init__(head, target, vocab, tree, proposal)

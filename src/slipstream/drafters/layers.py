@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from slipstream.core.kv_cache import KVCache, LayerView
 from slipstream.kernels import ops as kernels, training_attention as learning
-from slipstream.kernels.compiled import freed
+from slipstream.kernels.compiled import freed, freed_view
 from slipstream.targets.executor import NO_MATRIX, Kind, Part, Undescribed, Weights, matrix, norm
 
 # Which keys each row sees: a mask, or lists as `kernels.attention` takes them.
@@ -293,7 +293,8 @@ def attend_cache(
     views = compiles and bool(cache.stored)
     seen = (_listed if _lists(cache) else _masked)(cache, depths, among)
     seen = freed(seen, 0, 2, 3) if views else seen
-    attends = [CacheAttend(cache.layer(i) if views else cache, i, seen) for i in range(cache.layers)]
+    parts = (freed_view(cache.layer(i)) if views else cache for i in range(cache.layers))
+    attends = [CacheAttend(part, i, seen) for i, part in enumerate(parts)]
     return attends, cache.lengths[:, None] + depths
 
 

@@ -14,7 +14,7 @@ from slipstream.core.drafter import Drafter, State, appended
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree, chain
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 
 
 @dataclass
@@ -110,13 +110,13 @@ class NGram(Drafter):
     def update(self, span: Span, state: TextState) -> None:
         state.read(span)
 
-    def propose(self, state: TextState, sampler: Sampler, shape: Shape | None = None) -> Tree:
+    def propose(self, state: TextState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
         slots, lengths = match_lengths(state.viewed(), state.ends(self.longest))
         lengths = lengths.where(slots < state.length[:, None], 0)
         matched = lengths.amax(1) >= self.shortest if len(slots) else lengths.any(1)
         if is_host(matched) and not bool(matched.any()):
             return chain(state.root[:, None])
         latest = slots[(lengths * len(slots) + torch.arange(len(slots), device=slots.device)).argmax(1)]
-        depth = self.depth if shape is None else min(self.depth, shape.depth)
+        depth = self.depth if spec is None else min(self.depth, spec.depth)
         draft = state.following(latest[:, None], depth)[:, 0].masked_fill(~matched[:, None], PAD)
         return chain(torch.cat([state.root[:, None], draft], 1))

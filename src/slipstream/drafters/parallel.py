@@ -12,7 +12,7 @@ from slipstream.core.drafter import State
 from slipstream.core.sampling import Sampler
 from slipstream.core.tree import Tree
 from slipstream.core.tree_builders import best_first
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.heads import HeadDrafter
 from slipstream.drafters.proposer import Draft
 
@@ -41,16 +41,17 @@ class ParallelDrafter(HeadDrafter):
         shape = (batch, self.drafted, self.head.config.hidden_size)
         return ParallelState(root, torch.zeros(shape, dtype=self.target.dtype, device=device), root.clone())
 
-    def propose(self, state: ParallelState, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        draft, level = Draft(self, self.shaped(shape), sampler), 0
-        if draft.shape.depth > (drafted := state.hidden.shape[1]):
+    def propose(self, state: ParallelState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
+        spec = self.shaped(spec)
+        draft, level = Draft(self, spec, sampler), 0
+        if spec.depth > (drafted := state.hidden.shape[1]):
             raise ValueError(
-                f"tree {draft.shape.name!r} is {draft.shape.depth} deep and this session drafts {drafted} "
-                "tokens: name it among the session's shapes"
+                f"tree {spec.name!r} is {spec.depth} deep and this session drafts {drafted} "
+                "tokens: name it among the session's trees"
             )
-        scores = self.scores(state.hidden[:, : draft.shape.depth])
-        if self.one_law and draft.shape.best_first and not any(sampler.walks) and is_host(scores):
-            return best_first(state.root, *self._offered(draft, scores, state.length), draft.shape.nodes)
+        scores = self.scores(state.hidden[:, : spec.depth])
+        if self.one_law and spec.best_first and not any(sampler.grammar_states) and is_host(scores):
+            return best_first(state.root, *self._offered(draft, scores, state.length), spec.nodes)
 
         def expand(tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal level

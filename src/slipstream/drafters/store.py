@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slipstream.core.drafter import FINAL
 from slipstream.core.target import Target
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.directories import check_claim
 from slipstream.files import cache_home, check_regular, first_line, note, read_json, understood, update_json
 from slipstream.kernels.weight_packing import EIGHT
@@ -204,11 +204,11 @@ def read_tuned(directory: str | Path, place: str, temperature: float, texts: int
     return {key: str(chosen[key]) for key in ("skip", "tree", "proposal") if key in chosen}
 
 
-def read_rungs(directory: str | Path, place: str, temperature: float, texts: int = 1) -> tuple[Shape, ...]:
+def read_rungs(directory: str | Path, place: str, temperature: float, texts: int = 1) -> tuple[TreeSpec, ...]:
     """The trees among which `auto` shall choose, as `tune` found them, the smallest first; none if it has not
     run."""
     trees = _chosen(directory, place, temperature, texts).get("rungs", [])
-    return tuple(sorted(map(Shape.parse, trees), key=lambda shape: shape.nodes))
+    return tuple(sorted(map(TreeSpec.parse, trees), key=lambda spec: spec.nodes))
 
 
 def save_tuned(
@@ -232,7 +232,7 @@ def _chosen(directory: str | Path, place: str, temperature: float, texts: int) -
         }
         found = known[min(known, key=lambda n: abs(math.log2(n / texts)))] if known else {}
         for tree in [*filter(None, [found.get("tree")]), *found.get("rungs", [])]:
-            Shape.parse(tree)
+            TreeSpec.parse(tree)
         return dict(found)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         note(f"{path} is damaged and ignored: {first_line(error)}: delete it, and run tune again")

@@ -12,11 +12,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from slipstream.core.device import is_host
-from slipstream.core.drafter import Drafter, Room
+from slipstream.core.drafter import Drafter, ScratchSlots
 from slipstream.core.sampling import Sampler
 from slipstream.core.span import Span
 from slipstream.core.tree import PAD, Tree, chain
-from slipstream.core.tree_spec import DEEPEST, ROWS, Shape
+from slipstream.core.tree_spec import DEEPEST, ROWS, TreeSpec
 from slipstream.drafters.ngram import TextState, match_lengths
 
 LONGEST = 16  # tokens of a match that count
@@ -58,7 +58,7 @@ class SuffixState(TextState):
     memory: Memory | None
     found: Matches | None = None  # at this root
 
-    def share_within(self, salts: Int[Tensor, " B"]) -> None:
+    def set_salts(self, salts: Int[Tensor, " B"]) -> None:
         self.salts = salts
 
     def select(self, order: list[int]) -> None:
@@ -107,16 +107,16 @@ class Suffix(Drafter):
             zeros, zeros.new_zeros(batch, 0), zeros.clone(), zeros + PAD, zeros.clone(), self._memory
         )
 
-    def room(self, shape: Shape | None = None) -> Room:
-        rows = self.rows if shape is None else shape.nodes
-        return Room(rows, rows)
+    def scratch_slots(self, spec: TreeSpec | None = None) -> ScratchSlots:
+        rows = self.rows if spec is None else spec.nodes
+        return ScratchSlots(rows, rows)
 
     def update(self, span: Span, state: SuffixState) -> None:
         state.read(span)
         state.found = None
 
-    def propose(self, state: SuffixState, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        nodes, depth = (self.rows, self.depth) if shape is None else (shape.nodes, shape.depth)
+    def propose(self, state: SuffixState, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
+        nodes, depth = (self.rows, self.depth) if spec is None else (spec.nodes, spec.depth)
         state.asked = state.length.where(state.asked < 0, state.asked)
         if len(state.root) == 1 and state.memory is None and is_host(state.root):
             return _grown_by_host(state, nodes - 1, depth)

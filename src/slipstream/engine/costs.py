@@ -1,5 +1,5 @@
-"""What rounds of a drafter's rungs cost here, measured once in a few seconds, and what they brought: kept in
-the user's cache."""
+"""What rounds of a drafter's candidate trees cost here, measured once in a few seconds, and what they bring.
+Both are kept in the user's cache."""
 
 import math
 from collections import deque
@@ -15,109 +15,85 @@ import torch
 from rich.console import Group
 from rich.text import Text
 
-from slipstream.core.drafter import Drafter, Room, State
+from slipstream.core.drafter import Drafter, ScratchSlots, State
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.span import Span
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree, chain
-from slipstream.core.tree_spec import PLAIN, Shape
+from slipstream.core.tree_spec import PLAIN, TreeSpec
 from slipstream.drafters.auto import SAMPLED
 from slipstream.engine.memory import GIB, memory
-from slipstream.engine.policy import Accepted, Ledger, Policy, Trial
+from slipstream.engine.policy import Accepted, Policy, TreeStatistics, Trial
 from slipstream.engine.session import Session
 from slipstream.files import cache_home, first_line, note, read_results, understood, update_json
 from slipstream.kernels.build import fingerprint
 from slipstream.results import Figures
 
-LAPS, SECONDS, FEWEST = 8, 3.0, 3  # over all rungs: at most, in all, and at least
+LAPS, SECONDS, FEWEST = 8, 3.0, 3  # over all trees: at most, in all, and at least
 CONTEXT = 256  # tokens before the rounds that are measured
 NEWS = 32  # rounds between two writings of what was accepted
 FILE, ACCEPTED = "rounds.json", "accepted"
-PACE = "a token read late"  # among what rungs cost
-SIGNS = ("none", "short", "long", "longer")  # matches, by `Drafter.signs`
-_ledgers: WeakKeyDictionary[Target, dict[Any, Ledger]] = WeakKeyDictionary()
+CATCH_UP = "a token read late"  # stands among the costs of trees
+BUCKETS = ("none", "short", "long", "longer")  # matches, by `Drafter.match_buckets`
+_statistics: WeakKeyDictionary[Target, dict[Any, TreeStatistics]] = WeakKeyDictionary()
 
 
-def ledger(target: Target, drafter: Drafter) -> Ledger:
-    """What is known of a drafter's rungs. All drafters of the same name and rungs share it: a drafter that is
-    named in each call is made anew, and need not learn anew."""
-    ledgers = _ledgers.setdefault(target, {})
-    if (key := (drafter.name, drafter.rungs)) not in ledgers:
-        known = ledgers[key] = Ledger(drafter.rungs)
-        names = [rung.name for rung in drafter.rungs]
+def statistics(target: Target, drafter: Drafter) -> TreeStatistics:
+    """What is known of a drafter's candidate trees. All drafters of the same name and trees share it: a
+    drafter that is named in each call is made anew, and need not learn anew."""
+    of_target = _statistics.setdefault(target, {})
+    if (key := (drafter.name, drafter.candidate_trees)) not in of_target:
+        known = of_target[key] = TreeStatistics(drafter.candidate_trees)
+        trees = {spec.name: i for i, spec in enumerate(drafter.candidate_trees)}
         with suppress(ValueError), understood(FILE):  # what is damaged is learnt anew
             known.accepted |= {
-                (names.index(name), sign): Accepted(float(mean), float(rounds))
+                (trees[name], bucket): Accepted(float(mean), float(rounds))
                 for name, means in _stored(target, drafter).get(ACCEPTED, {}).items()
-                for sign, (mean, rounds) in enumerate(means if name in names else ())
+                for bucket, (mean, rounds) in enumerate(means if name in trees else ())
             }
-    return ledgers[key]
+    return of_target[key]
 
 
 def policy(target: Target, drafter: Drafter, texts: int) -> Policy | None:
-    """The policy for a session of so many texts; None for a drafter that offers no rungs."""
-    if not drafter.rungs:
+    """The policy for a session of so many texts; None for a drafter without candidate trees."""
+    if not drafter.candidate_trees:
         return None
     with target.lock:  # one thread measures, alone
-        known = ledger(target, drafter)
+        known = statistics(target, drafter)
         if texts not in known.begun:
             known.seconds = _seconds(target, drafter, texts) | known.seconds
             known.begun.add(texts)
-        drafter.pace = known.pace = drafter.pace or known.pace  # the next drafter of the name begins with it
+        # The next drafter of the name begins with it.
+        known.catch_up_per_token = drafter.catch_up_per_token or known.catch_up_per_token
+        drafter.catch_up_per_token = known.catch_up_per_token
     return Policy(known)
 
 
 def keep(target: Target, drafter: Drafter) -> None:
     """Store what was accepted and what rounds cost, if there is news of it: a first measurement in a busy
-    second is not for ever. All in one writing: an answer ends behind it."""
-    if not drafter.rungs:
+    second must not stay. All in one writing, which the end of an answer waits for."""
+    if not drafter.candidate_trees:
         return
     with target.lock:
-        known = ledger(target, drafter)
-        if known.chosen.total() - known.kept >= NEWS:
-            costs = {texts: known.seconds[texts] for texts in known.timed}
-            _store(target, drafter, _accepted(target, drafter, known) | _costs(target, drafter, costs))
-            known.kept = known.chosen.total()
+        known = statistics(target, drafter)
+        if known.chosen.total() - known.stored >= NEWS:
+            _store(target, drafter, {texts: known.seconds[texts] for texts in known.timed}, known)
+            known.stored = known.chosen.total()
 
 
 def learn(
     target: Target, drafter: Drafter, texts: int, context: int, decode: Callable[[Policy], Iterable[Any]]
 ) -> None:
-    """Measure what rounds of so many texts cost behind a context, and what every rung brings, and store
-    both. `decode` gives the rounds of some texts under a policy."""
-    known = ledger(target, drafter)
+    """Measure what rounds of so many texts cost behind a context, and what every tree brings, and store both.
+    `decode` gives the rounds of some texts under a policy."""
+    known = statistics(target, drafter)
     known.seconds[texts] = measured(target, drafter, texts, context)
     known.begun.add(texts)
-    _store(target, drafter, _costs(target, drafter, {texts: known.seconds[texts]}))
-    for rung, shape in enumerate(drafter.rungs):
-        if shape.depth:
-            deque(decode(Trial(known, rung)), maxlen=0)
-    _store(target, drafter, _accepted(target, drafter, known))
-
-
-def _accepted(target: Target, drafter: Drafter, known: Ledger) -> dict[str, Any]:
-    """What is stored of acceptance. Other rungs of the drafter's name, which it had elsewhere, stay."""
-    if not known.accepted:  # no text took guesses
-        return {}
-    signs = 1 + max(sign for _, sign in known.accepted)
-    means = {
-        rung.name: [[round(each, 3) for each in astuple(known.of(i, sign))] for sign in range(signs)]
-        for i, rung in enumerate(drafter.rungs)
-    }
-    return {ACCEPTED: _stored(target, drafter).get(ACCEPTED, {}) | means}
-
-
-def _costs(target: Target, drafter: Drafter, seconds: Mapping[int, Sequence[float]]) -> dict[str, Any]:
-    """What is stored of rounds' costs, given by numbers of texts. Other rungs, as of another temperature's
-    trees, stay."""
-    names, pace = [rung.name for rung in drafter.rungs], {PACE: round(drafter.pace, 9)}
-    known = _stored(target, drafter)
-    return {
-        (place := _setting(target, texts)): known.get(place, {})
-        | {name: round(s, 6) for name, s in zip(names, each, strict=True)}
-        | pace
-        for texts, each in seconds.items()
-    }
+    _store(target, drafter, {texts: known.seconds[texts]})
+    for tree, spec in enumerate(drafter.candidate_trees):
+        if spec.depth:
+            deque(decode(Trial(known, tree)), maxlen=0)
+    _store(target, drafter, {}, known)
 
 
 def _setting(target: Target, texts: int | str) -> str:
@@ -126,105 +102,124 @@ def _setting(target: Target, texts: int | str) -> str:
 
 
 def _key(target: Target, drafter: Drafter, what: str) -> str:
-    """Quantised copies have their model's fingerprint, and begin with what it accepted. Costs are begun with
-    at all temperatures: what noise adds to them, each round tells."""
+    """Quantised copies have their model's fingerprint, and begin with what it accepted. Costs are shared by
+    all temperatures: rounds soon show what noise adds to them."""
     name = drafter.name if what == ACCEPTED else drafter.name.removesuffix(SAMPLED)
     return f"{target.fingerprint} {name}"
 
 
 def _stored(target: Target, drafter: Drafter) -> dict[str, dict[str, Any]]:
     """Of this drafter, by what it is: costs in a setting, or what was accepted. A damaged file is deleted:
-    what it held is found again."""
+    what it held is measured again."""
     path = cache_home() / FILE
     try:
-        kept = read_results(path)
+        results = read_results(path)
     except ValueError as error:
         note(f"costs of rounds are measured again: {first_line(error)}")
         with suppress(OSError):
             path.unlink()
         return {}
-    own = {what: each.get(_key(target, drafter, what)) for what, each in kept.items()}
-    return {what: each for what, each in own.items() if isinstance(each, dict)}
+    own = {what: entries.get(_key(target, drafter, what)) for what, entries in results.items()}
+    return {what: entry for what, entry in own.items() if isinstance(entry, dict)}
 
 
-def _store(target: Target, drafter: Drafter, news: Mapping[str, dict[str, Any]]) -> None:
-    """What is known of the drafter's rungs. A cache that cannot be written is no error."""
+def _store(
+    target: Target,
+    drafter: Drafter,
+    seconds: Mapping[int, Sequence[float]],
+    known: TreeStatistics | None = None,
+) -> None:
+    """What rounds cost, by numbers of texts, and what was accepted. Entries of other trees of the drafter's
+    name stay. A cache that cannot be written is no error."""
+    trees = [spec.name for spec in drafter.candidate_trees]
+    news: dict[str, dict[str, Any]] = {}
+    if known is not None and known.accepted:  # otherwise no text took guesses
+        buckets = range(1 + max(bucket for _, bucket in known.accepted))
+        news[ACCEPTED] = {
+            name: [[round(x, 3) for x in astuple(known.average(i, bucket))] for bucket in buckets]
+            for i, name in enumerate(trees)
+        }
+    for texts, costs in seconds.items():
+        rounded = {name: round(cost, 6) for name, cost in zip(trees, costs, strict=True)}
+        news[_setting(target, texts)] = rounded | {CATCH_UP: round(drafter.catch_up_per_token, 9)}
+    stored = _stored(target, drafter)
+    entries = {
+        what: {_key(target, drafter, what): stored.get(what, {}) | entry} for what, entry in news.items()
+    }
     with suppress(ValueError, OSError):
-        entries = {what: {_key(target, drafter, what): each} for what, each in news.items()}
         update_json(cache_home() / FILE, entries)
 
 
 def _seconds(target: Target, drafter: Drafter, texts: int) -> dict[int, list[float]]:
-    """By texts and rung, from the user's cache: for so many, else they are measured, and for what other
-    numbers are known, as a session's texts become fewer."""
-    names, place = [*(rung.name for rung in drafter.rungs), PACE], _setting(target, "")
-    kept, paces = dict[int, list[float]](), dict[int, float]()
-    for what, known in _stored(target, drafter).items():
+    """By texts and tree, from the user's cache: for so many, which are measured if they are not there, and
+    for other known numbers, as a session's texts become fewer."""
+    names, place = [*(spec.name for spec in drafter.candidate_trees), CATCH_UP], _setting(target, "")
+    seconds, catch_up = dict[int, list[float]](), dict[int, float]()
+    for what, entry in _stored(target, drafter).items():
         number = what.removeprefix(place)
-        own = {name: known[name] for name in names if name in known}
-        if what.startswith(place) and number.isdigit() and len(own) == len(names) and _are_seconds(own):
-            *kept[int(number)], paces[int(number)] = own.values()
-    if texts not in kept:
-        kept[texts] = measured(target, drafter, texts)
-        _store(target, drafter, _costs(target, drafter, {texts: kept[texts]}))
+        own: dict[str, Any] = {name: entry.get(name) for name in names}
+        if what.startswith(place) and number.isdigit() and all(_is_cost(*pair) for pair in own.items()):
+            *seconds[int(number)], catch_up[int(number)] = own.values()
+    if texts not in seconds:
+        seconds[texts] = measured(target, drafter, texts)
+        _store(target, drafter, {texts: seconds[texts]})
     elif target.compiles:
         for rows in {1, texts}:  # graphs of all sizes, before they are needed
             next(_laps(target, drafter, rows))
-    drafter.pace = paces.get(texts, drafter.pace)
-    return kept
+    drafter.catch_up_per_token = catch_up.get(texts, drafter.catch_up_per_token)
+    return seconds
 
 
-def _are_seconds(known: Mapping[str, Any]) -> bool:
-    """Whether what a file holds are a round's costs. A head may take no time."""
-    numbers = all(isinstance(each, int | float) and 0 <= each < math.inf for each in known.values())
-    return numbers and all(each for name, each in known.items() if name != PACE)
+def _is_cost(name: str, seconds: Any) -> bool:
+    """Whether what a file holds is a cost. A head may catch up in no time."""
+    return isinstance(seconds, int | float) and 0 <= seconds < math.inf and (seconds > 0 or name == CATCH_UP)
 
 
 def measured(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) -> list[float]:
-    """Median seconds of a round of every rung. Rungs alternate, after an untimed round of each. The drafter's
-    `pace` is what its head takes to read their prompts."""
+    """Median seconds of a round of every tree. Trees alternate, after an untimed round of each. What a token
+    read late costs the drafter is what its head takes to read their prompts."""
     if texts > 1 and target.compiles:
         next(_laps(target, drafter, 1))
     laps = _laps(target, drafter, texts, context)
     next(laps)
-    began, spent = perf_counter(), list[list[float]]()
+    began, timed = perf_counter(), list[list[float]]()
     for lap in laps:
-        spent.append(lap)
-        if len(spent) == LAPS or (len(spent) >= FEWEST and perf_counter() - began > SECONDS):
+        timed.append(lap)
+        if len(timed) == LAPS or (len(timed) >= FEWEST and perf_counter() - began > SECONDS):
             break
-    for tree in [rung for rung in drafter.rungs if rung.children][:1]:
+    for spec in [spec for spec in drafter.candidate_trees if spec.children][:1]:
         # The first session's head read its prompts while graphs and buffers were made.
-        _session(target, drafter, texts, context).step(shape=tree)
-    return [median(times) for times in zip(*spent, strict=True)]
+        _session(target, drafter, texts, context).step(spec=spec)
+    return [median(times) for times in zip(*timed, strict=True)]
 
 
 def _laps(target: Target, drafter: Drafter, texts: int, context: int = CONTEXT) -> Iterator[list[float]]:
-    """Seconds of a round of every rung, again and again. The first lap makes buffers and graphs."""
-    deepest = max(rung.depth for rung in drafter.rungs)
+    """Seconds of a round of every tree, again and again. The first lap makes buffers and graphs."""
+    deepest = max(spec.depth for spec in drafter.candidate_trees)
     most = min(target.window, context + CONTEXT)  # a longer text makes all rounds alike
     session = _session(target, drafter, texts, context)
 
     def ready() -> Session:
-        """With room for the rounds of a rung."""
+        """A session whose texts may have the rounds of a tree."""
         fits = max(session.lengths) + 3 * (deepest + 2) <= most
         return session if fits else _session(target, drafter, texts, context)
 
-    for rung in drafter.rungs:
+    for spec in drafter.candidate_trees:
         session = ready()
-        session.step(shape=rung)
+        session.step(spec=spec)
         session.state.flush()  # a drafter that waits reads now, and then has one token to read
-        session.step(shape=PLAIN)
-        session.step(shape=rung)
+        session.step(spec=PLAIN)
+        session.step(spec=spec)
     while True:
         lap = []
-        for rung in drafter.rungs:
+        for spec in drafter.candidate_trees:
             session = ready()
             # The timed round reads what this one brings, and its masks guess. Plain rounds of eight texts
             # took half as long again where they were timed behind the largest tree's.
-            session.step(shape=rung)
+            session.step(spec=spec)
             before = perf_counter()
-            drafter.signs(session.state)
-            session.step(shape=rung)
+            drafter.match_buckets(session.state)
+            session.step(spec=spec)
             lap.append(perf_counter() - before)
         yield lap
 
@@ -234,10 +229,9 @@ def _session(target: Target, drafter: Drafter, texts: int, context: int) -> Sess
     context = min(context, target.window // 2)
     prompts = [[(7 * i + text) % target.vocab for i in range(context)] for text in range(texts)]
     capacity = min(context + CONTEXT, target.window)
-    session = Session(target, Full(drafter), rows=texts, capacity=capacity, shapes=drafter.rungs)
-    session.admit(
-        prompts, [Sampling(temperature=float(drafter.uses_target_noise))] * texts
-    )  # noise takes its time
+    session = Session(target, Full(drafter), rows=texts, capacity=capacity, specs=drafter.candidate_trees)
+    sampling = Sampling(temperature=float(drafter.uses_target_noise))  # noise takes its time
+    session.admit(prompts, [sampling] * texts)
     return session
 
 
@@ -254,40 +248,38 @@ class Full(Drafter):
     def update(self, span: Span, state: State) -> None:
         self._drafter.update(span, state)
 
-    def room(self, shape: Shape | None = None) -> Room:
-        return self._drafter.room(shape)
+    def scratch_slots(self, spec: TreeSpec | None = None) -> ScratchSlots:
+        return self._drafter.scratch_slots(spec)
 
-    def propose(self, state: State, sampler: Sampler, shape: Shape | None = None) -> Tree:
-        tree = self._drafter.propose(state, sampler, shape)
-        return tree if shape is None or shape.children else chain(state.root[:, None].repeat(1, shape.nodes))
+    def propose(self, state: State, sampler: Sampler, spec: TreeSpec | None = None) -> Tree:
+        tree = self._drafter.propose(state, sampler, spec)
+        return tree if spec is None or spec.children else chain(state.root[:, None].repeat(1, spec.nodes))
 
 
 def explained(target: Target, drafter: Drafter, tokens: int | None = None) -> Group:
-    """What was chosen in this process, and why: a row for every rung; and what a text of `tokens` holds."""
-    known = ledger(target, drafter)
+    """What was chosen in this process, and why: a row for every tree; and what a text of `tokens` holds."""
+    known = statistics(target, drafter)
     texts = min(known.begun)
-    costs = known.costs(texts)
     title = f"{drafter.name}, {known.chosen.total()} rounds; ms, and tokens by the length of a match"
-    table = Figures(title, "tree", "rounds", "nodes", "ms", *SIGNS, "tokens/s")
-    for i, (rung, cost) in enumerate(zip(known.rungs, costs, strict=True)):
-        brings = [1 + known.of(i, sign).mean for sign in range(len(SIGNS))]
-        speeds = texts * brings[0] / cost, texts * brings[-1] / cost
-        speed = f"{speeds[0]:.0f} to {speeds[1]:.0f}" if rung.depth else f"{speeds[0]:.0f}"
-        row = (known.chosen[i], rung.nodes, f"{1e3 * cost:.1f}", *(f"{each:.2f}" for each in brings), speed)
-        table.add_row(_short(rung), *row)
-    note = (
+    table = Figures(title, "tree", "rounds", "nodes", "ms", *BUCKETS, "tokens/s")
+    for i, (spec, cost) in enumerate(zip(known.trees, known.costs(texts), strict=True)):
+        brings = [1 + known.average(i, bucket).mean for bucket in range(len(BUCKETS))]
+        slow, fast = (f"{texts * tokens_a_round / cost:.0f}" for tokens_a_round in (brings[0], brings[-1]))
+        cells = (known.chosen[i], spec.nodes, f"{1e3 * cost:.1f}", *(f"{mean:.2f}" for mean in brings))
+        table.add_row(_short(spec), *cells, f"{slow} to {fast}" if spec.depth else slow)
+    tuned = ", ".join(map(_short, drafter.tuned))
+    text = (
+        f"{f'Found by tune: {tuned}. ' if tuned else ''}"
         "A round takes the tree that promises most tokens a second. Tokens are means over all texts; a text "
         "whose guesses are accepted less often than these takes smaller trees, or none (plain), and is tried "
         f"again now and then. Kept in {cache_home() / FILE}."
     )
-    found = ", ".join(map(_short, drafter.tuned))
-    text = f"{f'Found by tune: {found}. ' if found else ''}{note}"
     if tokens is not None:
-        held = memory(target, drafter, tokens)
-        text += f"\n{held}; 1 GiB holds {int(GIB // held.text)} such texts."
+        size = memory(target, drafter, tokens)
+        text += f"\n{size}; 1 GiB holds {int(GIB // size.text)} such texts."
     return Group(table, Text(text, "dim"))
 
 
-def _short(rung: Shape) -> str:
+def _short(spec: TreeSpec) -> str:
     """A name that fits a table: a static tree by its depth and nodes."""
-    return f"static-{rung.depth}x{rung.nodes}" if rung.name.startswith("[") else rung.name
+    return f"static-{spec.depth}x{spec.nodes}" if spec.name.startswith("[") else spec.name

@@ -66,7 +66,7 @@ class Captured:
         self.propose, self.check, self.cache, self.depth, self.record = propose, check, cache, depth, record
         self.caches = [cache, *state.caches]
         self._places: list[tuple[Any, str]] = [(cache, "lengths") for cache in self.caches]
-        self._places += [(part, name) for part, name, value in state.held() if isinstance(value, Tensor)]
+        self._places += [(part, name) for part, name, value in state.fields() if isinstance(value, Tensor)]
         self._until = -1  # the largest bound of the cache that the captures are good for
         self._held: list[Tensor] = []  # the tensors in these places that the captures read and write
         self._memory: list[list[Tensor]] = []  # keys and values of all storages

@@ -41,14 +41,13 @@ class Memory:
 
 def memory(target: Target, drafter: Drafter, tokens: int) -> Memory:
     """What a text of `tokens` tokens takes, answer included, as the caches of a small session show."""
-    session = Session(target, drafter, shapes=drafter.rungs)
+    session = Session(target, drafter, specs=drafter.candidate_trees)
     session.admit([[0]], [Sampling()])
-    session.step(shape=drafter.rungs[-1] if drafter.rungs else None)
+    session.step(spec=drafter.candidate_trees[-1] if drafter.candidate_trees else None)
 
-    def held(caches: Iterable[KVCache], room: int) -> int:
+    def held(caches: Iterable[KVCache], scratch: int) -> int:
         stored = [(x, cache.prefix) for cache in caches for x in cache.storage.stored]
-        return sum(x.nbytes // x.shape[3] * (prefix + tokens + room + 1) for x, prefix in stored)
+        return sum(x.nbytes // x.shape[3] * (prefix + tokens + scratch + 1) for x, prefix in stored)
 
-    return Memory(
-        tokens, held([session.cache], session.room.target), held(session.state.caches, session.room.own)
-    )
+    slots = session.scratch_slots
+    return Memory(tokens, held([session.cache], slots.target), held(session.state.caches, slots.drafter))

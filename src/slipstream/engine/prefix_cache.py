@@ -96,7 +96,7 @@ def _held(cache: KVCache, state: State) -> Iterator[tuple[Any, str, KVCache | Te
     """The target's cache, and of a drafter's state what it holds by token, with owners and names. What else
     it holds may be of tokens that another text does not share: nobody guesses from those."""
     yield None, "", cache
-    for owner, name, value in state.held():
+    for owner, name, value in state.fields():
         if isinstance(value, KVCache) or name in owner.by_token:
             yield owner, name, value
 

@@ -12,7 +12,7 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampler
 from slipstream.core.target import Target
 from slipstream.core.tree import Tree
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.core.verify import Law, coupled
 from slipstream.engine.generate import generate
 from slipstream.engine.policy import Policy
@@ -75,22 +75,22 @@ def rounds(
     drafter: Drafter,
     recorded: RecordedTarget,
     law: Law | None,
-    shape: Shape | None = None,
+    spec: TreeSpec | None = None,
     policy: Policy | None = None,
 ) -> Iterator[tuple[Session, list[Committed]]]:
     """Rounds of all recorded texts, each up to its last token: (session, what the round brought). Without a
     law the recorded target decodes them anew."""
     prompts, ends = _prompts(recorded), recorded.lengths.tolist()
     target, law = (recorded, law) if law else (recorded.target, coupled)
-    room, shapes = recorded.tokens.shape[1], (*drafter.rungs, *filter(None, [shape]))
-    session = Session(target, drafter, law, len(prompts), room, shapes, policy)
+    room, specs = recorded.tokens.shape[1], (*drafter.candidate_trees, *filter(None, [spec]))
+    session = Session(target, drafter, law, len(prompts), room, specs, policy)
     session.admit(prompts, recorded.sampling)
     while True:
         under_way = zip(session.texts, session.lengths, strict=True)
         session.retire([text for text, length in under_way if length + 1 >= ends[text]])
         if not session.texts:
             return
-        yield session, session.step(shape=shape)
+        yield session, session.step(spec=spec)
 
 
 def one_by_one(
@@ -101,8 +101,8 @@ def one_by_one(
     return torch.full_like(child, -1), token
 
 
-def predict(drafter: Drafter, recorded: RecordedTarget, shape: Shape | None = None) -> Prediction:
-    """τ of a drafter along the record, with its own tree or another `shape`, as decoding counts it: without
+def predict(drafter: Drafter, recorded: RecordedTarget, spec: TreeSpec | None = None) -> Prediction:
+    """τ of a drafter along the record, with its own tree or another `spec`, as decoding counts it: without
     tokens past an answer's end. Raises ValueError for probes and for sampled children, which `decoded`
     judges."""
     if drafter.probes is not None:
@@ -117,11 +117,11 @@ def predict(drafter: Drafter, recorded: RecordedTarget, shape: Shape | None = No
         )
     kept: list[list[int]] = [[] for _ in recorded.tokens]
     ends = recorded.lengths.tolist()
-    for session, made in rounds(drafter, recorded, recorded.law, shape):
+    for session, made in rounds(drafter, recorded, recorded.law, spec):
         for each, length in zip(made, session.lengths, strict=True):
             past = length + 1 - ends[each.text]  # the root is chosen, too
             kept[each.text].append(len(each.tokens) - max(past, 0))
-    return _prediction(kept, drafter.depth if shape is None else shape.depth)
+    return _prediction(kept, drafter.depth if spec is None else spec.depth)
 
 
 def decoded(drafter: Drafter, recorded: RecordedTarget) -> Prediction:

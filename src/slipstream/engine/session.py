@@ -11,14 +11,14 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from slipstream.core.drafter import Drafter, Room, State
+from slipstream.core.drafter import Drafter, ScratchSlots, State
 from slipstream.core.grammar import guided, must_follow
 from slipstream.core.kv_cache import KVCache
 from slipstream.core.sampling import Sampler, Sampling
 from slipstream.core.span import Span, commit
 from slipstream.core.target import Target
 from slipstream.core.tree import PAD, Probes, Tree, chain
-from slipstream.core.tree_spec import PLAIN, Shape
+from slipstream.core.tree_spec import PLAIN, TreeSpec
 from slipstream.core.verify import Law, Verdict, coupled, verify
 from slipstream.engine.cuda_graphs import Captured, Record, recorder, rounded
 from slipstream.engine.policy import NO_GUESSES, Policy
@@ -91,7 +91,7 @@ class Session:
     Args:
         rows: texts that may be under way at once.
         capacity: tokens of the longest text, if known; caches that are too small grow by blocks.
-        shapes: trees that steps may ask for beside the drafter's own; the largest one has room, and the
+        specs: trees that steps may ask for beside the drafter's own; the largest one has room, and the
             deepest one says how deep a parallel head drafts.
         policy: chooses the tree of a step that asks for none.
         keep: tokens of texts whose caches are kept, for prompts that begin as they did.
@@ -99,7 +99,7 @@ class Session:
     Attributes:
         texts, lengths: of each row, the number of its text and the tokens that the target has read of it.
         plain: of each row, whether it is decoded without guesses, beside others that may have some.
-        room: slots that its largest tree needs.
+        scratch_slots: those that its largest tree needs.
         seconds: where the time went so far.
         span: what the last round read, or the last chunk of prompts.
         reading: texts that join, while their prompts are read.
@@ -113,7 +113,7 @@ class Session:
         law: Law = coupled,
         rows: int = 1,
         capacity: int = 0,
-        shapes: Sequence[Shape] = (),
+        specs: Sequence[TreeSpec] = (),
         policy: Policy | None = None,
         keep: int = 0,
     ) -> None:
@@ -130,15 +130,16 @@ class Session:
         self.unrounded = 0
         self._forced = False  # in the last round a grammar added tokens
         self._record = recorder(target) if law is coupled else None  # other laws look at what they drew
-        self._captured: dict[Shape | None, Captured] = {}
+        self._captured: dict[TreeSpec | None, Captured] = {}
         self.sampler = Sampler([], [], target.vocab, target.device)
-        self.room = Room.largest(map(drafter.room, (None, *shapes)))  # of all trees, before it starts
+        # of all trees, before the drafter starts
+        self.scratch_slots = ScratchSlots.largest(map(drafter.scratch_slots, (None, *specs)))
         self.cache, self.state = target.new_cache(rows, drafter.memory), drafter.start(rows, target.device)
         if capacity:
             slots = rounded(capacity) if self._record else capacity
-            self.cache.storage.hold(slots + self.room.target)
+            self.cache.storage.hold(slots + self.scratch_slots.target)
             for cache in self.state.caches:
-                cache.storage.hold(slots + self.room.own)
+                cache.storage.hold(slots + self.scratch_slots.drafter)
         self.cache.select([])
         self.state.select([])
 
@@ -188,9 +189,9 @@ class Session:
         lap, count, device = _stopwatch(), len(prompts), self.target.device
         cache, state = self.cache.window(count), self.drafter.start(count, device)
         salts = list(salts) or [0] * count
-        state.share_within(torch.tensor(salts, device=device))
+        state.set_salts(torch.tensor(salts, device=device))
         cache.texts += self._admitted
-        state.place_behind(self.state)
+        state.share_storage(self.state)
         sampler = Sampler(sampling, prompts, self.target.vocab, device)
         held = self.capacities
         pairs = enumerate(zip(prompts, salts, strict=True))
@@ -279,19 +280,20 @@ class Session:
         return span
 
     @_in_turn
-    def step(self, limit: int | None = None, shape: Shape | None = None) -> list[Committed]:
+    def step(self, limit: int | None = None, spec: TreeSpec | None = None) -> list[Committed]:
         """One round for every text, with guesses at most `limit` deep. Returns what it brought, in the order
-        of the rows. `shape` is the round's tree, by default the policy's or the drafter's own; `PLAIN` is
+        of the rows. `spec` is the round's tree, by default the policy's or the drafter's own; `PLAIN` is
         plain decoding."""
         self.unrounded = 0
-        if shape is None and self.policy is not None and self.policy.rests(self.texts):
-            shape = PLAIN
-        if shape is None and self.policy is not None:
+        if spec is None and self.policy is not None and self.policy.rests(self.texts):
+            spec = PLAIN
+        if spec is None and self.policy is not None:
             whole = _stopwatch()
-            signs = self.drafter.signs(self.state)
+            buckets = self.drafter.match_buckets(self.state)
             quiet = [plain or forced for plain, forced in zip(self.plain, self._must_follow(), strict=True)]
-            told = [NO_GUESSES if each else sign for sign, each in zip(signs, quiet, strict=True)]
-            made = self.step(limit, self.policy.choose(self.texts, told, self.drafter.owed(self.state)))
+            buckets = [NO_GUESSES if each else bucket for bucket, each in zip(buckets, quiet, strict=True)]
+            catch_up = self.drafter.catch_up_cost(self.state)
+            made = self.step(limit, self.policy.choose(self.texts, buckets, catch_up))
             drafted = [bool(each.drafted) for each in made]
             if not self._forced or len(made) > 1:  # else it was not the drafter's doing
                 self.policy.learn([len(each.tokens) for each in made], whole(), drafted)
@@ -301,11 +303,11 @@ class Session:
         limit = room if limit is None else min(limit, room)
         assert room >= 0, "a text has reached the end of the target's window"
         self.cache.flush(self.lengths)
-        depth = max(self.drafter.depth, shape.depth if shape else 0)
+        depth = max(self.drafter.depth, spec.depth if spec else 0)
         if self._record is not None and not self.sampler.remembers and limit >= depth:
-            self.span = self._replayed(self._record, shape, depth)
+            self.span = self._replayed(self._record, spec, depth)
         else:
-            tree = self._propose(shape).clip(limit)
+            tree = self._propose(spec).clip(limit)
             self.seconds.draft += lap()
             self.span = self._check(tree)
         lap()
@@ -316,25 +318,25 @@ class Session:
     def _must_follow(self) -> list[bool]:
         """Which of several texts go on as their grammars say, whatever is guessed. Guesses for a single text
         may reach further than that."""
-        if len(self.texts) == 1 or not any(self.sampler.walks):
+        if len(self.texts) == 1 or not any(self.sampler.grammar_states):
             return [False] * len(self.texts)
-        return [bool(tokens) for tokens in must_follow(self.sampler.walks, self.state.root.tolist())]
+        return [bool(tokens) for tokens in must_follow(self.sampler.grammar_states, self.state.root.tolist())]
 
     def _mark(self, plain: list[bool]) -> None:
         """Rounds read the marks as a tensor, which must be there before they are captured."""
         self.plain = plain
         self._plain = torch.tensor(plain, dtype=torch.bool, device=self.target.device)[:, None]
 
-    def _propose(self, shape: Shape | None) -> Tree:
-        if all(self.plain) or (shape is not None and shape.depth == 0):
+    def _propose(self, spec: TreeSpec | None) -> Tree:
+        if all(self.plain) or (spec is not None and spec.depth == 0):
             tree = chain(self.state.root[:, None])
         else:
-            tree = self.drafter.propose(self.state, self.sampler, shape)
+            tree = self.drafter.propose(self.state, self.sampler, spec)
             if any(self.plain):
                 guesses = torch.arange(tree.nodes, device=tree.tokens.device) > 0
                 tree = replace(tree, tokens=tree.tokens.masked_fill(self._plain & guesses, PAD))
         forces = [self.drafter.depth > 0 and not plain for plain in self.plain]  # plain decoding stays plain
-        tree, self._forced = guided(tree, self.sampler.walks, forces)
+        tree, self._forced = guided(tree, self.sampler.grammar_states, forces)
         return tree
 
     def _check(self, tree: Tree) -> Span:
@@ -348,13 +350,13 @@ class Session:
         self.seconds.draft += lap()
         return span
 
-    def _replayed(self, record: Record, shape: Shape | None, depth: int) -> Span:
+    def _replayed(self, record: Record, spec: TreeSpec | None, depth: int) -> Span:
         """A round by capture. It cannot be split into parts; all its time is booked as verify."""
         lap, before = _stopwatch(), replace(self.seconds)
-        if shape not in self._captured:
-            propose = partial(self._propose, shape)
-            self._captured[shape] = Captured(propose, self._check, self.cache, self.state, depth, record)
-        span: Span = self._captured[shape].step()
+        if spec not in self._captured:
+            propose = partial(self._propose, spec)
+            self._captured[spec] = Captured(propose, self._check, self.cache, self.state, depth, record)
+        span: Span = self._captured[spec].step()
         span.count.tolist()  # wait for it
         self.seconds = replace(before, verify=before.verify + lap())
         return span

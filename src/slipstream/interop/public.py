@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream.core.target import Target
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.directories import SAFE, checkpoint_file, claimed, mark_of
 from slipstream.drafters import drafter_class
 from slipstream.drafters.heads import EMBEDDING
@@ -117,7 +117,7 @@ def _converted(
         taken |= kept
     notes.append(f"config keys kept for export that change nothing here: {', '.join(ignored) or 'none'}")
     named = asdict(sizes)
-    tree = Shape.parse(tree).name if tree else _tree(config, layout, sizes)
+    tree = TreeSpec.parse(tree).name if tree else _tree(config, layout, sizes)
     config_json: Config = {"taps": list(named.pop("taps")), "head": named, "tree": tree, "public": config}
     config_json |= {"layout": called, "public_embedding": None if embedding is None else _about(embedding)}
     drafter_class(method, called).load(config_json, taken, target)
@@ -235,7 +235,7 @@ def _serving(target: Target, directory: str, layout: str, depth: int) -> str | N
 
 def _tree(config: Config, layout: Layout, sizes: Any) -> str:
     """The tree that a checkpoint's config.json says, or else its layout."""
-    return Shape.parse(config.get(OURS, {}).get("tree") or layout.tree(sizes)).name
+    return TreeSpec.parse(config.get(OURS, {}).get("tree") or layout.tree(sizes)).name
 
 
 def _remove_others(home: Path, written: str) -> None:

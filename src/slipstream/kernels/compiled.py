@@ -153,3 +153,9 @@ def freed(x: Tensor, *dims: int) -> Tensor:
     if "torch._dynamo" in sys.modules and not hasattr(x, "_dynamo_weak_dynamic_indices"):
         torch._dynamo.maybe_mark_dynamic(x, dims or (0, 1))
     return x
+
+
+def freed_view(view: Any) -> Any:
+    """A cache's `LayerView`, whose tensors graphs take for any number of texts, rows and slots."""
+    keys, values, slots, used = view
+    return type(view)(freed(keys, 0, 2), freed(values, 0, 2), freed(slots), freed(used, 0))

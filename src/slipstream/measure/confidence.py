@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.core.tree import Tree
 from slipstream.core.tree_builders import Expand
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.drafters.proposer import Proposer
 from slipstream.engine.replay import record
 from slipstream.measure.questions import Questions, load_questions
@@ -102,7 +102,7 @@ def _curve(found: Calibration, k: int) -> tuple[list[float], list[float]]:
 
 
 @dataclass(frozen=True)
-class Watched(Shape):
+class Watched(TreeSpec):
     """A backbone that notes how sure the drafter is of the first candidate at each depth."""
 
     sure: list[Float[Tensor, "B depth"]] = field(default_factory=list)
@@ -154,9 +154,9 @@ def calibrate(
 
 def _calibration(drafter: Proposer, recorded: RecordedTarget, depth: int) -> Calibration:
     depth = min(depth, drafter.deepest or depth)
-    shape = Watched(**vars(Shape.parse(f"backbone-{depth}x{max(RANKS)}")))
-    rank = ranks(drafter, recorded, shape)
-    confidence = torch.cat(shape.sure).double()[rank >= 0]
+    spec = Watched(**vars(TreeSpec.parse(f"backbone-{depth}x{max(RANKS)}")))
+    rank = ranks(drafter, recorded, spec)
+    confidence = torch.cat(spec.sure).double()[rank >= 0]
     rank, bins = rank[rank >= 0], []
     for b in range(BINS):
         inside = (confidence >= b / BINS) & ((confidence < (b + 1) / BINS) | (b == BINS - 1))
@@ -173,9 +173,9 @@ def by_question(
     """For each text of a record and each bin: judged tokens, the sum of their confidence, and how many were
     accepted. Returns the columns' names and their values."""
     depth = min(depth, drafter.deepest or depth)
-    shape = Watched(**vars(Shape.parse(f"backbone-{depth}x1")))
-    texts, rank = ranked(drafter, recorded, shape)
-    confidence = torch.cat(shape.sure).double()
+    spec = Watched(**vars(TreeSpec.parse(f"backbone-{depth}x1")))
+    texts, rank = ranked(drafter, recorded, spec)
+    confidence = torch.cat(spec.sure).double()
     at = (confidence * BINS).long().clamp(max=BINS - 1)
     sums = torch.zeros(len(recorded.tokens), BINS, 3, dtype=torch.float64)
     judged = rank >= 0

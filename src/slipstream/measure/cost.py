@@ -16,7 +16,7 @@ from slipstream.core.drafter import Drafter
 from slipstream.core.sampling import Sampling, rows_of
 from slipstream.core.target import Target
 from slipstream.core.tree import chain
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.engine.cuda_graphs import recorder
 from slipstream.engine.generate import LAWS
 from slipstream.engine.session import Seconds, Session
@@ -138,7 +138,7 @@ class Rounds:
     def __init__(
         self,
         target: Target,
-        arms: Sequence[tuple[Drafter, Shape | None]],
+        arms: Sequence[tuple[Drafter, TreeSpec | None]],
         prompts: Sequence[Sequence[int]],
         temperature: float = 0.0,
         most: int = 32,
@@ -148,14 +148,14 @@ class Rounds:
         self._costs = [list[list[float]]() for _ in arms]
         self._sessions = [self._session(*arm) for arm in arms]
 
-    def _session(self, drafter: Drafter, shape: Shape | None) -> Session:
+    def _session(self, drafter: Drafter, spec: TreeSpec | None) -> Session:
         """A session under way."""
-        depth = drafter.depth if shape is None else shape.depth
+        depth = drafter.depth if spec is None else spec.depth
         capacity = max(map(len, self._prompts)) + (self._most + 1) * (1 + depth)
         rows, law = len(self._prompts), LAWS[drafter.law]
-        session = Session(self._target, drafter, law, rows, capacity, [shape] if shape else [])
+        session = Session(self._target, drafter, law, rows, capacity, [spec] if spec else [])
         session.admit(self._prompts, self._sampling)
-        session.step(shape=shape)  # it makes buffers, and is not timed
+        session.step(spec=spec)  # it makes buffers, and is not timed
         return session
 
     def run(self, rounds: int, among: Sequence[int] | None = None) -> list[Seconds]:
@@ -163,12 +163,12 @@ class Rounds:
         rounds, part by part."""
         for _ in range(rounds):
             for i in range(len(self._sessions)) if among is None else among:
-                session, (drafter, shape) = self._sessions[i], self._arms[i]
-                deepest = drafter.depth + (shape.depth if shape else 0)
+                session, (drafter, spec) = self._sessions[i], self._arms[i]
+                deepest = drafter.depth + (spec.depth if spec else 0)
                 if max(session.lengths) + deepest + 2 > session.target.window:
-                    session = self._sessions[i] = self._session(drafter, shape)
+                    session = self._sessions[i] = self._session(drafter, spec)
                 before = replace(session.seconds)
-                session.step(shape=shape)
+                session.step(spec=spec)
                 spent = [getattr(session.seconds, part) - getattr(before, part) for part in PARTS]
                 self._costs[i].append(spent)
         medians = (map(median, zip(*costs, strict=True)) for costs in self._costs)

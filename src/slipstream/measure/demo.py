@@ -37,7 +37,7 @@ def demo(contest: Contest, drafter: str, questions: Sequence[Question], console:
         if totals[drafter]:
             console.rule("all answers", align="left")
             console.print(_figures(totals, drafter))
-            if contest.drafters[drafter].rungs:
+            if contest.drafters[drafter].candidate_trees:
                 console.print()
                 console.print(explained(contest.target, contest.drafters[drafter]))
 

@@ -27,9 +27,9 @@ def fingerprint(*asked: Any) -> str:
 def marks(drafter: Drafter) -> list[Any]:
     """What tells a drafter from another of its name: its law, its trees, the tokens that it says, and some of
     its weights."""
-    found: list[Any] = [drafter.law, drafter.rows, [shape.name for shape in drafter.rungs]]
+    found: list[Any] = [drafter.law, drafter.rows, [spec.name for spec in drafter.candidate_trees]]
     if isinstance(drafter, Proposer):
-        found += [drafter.shape.name, drafter.proposal, fingerprint(drafter.vocab.tolist())]
+        found += [drafter.tree_spec.name, drafter.proposal, fingerprint(drafter.vocab.tolist())]
     for name, part in sorted(vars(drafter).items()):
         if isinstance(part, Drafter):
             found.append(marks(part))

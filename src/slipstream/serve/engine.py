@@ -305,7 +305,7 @@ class Engine:
         try:
             news = self._take(made, row)
             if not news.last:
-                walk = self._session.sampler.walks[self._session.texts.index(made.text)]
+                walk = self._session.sampler.grammar_states[self._session.texts.index(made.text)]
                 check_onward(walk, made.tokens[-1])
             return news
         except DeadEnd as error:

@@ -15,7 +15,7 @@ from slipstream.core.drafter import CACHE, FINAL, INPUT
 from slipstream.core.kv_cache import KVCache
 from slipstream.core.span import Output
 from slipstream.core.target import LMHead, Target
-from slipstream.core.tree import Layout, Tree, chain
+from slipstream.core.tree import Tree, TreeLayout, chain
 from slipstream.kernels import ops as kernels
 from slipstream.kernels.weight_packing import EIGHT
 from slipstream.machine import where
@@ -135,7 +135,7 @@ class DecoderTarget(Target):
 
     @torch.inference_mode()
     def extend(
-        self, tokens: Int[Tensor, "B R"], layout: Layout, cache: KVCache, after: int
+        self, tokens: Int[Tensor, "B R"], layout: TreeLayout, cache: KVCache, after: int
     ) -> Float[Tensor, "B R V"]:
         cache.reserve(tokens.shape[1], after)
         positions = (cache.lengths[:, None] + layout.depths).clamp(max=self.window - 1)
@@ -210,7 +210,7 @@ class DecoderTarget(Target):
             self(chain(tokens[:, :rows]), cache)
 
     def _masks(
-        self, layout: Layout, positions: Int[Tensor, "B A"], cache: KVCache, nodes: int, depth: int
+        self, layout: TreeLayout, positions: Int[Tensor, "B A"], cache: KVCache, nodes: int, depth: int
     ) -> Masks:
         """What the new rows read, for the attention at hand."""
         return key_lists(layout, positions, cache, self.windows, nodes, depth)

@@ -23,7 +23,7 @@ from jaxtyping import Bool
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from slipstream.core.grammar import DeadEnd, Grammar, GrammarLimits, Walk
+from slipstream.core.grammar import DeadEnd, Grammar, GrammarLimits, GrammarState
 from slipstream.core.target import Target
 from slipstream.files import parsed
 from slipstream.targets import grammar_worker
@@ -108,12 +108,13 @@ def _beyond(ended: int, limits: GrammarLimits | None = None) -> str:
 
 
 @final
-class LLWalk(Walk):
+class LLWalk(GrammarState):
     """A walk of llguidance's; `matcher` is None where the text has ended, as tokens of `eos` do."""
 
     def __init__(self, matcher: Matcher | None, number: int = 0) -> None:
         self._matcher, self._number = matcher, number
-        self._behind: dict[int, Walk | None] = {}  # drafts and the walk of verification ask for the same
+        # drafts and verification ask for the same
+        self._behind: dict[int, GrammarState | None] = {}
 
     def __del__(self) -> None:
         if self._matcher is not None and self._number:
@@ -145,14 +146,14 @@ class LLWalk(Walk):
     def forced(self) -> list[int]:
         return [] if self._matcher is None else self._looked[0]
 
-    def behind(self, token: int) -> Walk | None:
+    def advance(self, token: int) -> GrammarState | None:
         if self._matcher is None:
             return self
         if token not in self._behind:
             self._behind[token] = self._step(self._matcher, token)
         return self._behind[token]
 
-    def _step(self, matcher: Matcher, token: int) -> Walk | None:
+    def _step(self, matcher: Matcher, token: int) -> GrammarState | None:
         if token in matcher.eos:
             ends = self.allowed is not None and bool(self.allowed[token])
             return LLWalk(None) if ends else None
@@ -167,7 +168,7 @@ class LLGrammar(Grammar):
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
 
-    def begin(self) -> Walk:
+    def begin(self) -> GrammarState:
         return LLWalk(self._matcher)
 
 

@@ -114,7 +114,7 @@ class State:
         write another: it composes accents, or drops what it has no tokens for."""
         return token in eos or bool(self.matcher.validate_tokens([token]))
 
-    def behind(self, token: int) -> "State | None":
+    def advance(self, token: int) -> "State | None":
         """The state with one more token; None: it may not come."""
         forced = self.forced()
         if not self.matcher.validate_tokens([token]):
@@ -137,7 +137,7 @@ class State:
             token = forced[0] if forced else _from_the_middle(mask)
             if token is None or token in eos:
                 return
-            state = state.behind(token)
+            state = state.advance(token)
 
 
 def _from_the_middle(mask: bytes) -> int | None:
@@ -195,7 +195,7 @@ def serve(channel: Connection, tokenizer: llguidance.LLTokenizer, vocab: int, eo
         try:
             if token is None:
                 answer = states[number].look(vocab, eos)
-            elif (state := states[number].behind(token)) is not None:
+            elif (state := states[number].advance(token)) is not None:
                 states[new], answer = state, new
         except ValueError as error:
             fault = str(error)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.core.kv_cache import KVCache
-from slipstream.core.tree import Layout
+from slipstream.core.tree import TreeLayout
 from slipstream.kernels import ops as kernels
 from slipstream.targets import attention_patch as ours, support
 from slipstream.targets.batch_invariance import agrees, own_noise, rounds_alike
@@ -316,7 +316,7 @@ class HFTarget(DecoderTarget):
         )
 
     def _masks(
-        self, layout: Layout, positions: Int[Tensor, "B A"], cache: KVCache, nodes: int, depth: int
+        self, layout: TreeLayout, positions: Int[Tensor, "B A"], cache: KVCache, nodes: int, depth: int
     ) -> Masks:
         if self._ours or self._described() is not None:
             return super()._masks(layout, positions, cache, nodes, depth)

@@ -7,14 +7,19 @@ from jaxtyping import Int
 from torch import Tensor
 
 from slipstream.core.kv_cache import KVCache
-from slipstream.core.tree import Layout, SharedLayout
+from slipstream.core.tree import SharedLayout, TreeLayout
 
 Windows = dict[str, int | None]  # the sliding window of each type of attention; None: it reads everything
 Masks = Tensor | dict[str, Tensor]  # one for each type of attention, if there are several
 
 
 def key_lists(
-    layout: Layout, positions: Int[Tensor, "#B A"], cache: KVCache, windows: Windows, nodes: int, depth: int
+    layout: TreeLayout,
+    positions: Int[Tensor, "#B A"],
+    cache: KVCache,
+    windows: Windows,
+    nodes: int,
+    depth: int,
 ) -> Masks:
     """Lists [B, 1, R, 3 + L], int32, as `kernels.attention` takes them.
 
@@ -35,7 +40,7 @@ def key_lists(
 
 
 def _lists(
-    layout: Layout,
+    layout: TreeLayout,
     positions: Int[Tensor, "#B A"],
     lengths: Int[Tensor, " B"],
     windows: Windows,
@@ -68,7 +73,7 @@ def _lists(
 
 @torch.inference_mode(False)
 def _at_start(
-    layout: Layout, windows: Windows, prefix: int, nodes: int, depth: int
+    layout: TreeLayout, windows: Windows, prefix: int, nodes: int, depth: int
 ) -> tuple[Int[Tensor, "B R K"], Int[Tensor, "B R K"]]:
     """The lists of texts without tokens, and which of their numbers grow with each token: the ends of runs
     and the slots, but not memory nor first slots, which stay without a window."""
@@ -81,7 +86,7 @@ def _at_start(
 
 
 def dense(
-    layout: Layout,
+    layout: TreeLayout,
     positions: Int[Tensor, "#B A"],
     cache: KVCache,
     windows: Windows,

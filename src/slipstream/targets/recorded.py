@@ -15,7 +15,7 @@ from slipstream.core.kv_cache import KVCache
 from slipstream.core.sampling import Sampler, Sampling, rows_of
 from slipstream.core.span import Output
 from slipstream.core.target import Target
-from slipstream.core.tree import Layout, Tree
+from slipstream.core.tree import Tree, TreeLayout
 from slipstream.core.verify import child_with
 
 
@@ -148,6 +148,6 @@ class RecordedTarget(Target):
     explain_non_finite: Any = property(attrgetter("target.explain_non_finite"))
 
     def extend(
-        self, tokens: Int[Tensor, "B R"], layout: Layout, cache: KVCache, after: int
+        self, tokens: Int[Tensor, "B R"], layout: TreeLayout, cache: KVCache, after: int
     ) -> Float[Tensor, "B R V"]:
         raise NotImplementedError("a record knows nothing of rows beside its texts")

@@ -12,7 +12,7 @@ from transformers import Cache
 
 from slipstream.core.drafter import CACHE, FINAL
 from slipstream.core.kv_cache import KVCache, LayerView
-from slipstream.kernels.compiled import Backend, backend_for, compiled, freed, graph_of
+from slipstream.kernels.compiled import Backend, backend_for, compiled, freed, freed_view, graph_of
 from slipstream.targets.hidden_states import index_of, side_by_side
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -78,7 +78,9 @@ class View(Cache):
 
     def of(self, layer: int) -> "View":
         """The view for one compiled layer."""
-        return View(self._cache.layer(self._place[layer])) if isinstance(self._cache, KVCache) else self
+        if not isinstance(self._cache, KVCache):
+            return self
+        return View(freed_view(self._cache.layer(self._place[layer])))
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         return 0  # positions are explicit, and nothing may be derived from this

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from slipstream.core.drafter import FINAL
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.files import read_text
 from slipstream.methods import METHODS
 from slipstream.provenance import suggested
@@ -215,7 +215,7 @@ def load_recipe(path: str | None, overrides: Sequence[str] = (), **given: Any) -
     try:
         recipe = kind.model_validate(values)
         recipe.staged()
-        Shape.parse(recipe.head.tree)
+        TreeSpec.parse(recipe.head.tree)
     except ValidationError as error:
         complaints = "; ".join(_complaint(each, kind) for each in error.errors())
         raise ValueError(f"recipe {path or 'overrides'}: {complaints}") from error

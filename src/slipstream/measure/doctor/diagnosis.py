@@ -101,7 +101,7 @@ class Patient:
     @property
     def chooses(self) -> bool:
         """Whether the drafter takes another tree in every round."""
-        return bool(self.drafter.rungs)
+        return bool(self.drafter.candidate_trees)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class Patient:
     def drafted(self) -> Prediction:
         """What is accepted along the answers of the tree in use; of a head in `auto`, of its largest."""
         self.progress("the tree along the answers")
-        return predict(proposing(self.head, "top-k", self.grower.shape.name), self.recorded)
+        return predict(proposing(self.head, "top-k", self.grower.tree_spec.name), self.recorded)
 
     @cached_property
     def rates(self) -> list[list[float]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from slipstream.core.tree_spec import Shape
+from slipstream.core.tree_spec import TreeSpec
 from slipstream.kernels.weight_packing import HAS_BF16
 from slipstream.measure.doctor.diagnosis import Patient, Seen, Unmeasured, cores
 from slipstream.measure.trees import every_size
@@ -90,16 +90,16 @@ def threads(patient: Patient) -> Seen:
 
 def shallow(patient: Patient) -> Seen:
     """What deeper trees promise."""
-    shape, own = _tree(patient)
-    level = _best(patient, lambda each: each.depth <= shape.depth)
-    deeper = _best(patient, lambda each: each.depth > shape.depth)
-    last = patient.rates[min(shape.depth, len(patient.rates)) - 1][0]
+    spec, own = _tree(patient)
+    level = _best(patient, lambda each: each.depth <= spec.depth)
+    deeper = _best(patient, lambda each: each.depth > spec.depth)
+    last = patient.rates[min(spec.depth, len(patient.rates)) - 1][0]
     gain = deeper.estimate / max(own, level.estimate)
     return Seen(
         found=gain > PAYS,
-        measured=f"depth {shape.depth}: × {own:.2f}, last right {last:.0%}; deeper: × {deeper.estimate:.2f}",
+        measured=f"depth {spec.depth}: × {own:.2f}, last right {last:.0%}; deeper: × {deeper.estimate:.2f}",
         normal=f"deeper below {PAYS} × as quick",
-        cause=f"a tree of depth {shape.depth} ends where guesses are still right ({last:.0%}): one of depth "
+        cause=f"a tree of depth {spec.depth} ends where guesses are still right ({last:.0%}): one of depth "
         f"{deeper.depth} promises {gain:.2f} times its speed",
         remedy=_retuned(patient, deeper),
         figures={"own": own, "deeper": deeper.estimate, "last": last},
@@ -108,14 +108,14 @@ def shallow(patient: Patient) -> Seen:
 
 def oversized(patient: Patient) -> Seen:
     """What smaller trees promise."""
-    shape, own = _tree(patient)
-    smaller = _best(patient, lambda each: each.nodes < shape.nodes and each.depth <= shape.depth)
+    spec, own = _tree(patient)
+    smaller = _best(patient, lambda each: each.nodes < spec.nodes and each.depth <= spec.depth)
     gain = smaller.estimate / own
     return Seen(
         found=gain > PAYS,
-        measured=f"{shape.nodes} rows: × {own:.2f}; fewer: × {smaller.estimate:.2f}",
+        measured=f"{spec.nodes} rows: × {own:.2f}; fewer: × {smaller.estimate:.2f}",
         normal=f"fewer below {PAYS} × as quick",
-        cause=f"a pass over {shape.nodes} rows costs more here than its guesses bring: {smaller.nodes} rows "
+        cause=f"a pass over {spec.nodes} rows costs more here than its guesses bring: {smaller.nodes} rows "
         f"promise {gain:.2f} times its speed",
         remedy=_retuned(patient, smaller),
         figures={"own": own, "smaller": smaller.estimate},
@@ -144,13 +144,13 @@ def crowded(patient: Patient) -> Seen:
     )
 
 
-def _tree(patient: Patient) -> tuple[Shape, float]:
+def _tree(patient: Patient) -> tuple[TreeSpec, float]:
     """The tree in use, and its estimated speed-up."""
     if patient.chooses:
         raise Unmeasured("this drafter chooses a tree in every round")
     if (seen := crowded(patient)).found:
         raise Unmeasured("drafting does not pay for so many texts")
-    return patient.grower.shape, seen.figures["here"]
+    return patient.grower.tree_spec, seen.figures["here"]
 
 
 def _best(patient: Patient, fits: Callable[[Size], bool]) -> Size:
@@ -175,8 +175,8 @@ def _speedup(patient: Patient, texts: int) -> float:
     costs = patient.costs(texts)
     if patient.chooses:
         return max((each.estimate for each in every_size(patient.rates, costs)), default=1.0)
-    shape = patient.grower.shape
-    return costs.speedup(patient.drafted.tau, shape.nodes, shape.depth)
+    spec = patient.grower.tree_spec
+    return costs.speedup(patient.drafted.tau, spec.nodes, spec.depth)
 
 
 def _alternated(*passes: Callable[[], float]) -> list[float]:
