@@ -147,7 +147,7 @@ build.HAS_AMX = False
 build.processor = kernels.processor = lambda: sys.argv[1]
 sys.path.insert(0, sys.argv[2])
 import pytest
-assert kernels.available(), "not compiled"
+assert kernels.load(), "not compiled"
 chosen = ["-k", "proof or overflow or tiled_products"]
 sys.exit(pytest.main(["-q", "-W", "ignore", *chosen, "-p", "no:cacheprovider", *sys.argv[3:]]))
 """

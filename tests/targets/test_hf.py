@@ -392,7 +392,7 @@ def test_hf_generate_runs_hugging_faces_own_parts(family, monkeypatch):
     ours = OURS if family == "llama" else theirs
 
     def parts(model: nn.Module) -> tuple[str, int]:
-        compiled = [m for m in model.modules() if type(m.forward).__name__ == "StandIn"]
+        compiled = [m for m in model.modules() if type(m.forward).__name__ == "CompiledForward"]
         return model.config._attn_implementation, len(compiled)
 
     assert parts(target.twin) == (ours, 3)  # two layers and the head

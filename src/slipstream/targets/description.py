@@ -29,7 +29,7 @@ from slipstream.targets.executor import (
 )
 from slipstream.targets.executor_torch import Layers
 from slipstream.targets.layer_subset import between, decoder_of
-from slipstream.targets.shadow_model import LOOKS, Blocks, StandIn
+from slipstream.targets.shadow_model import LOOKS, Blocks, CompiledForward
 
 SPLIT = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
@@ -308,7 +308,7 @@ def _check_class(module: nn.Module) -> None:
 
 def _check_forward(module: nn.Module) -> None:
     """Raise Undescribed for a module whose `forward` somebody replaced."""
-    if not isinstance(vars(module).get("forward"), StandIn | None):
+    if not isinstance(vars(module).get("forward"), CompiledForward | None):
         raise Undescribed(f"a {type(module).__name__} with another's forward")
 
 

@@ -32,7 +32,7 @@ from slipstream.targets.masks import Masks, additive, dense
 from slipstream.targets.prompts import HFText
 from slipstream.targets.quantize import quantised
 from slipstream.targets.quantized import of_torchao, stored_bytes
-from slipstream.targets.shadow_model import Behind, Blocks, Taps, View, compile_forward, twin
+from slipstream.targets.shadow_model import Behind, Blocks, CompiledForward, Taps, View, twin
 
 OF_PASSES = ("_taps", "decoder", "_to_logits")  # what passes over one model's modules are made with
 
@@ -51,9 +51,9 @@ class HFTarget(DecoderTarget):
             are.
         tokenizer: not needed if prompts are token ids.
         name: the user's name for the target.
-        compile: run layers and LM head as compiled graphs. On a CPU with bf16 instructions they keep a packed
-            copy of bf16 weights, which does not follow later changes. On a GPU rounds are also captured as
-            CUDA graphs (`decode.capture`).
+        compile: run layers and LM head as compiled graphs, and on a GPU capture rounds as CUDA graphs
+            (`engine.cuda_graphs`). On a CPU described layers stay one call of our kernels, which is quicker;
+            graphs of others keep packed copies of weights, which do not follow later changes.
         exact: on a GPU, too, no row's bits depend on its neighbours (docs/exactness.md). There it may
             cost time; on a CPU it costs none, and is so wherever it can be.
         quantize: "int8" or "int4": decode a copy of the model whose linear layers, LM head and, on a CPU,
@@ -102,7 +102,7 @@ class HFTarget(DecoderTarget):
         self.embed: Any = self.twin.get_input_embeddings()
         self._head: Any = self.twin.get_output_embeddings()
         self.width = self._head.in_features
-        self.compiles, self.captures = compile, compile and self.device.type == "cuda"
+        self.compiles = self.captures = compile and self.device.type == "cuda"
         self._ours = False
         self._calls: AbstractContextManager[Any] = nullcontext()
         if self.device.type == "cpu" or exact:
@@ -111,17 +111,18 @@ class HFTarget(DecoderTarget):
             self._try_description()
         if exact and not self._ours:
             raise ValueError(f"target {self.name} cannot be exact in {self.precision}: {ours.NEEDS}")
-        if compile:
+        self.compiles = compile and self.decoder is None
+        if self.compiles:
             one_call = hasattr(self._head, "product")
-            for i, each in enumerate([*self.blocks, *[self._head] * (not one_call)]):
-                compile_forward(each, self.device, i)
+            for i, module in enumerate([*self.blocks, *[self._head] * (not one_call)]):
+                module.forward = CompiledForward(module, self.device, i)
 
     def _take_ours(self) -> None:
         """Use our attention and products where they serve this model, and say what Hugging Face's own say."""
         theirs = self.config._attn_implementation
         settable = self.twin._can_set_attn_implementation()
         known = settable or self.config.model_type in ours.OWN_SDPA
-        self._ours = known and kernels.has_kernels(self.device, self.dtype) and not of_torchao(self.twin)
+        self._ours = known and kernels.load(self.device, self.dtype) and not of_torchao(self.twin)
         if settable and (self._ours or theirs == "sdpa"):
             self.twin.set_attn_implementation(ours.OURS)
         if self._ours:
@@ -224,7 +225,7 @@ class HFTarget(DecoderTarget):
         made._twin, made.blocks, fresh = part(self.twin, self.blocks, blocks, own, vocab)
         made._head = made.twin.get_output_embeddings()
         for module, layer in fresh if self.compiles else ():
-            compile_forward(module, self.device, layer)
+            module.forward = CompiledForward(module, self.device, layer)
         return made
 
     def trunk(self) -> dict[str, nn.Module]:
@@ -299,8 +300,8 @@ class HFTarget(DecoderTarget):
     def decoder(self) -> ModelDecoder | None:
         ready = self._ours
         if self.device.type == "cuda":
-            has_kernels = kernels.has_kernels(self.device, self.dtype)
-            ready = has_kernels and not (self.compiles or of_torchao(self.twin))
+            known = kernels.load(self.device, self.dtype)
+            ready = known and not (self.compiles or of_torchao(self.twin))
         if not ready:
             return None
         try:

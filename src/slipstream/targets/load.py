@@ -70,7 +70,7 @@ def load_target(
         model, tokenizer = read_model(name, path, gguf, kind, rounded)
         return HFTarget(model.to(place), tokenizer, name, compile, exact, quantize)  # type: ignore[arg-type]
 
-    if not keeps or compile or not kernels.has_kernels(place, kind):
+    if not keeps or not kernels.load(place, kind):
         return modules()
     how = kind, rounded, kept.FORMAT, kept.READER, fingerprint(), processor()
     made_of = "target", str(path), *how

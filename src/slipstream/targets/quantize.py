@@ -47,7 +47,7 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
         raise ValueError(f"Unknown quantisation: {kind!r}. Available: {', '.join(KINDS)}")
     if is_quantised(model):
         raise ValueError(f"target {name} is quantised already: leave quantize={kind!r} out")
-    if not kernels.has_kernels(model.device, model.dtype):
+    if not kernels.load(model.device, model.dtype):
         found = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
         raise ValueError(f"target {name} cannot be {kind} in {found}: that takes {NEEDS}")
     copy = twin(model)

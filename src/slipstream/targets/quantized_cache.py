@@ -47,7 +47,7 @@ def kept_quantised(
 ) -> Loaded:
     """A model with weights of 8 or 4 bits: from the cache, or made of what `load` brings, and kept there.
     Raises ValueError as `quantised` does."""
-    if not kernels.has_kernels(torch.device("cpu"), dtype):
+    if not kernels.load(dtype=dtype):
         return load()  # which is refused then
     place = kept.place_of_quantised(source, dtype, quantize)
     if (here := kept.found(place, _read)) is not None:
