@@ -324,7 +324,7 @@ def product_costs(
     if not kernels.has_kernels(target.device, target.dtype):
         return []
     how, found = {"device": target.device, "dtype": target.dtype}, []
-    for N, K in sorted({m.weight.shape for m in target.twin.modules() if isinstance(m, nn.Linear)}):
+    for N, K in sorted({m.weight.shape for m in target.shadow_model.modules() if isinstance(m, nn.Linear)}):
         weights = torch.randn(_copies(N * K * target.dtype.itemsize, mib), N, K, **how)
         for R in rows:
             x = torch.randn(R, K, **how)

@@ -148,7 +148,7 @@ def test_layers_that_compute_with_the_mask_keep_their_own_attention(monkeypatch)
     text = torch.tensor(PROMPTS[:1])
     theirs = target.plain(text, use_cache=False).logits
     torch.testing.assert_close(target(chain(text), target.new_cache(1)).logits, theirs, rtol=1e-3, atol=1e-3)
-    monkeypatch.setattr(target.twin, "forward", Mock(side_effect=torch.OutOfMemoryError))
+    monkeypatch.setattr(target.shadow_model, "forward", Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(torch.OutOfMemoryError):
         agrees(target, target.plain)
 

@@ -100,7 +100,7 @@ def test_a_released_target_holds_nothing_and_says_so():
     reason."""
     target = HFTarget(deepcopy(tiny.reference("llama")), name="mine")
     generate(target, PROMPT, max_new_tokens=2)
-    held = weakref.ref(target.twin)
+    held = weakref.ref(target.shadow_model)
     target.release()
     gc.collect()
     assert held() is None

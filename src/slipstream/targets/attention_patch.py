@@ -1,4 +1,4 @@
-"""Our attention, products and activations in the place of Hugging Face's, in a twin."""
+"""Our attention, products and activations in the place of Hugging Face's, in a shadow model."""
 
 from collections.abc import Callable
 from typing import Any

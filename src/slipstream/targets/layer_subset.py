@@ -15,11 +15,7 @@ from slipstream.targets.support import SUPPORTED
 
 
 def part(
-    whole: PreTrainedModel,
-    blocks: Blocks,
-    kept: Sequence[int],
-    own: bool,
-    vocab: Int[Tensor, " Vd"] | None,
+    whole: PreTrainedModel, blocks: Blocks, kept: Sequence[int], own: bool, vocab: Int[Tensor, " Vd"] | None
 ) -> tuple[PreTrainedModel, Blocks, list[tuple[nn.Module, int]]]:
     """A model of the `kept` blocks, its blocks, and the modules made for it, with the number of each block:
     see `Target.part`."""

@@ -64,13 +64,11 @@ class HFText(Text):
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": "", "tool_calls": calls},
         ]
+        render: Any = self.tokenizer.apply_chat_template
         try:
-            bare, told = (
-                self.tokenizer.apply_chat_template(turns, tools=tools, tokenize=False)
-                for tools in (None, [tool])
-            )
-            written = str(told).rpartition("<tool_call>")[2].partition("</tool_call>")[0]
-            return bare != told and json.loads(written) == call
+            bare, text = (render(turns, tools=tools, tokenize=False) for tools in (None, [tool]))
+            written = str(text).rpartition("<tool_call>")[2].partition("</tool_call>")[0]
+            return bare != text and json.loads(written) == call
         except Exception:  # no JSON, such as Qwen3-Coder's XML; templates raise errors of many types
             return False
 
@@ -91,7 +89,7 @@ class HFText(Text):
         text = self._rendered(messages, ask, tools)
         if tools and self._writes(text, messages, ask):
             raise ValueError(f"the chat template of {self.name} has no tools: leave them out")
-        silent = [{key: each for key, each in turn.items() if key != "tool_calls"} for turn in messages]
+        silent = [{key: turn[key] for key in turn if key != "tool_calls"} for turn in messages]
         if silent != list(messages) and self._writes(text, silent, ask, tools):
             raise ValueError(
                 f"the chat template of {self.name} does not write calls of tools: leave tool_calls out"
@@ -105,13 +103,13 @@ class HFText(Text):
         return False
 
     def _rendered(self, messages: Messages, ask: bool, tools: Messages = ()) -> Rendered:
-        def written(given: Any) -> str:
-            turns, tools = given
+        def template(texts: Any) -> str:
+            turns, tools = texts
             how: Any = {"tools": tools or None, "tokenize": False, "add_generation_prompt": ask}
             return str(self.tokenizer.apply_chat_template(turns, **how))
 
         try:
-            return self._specials.render(written, [list(messages), list(tools)])
+            return self._specials.render(template, [list(messages), list(tools)])
         except Exception as error:  # templates raise errors of many types
             raise ValueError(
                 f"the chat template of {self.name} does not take these messages: {first_line(error)}"
@@ -131,7 +129,7 @@ class HFText(Text):
         word = self.written(token)
         if byte := BYTE.fullmatch(word):
             return bytes([int(byte[1], 16)])
-        return bytes(LETTERS[each] for each in word) if LETTERS.keys() >= {*word} else None
+        return bytes(map(LETTERS.__getitem__, word)) if LETTERS.keys() >= {*word} else None
 
 
 def read_prompts(target: Target, prompts: Prompt | Sequence[Prompt]) -> tuple[list[list[int]], bool]:
@@ -236,9 +234,8 @@ def message_of(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as chat templates take it: content is text, "" where there are calls alone, and arguments of
     calls are values. Raises ValueError for what is no message."""
     if "role" not in message or not {"content", "tool_calls"} & message.keys():
-        raise ValueError(
-            f'a message has {", ".join(map(str, message)) or "nothing"}: it needs "role" and "content"'
-        )
+        keys = ", ".join(map(str, message)) or "nothing"
+        raise ValueError(f'a message has {keys}: it needs "role" and "content"')
     content, calls = message.get("content"), message.get("tool_calls") or ()
     if isinstance(content, (list, tuple)):
         content = "".join(map(_part, content))
@@ -246,8 +243,7 @@ def message_of(message: Mapping[str, Any]) -> dict[str, Any]:
         content = ""
     if not isinstance(content, str):
         raise ValueError(f"a message's content is a {type(content).__name__}: give text")
-    made = {**message, "content": content}
-    return {**made, "tool_calls": list(map(_call, calls))} if calls else made
+    return {**message, "content": content} | ({"tool_calls": list(map(_call, calls))} if calls else {})
 
 
 def _call(call: Any) -> dict[str, Any]:

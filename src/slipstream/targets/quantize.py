@@ -21,7 +21,7 @@ from slipstream.targets.quantized import (
     of_torchao,
     parts_of,
 )
-from slipstream.targets.shadow_model import twin
+from slipstream.targets.shadow_model import shadow_of
 
 NEEDS = "float32, bfloat16 or, on a GPU, float16, and a C++ compiler or, on a GPU, Triton"
 INT4_LAYOUT, GROUP = "tile_packed_to_4d", 32  # torchao's: how a GPU reads 4 bits; weights that share a scale
@@ -50,7 +50,7 @@ def quantised(model: PreTrainedModel, kind: str, name: str) -> PreTrainedModel:
     if not kernels.load(model.device, model.dtype):
         found = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
         raise ValueError(f"target {name} cannot be {kind} in {found}: that takes {NEEDS}")
-    copy = twin(model)
+    copy = shadow_of(model)
     if model.device.type != "cpu":
         return on_gpu(copy, kind, name)
     embedding: Any = copy.get_input_embeddings()

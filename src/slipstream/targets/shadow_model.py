@@ -1,5 +1,5 @@
-"""A Hugging Face model's twin, what replaces its parts (cache, compiled modules' `forward`), and what looks
-into it."""
+"""The shadow model of a Hugging Face model, what replaces its parts (cache, compiled modules' `forward`), and
+what looks into it."""
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -20,11 +20,9 @@ Model = TypeVar("Model", bound=nn.Module)
 LOOKS = "looks"  # marks a hook of ours, which described layers do not need
 
 
-def twin(model: Model) -> Model:
-    """The same model in eval mode: new modules over the same memory.
-
-    The two share changes of weights in place, and nothing else: no module, mode, configuration or gradient.
-    """
+def shadow_of(model: Model) -> Model:
+    """The same model in eval mode: new modules over the same memory. The two share changes of weights in
+    place, and nothing else: no module, mode, configuration or gradient."""
     weights = {  # quantised weights have types of their own, which carry more than numbers: they are shared
         id(p): nn.Parameter(p.detach(), requires_grad=False) if type(p) is nn.Parameter else p
         for p in model.parameters()
@@ -84,7 +82,7 @@ class View(Cache):
         return self._cache.layers
 
 
-class Behind(Cache):
+class Earlier(Cache):
     """Keys and values that a pass reads before its own. Nothing is written in place, so gradients flow.
 
     Args:

@@ -53,10 +53,10 @@ class Specials:
         taken = set("".join(texts))
         free = (sign for sign in map(chr, SIGNS) if sign.isprintable() and sign not in taken)
         signs = dict(zip(sorted({token[0] for token in self._tokens if token}), free, strict=False))
-        masked = template(self._masked(given, signs))
-        made = Rendered(masked.translate(back := {ord(sign): first for first, sign in signs.items()}))
-        made.masked, made.signs = masked, back
-        return made
+        masked, back = template(self._masked(given, signs)), {ord(sign): x for x, sign in signs.items()}
+        text = Rendered(masked.translate(back))
+        text.masked, text.signs = masked, back
+        return text
 
     def ids(self, text: Rendered) -> list[int]:
         """Token ids of a rendered text with stand-ins. Raises ValueError if the tokenizer cannot do it."""
@@ -65,36 +65,35 @@ class Specials:
                 "a message writes a special token, which this tokenizer cannot read as text: leave it out"
             )
         renamed = self._renamed
-        named = self._any.sub(lambda found: renamed.names[found[0]], text.masked).translate(text.signs)
-        made = renamed.tokenizer.encode(named, add_special_tokens=False).ids
-        return [renamed.ids.get(token, token) for token in made]
+        named = self._any.sub(lambda match: renamed.names[match[0]], text.masked).translate(text.signs)
+        ids = renamed.tokenizer.encode(named, add_special_tokens=False).ids
+        return [renamed.ids.get(token, token) for token in ids]
 
     @cached_property
     def _renamed(self) -> Renamed:
         backend: Any = self._tokenizer
-        made = json.loads(backend.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
-        for token in made["added_tokens"]:
+        record = json.loads(backend.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+        for token in record["added_tokens"]:
             token["special"] = token["content"] in self._tokens
-        tokenizer = Tokenizer.from_str(json.dumps(made))
+        tokenizer = Tokenizer.from_str(json.dumps(record))
         tokenizer.encode_special_tokens = True  # as text
         how = ("single_word", "lstrip", "rstrip")
         names = {token: f"\ufdd0{token_hex(16)}\ufdd0" for token in self._tokens}
         for token, i in self._tokens.items():
             like = self._tokenizer.added_tokens_decoder[i]
-            named = AddedToken(names[token], normalized=False, **{each: getattr(like, each) for each in how})
+            named = AddedToken(names[token], normalized=False, **{key: getattr(like, key) for key in how})
             tokenizer.add_tokens([named])
-        made_ids = ((tokenizer.token_to_id(name), self._tokens[token]) for token, name in names.items())
-        ids = {i: token for i, token in made_ids if i is not None}
-        return Renamed(tokenizer, names, ids)
+        new_ids = ((tokenizer.token_to_id(name), self._tokens[token]) for token, name in names.items())
+        return Renamed(tokenizer, names, {i: token for i, token in new_ids if i is not None})
 
     def _masked(self, given: Any, signs: Mapping[str, str]) -> Any:
         if isinstance(given, str):
             while self._any.search(given):  # again where two overlap
-                given = self._any.sub(lambda found: signs[found[0][0]] + found[0][1:], given)
+                given = self._any.sub(lambda match: signs[match[0][0]] + match[0][1:], given)
             return given
         if isinstance(given, Mapping):
-            return {self._masked(key, signs): self._masked(each, signs) for key, each in given.items()}
-        return [self._masked(each, signs) for each in given] if isinstance(given, (list, tuple)) else given
+            return {self._masked(key, signs): self._masked(value, signs) for key, value in given.items()}
+        return [self._masked(part, signs) for part in given] if isinstance(given, (list, tuple)) else given
 
 
 def texts_in(given: Any, keys: bool = False) -> Iterator[str]:
@@ -102,9 +101,9 @@ def texts_in(given: Any, keys: bool = False) -> Iterator[str]:
     if isinstance(given, str):
         yield given
     elif isinstance(given, Mapping):
-        for key, each in given.items():
+        for key, value in given.items():
             yield from texts_in(key, keys) if keys else ()
-            yield from texts_in(each, keys)
+            yield from texts_in(value, keys)
     elif isinstance(given, (list, tuple)):
-        for each in given:
-            yield from texts_in(each, keys)
+        for part in given:
+            yield from texts_in(part, keys)

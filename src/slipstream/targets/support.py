@@ -140,7 +140,7 @@ def longest_text(model: Any) -> int:
     attention has changes the logits when it is two tokens.
 
     Args:
-        model: a twin, whose window is another one for a pass.
+        model: a shadow model, whose window is another one for a pass.
     """
     config = model.config.get_text_config(decoder=True)
     named = (getattr(config, name, None) for name in ("max_position_embeddings", "keep_window_size"))
