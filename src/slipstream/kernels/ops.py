@@ -76,10 +76,9 @@ def has_pairs(dtype: torch.dtype) -> bool:
 
 
 def tiles(weight: Float[Tensor, "N K"]) -> Tensor:
-    """A weight in tiles, steps of 32 numbers and 16 × 32, or else in panels of 32 columns, with zeros behind:
+    """A weight in tiles, steps of 32 numbers and 16 × 32, or else in panels of 32 columns, padded with zeros:
     [⌈N / 32⌉, ⌈K / 32⌉, 2, 16, 32] or [⌈N / 32⌉, 16 ⌈K / 16⌉, 32]."""
-    packed: Tensor = torch.ops.slipstream.tiles(weight) if has_pairs(weight.dtype) else panels(weight)
-    return packed
+    return torch.ops.slipstream.tiles(weight) if has_pairs(weight.dtype) else panels(weight)
 
 
 def whole_numbers(weight: Float[Tensor, "N K"]) -> tuple[Int8[Tensor, "N K"], Float[Tensor, " N"]]:
@@ -95,7 +94,7 @@ def whole_numbers(weight: Float[Tensor, "N K"]) -> tuple[Int8[Tensor, "N K"], Fl
 
 
 def int8_tiles(weight: Int8[Tensor, "N K"]) -> Int8[Tensor, "panels steps 2 16 16 4"]:
-    """A weight as `tiled_linear` reads it: panels of 32 columns, steps of 64 numbers; with zeros behind."""
+    """A weight as `tiled_linear` reads it: panels of 32 columns, steps of 64 numbers; padded with zeros."""
     N, K = weight.shape
     whole = F.pad(weight, (0, -K % 64, 0, -N % 32))
     tiles = whole.view(len(whole) // 32, 2, 16, -1, 16, 4).permute(0, 3, 1, 4, 2, 5)
@@ -103,7 +102,7 @@ def int8_tiles(weight: Int8[Tensor, "N K"]) -> Int8[Tensor, "panels steps 2 16 1
 
 
 def panels(weight: Real[Tensor, "N K"]) -> Real[Tensor, "panels K16 32"]:
-    """A weight as `tiled_linear` reads it for rows as they are: panels of 32 columns, with zeros behind."""
+    """A weight as `tiled_linear` reads it for rows as they are: panels of 32 columns, padded with zeros."""
     N, K = weight.shape
     whole = F.pad(weight, (0, -K % 16, 0, -N % 32))
     return torch.ops.slipstream.kept(whole.view(-1, 32, whole.shape[1]).transpose(1, 2).contiguous())
@@ -117,8 +116,7 @@ def int8_rows(
     dtype: torch.dtype,
 ) -> Float[Tensor, "*n K"]:
     """Some rows of a weight that `int8_tiles` packed, times their scales."""
-    rows: Tensor = torch.ops.slipstream.int8_rows(tiles, scales, which, K, dtype)
-    return rows
+    return torch.ops.slipstream.int8_rows(tiles, scales, which, K, dtype)
 
 
 def tiled_linear(
@@ -133,14 +131,13 @@ def tiled_linear(
     a weight of 4 bits each group of 32 numbers of a row has a scale. Sums of groups are exact, and added up
     in fp32 in their order.
     """
-    out: Tensor = torch.ops.slipstream.tiled_linear(x, tiles, scales)
-    return out
+    return torch.ops.slipstream.tiled_linear(x, tiles, scales)
 
 
 def int4_tiles(
     weight: Float[Tensor, "N K"],
 ) -> tuple[UInt8[Tensor, "panels groups 10 64"], Float[Tensor, " N"]]:
-    """A weight as `tiled_linear` reads it, with zeros behind, and its rows' scales: powers of two that no
+    """A weight as `tiled_linear` reads it, padded with zeros, and its rows' scales: powers of two that no
     number of a row exceeds.
 
     Over its scale a number is q · d + m: q from 0 to 15, d and m in float16, of each group of 32 numbers. q
@@ -165,7 +162,7 @@ def int4_tiles(
 
 
 def int4_rows(tiles: UInt8[Tensor, "panels groups 10 64"], which: Int[Tensor, "*n"]) -> Float[Tensor, "*n K"]:
-    """Some rows of a weight that `int4_tiles` packed, over their scales, with what stands behind."""
+    """Some rows of a weight that `int4_tiles` packed, over their scales, with the padding of K."""
     vectors = tiles[:, :, :8].unflatten(2, (2, 4)).unflatten(-1, (16, 4))
     both = vectors[which // 32, :, which // 16 % 2, :, which % 16]  # [..., groups, 4, 4]
     q = torch.stack([both % 16, both // 16], -2).flatten(-3)
@@ -209,8 +206,7 @@ def attention(
 
 def widened(x: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     """bf16 as float32, by the threads of our products."""
-    wide: Tensor = torch.ops.slipstream.widened(x)
-    return wide
+    return torch.ops.slipstream.widened(x)
 
 
 def mean(x: Float[Tensor, "*n H"]) -> Float[Tensor, "*n 1"]:

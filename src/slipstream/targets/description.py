@@ -180,7 +180,7 @@ def _decoder_config(config: Any, blocks: Blocks, family: Family) -> DecoderConfi
     dim = getattr(attention, "head_dim", None) or attention.head_size
     first = next(getattr(blocks[0], name) for name in family.norms if name)
     heads_norm = getattr(attention, "q_norm", None)
-    made = DecoderConfig(
+    described = DecoderConfig(
         heads=config.num_attention_heads,
         kv_heads=config.num_attention_heads if family.by_head else config.num_key_value_heads,
         head_dim=dim,
@@ -201,11 +201,11 @@ def _decoder_config(config: Any, blocks: Blocks, family: Family) -> DecoderConfi
     )
     if routed := next((block.mlp for block in blocks if _experts(block.mlp)), None):
         router = _router(routed)
-        made = replace(made, chosen=router.top_k, shared=getattr(router, "norm_topk_prob", True))
+        described = replace(described, chosen=router.top_k, shared=getattr(router, "norm_topk_prob", True))
     if family.clamped:
         experts = blocks[0].mlp.experts
-        made = replace(made, activation="clamped", alpha=experts.alpha, limit=experts.limit)
-    return made
+        described = replace(described, activation="clamped", alpha=experts.alpha, limit=experts.limit)
+    return described
 
 
 def _layer(block: Any, family: Family, turn: int, window: int) -> Layer:

@@ -59,12 +59,12 @@ class Layers:
         slots: Int[Tensor, "B R"],
         masks: Sequence[Tensor],
         view: int,
-        kept: Collection[int],
+        outputs: Collection[int],
     ) -> list[Tensor]:
         """As `Decoder.run` of csrc/decoder.h."""
         turns = [[angle.to(x.dtype)[:, None] for angle in both] for both in zip(cos, sin, strict=True)]
         at = torch.arange(len(x), device=x.device)[:, None], slice(None), slots
-        outputs = []
+        states = []
         with Calls() if self._exact else nullcontext():
             for i, (layer, norms) in enumerate(zip(self._layers, self._norms, strict=True)):
                 turn = turns[layer.angles] if layer.angles >= 0 else None
@@ -76,9 +76,9 @@ class Layers:
                     return attend(layer.o, q, k, v, *how)[0].flatten(2)
 
                 x = self._added(layer, norms, x, turn, attended)
-                if i in kept:
-                    outputs.append(x)
-            return [*outputs, x if self._final is None else self._final(x)]
+                if i in outputs:
+                    states.append(x)
+            return [*states, x if self._final is None else self._final(x)]
 
     def _added(self, layer: Layer, norms: Any, x: Tensor, turn: Any, attended: Any) -> Tensor:
         """x with what attention and the MLP add."""
@@ -100,12 +100,12 @@ class Layers:
         if kind.whole:
             qkv[:2] = map(_by, norms, qkv[:2])
         if not kind.by_head:
-            qkv = [states.unflatten(-1, (-1, kind.head_dim)) for states in qkv]
+            qkv = [each.unflatten(-1, (-1, kind.head_dim)) for each in qkv]
         if not kind.whole:
             qkv[:2] = map(_by, norms, qkv[:2])
-        qkv = [states.transpose(1, 2) for states in qkv]
+        qkv = [each.transpose(1, 2) for each in qkv]
         if turn is not None:
-            qkv[:2] = (self._turned(states, *turn) for states in qkv[:2])
+            qkv[:2] = (self._turned(each, *turn) for each in qkv[:2])
         return qkv
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

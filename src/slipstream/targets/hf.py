@@ -217,16 +217,16 @@ class HFTarget(DecoderTarget):
     def part(
         self, blocks: Sequence[int], own: bool = False, vocab: Int[Tensor, " Vd"] | None = None
     ) -> "HFTarget":
-        made = copy(self)
+        target = copy(self)
         for name in OF_PASSES:
-            vars(made).pop(name, None)
+            vars(target).pop(name, None)
         if self.decoder is None:  # a description that was tried, and found wrong, is no part's either
-            made.decoder = None
-        made._shadow_model, made.blocks, fresh = part(self.shadow_model, self.blocks, blocks, own, vocab)
-        made._head = made.shadow_model.get_output_embeddings()
+            target.decoder = None
+        target._shadow_model, target.blocks, fresh = part(self.shadow_model, self.blocks, blocks, own, vocab)
+        target._head = target.shadow_model.get_output_embeddings()
         for module, layer in fresh if self.compiles else ():
             module.forward = CompiledForward(module, self.device, layer)
-        return made
+        return target
 
     def trunk(self) -> dict[str, nn.Module]:
         return {"blocks": self.blocks, "between": nn.ModuleDict(between(self.shadow_model, self.blocks))}
@@ -308,7 +308,7 @@ class HFTarget(DecoderTarget):
             return None
 
     def explain_non_finite(self, tokens: Sequence[int]) -> str:
-        module = support.first_unsound(self.plain, tokens) or "no module of Hugging Face's own pass"
+        module = support.first_non_finite(self.plain, tokens) or "no module of Hugging Face's own pass"
         return (
             f"target {self.name} says numbers that are not finite after {len(tokens)} tokens, first in "
             f"{module}: its weights are damaged, or {self.precision} is too narrow: load it in float32"
