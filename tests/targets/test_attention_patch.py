@@ -16,14 +16,14 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 import tiny
 from slipstream.core.tree import Tree, chain
-from slipstream.kernels import ops as kernels
+from slipstream.kernels import ops
 from slipstream.targets import HFTarget, attention_patch as ours, hf, linear as products
 from slipstream.targets.attention_patch import Turned, attend
 from slipstream.targets.decoder import Undescribed
 from slipstream.targets.linear import Linear, Packed
 
 TEXT = torch.tensor(tiny.prompts(11))
-needs_kernels = pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
+needs_kernels = pytest.mark.skipif(not ops.available(), reason="there is no C++ compiler")
 
 
 def made(family: str, dtype: torch.dtype = torch.float32) -> HFTarget:

@@ -13,12 +13,12 @@ import torch
 import tiny
 from slipstream import generate, load_drafter
 from slipstream.core.tree import chain
-from slipstream.kernels import ops as kernels
+from slipstream.kernels import ops
 from slipstream.targets import HFTarget, load_target, model_cache
 from slipstream.targets.cached_target import TARGET, CachedTarget
 
 pytestmark = [
-    pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler"),
+    pytest.mark.skipif(not ops.available(), reason="there is no C++ compiler"),
     pytest.mark.usefixtures("home"),
 ]
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral")

@@ -11,7 +11,7 @@ import torch
 
 import tiny
 from slipstream.core.tree import chain
-from slipstream.kernels import ops as kernels
+from slipstream.kernels import ops
 from slipstream.targets import (
     HFTarget,
     load_target,
@@ -21,7 +21,7 @@ from slipstream.targets import (
 )
 from slipstream.targets.cached_target import TARGET
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not ops.available(), reason="there is no C++ compiler")
 TOKENS = torch.arange(1, 12)[None]
 
 

@@ -18,13 +18,13 @@ from slipstream.core.tree import Tree, chain
 from slipstream.drafters import load_drafter
 from slipstream.drafters.vanilla import Vanilla
 from slipstream.engine.generate import generate
-from slipstream.kernels import ops as kernels
+from slipstream.kernels import ops
 from slipstream.targets import HFTarget, load_target
 from slipstream.targets.quantize import is_quantised, on_gpu, quantised
 from slipstream.targets.quantized import KINDS, Quantised, QuantisedLinear, stored_bytes
 from slipstream.targets.shadow_model import shadow_of
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not ops.available(), reason="there is no C++ compiler")
 DTYPES = (torch.float32, torch.bfloat16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -284,7 +284,7 @@ def whole_linear(
     bias: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`kernels.linear` of a GPU, by that of the CPU."""
+    """`ops.linear` of a GPU, by that of the CPU."""
     weight = weight if scales is None else (weight * scales[:, None]).to(x.dtype)
     out: torch.Tensor = torch.ops.slipstream.linear(x, weight, bias)
     return out

@@ -41,7 +41,7 @@ class DecoderConfig:
 
     Attributes:
         heads, kv_heads, head_dim: of attention.
-        scale, cap: of its scores, see `kernels.attention`.
+        scale, cap: of its scores, see `kernels.ops.attention`.
         activation: a key of `ACTIVATIONS`; "clamped" is gpt-oss's, by `alpha` and `limit`.
         read: 3 matrices for queries, keys and values, or one for all.
         up: 2 matrices for gate and up of the MLP, or one for both; one if it is not `gated`.
@@ -88,11 +88,8 @@ class DecoderConfig:
             *(self.chosen, self.shared),
         ]
         numbers = [self.eps, self.head_eps, self.scale, self.cap, self.alpha, self.limit]
-        decoder: Any = torch.classes.slipstream.Decoder(
-            list(parts), list(which), list(map(int, sizes)), numbers
-        )
-        run: Callable[..., list[Tensor]] = decoder.run
-        return run
+        decoder: Any = torch.classes.slipstream.Decoder
+        return decoder(list(parts), list(which), list(map(int, sizes)), numbers).run
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class Layer:
         norms: before attention, after it, before the MLP, after it.
         heads: norms of queries and keys.
         factor: of what attention and the MLP add.
-        sinks: see `kernels.attention`.
+        sinks: see `kernels.ops.attention`.
         angles, window: which of a pass's it takes; -1: no angles.
     """
 

@@ -43,8 +43,7 @@ class Layers:
         if module is None or isinstance(module, nn.Identity):
             return None
         if self._exact or self._kind.more or "RMSNorm" not in type(module).__name__:
-            operation: Callable[[Tensor], Tensor] = module
-            return operation
+            return module
         weight = module.weight
         return partial(F.rms_norm, normalized_shape=weight.shape, weight=weight, eps=eps_of(module))
 

@@ -122,8 +122,7 @@ class LLWalk(Walk):
     def _answer(self) -> tuple[list[int], bytes]:
         """Forced tokens, and which may follow."""
         assert self._matcher is not None
-        answer: tuple[list[int], bytes] = self._matcher.ask(self._number)
-        return answer
+        return self._matcher.ask(self._number)
 
     @cached_property
     def allowed(self) -> Bool[Tensor, " V"] | None:

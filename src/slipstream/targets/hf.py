@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from slipstream.core.kv_cache import KVCache
 from slipstream.core.tree import Layout
-from slipstream.kernels import ops as kernels
+from slipstream.kernels import ops
 from slipstream.targets import attention_patch, support
 from slipstream.targets.batch_invariance import agrees, own_noise, rounds_alike
 from slipstream.targets.cached_target import CachedTarget
@@ -122,7 +122,7 @@ class HFTarget(DecoderTarget):
         theirs = self.config._attn_implementation
         settable = self.shadow_model._can_set_attn_implementation()
         known = settable or self.config.model_type in attention_patch.OWN_SDPA
-        self._ours = known and kernels.load(self.device, self.dtype) and not of_torchao(self.shadow_model)
+        self._ours = known and ops.load(self.device, self.dtype) and not of_torchao(self.shadow_model)
         if settable and (self._ours or theirs == "sdpa"):
             self.shadow_model.set_attn_implementation(attention_patch.OURS)
         if self._ours:
@@ -190,8 +190,7 @@ class HFTarget(DecoderTarget):
 
     @property
     def described(self) -> dict[str, Any]:
-        config: dict[str, Any] = json.loads(self.config.to_json_string(use_diff=False))
-        return config
+        return json.loads(self.config.to_json_string(use_diff=False))
 
     @property
     def read_bytes(self) -> int:
@@ -298,7 +297,7 @@ class HFTarget(DecoderTarget):
     def decoder(self) -> ModelDecoder | None:
         ready = self._ours
         if self.device.type == "cuda":
-            known = kernels.load(self.device, self.dtype)
+            known = ops.load(self.device, self.dtype)
             ready = known and not (self.compiles or of_torchao(self.shadow_model))
         if not ready:
             return None

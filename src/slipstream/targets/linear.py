@@ -48,8 +48,7 @@ def copy_of(module: Any, copied: Callable[[Tensor], Copy]) -> Copy:
     version, held = version_of(weight), module.__dict__.get("weight_copy")
     if held is None or held.weight is not weight or held.version != version:
         module.weight_copy = held = WeightCopy(weight, version, copied(weight.detach()))
-    copy: Copy = held.copy
-    return copy
+    return held.copy
 
 
 def packed_copy(module: nn.Linear) -> tuple[Tensor, Tensor | None]:

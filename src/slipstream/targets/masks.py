@@ -16,7 +16,7 @@ Masks = Tensor | dict[str, Tensor]  # one for each type of attention, if there a
 def key_lists(
     layout: Layout, positions: Int[Tensor, "#B A"], cache: KVCache, windows: Windows, nodes: int, depth: int
 ) -> Masks:
-    """Lists [B, 1, R, 3 + L], int32, as `kernels.attention` takes them.
+    """Lists [B, 1, R, 3 + L], int32, as `kernels.ops.attention` takes them.
 
     The R new rows are the last of the step's A scratch rows. Ancestors stand before their descendants, so
     slots in rising order are positions in rising order.

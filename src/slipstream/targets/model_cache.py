@@ -125,8 +125,7 @@ def of_files(directory: Path, dtype: torch.dtype) -> Callable[[str], Tensor]:
     def tensor_of(name: str) -> Tensor:
         if name not in homes:
             raise ValueError(f"there is no {name} in {directory}")
-        tensor: Tensor = homes[name].get_tensor(name).to(dtype)
-        return tensor
+        return homes[name].get_tensor(name).to(dtype)
 
     return tensor_of
 

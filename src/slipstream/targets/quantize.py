@@ -125,7 +125,7 @@ def _turned(module: Any) -> nn.Linear:
 
 @torch.no_grad()
 def rounded(weight: Float[Tensor, "N K"]) -> tuple[Tensor, Float[Tensor, " N"]]:
-    """A weight as whole numbers from -127 to 127, in the order of `kernels.int8_tiles`, and the rows'
+    """A weight as whole numbers from -127 to 127, in the order of `kernels.ops.int8_tiles`, and the rows'
     scales."""
     whole, scales = ops.whole_numbers(weight)
     return ops.int8_tiles(whole), scales

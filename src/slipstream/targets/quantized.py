@@ -1,5 +1,5 @@
-"""Linear layers, embeddings and LM heads with weights of 8 or 4 bits: on a CPU by `kernels.tiled_linear`, on
-a GPU by `kernels.linear`, where torchao has the 4 bits."""
+"""Linear layers, embeddings and LM heads with weights of 8 or 4 bits: on a CPU by `ops.tiled_linear`, on a
+GPU by `ops.linear`, where torchao has the 4 bits."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ class Quantised(nn.Module):
     """A weight [N, K] of 8 bits, rounded by a scale for each row, its largest magnitude / 127, or of 4 bits.
 
     Attributes:
-        weight: in the order of `kernels.int8_tiles` or of `int4_tiles`; on a GPU as it is.
+        weight: in the order of `kernels.ops.int8_tiles` or of `int4_tiles`; on a GPU as it is.
         scales: float32, of each row.
         dtype: of the model's states.
     """
