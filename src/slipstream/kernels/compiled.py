@@ -44,6 +44,12 @@ def freed(x: Tensor, *dims: int) -> Tensor:
     return x
 
 
+def freed_view(view: Any) -> Any:
+    """A cache's `LayerView`, whose tensors graphs take for any number of texts, rows and slots."""
+    keys, values, slots, used = view
+    return type(view)(freed(keys, 0, 2), freed(values, 0, 2), freed(slots), freed(used, 0))
+
+
 def merges(device: torch.device) -> bool:
     """Whether there is our kernel of several weights, whose programs take 99 KiB: on NVIDIA's GPUs since
     Ampere, with Triton."""

@@ -112,7 +112,7 @@ class LLWalk(Walk):
 
     def __init__(self, matcher: Matcher | None, number: int = 0) -> None:
         self._matcher, self._number = matcher, number
-        self._behind: dict[int, Walk | None] = {}  # drafts and verification ask for the same
+        self._behind: dict[int, Walk | None] = {}  # drafts and the walk of verification ask for the same
 
     def __del__(self) -> None:
         if self._matcher is not None and self._number:
@@ -144,17 +144,18 @@ class LLWalk(Walk):
         return [] if self._matcher is None else self._answer[0]
 
     def behind(self, token: int) -> Walk | None:
-        matcher = self._matcher
-        if matcher is None:
+        if self._matcher is None:
             return self
         if token not in self._behind:
-            if token in matcher.eos:
-                ends = self.allowed is not None and bool(self.allowed[token])
-                self._behind[token] = LLWalk(None) if ends else None
-            else:
-                number = matcher.ask(self._number, token)
-                self._behind[token] = None if number is None else LLWalk(matcher, number)
+            self._behind[token] = self._step(self._matcher, token)
         return self._behind[token]
+
+    def _step(self, matcher: Matcher, token: int) -> Walk | None:
+        if token in matcher.eos:
+            ends = self.allowed is not None and bool(self.allowed[token])
+            return LLWalk(None) if ends else None
+        number = matcher.ask(self._number, token)
+        return None if number is None else LLWalk(matcher, number)
 
 
 @final
@@ -255,10 +256,10 @@ def read_grammar(
 
 def _written(kind: str, source: Any) -> str:
     """The grammar as text: a choice in Lark's form. Raises ValueError."""
-    given = source if isinstance(source, str) else json.dumps(source, ensure_ascii=False, default=repr)
-    if len(given) > LARGEST:
-        raise ValueError(f"{kind} has {len(given):,} characters: at most {LARGEST:,} are read")
-    check_readable(given, kind)
+    text = source if isinstance(source, str) else json.dumps(source, ensure_ascii=False, default=repr)
+    if len(text) > LARGEST:
+        raise ValueError(f"{kind} has {len(text):,} characters: at most {LARGEST:,} are read")
+    check_readable(text, kind)
     if kind == "json_schema":
         try:
             schema = parsed(source) if isinstance(source, str) else source

@@ -83,7 +83,7 @@ class HFTarget(DecoderTarget):
         support.check_model(model, config)
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.device, self.dtype, self.quantize = model.device, model.dtype, quantize
-        origin = getattr(model, "origin", None)  # of a quantised model that was kept
+        origin = getattr(model, "origin", None)  # of a quantised model from the cache
         self.fingerprint = origin.fingerprint if origin else support.fingerprint_of(model)
         self._weights = origin.weights if origin else model.num_parameters()
         self.model = model

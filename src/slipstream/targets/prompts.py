@@ -135,14 +135,14 @@ class HFText(Text):
 def read_prompts(target: Target, prompts: Prompt | Sequence[Prompt]) -> tuple[list[list[int]], bool]:
     """Token ids of each prompt, and whether a single prompt was given (not a list of one). Raises ValueError:
     there is no prompt, or `encode` refuses one."""
-    given: Any = _plain(prompts)
-    text = isinstance(given, (str, bytes, PurePath))
-    if not text and not isinstance(given, (list, tuple)):
+    value: Any = _plain(prompts)
+    text = isinstance(value, (str, bytes, PurePath))
+    if not text and not isinstance(value, (list, tuple)):
         raise ValueError(f"prompts is a {type(prompts).__name__}: give {FORMS}")
-    if not given:
+    if not value:
         raise ValueError("the prompt is empty" if text else "there are no prompts: give at least one")
-    single = text or isinstance(given[0], Real) or _is_message(given[0])
-    return [encode(target, prompt) for prompt in ([given] if single else given)], single
+    single = text or isinstance(value[0], Real) or _is_message(value[0])
+    return [encode(target, prompt) for prompt in ([value] if single else value)], single
 
 
 def encode(target: Target, prompt: Prompt, tools: Messages = ()) -> list[int]:
@@ -153,17 +153,17 @@ def encode(target: Target, prompt: Prompt, tools: Messages = ()) -> list[int]:
         ValueError: the prompt is empty or no prompt, an id is outside the vocabulary, the chat template
             refuses the messages, or text is given to a target without a tokenizer.
     """
-    given: Any = _plain(prompt)
-    if isinstance(given, PurePath):
+    value: Any = _plain(prompt)
+    if isinstance(value, PurePath):
         raise ValueError(
-            f"the prompt is the path {str(given)!r}: give what the file says, Path(…).read_text()"
+            f"the prompt is the path {str(value)!r}: give what the file says, Path(…).read_text()"
         )
-    if not isinstance(given, (str, list, tuple)):
+    if not isinstance(value, (str, list, tuple)):
         raise ValueError(f"the prompt is a {type(prompt).__name__}: give text, messages or token ids")
-    if len(given) == 0 or (isinstance(given, str) and not given.strip()):
+    if len(value) == 0 or (isinstance(value, str) and not value.strip()):
         raise ValueError("the prompt is empty: give at least one token")
-    is_text = isinstance(given, str) or all(map(_is_message, given))
-    tokens = checked_ids(_tokenized(target, given, tools) if is_text else given, target.vocab)
+    is_text = isinstance(value, str) or all(map(_is_message, value))
+    tokens = checked_ids(_tokenized(target, value, tools) if is_text else value, target.vocab)
     if not tokens:
         raise ValueError("the prompt is empty: its text has no tokens")
     return tokens
@@ -195,11 +195,11 @@ def check_readable(texts: Any, what: str) -> None:
             raise ValueError(f"{what} is no Unicode text (bytes that are not UTF-8?): give it as UTF-8")
 
 
-def _plain(given: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Tensors, arrays and a tokenizer's output as lists."""
-    if isinstance(given, Mapping) and "input_ids" in given:
-        return _unpadded(_plain(given["input_ids"]), _plain(given.get("attention_mask")))
-    return given.tolist() if isinstance(given, (Tensor, np.ndarray, np.generic)) else given
+    if isinstance(value, Mapping) and "input_ids" in value:
+        return _unpadded(_plain(value["input_ids"]), _plain(value.get("attention_mask")))
+    return value.tolist() if isinstance(value, (Tensor, np.ndarray, np.generic)) else value
 
 
 def _unpadded(ids: Any, mask: Any) -> Any:
@@ -226,8 +226,8 @@ def _tokenized(target: Target, prompt: str | Sequence[Mapping[str, Any]], tools:
     return target.text.encode(list(map(message_of, prompt)), tools)
 
 
-def _is_message(given: Any) -> bool:
-    return isinstance(given, Mapping) and "input_ids" not in given
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and "input_ids" not in value
 
 
 def message_of(message: Mapping[str, Any]) -> dict[str, Any]:

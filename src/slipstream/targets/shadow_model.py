@@ -12,7 +12,7 @@ from transformers import Cache
 
 from slipstream.core.drafter import CACHE, FINAL
 from slipstream.core.kv_cache import KVCache, LayerView
-from slipstream.kernels.compiled import compiled, freed
+from slipstream.kernels.compiled import compiled, freed, freed_view
 from slipstream.targets.hidden_states import index_of, side_by_side
 from slipstream.targets.linear import pack_for_graphs
 
@@ -73,7 +73,9 @@ class View(Cache):
 
     def of(self, layer: int) -> "View":
         """The view for one compiled layer."""
-        return View(self._cache.layer(self._place[layer])) if isinstance(self._cache, KVCache) else self
+        if not isinstance(self._cache, KVCache):
+            return self
+        return View(freed_view(self._cache.layer(self._place[layer])))
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         return 0  # positions are explicit, and nothing may be derived from this

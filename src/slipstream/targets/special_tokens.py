@@ -45,15 +45,15 @@ class Specials:
         longest_first = sorted(filter(None, self._tokens), key=len, reverse=True)
         self._any = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def render(self, template: Callable[[Any], str], given: Any) -> Rendered:
-        """What `template` writes of `given`: nested lists and mappings of texts."""
-        texts = list(texts_in(given, keys=True))
-        if not any(map(self._any.search, texts)):
-            return Rendered(template(given))
-        taken = set("".join(texts))
+    def render(self, template: Callable[[Any], str], texts: Any) -> Rendered:
+        """What `template` writes of `texts`: nested lists and mappings of texts."""
+        strings = list(texts_in(texts, keys=True))
+        if not any(map(self._any.search, strings)):
+            return Rendered(template(texts))
+        taken = set("".join(strings))
         free = (sign for sign in map(chr, SIGNS) if sign.isprintable() and sign not in taken)
         signs = dict(zip(sorted({token[0] for token in self._tokens if token}), free, strict=False))
-        masked, back = template(self._masked(given, signs)), {ord(sign): x for x, sign in signs.items()}
+        masked, back = template(self._masked(texts, signs)), {ord(sign): x for x, sign in signs.items()}
         text = Rendered(masked.translate(back))
         text.masked, text.signs = masked, back
         return text
@@ -86,24 +86,24 @@ class Specials:
         new_ids = ((tokenizer.token_to_id(name), self._tokens[token]) for token, name in names.items())
         return Renamed(tokenizer, names, {i: token for i, token in new_ids if i is not None})
 
-    def _masked(self, given: Any, signs: Mapping[str, str]) -> Any:
-        if isinstance(given, str):
-            while self._any.search(given):  # again where two overlap
-                given = self._any.sub(lambda match: signs[match[0][0]] + match[0][1:], given)
-            return given
-        if isinstance(given, Mapping):
-            return {self._masked(key, signs): self._masked(value, signs) for key, value in given.items()}
-        return [self._masked(part, signs) for part in given] if isinstance(given, (list, tuple)) else given
+    def _masked(self, texts: Any, signs: Mapping[str, str]) -> Any:
+        if isinstance(texts, str):
+            while self._any.search(texts):  # again where two overlap
+                texts = self._any.sub(lambda match: signs[match[0][0]] + match[0][1:], texts)
+            return texts
+        if isinstance(texts, Mapping):
+            return {self._masked(key, signs): self._masked(value, signs) for key, value in texts.items()}
+        return [self._masked(part, signs) for part in texts] if isinstance(texts, (list, tuple)) else texts
 
 
-def texts_in(given: Any, keys: bool = False) -> Iterator[str]:
+def texts_in(value: Any, keys: bool = False) -> Iterator[str]:
     """Every text in nested lists and mappings, in order; `keys`: those of mappings, too."""
-    if isinstance(given, str):
-        yield given
-    elif isinstance(given, Mapping):
-        for key, value in given.items():
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
             yield from texts_in(key, keys) if keys else ()
-            yield from texts_in(value, keys)
-    elif isinstance(given, (list, tuple)):
-        for part in given:
-            yield from texts_in(part, keys)
+            yield from texts_in(entry, keys)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from texts_in(entry, keys)
