@@ -537,6 +537,16 @@ def test_processes_that_start_at_once_build_once(copying):
 
 
 @compiled
+def test_to_ask_for_kernels_compiles_none(copying):
+    """Half a minute for an import, or for --help."""
+    asked = "ops.available(), ops.has_tiles(torch.float32), ops.has_kernels(ops.CPU, torch.float32)"
+    code = f"import torch; from slipstream.kernels import ops; print({asked})"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout == "False False False\n"
+    assert not copying.exists()
+
+
+@compiled
 def test_a_wheels_library_needs_no_compiler(copying, tmp_path, monkeypatch):
     """A user without a compiler, whose wheel brought kernels: a damaged one is not loaded."""
     library = build.library()

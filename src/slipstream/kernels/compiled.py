@@ -33,7 +33,8 @@ def compiled(function: Function, device: torch.device) -> Function:
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # layers of any index share a graph
     if os.environ.get(CACHE) in (None, default_cache_dir()):  # which importing transformers sets
         os.environ[CACHE] = str(cache_home() / "compiled")
-    return torch.compile(function, backend=merging if merges(device) else "inductor")
+    graphs: Any = torch.compile(function, backend=merging if merges(device) else "inductor")
+    return graphs
 
 
 def freed(x: Tensor, *dims: int) -> Tensor:

@@ -97,7 +97,7 @@ def pack_for_graphs(model: nn.Module) -> None:
     layout, and read them as they are."""
     for module in model.modules():
         if type(module) is Packed and packed_copy(module)[0].is_mkldnn:
-            module.__class__ = Linear
+            module.__class__ = Linear  # type: ignore[assignment]
 
 
 def own_products(

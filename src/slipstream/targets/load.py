@@ -51,7 +51,7 @@ def load_target(
             supported.
     """
     name = name_of(name, "a target")
-    place = place_of(device)
+    place = device_of(device)
     if dtype == "auto":
         dtype = "bfloat16" if place.type != "cpu" or HAS_BF16 else "float32"
     if dtype not in DTYPES:
@@ -94,7 +94,7 @@ def load_target(
     return target
 
 
-def place_of(device: str) -> torch.device:
+def device_of(device: str) -> torch.device:
     """The device of a name. Raises ValueError where there is none."""
     try:
         place = torch.empty(0, device=device).device
