@@ -33,7 +33,7 @@ def compiled(function: Function, device: torch.device) -> Function:
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # layers of any index share a graph
     if os.environ.get(CACHE) in (None, default_cache_dir()):  # which importing transformers sets
         os.environ[CACHE] = str(cache_home() / "compiled")
-    graphs: Any = torch.compile(function, backend=merging if merges(device) else "inductor")
+    graphs: Any = torch.compile(function, backend=merging if merges(device) else inductor)
     return graphs
 
 
@@ -59,14 +59,19 @@ def merges(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0) and has_kernels(device, torch.bfloat16)
 
 
-def merging(module: fx.GraphModule, inputs: list[Any]) -> Any:
-    """Inductor after `merge`, where nobody differentiates."""
+def inductor(module: fx.GraphModule, inputs: list[Any]) -> Any:
+    """Inductor, which is imported when the first graph is compiled."""
     from torch._inductor.compile_fx import compile_fx
 
+    return compile_fx(module, inputs)
+
+
+def merging(module: fx.GraphModule, inputs: list[Any]) -> Any:
+    """Inductor after `merge`, where nobody differentiates."""
     if not torch.is_grad_enabled():
         merge(module.graph)
         module.recompile()
-    return compile_fx(module, inputs)
+    return inductor(module, inputs)
 
 
 def merge(graph: fx.Graph) -> None:

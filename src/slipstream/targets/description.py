@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.machine import available_memory
+from slipstream.targets import linear
 from slipstream.targets.decoder import (
     NO_MATRIX,
     Decoder,
@@ -29,7 +30,6 @@ from slipstream.targets.decoder import (
 )
 from slipstream.targets.executor_torch import Layers
 from slipstream.targets.layer_subset import between, decoder_of
-from slipstream.targets.linear import packs
 from slipstream.targets.shadow_model import LOOKS, Blocks, CompiledForward
 
 SPLIT = ("q_proj", "k_proj", "v_proj")
@@ -145,7 +145,7 @@ def _described(
         layers.append(_layer(block, family, turn, windows.index(kind) if len(windows) > 1 else 0))
     decoder_config = _decoder_config(config, blocks, family)
     parts, run = list[Tensor | None](), None
-    if packs(final.weight.dtype, final.weight.device):
+    if linear.packs(final.weight.dtype, final.weight.device):
         parts = [part for layer in layers for part in _parts(layer, family)]
         parts += norm(final, family.more)
     else:
